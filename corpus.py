@@ -1,0 +1,505 @@
+"""
+Tokenizers and token files: write, read, sample.
+
+A prepared dataset is a folder, data/NAME, that needs nothing from outside:
+    train.bin, val.bin, test.bin  the tokens of a split, one flat array; each document is followed by end-of-text
+    train_starts.bin, ...         where its documents start, int64
+    tokenizer_state.json          the whole tokenizer, as checkpoints carry it
+    meta.json                     what the files hold; written last, so where it stands the rest is whole
+"""
+
+import base64
+import functools
+import hashlib
+import itertools
+import json
+import math
+import os
+import re
+import shutil
+import signal
+from collections import deque
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tiktoken
+
+from runtime import ROOT, Progress, save_json, write_text
+
+MIB = 2 ** 20
+EOT = '<|endoftext|>'
+# How text is cut into words before BPE merges anything, for every .tiktoken file: GPT-4's way, in a form that tiktoken
+# and tokenizers both read. Contractions, words, up to 3 digits, punctuation, line ends, other white space.
+PATTERN = (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+           r'|\s*[\r\n]+|\s+(?!\S)|\s+')
+
+
+# ----------------------------------------------------------------------------- tokenizers
+
+def get_tokenizer(name):
+    """
+    A tiktoken.Encoding, or an HFTokenizer, which has those of its methods that we use. name: 'gpt2'; 'bytes', 256 bytes
+    and end-of-text; FILE.tiktoken, a base64 token and its rank per line, end-of-text being one past the highest rank;
+    FILE.json, a Hugging Face tokenizer.json; 'hf:ORG/NAME' or 'hf:ORG/NAME@REVISION', the same downloaded.
+    """
+    if name == 'bytes':
+        return tiktoken_encoding(name, {bytes([byte]): byte for byte in range(256)}, r'[\s\S]{1,64}', 256)
+    if name == 'gpt2':
+        try:
+            return tiktoken.get_encoding(name)
+        except OSError as error:
+            raise ValueError('The ranks of gpt2 could not be downloaded; it needs the network once. Connect, or take '
+                             '--tokenizer=bytes or a local .tiktoken file.') from error
+    path = download_tokenizer(name) if name.startswith('hf:') else Path(name)
+    if path.suffix not in ('.tiktoken', '.json'):
+        raise ValueError(f"There is no tokenizer '{name}'. Take gpt2, bytes, FILE.tiktoken, FILE.json, hf:ORG/NAME.")
+    if not path.is_file():
+        raise FileNotFoundError(f'There is no tokenizer file {path}. Check the name.')
+    if path.suffix == '.json':
+        config = path.with_name('tokenizer_config.json')
+        eos = json.loads(config.read_text(encoding='utf-8')).get('eos_token') if config.is_file() else None
+        eos = eos['content'] if isinstance(eos, dict) else eos
+        return HFTokenizer(name if name.startswith('hf:') else path.name, path.read_text(encoding='utf-8'), eos)
+    ranks = parse_ranks(path.read_text(encoding='utf-8'), name)
+    return tiktoken_encoding(path.name, ranks, PATTERN, max(ranks.values()) + 1)
+
+
+def tiktoken_encoding(name, ranks, pattern, eot_token):
+    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={EOT: eot_token})
+
+
+def parse_ranks(text, where):
+    """{token: rank} from the lines of a .tiktoken file. where: its name, for the error."""
+    ranks = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except ValueError as error:
+            raise ValueError(f'{where}, line {number}, is not a base64 token and its rank. Check the file.') from error
+    if not all(bytes([byte]) in ranks for byte in range(256)) or len(set(ranks.values())) < len(ranks):
+        raise ValueError(f'{where} lacks one of the 256 single bytes or has a rank twice. Is the file whole?')
+    return ranks
+
+
+def format_ranks(ranks):
+    return ''.join(f'{base64.b64encode(token).decode()} {rank}\n' for token, rank in ranks.items())
+
+
+class HFTokenizer:
+    """A Hugging Face tokenizer.json under the names that tiktoken.Encoding uses."""
+
+    def __init__(self, name, text, eos):
+        """text: of tokenizer.json. eos: the token that ends a text, or None to look for the usual ones."""
+        self.name, self.text = name, text
+        self.tokenizer = tokenizers_package().Tokenizer.from_str(text)
+        self.tokenizer.encode_special_tokens = True  # '</s>' in a document is text, not the end of it
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        vocab = self.tokenizer.get_vocab()
+        self.n_vocab = max(vocab.values()) + 1  # not their number: some ids may be unused
+        self.eos = next((token for token in (eos, '</s>', EOT, '<|end_of_text|>', '<eos>') if token in vocab), None)
+        if self.eos is None:
+            raise ValueError(f'{name} has no end-of-text token that we know. Set eos_token in tokenizer_config.json.')
+        self.eot_token = vocab[self.eos]
+
+    def encode_ordinary(self, text):
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids):
+        return self.tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def decode_bytes(self, ids):
+        return self.decode(ids).encode()
+
+
+def tokenizers_package():
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise ValueError('This needs the optional package tokenizers. Run: pip install tokenizers') from error
+    return tokenizers
+
+
+def download_tokenizer(name):
+    """Path of tokenizer.json, with tokenizer_config.json beside it. name: 'hf:ORG/NAME[@REVISION]'."""
+    from huggingface_hub import snapshot_download
+    repo, _, revision = name.removeprefix('hf:').partition('@')
+    try:
+        files = ['tokenizer.json', 'tokenizer_config.json']
+        return Path(snapshot_download(repo, revision=revision or None, allow_patterns=files)) / 'tokenizer.json'
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f'The tokenizer {name} could not be had: {reason} Check its name and the network.') from error
+
+
+def tokenizer_state(encoding):
+    """All that a tokenizer is, as a dict of str and int, from which tokenizer_from_state needs no file or network."""
+    if isinstance(encoding, HFTokenizer):
+        return {'kind': 'hf', 'name': encoding.name, 'text': encoding.text, 'eos': encoding.eos}
+    return {'kind': 'tiktoken', 'name': encoding.name, 'text': format_ranks(encoding._mergeable_ranks),
+            'pattern': encoding._pat_str, 'eot_token': encoding.eot_token}
+
+
+def tokenizer_from_state(state):
+    if state['kind'] == 'hf':
+        return HFTokenizer(state['name'], state['text'], state['eos'])
+    ranks = parse_ranks(state['text'], state['name'])
+    return tiktoken_encoding(state['name'], ranks, state['pattern'], state['eot_token'])
+
+
+def tokenizer_digest(state):
+    """16 hex digits that two tokenizers share if they are the same but for their names."""
+    content = {key: value for key, value in state.items() if key != 'name'}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def train_bpe(texts, vocab_size, path):
+    """Train a byte-level BPE of vocab_size tokens, end-of-text included, on an iterable of str; save and return it."""
+    if vocab_size < 257:
+        raise ValueError(f'A BPE of {vocab_size} tokens cannot hold the 256 bytes and end-of-text. Take 257 or more.')
+    package = tokenizers_package()
+    tokenizer = package.Tokenizer(package.models.BPE())
+    words = package.pre_tokenizers.Split(package.Regex(PATTERN), 'isolated')
+    byte_level = package.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = package.pre_tokenizers.Sequence([words, byte_level])
+    tokenizer.train_from_iterator(texts, package.trainers.BpeTrainer(
+        vocab_size=vocab_size - 1, initial_alphabet=byte_level.alphabet(), show_progress=False))
+    os.environ['TOKENIZERS_PARALLELISM'] = 'false'  # or it prints a warning whenever this process forks from now on
+    # tokenizers writes each byte as one printable character: itself where it is one, else the next from 256 on
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    byte_of = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    vocab = tokenizer.get_vocab()
+    merged = [bytes(byte_of[c] for c in token) for token in sorted(vocab, key=vocab.get) if len(token) > 1]
+    tokens = [bytes([byte]) for byte in range(256)] + merged  # a token's rank says when it was merged
+    write_text(path, format_ranks({token: rank for rank, token in enumerate(tokens)}))
+    return get_tokenizer(str(path))
+
+
+def tokenizer_for(name, documents, folder, total_bytes=0, sample=200_000_000):
+    """
+    get_tokenizer(name), or for 'bpe:8192' a BPE of that vocabulary, trained on documents (as in write_corpus) and kept
+    in folder. Where total_bytes is more than sample, evenly chosen pieces of them have to do.
+    """
+    kind, _, vocab_size = name.partition(':')
+    if kind != 'bpe':
+        return get_tokenizer(name)
+    if not vocab_size.isdecimal():
+        raise ValueError(f"tokenizer is '{name}'. Write bpe: and the size of its vocabulary, as in bpe:8192.")
+    print(f'training a BPE of {vocab_size} tokens')
+    pieces = (piece for document in documents for piece, _ in cut(document, MIB))
+    pieces = itertools.islice(pieces, 0, None, math.ceil(total_bytes / sample) or 1)
+    return train_bpe(pieces, int(vocab_size), Path(folder) / 'tokenizer.tiktoken')
+
+
+# ----------------------------------------------------------------------------- writing token files
+
+# Where a long document may be cut into pieces: before a space that follows a non-space, and after a lone line end. No
+# word of PATTERN or of gpt2's reaches across, or is cut otherwise for what comes after: so the tokens stay the same.
+CUT = re.compile(r'(?<=\S)(?= )|(?<=\S\n)(?=\S)')
+
+
+def cut(document, limit):
+    """
+    Yield (piece, last), the document in pieces of limit to 2 * limit characters; last is True on its last piece. An
+    empty document yields none. document: str, or an iterable of str, its consecutive parts. A stretch of limit
+    characters with no place to cut is cut anywhere: the text stays the same, the tokens there may not.
+    """
+    rest = ''
+    for part in [document] if isinstance(document, str) else document:
+        text, start = rest + part, 0
+        while len(text) - start > 2 * limit:
+            place = CUT.search(text, start + limit, start + 2 * limit)
+            end = place.start() if place else start + 2 * limit
+            yield text[start:end], False
+            start = end
+        rest = text[start:]
+    if rest:
+        yield rest, True
+
+
+def chunks(splits, limit):
+    """Yield (split, [(piece, last), ...]), MIB characters or a little more at a time: the work of a process."""
+    for split, documents in splits.items():
+        chunk, size = [], 0
+        for document in documents() if callable(documents) else documents:
+            for piece, last in cut(document, limit):
+                chunk.append((piece, last))
+                size += len(piece)
+                if size >= MIB:
+                    yield split, chunk
+                    chunk, size = [], 0
+        if chunk:
+            yield split, chunk
+
+
+def encode(encoding, chunk):
+    """Returns the tokens of a chunk (uint32), the places in them just after each document, and its bytes of text."""
+    tokens, ends, n_bytes = [], [], 0
+    for piece, last in chunk:
+        tokens += encoding.encode_ordinary(piece)
+        n_bytes += len(piece.encode(errors='replace'))  # JSON can hold half a surrogate pair, UTF-8 cannot
+        if last:
+            tokens.append(encoding.eot_token)
+            ends.append(len(tokens))
+    return np.array(tokens, np.uint32), np.array(ends, np.int64), n_bytes
+
+
+def start_worker(state):
+    global worker_encoding  # rebuilt from its state in each process: a spawned one inherits nothing
+    worker_encoding = tokenizer_from_state(state)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then stops its workers
+
+
+def encode_in_worker(chunk):
+    return encode(worker_encoding, chunk)
+
+
+def encode_all(stream, encoding, workers):
+    """Yield (split, encode(chunk)) in the order of the stream, of which at most 4 chunks per worker are in memory."""
+    head = list(itertools.islice(stream, 8))
+    stream = itertools.chain(head, stream)
+    if workers == 1 or len(head) < 8:  # a few MB are done before workers have started
+        for split, chunk in stream:
+            yield split, encode(encoding, chunk)
+        return
+    with ProcessPoolExecutor(workers, initializer=start_worker, initargs=(tokenizer_state(encoding),)) as pool:
+        pending = deque()
+        for split, chunk in stream:
+            pending.append((split, pool.submit(encode_in_worker, chunk)))
+            if len(pending) == 4 * workers:
+                first, result = pending.popleft()
+                yield first, result.result()
+        while pending:
+            first, result = pending.popleft()
+            yield first, result.result()
+
+
+def write_corpus(folder, encoding, splits, workers=None, report=None, total_bytes=None):
+    """
+    Tokenize documents into folder and print a summary; the folder changes only when all is done.
+    splits: {split: documents or a function that returns them}, each an iterable of documents as in cut(). workers:
+    processes, by default one per core. report: a dict to keep in meta.json. total_bytes: of text, for the progress bar;
+    an estimate will do. Raises ValueError if a split has no text.
+    """
+    folder, state = Path(folder), tokenizer_state(encoding)
+    dtype = np.dtype(np.uint16 if encoding.n_vocab <= 2 ** 16 else np.uint32)
+    limit = MIB if state['kind'] == 'tiktoken' else math.inf  # others may begin each text with a space: never cut
+    counts = {split: {'tokens': 0, 'documents': 0, 'bytes': 0} for split in splits}
+    ends = {split: [] for split in splits}
+    progress, done = Progress(total_bytes or 1, f'tokenizing {folder.name}', enabled=(total_bytes or 0) > 8 * MIB), 0
+    temporary = folder / 'unfinished'
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        for split, (tokens, after, n_bytes) in encode_all(chunks(splits, limit), encoding, workers or os.cpu_count()):
+            with open(temporary / f'{split}.bin', 'ab') as file:
+                file.write(tokens.astype(dtype).tobytes())
+            count = counts[split]
+            ends[split].append(after + count['tokens'])
+            count['tokens'] += len(tokens)
+            count['documents'] += len(after)
+            count['bytes'] += n_bytes
+            done += n_bytes
+            progress.update(min(done, progress.total - 1))
+        for split in splits:
+            if not ends[split]:
+                raise ValueError(f'No document is left for the {split} split of {folder.name}. Give it more text.')
+            starts = np.concatenate([[0], *ends[split]])[:-1]  # a document starts where the one before it ended
+            (temporary / f'{split}_starts.bin').write_bytes(starts.astype(np.int64).tobytes())
+        progress.update(progress.total)
+        write_text(temporary / 'tokenizer_state.json', json.dumps(state))
+        (folder / 'meta.json').unlink(missing_ok=True)  # first, so that what is half replaced does not look whole
+        for old in folder.glob('*.bin'):
+            old.unlink()
+        for new in temporary.iterdir():
+            os.replace(new, folder / new.name)
+    finally:
+        shutil.rmtree(temporary)
+    save_json(folder / 'meta.json', {
+        'tokenizer': encoding.name, 'tokenizer_digest': tokenizer_digest(state), 'vocab_size': encoding.n_vocab,
+        'dtype': dtype.name, 'splits': counts, 'report': report or {}})
+    print(f'{folder}: tokenizer {encoding.name}, vocabulary {encoding.n_vocab:,}')
+    for split, count in counts.items():
+        print(f'{split:>6} {count["tokens"]:14,} tokens  {count["documents"]:10,} documents  '
+              f'{count["bytes"] / count["tokens"]:.2f} bytes per token')
+
+
+def split_by_hash(identity, val_fraction, test_fraction):
+    """'train', 'val' or 'test': by identity alone, so a document stays where it is when others come and go."""
+    u = key_of(identity) / 2 ** 64
+    return 'val' if u < val_fraction else 'test' if u < val_fraction + test_fraction else 'train'
+
+
+# ----------------------------------------------------------------------------- reading token files
+
+@dataclass
+class TokenFile:
+    tokens: np.memmap  # (n,) uint16 or uint32; each document is followed by end-of-text
+    starts: np.memmap  # (documents,) int64, where each begins
+    meta: dict         # meta.json
+    tokenizer_state: dict
+
+
+def open_tokens(dataset, split):
+    """
+    dataset: the name of a folder in data/, or the path of one; split: 'train', 'val' or 'test'. Returns a TokenFile.
+    Raises FileNotFoundError if it is not prepared or has no such split, ValueError if a file is damaged.
+    """
+    folder = ROOT / 'data' / dataset
+    folder = folder if folder.is_dir() else Path(dataset)
+    if not (folder / 'meta.json').is_file():
+        if (folder / 'prepare.py').is_file():
+            prepare = os.path.relpath(folder / 'prepare.py')
+            raise FileNotFoundError(f'Dataset {dataset} is not prepared. Run: python {prepare}')
+        prepared = sorted(path.parent.name for path in (ROOT / 'data').glob('*/meta.json'))
+        raise FileNotFoundError(f'There is no dataset {dataset}. Prepared are: {", ".join(prepared) or "none"}.')
+    try:
+        meta = json.loads((folder / 'meta.json').read_text(encoding='utf-8'))
+        state = json.loads((folder / 'tokenizer_state.json').read_text(encoding='utf-8'))
+        dtype, whole = np.dtype(meta['dtype']), tokenizer_digest(state) == meta['tokenizer_digest']
+        counts = {split: (count['tokens'], count['documents']) for split, count in meta['splits'].items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        whole = False
+    if not whole:
+        raise ValueError(f'{folder}: meta.json or tokenizer_state.json is damaged. Prepare the dataset again.')
+    if split not in counts:
+        raise FileNotFoundError(f'Dataset {dataset} has no split {split}. It has {", ".join(counts)}.')
+    n_tokens, n_documents = counts[split]
+    tokens = map_array(folder / f'{split}.bin', dtype, n_tokens)
+    return TokenFile(tokens, map_array(folder / f'{split}_starts.bin', np.dtype(np.int64), n_documents), meta, state)
+
+
+def map_array(path, dtype, count):
+    """The array of count numbers in a file, mapped, not read. Raises ValueError if the file has another size."""
+    found, expected = path.stat().st_size if path.is_file() else 0, count * dtype.itemsize
+    if found != expected:
+        raise ValueError(f'{path} has {found:,} bytes, by meta.json it should have {expected:,}. Prepare it again.')
+    return np.memmap(path, dtype, 'r')
+
+
+def documents(data):
+    """Yield (start, end) for each document of a TokenFile: data.tokens[start:end] is its text, end-of-text left out."""
+    for start, after in itertools.pairwise(itertools.chain(data.starts, [len(data.tokens)])):
+        yield int(start), int(after) - 1
+
+
+# ----------------------------------------------------------------------------- sampling
+
+SLOTS = 10_000               # each cycle of so many samples holds the weights of a mixture exactly
+GOLDEN = 0x9e3779b97f4a7c15  # 2^64 / golden ratio: its multiples are spread evenly over the 64-bit numbers
+
+
+def key_of(*parts):
+    """A 64-bit number from anything that prints; unlike hash(), the same in every process."""
+    return int.from_bytes(hashlib.sha256('/'.join(map(str, parts)).encode()).digest()[:8], 'big')
+
+
+def mix(x):
+    """Scramble 64-bit numbers one to one, so that x and x + 1 have nothing in common (the last step of splitmix64)."""
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9
+    x = (x ^ (x >> 27)) * 0x94d049bb133111eb
+    return x ^ (x >> 31)
+
+
+def permute(index, n, keys):
+    """
+    Shuffle range(n) without a table, as n may be 10^9: returns where each index goes, (k,) uint64.
+    index: (k,) ints in range(n). keys: (k,) uint64; each key is another shuffle. A Feistel network: index is a point of
+    an a x b grid, and each step shifts one coordinate by a hash of the other, which can be undone: so it is one to one.
+    """
+    a = math.isqrt(n - 1) + 1
+    b = -(-n // a)  # n <= a * b < n + a
+    x, outside = index.astype(np.uint64), np.ones(len(index), bool)
+    while outside.any():  # the few points of the grid past n go on until they come inside: still one to one
+        left, right, key = x[outside] % a, x[outside] // a, keys[outside]
+        for _ in range(3):
+            key = mix(key + GOLDEN)
+            left = (left + mix(key ^ right) % a) % a
+            right = (right + mix(~key ^ left) % b) % b
+        x[outside] = left + a * right
+        outside = x >= n
+    return x
+
+
+@functools.lru_cache(maxsize=4)
+def mixture_cycle(slots, key):
+    """
+    The sources of SLOTS samples in a row, shuffled by key. slots: how many of them each source has. Returns source
+    (SLOTS,) and ordinal (SLOTS,): how many of that source's came before it.
+    """
+    order = np.argsort(mix(np.arange(SLOTS, dtype=np.uint64) + np.uint64(key)), kind='stable')
+    source, ordinal = np.repeat(np.arange(len(slots)), slots)[order], np.empty(SLOTS, np.int64)
+    for s, count in enumerate(slots):
+        ordinal[source == s] = np.arange(count)
+    return source, ordinal
+
+
+class Windows:
+    """
+    Training and evaluation windows of a dataset, or of a mixture by weight such as 'slimpajama:0.694,starcoder:0.306'.
+    A window is a block of block_size + 1 consecutive tokens, that is block_size predictions; blocks do not overlap.
+    """
+
+    def __init__(self, dataset, split, block_size, seed=0):
+        self.split, self.block_size, self.seed = split, block_size, seed
+        parts = [dataset] if Path(dataset).is_dir() else dataset.split(',')
+        names, weights = zip(*(parse_part(part) for part in parts), strict=True)
+        sources = [open_tokens(name, split) for name in names]
+        first, self.blocks = sources[0], []
+        for name, source in zip(names, sources, strict=True):
+            if source.meta['tokenizer_digest'] != first.meta['tokenizer_digest']:
+                one, other = (f'{s.meta["tokenizer"]} {s.meta["tokenizer_digest"]}' for s in (first, source))
+                raise ValueError(f'{names[0]} has tokenizer {one}, {name} has {other}. Prepare both with the same one.')
+            n = len(source.tokens) // (block_size + 1)
+            if n == 0:
+                raise ValueError(f'Split {split} of {name} has {len(source.tokens):,} tokens, less than a window of '
+                                 f'block_size {block_size:,} + 1. Lower block_size or prepare more text.')
+            self.blocks.append(source.tokens[:n * (block_size + 1)].reshape(n, block_size + 1))
+        exact = np.array(weights) / sum(weights) * SLOTS
+        slots = np.floor(exact).astype(int)
+        slots[np.argsort(slots - exact, kind='stable')[:SLOTS - slots.sum()]] += 1  # to the largest remainders
+        self.slots = tuple(slots.tolist())
+        self.vocab_size, self.tokenizer_state = first.meta['vocab_size'], first.tokenizer_state
+        self.n_tokens = sum(len(source.tokens) for source in sources)
+
+    def batch(self, step, batch_size, rows=slice(None)):
+        """
+        The windows of a step, (n_rows, block_size + 1) int64: a function of (seed, split, step) alone. rows: a slice of
+        them, for this rank or micro-batch. Each source is read epoch after epoch, each block once in each, every time
+        in another order.
+        """
+        sample = np.arange(step * batch_size, (step + 1) * batch_size)[rows]
+        cycle, slot = np.divmod(sample, SLOTS)
+        source, ordinal = np.empty_like(sample), np.empty_like(sample)
+        for c in np.unique(cycle).tolist():
+            here = cycle == c
+            sources, ordinals = mixture_cycle(self.slots, key_of(self.seed, self.split, 'cycle', c))
+            source[here], ordinal[here] = sources[slot[here]], ordinals[slot[here]]
+        windows = np.empty((len(sample), self.block_size + 1), np.int64)
+        for s in np.unique(source).tolist():
+            here, n = source == s, len(self.blocks[s])
+            epoch, index = np.divmod(cycle[here] * self.slots[s] + ordinal[here], n)
+            keys = mix(epoch.astype(np.uint64) + np.uint64(key_of(self.seed, self.split, 'source', s)))
+            windows[here] = self.blocks[s][permute(index, n, keys)]
+        return windows
+
+    def fixed(self, n):
+        """
+        For evaluation: n windows evenly spaced over the split (of a mixture, of its first source) in their order, or
+        all if it has fewer. Returns (n, block_size + 1) int64.
+        """
+        n_blocks = len(self.blocks[0])
+        n = min(n, n_blocks)
+        return self.blocks[0][np.arange(n) * n_blocks // n].astype(np.int64)
+
+
+def parse_part(part):
+    """('slimpajama', 0.694) from 'slimpajama:0.694', the weight being 1 where there is none."""
+    name, _, weight = part.strip().partition(':')
+    if not name or not re.fullmatch(r'|\d*\.?\d+([eE]-?\d+)?', weight) or float(weight or 1) == 0:
+        raise ValueError(f"dataset has the part '{part}'. Write NAME:WEIGHT, the weight being a number above 0.")
+    return name, float(weight or 1)

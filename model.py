@@ -1,0 +1,260 @@
+"""
+A causal transformer with no position encoding (NoPE), and one softmax scale per attention head.
+
+The architecture is TinyLlama's less its rotary embedding: RMSNorm, grouped-query attention, SwiGLU, no biases,
+untied output. With position='rope' it is TinyLlama itself, so the two are twins in everything else.
+Sources: Wang et al. 2024, "Length Generalization of Causal Transformers without Position Encoding" (the paper),
+and the TinyLlama code for sizes and initialisation. Plain PyTorch; of the project it imports only position.py.
+
+Shapes: B sequences, T tokens in this call, C = n_embd, H = n_head, D = head_dim = C / H, V = vocab_size.
+"""
+
+import contextlib
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+from position import POSITIONS, rotate
+
+
+@dataclass
+class ModelConfig:
+    vocab_size: int
+    block_size: int           # L: tokens in a training window; a longer input is what the project studies
+    n_layer: int
+    n_head: int
+    n_kv_head: int            # key/value heads; each serves n_head / n_kv_head query heads
+    n_embd: int
+    n_hidden: int             # inner width of SwiGLU
+    position: str = 'none'    # a name in position.py
+    rope_base: float = 10000.0
+    norm_eps: float = 1e-5
+
+    def __post_init__(self):
+        if self.position not in POSITIONS:
+            raise ValueError(f"position is '{self.position}', which is unknown. Choose one of: {', '.join(POSITIONS)}.")
+        if self.n_embd % self.n_head or (self.n_embd // self.n_head) % 2:
+            raise ValueError(f'n_embd {self.n_embd} over n_head {self.n_head} must give an even whole head size.')
+        if self.n_head % self.n_kv_head:
+            raise ValueError(f'n_head {self.n_head} must be a multiple of n_kv_head {self.n_kv_head}.')
+
+
+class Attention(nn.Module):
+    """Grouped-query attention whose softmax has one scale per head: Eq. (4) of the paper."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.n_head, self.n_kv_head = config.n_head, config.n_kv_head
+        self.head_dim = config.n_embd // config.n_head
+        self.qkv = nn.Linear(config.n_embd, (config.n_head + 2 * config.n_kv_head) * self.head_dim, bias=False)
+        self.out = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        # units of 1 / sqrt(D). Always float32: 1.6 + 0.001 is still 1.6 in bfloat16. Frozen until tune_scale.py
+        self.head_scale = nn.Parameter(torch.ones(config.n_head), requires_grad=False)
+
+    def project(self, x, rotation=None):
+        """x: (B, T, C). Returns scaled queries (B, H, T, D), and keys and values (B, n_kv_head, T, D)."""
+        B, T, _ = x.shape
+        heads = self.qkv(x).view(B, T, -1, self.head_dim).transpose(1, 2)        # (B, H + 2 n_kv_head, T, D)
+        q, k, v = heads.split([self.n_head, self.n_kv_head, self.n_kv_head], dim=1)
+        if rotation is not None:
+            q, k = rotate(q, *rotation), rotate(k, *rotation)
+        # Eq. (4): scores become head_scale_h * q.k / sqrt(D). Scaling q, not the scores, keeps every fused kernel
+        q = (q * self.head_scale[:, None, None]).to(k.dtype)
+        return q, k, v
+
+    def attend(self, q, k, v):
+        """Softmax attention of T queries on the last T of S keys and all before. Returns (B, T, C)."""
+        B, _, T, _ = q.shape
+        S = k.shape[2]
+        mask = None
+        if 1 < T < S:  # several new tokens after cached ones: query t stands at position S - T + t
+            mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+        # training short windows on a CPU, the T x T matrix is faster than the fused kernel and its slow backward
+        plain = q.device.type == 'cpu' and T <= 256 and torch.is_grad_enabled()
+        with sdpa_kernel(SDPBackend.MATH) if plain else contextlib.nullcontext():
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=T == S,
+                                               enable_gqa=self.n_head != self.n_kv_head)
+        return y.transpose(1, 2).reshape(B, T, -1)
+
+    def forward(self, x, rotation=None, cache=None):
+        q, k, v = self.project(x, rotation)
+        if cache is not None:
+            k, v = cache.append(k, v)
+        return self.out(self.attend(q, k, v))
+
+
+def attention_entropy(q, k):
+    """
+    Entropy of each query's attention, in nats, without the T x T matrix: Eq. (2) of the paper as
+    H_i = ln sum_j exp(s_ij) - sum_j a_ij s_ij, where the last sum is q_i . (sum_j a_ij k_j) / sqrt(D). So one fused
+    attention call with the keys as values, and its log-sum-exp, are enough.
+    q: (B, H, T, D) scaled queries; k: (B, n_kv_head, T, D). Returns (B, H, T) float32, between 0 and ln(i + 1).
+    """
+    B, H, T, D = q.shape
+    q, k = q.float(), k.float().repeat_interleave(H // k.shape[1], dim=1)  # float32: the two terms nearly cancel
+    if q.device.type == 'cpu':
+        mean_k, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, k, 0.0, True)
+    elif q.device.type == 'cuda':
+        mean_k, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, k, None, True, 0.0, True)
+        lse = lse[..., :T]  # the kernel pads rows
+    else:  # no fused kernel gives its log-sum-exp here: the matrix, 256 rows of it at a time
+        mean_k, lse = torch.empty_like(q), q.new_empty(B, H, T)
+        for i in range(0, T, 256):
+            scores = q[:, :, i:i + 256] @ k.transpose(-1, -2) / math.sqrt(D)
+            future = torch.arange(T, device=q.device) > torch.arange(i, min(i + 256, T), device=q.device)[:, None]
+            scores = scores.masked_fill(future, -math.inf)
+            lse[:, :, i:i + 256], mean_k[:, :, i:i + 256] = scores.logsumexp(-1), scores.softmax(-1) @ k
+    return (lse - (q * mean_k).sum(-1) / math.sqrt(D)).clamp(min=0)
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.gate_up = nn.Linear(config.n_embd, 2 * config.n_hidden, bias=False)  # two matrices, one product
+        self.out = nn.Linear(config.n_hidden, config.n_embd, bias=False)
+
+    def forward(self, x):
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.out(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.attn_norm = nn.RMSNorm(config.n_embd, eps=config.norm_eps)
+        self.attn = Attention(config)
+        self.mlp_norm = nn.RMSNorm(config.n_embd, eps=config.norm_eps)
+        self.mlp = SwiGLU(config)
+
+    def forward(self, x, rotation=None, cache=None):
+        x = x + self.attn(self.attn_norm(x), rotation, cache)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class LayerCache:
+    """Keys and values of the tokens read so far, in one layer. k, v: (B, n_kv_head, max_length, D)."""
+
+    def __init__(self, shape, device, dtype):
+        self.k = torch.empty(shape, device=device, dtype=dtype)
+        self.v = torch.empty(shape, device=device, dtype=dtype)
+        self.length = 0
+
+    def append(self, k, v):
+        end = self.length + k.shape[2]
+        if end > self.k.shape[2]:
+            raise ValueError(f'the KV cache holds {self.k.shape[2]} tokens but {end} are needed. Make it longer.')
+        self.k[:, :, self.length:end] = k
+        self.v[:, :, self.length:end] = v
+        self.length = end
+        return self.k[:, :, :end], self.v[:, :, :end]
+
+
+class Transformer(nn.Module):
+    logits_per_chunk = 2 ** 26  # the loss never holds more logits than this at once: 256 MB in float32
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.checkpoint_activations = False  # True: keep only block inputs, recompute the rest in backward
+        self.embed = nn.Embedding(config.vocab_size, config.n_embd)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.norm = nn.RMSNorm(config.n_embd, eps=config.norm_eps)
+        self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+
+    def init_weights(self, generator=None):
+        """TinyLlama's initialisation: small embeddings, and smaller outputs the deeper the model."""
+        C, n_layer = self.config.n_embd, self.config.n_layer
+        for name, p in self.named_parameters():
+            if p.dim() == 2:
+                std = 1 / (math.sqrt(C) * n_layer) if name.endswith('out.weight') else math.sqrt(2 / (5 * C))
+                nn.init.normal_(p, std=std, generator=generator)
+            else:
+                nn.init.ones_(p)  # norms and head scales
+        return self
+
+    def rotation(self, start, length, device):
+        return POSITIONS[self.config.position](start, length, self.config, device)
+
+    def hidden(self, idx, cache=None):
+        """idx: (B, T) token ids. Returns (B, T, C), normed and ready for the output matrix."""
+        B, T = idx.shape
+        x = self.embed(idx)  # (B, T, C)
+        rotation = self.rotation(cache[0].length if cache else 0, T, idx.device)
+        for i, block in enumerate(self.blocks):
+            if self.checkpoint_activations and torch.is_grad_enabled():
+                x = checkpoint(block, x, rotation, use_reentrant=False)
+            else:
+                x = block(x, rotation, cache[i] if cache else None)
+        return self.norm(x)
+
+    def forward(self, idx, targets=None, last=None, cache=None):
+        """
+        idx: (B, T) token ids; cache: from new_cache(), idx then continues it.
+        Without targets: logits of the last `last` positions (None: all), (B, last, V).
+        With targets (B, K), the tokens that follow the last K positions: their losses in nats, (B, K) float32.
+        """
+        K = last if targets is None else targets.shape[1]
+        x = self.hidden(idx, cache)
+        x = x if K is None else x[:, -K:]
+        return self.head(x) if targets is None else self.losses(x, targets)
+
+    def losses(self, x, targets):
+        """Cross-entropy -ln p(target), (B, K) float32, in chunks: float32 logits of a whole batch never exist."""
+        def chunk_losses(x, targets):
+            return F.cross_entropy(self.head(x).float(), targets, reduction='none')
+
+        rows = max(1, self.logits_per_chunk // self.config.vocab_size)
+        chunks = list(zip(x.flatten(0, 1).split(rows), targets.flatten().split(rows)))
+        if len(chunks) > 1 and torch.is_grad_enabled():  # backward computes each chunk's logits again
+            losses = [checkpoint(chunk_losses, *chunk, use_reentrant=False) for chunk in chunks]
+        else:
+            losses = [chunk_losses(*chunk) for chunk in chunks]
+        return torch.cat(losses).view(targets.shape)
+
+    @torch.no_grad()
+    def losses_and_entropy(self, idx, targets):
+        """
+        One pass that also measures each head. idx, targets: (B, T).
+        Returns losses (B, T) and attention entropy (n_layer, B, H, T), both in nats, float32.
+        """
+        x, rotation, entropy = self.embed(idx), self.rotation(0, idx.shape[1], idx.device), []
+        for block in self.blocks:
+            q, k, v = block.attn.project(block.attn_norm(x), rotation)
+            entropy.append(attention_entropy(q, k))
+            x = x + block.attn.out(block.attn.attend(q, k, v))
+            x = x + block.mlp(block.mlp_norm(x))
+        return self.losses(self.norm(x), targets), torch.stack(entropy)
+
+    def new_cache(self, batch_size, max_length, dtype=None):
+        """One LayerCache a layer, for `batch_size` sequences of up to `max_length` tokens."""
+        config, weight = self.config, self.head.weight
+        shape = (batch_size, config.n_kv_head, max_length, config.n_embd // config.n_head)
+        return [LayerCache(shape, weight.device, dtype or weight.dtype) for _ in self.blocks]
+
+    @property
+    def head_scale(self):
+        """All softmax scales, (n_layer, n_head) float32, in units of 1 / sqrt(D). Assign a number or an array."""
+        return torch.stack([block.attn.head_scale.detach() for block in self.blocks])
+
+    @head_scale.setter
+    def head_scale(self, scale):
+        scale = torch.as_tensor(scale, dtype=torch.float32).expand(len(self.blocks), self.config.n_head)
+        for block, row in zip(self.blocks, scale):
+            block.attn.head_scale.data.copy_(row)
+
+    def n_params(self):
+        """Number of weights, the head scales left out."""
+        return sum(p.numel() for name, p in self.named_parameters() if not name.endswith('head_scale'))
+
+    def flops_per_token(self, length):
+        """
+        Forward FLOP per token in windows of `length` tokens: (matmuls, attention). 2 per matmul weight, the input
+        embedding being a look-up; causal attention reads length / 2 keys on average, for q.k and for the sum of v.
+        """
+        c = self.config
+        return 2 * (self.n_params() - self.embed.weight.numel()), 2 * c.n_layer * c.n_embd * length

@@ -1,0 +1,264 @@
+"""
+What every stage needs around the model: device and precision, ranks, progress, and results written to disk.
+"""
+
+import contextlib
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parent
+DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
+
+
+# ----------------------------------------------------------------------------- device, precision, ranks
+
+@dataclass
+class Runtime:
+    """Where this process runs: its device, its precision and its place among the ranks."""
+    device: torch.device
+    dtype: torch.dtype   # of activations; weights, optimizer and head scales stay float32
+    rank: int
+    world_size: int
+
+    @property
+    def is_main(self):
+        return self.rank == 0
+
+    def autocast(self):
+        if self.dtype == torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self.dtype)
+
+    def print(self, *args):
+        if self.is_main:
+            print(*args, flush=True)
+
+    def mine(self, items):
+        """This rank's share of a list of work: every world_size-th item."""
+        return items[self.rank::self.world_size]
+
+    def gather(self, rows, n):
+        """
+        Put rows computed by mine(range(n)) back in order. rows: (len(mine), ...) array. Returns (n, ...) float64,
+        the same on every rank, so that sums over it do not depend on the number of ranks.
+        """
+        rows = np.array(rows, dtype=np.float64)
+        if self.world_size == 1:
+            return rows
+        parts = [None] * self.world_size
+        dist.all_gather_object(parts, rows)
+        shape = next(part.shape[1:] for part in parts if len(part))
+        whole = np.empty((n, *shape))
+        for rank, part in enumerate(parts):
+            if len(part):
+                whole[rank::self.world_size] = part
+        return whole
+
+    @torch.no_grad()
+    def over_windows(self, windows, batch_tokens, measure, label=None):
+        """
+        Measure every window, in batches of about batch_tokens tokens, split over ranks.
+        windows: (n, T + 1) int64 ids; measure(inputs, targets), each (B, T), returns an array or tensor of B rows.
+        Returns the rows of all windows in order, (n, ...) float64, on every rank.
+        """
+        mine, rows = self.mine(torch.as_tensor(windows)), []
+        progress = Progress(len(mine), label, enabled=self.is_main and label is not None)
+        for batch in mine.split(max(1, batch_tokens // (mine.shape[1] - 1))):
+            batch = batch.to(self.device)
+            with self.autocast():
+                result = measure(batch[:, :-1], batch[:, 1:])
+            rows += list(result.cpu().numpy() if torch.is_tensor(result) else result)
+            progress.update(len(rows))
+        return self.gather(rows, len(windows))
+
+    def close(self):
+        if self.world_size > 1:
+            dist.destroy_process_group()
+
+
+def has_bfloat16(device):
+    """True where bfloat16 arithmetic is in hardware; elsewhere it is emulated and slower than float32."""
+    if device.type == 'cuda':
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type == 'cpu':
+        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return False
+
+
+def setup(device='auto', dtype='auto', seed=1337):
+    """
+    Choose the device, the precision and, under torchrun, this process's rank. Returns a Runtime.
+    device: 'auto', 'cpu', 'cuda', 'cuda:1', 'mps'. dtype: 'auto' or a key of DTYPES.
+    """
+    if device == 'auto':
+        device = 'cuda' if torch.cuda.is_available() else 'mps' if torch.backends.mps.is_available() else 'cpu'
+    if device.startswith('cuda') and not torch.cuda.is_available():
+        raise ValueError(f"device is '{device}' but this PyTorch sees no CUDA device. Use --device=cpu.")
+    if device.startswith('mps') and not torch.backends.mps.is_available():
+        raise ValueError("device is 'mps' but this PyTorch has no MPS. Use --device=cpu.")
+    rank, world_size = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
+    if world_size > 1:
+        if device.startswith('cuda'):
+            device = f"cuda:{os.environ['LOCAL_RANK']}"
+            torch.cuda.set_device(device)
+        if not dist.is_initialized():
+            dist.init_process_group('nccl' if device.startswith('cuda') else 'gloo')
+    device = torch.device(device)
+    if dtype == 'auto':
+        dtype = 'bfloat16' if has_bfloat16(device) else 'float16' if device.type == 'cuda' else 'float32'
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is '{dtype}'. Choose auto, {', '.join(DTYPES)}.")
+    if dtype == 'float16' and device.type == 'cpu':
+        raise ValueError("dtype is 'float16', which needs a GPU. Use --dtype=float32 or bfloat16 on CPU.")
+    torch.manual_seed(seed)
+    if device.type == 'cpu':  # or compiled embedding gradients are summed in another order in each run
+        torch.use_deterministic_algorithms(True)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.backends.cudnn.allow_tf32 = True
+    return Runtime(device, DTYPES[dtype], rank, world_size)
+
+
+def compiled(model, runtime, enabled):
+    """torch.compile(model) where it was asked for and can be done; where it cannot, one line says why."""
+    if not enabled:
+        return model
+    if runtime.device.type == 'cpu':
+        compiler = os.environ.get('CXX', 'clang++' if sys.platform == 'darwin' else 'g++')  # as torch chooses it
+        header = Path(sysconfig.get_paths()['include'], 'Python.h')
+        missing = (f'the C++ compiler {compiler} (Debian, Ubuntu: apt-get install g++)' if not shutil.which(compiler)
+                   else f'Python.h (Debian, Ubuntu: apt-get install python3-dev)' if not header.exists() else None)
+        if missing:
+            runtime.print(f'torch.compile needs {missing}; going on uncompiled, which is slower.')
+            return model
+    return torch.compile(model)
+
+
+def synchronize(device):
+    if device.type == 'cuda':
+        torch.cuda.synchronize(device)
+    elif device.type == 'mps':
+        torch.mps.synchronize()
+
+
+def matmul_flops(runtime, size=None, seconds=0.3):
+    """FLOP/s of a large square matrix product on this device in this precision: the ceiling MFU is measured by."""
+    size = size or (8192 if runtime.device.type == 'cuda' else 1024)
+    a = torch.randn(size, size, device=runtime.device, dtype=runtime.dtype)
+    best, stop = 0.0, time.perf_counter() + seconds
+    while time.perf_counter() < stop:
+        synchronize(runtime.device)
+        start = time.perf_counter()
+        a @ a
+        synchronize(runtime.device)
+        best = max(best, 2 * size ** 3 / (time.perf_counter() - start))
+    return best
+
+
+# ----------------------------------------------------------------------------- progress and results
+
+class Progress:
+    """A progress bar on a terminal; in a log file, a line each half minute."""
+
+    def __init__(self, total, label, enabled=True):
+        self.total, self.label, self.enabled = max(1, total), label, enabled
+        self.start = self.shown = time.perf_counter()
+        self.tty = sys.stderr.isatty()
+
+    def update(self, done, note=''):
+        """done: units of `total` finished so far."""
+        share, now = min(1.0, done / self.total), time.perf_counter()
+        if not self.enabled or now - self.shown < (0.1 if self.tty else 30) and not (share == 1 and self.tty):
+            return
+        self.shown, seconds = now, now - self.start
+        bar = '#' * int(share * 24)
+        left = clock(seconds / share - seconds) if share else '?'
+        line = f'{self.label}  [{bar:<24}] {share:4.0%}  {clock(seconds)}, {left} left  {note}'
+        end = '\n' if share == 1 or not self.tty else ''
+        print(f'\r{line:<110}' if self.tty else line, end=end, file=sys.stderr, flush=True)
+
+
+def clock(seconds):
+    """Seconds as m:ss or h:mm:ss."""
+    minutes, s = divmod(int(seconds), 60)
+    return f'{minutes // 60}:{minutes % 60:02d}:{s:02d}' if minutes >= 60 else f'{minutes}:{s:02d}'
+
+
+def write_text(path, text):
+    """Write a file under a temporary name, then rename it: a reader or a crash never sees half of it."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + '.part')
+    part.write_text(text)
+    os.replace(part, path)
+
+
+def plain(value):
+    """numpy numbers and arrays as JSON holds them: 6 significant digits are more than any measurement here has."""
+    if isinstance(value, np.ndarray):
+        return [plain(row) if isinstance(row, np.ndarray) else float(f'{row:.6g}') for row in value]
+    return float(value)
+
+
+def save_json(path, data):
+    """Write JSON that a person can read: one key a line, a list of numbers on one line."""
+    text = json.dumps(data, indent=1, default=plain)
+    write_text(path, re.sub(r'\[[^\[\]{}"]*\]', lambda numbers: ' '.join(numbers[0].split()), text) + '\n')
+
+
+def new_figure(rows=1, columns=1, width=6.4, height=4.0):
+    """A matplotlib figure for a file, no screen needed. Returns figure, axes (one, or an array of rows x columns)."""
+    import matplotlib
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+    plt.rcParams.update({'axes.grid': True, 'grid.alpha': 0.3, 'axes.spines.top': False, 'axes.spines.right': False,
+                         'legend.frameon': False, 'legend.fontsize': 9, 'axes.titlesize': 11})
+    return plt.subplots(rows, columns, figsize=(width * columns, height * rows), layout='constrained')
+
+
+def save_png(figure, path):
+    """Write a matplotlib figure whole or not at all, and close it."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + '.part')
+    figure.savefig(part, format='png', dpi=130)
+    os.replace(part, path)
+    figure.clear()
+
+
+def bin_means(values, width):
+    """
+    Means over bins of `width` positions, so that a curve over thousands of positions is smooth and its JSON short.
+    values: (..., T). Returns the mean position (1-based) of each bin, (bins,), and the means, (..., bins).
+    """
+    values, width = np.asarray(values), max(1, width)
+    bins = values.shape[-1] // width
+    means = values[..., :bins * width].reshape(*values.shape[:-1], bins, width).mean(-1)
+    return np.arange(bins) * width + (width + 1) / 2, means
+
+
+def provenance(settings, runtime, seconds):
+    """What a result needs to be made again: command, settings, commit, versions, device, time taken."""
+    commit = subprocess.run(['git', '-C', str(ROOT), 'rev-parse', '--short', 'HEAD'], capture_output=True, text=True)
+    device = torch.cuda.get_device_name(runtime.device) if runtime.device.type == 'cuda' else platform.machine()
+    return {
+        'command': ' '.join(['python', Path(sys.argv[0]).name, *sys.argv[1:]]),
+        'settings': settings,
+        'commit': commit.stdout.strip() or None,
+        'versions': {'python': platform.python_version(), 'torch': torch.__version__, 'numpy': np.__version__},
+        'device': f'{runtime.device.type} ({device}, {torch.get_num_threads()} threads, {runtime.world_size} ranks)',
+        'dtype': str(runtime.dtype).removeprefix('torch.'),
+        'seconds': round(seconds, 1),
+    }

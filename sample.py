@@ -1,0 +1,53 @@
+"""
+Stream text from a checkpoint, with any softmax scale.
+
+$ python sample.py --prompt='def '                                         # the demo model
+$ python sample.py --prompt='def ' --max_new_tokens=1000 --scale=out/demo/nope/scale_head_512.json
+"""
+
+import codecs
+
+import torch
+
+import checkpoint
+from configurator import configure
+from corpus import tokenizer_from_state
+from generate import generate
+from runtime import setup
+
+out_dir = 'out/demo/nope'    # the run to read
+init_from = 'last'           # last or best (of out_dir), or a checkpoint file
+scale: float | str | None = None  # softmax scale: a number for all heads, or a scale file
+prompt = ''                  # text to go on from; empty: the start of a document
+n_samples = 1
+max_new_tokens = 500         # per sample
+temperature = 0.8            # 0 always takes the likeliest token
+top_k: int | None = None     # only the k likeliest tokens
+top_p: float | None = None   # only the likeliest tokens that together have this probability
+seed = 1337
+device = 'auto'              # auto, cpu, cuda, mps
+dtype = 'auto'               # auto, float32, bfloat16, float16
+
+
+def main():
+    runtime = setup(device, dtype, seed)
+    model, info = checkpoint.load_model(init_from, out_dir, runtime.device)
+    checkpoint.apply_scale(model, scale, info)
+    encoding = tokenizer_from_state(info['tokenizer'])
+    ids = [encoding.eot_token, *encoding.encode_ordinary(prompt)]  # a document starts after an end-of-text token
+    start = torch.tensor([ids], device=runtime.device)
+    generator = torch.Generator(runtime.device).manual_seed(seed)
+    for i in range(n_samples):
+        text = codecs.getincrementaldecoder('utf-8')(errors='replace')  # a token may hold part of a character
+        print(prompt, end='', flush=True)
+        with runtime.autocast():
+            for token in generate(model, start, max_new_tokens, temperature, top_k, top_p, encoding.eot_token,
+                                  generator, runtime.dtype):
+                if token.item() != encoding.eot_token:
+                    print(text.decode(encoding.decode_bytes([token.item()])), end='', flush=True)
+        print(text.decode(b'', final=True) + ('\n---' if i + 1 < n_samples else ''))
+
+
+if __name__ == '__main__':
+    configure(globals())
+    main()

@@ -1,0 +1,288 @@
+"""
+Train a transformer without position encoding (NoPE), or its twin with RoPE, on token files. Section 4.1 of
+"Length Generalization of Causal Transformers without Position Encoding"; the recipe is TinyLlama's.
+
+$ python train.py                                        # the demo model: 0.9M parameters on a laptop, minutes
+$ python train.py config/demo_rope.py                    # its twin with RoPE
+$ python train.py --init_from=resume                     # go on after a stop: to the last bit as if never stopped
+$ torchrun --nproc_per_node=8 train.py config/nope_1b.py # the paper's model on eight GPUs
+
+Writes out_dir/last.pt, best.pt, step_N.pt, config.json, log.jsonl, loss.png
+"""
+
+import json
+import math
+import signal
+import time
+from pathlib import Path
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import checkpoint
+from configurator import configure, settings
+from corpus import Windows
+from model import ModelConfig, Transformer
+from runtime import clock, compiled, matmul_flops, new_figure, save_json, save_png, setup
+
+# output
+out_dir = 'out/demo/nope'    # checkpoints, log and pictures go here
+init_from = 'scratch'        # scratch, resume (out_dir/last.pt), or a checkpoint file whose weights to start from
+eval_interval = 500          # steps between validations; last.pt is saved at each
+eval_windows = 128           # validation windows read at each, the same ones every time
+log_interval = 50            # steps between lines on screen
+keep_steps: list[int] = []   # steps whose checkpoint is kept as step_N.pt; Figure 7 compares two
+wandb_project: str | None = None  # log to this Weights & Biases project as well; needs pip install wandb
+# data
+dataset = 'stdlib'           # a folder of data/, or a mixture by weight: 'slimpajama:0.694,starcoder:0.306'
+block_size = 128             # L, the training context in tokens
+batch_size = 32              # sequences in the global batch of one step, over all devices
+micro_batch_size = 32        # sequences at once on one device; lower it when memory runs out
+# model
+position = 'none'            # none (NoPE) or rope
+n_layer = 4
+n_head = 4
+n_kv_head = 4                # key/value heads, each shared by n_head / n_kv_head query heads
+n_embd = 128
+n_hidden = 384               # inner width of SwiGLU
+rope_base = 10000.0          # of position='rope'
+# optimizer
+max_iters = 1200             # steps
+learning_rate = 2e-3         # peak
+min_lr = 2e-4                # at the end of the cosine; a tenth of the peak is the rule of thumb
+warmup_iters = 100           # linear from 0
+lr_decay_iters: int | None = None  # length of the cosine in steps; None: max_iters
+weight_decay = 0.1           # on every weight, norms included, as TinyLlama
+beta1 = 0.9
+beta2 = 0.95
+grad_clip = 1.0              # global norm; 0 for none
+# machine
+device = 'auto'              # auto, cpu, cuda, cuda:1, mps
+dtype = 'auto'               # of activations: auto, float32, bfloat16, float16; weights and optimizer stay float32
+compile = True               # torch.compile the model
+checkpoint_activations = False  # recompute activations in backward: less memory, a third more time
+seed = 1337                  # of initial weights and data order
+
+MODEL_SETTINGS = ('position', 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'n_hidden', 'rope_base', 'block_size')
+
+
+def learning_rate_at(step, peak, floor, warmup, decay):
+    """Linear warm-up, then a cosine from peak to floor that ends at step `decay`."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    share = min(1.0, (step - warmup) / max(1, decay - warmup))
+    return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * share))
+
+
+def rank_batch(windows, step, batch_size, runtime):
+    """This rank's rows of the global batch: inputs and targets, each (batch_size / ranks, block_size)."""
+    share = batch_size // runtime.world_size
+    rows = slice(runtime.rank * share, (runtime.rank + 1) * share)
+    tokens = torch.from_numpy(windows.batch(step, batch_size, rows))
+    if runtime.device.type == 'cuda':  # copied while the GPU still computes the step before
+        tokens = tokens.pin_memory().to(runtime.device, non_blocking=True)
+    else:
+        tokens = tokens.to(runtime.device)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def draw_loss(log_path, png_path):
+    """Training and validation loss against tokens, from log.jsonl alone."""
+    rows = [json.loads(line) for line in Path(log_path).read_text().splitlines()]
+    train = [(r['tokens'], r['loss']) for r in rows if 'loss' in r]
+    val = [(r['tokens'], r['val_loss']) for r in rows if 'val_loss' in r]
+    figure, axis = new_figure()
+    if train:
+        axis.plot(*zip(*train), color='#b0c4de', lw=0.8, label='training, each step')
+    if val:
+        axis.plot(*zip(*val), color='#1f4e9c', marker='o', ms=3, label='validation')
+    axis.set(xlabel='tokens read', ylabel='loss (nats per token)', title='Loss')
+    axis.legend()
+    save_png(figure, png_path)
+
+
+def check_settings(runtime):
+    """Everything that can be refused before work starts."""
+    if batch_size % (micro_batch_size * runtime.world_size):
+        raise ValueError(f'batch_size {batch_size} must be a multiple of micro_batch_size {micro_batch_size} x '
+                         f'{runtime.world_size} ranks. Change one of them.')
+    if init_from == 'scratch' and Path(out_dir, 'last.pt').exists():
+        raise ValueError(f'{out_dir} already holds a run (last.pt). Go on with --init_from=resume, choose another '
+                         '--out_dir=, or remove it.')
+
+
+def resume_differences(old, new):
+    """Refuse to resume into another model; return the names of other settings that changed since."""
+    changed = [name for name in new if name in old and old[name] != new[name] and name not in ('init_from', 'out_dir')]
+    for name in changed:
+        if name in MODEL_SETTINGS:
+            raise ValueError(f'{name} is {new[name]} but {out_dir}/last.pt was trained with {old[name]}. '
+                             f'Resume with --{name}={old[name]}, or train into another --out_dir=.')
+    return changed
+
+
+def main():
+    runtime = setup(device, dtype, seed)
+    check_settings(runtime)
+    run_settings = settings(globals())
+    train_windows, val_windows = (Windows(dataset, split, block_size, seed) for split in ('train', 'val'))
+    val_tokens = val_windows.fixed(eval_windows)
+    tokenizer = train_windows.tokenizer_state
+
+    # the model: new, resumed, or started from another's weights
+    state = None
+    if init_from == 'scratch':
+        config = ModelConfig(vocab_size=train_windows.vocab_size, **{k: run_settings[k] for k in MODEL_SETTINGS})
+        model = Transformer(config).init_weights().to(runtime.device)
+    else:
+        path = Path(out_dir, 'last.pt') if init_from == 'resume' else init_from
+        state = checkpoint.load(path)
+        checkpoint.require_tokenizer(state | {'path': path}, tokenizer, dataset)
+        if init_from == 'resume':
+            for name in resume_differences(state['settings'], run_settings):
+                runtime.print(f"resuming with {name} = {run_settings[name]} (was {state['settings'][name]})")
+        model = Transformer(ModelConfig(**state['model_config'] | {'block_size': block_size})).to(runtime.device)
+        model.load_state_dict(state['model'])
+    model.checkpoint_activations = checkpoint_activations
+
+    weights = [p for p in model.parameters() if p.requires_grad]  # all but the head scales
+    optimizer = torch.optim.AdamW(weights, lr=learning_rate, betas=(beta1, beta2), weight_decay=weight_decay,
+                                  fused=runtime.device.type in ('cpu', 'cuda'))
+    scaler = torch.amp.GradScaler(runtime.device.type, enabled=runtime.dtype == torch.float16)
+    step, best_val_loss = 0, math.inf
+    if init_from == 'resume':
+        optimizer.load_state_dict(state['optimizer'])
+        scaler.load_state_dict(state['scaler'])
+        step, best_val_loss = state['step'], state['best_val_loss']
+    state = None  # the file's copy of weights and optimizer
+
+    # 4 bytes each for a weight and its two Adam moments, in two files, and a third while one is being replaced
+    checkpoint.require_space(out_dir, 4 * model.n_params() * (2 * 3 + 1 + len(keep_steps)))
+    log_path = Path(out_dir, 'log.jsonl')
+    if runtime.is_main:
+        save_json(Path(out_dir, 'config.json'), run_settings)
+        kept = log_path.read_text().splitlines() if step and log_path.exists() else []
+        log_path.write_text(''.join(f'{line}\n' for line in kept if json.loads(line)['step'] <= step))
+    wandb_run = None
+    if wandb_project and runtime.is_main:
+        import wandb
+        wandb_run = wandb.init(project=wandb_project, config=run_settings)
+
+    raw_model = model
+    model = compiled(model, runtime, compile)
+    if runtime.world_size > 1:
+        model = DistributedDataParallel(model, device_ids=[runtime.device] if runtime.device.type == 'cuda' else None)
+
+    n_micro = batch_size // (micro_batch_size * runtime.world_size)
+    tokens_per_step = batch_size * block_size
+    step_flops = 3 * sum(raw_model.flops_per_token(block_size)) * tokens_per_step  # backward costs two forwards
+    ceiling = matmul_flops(runtime) * runtime.world_size
+    runtime.print(f'{raw_model.n_params():,} parameters, position={raw_model.config.position}, {runtime.device.type}, '
+                  f'{runtime.dtype}; steps {step} to {max_iters} of {tokens_per_step:,} tokens into {out_dir}')
+
+    stop_signal = []  # filled by SIGTERM or Ctrl-C: finish the step, save, stop
+    for name in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(name, lambda number, frame: stop_signal.append(signal.Signals(number).name))
+
+    def write_log(**row):
+        if runtime.is_main:
+            with open(log_path, 'a') as file:
+                file.write(json.dumps(row) + '\n')
+            if wandb_run:
+                wandb_run.log(row, step=row['step'])
+
+    def save_checkpoint(name, **more):
+        if runtime.is_main:
+            checkpoint.save(Path(out_dir, name), **checkpoint.model_state(
+                raw_model, tokenizer, step, best_val_loss=best_val_loss, settings=run_settings, **more))
+
+    def save_last():
+        save_checkpoint('last.pt', optimizer=optimizer.state_dict(), scaler=scaler.state_dict())
+
+    losses = []  # of the steps since the last log line, still on the device: reading them would stall it
+
+    def flush_losses():
+        """Write pending losses to the log; stop if one is not finite, before any checkpoint is overwritten."""
+        values = torch.stack(losses).tolist() if losses else []
+        first = step - len(values) + 1
+        for i, loss in enumerate(values):
+            if not math.isfinite(loss):
+                raise ValueError(f'the loss became {loss} at step {first + i}. {out_dir}/last.pt holds the last good '
+                                 'state; resume from it with a lower learning_rate or grad_clip.')
+            write_log(step=first + i, tokens=(first + i) * tokens_per_step, loss=loss)
+        losses.clear()
+        return values
+
+    clock_start, clock_step = time.perf_counter(), step
+    x, y = rank_batch(train_windows, step, batch_size, runtime)
+    while step < max_iters:
+        lr = learning_rate_at(step, learning_rate, min_lr, warmup_iters, lr_decay_iters or max_iters)
+        for group in optimizer.param_groups:
+            group['lr'] = lr
+        step_loss = torch.zeros((), device=runtime.device)
+        for i, (mx, my) in enumerate(zip(x.split(micro_batch_size), y.split(micro_batch_size))):
+            if runtime.world_size > 1:  # average gradients over ranks only once a step
+                model.require_backward_grad_sync = i == n_micro - 1
+            with runtime.autocast():
+                loss = model(mx, my).mean() / n_micro
+            if i == n_micro - 1 and step + 1 < max_iters:
+                x, y = rank_batch(train_windows, step + 1, batch_size, runtime)
+            scaler.scale(loss).backward()
+            step_loss += loss.detach()
+        if grad_clip:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(weights, grad_clip)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        step += 1
+        if runtime.world_size > 1:
+            torch.distributed.all_reduce(step_loss)
+            step_loss /= runtime.world_size
+        losses.append(step_loss)
+
+        if step % log_interval == 0 or step == max_iters:
+            values = flush_losses()
+            seconds = (time.perf_counter() - clock_start) / max(1, step - clock_step)  # a step, since the last line
+            clock_start, clock_step = time.perf_counter(), step
+            runtime.print(f'step {step:6d}  loss {sum(values) / len(values):.4f}  lr {lr:.2e}  '
+                          f'{tokens_per_step / seconds:9,.0f} tokens/s  MFU {step_flops / seconds / ceiling:4.0%}  '
+                          f'{clock(seconds * (max_iters - step))} left')
+
+        if step % eval_interval == 0 or step == max_iters or step in keep_steps:
+            flush_losses()
+            val_loss = float(runtime.over_windows(val_tokens, micro_batch_size * block_size,
+                                                  lambda inputs, targets: raw_model(inputs, targets).mean(1)).mean())
+            if not math.isfinite(val_loss):
+                raise ValueError(f'the validation loss became {val_loss} at step {step}. {out_dir}/last.pt holds the '
+                                 'last good state; resume from it with a lower learning_rate.')
+            write_log(step=step, tokens=step * tokens_per_step, val_loss=val_loss)
+            runtime.print(f'step {step:6d}  validation loss {val_loss:.4f}  ppl {math.exp(val_loss):.2f}')
+            if val_loss < best_val_loss:
+                best_val_loss = val_loss
+                save_checkpoint('best.pt')
+            if step in keep_steps:
+                save_checkpoint(f'step_{step}.pt')
+            save_last()  # after the others: a run killed in between comes back here and writes them again
+            clock_start, clock_step = time.perf_counter(), step
+
+        if runtime.world_size > 1 and step % log_interval == 0:  # ranks must agree on the step to stop at
+            signals = [None] * runtime.world_size
+            torch.distributed.all_gather_object(signals, stop_signal)
+            stopping = sum(signals, [])
+        else:
+            stopping = stop_signal if runtime.world_size == 1 else []
+        if stopping and step < max_iters:
+            flush_losses()
+            save_last()
+            runtime.print(f'{stopping[0]}: saved step {step}; go on with --init_from=resume')
+            break
+
+    if runtime.is_main:
+        draw_loss(log_path, Path(out_dir, 'loss.png'))
+    runtime.close()
+
+
+if __name__ == '__main__':
+    configure(globals())
+    main()

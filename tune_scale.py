@@ -1,0 +1,308 @@
+"""
+Find the softmax scales that make a NoPE model trained at L = block_size read longer contexts. Sections 2.4 and 3,
+Appendices A and B of "Length Generalization of Causal Transformers without Position Encoding".
+
+uniform: one scale for the whole model, by trying each candidate (UniformScale).
+head:    one scale per head, tuned at target_length while every weight stays frozen (HeadScale).
+
+$ python tune_scale.py --method=uniform              # the demo model, first this: its best scale is where head starts
+$ python tune_scale.py --method=head                 # then this
+$ torchrun --nproc_per_node=8 tune_scale.py config/tune_8k.py      # the paper's 704 scales of the 1.1B model
+
+Writes out_dir/scale_uniform.json or scale_head_TARGET.json (every stage takes it as --scale=FILE) and a .png
+"""
+
+import json
+import math
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import checkpoint
+from configurator import configure, settings
+from corpus import Windows
+from runtime import Progress, bin_means, compiled, new_figure, provenance, save_png, setup
+
+# what to tune
+out_dir = 'out/demo/nope'    # the run to read; the scale file goes there too
+init_from = 'last'           # last or best (of out_dir), or a checkpoint file
+method = 'head'              # uniform or head
+target_length: int | None = None  # L', tokens to extend to; None: 8L for uniform, 4L for head. May exceed what is used
+dataset: str | None = None   # a folder of data/; None: the one the model was trained on
+label = ''                   # appended to the names of the files written
+# uniform: candidates, each tried at every position
+candidates: list[float] = []  # scales in units of 1/sqrt(d); empty: the range below
+candidate_range = [1.0, 2.0, 0.1]  # first, last, step; the paper's step is 0.01
+compare: list[str] = []      # other checkpoint files of the run, fitted in the same picture (Figure 7)
+last = 64                    # the best scale for length T is the best over the last so many positions before T
+# head: the recipe of Appendix A
+start: float | str = 'uniform'  # initial scale of every head: a number, or uniform (the best one of scale_uniform.json)
+min_scale: float | None = 1.0   # concentration constraint, Eq. (6): clamped after every step; None: no constraint
+learning_rate = 0.05         # in units of 1/sqrt(d); the paper uses 0.05 or 0.1
+warmup_iters = 20            # linear from 0
+max_iters = 200              # steps; the rate falls to a tenth of its peak on a cosine
+batch_size = 8               # sequences of target_length in one step, over all devices
+micro_batch_size = 8         # sequences at once on one device; lower it when memory runs out
+beta1 = 0.9
+beta2 = 0.95
+grad_clip = 1.0              # global norm
+checkpoint_activations = False  # recompute activations in backward: less memory for long targets
+seed = 314                   # of the tuning data's order: another than pretraining's
+# machine
+n_samples = 64               # validation windows behind each curve
+batch_tokens = 16384         # tokens in one forward pass of a measurement
+device = 'auto'              # auto, cpu, cuda, mps
+dtype = 'auto'               # auto, float32, bfloat16, float16
+compile = True               # torch.compile the tuning step
+
+
+def curves(model, windows, n_samples, batch_tokens, runtime, label=None):
+    """
+    Loss and attention entropy by position, and the entropy of each head at the end of the window.
+    Returns loss (T,) and mean entropy (T,) in nats, means over samples (and heads), and entropy (n_layer, n_head) of
+    the last L / 64 positions.
+    """
+    tail = max(1, model.config.block_size // 64)
+
+    def measure(inputs, targets):
+        losses, entropy = model.losses_and_entropy(inputs, targets)         # (B, T), (n_layer, B, H, T)
+        heads = entropy[..., -tail:].mean(-1).transpose(0, 1).flatten(1)    # (B, n_layer * H)
+        return torch.cat((losses, entropy.mean((0, 2)), heads), dim=1)
+
+    T = windows.block_size
+    rows = runtime.over_windows(windows.fixed(n_samples), batch_tokens, measure, label).mean(0)
+    return rows[:T], rows[T:2 * T], rows[2 * T:].reshape(-1, model.config.n_head)
+
+
+# ----------------------------------------------------------------------------- uniform
+
+def fit_scale(position, best, L):
+    """
+    Least-squares fit of best = 1 + a ln(position / L) over positions beyond L: Appendix B, one free parameter.
+    position, best: (n,). Returns a and R^2 = 1 - SS_res / SS_tot (nan where all of `best` is one value).
+    """
+    position, best = np.asarray(position, float), np.asarray(best, float)
+    beyond = position > L
+    x, y = np.log(position[beyond] / L), best[beyond]
+    a = (x * (y - 1)).sum() / (x * x).sum()
+    total = ((y - y.mean()) ** 2).sum()
+    return a, 1 - ((y - 1 - a * x) ** 2).sum() / total if total else math.nan
+
+
+def search_uniform(model, windows, scales, L, runtime):
+    """Loss and entropy by position under each candidate; the best candidate per position and per length; the fit."""
+    loss, entropy, at = [], [], []
+    T = windows.block_size
+    lengths = [L * 2 ** i for i in range(int(math.log2(T / L)) + 1)]
+    for scale in scales:
+        model.head_scale = scale
+        by_position, mean_entropy, _ = curves(model, windows, n_samples, batch_tokens, runtime, f'scale {scale:.2f}')
+        position, binned = bin_means(by_position, L // 32)
+        loss.append(binned)
+        entropy.append(bin_means(mean_entropy, L // 32)[1])
+        at.append([by_position[max(0, n - last):n].mean() for n in lengths])
+    loss, at = np.array(loss), np.array(at)  # (scales, bins), (scales, lengths)
+    best = np.array(scales)[loss.argmin(0)]  # per position
+    a, r2 = fit_scale(position, best, L)
+    return {'position': position, 'candidates': scales, 'loss': loss, 'entropy': np.array(entropy),
+            'best_by_position': best, 'best_loss_by_position': loss.min(0), 'fit_a': a, 'fit_r2': r2,
+            'lengths': lengths, 'loss_at_length': at, 'best_by_length': np.array(scales)[at.argmin(0)]}
+
+
+def draw_uniform(result, path):
+    """Figure 2: loss and entropy by position for some candidates. Figure 7: best scale per position and its fit."""
+    L, searches = result['block_size'], result['searches']
+    figure, axes = new_figure(1, 3, width=5.2)
+    search = next(iter(searches.values()))
+    position, shown = search['position'], np.linspace(0, len(search['candidates']) - 1, 6).round().astype(int)
+    for rank, i in enumerate(dict.fromkeys(shown.tolist())):
+        style = {'color': plt_color('viridis', rank / 6), 'label': f"{search['candidates'][i]:g}"}
+        axes[0].plot(position, search['loss'][i], **style)
+        axes[1].plot(position, search['entropy'][i], **style)
+    axes[0].set(ylabel='loss (nats per token)', title='Loss under uniform scales (Figure 2)')
+    axes[1].set(ylabel='mean attention entropy (nats)', title='Entropy under uniform scales (Figure 2)')
+    for axis in axes[:2]:
+        axis.legend(title=r'scale ($1/\sqrt{d}$)', ncols=2)
+    for rank, (name, search) in enumerate(searches.items()):
+        s, color = np.array(search['position']) / L, f'C{rank}'
+        beyond = s > 1
+        axes[2].plot(np.array(search['position']), search['best_by_position'], '.', ms=3, color=color,
+                     label=f'{name}: best scale')
+        axes[2].plot(np.array(search['position'])[beyond], 1 + search['fit_a'] * np.log(s[beyond]), color=color,
+                     label=f"1 + {search['fit_a']:.3f} ln s,  R² = {search['fit_r2']:.3f}")
+    axes[2].plot(np.array(position)[beyond], (1 + 0.1 * np.log(s[beyond])) ** 2, color='grey', ls='--',
+                 label='YaRN: (1 + 0.1 ln s)²')
+    axes[2].set(ylabel=r'best scale ($1/\sqrt{d}$)', title='Best scale per position, s = i / L (Figure 7)')
+    axes[2].legend()
+    for axis in axes:
+        axis.set_xlabel('position i (tokens)')
+        axis.axvline(L, color='black', ls=':', lw=1)
+    save_png(figure, path)
+
+
+def plt_color(cmap, share):
+    from matplotlib import colormaps
+    return colormaps[cmap](share)
+
+
+# ----------------------------------------------------------------------------- head
+
+def start_scale(start, folder, info, target_length):
+    """The initial scale of every head: a number, or the best of a uniform file for target_length (in ln T between)."""
+    if not isinstance(start, str):
+        return start
+    if start != 'uniform':
+        raise ValueError(f"start is '{start}'. Give a number, or uniform.")
+    path = Path(folder, 'scale_uniform.json')
+    if not path.exists():
+        raise ValueError(f'{path} does not exist. Run tune_scale.py --method=uniform first, or give --start=1.2.')
+    data = checkpoint.read_scale_file(path, info)
+    return float(np.interp(math.log(target_length), np.log(data['lengths']), data['best_by_length']))
+
+
+def tune_heads(model, windows, first_scale, runtime):
+    """
+    HeadScale, Eq. (5): minimise the loss over the scales alone. Returns the loss at each step, in nats.
+    No gradient is computed for any weight; only attention's backward and the products on its way remain.
+    """
+    model.head_scale = first_scale
+    model.checkpoint_activations = checkpoint_activations
+    scales = [block.attn.head_scale.requires_grad_(True) for block in model.blocks]
+    optimizer = torch.optim.AdamW(scales, lr=learning_rate, betas=(beta1, beta2), weight_decay=0.0)
+    scaler = torch.amp.GradScaler(runtime.device.type, enabled=runtime.dtype == torch.float16)
+    forward = compiled(model, runtime, compile)
+    progress, losses = Progress(max_iters, f'tuning at {windows.block_size}', runtime.is_main), []
+    share = batch_size // runtime.world_size
+    rows = slice(runtime.rank * share, (runtime.rank + 1) * share)
+    for step in range(max_iters):
+        warm, p = (step + 1) / max(1, warmup_iters), (step - warmup_iters) / max(1, max_iters - warmup_iters)
+        for group in optimizer.param_groups:
+            group['lr'] = learning_rate * min(warm, 0.1 + 0.45 * (1 + math.cos(math.pi * max(0.0, p))))
+        tokens = torch.from_numpy(windows.batch(step, batch_size, rows)).to(runtime.device)
+        step_loss = torch.zeros((), device=runtime.device)
+        for micro in tokens.split(micro_batch_size):
+            with runtime.autocast():
+                loss = forward(micro[:, :-1], micro[:, 1:]).mean() * len(micro) / batch_size
+            scaler.scale(loss).backward()
+            step_loss += loss.detach()
+        if runtime.world_size > 1:  # n_layer x n_head numbers: a plain sum over ranks will do
+            for tensor in [step_loss, *(scale.grad for scale in scales)]:
+                torch.distributed.all_reduce(tensor)
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(scales, grad_clip)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        if min_scale is not None:  # Eq. (6), on the float32 scales the next step starts from
+            for scale in scales:
+                scale.data.clamp_(min=min_scale)
+        losses.append(step_loss.item())
+        if not math.isfinite(losses[-1]):
+            raise ValueError(f'the loss became {losses[-1]} at step {step + 1}; nothing was written. '
+                             'Lower learning_rate, or start from a uniform scale.')
+        progress.update(step + 1, f'loss {losses[-1]:.4f}  mean scale {model.head_scale.mean():.3f}')
+    for scale in scales:
+        scale.requires_grad_(False)
+    return losses
+
+
+def draw_head(result, path):
+    """Figure 4: loss and entropy, uniform against head scale. Figure 5: scale against entropy. And the scales."""
+    L, target, scales = result['block_size'], result['target_length'], np.array(result['head_scale'])
+    figure, axes = new_figure(2, 2, width=6.0, height=3.8)
+    for rank, (name, curve) in enumerate(result['curves'].items()):
+        style = {'color': ('#999999', '#e08214', '#1f4e9c')[rank], 'label': name}
+        axes[0, 0].plot(result['position'], curve['loss'], **style)
+        axes[0, 1].plot(result['position'], curve['entropy'], **style)
+    axes[0, 0].set(xlabel='position (tokens)', ylabel='loss (nats per token)', title='Loss by position (Figure 4)')
+    axes[0, 1].set(xlabel='position (tokens)', ylabel='mean attention entropy (nats)',
+                   title='Entropy by position (Figure 4)')
+    for axis in axes[0]:
+        axis.legend()
+        axis.axvline(L, color='black', ls=':', lw=1)
+        axis.axvline(target, color='black', ls=':', lw=1)
+    n_layer, n_head = scales.shape
+    for layer, (x, y) in enumerate(zip(scales, result['last_entropy'])):
+        if n_layer <= 8 or layer % 3 == 1:  # the paper shows layers 1, 4, 7 ... 19 of 22
+            axes[1, 0].scatter(x, y, s=18, color=plt_color('viridis', layer / max(1, n_layer - 1)), label=f'layer {layer}')
+    axes[1, 0].set(xlabel=r'tuned scale ($1/\sqrt{d}$)', ylabel=f'entropy at position {result["curve_length"]} (nats)',
+                   title='Scale and entropy of each head (Figure 5)')
+    axes[1, 0].legend(fontsize=8)
+    image = axes[1, 1].imshow(scales, aspect='auto', cmap='magma')
+    axes[1, 1].set(xlabel='head', ylabel='layer', title=f'Tuned scales, {scales.min():.2f} to {scales.max():.2f}')
+    axes[1, 1].grid(False)
+    axes[1, 1].set_yticks(range(0, n_layer, max(1, n_layer // 11)))
+    axes[1, 1].set_xticks(range(0, n_head, max(1, n_head // 8)))
+    figure.colorbar(image, ax=axes[1, 1])
+    save_png(figure, path)
+
+
+# ----------------------------------------------------------------------------- main
+
+def main():
+    began, runtime = time.perf_counter(), setup(device, dtype, seed)
+    model, info = checkpoint.load_model(init_from, out_dir, runtime.device)
+    L, data_name = model.config.block_size, dataset or info['settings']['dataset']
+    target = target_length or (8 if method == 'uniform' else 4) * L
+    if target < L:
+        raise ValueError(f'target_length is {target} but the checkpoint was trained at block_size {L}. '
+                         f'Choose {L} or more.')
+    if method not in ('uniform', 'head'):
+        raise ValueError(f"method is '{method}'. Choose uniform or head.")
+    if method == 'head' and batch_size % runtime.world_size:
+        raise ValueError(f'batch_size {batch_size} must be a multiple of the {runtime.world_size} ranks.')
+    val = Windows(data_name, 'val', target, seed)
+    checkpoint.require_tokenizer(info, val.tokenizer_state, data_name)
+    more = {'stage': 'tune_scale', 'position_method': model.config.position, 'dataset': data_name,
+            'checkpoint': info['path']}
+
+    if method == 'uniform':
+        first, end, step = candidate_range
+        scales = candidates or [round(first + i * step, 6) for i in range(round((end - first) / step) + 1)]
+        if min(scales) <= 0:
+            raise ValueError(f'candidate {min(scales)} is not a softmax scale; candidates must be above 0.')
+        searches = {}
+        for path in [info['path'], *compare]:
+            other, other_info = checkpoint.load_model(path, out_dir, runtime.device)
+            searches[f"step {other_info['step']}"] = search_uniform(other, val, scales, L, runtime)
+        search = next(iter(searches.values()))
+        runtime.print('  length   best scale      loss   with scale 1')
+        for i, length in enumerate(search['lengths']):
+            column = search['loss_at_length'][:, i]
+            plain = f'{column[scales.index(1.0)]:9.4f}' if 1.0 in scales else ''
+            runtime.print(f"{length:8d} {search['best_by_length'][i]:12.2f} {column.min():9.4f}      {plain}")
+        for name, fitted in searches.items():
+            runtime.print(f"{name}: scale = 1 + {fitted['fit_a']:.4f} ln(i / {L}), R2 {fitted['fit_r2']:.4f}")
+        head_scale = np.full((model.config.n_layer, model.config.n_head), search['best_by_length'][-1])
+        more |= {'lengths': search['lengths'], 'best_by_length': search['best_by_length'], 'searches': searches}
+        stem, draw = 'scale_uniform', draw_uniform
+    else:
+        first_scale = start_scale(start, out_dir, info, target)
+        runtime.print(f'{model.head_scale.numel()} scales, from {first_scale:g}, on windows of {target} tokens '
+                      f'({max_iters * batch_size * target:,} tokens in all)')
+        losses = tune_heads(model, Windows(data_name, 'train', target, seed), first_scale, runtime)
+        head_scale, measured = model.head_scale, {}
+        for name, scale in (('scale 1', 1.0), (f'uniform {first_scale:.2f}', first_scale), ('head scale', head_scale)):
+            model.head_scale = scale
+            loss, entropy, last_entropy = curves(model, val, n_samples, batch_tokens, runtime)
+            position, loss = bin_means(loss, L // 32)
+            measured[name] = {'loss': loss, 'entropy': bin_means(entropy, L // 32)[1]}
+        runtime.print(f'scales {head_scale.min():.3f} to {head_scale.max():.3f}, mean {head_scale.mean():.3f}')
+        more |= {'start': first_scale, 'losses': losses, 'curve_length': target, 'position': position,
+                 'curves': measured, 'last_entropy': last_entropy}
+        stem, draw = f'scale_head_{target}', draw_head
+
+    if runtime.is_main:
+        path = Path(out_dir, f'{stem}{"_" * bool(label)}{label}.json')
+        more |= provenance(settings(globals()), runtime, time.perf_counter() - began)
+        checkpoint.save_scale(path, info, head_scale, method, target, **more)
+        draw(json.loads(path.read_text()), path.with_suffix('.png'))
+        print(f'wrote {path} and .png')
+    runtime.close()
+
+
+if __name__ == '__main__':
+    configure(globals())
+    main()
