@@ -129,7 +129,7 @@ def configure(scope):
             keys.append(('the command line', key, [literal(text, otherwise=text), text]))  # 123 may be a str: '123'
         elif argument.startswith('-'):
             raise ValueError(f'Write --{key}={text or "value"}, not {argument}.')
-        elif argument.endswith('.py') and Path(argument).absolute().parent.name == 'config':
+        elif argument.endswith('.py') and ('paths' not in known or Path(argument).absolute().parent.name == 'config'):
             files += [(argument, key, [value]) for key, value in run_config(argument).items()]
         elif 'paths' in known:
             paths.append(argument)

@@ -130,6 +130,12 @@ def test_config_file_is_found_from_any_working_directory(project, tmp_path):
     assert values(project, str(project / 'config/toy.py'), cwd=tmp_path / 'elsewhere')['max_iters'] == 7
 
 
+def test_config_file_may_lie_in_any_folder(project):
+    (project / 'config/sets').mkdir()
+    (project / 'config/sets/toy.py').write_text('max_iters = 9\n')
+    assert values(project, 'config/sets/toy.py')['max_iters'] == 9
+
+
 def test_config_file_of_the_working_directory_comes_before_the_projects(project, tmp_path):
     (project / 'config/toy.py').write_text('max_iters = 7\n')
     (tmp_path / 'config').mkdir()
@@ -257,7 +263,7 @@ def test_flag_without_a_value_is_told_how_to_write_it(project):
 
 
 def test_other_arguments_are_refused_where_there_is_no_paths_setting(project):
-    for argument in 'book.txt', 'scripts/toy.py', 'config/toy.yaml':
+    for argument in 'book.txt', 'config', 'config/toy.yaml':
         assert mistake(project, argument) == (
             f"stage.py cannot use '{argument}'. It takes config/FILE.py and --key=value.")
 

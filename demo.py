@@ -1,0 +1,188 @@
+"""
+The paper's story on a laptop: train a NoPE model and its RoPE twin on the Python standard library, find the softmax
+scales that extend NoPE, and draw what they buy. It runs the stages by the commands it prints; each works alone.
+
+$ make demo
+
+Writes out_dir/report.png, report.json (schema in the README), and what each stage writes in out_dir/nope and /rope
+"""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from configurator import configure, settings
+from runtime import ROOT, clock, new_figure, save_json, save_png
+
+out_dir = 'out/demo'
+max_iters = 1600             # training steps of each twin
+tune_iters = 150             # tuning steps of each set of head scales
+n_samples = 400              # test windows of 8L tokens behind each number; fewer if the test split has fewer
+entropy_samples = 64         # test windows behind the entropy curves
+train_args: list[str] = []   # more settings for train.py, such as ['--n_layer=2']
+
+LAST = 64  # "at T" is the mean loss of the last so many positions before T
+
+
+def run(stage, *arguments):
+    """Run a stage as a user would, showing the command. Stops the demo with the stage's exit status if it fails."""
+    print(f"\n$ python {' '.join([stage, *arguments])}", flush=True)
+    status = subprocess.run([sys.executable, str(ROOT / stage), *arguments]).returncode
+    if status:
+        sys.exit(status)
+
+
+def read(path):
+    return json.loads(Path(path).read_text())
+
+
+def running_loss(position_losses, at, last):
+    """Mean of the last `last` positions before position `at`, from losses by position (T,)."""
+    return float(np.mean(position_losses[max(0, at - last):at]))
+
+
+def reach(position, loss, L, at_L, tolerance=0.05):
+    """The position up to which, from L on, the loss stays within `tolerance` nats of that at L. Bins as in the JSON."""
+    reached = L
+    for i, value in zip(position, loss):
+        if i > L:
+            if value > at_L + tolerance:
+                break
+            reached = round(i)
+    return reached
+
+
+def slope(position, entropy, low, high):
+    """Least-squares slope of entropy against ln i, for positions low < i <= high: nats per e-fold of context."""
+    position, entropy = np.array(position), np.array(entropy)
+    inside = (position > low) & (position <= high)
+    return float(np.polyfit(np.log(position[inside]), entropy[inside], 1)[0])
+
+
+def smooth(values, width):
+    """Mean of each value and the width - 1 before it (fewer at the start), as "at T" averages positions."""
+    sums = np.cumsum([0.0, *values])
+    i = np.arange(1, len(values) + 1)
+    low = np.maximum(0, i - width)
+    return (sums[i] - sums[low]) / (i - low)
+
+
+def build_report(results, entropies, scales, L):
+    """The numbers of the report. results, entropies: name -> JSON of eval_ppl.py and entropy.py, same windows."""
+    lengths = [L, 2 * L, 4 * L, 8 * L]
+    methods = {}
+    for name, result in results.items():
+        at = {str(r['length']): {'loss': r['loss'], 'standard_error': r['standard_error']} for r in result['rows']}
+        bin_width = result['position'][1] - result['position'][0]
+        curve = smooth(result['loss'], max(1, round(LAST / bin_width)))
+        methods[name] = {'at': at, 'reach': reach(result['position'], curve, L, at[str(L)]['loss']),
+                         'scale': scales[name], 'curve': curve}
+        if name in entropies:
+            methods[name]['entropy'] = entropies[name]['mean_entropy']
+    pairs = []
+    names = list(results)
+    for T in map(str, lengths):
+        for i, a in enumerate(names):
+            for b in names[i + 1:]:
+                rows = np.subtract(*(results[name]['loss_at_by_window'][T] for name in (a, b)))
+                pairs.append({'length': int(T), 'a': a, 'b': b, 'difference': rows.mean(),
+                              'standard_error': rows.std(ddof=1) / len(rows) ** 0.5})
+    return lengths, methods, pairs
+
+
+def draw(report, path):
+    """The picture of the README, from report.json alone."""
+    L, target = report['block_size'], report['target_length']
+    colors = {'NoPE': '#7f7f7f', 'NoPE, uniform scale': '#e08214', 'NoPE, head scale': '#1f4e9c', 'RoPE': '#b2182b'}
+    figure, (left, right) = new_figure(1, 2, width=5.8, height=4.2)
+    for name, color in colors.items():
+        key = {'NoPE, uniform scale': f'uniform {target}', 'NoPE, head scale': f'head {target}'}.get(name, name)
+        method = report['methods'][key]
+        text = name + (f" {method['scale'][0]:g}" if 'uniform' in name else '')
+        text += f" {method['scale'][0]:.2f} to {method['scale'][1]:.2f}" if 'head' in name else ''
+        left.plot(report['position'], method['curve'], color=color, lw=2, label=text)
+        right.plot(report['entropy_position'], method['entropy'], color=color, lw=2, label=text)
+    left.set(ylabel='log-perplexity (nats per byte)', title='Past its training length L, a NoPE model fails ...')
+    right.set(ylabel='mean attention entropy (nats)', title='... because its attention spreads; scaling refocuses it')
+    bound = np.log(report['entropy_position'])
+    right.plot(report['entropy_position'], bound, color='black', ls='--', lw=1, label='upper bound ln i')
+    for axis in (left, right):
+        axis.set(xlabel='position i (bytes)', xscale='log', xlim=(L / 4, 8 * L))
+        axis.set_xticks(ticks := [L // 4, L // 2, L, 2 * L, 4 * L, 8 * L], [str(t) for t in ticks])
+        axis.minorticks_off()
+        axis.axvline(L, color='black', ls=':', lw=1.2)
+    right.set_ylim(bottom=0)
+    left.annotate(f'L = {L} ', (L, 0.97), xycoords=('data', 'axes fraction'), ha='right', va='top')
+    left.legend(loc='upper left', bbox_to_anchor=(0, 0.92))
+    save_png(figure, path)
+
+
+def main():
+    began, nope, rope = time.perf_counter(), f'{out_dir}/nope', f'{out_dir}/rope'
+    run('data/stdlib/prepare.py')
+    for folder, config in ((nope, []), (rope, ['config/demo_rope.py'])):
+        resume = ['--init_from=resume'] if Path(folder, 'last.pt').exists() else []
+        run('train.py', *config, f'--out_dir={folder}', f'--max_iters={max_iters}', *train_args, *resume)
+    L = read(f'{nope}/config.json')['block_size']
+
+    run('tune_scale.py', f'--out_dir={nope}', '--method=uniform')
+    for T in (2 * L, 4 * L):
+        run('tune_scale.py', f'--out_dir={nope}', f'--target_length={T}', f'--max_iters={tune_iters}')
+    uniform = read(f'{nope}/scale_uniform.json')
+    best = dict(zip(uniform['lengths'], uniform['best_by_length']))
+
+    results, entropies, scales = {}, {}, {}
+    for name, folder, scale, in_picture in (
+            ('NoPE', nope, None, True),
+            (f'uniform {2 * L}', nope, best[2 * L], False), (f'uniform {4 * L}', nope, best[4 * L], True),
+            (f'head {2 * L}', nope, f'{nope}/scale_head_{2 * L}.json', False),
+            (f'head {4 * L}', nope, f'{nope}/scale_head_{4 * L}.json', True),
+            ('RoPE', rope, None, True)):
+        common = [f'--out_dir={folder}', f'--label=demo_{name.replace(" ", "_")}']
+        common += [] if scale is None else [f'--scale={scale}']
+        run('eval_ppl.py', *common, '--protocol=position', f'--n_samples={n_samples}', f'--last={LAST}')
+        results[name] = read(f'{folder}/eval_ppl_position_demo_{name.replace(" ", "_")}.json')
+        if in_picture:
+            run('entropy.py', *common, f'--n_samples={entropy_samples}')
+            entropies[name] = read(f'{folder}/entropy_demo_{name.replace(" ", "_")}.json')
+        numbers = read(scale)['head_scale'] if isinstance(scale, str) else [scale or 1.0]
+        scales[name] = [float(np.min(numbers)), float(np.max(numbers))]
+
+    lengths, methods, pairs = build_report(results, entropies, scales, L)
+    entropy_position = entropies['NoPE']['position']
+    report = {
+        'block_size': L, 'target_length': 4 * L, 'lengths': lengths, 'windows': results['NoPE']['samples'],
+        'methods': methods, 'paired_differences': pairs, 'largest_standard_error': max(p['standard_error'] for p in pairs),
+        'entropy_slope_before_L': slope(entropy_position, methods['NoPE']['entropy'], L / 2, L),
+        'entropy_slope_past_L': slope(entropy_position, methods['NoPE']['entropy'], L, 2 * L),
+        'gap_to_rope_at_L': methods['NoPE']['at'][str(L)]['loss'] - methods['RoPE']['at'][str(L)]['loss'],
+        'scale_fit': {key: next(iter(uniform['searches'].values()))[key] for key in ('fit_a', 'fit_r2')},
+        'seeds': {'train': read(f'{nope}/config.json')['seed'], 'tune': uniform['settings']['seed']},
+        'position': results['NoPE']['position'], 'entropy_position': entropy_position,
+        'settings': settings(globals()), 'train_settings': read(f'{nope}/config.json'),
+        'versions': results['NoPE']['versions'], 'device': results['NoPE']['device'],
+        'seconds': round(time.perf_counter() - began, 1)}
+    save_json(f'{out_dir}/report.json', report)
+    draw(read(f'{out_dir}/report.json'), f'{out_dir}/report.png')
+
+    print(f'\nLoss in nats per byte, mean of the last {LAST} positions of {report["windows"]} test windows; L = {L}')
+    print(f'{"":22}' + ''.join(f'{f"{T // L}L" if T > L else "L":>9}' for T in lengths) + '    reach   scales')
+    for name, method in methods.items():
+        row = ''.join(f"{method['at'][str(T)]['loss']:9.3f}" for T in lengths)
+        low, high = method['scale']
+        text = f'{low:.2f}' + f' to {high:.2f}' * (high > low)
+        print(f'{name:22}{row}{method["reach"]:9d}   {text}')
+    print(f'\nlargest standard error of a paired difference: {report["largest_standard_error"]:.4f} nats')
+    print(f'entropy of NoPE per e-fold of context: {report["entropy_slope_before_L"]:.2f} nats just before L, '
+          f'{report["entropy_slope_past_L"]:.2f} just past it')
+    print(f'NoPE - RoPE at L: {report["gap_to_rope_at_L"]:+.3f} nats')
+    print(f'{clock(report["seconds"])} in all; the picture is {out_dir}/report.png')
+
+
+if __name__ == '__main__':
+    configure(globals())
+    main()
