@@ -112,9 +112,9 @@ def save_scale(path, info, head_scale, method, target_length, **more):
     Write a scale file. head_scale: (n_layer, n_head) in units of 1 / sqrt(D); info: from load_model().
     target_length: L', the context these scales are for, in tokens.
     """
-    rows = [[round(float(s), 6) for s in row] for row in head_scale]
-    save_json(path, {'method': method, 'block_size': info['model_config']['block_size'], 'target_length': target_length,
-                     'head_scale': rows, 'weights_digest': info['digest'], **more})
+    save_json(path, {'method': method, 'block_size': info['model_config']['block_size'],
+                     'target_length': target_length, 'weights_digest': info['digest'],
+                     'head_scale': [[round(float(s), 6) for s in row] for row in head_scale], **more})
 
 
 def read_scale_file(path, info):

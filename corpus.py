@@ -94,7 +94,11 @@ class HFTokenizer:
     def __init__(self, name, text, eos):
         """text: of tokenizer.json. eos: the token that ends a text, or None to look for the usual ones."""
         self.name, self.text = name, text
-        self.tokenizer = tokenizers_package().Tokenizer.from_str(text)
+        package = tokenizers_package()
+        try:
+            self.tokenizer = package.Tokenizer.from_str(text)
+        except Exception as error:  # the package raises nothing more special
+            raise ValueError(f'{name} is not a tokenizer.json: {error}. Check the file.') from error
         self.tokenizer.encode_special_tokens = True  # '</s>' in a document is text, not the end of it
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
@@ -291,7 +295,7 @@ def write_corpus(folder, encoding, splits, workers=None, report=None, total_byte
     counts = {split: {'tokens': 0, 'documents': 0, 'bytes': 0} for split in splits}
     ends = {split: [] for split in splits}
     progress, done = Progress(total_bytes or 1, f'tokenizing {folder.name}', enabled=(total_bytes or 0) > 8 * MIB), 0
-    temporary = folder / 'unfinished'
+    temporary = folder / 'tokens.unfinished'
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
@@ -313,9 +317,10 @@ def write_corpus(folder, encoding, splits, workers=None, report=None, total_byte
         progress.update(progress.total)
         write_text(temporary / 'tokenizer_state.json', json.dumps(state))
         (folder / 'meta.json').unlink(missing_ok=True)  # first, so that what is half replaced does not look whole
-        for old in folder.glob('*.bin'):
-            old.unlink()
-        for new in temporary.iterdir():
+        for name in ('train', 'val', 'test'):  # a split that is no more
+            (folder / f'{name}.bin').unlink(missing_ok=True)
+            (folder / f'{name}_starts.bin').unlink(missing_ok=True)
+        for new in list(temporary.iterdir()):
             os.replace(new, folder / new.name)
     finally:
         shutil.rmtree(temporary)
@@ -446,8 +451,7 @@ class Windows:
 
     def __init__(self, dataset, split, block_size, seed=0):
         self.split, self.block_size, self.seed = split, block_size, seed
-        parts = [dataset] if Path(dataset).is_dir() else dataset.split(',')
-        names, weights = zip(*(parse_part(part) for part in parts), strict=True)
+        names, weights = zip(*(parse_part(part) for part in dataset.split(',')), strict=True)
         sources = [open_tokens(name, split) for name in names]
         first, self.blocks = sources[0], []
         for name, source in zip(names, sources, strict=True):
@@ -462,6 +466,8 @@ class Windows:
         exact = np.array(weights) / sum(weights) * SLOTS
         slots = np.floor(exact).astype(int)
         slots[np.argsort(slots - exact, kind='stable')[:SLOTS - slots.sum()]] += 1  # to the largest remainders
+        if not all(slots):
+            raise ValueError(f'A part of {dataset} has hardly any weight, no sample in {SLOTS:,}. Leave it out.')
         self.slots = tuple(slots.tolist())
         self.vocab_size, self.tokenizer_state = first.meta['vocab_size'], first.tokenizer_state
         self.n_tokens = sum(len(source.tokens) for source in sources)

@@ -156,7 +156,8 @@ def main():
     entropy_position = entropies['NoPE']['position']
     report = {
         'block_size': L, 'target_length': 4 * L, 'lengths': lengths, 'windows': results['NoPE']['samples'],
-        'methods': methods, 'paired_differences': pairs, 'largest_standard_error': max(p['standard_error'] for p in pairs),
+        'methods': methods, 'paired_differences': pairs,
+        'largest_standard_error': max(p['standard_error'] for p in pairs),
         'entropy_slope_before_L': slope(entropy_position, methods['NoPE']['entropy'], L / 2, L),
         'entropy_slope_past_L': slope(entropy_position, methods['NoPE']['entropy'], L, 2 * L),
         'gap_to_rope_at_L': methods['NoPE']['at'][str(L)]['loss'] - methods['RoPE']['at'][str(L)]['loss'],

@@ -34,7 +34,7 @@ protocol = 'sliding'         # sliding (perplexity by window length) or position
 lengths: list[int] | None = None  # window lengths in tokens; None: L, 2L, 4L and 8L
 rule = 'same'                # sliding windows: same, paper or classic; see sliding_windows()
 stride: int | None = None    # S, tokens scored per sliding window; None: 256, or L/8 where L < 2048
-max_windows = 8192           # sliding: windows per length, the first of the split; the paper scores 2M tokens = 8192 x 256
+max_windows = 8192           # sliding: windows per length, the first of the split; 8192 x 256 are the paper's 2M tokens
 n_samples = 256              # position: windows of the longest length, evenly spaced over the split
 last = 64                    # position: "at T" is the mean loss of the last so many positions before T
 batch_tokens = 16384         # tokens in one forward pass; lower it when memory runs out
@@ -163,8 +163,9 @@ def main():
         checkpoint.require_tokenizer(info, windows.tokenizer_state, data_name)
         losses = runtime.over_windows(windows.fixed(n_samples), batch_tokens, model, f'{sizes[-1]} positions')
         at = {T: losses[:, max(0, T - last):T].mean(1) for T in sizes}
-        rows = [{'length': T, 'loss': v.mean(), 'standard_error': v.std(ddof=1) / len(v) ** 0.5, 'ppl': math.exp(v.mean()),
-                 'windows': len(v), 'scored_tokens': len(v) * min(T, last)} for T, v in at.items()]
+        rows = [{'length': T, 'loss': v.mean(), 'standard_error': v.std(ddof=1) / len(v) ** 0.5,
+                 'ppl': math.exp(v.mean()), 'windows': len(v), 'scored_tokens': len(v) * min(T, last)}
+                for T, v in at.items()]
         runtime.print(f'  at T (last {last} positions)      loss    +-          ppl   windows')
         for r in rows:
             runtime.print(f"{r['length']:8d} {r['loss']:25.4f} {r['standard_error']:8.4f} {r['ppl']:10.3f} "

@@ -133,13 +133,13 @@ def setup(device='auto', dtype='auto', seed=1337):
 
 def compiled(model, runtime, enabled):
     """torch.compile(model) where it was asked for and can be done; where it cannot, one line says why."""
-    if not enabled:
+    if not enabled or runtime.device.type == 'mps':  # torch.compile for mps is young: uncompiled is the safe choice
         return model
     if runtime.device.type == 'cpu':
         compiler = os.environ.get('CXX', 'clang++' if sys.platform == 'darwin' else 'g++')  # as torch chooses it
         header = Path(sysconfig.get_paths()['include'], 'Python.h')
         missing = (f'the C++ compiler {compiler} (Debian, Ubuntu: apt-get install g++)' if not shutil.which(compiler)
-                   else f'Python.h (Debian, Ubuntu: apt-get install python3-dev)' if not header.exists() else None)
+                   else 'Python.h (Debian, Ubuntu: apt-get install python3-dev)' if not header.exists() else None)
         if missing:
             runtime.print(f'torch.compile needs {missing}; going on uncompiled, which is slower.')
             return model

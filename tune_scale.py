@@ -226,7 +226,8 @@ def draw_head(result, path):
     n_layer, n_head = scales.shape
     for layer, (x, y) in enumerate(zip(scales, result['last_entropy'])):
         if n_layer <= 8 or layer % 3 == 1:  # the paper shows layers 1, 4, 7 ... 19 of 22
-            axes[1, 0].scatter(x, y, s=18, color=plt_color('viridis', layer / max(1, n_layer - 1)), label=f'layer {layer}')
+            color = plt_color('viridis', layer / max(1, n_layer - 1))
+            axes[1, 0].scatter(x, y, s=18, color=color, label=f'layer {layer}')
     axes[1, 0].set(xlabel=r'tuned scale ($1/\sqrt{d}$)', ylabel=f'entropy at position {result["curve_length"]} (nats)',
                    title='Scale and entropy of each head (Figure 5)')
     axes[1, 0].legend(fontsize=8)

@@ -1,0 +1,359 @@
+"""
+The transformer, against a second implementation in float64 and against hand calculations.
+
+$ python -m pytest tests/test_model.py
+"""
+
+import math
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import plain_losses, plain_transformer, random_model
+
+import model as model_file
+from model import Attention, ModelConfig, Transformer
+from position import POSITIONS, rope_angles, rotate
+
+TINYLLAMA = dict(vocab_size=32000, block_size=2048, n_layer=22, n_head=32, n_kv_head=4, n_embd=2048, n_hidden=5632)
+
+
+def tokens(*shape, vocab_size=61, seed=1):
+    return torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def gradients(model, idx, targets):
+    model.zero_grad(set_to_none=True)
+    losses = model(idx, targets)
+    losses.mean().backward()
+    return losses.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+# ----------------------------------------------------------------------------- size
+
+def big_model():
+    with torch.device('meta'):
+        return Transformer(ModelConfig(**TINYLLAMA))
+
+
+def test_model_of_the_paper_has_1_100_048_384_weights_and_704_scales():
+    model = big_model()
+    assert model.n_params() == 1_100_048_384
+    assert sum(p.numel() for p in model.parameters()) - model.n_params() == 704 == model.head_scale.numel()
+    twin = ModelConfig(**TINYLLAMA, position='rope')
+    with torch.device('meta'):
+        assert Transformer(twin).n_params() == 1_100_048_384
+
+
+def test_flops_per_token_match_hand_arithmetic():
+    weights = 22 * (2048 * (2048 + 2 * 256) + 2048 * 2048 + 3 * 2048 * 5632) + 32000 * 2048  # those that multiply
+    norms = (2 * 22 + 1) * 2048
+    # each of T queries reads (T + 1) / 2 keys: 2 FLOP per channel for q.k, 2 for the sum of values
+    attention = sum(22 * keys * 2048 * (2 + 2) for keys in range(1, 2049)) / 2048
+    matmul, by_attention = big_model().flops_per_token(2048)
+    assert 0 <= matmul - 2 * weights <= 2 * norms
+    assert by_attention == 2 * 22 * 2048 * 2048 == pytest.approx(attention, rel=1e-3)
+
+
+def test_initial_weights_have_tinyllamas_standard_deviations():
+    C, n_layer = 256, 5
+    config = ModelConfig(vocab_size=512, block_size=32, n_layer=n_layer, n_head=4, n_kv_head=2, n_embd=C, n_hidden=512)
+    model = Transformer(config).init_weights(torch.Generator().manual_seed(0))
+    state = dict(model.named_parameters())
+    for name in ('embed.weight', 'head.weight', 'blocks.3.attn.qkv.weight', 'blocks.3.mlp.gate_up.weight'):
+        assert state[name].std().item() == pytest.approx(math.sqrt(2 / (5 * C)), rel=0.02), name
+        assert abs(state[name].mean().item()) < 0.001, name
+    for name in ('blocks.3.attn.out.weight', 'blocks.3.mlp.out.weight'):
+        assert state[name].std().item() == pytest.approx(1 / (math.sqrt(C) * n_layer), rel=0.02), name
+    vectors = [p for p in state.values() if p.dim() == 1]
+    assert len(vectors) == 3 * n_layer + 1 and all((p == 1).all() for p in vectors)
+
+
+def test_same_generator_seed_gives_same_initial_weights():
+    first, second = random_model(seed=3).state_dict(), random_model(seed=3).state_dict()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not torch.equal(first['head.weight'], random_model(seed=4).state_dict()['head.weight'])
+
+
+def test_unknown_position_names_the_known_ones():
+    with pytest.raises(ValueError, match="position is 'alibi'") as error:
+        random_model(position='alibi')
+    assert all(name in str(error.value) for name in POSITIONS) and {'none', 'rope'} <= set(POSITIONS)
+
+
+@pytest.mark.parametrize('sizes', [
+    dict(n_head=4, n_kv_head=3), dict(n_head=4, n_kv_head=8), dict(n_head=4, n_kv_head=0),  # groups
+    dict(n_head=5, n_kv_head=5), dict(n_embd=36, n_head=12, n_kv_head=12)], ids=str)        # head sizes 6.4, 3
+def test_heads_that_do_not_fit_are_refused(sizes):
+    with pytest.raises(ValueError, match='n_head|n_kv_head'):
+        random_model(**sizes)
+
+
+# ----------------------------------------------------------------------------- what it computes
+
+@pytest.mark.parametrize('n_kv_head', [1, 2, 4])
+@pytest.mark.parametrize('position', ['none', 'rope'])
+@pytest.mark.parametrize('T', [1, 45, 300])
+def test_logits_equal_a_plain_float64_transformer(position, n_kv_head, T):
+    model, idx = random_model(position=position, n_kv_head=n_kv_head, n_layer=3), tokens(2, T)
+    expected, attention = plain_transformer(model, idx)
+    torch.testing.assert_close(model(idx).double(), expected, rtol=0, atol=2e-4)  # with gradients: on a CPU, a matrix
+    with torch.no_grad():                                                         # without: a fused kernel
+        torch.testing.assert_close(model(idx).double(), expected, rtol=0, atol=2e-4)
+    if position == 'none':  # rotate() computes in float32 always
+        torch.testing.assert_close(model.double()(idx), expected, rtol=0, atol=1e-10)
+    assert T == 1 or attention[..., -1, :].amax() > 2 / T  # attention was not just uniform
+
+
+@pytest.mark.parametrize('position', ['none', 'rope'])
+@pytest.mark.parametrize('T', [33, 256, 257, 600])
+def test_future_tokens_never_change_earlier_logits(position, T):
+    model, idx = random_model(position=position), tokens(2, T)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            logits = model(idx)
+            for j in (1, T // 2, T - 1):
+                changed = idx.clone()
+                changed[:, j:] = (idx[:, j:] + 1 + tokens(2, T - j, vocab_size=60, seed=j)) % 61
+                other = model(changed)
+                assert torch.equal(other[:, :j], logits[:, :j])
+                assert not torch.equal(other[:, j], logits[:, j])
+
+
+@pytest.mark.parametrize('position', ['none', 'rope'])
+def test_only_rotation_tells_a_single_layer_the_order_of_earlier_tokens(position):
+    model, idx = random_model(position=position, n_layer=1), tokens(1, 40)
+    shuffled = torch.cat((idx[:, :-1].flip(1), idx[:, -1:]), dim=1)
+    difference = (model(idx)[:, -1] - model(shuffled)[:, -1]).abs().max()
+    assert difference < 1e-4 if position == 'none' else difference > 1e-2
+
+
+def test_logits_of_the_last_positions_equal_those_of_a_full_pass():
+    model, idx = random_model(), tokens(2, 20)
+    assert model(idx, last=3).shape == (2, 3, 61)
+    torch.testing.assert_close(model(idx, last=3), model(idx)[:, -3:])
+
+
+# ----------------------------------------------------------------------------- RoPE
+
+def test_rotation_is_multiplication_by_a_complex_number_of_size_one():
+    x, D = torch.randn(2, 3, 50, 16, generator=torch.Generator().manual_seed(0)), 16
+    frequency = torch.tensor([10000 ** (-2 * k / D) for k in range(D // 2)], dtype=torch.float64)
+    angle = torch.arange(7, 57)[:, None] * frequency
+    expected = torch.complex(x[..., :8].double(), x[..., 8:].double()) * torch.polar(torch.ones_like(angle), angle)
+    turned = rotate(x, *rope_angles(7, 50, D)).double()
+    torch.testing.assert_close(torch.complex(turned[..., :8], turned[..., 8:]), expected, rtol=0, atol=2e-5)
+
+
+def test_rope_scores_depend_only_on_the_distance():
+    q, k = torch.randn(2, 1, 1, 1, 32, generator=torch.Generator().manual_seed(0))
+
+    def score(i, j):
+        return (rotate(q, *rope_angles(i, 1, 32)) @ rotate(k, *rope_angles(j, 1, 32)).mT).item()
+
+    for distance in (0, 1, 17):
+        scores = [score(j + distance, j) for j in (0, 5, 200, 1000)]
+        assert scores == pytest.approx([scores[0]] * 4, abs=2e-3)
+    assert abs(score(1, 0) - score(0, 0)) > 0.05
+
+
+def test_rope_base_sets_the_frequencies():
+    cos, sin = rope_angles(3, 1, 4, base=100.0)  # pair k turns by 3 * 100^(-2k / 4)
+    assert cos[0].tolist() == pytest.approx([math.cos(3.0), math.cos(0.3)], abs=1e-6)
+    assert sin[0].tolist() == pytest.approx([math.sin(3.0), math.sin(0.3)], abs=1e-6)
+    ten, hundred = (random_model(position='rope', rope_base=base)(tokens(1, 30)) for base in (10.0, 100.0))
+    assert not torch.equal(ten, hundred)
+
+
+# ----------------------------------------------------------------------------- head scale
+
+class AttentionWithoutScale(Attention):
+    """Attention as it was before it had scales."""
+
+    def project(self, x, rotation=None):
+        B, T, _ = x.shape
+        heads = self.qkv(x).view(B, T, -1, self.head_dim).transpose(1, 2)
+        q, k, v = heads.split([self.n_head, self.n_kv_head, self.n_kv_head], dim=1)
+        if rotation is not None:
+            q, k = rotate(q, *rotation), rotate(k, *rotation)
+        return q, k, v
+
+
+def with_and_without_scale(monkeypatch, **changes):
+    """Two models of the same weights: every scale 1, and no multiplication by a scale at all."""
+    model = random_model(**changes)
+    model.head_scale = 1.0
+    monkeypatch.setattr(model_file, 'Attention', AttentionWithoutScale)
+    plain = random_model(**changes)
+    plain.load_state_dict(model.state_dict())
+    assert type(plain.blocks[0].attn) is AttentionWithoutScale
+    return model, plain
+
+
+@pytest.mark.parametrize('position', ['none', 'rope'])
+def test_head_scale_of_one_is_plain_attention_to_the_last_bit(monkeypatch, position):
+    model, plain = with_and_without_scale(monkeypatch, position=position)
+    windows = tokens(2, 301)
+    for T in (40, 300):
+        losses, grads = gradients(model, windows[:, :T], windows[:, 1:T + 1])
+        plain_loss, plain_grads = gradients(plain, windows[:, :T], windows[:, 1:T + 1])
+        assert torch.equal(losses, plain_loss)
+        assert grads.keys() == plain_grads.keys() and len(grads) == 2 * 6 + 3
+        assert all(torch.equal(grads[name], plain_grads[name]) for name in grads)
+
+
+@pytest.mark.skipif(not shutil.which('g++'), reason='torch.compile on a CPU needs g++')
+def test_head_scale_of_one_is_plain_attention_to_the_last_bit_when_compiled(monkeypatch):
+    results = []
+    for model in with_and_without_scale(monkeypatch, n_layer=1):
+        attention = model.blocks[0].attn  # all that differs, and a quarter of the time that a whole model takes
+        x = torch.randn(2, 33, 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
+        y = torch.compile(attention)(x)
+        y.pow(2).sum().backward()
+        results.append([y, x.grad, attention.qkv.weight.grad, attention.out.weight.grad])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize('position', ['none', 'rope'])
+def test_head_scale_folds_into_the_query_weights(position):
+    model, idx = random_model(position=position), tokens(2, 50)
+    logits = model(idx)
+    for block in model.blocks:
+        rows = block.attn.qkv.weight.data[:32].view(4, 8, 32)  # the queries of 4 heads of 8
+        rows *= block.attn.head_scale[:, None, None]
+    assert not torch.allclose(model(idx), logits, atol=1e-2)
+    model.head_scale = 1.0
+    torch.testing.assert_close(model(idx), logits, rtol=0, atol=1e-4)
+
+
+def test_head_scale_is_set_by_a_number_or_by_an_array_and_read_back():
+    model = random_model()
+    model.head_scale = 1.25
+    assert torch.equal(model.head_scale, torch.full((2, 4), 1.25))
+    model.head_scale = [[1, 2, 3, 4], [5, 6, 7, 8.5]]
+    assert model.head_scale.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8.5]]
+    assert model.blocks[1].attn.head_scale.tolist() == [5, 6, 7, 8.5]
+    with pytest.raises(RuntimeError):
+        model.head_scale = [[1, 2, 3]]
+
+
+def test_a_change_of_a_thousandth_in_a_scale_counts_under_bfloat16():
+    model, idx = random_model(), tokens(1, 40)
+
+    def logits(scale):
+        model.head_scale = scale
+        with torch.no_grad(), torch.autocast('cpu', torch.bfloat16):
+            return model(idx)
+
+    assert logits(1.6).dtype == torch.bfloat16 and model.head_scale.dtype == torch.float32
+    assert torch.tensor(1.601).bfloat16() == torch.tensor(1.6).bfloat16()  # so a scale kept in bfloat16 would not move
+    assert not torch.equal(logits(1.6), logits(1.601))
+
+
+def test_gradient_of_head_scale_equals_finite_differences_in_float64():
+    model, windows = random_model(), tokens(2, 41)
+    model.requires_grad_(False)
+    for block in model.blocks:
+        block.attn.head_scale.requires_grad_(True)
+    _, grads = gradients(model, windows[:, :-1], windows[:, 1:])
+    assert sorted(grads) == ['blocks.0.attn.head_scale', 'blocks.1.attn.head_scale']  # and of no weight
+    expected, step = torch.zeros(2, 4), 1e-5
+    for layer in range(2):
+        for head in range(4):
+            change = torch.zeros(2, 4, dtype=torch.float64)
+            change[layer, head] = step
+            up, down = (plain_losses(model, windows, model.head_scale + sign * change).mean() for sign in (1, -1))
+            expected[layer, head] = (up - down) / (2 * step)
+    found = torch.stack([block.attn.head_scale.grad for block in model.blocks])
+    assert expected.abs().min() > 1e-5  # every head counts
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)
+
+
+def test_head_scale_is_frozen_until_it_is_tuned():
+    windows = tokens(2, 21)
+    _, grads = gradients(random_model(), windows[:, :-1], windows[:, 1:])
+    assert 'embed.weight' in grads and not [name for name in grads if name.endswith('head_scale')]
+
+
+# ----------------------------------------------------------------------------- loss
+
+def test_losses_are_the_cross_entropy_of_each_of_the_last_targets():
+    model, windows = random_model(), tokens(3, 31)
+    expected = plain_losses(model, windows)
+    losses = model(windows[:, :-1], windows[:, 1:])
+    assert losses.dtype == torch.float32 and losses.shape == (3, 30)
+    torch.testing.assert_close(losses.double(), expected, rtol=0, atol=1e-4)
+    logits = model(windows[:, :-1])
+    torch.testing.assert_close(losses, F.cross_entropy(logits.mT, windows[:, 1:], reduction='none'), rtol=0, atol=1e-5)
+    for K in (1, 7):
+        last = model(windows[:, :-1], windows[:, -K:])
+        torch.testing.assert_close(last.double(), expected[:, -K:], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize('rows', [1, 7, 64])
+def test_losses_in_chunks_equal_losses_at_once_with_their_gradients(rows):
+    model, windows = random_model(), tokens(3, 31)
+    losses, grads = gradients(model, windows[:, :-1], windows[:, -20:])  # 60 rows of logits
+    model.logits_per_chunk = rows * 61 + 60
+    chunked, chunked_grads = gradients(model, windows[:, :-1], windows[:, -20:])
+    torch.testing.assert_close(chunked, losses, rtol=0, atol=1e-5)
+    assert chunked_grads.keys() == grads.keys()
+    for name in grads:
+        torch.testing.assert_close(chunked_grads[name], grads[name], rtol=1e-4, atol=1e-6, msg=lambda m, n=name: n + m)
+
+
+def test_loss_in_chunks_never_holds_more_logits_than_a_chunk():
+    model, windows, seen = random_model(), tokens(3, 31), []
+    model.logits_per_chunk = 10 * 61
+    model.head.register_forward_hook(lambda module, inputs, output: seen.append(output.numel()))
+    gradients(model, windows[:, :-1], windows[:, 1:])
+    assert len(seen) == 2 * 9 and max(seen) == 10 * 61  # 90 rows in tens; backward computes each again
+
+
+@pytest.mark.parametrize('position', ['none', 'rope'])
+def test_checkpointed_activations_give_the_same_loss_and_gradients(position):
+    model, windows, calls = random_model(position=position), tokens(2, 31), []
+    model.blocks[0].attn.register_forward_hook(lambda *_: calls.append(1))
+    losses, grads = gradients(model, windows[:, :-1], windows[:, 1:])
+    assert len(calls) == 1
+    model.checkpoint_activations = True
+    again, again_grads = gradients(model, windows[:, :-1], windows[:, 1:])
+    assert len(calls) == 3  # forward, and once more in backward
+    assert torch.equal(again, losses) and again_grads.keys() == grads.keys()
+    for name in grads:
+        torch.testing.assert_close(again_grads[name], grads[name], rtol=1e-5, atol=1e-7)
+
+
+# ----------------------------------------------------------------------------- KV cache
+
+@pytest.mark.parametrize('chunks', [[1] * 40, [23] + [1] * 17, [23, 5, 1, 11], [1, 39], [40]], ids=str)
+@pytest.mark.parametrize('position', ['none', 'rope'])
+@torch.no_grad()
+def test_decoding_over_the_cache_equals_a_full_forward(position, chunks):
+    model, idx = random_model(position=position), tokens(3, 40)
+    cache = model.new_cache(3, 41)
+    logits = torch.cat([model(part, cache=cache) for part in idx.split(chunks, dim=1)], dim=1)
+    torch.testing.assert_close(logits, model(idx), rtol=0, atol=1e-4)
+    torch.testing.assert_close(logits.double(), plain_transformer(model, idx)[0], rtol=0, atol=2e-4)
+    assert all(layer.length == 40 and layer.k.shape == (3, 2, 41, 8) for layer in cache)
+
+
+def test_cache_that_is_too_short_says_so():
+    model = random_model()
+    cache = model.new_cache(1, 10)
+    model(tokens(1, 8), cache=cache)
+    with pytest.raises(ValueError, match='holds 10 tokens but 11 are needed'):
+        model(tokens(1, 3), cache=cache)
+
+
+# ----------------------------------------------------------------------------- losses_and_entropy
+
+@pytest.mark.parametrize('position', ['none', 'rope'])
+def test_losses_and_entropy_of_one_pass_equal_the_plain_ones(position):
+    model, windows = random_model(position=position), tokens(2, 71)
+    losses, entropy = model.losses_and_entropy(windows[:, :-1], windows[:, 1:])
+    attention = plain_transformer(model, windows[:, :-1])[1]
+    assert losses.dtype == entropy.dtype == torch.float32 and entropy.shape == (2, 2, 4, 70)
+    torch.testing.assert_close(losses.double(), plain_losses(model, windows), rtol=0, atol=1e-4)
+    torch.testing.assert_close(entropy.double(), torch.special.entr(attention).sum(-1), rtol=0, atol=1e-4)

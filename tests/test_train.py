@@ -1,0 +1,550 @@
+"""
+Training: what it computes, that a stop at any moment costs nothing, and what it refuses.
+
+$ python -m pytest tests/test_train.py
+"""
+
+import json
+import math
+import multiprocessing
+import os
+import random
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import matplotlib.image
+import pytest
+import torch
+from conftest import TINY
+
+import checkpoint
+import train
+from configurator import run_config
+from corpus import format_ranks, get_tokenizer, write_corpus
+
+ROOT = Path(__file__).resolve().parents[1]
+SETTINGS = TINY | dict(batch_size=4, micro_batch_size=4, max_iters=12, eval_interval=3, eval_windows=4, log_interval=5,
+                       learning_rate=1e-2, min_lr=1e-3, warmup_iters=4, device='cpu', dtype='float32', compile=False)
+
+# a run is a fork of a process that has imported these already: half a second instead of four
+CONTEXT = multiprocessing.get_context('forkserver')
+CONTEXT.set_forkserver_preload(['matplotlib.pyplot', 'pytest', 'tiktoken', 'torch._dynamo'])
+
+
+def run_train(arguments, output):
+    """`python train.py ARGUMENTS` in a process of its own. output: path of its stdout; its stderr is beside it."""
+    for number, suffix in (1, '.out'), (2, '.err'):
+        os.dup2(os.open(output.with_suffix(suffix), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    torch.set_num_threads(1)
+    sys.argv = ['train.py', *arguments]
+    try:
+        runpy.run_path(str(ROOT / 'train.py'), run_name='__main__')
+    except Exception:
+        sys.excepthook(*sys.exc_info())  # the interpreter would call it; multiprocessing does not
+        sys.exit(1)
+
+
+class Runs:
+    """Runs of train.py, each in an out_dir of its own in folder."""
+
+    def __init__(self, folder, dataset):
+        self.folder, self.dataset = folder, dataset
+
+    def arguments(self, name, **settings):
+        settings = SETTINGS | {'dataset': self.dataset, 'out_dir': self.folder / name} | settings
+        return [f'--{key}={value}' for key, value in settings.items()]
+
+    def start(self, name, **settings):
+        process = CONTEXT.Process(target=run_train, args=(self.arguments(name, **settings), self.folder / name))
+        process.start()
+        return process
+
+    def finish(self, name, process):
+        """Wait for the end. Returns exit status, stdout, stderr."""
+        process.join(120)
+        assert process.exitcode is not None, 'still running after two minutes'
+        return process.exitcode, *((self.folder / name).with_suffix(s).read_text() for s in ('.out', '.err'))
+
+    def train(self, name, **settings):
+        """Train to the end. Returns out_dir."""
+        status, out, err = self.finish(name, self.start(name, **settings))
+        assert status == 0, out + err
+        return self.folder / name
+
+    def copy(self, run, name):
+        return Path(shutil.copytree(run, self.folder / name))
+
+    def refused(self, name, **settings):
+        """The one line that a run with these settings stops with. Whatever is in out_dir must stay as it is."""
+        out_dir = Path(settings.get('out_dir', self.folder / name))
+        before = contents(out_dir)
+        status, out, err = self.finish(name, self.start(name, **settings))
+        assert status == 1, out + err
+        assert contents(out_dir) == before, 'files changed although the run was refused'
+        return one_line(err)
+
+
+def one_line(err):
+    assert err.startswith('train.py: ') and err.count('\n') == 1 and 'Traceback' not in err, err
+    return err.strip()
+
+
+def contents(folder):
+    return {str(path): path.read_bytes() for path in folder.rglob('*') if path.is_file()}
+
+
+def log_rows(out_dir, key='loss'):
+    """{step: value} of the rows of log.jsonl that have the key."""
+    rows = [json.loads(line) for line in (out_dir / 'log.jsonl').read_text().splitlines()]
+    steps = [row['step'] for row in rows if key in row]
+    assert steps == sorted(set(steps)), f'steps of {key} out of order or twice: {steps}'
+    return {row['step']: row[key] for row in rows if key in row}
+
+
+def leaves(value, name=''):
+    """{path: value} of all that nested dicts and lists hold, tensors as their bytes."""
+    if isinstance(value, dict | list | tuple):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return {path: leaf for key, item in items for path, leaf in leaves(item, f'{name}/{key}').items()}
+    return {name: (value.dtype, value.shape, value.numpy().tobytes()) if torch.is_tensor(value) else value}
+
+
+def assert_same_to_the_last_bit(one, other):
+    """Two runs: every logged number, weights, optimizer moments, step, best loss, in last.pt and best.pt."""
+    assert (one / 'log.jsonl').read_text() == (other / 'log.jsonl').read_text()
+    for name in 'last.pt', 'best.pt':
+        a, b = (leaves({key: value for key, value in checkpoint.load(out_dir / name).items() if key != 'settings'})
+                for out_dir in (one, other))
+        assert a.keys() == b.keys()
+        assert [key for key in a if a[key] != b[key]] == [], f'{name} differs'
+    assert not list(other.glob('*.part'))
+
+
+def wait_for(condition, process, seconds=100):
+    """Ask again and again, fast enough to catch a file while it is being written."""
+    stop = time.monotonic() + seconds
+    while not condition():
+        assert process.exitcode is None if hasattr(process, 'exitcode') else process.poll() is None, 'ended too early'
+        assert time.monotonic() < stop, 'waited too long'
+
+
+def n_lines(path):
+    return path.read_bytes().count(b'\n') if path.exists() else 0
+
+
+@pytest.fixture(scope='module')
+def runs(tmp_path_factory, corpus_dir):
+    return Runs(tmp_path_factory.mktemp('train'), corpus_dir)
+
+
+@pytest.fixture(scope='module')
+def plain(runs):
+    """12 steps of 2 micro-batches each, validated at every third; never stopped. Tests that write take a copy."""
+    return runs.train('plain', micro_batch_size=2, keep_steps=[4, 7])
+
+
+# ----------------------------------------------------------------------------- what it computes and writes
+
+def test_learning_rate_warms_up_to_its_peak_and_falls_to_its_floor():
+    schedule = [train.learning_rate_at(step, 1.0, 0.1, warmup=4, decay=24) for step in range(30)]
+    assert schedule[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert schedule[9] == pytest.approx(0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2)  # a quarter of the cosine: cos 45 deg
+    assert schedule[14] == pytest.approx(0.55)  # half of it
+    assert schedule[24:] == [pytest.approx(0.1)] * 6
+    assert schedule[4:25] == sorted(schedule[4:25], reverse=True)
+
+
+def test_learning_rate_without_warm_up_starts_at_its_peak():
+    assert train.learning_rate_at(0, 1.0, 0.1, warmup=0, decay=10) == 1.0
+    assert train.learning_rate_at(10, 1.0, 0.1, warmup=10, decay=10) == 1.0  # no room for a cosine
+
+
+def test_the_papers_model_still_learns_at_99_7_percent_of_its_peak_when_it_stops():
+    """Section 4.1: TinyLlama's schedule over 3T tokens, stopped after 50K steps of 2M."""
+    c = run_config('config/nope_1b.py')
+    last = train.learning_rate_at(c['max_iters'], c['learning_rate'], c['min_lr'], c['warmup_iters'],
+                                  c['lr_decay_iters'])
+    assert round(last / c['learning_rate'], 3) == 0.997
+    assert c['max_iters'] * c['batch_size'] * c['block_size'] == 50_000 * 2 ** 21
+
+
+def test_training_lowers_the_loss(runs):
+    loss = log_rows(runs.train('longer', max_iters=60))
+    assert loss[1] == pytest.approx(math.log(257), abs=0.5)  # it starts by knowing nothing of 257 tokens
+    assert sum(loss[step] for step in range(51, 61)) / 10 < loss[1] - 1
+
+
+def test_log_has_each_step_once_with_the_tokens_read_so_far(plain):
+    assert list(log_rows(plain)) == list(range(1, 13))
+    assert list(log_rows(plain, 'val_loss')) == [3, 4, 6, 7, 9, 12]  # each third, and the kept ones
+    rows = [json.loads(line) for line in (plain / 'log.jsonl').read_text().splitlines()]
+    assert all(row['tokens'] == row['step'] * 4 * 32 for row in rows)
+
+
+def test_config_json_holds_the_resolved_settings(plain):
+    config = json.loads((plain / 'config.json').read_text())
+    assert config == checkpoint.load(plain / 'last.pt')['settings']
+    assert config | TINY == config
+    assert (config['micro_batch_size'], config['keep_steps'], config['learning_rate']) == (2, [4, 7], 1e-2)
+    assert config['grad_clip'] == 1.0  # a default
+
+
+def test_loss_png_is_a_picture(plain):
+    assert (plain / 'loss.png').read_bytes().startswith(b'\x89PNG\r\n\x1a\n')
+    assert matplotlib.image.imread(plain / 'loss.png').std() > 0
+
+
+def test_keep_steps_writes_the_weights_of_those_steps(runs, plain):
+    states = {step: checkpoint.load(plain / f'step_{step}.pt') for step in (4, 7)}
+    assert [state['step'] for state in states.values()] == [4, 7]
+    stopped = checkpoint.load(runs.train('four', micro_batch_size=2, max_iters=4, lr_decay_iters=12) / 'last.pt')
+    assert leaves(states[4]['model']) == leaves(stopped['model'])
+    assert states[4]['digest'] != states[7]['digest']
+
+
+def test_best_pt_holds_the_lowest_validation_loss(runs, plain):
+    out_dir = runs.copy(plain, 'worse')
+    runs.train('worse', init_from='resume', max_iters=24, learning_rate=0.5, min_lr=0.5)  # now it gets worse
+    val_loss, best = log_rows(out_dir, 'val_loss'), checkpoint.load(out_dir / 'best.pt')
+    assert best['best_val_loss'] == min(val_loss.values()) == val_loss[best['step']]
+    assert best['step'] < 24 and val_loss[24] > min(val_loss.values())
+    assert checkpoint.load(out_dir / 'last.pt')['best_val_loss'] == best['best_val_loss']
+
+
+def test_evaluation_cannot_disturb_training(runs, plain):
+    often = runs.train('often', micro_batch_size=2, keep_steps=[4, 7], eval_interval=1, eval_windows=9)
+    assert log_rows(often) == log_rows(plain)
+    one, other = (checkpoint.load(out_dir / 'last.pt') for out_dir in (plain, often))
+    assert leaves(one['model']) == leaves(other['model']) and leaves(one['optimizer']) == leaves(other['optimizer'])
+
+
+def test_micro_batches_add_up_to_the_batch(runs, plain):
+    """4 x 1, 2 x 2 and 1 x 4 sequences."""
+    for micro_batch_size in 1, 4:
+        other = runs.train(f'micro_{micro_batch_size}', micro_batch_size=micro_batch_size, keep_steps=[4, 7])
+        for key in 'loss', 'val_loss':
+            assert log_rows(other, key) == pytest.approx(log_rows(plain, key), rel=1e-4)
+
+
+def test_another_seed_is_another_run(runs, plain):
+    assert log_rows(runs.train('seed', seed=1, max_iters=2))[1] != log_rows(plain)[1]
+
+
+def test_a_mixture_of_datasets_trains_one_model(runs, corpus_dir):
+    other = shutil.copytree(corpus_dir, runs.folder / 'other_data')
+    out_dir = runs.train('mixture', dataset=f'{corpus_dir}:0.7,{other}:0.3')
+    assert list(log_rows(out_dir)) == list(range(1, 13))
+
+
+def test_rope_trains_and_resumes_like_nope(runs):
+    whole = runs.train('rope', position='rope', max_iters=6)
+    runs.train('rope_parts', position='rope', max_iters=3, lr_decay_iters=6)
+    runs.train('rope_parts', position='rope', max_iters=6, init_from='resume')
+    assert_same_to_the_last_bit(whole, runs.folder / 'rope_parts')
+
+
+# ----------------------------------------------------------------------------- stopping and going on
+
+def test_run_killed_again_and_again_equals_unbroken_run(runs):
+    """SIGKILL at any moment, half of the times while a checkpoint is being written."""
+    settings = dict(micro_batch_size=2, max_iters=60, eval_interval=1, keep_steps=[7], log_interval=7)
+    unbroken = runs.train('unbroken', **settings)
+    out_dir, when, cut_short = runs.folder / 'killed', random.Random(0), 0
+    last, part, log = (out_dir / name for name in ('last.pt', 'last.pt.part', 'log.jsonl'))
+    for kill in range(6):
+        lines = n_lines(log)
+        process = runs.start('killed', init_from='resume' if last.exists() else 'scratch', **settings)
+        wait_for(lambda: last.exists() and n_lines(log) > lines + 4, process)  # noqa: B023
+        if kill % 2:
+            time.sleep(when.uniform(0, 0.02))
+        else:
+            wait_for(part.exists, process)
+        process.kill()
+        process.join()
+        cut_short += part.exists()
+        assert process.exitcode == -signal.SIGKILL
+    assert cut_short, 'no kill hit a checkpoint while it was written'
+    runs.train('killed', init_from='resume', **settings)
+    assert_same_to_the_last_bit(unbroken, out_dir)
+
+
+@pytest.mark.parametrize('name', ['SIGTERM', 'SIGINT'])
+def test_run_stopped_by_a_signal_saves_and_then_equals_unbroken_run(runs, name):
+    settings = dict(max_iters=150, eval_interval=60, log_interval=1)
+    if not (runs.folder / 'not_stopped').exists():
+        runs.train('not_stopped', **settings)
+    out_dir, process = runs.folder / name, runs.start(name, **settings)
+    wait_for(lambda: n_lines(out_dir / 'log.jsonl') > 4, process)
+    os.kill(process.pid, signal.Signals[name])
+    status, out, err = runs.finish(name, process)
+    step = checkpoint.load(out_dir / 'last.pt')['step']
+    assert (status, err) == (0, '') and f'{name}: saved step {step}' in out and 4 < step < 150
+    assert list(log_rows(out_dir)) == list(range(1, step + 1))
+    runs.train(name, init_from='resume', **settings)
+    assert_same_to_the_last_bit(runs.folder / 'not_stopped', out_dir)
+
+
+def test_compiled_run_resumed_from_what_a_kill_would_leave_equals_unbroken_run(runs):
+    """Files are copied while the run goes on: that is what a kill at this moment leaves, one compilation less."""
+    settings = dict(compile=True, n_layer=1, max_iters=200, eval_interval=50, log_interval=5)
+    unbroken, out_dir = runs.folder / 'compiled', runs.folder / 'compiled_again'
+    out_dir.mkdir()
+    process = runs.start('compiled', **settings)
+    wait_for((unbroken / 'last.pt').exists, process)
+    for name in 'last.pt', 'best.pt', 'log.jsonl':
+        shutil.copy(unbroken / name, out_dir)
+    status, out, err = runs.finish('compiled', process)
+    assert status == 0 and 'uncompiled' not in out, err
+    assert checkpoint.load(out_dir / 'last.pt')['step'] < 200
+    runs.train('compiled_again', init_from='resume', **settings)
+    assert_same_to_the_last_bit(unbroken, out_dir)
+
+
+def test_resuming_a_finished_run_changes_nothing(runs, plain):
+    out_dir = runs.copy(plain, 'finished')
+    runs.train('finished', micro_batch_size=2, keep_steps=[4, 7], init_from='resume')
+    assert_same_to_the_last_bit(plain, out_dir)
+
+
+def test_resume_goes_on_after_a_log_line_was_cut_short(runs, plain):
+    """As a full disk leaves it."""
+    out_dir = runs.copy(plain, 'cut_line')
+    with open(out_dir / 'log.jsonl', 'a') as log:
+        log.write('{"step": 13, "tok')
+    runs.train('cut_line', micro_batch_size=2, keep_steps=[4, 7], init_from='resume', max_iters=14)
+    assert list(log_rows(out_dir)) == list(range(1, 15))
+
+
+def test_resume_names_the_settings_that_changed(runs, plain):
+    runs.copy(plain, 'changed')
+    out_dir = runs.train('changed', micro_batch_size=2, init_from='resume', weight_decay=0.2, max_iters=13)
+    out = out_dir.with_suffix('.out').read_text()
+    assert 'resuming with weight_decay = 0.2 (was 0.1)' in out and 'resuming with max_iters = 13 (was 12)' in out
+    assert 'learning_rate =' not in out
+    assert list(log_rows(out_dir)) == list(range(1, 14))
+
+
+# ----------------------------------------------------------------------------- two ranks
+
+@pytest.fixture(scope='module')
+def two_ranks(runs):
+    """A run on two ranks that torchrun was told to stop by SIGTERM. Returns out_dir, stdout."""
+    arguments = runs.arguments('two_ranks', micro_batch_size=2, max_iters=400, eval_interval=10, log_interval=10)
+    process = subprocess.Popen([sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2',
+                                ROOT / 'train.py', *arguments], env=os.environ | {'OMP_NUM_THREADS': '1'}, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    wait_for(lambda: n_lines(runs.folder / 'two_ranks' / 'log.jsonl') > 30, process)
+    process.terminate()
+    out, _ = process.communicate(timeout=60)
+    return runs.folder / 'two_ranks', out
+
+
+def test_two_ranks_train_the_model_that_one_rank_trains(runs, two_ranks):
+    """One rank with two micro-batches; 400 steps of which as many are compared as the two ranks did."""
+    out_dir, _ = two_ranks
+    n = checkpoint.load(out_dir / 'last.pt')['step']
+    one = runs.train('one_rank', micro_batch_size=2, max_iters=30, lr_decay_iters=400, eval_interval=10)
+    assert n >= 30
+    for key in 'loss', 'val_loss':
+        ours = {step: value for step, value in log_rows(out_dir, key).items() if step <= 30}
+        assert ours == pytest.approx(log_rows(one, key), rel=1e-3)
+
+
+def test_two_ranks_stop_together_on_sigterm_and_one_goes_on(runs, two_ranks):
+    out_dir, out = two_ranks
+    step = checkpoint.load(out_dir / 'last.pt')['step']
+    assert f'SIGTERM: saved step {step}' in out and step < 400
+    assert list(log_rows(out_dir)) == list(range(1, step + 1))
+    resumed = runs.copy(out_dir, 'from_two_ranks')
+    runs.train('from_two_ranks', micro_batch_size=2, max_iters=step + 5, lr_decay_iters=400, init_from='resume')
+    assert list(log_rows(resumed)) == list(range(1, step + 6))
+
+
+# ----------------------------------------------------------------------------- starting from other weights
+
+def test_fine_tuning_starts_from_the_given_weights_at_another_block_size(runs, plain):
+    out_dir = runs.train('fine', init_from=plain / 'best.pt', block_size=64, max_iters=3)
+    model, _ = checkpoint.load_model(plain / 'best.pt', None, 'cpu')
+    windows = torch.from_numpy(train.Windows(str(runs.dataset), 'train', 64, 1337).batch(0, 4))
+    assert log_rows(out_dir)[1] == pytest.approx(model(windows[:, :-1], windows[:, 1:]).mean().item(), rel=1e-5)
+    state = checkpoint.load(out_dir / 'last.pt')
+    assert state['model_config']['block_size'] == 64 and list(log_rows(out_dir)) == [1, 2, 3]
+    assert state['digest'] != checkpoint.load(plain / 'best.pt')['digest']
+
+
+def test_fine_tuned_run_records_the_model_it_trained_and_not_the_defaults(runs, plain):
+    """The sizes come from the checkpoint; n_layer = 4 is only train.py's default."""
+    settings = {name: value for name, value in SETTINGS.items() if name not in TINY}
+    process = CONTEXT.Process(target=run_train, args=(
+        [f'--{k}={v}' for k, v in (settings | dict(init_from=plain / 'last.pt', block_size=32, dataset=runs.dataset,
+                                                   out_dir=runs.folder / 'sizes', max_iters=1)).items()],
+        runs.folder / 'sizes'))
+    process.start()
+    assert runs.finish('sizes', process)[0] == 0
+    assert checkpoint.load(runs.folder / 'sizes' / 'last.pt')['model_config']['n_layer'] == 2
+    config = json.loads((runs.folder / 'sizes' / 'config.json').read_text())
+    assert {name: config[name] for name in TINY} == TINY
+
+
+# ----------------------------------------------------------------------------- what goes wrong on the way
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(runs, plain):
+    out_dir = runs.copy(plain, 'exploding')
+    before = (out_dir / 'last.pt').read_bytes()
+    status, out, err = runs.finish('exploding', runs.start('exploding', init_from='resume', learning_rate=1e9,
+                                                           min_lr=1e9, max_iters=60, log_interval=20,
+                                                           eval_interval=60))
+    assert status == 1, out
+    assert 'the loss became' in one_line(err) and 'last.pt holds the last good state' in err
+    assert (out_dir / 'last.pt').read_bytes() == before and not list(out_dir.glob('*.part'))
+    assert all(math.isfinite(loss) for loss in log_rows(out_dir).values())
+
+
+def test_no_checkpoint_is_promised_where_the_loss_explodes_before_the_first(runs):
+    status, _, err = runs.finish('early', runs.start('early', learning_rate=1e9, min_lr=1e9, warmup_iters=0))
+    assert status == 1 and 'loss became' in one_line(err)
+    assert 'last.pt holds' not in err and not (runs.folder / 'early' / 'last.pt').exists()
+
+
+def test_a_validation_loss_too_large_for_a_perplexity_is_no_crash(runs):
+    """exp(710) is more than a float holds; the loss itself is finite."""
+    settings = dict(learning_rate=10, min_lr=10, warmup_iters=0, eval_interval=1)
+    status, _, err = runs.finish('huge', runs.start('huge', **settings))
+    assert status == 0 or one_line(err)
+    assert max(log_rows(runs.folder / 'huge', 'val_loss').values()) > 710
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 3 MB."""
+    (tmp_path / 'disk').mkdir()
+    mount = ['mount', '-t', 'tmpfs', '-o', 'size=3m', 'tmpfs', tmp_path / 'disk']
+    if not sys.platform.startswith('linux') or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip('mounting a small file system needs Linux and root')
+    yield tmp_path / 'disk'
+    subprocess.run(['umount', '--lazy', tmp_path / 'disk'], check=True)
+
+
+def test_disk_that_fills_up_stops_the_run_and_resuming_it_equals_unbroken_run(runs, small_disk):
+    settings = dict(max_iters=150, eval_interval=5, log_interval=5)
+    unbroken = runs.train('roomy', **settings)
+    out_dir, process = small_disk / 'run', runs.start('full', out_dir=small_disk / 'run', **settings)
+    wait_for((out_dir / 'last.pt').exists, process)
+    with open(small_disk / 'filler', 'wb', buffering=0) as filler, pytest.raises(OSError):
+        while True:
+            filler.write(bytes(4096))
+    status, out, err = runs.finish('full', process)
+    assert status == 1, out
+    assert 'space' in one_line(err)
+    assert not list(out_dir.glob('*.part'))
+    assert checkpoint.load(out_dir / 'last.pt')['step'] < 150
+    (small_disk / 'filler').unlink()
+    runs.train('full', out_dir=out_dir, init_from='resume', **settings)
+    assert_same_to_the_last_bit(unbroken, out_dir)
+
+
+def test_disk_too_small_is_refused_before_the_first_step(runs, small_disk):
+    line = runs.refused('no_room', out_dir=small_disk / 'run', n_embd=128)
+    assert 'GB are free' in line and str(small_disk) in line
+
+
+# ----------------------------------------------------------------------------- what it refuses, in one line
+
+@pytest.fixture(scope='module')
+def other_tokenizer_dir(tmp_path_factory):
+    """A dataset of another tokenizer: one merge more than bytes."""
+    folder = tmp_path_factory.mktemp('merged')
+    ranks = {bytes([byte]): byte for byte in range(256)} | {b'th': 256}
+    (folder / 'th.tiktoken').write_text(format_ranks(ranks))
+    documents = ['the weather then and there\n' * 40] * 8
+    splits = {split: documents for split in ('train', 'val', 'test')}
+    write_corpus(folder / 'data', get_tokenizer(str(folder / 'th.tiktoken')), splits, workers=1)
+    return folder / 'data'
+
+
+def test_dataset_that_is_not_prepared_is_refused(runs, tmp_path):
+    assert 'no dataset nowhere' in runs.refused('r1', dataset='nowhere')
+    (tmp_path / 'mine').mkdir()
+    (tmp_path / 'mine' / 'prepare.py').touch()
+    line = runs.refused('r1', dataset=tmp_path / 'mine')
+    assert 'is not prepared. Run: python ' in line and 'mine/prepare.py' in line
+
+
+def test_truncated_token_file_is_refused(runs, corpus_dir):
+    damaged = Path(shutil.copytree(corpus_dir, runs.folder / 'damaged'))
+    os.truncate(damaged / 'train.bin', 1001)
+    assert 'train.bin has 1,001 bytes' in runs.refused('r2', dataset=damaged)
+
+
+@pytest.mark.parametrize('start', ['resume', 'fine-tune'])
+def test_data_of_another_tokenizer_is_refused(runs, plain, other_tokenizer_dir, start):
+    name = f'tokenizer_{start}'
+    if start == 'resume':
+        runs.copy(plain, name)
+    line = runs.refused(name, init_from='resume' if start == 'resume' else plain / 'last.pt',
+                        dataset=other_tokenizer_dir, micro_batch_size=2, keep_steps=[4, 7])
+    assert 'tokenizer bytes' in line and 'th.tiktoken' in line and 'last.pt' in line
+
+
+def test_mixture_of_tokenizers_is_refused(runs, corpus_dir, other_tokenizer_dir):
+    assert 'th.tiktoken' in runs.refused('r3', dataset=f'{corpus_dir},{other_tokenizer_dir}')
+
+
+@pytest.mark.parametrize('init_from', ['scratch', 'best.pt'])
+def test_out_dir_that_holds_a_run_is_not_overwritten(runs, plain, init_from):
+    out_dir = runs.copy(plain, f'taken_{init_from}')
+    line = runs.refused(out_dir.name, init_from=init_from if init_from == 'scratch' else out_dir / init_from)
+    assert 'already holds a run' in line and '--out_dir=' in line
+
+
+def test_resume_without_a_checkpoint_is_refused(runs):
+    line = runs.refused('never_ran', init_from='resume')
+    assert 'last.pt does not exist' in line
+    assert not (runs.folder / 'never_ran').exists()
+
+
+@pytest.mark.parametrize('setting', ['n_layer=3', 'position=rope', 'block_size=16'])
+def test_resuming_another_model_is_refused(runs, plain, setting):
+    name, value = setting.split('=')
+    runs.copy(plain, setting)
+    line = runs.refused(setting, init_from='resume', **{name: value})
+    assert f'{name} is {value}' in line and f'--{name}={(TINY | dict(position="none"))[name]}' in line
+
+
+@pytest.mark.parametrize('keep', [0, 1000, 0.5, -1])
+def test_checkpoint_cut_short_is_refused(runs, plain, keep):
+    out_dir = runs.copy(plain, f'cut_{keep}')
+    size = (out_dir / 'last.pt').stat().st_size
+    os.truncate(out_dir / 'last.pt', int(size * keep) if isinstance(keep, float) else keep if keep >= 0 else size - 1)
+    assert 'last.pt is cut short' in runs.refused(out_dir.name, init_from='resume')
+
+
+@pytest.mark.parametrize('settings, message', [
+    (dict(batch_size=6), 'batch_size 6 must be a multiple of micro_batch_size 4'),
+    (dict(learing_rate=1), "Did you mean 'learning_rate'?"),
+    (dict(max_iters='many'), "sets 'max_iters' to 'many'"),
+    (dict(position='alibi'), "position is 'alibi'"),
+    (dict(n_head=5), 'n_embd 32 over n_head 5'),
+    (dict(n_kv_head=3), 'n_kv_head 3'),
+    (dict(block_size=10 ** 6), 'less than a window of block_size 1,000,000'),
+    (dict(dtype='floaty'), "dtype is 'floaty'"),
+    (dict(device='gpu'), "device is 'gpu'"),
+    (dict(micro_batch_size=0), 'micro_batch_size'),
+    (dict(eval_interval=0), 'eval_interval'),
+    (dict(log_interval=0), 'log_interval'),
+    (dict(eval_windows=0), 'eval_windows'),
+], ids=lambda value: '-'.join(value) if isinstance(value, dict) else '')
+def test_setting_that_cannot_work_is_refused(runs, settings, message):
+    name = 'bad_' + '_'.join(settings)
+    assert message in runs.refused(name, **settings)
+    assert not (runs.folder / name).exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason='there is a CUDA device here')
+def test_cuda_where_there_is_none_is_refused(runs):
+    assert 'no CUDA device' in runs.refused('cuda', device='cuda')
