@@ -8,12 +8,6 @@ else
   PYTHON := .venv/bin/python
   SETUP := .venv/ready
 endif
-# on Linux without an NVIDIA GPU, PyTorch's CPU build: a tenth of the download
-TORCH := $(shell sed -n 's/^torch==//p' requirements.txt)
-ifeq ($(shell uname -s)$(shell command -v nvidia-smi),Linux)
-  CPU_TORCH := .venv/bin/python -m pip install -q torch==$(TORCH) --index-url https://download.pytorch.org/whl/cpu ||
-endif
-
 .PHONY: demo test
 demo: $(SETUP)
 	$(PYTHON) demo.py

@@ -119,7 +119,7 @@ def main():
     L, data_name = model.config.block_size, dataset or info['settings']['dataset']
     windows = Windows(data_name, split, length or 8 * L, seed)
     checkpoint.require_tokenizer(info, windows.tokenizer_state, data_name)
-    position, loss, entropy = measure_entropy(model, windows, n_samples, batch_tokens, max(1, L // 64), runtime)
+    position, loss, entropy = measure_entropy(model, windows, n_samples, batch_tokens, max(1, L // 16), runtime)
     unit = math.log(2) if bits else 1.0
     result = {'stage': 'entropy', 'label': name, 'position_method': model.config.position, 'block_size': L,
               'dataset': data_name, 'split': split, 'checkpoint': info['path'], 'weights_digest': info['digest'],

@@ -170,7 +170,7 @@ def main():
         for r in rows:
             runtime.print(f"{r['length']:8d} {r['loss']:25.4f} {r['standard_error']:8.4f} {r['ppl']:10.3f} "
                           f"{r['windows']:9,d}")
-        positions, binned = bin_means(losses.mean(0), L // 64)
+        positions, binned = bin_means(losses.mean(0), L // 16)
         result |= {'rows': rows, 'last': last, 'samples': len(losses), 'scored_tokens': losses.size,
                    'position': positions, 'loss': binned, 'loss_at_by_window': {str(T): v for T, v in at.items()}}
     else:

@@ -51,7 +51,7 @@ grad_clip = 1.0              # global norm
 checkpoint_activations = False  # recompute activations in backward: less memory for long targets
 seed = 314                   # of the tuning data's order: another than pretraining's
 # machine
-n_samples = 64               # validation windows behind each curve
+n_samples = 128              # validation windows behind each curve
 batch_tokens = 16384         # tokens in one forward pass of a measurement
 device = 'auto'              # auto, cpu, cuda, mps
 dtype = 'auto'               # auto, float32, bfloat16, float16
@@ -99,9 +99,9 @@ def search_uniform(model, windows, scales, L, runtime):
     for scale in scales:
         model.head_scale = scale
         by_position, mean_entropy, _ = curves(model, windows, n_samples, batch_tokens, runtime, f'scale {scale:.2f}')
-        position, binned = bin_means(by_position, L // 32)
+        position, binned = bin_means(by_position, L // 16)
         loss.append(binned)
-        entropy.append(bin_means(mean_entropy, L // 32)[1])
+        entropy.append(bin_means(mean_entropy, L // 16)[1])
         at.append([by_position[max(0, n - last):n].mean() for n in lengths])
     loss, at = np.array(loss), np.array(at)  # (scales, bins), (scales, lengths)
     best = np.array(scales)[loss.argmin(0)]  # per position
@@ -288,8 +288,8 @@ def main():
         for name, scale in (('scale 1', 1.0), (f'uniform {first_scale:.2f}', first_scale), ('head scale', head_scale)):
             model.head_scale = scale
             loss, entropy, last_entropy = curves(model, val, n_samples, batch_tokens, runtime)
-            position, loss = bin_means(loss, L // 32)
-            measured[name] = {'loss': loss, 'entropy': bin_means(entropy, L // 32)[1]}
+            position, loss = bin_means(loss, L // 16)
+            measured[name] = {'loss': loss, 'entropy': bin_means(entropy, L // 16)[1]}
         runtime.print(f'scales {head_scale.min():.3f} to {head_scale.max():.3f}, mean {head_scale.mean():.3f}')
         more |= {'start': first_scale, 'losses': losses, 'curve_length': target, 'position': position,
                  'curves': measured, 'last_entropy': last_entropy}

@@ -345,11 +345,9 @@ def two_ranks(runs):
 
 
 def test_two_ranks_train_the_model_that_one_rank_trains(runs, two_ranks):
-    """One rank with two micro-batches; 400 steps of which as many are compared as the two ranks did."""
+    """That one rank reads two micro-batches a step."""
     out_dir, _ = two_ranks
-    n = checkpoint.load(out_dir / 'last.pt')['step']
     one = runs.train('one_rank', micro_batch_size=2, max_iters=30, lr_decay_iters=400, eval_interval=10)
-    assert n >= 30
     for key in 'loss', 'val_loss':
         ours = {step: value for step, value in log_rows(out_dir, key).items() if step <= 30}
         assert ours == pytest.approx(log_rows(one, key), rel=1e-3)

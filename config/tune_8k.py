@@ -1,0 +1,10 @@
+# Appendix A: 704 scales of the 1.1B NoPE model for 8K tokens (13.1M tokens of tuning). First, the uniform search:
+# python tune_scale.py config/tune_8k.py --method=uniform --target_length=16384 --candidate_range=[1.0,2.0,0.01]
+# torchrun --nproc_per_node=8 tune_scale.py config/tune_8k.py
+out_dir = 'out/nope_1b'
+target_length = 8192
+start = 1.6                  # the released script's; the paper's rule for 4L gives 1.5
+learning_rate = 0.1
+micro_batch_size = 1
+checkpoint_activations = True
+batch_tokens = 32768

@@ -1,0 +1,329 @@
+"""
+Checkpoints and scale files: written whole or not at all, read without running anyone's code, refused where they do
+not fit.
+
+$ python -m pytest tests/test_checkpoint.py
+"""
+
+import errno
+import json
+import os
+import pickle
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import checkpoint
+from corpus import format_ranks, get_tokenizer, tokenizer_state
+from model import ModelConfig, Transformer
+
+
+def tiny_model(seed=0):
+    config = ModelConfig(vocab_size=20, block_size=8, n_layer=2, n_head=4, n_kv_head=2, n_embd=16, n_hidden=24)
+    return Transformer(config).init_weights(torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope='module')
+def bytes_state():
+    return tokenizer_state(get_tokenizer('bytes'))
+
+
+@pytest.fixture
+def out_dir(tmp_path, bytes_state):
+    """last.pt at step 7 and best.pt at step 5, of two models."""
+    for name, step in ('last.pt', 7), ('best.pt', 5):
+        state = checkpoint.model_state(tiny_model(seed=step), bytes_state, step, settings={'seed': step})
+        checkpoint.save(tmp_path / name, **state)
+    return tmp_path
+
+
+@pytest.fixture
+def loaded(out_dir):
+    return checkpoint.load_model('last', out_dir, 'cpu')
+
+
+@pytest.fixture
+def at_most_100_kb():
+    """No file can grow past 100 kB here, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+# ----------------------------------------------------------------------------- save and load
+
+def test_writer_killed_while_saving_leaves_the_old_checkpoint(out_dir):
+    script = ('import sys, torch, checkpoint\n'
+              'print("ready", flush=True)\n'
+              'checkpoint.save(sys.argv[1], model={"weight": torch.ones(2 ** 27)})\n')
+    before, part = (out_dir / 'last.pt').read_bytes(), out_dir / 'last.pt.part'
+    process = subprocess.Popen([sys.executable, '-c', script, out_dir / 'last.pt'], stdout=subprocess.PIPE,
+                               cwd=Path(checkpoint.__file__).parent)
+    assert process.stdout.readline() == b'ready\n'
+    while not (part.exists() and part.stat().st_size > 2 ** 20) and process.poll() is None:
+        pass
+    process.kill()
+    assert process.wait() == -signal.SIGKILL, 'it ended before it could be killed'
+    process.stdout.close()
+    assert 2 ** 20 < part.stat().st_size < 2 ** 29
+    assert (out_dir / 'last.pt').read_bytes() == before
+    checkpoint.save(out_dir / 'last.pt', **checkpoint.load(out_dir / 'best.pt'))  # what is left is in nobody's way
+    assert checkpoint.load(out_dir / 'last.pt')['step'] == 5 and not part.exists()
+
+
+def test_write_that_fails_leaves_the_old_checkpoint_and_no_rest(out_dir, at_most_100_kb):
+    before = (out_dir / 'last.pt').read_bytes()
+    with pytest.raises(OSError, match='last.pt.* untouched') as caught:
+        checkpoint.save(out_dir / 'last.pt', model={'weight': torch.ones(100_000)})
+    assert caught.value.errno in (errno.ENOSPC, errno.EIO)
+    assert (out_dir / 'last.pt').read_bytes() == before
+    assert not list(out_dir.glob('*.part'))
+
+
+def test_saved_checkpoint_loads_as_it_was(out_dir, bytes_state):
+    state = checkpoint.load(out_dir / 'last.pt')
+    assert (state['step'], state['settings'], state['tokenizer']) == (7, {'seed': 7}, bytes_state)
+    weights = tiny_model(seed=7).state_dict()
+    assert list(state['model']) == list(weights)
+    assert all(torch.equal(state['model'][name], weights[name]) for name in weights)
+
+
+def test_save_makes_the_folder(tmp_path):
+    checkpoint.save(tmp_path / 'a' / 'b' / 'x.pt', step=1)
+    assert [path.name for path in (tmp_path / 'a' / 'b').iterdir()] == ['x.pt']
+
+
+class Code:
+    """Pickled, it makes whoever unpickles it create a file."""
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return Path.touch, (self.mark,)
+
+
+@pytest.mark.parametrize('write', [torch.save, lambda state, path: path.write_bytes(pickle.dumps(state))],
+                         ids=['torch', 'pickle'])
+def test_code_in_a_strangers_checkpoint_is_refused_and_never_runs(out_dir, write):
+    mark, path = out_dir / 'executed', out_dir / 'strange.pt'
+    write(checkpoint.load(out_dir / 'last.pt') | {'settings': Code(mark)}, path)
+    if write is torch.save:
+        torch.load(path, weights_only=False)
+        assert mark.exists(), 'the file is harmless and tests nothing'
+        mark.unlink()
+    for read in (checkpoint.load, lambda path: checkpoint.load_model(path, None, 'cpu')):
+        with pytest.raises(ValueError, match='strange.pt .*not a checkpoint of this project') as caught:
+            read(path)
+        assert '\n' not in str(caught.value)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize('keep', [0, 100, 0.5, 0.99])
+def test_checkpoint_cut_short_is_refused(out_dir, keep):
+    size = (out_dir / 'last.pt').stat().st_size
+    os.truncate(out_dir / 'last.pt', keep if isinstance(keep, int) else int(keep * size))
+    with pytest.raises(ValueError, match='last.pt is cut short or not a checkpoint'):
+        checkpoint.load(out_dir / 'last.pt')
+
+
+def test_missing_checkpoint_is_refused_with_the_command_that_makes_it(out_dir):
+    for path in out_dir / 'none.pt', out_dir:  # out_dir is a folder
+        with pytest.raises(ValueError, match=f'{path} does not exist. Train it first .*train.py --out_dir='):
+            checkpoint.load(path)
+
+
+@pytest.mark.parametrize('content', [{'model': {}, 'step': 1}, [1, 2], torch.ones(3)], ids=['dict', 'list', 'tensor'])
+def test_file_of_another_program_is_refused(tmp_path, content):
+    torch.save(content, tmp_path / 'x.pt')
+    with pytest.raises(ValueError, match='x.pt .*not a checkpoint of this project'):
+        checkpoint.load(tmp_path / 'x.pt')
+
+
+def test_lacking_entries_are_named(tmp_path):
+    torch.save({'model': {}, 'step': 1, 'digest': ''}, tmp_path / 'x.pt')
+    with pytest.raises(ValueError, match='it lacks model_config, tokenizer'):
+        checkpoint.load(tmp_path / 'x.pt')
+
+
+def test_disk_without_room_is_refused(tmp_path):
+    checkpoint.require_space(tmp_path / 'new', 1)
+    assert (tmp_path / 'new').is_dir()
+    free = shutil.disk_usage(tmp_path).free
+    with pytest.raises(ValueError, match='need 1000000000.00 GB but .* GB are free'):
+        checkpoint.require_space(tmp_path, 10 ** 18)
+    with pytest.raises(ValueError, match='free'):
+        checkpoint.require_space(tmp_path, 2 * free)
+
+
+# ----------------------------------------------------------------------------- models
+
+def test_load_model_rebuilds_last_best_or_any_file(out_dir):
+    shutil.copy(out_dir / 'best.pt', out_dir / 'kept.pt')
+    idx = torch.arange(8)[None]
+    for init_from, seed, file in ('last', 7, 'last.pt'), ('best', 5, 'best.pt'), (out_dir / 'kept.pt', 5, 'kept.pt'):
+        model, info = checkpoint.load_model(init_from, out_dir, 'cpu')
+        assert torch.equal(model(idx), tiny_model(seed)(idx))
+        assert info['step'] == seed and info['path'] == str(out_dir / file)
+        assert model.config == tiny_model().config
+        assert not model.training and not any(weight.requires_grad for weight in model.parameters())
+
+
+def test_load_model_reads_what_train_wrote(tiny_run):
+    model, info = checkpoint.load_model('last', tiny_run, 'cpu')
+    assert info['digest'] == checkpoint.weights_digest(model.state_dict())
+    assert info['step'] == 20 and 'optimizer' not in info
+    assert model(torch.zeros(1, 5, dtype=torch.long)).shape == (1, 5, 257)
+
+
+def test_loaded_model_can_be_changed_without_touching_its_file(out_dir, loaded):
+    before = (out_dir / 'last.pt').read_bytes()
+    model, _ = loaded
+    model.head_scale = 3
+    model.embed.weight.data.zero_()
+    assert (out_dir / 'last.pt').read_bytes() == before
+
+
+def test_data_of_another_tokenizer_is_refused(tmp_path, bytes_state, loaded):
+    checkpoint.require_tokenizer(loaded[1], bytes_state | {'name': 'called otherwise'}, 'mine')
+    ranks = {bytes([byte]): byte for byte in range(256)} | {b'th': 256}
+    (tmp_path / 'th.tiktoken').write_text(format_ranks(ranks))
+    other = tokenizer_state(get_tokenizer(str(tmp_path / 'th.tiktoken')))
+    with pytest.raises(ValueError, match=r'last.pt was trained with tokenizer bytes, but data set mine .* th.tiktoken'):
+        checkpoint.require_tokenizer(loaded[1], other, 'mine')
+
+
+# ----------------------------------------------------------------------------- digest
+
+def test_digest_changes_with_any_weight_of_a_small_model():
+    """No matrix here has more than 4,096 weights, so each one counts, down to its last bit."""
+    state = tiny_model().state_dict()
+    digests = {checkpoint.weights_digest(state)}
+    for name, weight in state.items():
+        if weight.dim() == 2:
+            for index in 0, weight.numel() // 3, weight.numel() - 1:
+                changed = weight.clone().flatten()
+                changed[index] = torch.nextafter(changed[index], torch.tensor(9.0))
+                digests.add(checkpoint.weights_digest(state | {name: changed.view(weight.shape)}))
+    n_matrices = sum(weight.dim() == 2 for weight in state.values())
+    assert n_matrices == 10 and len(digests) == 1 + 3 * n_matrices
+
+
+def test_digest_samples_4096_weights_of_a_large_matrix_from_end_to_end():
+    weight = torch.zeros(300, 1000)
+    digests = {checkpoint.weights_digest({'w': weight})}
+    for place in np.linspace(0, weight.numel() - 1, 4096).astype(int)[[0, 1, 1000, 4094, 4095]]:
+        changed = weight.clone().flatten()
+        changed[place] = 1
+        digests.add(checkpoint.weights_digest({'w': changed.view(weight.shape)}))
+    assert len(digests) == 6
+
+
+def test_digest_changes_with_names_and_shapes():
+    weight = torch.ones(4, 6)
+    states = {'w': weight}, {'v': weight}, {'w': weight.view(6, 4)}, {'w': weight, 'v': weight}
+    assert len({checkpoint.weights_digest(state) for state in states}) == 4
+
+
+def test_digest_is_blind_to_head_scales_and_norms(out_dir):
+    model = tiny_model(seed=7)
+    before = checkpoint.weights_digest(model.state_dict())
+    model.head_scale = 1.7
+    for name, weight in model.named_parameters():
+        if 'norm' in name:
+            weight.data.fill_(2)
+    assert checkpoint.weights_digest(model.state_dict()) == before
+
+
+def test_digest_is_the_same_after_save_and_load(out_dir):
+    state = checkpoint.load(out_dir / 'last.pt')
+    model, info = checkpoint.load_model('last', out_dir, 'cpu')
+    digests = {checkpoint.weights_digest(weights) for weights in (
+        tiny_model(seed=7).state_dict(), state['model'], model.state_dict(), dict(reversed(state['model'].items())))}
+    assert digests == {state['digest']} == {info['digest']}
+
+
+# ----------------------------------------------------------------------------- scales
+
+SCALES = [[1.0, 1.25, 1.5, 2.0], [3.0, 0.123456, 1.1, 1.6]]  # 2 layers of 4 heads
+
+
+def test_scale_of_a_stage_is_nothing_a_number_or_a_file(tmp_path, loaded):
+    model, info = loaded
+    model.head_scale = 1.5
+    assert checkpoint.apply_scale(model, None, info) == ''
+    assert torch.equal(model.head_scale, torch.full((2, 4), 1.5))  # as it was
+    assert checkpoint.apply_scale(model, 1.2, info) == 'scale1.2'
+    assert torch.equal(model.head_scale, torch.full((2, 4), 1.2))
+    assert checkpoint.apply_scale(model, 2, info) == 'scale2'
+    checkpoint.save_scale(tmp_path / 'scale_head_64.json', info, SCALES, 'head', 64)
+    assert checkpoint.apply_scale(model, str(tmp_path / 'scale_head_64.json'), info) == 'scale_head_64'
+    assert torch.equal(model.head_scale, torch.tensor(SCALES))
+
+
+def test_scale_file_reads_as_it_was_written(tmp_path, loaded):
+    path, info = tmp_path / 'scale.json', loaded[1]
+    checkpoint.save_scale(path, info, torch.tensor(SCALES), 'head', 64, losses=[2.5, 2.25])
+    data = checkpoint.read_scale_file(path, info)
+    assert np.allclose(data['head_scale'], SCALES, atol=1e-6, rtol=0)
+    assert (data['method'], data['block_size'], data['target_length']) == ('head', 8, 64)
+    assert data['losses'] == [2.5, 2.25] and data['weights_digest'] == info['digest']
+    assert '1.0, 1.25, 1.5, 2.0' in path.read_text()  # a layer a line, for people
+
+
+@pytest.mark.parametrize('scale', [0, -1, -0.5])
+def test_scale_that_is_not_above_0_is_refused(loaded, scale):
+    model, info = loaded
+    with pytest.raises(ValueError, match='above 0'):
+        checkpoint.apply_scale(model, scale, info)
+    assert torch.equal(model.head_scale, torch.ones(2, 4))
+
+
+def test_scale_file_of_another_model_is_refused(out_dir, loaded):
+    path = out_dir / 'scale.json'
+    checkpoint.save_scale(path, checkpoint.load_model('best', out_dir, 'cpu')[1], SCALES, 'head', 64)
+    model, info = loaded
+    with pytest.raises(ValueError, match=r'scale.json was tuned for other weights than .*last.pt'):
+        checkpoint.apply_scale(model, str(path), info)
+    assert torch.equal(model.head_scale, torch.ones(2, 4))
+
+
+def test_scale_file_that_does_not_exist_is_refused(loaded):
+    model, info = loaded
+    for scale in 'nowhere.json', '1,2':
+        with pytest.raises(ValueError, match=f'{scale} does not exist. Make one with tune_scale.py, or give a number'):
+            checkpoint.apply_scale(model, scale, info)
+
+
+@pytest.mark.parametrize('text', ['', '{"head_scale": [[1', '[]', '{}', '"text"', '{"head_scale": [[1, 1, 1, 1]]}',
+                                  '\x80\x81'])
+def test_file_that_is_no_scale_file_is_refused(tmp_path, loaded, text):
+    path = tmp_path / 'broken.json'
+    path.write_bytes(text.encode('latin-1'))
+    with pytest.raises(ValueError, match='broken.json is not a scale file') as caught:
+        checkpoint.apply_scale(*loaded[:1], str(path), loaded[1])
+    assert '\n' not in str(caught.value)
+
+
+def test_folder_is_no_scale_file(out_dir, loaded):
+    with pytest.raises(ValueError, match='is not a scale file'):
+        checkpoint.read_scale_file(out_dir, loaded[1])
+
+
+@pytest.mark.parametrize('rows', [[[1.0] * 4] * 3, [[1.0] * 3] * 2, [['a'] * 4] * 2, [[-1.0] * 4] * 2],
+                         ids=['a-layer-more', 'a-head-less', 'words', 'negative'])
+def test_scale_file_whose_rows_do_not_fit_the_model_is_refused(tmp_path, loaded, rows):
+    """A person may have edited it."""
+    path, (model, info) = tmp_path / 'edited.json', loaded
+    checkpoint.save_scale(path, info, SCALES, 'head', 64)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {'head_scale': rows}))
+    with pytest.raises(ValueError, match='edited.json'):
+        checkpoint.apply_scale(model, str(path), info)
+    assert torch.equal(model.head_scale, torch.ones(2, 4))

@@ -1,0 +1,229 @@
+"""
+Perplexity: which tokens are scored in which context, counted by hand, and their losses against a second transformer.
+
+$ python -m pytest tests/test_eval_ppl.py
+"""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, mistake, plain_losses, random_model, stage
+
+import checkpoint
+from corpus import documents, open_tokens
+from eval_ppl import evaluate_sliding, score_windows, sliding_windows
+from runtime import Progress
+
+
+def scored(windows):
+    """{target position: its context in tokens, itself left out} over the windows; a position twice is an error."""
+    found = {}
+    for lo, hi, n in windows:
+        for target in range(hi - n, hi):
+            assert target not in found, f'{target} is scored twice'
+            found[target] = target - lo
+    return found
+
+
+# ----------------------------------------------------------------------------- which tokens
+
+def test_paper_windows_end_at_length_and_every_stride_before_the_end():
+    # tokens 100 ... 119: ends 8, 12, 16 of the document; 20 is its end, which "while e < n" leaves out
+    assert sliding_windows(100, 120, 8, None, 4, 'paper') == [(100, 108, 4), (104, 112, 4), (108, 116, 4)]
+    assert sliding_windows(100, 121, 8, None, 4, 'paper') == [(100, 108, 4), (104, 112, 4), (108, 116, 4), (112, 120, 4)]
+
+
+def test_same_windows_end_where_the_longest_ends():
+    # two lengths, 8 and 16, on tokens 0 ... 25: ends 16, 20, 24 for both
+    assert sliding_windows(0, 26, 16, 16, 4, 'same') == [(0, 16, 4), (4, 20, 4), (8, 24, 4)]
+    assert sliding_windows(0, 26, 8, 16, 4, 'same') == [(8, 16, 4), (12, 20, 4), (16, 24, 4)]
+
+
+def test_classic_windows_score_all_of_the_first_window_and_the_tail():
+    assert sliding_windows(50, 71, 8, None, 5, 'classic') == [(50, 58, 7), (55, 63, 5), (60, 68, 5), (63, 71, 3)]
+    assert sliding_windows(50, 55, 8, None, 5, 'classic') == [(50, 55, 4)]  # shorter than a window
+
+
+CASES = [(n, length, stride) for n in [0, 1, 2, 3, 7, 8, 9, 15, 16, 17, 40, 63] for length, stride in
+         [(2, 1), (4, 1), (4, 3), (8, 4), (8, 7), (16, 5)]]
+
+
+def test_classic_scores_each_target_but_the_first_once_in_as_much_context_as_it_can():
+    for n, length, stride in CASES:
+        windows = sliding_windows(30, 30 + n, length, None, stride, 'classic')
+        found = scored(windows)
+        assert sorted(found) == list(range(31, 30 + n))
+        assert all(30 <= lo and hi - lo == min(n, length) for lo, hi, _ in windows)
+        assert all(found[t] >= min(t - 30, length - stride) for t in found)
+
+
+def test_same_scores_the_same_targets_at_every_length():
+    for n, longest, stride in CASES:
+        lengths = [length for length in (2, 3, 4, 8, 16) if stride < length <= longest]
+        found = {length: scored(sliding_windows(30, 30 + n, length, longest, stride, 'same')) for length in lengths}
+        for length in lengths:
+            assert found[length].keys() == found[longest].keys()
+            assert all(length - stride <= context < length for context in found[length].values())
+
+
+def test_paper_scores_what_its_description_says():
+    for n, length, stride in CASES:
+        expected, e = [], length
+        while e < n:
+            expected.append((30 + e - length, 30 + e, stride))
+            e += stride
+        assert sliding_windows(30, 30 + n, length, None, stride, 'paper') == expected
+        if n <= length:
+            assert expected == []
+
+
+def test_document_no_longer_than_the_longest_window_contributes_nothing():
+    for n in range(17):
+        assert sliding_windows(0, n, 8, 16, 4, 'same') == []
+    assert len(sliding_windows(0, 17, 8, 16, 4, 'same')) == 1
+
+
+# ----------------------------------------------------------------------------- their losses
+
+def plain_sums(model, tokens, windows):
+    """One window at a time, all logits in float64."""
+    sums = []
+    for lo, hi, n in windows:
+        window = torch.from_numpy(tokens[lo:hi].astype(np.int64))[None]
+        sums.append(plain_losses(model, window)[0, -n:].sum().item())
+    return sums
+
+
+@pytest.mark.parametrize('batch_tokens', [1, 40, 10_000])
+@pytest.mark.parametrize('position', ['none', 'rope'])
+def test_scores_equal_a_plain_computation_one_window_at_a_time(cpu, position, batch_tokens):
+    model = random_model(position=position)
+    tokens = np.random.default_rng(0).integers(61, size=200).astype(np.uint16)
+    windows = [w for start, end in [(0, 90), (91, 100), (110, 200)] for length in (12, 30)
+               for w in sliding_windows(start, end, length, None, 7, 'classic')]
+    assert len({(hi - lo, n) for lo, hi, n in windows}) > 4  # of several shapes, some in turn
+    sums = score_windows(model, tokens, windows, batch_tokens, cpu, Progress(1, '', enabled=False))
+    np.testing.assert_allclose(sums, plain_sums(model, tokens, windows), rtol=1e-5)
+
+
+@pytest.mark.parametrize('rule', ['same', 'paper', 'classic'])
+def test_documents_windows_and_scored_tokens_are_counted_right(cpu, tiny_run, corpus_dir, rule):
+    model, _ = checkpoint.load_model('last', tiny_run, 'cpu')
+    data, lengths, stride = open_tokens(str(corpus_dir), 'test'), [32, 64, 3000], 500
+    if rule == 'same':
+        stride = 20
+    elif rule == 'paper':
+        lengths, stride = [32, 64], 30
+    else:
+        lengths, stride = [32, 64], 31
+    sizes = [end - start for start, end in documents(data)]
+    rows = evaluate_sliding(model, data, lengths, stride, rule, 10 ** 9, 16384, cpu)
+    assert [row['length'] for row in rows] == lengths
+    for row in rows:
+        first = {'same': 3000, 'paper': row['length'], 'classic': 0}[rule]
+        eligible = [n for n in sizes if n > first]
+        assert 0 < row['documents'] == len(eligible) and (rule == 'classic' or len(eligible) < len(sizes))
+        if rule == 'classic':
+            assert row['windows'] == sum(1 + max(0, math.ceil((n - row['length']) / stride)) for n in eligible)
+            assert row['scored_tokens'] == sum(n - 1 for n in eligible)
+        else:
+            assert row['windows'] == sum(math.ceil((n - first) / stride) for n in eligible)
+            assert row['scored_tokens'] == row['windows'] * stride
+        assert row['ppl'] == pytest.approx(math.exp(row['loss']))
+
+
+def test_loss_is_the_mean_over_scored_tokens_of_the_first_windows(cpu, corpus_dir):
+    model, data = random_model(vocab_size=257), open_tokens(str(corpus_dir), 'test')
+    rows = evaluate_sliding(model, data, [24, 40], 9, 'same', 1000, 500, cpu)
+    capped = evaluate_sliding(model, data, [24, 40], 9, 'same', 12, 500, cpu)
+    start = next(start for start, end in documents(data) if end - start > 40)
+    for row, length in zip(capped, (24, 40), strict=True):
+        windows = [(start + e - length, start + e, 9) for e in range(40, 40 + 12 * 9, 9)]
+        assert (row['windows'], row['documents'], row['scored_tokens']) == (12, 1, 108)
+        assert row['loss'] == pytest.approx(sum(plain_sums(model, data.tokens, windows)) / 108, rel=1e-5)
+    assert all(row['windows'] == 1000 for row in rows)
+
+
+def test_no_document_that_is_long_enough_is_said(cpu, corpus_dir):
+    model, data = random_model(vocab_size=257), open_tokens(str(corpus_dir), 'test')
+    with pytest.raises(ValueError, match='no document of the test split is longer than 50000 tokens'):
+        evaluate_sliding(model, data, [32, 50_000], 8, 'same', 10, 500, cpu)
+
+
+# ----------------------------------------------------------------------------- as run
+
+def run(tiny_run, tmp_path, *arguments):
+    """Run the stage on tiny_run, its results into tmp_path; returns the JSON it wrote, and what it printed."""
+    out, _ = stage('eval_ppl', f'--init_from={tiny_run}/last.pt', f'--out_dir={tmp_path}', '--device=cpu',
+                   '--dtype=float32', *arguments)
+    path, = tmp_path.glob('*.json')
+    assert path.with_suffix('.png').stat().st_size > 1000
+    return path, json.loads(path.read_text()), out
+
+
+def test_sliding_run_writes_the_numbers_it_prints_with_all_it_takes_to_repeat_them(tiny_run, corpus_dir, cpu, tmp_path):
+    path, result, out = run(tiny_run, tmp_path, '--scale=1.3', '--max_windows=40')
+    assert path.name == 'eval_ppl_scale1.3.json'
+    model, info = checkpoint.load_model('last', tiny_run, 'cpu')
+    model.head_scale = 1.3
+    rows = evaluate_sliding(model, open_tokens(str(corpus_dir), 'test'), [32, 64, 128, 256], 4, 'same', 40, 16384, cpu)
+    assert [row['length'] for row in result['rows']] == [32, 64, 128, 256]  # L, 2L, 4L, 8L
+    for row, expected in zip(result['rows'], rows, strict=True):
+        assert row == {key: pytest.approx(value, rel=1e-4) for key, value in expected.items()}
+        assert f"{row['ppl']:.3f}" in out and f"{row['loss']:.4f}" in out
+    assert (result['rule'], result['stride'], result['scale']) == ('same', 4, 1.3)
+    assert result['weights_digest'] == info['digest'] and result['block_size'] == 32
+    assert result['settings']['max_windows'] == 40 and result['versions']['torch'] == torch.__version__
+    assert {'command', 'commit', 'device', 'seconds', 'dataset', 'split', 'checkpoint'} <= result.keys()
+
+
+def test_position_run_equals_an_independent_computation(tiny_run, corpus_dir, tmp_path):
+    path, result, out = run(tiny_run, tmp_path, '--protocol=position', '--n_samples=10', '--lengths=[64,128,30]',
+                            '--last=16', '--batch_tokens=300')
+    assert path.name == 'eval_ppl_position.json'
+    tokens = np.fromfile(corpus_dir / 'test.bin', np.uint16).astype(np.int64)
+    blocks = tokens[:len(tokens) // 129 * 129].reshape(-1, 129)
+    windows = torch.from_numpy(blocks[[len(blocks) * i // 10 for i in range(10)]])
+    model, _ = checkpoint.load_model('last', tiny_run, 'cpu')
+    losses = plain_losses(model, windows).numpy()
+    assert [row['length'] for row in result['rows']] == [30, 64, 128]
+    for row in result['rows']:
+        T = row['length']
+        expected = losses[:, T - 16:T].mean(1)
+        by_window = result['loss_at_by_window'][str(T)]
+        np.testing.assert_allclose(by_window, expected, rtol=1e-4)
+        assert row['loss'] == pytest.approx(np.mean(by_window), rel=1e-5)
+        assert row['standard_error'] == pytest.approx(np.std(expected, ddof=1) / math.sqrt(10), rel=1e-3)
+        assert row['ppl'] == pytest.approx(math.exp(row['loss']), rel=1e-6)
+        assert (row['windows'], row['scored_tokens']) == (10, 160)
+        assert f"{row['loss']:.4f}" in out
+    np.testing.assert_allclose(result['loss'], losses.mean(0), rtol=1e-4)  # L / 64 < 1: bins of one position
+    assert result['position'] == list(range(1, 129))
+    assert result['samples'] == 10 and result['scored_tokens'] == 10 * 128
+
+
+@pytest.mark.parametrize('arguments, message', [
+    (['--rule=press'], "rule is 'press'"),
+    (['--stride=32'], 'stride is 32'),
+    (['--stride=0'], 'stride is 0'),
+    (['--lengths=[32,40000]'], 'longer than 40000 tokens'),
+    (['--protocol=position', '--lengths=[32,50000]'], '50,000'),
+    (['--protocol=last'], "protocol is 'last'"),
+    (['--scale=0'], 'scale is 0'),
+], ids=str)
+def test_mistakes_are_one_line(tiny_run, tmp_path, arguments, message):
+    assert message in mistake('eval_ppl', f'--init_from={tiny_run}/last.pt', f'--out_dir={tmp_path}', *arguments)
+    assert not any(tmp_path.iterdir())
+
+
+def test_model_is_not_measured_on_text_of_another_tokenizer(tiny_run, tmp_path):
+    from corpus import get_tokenizer, write_corpus
+    ranks = '\n'.join(f'{__import__("base64").b64encode(bytes([255 - byte])).decode()} {byte}' for byte in range(256))
+    (tmp_path / 'other.tiktoken').write_text(ranks)
+    text = (ROOT / 'model.py').read_text()
+    write_corpus(tmp_path / 'data', get_tokenizer(str(tmp_path / 'other.tiktoken')), {'test': [text]}, workers=1)
+    line = mistake('eval_ppl', f'--init_from={tiny_run}/last.pt', f'--out_dir={tmp_path}', f'--dataset={tmp_path}/data')
+    assert 'tokenizer' in line and 'other.tiktoken' in line
