@@ -8,6 +8,7 @@ else
   PYTHON := .venv/bin/python
   SETUP := .venv/ready
 endif
+
 .PHONY: demo test
 demo: $(SETUP)
 	$(PYTHON) demo.py
@@ -17,6 +18,7 @@ test: $(if $(SETUP),.venv/ready-dev)
 	$(PYTHON) -m pytest
 
 .venv/ready: requirements.txt
+	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo 'python3 must be 3.11 or newer: make PYTHON=...'; exit 1; }
 	python3 -m venv .venv
 	.venv/bin/python -m pip install -q -r requirements.txt
 	touch $@

@@ -6,18 +6,18 @@ runs none of his code. A scale file is JSON that a person can read; it names the
 """
 
 import dataclasses
-import errno
 import hashlib
 import json
 import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from corpus import tokenizer_digest
 from model import ModelConfig, Transformer
-from runtime import save_json
+from runtime import save_json, whole_file
 
 
 def weights_digest(state):
@@ -36,19 +36,14 @@ def weights_digest(state):
 
 def save(path, **state):
     """Write a checkpoint whole or not at all: a kill or a full disk leaves the file that was there before."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + '.part')
     try:
-        with open(part, 'wb') as file:
+        with whole_file(path) as part, open(part, 'wb') as file:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
     except (OSError, RuntimeError) as error:  # torch turns a failed write into a RuntimeError
-        part.unlink(missing_ok=True)
-        raise OSError(errno.ENOSPC if shutil.disk_usage(path.parent).free < 2 ** 20 else errno.EIO,
-                      f'could not write {path} ({error}); the file before it is untouched. Free some space') from error
-    os.replace(part, path)
+        raise OSError(f'could not write {path} ({error}); the file before it, if any, is untouched. '
+                      'Is the disk full? Free some space and go on with --init_from=resume.') from error
 
 
 def require_space(folder, n_bytes):
@@ -94,8 +89,8 @@ def load_model(init_from, out_dir, device):
 def require_tokenizer(info, tokenizer, dataset):
     """Raise ValueError unless a data set's tokenizer state encodes as that of the checkpoint `info` describes."""
     if tokenizer_digest(info['tokenizer']) != tokenizer_digest(tokenizer):
-        raise ValueError(f"{info['path']} was trained with tokenizer {info['tokenizer']['name']}, but data set {dataset} "
-                         f"is written with {tokenizer['name']}. Prepare the data with the checkpoint's tokenizer.")
+        raise ValueError(f"{info['path']} was trained with tokenizer {info['tokenizer']['name']}, but data set "
+                         f"{dataset} has {tokenizer['name']}. Prepare the data with the checkpoint's tokenizer.")
 
 
 def model_state(model, tokenizer, step, **more):
@@ -127,6 +122,13 @@ def read_scale_file(path, info):
         raise ValueError(f'{path} is not a scale file: {error}.') from None
     if not isinstance(data, dict) or not {'head_scale', 'weights_digest', 'target_length'} <= set(data):
         raise ValueError(f'{path} is not a scale file: it needs head_scale, weights_digest and target_length.')
+    shape = info['model_config']['n_layer'], info['model_config']['n_head']
+    try:
+        scales = np.array(data['head_scale'], dtype=float)
+    except (TypeError, ValueError):
+        scales = np.zeros(0)
+    if scales.shape != shape or not (np.isfinite(scales) & (scales > 0)).all():
+        raise ValueError(f'head_scale in {path} must be {shape[0]} rows of {shape[1]} numbers above 0.')
     if data['weights_digest'] != info['digest']:
         raise ValueError(f"{path} was tuned for other weights than {info['path']}. Tune it again for this checkpoint.")
     return data

@@ -19,8 +19,9 @@ from configurator import configure, settings
 from runtime import ROOT, clock, new_figure, save_json, save_png
 
 out_dir = 'out/demo'
-max_iters = 1600             # training steps of each twin
+max_iters = 3200             # training steps of each twin
 tune_iters = 150             # tuning steps of each set of head scales
+overshoot = 1.25             # head scales for T tokens are tuned at this times T: Appendix A tunes at 18K for 16K
 n_samples = 400              # test windows of 8L tokens behind each number; fewer if the test split has fewer
 entropy_samples = 64         # test windows behind the entropy curves
 train_args: list[str] = []   # more settings for train.py, such as ['--n_layer=2']
@@ -130,8 +131,9 @@ def main():
     L = read(f'{nope}/config.json')['block_size']
 
     run('tune_scale.py', f'--out_dir={nope}', '--method=uniform')
-    for T in (2 * L, 4 * L):
-        run('tune_scale.py', f'--out_dir={nope}', f'--target_length={T}', f'--max_iters={tune_iters}')
+    tuned_at = {T: round(overshoot * T) for T in (2 * L, 4 * L)}
+    for target in tuned_at.values():
+        run('tune_scale.py', f'--out_dir={nope}', f'--target_length={target}', f'--max_iters={tune_iters}')
     uniform = read(f'{nope}/scale_uniform.json')
     best = dict(zip(uniform['lengths'], uniform['best_by_length']))
 
@@ -139,8 +141,8 @@ def main():
     for name, folder, scale, in_picture in (
             ('NoPE', nope, None, True),
             (f'uniform {2 * L}', nope, best[2 * L], False), (f'uniform {4 * L}', nope, best[4 * L], True),
-            (f'head {2 * L}', nope, f'{nope}/scale_head_{2 * L}.json', False),
-            (f'head {4 * L}', nope, f'{nope}/scale_head_{4 * L}.json', True),
+            (f'head {2 * L}', nope, f'{nope}/scale_head_{tuned_at[2 * L]}.json', False),
+            (f'head {4 * L}', nope, f'{nope}/scale_head_{tuned_at[4 * L]}.json', True),
             ('RoPE', rope, None, True)):
         common = [f'--out_dir={folder}', f'--label=demo_{name.replace(" ", "_")}']
         common += [] if scale is None else [f'--scale={scale}']

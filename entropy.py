@@ -83,7 +83,8 @@ def draw_mean(result, path):
         last = np.array(result['entropy'])[:, :, -1]
         for layer, (x, y) in enumerate(zip(result['head_scale'], last)):
             if len(last) <= 8 or layer % 3 == 1:  # the paper shows layers 1, 4, 7 ... 19 of 22
-                axes[2].scatter(x, y, s=18, label=f"layer {layer}: {result['spearman'][layer]:+.2f}")
+                value = result['spearman'][layer]
+                axes[2].scatter(x, y, s=18, label=f'layer {layer}: {math.nan if value is None else value:+.2f}')
         axes[2].set(xlabel=r'scale ($1/\sqrt{d}$)', ylabel=f'entropy at position {position[-1]:.0f} ({unit})',
                     title='Scale and entropy of each head (Figure 5)')
         axes[2].legend(title='Spearman', fontsize=8)

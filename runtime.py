@@ -4,9 +4,9 @@ What every stage needs around the model: device and precision, ranks, progress, 
 
 import contextlib
 import json
+import math
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -76,7 +76,7 @@ class Runtime:
         """
         mine, rows = self.mine(torch.as_tensor(windows)), []
         progress = Progress(len(mine), label, enabled=self.is_main and label is not None)
-        for batch in mine.split(max(1, batch_tokens // (mine.shape[1] - 1))):
+        for batch in mine.split(max(1, batch_tokens // (mine.shape[1] - 1))) if len(mine) else ():
             batch = batch.to(self.device)
             with self.autocast():
                 result = measure(batch[:, :-1], batch[:, 1:])
@@ -116,7 +116,10 @@ def setup(device='auto', dtype='auto', seed=1337):
             torch.cuda.set_device(device)
         if not dist.is_initialized():
             dist.init_process_group('nccl' if device.startswith('cuda') else 'gloo')
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"device is '{device}'. Choose auto, cpu, cuda, cuda:1 or mps.") from None
     if dtype == 'auto':
         dtype = 'bfloat16' if has_bfloat16(device) else 'float16' if device.type == 'cuda' else 'float32'
     if dtype not in DTYPES:
@@ -196,26 +199,53 @@ def clock(seconds):
     return f'{minutes // 60}:{minutes % 60:02d}:{s:02d}' if minutes >= 60 else f'{minutes}:{s:02d}'
 
 
-def write_text(path, text):
-    """Write a file under a temporary name, then rename it: a reader or a crash never sees half of it."""
+@contextlib.contextmanager
+def whole_file(path):
+    """
+    Give a temporary name to write to, and rename it to `path` at the end: a reader, a crash or a full disk never leaves
+    half a file there. An error on the way removes what was written.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + '.part')
-    part.write_text(text)
-    os.replace(part, path)
+    try:
+        yield part
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
-def plain(value):
-    """numpy numbers and arrays as JSON holds them: 6 significant digits are more than any measurement here has."""
-    if isinstance(value, np.ndarray):
-        return [plain(row) if isinstance(row, np.ndarray) else float(f'{row:.6g}') for row in value]
-    return float(value)
+def write_text(path, text):
+    with whole_file(path) as part:
+        part.write_text(text, encoding='utf-8')
+
+
+def json_text(value, indent=''):
+    """JSON that a person can read: a key a line, a list of numbers on one line. Not-a-number becomes null."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        value = rounded(value.tolist())
+    if isinstance(value, dict):
+        rows = [f'{json.dumps(str(key))}: {json_text(item, indent + " ")}' for key, item in value.items()]
+    elif isinstance(value, (list, tuple)) and any(isinstance(item, (dict, list, tuple, np.ndarray)) for item in value):
+        rows = [json_text(item, indent + ' ') for item in value]
+    elif isinstance(value, (list, tuple)):
+        return f"[{', '.join(json_text(item) for item in value)}]"
+    else:
+        return 'null' if isinstance(value, float) and not math.isfinite(value) else json.dumps(value)
+    left, right = '{}' if isinstance(value, dict) else '[]'
+    lines = ','.join(f'\n{indent} {row}' for row in rows)
+    return f'{left}{lines}\n{indent}{right}' if rows else left + right
+
+
+def rounded(value):
+    """Floats to 6 digits, more than any measurement here has."""
+    if isinstance(value, list):
+        return [rounded(item) for item in value]
+    return float(f'{value:.6g}') if isinstance(value, float) else value
 
 
 def save_json(path, data):
-    """Write JSON that a person can read: one key a line, a list of numbers on one line."""
-    text = json.dumps(data, indent=1, default=plain)
-    write_text(path, re.sub(r'\[[^\[\]{}"]*\]', lambda numbers: ' '.join(numbers[0].split()), text) + '\n')
+    write_text(path, json_text(data) + '\n')
 
 
 def new_figure(rows=1, columns=1, width=6.4, height=4.0):
@@ -229,13 +259,11 @@ def new_figure(rows=1, columns=1, width=6.4, height=4.0):
 
 
 def save_png(figure, path):
-    """Write a matplotlib figure whole or not at all, and close it."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + '.part')
-    figure.savefig(part, format='png', dpi=130)
-    os.replace(part, path)
-    figure.clear()
+    """Write a matplotlib figure, whole or not at all, and close it."""
+    import matplotlib.pyplot as plt
+    with whole_file(path) as part:
+        figure.savefig(part, format='png', dpi=130)
+    plt.close(figure)
 
 
 def bin_means(values, width):
@@ -251,12 +279,13 @@ def bin_means(values, width):
 
 def provenance(settings, runtime, seconds):
     """What a result needs to be made again: command, settings, commit, versions, device, time taken."""
-    commit = subprocess.run(['git', '-C', str(ROOT), 'rev-parse', '--short', 'HEAD'], capture_output=True, text=True)
+    git = ['git', '-C', str(ROOT), 'rev-parse', '--short', 'HEAD']
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which('git') else ''
     device = torch.cuda.get_device_name(runtime.device) if runtime.device.type == 'cuda' else platform.machine()
     return {
         'command': ' '.join(['python', Path(sys.argv[0]).name, *sys.argv[1:]]),
         'settings': settings,
-        'commit': commit.stdout.strip() or None,
+        'commit': commit or None,
         'versions': {'python': platform.python_version(), 'torch': torch.__version__, 'numpy': np.__version__},
         'device': f'{runtime.device.type} ({device}, {torch.get_num_threads()} threads, {runtime.world_size} ranks)',
         'dtype': str(runtime.dtype).removeprefix('torch.'),

@@ -23,34 +23,34 @@ import checkpoint
 from configurator import configure, settings
 from corpus import Windows
 from model import ModelConfig, Transformer
-from runtime import clock, compiled, matmul_flops, new_figure, save_json, save_png, setup
+from runtime import clock, compiled, matmul_flops, new_figure, save_json, save_png, setup, write_text
 
 # output
 out_dir = 'out/demo/nope'    # checkpoints, log and pictures go here
 init_from = 'scratch'        # scratch, resume (out_dir/last.pt), or a checkpoint file whose weights to start from
 eval_interval = 500          # steps between validations; last.pt is saved at each
 eval_windows = 128           # validation windows read at each, the same ones every time
-log_interval = 50            # steps between lines on screen
+log_interval = 100           # steps between lines on screen
 keep_steps: list[int] = []   # steps whose checkpoint is kept as step_N.pt; Figure 7 compares two
 wandb_project: str | None = None  # log to this Weights & Biases project as well; needs pip install wandb
 # data
 dataset = 'stdlib'           # a folder of data/, or a mixture by weight: 'slimpajama:0.694,starcoder:0.306'
 block_size = 128             # L, the training context in tokens
-batch_size = 32              # sequences in the global batch of one step, over all devices
-micro_batch_size = 32        # sequences at once on one device; lower it when memory runs out
+batch_size = 16              # sequences in the global batch of one step, over all devices
+micro_batch_size = 16        # sequences at once on one device; lower it when memory runs out
 # model
 position = 'none'            # none (NoPE) or rope
 n_layer = 4
-n_head = 4
+n_head = 8
 n_kv_head = 4                # key/value heads, each shared by n_head / n_kv_head query heads
 n_embd = 128
 n_hidden = 384               # inner width of SwiGLU
 rope_base = 10000.0          # of position='rope'
 # optimizer
-max_iters = 1200             # steps
+max_iters = 3200             # steps
 learning_rate = 2e-3         # peak
 min_lr = 2e-4                # at the end of the cosine; a tenth of the peak is the rule of thumb
-warmup_iters = 100           # linear from 0
+warmup_iters = 200           # linear from 0
 lr_decay_iters: int | None = None  # length of the cosine in steps; None: max_iters
 weight_decay = 0.1           # on every weight, norms included, as TinyLlama
 beta1 = 0.9
@@ -103,12 +103,15 @@ def draw_loss(log_path, png_path):
 
 def check_settings(runtime):
     """Everything that can be refused before work starts."""
+    for name in ('batch_size', 'micro_batch_size', 'eval_interval', 'log_interval', 'eval_windows', 'block_size'):
+        if globals()[name] < 1:
+            raise ValueError(f'{name} is {globals()[name]}; it must be at least 1.')
+    if init_from != 'resume' and Path(out_dir, 'last.pt').exists():
+        raise ValueError(f'{out_dir} already holds a run (last.pt). Go on with --init_from=resume, choose another '
+                         '--out_dir=, or remove it.')
     if batch_size % (micro_batch_size * runtime.world_size):
         raise ValueError(f'batch_size {batch_size} must be a multiple of micro_batch_size {micro_batch_size} x '
                          f'{runtime.world_size} ranks. Change one of them.')
-    if init_from == 'scratch' and Path(out_dir, 'last.pt').exists():
-        raise ValueError(f'{out_dir} already holds a run (last.pt). Go on with --init_from=resume, choose another '
-                         '--out_dir=, or remove it.')
 
 
 def resume_differences(old, new):
@@ -119,6 +122,18 @@ def resume_differences(old, new):
             raise ValueError(f'{name} is {new[name]} but {out_dir}/last.pt was trained with {old[name]}. '
                              f'Resume with --{name}={old[name]}, or train into another --out_dir=.')
     return changed
+
+
+def lines_until(log_path, step):
+    """The lines of a log up to a step; a kill may have left steps after the checkpoint, or half a line."""
+    kept = []
+    for line in log_path.read_text().splitlines() if log_path.exists() else []:
+        try:
+            if json.loads(line)['step'] <= step:
+                kept.append(line)
+        except ValueError:
+            break
+    return kept
 
 
 def main():
@@ -138,6 +153,12 @@ def main():
         path = Path(out_dir, 'last.pt') if init_from == 'resume' else init_from
         state = checkpoint.load(path)
         checkpoint.require_tokenizer(state | {'path': path}, tokenizer, dataset)
+        if init_from == 'resume':
+            run_settings['init_from'] = state['settings']['init_from']  # where the run began
+        if run_settings['init_from'] != 'scratch':  # a model that was given has the sizes it has
+            sizes = {name: state['model_config'][name] for name in MODEL_SETTINGS if name != 'block_size'}
+            run_settings |= sizes
+            runtime.print('the model is as in', path, *(f'{name}={size}' for name, size in sizes.items()))
         if init_from == 'resume':
             for name in resume_differences(state['settings'], run_settings):
                 runtime.print(f"resuming with {name} = {run_settings[name]} (was {state['settings'][name]})")
@@ -161,8 +182,9 @@ def main():
     log_path = Path(out_dir, 'log.jsonl')
     if runtime.is_main:
         save_json(Path(out_dir, 'config.json'), run_settings)
-        kept = log_path.read_text().splitlines() if step and log_path.exists() else []
-        log_path.write_text(''.join(f'{line}\n' for line in kept if json.loads(line)['step'] <= step))
+        for part in Path(out_dir).glob('*.pt.part'):  # a kill while writing left it
+            part.unlink()
+        write_text(log_path, ''.join(f'{line}\n' for line in lines_until(log_path, step if step else -1)))
     wandb_run = None
     if wandb_project and runtime.is_main:
         import wandb
@@ -196,7 +218,14 @@ def main():
             checkpoint.save(Path(out_dir, name), **checkpoint.model_state(
                 raw_model, tokenizer, step, best_val_loss=best_val_loss, settings=run_settings, **more))
 
+    def stop_run(what):
+        last_path = Path(out_dir, 'last.pt')
+        good = f'{last_path} holds the last good state: resume from it' if last_path.exists() else 'Start again'
+        raise ValueError(f'{what}. {good} with a lower learning_rate or grad_clip.')
+
     def save_last():
+        if not all(weight.isfinite().all() for weight in weights):
+            stop_run(f'a weight became infinite or not a number at step {step}')
         save_checkpoint('last.pt', optimizer=optimizer.state_dict(), scaler=scaler.state_dict())
 
     losses = []  # of the steps since the last log line, still on the device: reading them would stall it
@@ -207,8 +236,7 @@ def main():
         first = step - len(values) + 1
         for i, loss in enumerate(values):
             if not math.isfinite(loss):
-                raise ValueError(f'the loss became {loss} at step {first + i}. {out_dir}/last.pt holds the last good '
-                                 'state; resume from it with a lower learning_rate or grad_clip.')
+                stop_run(f'the loss became {loss} at step {first + i}')
             write_log(step=first + i, tokens=(first + i) * tokens_per_step, loss=loss)
         losses.clear()
         return values
@@ -254,10 +282,9 @@ def main():
             val_loss = float(runtime.over_windows(val_tokens, micro_batch_size * block_size,
                                                   lambda inputs, targets: raw_model(inputs, targets).mean(1)).mean())
             if not math.isfinite(val_loss):
-                raise ValueError(f'the validation loss became {val_loss} at step {step}. {out_dir}/last.pt holds the '
-                                 'last good state; resume from it with a lower learning_rate.')
+                stop_run(f'the validation loss became {val_loss} at step {step}')
             write_log(step=step, tokens=step * tokens_per_step, val_loss=val_loss)
-            runtime.print(f'step {step:6d}  validation loss {val_loss:.4f}  ppl {math.exp(val_loss):.2f}')
+            runtime.print(f'step {step:6d}  validation loss {val_loss:.4f}  ppl {math.exp(min(val_loss, 700)):.2f}')
             if val_loss < best_val_loss:
                 best_val_loss = val_loss
                 save_checkpoint('best.pt')

@@ -34,13 +34,13 @@ dataset: str | None = None   # a folder of data/; None: the one the model was tr
 label = ''                   # appended to the names of the files written
 # uniform: candidates, each tried at every position
 candidates: list[float] = []  # scales in units of 1/sqrt(d); empty: the range below
-candidate_range = [1.0, 2.0, 0.1]  # first, last, step; the paper's step is 0.01
+candidate_range = [1.0, 2.4, 0.1]  # first, last, step; the paper's step is 0.01
 compare: list[str] = []      # other checkpoint files of the run, fitted in the same picture (Figure 7)
 last = 64                    # the best scale for length T is the best over the last so many positions before T
 # head: the recipe of Appendix A
 start: float | str = 'uniform'  # initial scale of every head: a number, or uniform (the best one of scale_uniform.json)
 min_scale: float | None = 1.0   # concentration constraint, Eq. (6): clamped after every step; None: no constraint
-learning_rate = 0.05         # in units of 1/sqrt(d); the paper uses 0.05 or 0.1
+learning_rate = 0.1          # in units of 1/sqrt(d); the paper uses 0.05 or 0.1
 warmup_iters = 20            # linear from 0
 max_iters = 200              # steps; the rate falls to a tenth of its peak on a cosine
 batch_size = 8               # sequences of target_length in one step, over all devices
@@ -131,7 +131,7 @@ def draw_uniform(result, path):
         axes[2].plot(np.array(search['position']), search['best_by_position'], '.', ms=3, color=color,
                      label=f'{name}: best scale')
         axes[2].plot(np.array(search['position'])[beyond], 1 + search['fit_a'] * np.log(s[beyond]), color=color,
-                     label=f"1 + {search['fit_a']:.3f} ln s,  R² = {search['fit_r2']:.3f}")
+                     label=f"1 + {search['fit_a']:.3f} ln s,  R² = {search['fit_r2'] or math.nan:.3f}")
     axes[2].plot(np.array(position)[beyond], (1 + 0.1 * np.log(s[beyond])) ** 2, color='grey', ls='--',
                  label='YaRN: (1 + 0.1 ln s)²')
     axes[2].set(ylabel=r'best scale ($1/\sqrt{d}$)', title='Best scale per position, s = i / L (Figure 7)')

@@ -4,6 +4,7 @@ Perplexity: which tokens are scored in which context, counted by hand, and their
 $ python -m pytest tests/test_eval_ppl.py
 """
 
+import base64
 import json
 import math
 
@@ -13,7 +14,7 @@ import torch
 from conftest import ROOT, mistake, plain_losses, random_model, stage
 
 import checkpoint
-from corpus import documents, open_tokens
+from corpus import TokenFile, documents, get_tokenizer, open_tokens, write_corpus
 from eval_ppl import evaluate_sliding, score_windows, sliding_windows
 from runtime import Progress
 
@@ -33,7 +34,7 @@ def scored(windows):
 def test_paper_windows_end_at_length_and_every_stride_before_the_end():
     # tokens 100 ... 119: ends 8, 12, 16 of the document; 20 is its end, which "while e < n" leaves out
     assert sliding_windows(100, 120, 8, None, 4, 'paper') == [(100, 108, 4), (104, 112, 4), (108, 116, 4)]
-    assert sliding_windows(100, 121, 8, None, 4, 'paper') == [(100, 108, 4), (104, 112, 4), (108, 116, 4), (112, 120, 4)]
+    assert sliding_windows(100, 121, 8, None, 4, 'paper') [-1] == (112, 120, 4)
 
 
 def test_same_windows_end_where_the_longest_ends():
@@ -109,30 +110,22 @@ def test_scores_equal_a_plain_computation_one_window_at_a_time(cpu, position, ba
     np.testing.assert_allclose(sums, plain_sums(model, tokens, windows), rtol=1e-5)
 
 
-@pytest.mark.parametrize('rule', ['same', 'paper', 'classic'])
-def test_documents_windows_and_scored_tokens_are_counted_right(cpu, tiny_run, corpus_dir, rule):
-    model, _ = checkpoint.load_model('last', tiny_run, 'cpu')
-    data, lengths, stride = open_tokens(str(corpus_dir), 'test'), [32, 64, 3000], 500
-    if rule == 'same':
-        stride = 20
-    elif rule == 'paper':
-        lengths, stride = [32, 64], 30
-    else:
-        lengths, stride = [32, 64], 31
-    sizes = [end - start for start, end in documents(data)]
-    rows = evaluate_sliding(model, data, lengths, stride, rule, 10 ** 9, 16384, cpu)
-    assert [row['length'] for row in rows] == lengths
-    for row in rows:
-        first = {'same': 3000, 'paper': row['length'], 'classic': 0}[rule]
-        eligible = [n for n in sizes if n > first]
-        assert 0 < row['documents'] == len(eligible) and (rule == 'classic' or len(eligible) < len(sizes))
-        if rule == 'classic':
-            assert row['windows'] == sum(1 + max(0, math.ceil((n - row['length']) / stride)) for n in eligible)
-            assert row['scored_tokens'] == sum(n - 1 for n in eligible)
-        else:
-            assert row['windows'] == sum(math.ceil((n - first) / stride) for n in eligible)
-            assert row['scored_tokens'] == row['windows'] * stride
-        assert row['ppl'] == pytest.approx(math.exp(row['loss']))
+@pytest.mark.parametrize('rule, expected', [  # (length, documents, windows, scored tokens), stride 10
+    # ends 64, 74, 84, 94 | 64
+    ('same', [(16, 2, 5, 50), (64, 2, 5, 50)]),
+    # at 16: 16 ... 96 | none | 16, 26, 36 | 16 ... 56 | 16 ... 56;  at 64 as above
+    ('paper', [(16, 4, 9 + 3 + 5 + 5, 220), (64, 2, 5, 50)]),
+    # all but the first token of each of the five; at 16: 16 ... 96, 100 | 12 | 16 ... 36, 40 | 16 ... 56, 65 | ... 64
+    ('classic', [(16, 5, 10 + 1 + 4 + 6 + 6, 276), (64, 5, 5 + 1 + 1 + 2 + 1, 276)]),
+])
+def test_documents_windows_and_scored_tokens_are_counted_right(cpu, rule, expected):
+    sizes = [100, 12, 40, 65, 64]
+    starts = np.cumsum([0] + [n + 1 for n in sizes])  # each is followed by end-of-text
+    data = TokenFile(np.arange(starts[-1]) % 61, starts[:-1], {}, {})
+    assert [end - start for start, end in documents(data)] == sizes
+    rows = evaluate_sliding(random_model(), data, [16, 64], 10, rule, 1000, 500, cpu)
+    assert [(r['length'], r['documents'], r['windows'], r['scored_tokens']) for r in rows] == expected
+    assert all(r['ppl'] == pytest.approx(math.exp(r['loss'])) for r in rows)
 
 
 def test_loss_is_the_mean_over_scored_tokens_of_the_first_windows(cpu, corpus_dir):
@@ -200,8 +193,9 @@ def test_position_run_equals_an_independent_computation(tiny_run, corpus_dir, tm
         assert row['ppl'] == pytest.approx(math.exp(row['loss']), rel=1e-6)
         assert (row['windows'], row['scored_tokens']) == (10, 160)
         assert f"{row['loss']:.4f}" in out
-    np.testing.assert_allclose(result['loss'], losses.mean(0), rtol=1e-4)  # L / 64 < 1: bins of one position
-    assert result['position'] == list(range(1, 129))
+    width = 128 // len(result['loss'])  # of the picture's bins
+    np.testing.assert_allclose(result['loss'], losses.mean(0).reshape(-1, width).mean(1), rtol=1e-4)
+    np.testing.assert_allclose(result['position'], np.arange(1, 129).reshape(-1, width).mean(1))
     assert result['samples'] == 10 and result['scored_tokens'] == 10 * 128
 
 
@@ -215,13 +209,13 @@ def test_position_run_equals_an_independent_computation(tiny_run, corpus_dir, tm
     (['--scale=0'], 'scale is 0'),
 ], ids=str)
 def test_mistakes_are_one_line(tiny_run, tmp_path, arguments, message):
-    assert message in mistake('eval_ppl', f'--init_from={tiny_run}/last.pt', f'--out_dir={tmp_path}', *arguments)
+    assert message in mistake('eval_ppl', f'--init_from={tiny_run}/last.pt', f'--out_dir={tmp_path}',
+                              '--max_windows=8', *arguments)
     assert not any(tmp_path.iterdir())
 
 
 def test_model_is_not_measured_on_text_of_another_tokenizer(tiny_run, tmp_path):
-    from corpus import get_tokenizer, write_corpus
-    ranks = '\n'.join(f'{__import__("base64").b64encode(bytes([255 - byte])).decode()} {byte}' for byte in range(256))
+    ranks = '\n'.join(f'{base64.b64encode(bytes([255 - byte])).decode()} {byte}' for byte in range(256))
     (tmp_path / 'other.tiktoken').write_text(ranks)
     text = (ROOT / 'model.py').read_text()
     write_corpus(tmp_path / 'data', get_tokenizer(str(tmp_path / 'other.tiktoken')), {'test': [text]}, workers=1)

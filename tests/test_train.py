@@ -56,8 +56,9 @@ class Runs:
         self.folder, self.dataset = folder, dataset
 
     def arguments(self, name, **settings):
+        """SETTINGS and these over them; None leaves one at train.py's default."""
         settings = SETTINGS | {'dataset': self.dataset, 'out_dir': self.folder / name} | settings
-        return [f'--{key}={value}' for key, value in settings.items()]
+        return [f'--{key}={value}' for key, value in settings.items() if value is not None]
 
     def start(self, name, **settings):
         process = CONTEXT.Process(target=run_train, args=(self.arguments(name, **settings), self.folder / name))
@@ -377,15 +378,9 @@ def test_fine_tuning_starts_from_the_given_weights_at_another_block_size(runs, p
 
 def test_fine_tuned_run_records_the_model_it_trained_and_not_the_defaults(runs, plain):
     """The sizes come from the checkpoint; n_layer = 4 is only train.py's default."""
-    settings = {name: value for name, value in SETTINGS.items() if name not in TINY}
-    process = CONTEXT.Process(target=run_train, args=(
-        [f'--{k}={v}' for k, v in (settings | dict(init_from=plain / 'last.pt', block_size=32, dataset=runs.dataset,
-                                                   out_dir=runs.folder / 'sizes', max_iters=1)).items()],
-        runs.folder / 'sizes'))
-    process.start()
-    assert runs.finish('sizes', process)[0] == 0
-    assert checkpoint.load(runs.folder / 'sizes' / 'last.pt')['model_config']['n_layer'] == 2
-    config = json.loads((runs.folder / 'sizes' / 'config.json').read_text())
+    out_dir = runs.train('sizes', init_from=plain / 'last.pt', max_iters=1, **dict.fromkeys(TINY) | {'block_size': 32})
+    assert checkpoint.load(out_dir / 'last.pt')['model_config']['n_layer'] == 2
+    config = json.loads((out_dir / 'config.json').read_text())
     assert {name: config[name] for name in TINY} == TINY
 
 

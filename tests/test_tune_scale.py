@@ -1,0 +1,315 @@
+"""
+The search for scales: what moves and what stays, against AdamW written by hand, brute force and hand calculations.
+
+$ python -m pytest tests/test_tune_scale.py
+"""
+
+import json
+import math
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from conftest import mistake, plain_losses, plain_transformer, stage
+
+import checkpoint
+import tune_scale
+from corpus import Windows
+from tune_scale import fit_scale, search_uniform, start_scale, tune_heads
+
+RECIPE = dict(learning_rate=0.05, warmup_iters=2, max_iters=6, batch_size=4, micro_batch_size=2, beta1=0.9, beta2=0.95,
+              grad_clip=1.0, min_scale=1.0, checkpoint_activations=False, compile=False, n_samples=6, batch_tokens=600)
+
+
+@pytest.fixture
+def recipe(monkeypatch):
+    """Set the settings of tune_scale.py, as its command line would: recipe(max_iters=3)."""
+    def change(**settings):
+        for name, value in settings.items():
+            monkeypatch.setattr(tune_scale, name, value)
+
+    change(**RECIPE)
+    return change
+
+
+@pytest.fixture
+def model(tiny_run):
+    return checkpoint.load_model('last', tiny_run, 'cpu')[0]
+
+
+def weights(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters() if not name.endswith('head_scale')}
+
+
+# ----------------------------------------------------------------------------- head
+
+def adamw_by_hand(model, windows, scale, recipe):
+    """The recipe once more, in float64 and in full: the scales after it, and the loss at each step."""
+    r = RECIPE | recipe
+    scale = torch.full((2, 4), scale, dtype=torch.float64)
+    m, v, losses = torch.zeros_like(scale), torch.zeros_like(scale), []
+    for step in range(r['max_iters']):
+        scale.requires_grad_(True)
+        loss = plain_losses(model, torch.from_numpy(windows.batch(step, r['batch_size'])), scale).mean()
+        g, = torch.autograd.grad(loss, scale)
+        scale = scale.detach()
+        g = g * min(1, r['grad_clip'] / g.norm())
+        m = r['beta1'] * m + (1 - r['beta1']) * g
+        v = r['beta2'] * v + (1 - r['beta2']) * g * g
+        if step < r['warmup_iters']:
+            lr = r['learning_rate'] * (step + 1) / r['warmup_iters']
+        else:
+            p = (step - r['warmup_iters']) / (r['max_iters'] - r['warmup_iters'])
+            lr = r['learning_rate'] * (0.1 + 0.45 * (1 + math.cos(math.pi * p)))
+        m_hat, v_hat = m / (1 - r['beta1'] ** (step + 1)), v / (1 - r['beta2'] ** (step + 1))
+        scale = scale - lr * m_hat / (v_hat.sqrt() + 1e-8)
+        if r['min_scale'] is not None:
+            scale = scale.clamp(min=r['min_scale'])
+        losses.append(loss.item())
+    return scale, losses
+
+
+@pytest.mark.parametrize('changes', [dict(), dict(min_scale=None), dict(grad_clip=1e-3, beta1=0.5, beta2=0.5),
+                                     dict(micro_batch_size=4, max_iters=1), dict(checkpoint_activations=True)], ids=str)
+def test_tuning_equals_adamw_written_by_hand(cpu, recipe, model, corpus_dir, changes):
+    recipe(**changes)
+    windows = Windows(str(corpus_dir), 'train', 64, 5)
+    expected, expected_losses = adamw_by_hand(model, windows, 1.02, changes)
+    losses = tune_heads(model, windows, 1.02, cpu)
+    assert losses == pytest.approx(expected_losses, rel=1e-5)
+    torch.testing.assert_close(model.head_scale.double(), expected, rtol=0, atol=2e-3)
+    assert (model.head_scale - 1.02).abs().median() > 0.02  # ten times that tolerance
+    if not changes:
+        assert expected.min() == 1  # the constraint was met
+
+
+def test_only_head_scale_moves(cpu, recipe, model, corpus_dir):
+    before = weights(model)
+    tune_heads(model, Windows(str(corpus_dir), 'train', 64, 0), 1.2, cpu)
+    after = weights(model)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert (model.head_scale != 1.2).all()
+    assert not [name for name, p in model.named_parameters() if p.requires_grad]  # frozen again
+    assert not [name for name, p in model.named_parameters() if p.grad is not None and not name.endswith('head_scale')]
+
+
+def test_constraint_keeps_every_scale_at_1_or_more_and_without_it_some_fall_below(cpu, recipe, model, corpus_dir):
+    windows, lowest = Windows(str(corpus_dir), 'train', 64, 0), {}
+    for min_scale in (1.0, 0.9, None):
+        recipe(min_scale=min_scale, learning_rate=0.5, max_iters=8)
+        tune_heads(model, windows, 1.0, cpu)
+        lowest[min_scale] = model.head_scale.min().item()
+    assert lowest[1.0] == 1.0 and lowest[0.9] == pytest.approx(0.9, abs=1e-6) and lowest[None] < 0.85
+
+
+def test_tuning_lowers_the_loss(cpu, recipe, model, corpus_dir):
+    recipe(max_iters=25, learning_rate=0.3)
+    windows = Windows(str(corpus_dir), 'train', 128, 0)
+    tokens = torch.from_numpy(Windows(str(corpus_dir), 'val', 128, 0).fixed(40))
+
+    def loss():
+        with torch.no_grad():
+            return model(tokens[:, :-1], tokens[:, 1:]).mean().item()
+
+    model.head_scale = 1.0
+    before = loss()
+    tune_heads(model, windows, 1.0, cpu)
+    assert loss() < before - 1e-3
+
+
+def test_loss_that_is_not_finite_stops_tuning_and_says_where(cpu, recipe, model, corpus_dir):
+    model.norm.weight.data.fill_(math.inf)
+    with pytest.raises(ValueError, match='the loss became (nan|inf) at step 1; nothing was written'):
+        tune_heads(model, Windows(str(corpus_dir), 'train', 64, 0), 1.0, cpu)
+
+
+# ----------------------------------------------------------------------------- uniform
+
+def test_fit_recovers_a_planted_scale():
+    position = np.arange(1, 400)
+    best = np.where(position > 50, 1 + 0.3 * np.log(position / 50), 17.0)  # what is not beyond L does not count
+    a, r2 = fit_scale(position, best, 50)
+    assert a == pytest.approx(0.3) and r2 == pytest.approx(1)
+
+
+def test_fit_equals_a_hand_calculation():
+    # ln(i / L) = ln 2, 2 ln 2; best - 1 = 0.2, 0.5: a = (0.2 + 2 * 0.5) / (5 ln 2), residuals -0.04 and 0.02 around the
+    # fitted 0.24 and 0.48, deviations from the mean -0.15 and 0.15
+    a, r2 = fit_scale([50, 100, 200, 400], [9, 1, 1.2, 1.5], 100)
+    assert a == pytest.approx(0.24 / math.log(2)) and r2 == pytest.approx(1 - 0.002 / 0.045)
+
+
+def test_fit_of_one_value_has_no_r2():
+    a, r2 = fit_scale([200, 400], [1, 1], 100)
+    assert a == 0 and math.isnan(r2)
+
+
+def test_uniform_search_equals_brute_force(cpu, recipe, model, corpus_dir):
+    recipe(last=16)
+    windows, scales = Windows(str(corpus_dir), 'val', 128, 0), [0.3, 1.0, 3.0, 9.0]
+    search = search_uniform(model, windows, scales, 32, cpu)
+    tokens = torch.from_numpy(windows.fixed(6))
+    with torch.no_grad():
+        losses = np.array([plain_losses(model, tokens, torch.full((2, 4), s)).mean(0).numpy() for s in scales])
+        attention = [plain_transformer(model, tokens[:, :-1], torch.full((2, 4), s))[1] for s in scales]
+    entropy = np.array([torch.special.entr(a).sum(-1).mean((0, 1, 2)).numpy() for a in attention])
+
+    assert search['lengths'] == [32, 64, 128]
+    at = np.stack([losses[:, T - 16:T].mean(1) for T in (32, 64, 128)], axis=1)
+    np.testing.assert_allclose(search['loss_at_length'], at, rtol=1e-5)
+    assert list(search['best_by_length']) == [scales[i] for i in at.argmin(0)]
+    bins = len(search['position'])
+    binned = losses.reshape(4, bins, -1).mean(-1)
+    np.testing.assert_allclose(search['loss'], binned, rtol=1e-5)
+    np.testing.assert_allclose(search['entropy'], entropy.reshape(4, bins, -1).mean(-1), atol=1e-4)
+    best = np.array(scales)[binned.argmin(0)]
+    assert len(set(best)) > 1 and list(search['best_by_position']) == list(best)
+    np.testing.assert_allclose(search['best_loss_by_position'], binned.min(0), rtol=1e-5)
+    beyond = search['position'] > 32
+    x = np.log(search['position'][beyond] / 32)[:, None]
+    a, residual, *_ = np.linalg.lstsq(x, best[beyond] - 1)
+    assert search['fit_a'] == pytest.approx(a[0])
+    assert search['fit_r2'] == pytest.approx(1 - residual[0] / (len(x) * best[beyond].var()))
+
+
+# ----------------------------------------------------------------------------- as run
+
+def arguments(out_dir, *more):
+    return [f'--out_dir={out_dir}', '--device=cpu', '--dtype=float32', '--n_samples=4', '--compile=False', *more]
+
+
+UNIFORM = ['--method=uniform', '--candidates=[0.5,1.0,1.7,4.0]']
+HEAD = ['--method=head', '--max_iters=6', '--warmup_iters=2', '--batch_size=4', '--micro_batch_size=2',
+        '--target_length=64']
+
+
+@pytest.fixture(scope='module')
+def tuned(tiny_run, tmp_path_factory):
+    """A copy of tiny_run with a second checkpoint of another step, after --method=uniform and then head at 2L."""
+    out_dir = tmp_path_factory.mktemp('tuned')
+    shutil.copy(tiny_run / 'last.pt', out_dir)
+    save_changed(tiny_run / 'last.pt', out_dir / 'step_10.pt', step=10)
+    uniform, _ = stage('tune_scale', *arguments(out_dir, *UNIFORM, f"--compare=['{out_dir}/step_10.pt']"))
+    head, _ = stage('tune_scale', *arguments(out_dir, *HEAD))
+    return out_dir, uniform, head
+
+
+def save_changed(source, path, step):
+    """A checkpoint like source, with its queries and keys tripled, so that other scales are best for it."""
+    model, info = checkpoint.load_model(source, None, 'cpu')
+    for block in model.blocks:
+        block.attn.qkv.weight.data[:48].mul_(3)
+    state = checkpoint.model_state(model, info['tokenizer'], step, settings=info['settings'])
+    checkpoint.save(path, **state)
+
+
+def test_uniform_file_holds_the_search_of_each_checkpoint_and_the_best_scale(tuned, corpus_dir, cpu, recipe):
+    out_dir, printed, _ = tuned
+    data = json.loads((out_dir / 'scale_uniform.json').read_text())
+    assert (out_dir / 'scale_uniform.png').stat().st_size > 1000
+    assert list(data['searches']) == ['step 20', 'step 10']
+    assert (data['method'], data['block_size'], data['target_length']) == ('uniform', 32, 256)
+    assert data['lengths'] == [32, 64, 128, 256]  # L ... 8L
+    recipe(n_samples=4, last=64)
+    for name, search in data['searches'].items():
+        model, _ = checkpoint.load_model({'step 20': 'last', 'step 10': out_dir / 'step_10.pt'}[name], out_dir, 'cpu')
+        expected = search_uniform(model, Windows(str(corpus_dir), 'val', 256, 0), [0.5, 1.0, 1.7, 4.0], 32, cpu)
+        np.testing.assert_allclose(search['loss_at_length'], expected['loss_at_length'], rtol=1e-4)
+        assert search['best_by_length'] == list(expected['best_by_length'])
+        assert f"{name}: scale = 1 + {expected['fit_a']:.4f} ln(i / 32)" in printed
+    assert data['searches']['step 20']['loss'] != data['searches']['step 10']['loss']
+    assert data['best_by_length'] == data['searches']['step 20']['best_by_length']
+    assert data['head_scale'] == [[data['best_by_length'][-1]] * 4] * 2
+
+
+def test_scale_file_says_what_it_is_and_how_it_was_made(tuned):
+    out_dir, _, printed = tuned
+    data = json.loads((out_dir / 'scale_head_64.json').read_text())
+    assert (out_dir / 'scale_head_64.png').stat().st_size > 1000
+    info = checkpoint.load_model('last', out_dir, 'cpu')[1]
+    assert (data['method'], data['block_size'], data['target_length']) == ('head', 32, 64)
+    assert data['weights_digest'] == info['digest'] and len(info['digest']) == 64
+    assert np.shape(data['head_scale']) == (2, 4) and np.min(data['head_scale']) >= 1
+    assert len(data['losses']) == 6 and data['settings']['learning_rate'] == 0.05
+    assert {'command', 'commit', 'versions', 'device', 'seconds', 'dataset', 'checkpoint'} <= data.keys()
+    assert len(data['curves']) == 3 and np.shape(data['last_entropy']) == (2, 4)
+    assert f"scales {np.min(data['head_scale']):.3f} to {np.max(data['head_scale']):.3f}" in printed
+
+
+def test_head_scales_start_at_the_best_uniform_scale_of_the_target_length(tuned):
+    out_dir, _, _ = tuned
+    uniform = json.loads((out_dir / 'scale_uniform.json').read_text())
+    start = json.loads((out_dir / 'scale_head_64.json').read_text())['start']
+    assert start == uniform['best_by_length'][1]  # at 2L
+
+
+def test_start_is_interpolated_in_ln_of_the_length(tuned, tmp_path):
+    out_dir, _, _ = tuned
+    info = checkpoint.load_model('last', out_dir, 'cpu')[1]
+    checkpoint.save_scale(tmp_path / 'scale_uniform.json', info, np.ones((2, 4)), 'uniform', 128, lengths=[32, 64, 128],
+                          best_by_length=[1.0, 1.2, 1.6])
+    found = [start_scale('uniform', tmp_path, info, T) for T in (32, 64, 64 * 2 ** 0.5, 128)]
+    assert found == pytest.approx([1.0, 1.2, 1.4, 1.6])
+    assert start_scale(1.35, tmp_path, info, 64) == 1.35
+
+
+def test_scale_file_gives_a_fresh_model_the_tuned_scales(tuned):
+    out_dir, _, _ = tuned
+    model, info = checkpoint.load_model('last', out_dir, 'cpu')
+    assert (model.head_scale == 1).all()
+    assert checkpoint.apply_scale(model, str(out_dir / 'scale_head_64.json'), info) == 'scale_head_64'
+    assert model.head_scale.tolist() == [pytest.approx(row) for row in json.loads(
+        (out_dir / 'scale_head_64.json').read_text())['head_scale']]
+
+
+def test_weights_file_is_untouched_by_tuning(tuned, tiny_run):
+    assert (tuned[0] / 'last.pt').read_bytes() == (tiny_run / 'last.pt').read_bytes()
+
+
+def test_scale_file_of_other_weights_is_refused(tuned):
+    out_dir, _, _ = tuned
+    model, info = checkpoint.load_model(out_dir / 'step_10.pt', None, 'cpu')
+    for name in ('scale_head_64.json', 'scale_uniform.json'):
+        with pytest.raises(ValueError, match=f'{name} was tuned for other weights than .*step_10.pt'):
+            checkpoint.apply_scale(model, str(out_dir / name), info)
+    with pytest.raises(ValueError, match='other weights'):
+        start_scale('uniform', out_dir, info, 64)
+
+
+def test_two_ranks_tune_the_same_scales_as_one(tuned):
+    out_dir, _, _ = tuned
+    stage('tune_scale', *arguments(out_dir, *HEAD, '--label=two_ranks'), ranks=2)
+    one, two = (json.loads((out_dir / f'scale_head_64{label}.json').read_text()) for label in ('', '_two_ranks'))
+    assert '2 ranks' in two['device'] and '1 ranks' in one['device']
+    np.testing.assert_allclose(two['losses'], one['losses'], rtol=1e-5)
+    np.testing.assert_allclose(two['head_scale'], one['head_scale'], atol=2e-3)
+    assert np.abs(np.array(one['head_scale']) - one['start']).max() > 0.05
+    np.testing.assert_allclose(two['curves']['head scale']['loss'], one['curves']['head scale']['loss'], rtol=1e-3)
+
+
+def test_compared_checkpoint_of_the_same_step_does_not_replace_the_first(tuned, tmp_path):
+    out_dir, _, _ = tuned
+    shutil.copy(out_dir / 'last.pt', tmp_path)
+    save_changed(out_dir / 'last.pt', tmp_path / 'other.pt', step=20)
+    stage('tune_scale', *arguments(tmp_path, *UNIFORM, f"--compare=['{tmp_path}/other.pt']"))
+    before, after = (json.loads((folder / 'scale_uniform.json').read_text()) for folder in (out_dir, tmp_path))
+    assert len(after['searches']) == 2
+    assert next(iter(after['searches'].values())) == before['searches']['step 20']
+    assert after['head_scale'] == before['head_scale']
+
+
+@pytest.mark.parametrize('wrong, message', [
+    (['--method=head'], 'scale_uniform.json does not exist. Run tune_scale.py --method=uniform first'),
+    (['--method=head', '--start=best'], "start is 'best'"),
+    (['--method=head', '--start=1.2', '--target_length=16'], 'target_length is 16 but'),
+    (['--method=uniform', '--target_length=31'], 'target_length is 31 but'),
+    (['--method=layer'], "method is 'layer'"),
+    (['--method=uniform', '--candidates=[1.0,0.0]'], 'candidate 0.0'),
+    (['--method=uniform', '--candidate_range=[2.0,1.0,0.1]'], 'candidate_range'),
+    (['--method=uniform', '--candidate_range=[1.0,2.0,0.0]'], 'candidate_range'),
+], ids=str)
+def test_mistakes_are_one_line_before_any_work(tiny_run, tmp_path, wrong, message):
+    out_dir = tmp_path / 'out'
+    assert message in mistake('tune_scale', *arguments(out_dir, f'--init_from={tiny_run}/last.pt', *wrong))
+    assert not out_dir.exists()
