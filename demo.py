@@ -19,12 +19,13 @@ from configurator import configure, settings
 from runtime import ROOT, clock, new_figure, save_json, save_png
 
 out_dir = 'out/demo'
-max_iters = 3200             # training steps of each twin
+max_iters = 2800             # training steps of each twin
 tune_iters = 150             # tuning steps of each set of head scales
 overshoot = 1.25             # head scales for T tokens are tuned at this times T: Appendix A tunes at 18K for 16K
-n_samples = 400              # test windows of 8L tokens behind each number; fewer if the test split has fewer
-entropy_samples = 64         # test windows behind the entropy curves
+n_samples = 320              # test windows of 8L tokens behind each number; fewer if the test split has fewer
+entropy_samples = 48         # test windows behind the entropy curves
 train_args: list[str] = []   # more settings for train.py, such as ['--n_layer=2']
+tune_args: list[str] = []    # more settings for tune_scale.py
 
 LAST = 64  # "at T" is the mean loss of the last so many positions before T
 
@@ -39,11 +40,6 @@ def run(stage, *arguments):
 
 def read(path):
     return json.loads(Path(path).read_text())
-
-
-def running_loss(position_losses, at, last):
-    """Mean of the last `last` positions before position `at`, from losses by position (T,)."""
-    return float(np.mean(position_losses[max(0, at - last):at]))
 
 
 def reach(position, loss, L, at_L, tolerance=0.05):
@@ -130,10 +126,10 @@ def main():
         run('train.py', *config, f'--out_dir={folder}', f'--max_iters={max_iters}', *train_args, *resume)
     L = read(f'{nope}/config.json')['block_size']
 
-    run('tune_scale.py', f'--out_dir={nope}', '--method=uniform')
+    run('tune_scale.py', f'--out_dir={nope}', '--method=uniform', '--n_samples=64', *tune_args)
     tuned_at = {T: round(overshoot * T) for T in (2 * L, 4 * L)}
     for target in tuned_at.values():
-        run('tune_scale.py', f'--out_dir={nope}', f'--target_length={target}', f'--max_iters={tune_iters}')
+        run('tune_scale.py', f'--out_dir={nope}', f'--target_length={target}', f'--max_iters={tune_iters}', *tune_args)
     uniform = read(f'{nope}/scale_uniform.json')
     best = dict(zip(uniform['lengths'], uniform['best_by_length']))
 

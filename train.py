@@ -47,7 +47,7 @@ n_embd = 128
 n_hidden = 384               # inner width of SwiGLU
 rope_base = 10000.0          # of position='rope'
 # optimizer
-max_iters = 3200             # steps
+max_iters = 2800             # steps
 learning_rate = 2e-3         # peak
 min_lr = 2e-4                # at the end of the cosine; a tenth of the peak is the rule of thumb
 warmup_iters = 200           # linear from 0
@@ -187,7 +187,10 @@ def main():
         write_text(log_path, ''.join(f'{line}\n' for line in lines_until(log_path, step if step else -1)))
     wandb_run = None
     if wandb_project and runtime.is_main:
-        import wandb
+        try:
+            import wandb
+        except ImportError:
+            raise ValueError('wandb_project needs the optional package wandb: pip install wandb') from None
         wandb_run = wandb.init(project=wandb_project, config=run_settings)
 
     raw_model = model

@@ -180,8 +180,8 @@ def arguments(out_dir, *more):
 
 
 UNIFORM = ['--method=uniform', '--candidates=[0.5,1.0,1.7,4.0]']
-HEAD = ['--method=head', '--max_iters=6', '--warmup_iters=2', '--batch_size=4', '--micro_batch_size=2',
-        '--target_length=64']
+HEAD = ['--method=head', '--max_iters=6', '--learning_rate=0.05', '--warmup_iters=2', '--batch_size=4',
+        '--micro_batch_size=2', '--target_length=64']
 
 
 @pytest.fixture(scope='module')

@@ -1,0 +1,48 @@
+"""
+The demo: its report is made of the stages' own numbers.
+
+$ python -m pytest tests/test_demo.py
+"""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from conftest import stage
+
+import demo
+
+
+def test_reach_is_the_last_position_before_the_loss_leaves_its_value_at_the_training_length():
+    position = [32, 96, 160, 224, 288]
+    # what comes back later is no reach
+    assert demo.reach(position, [9.0, 1.0, 1.04, 1.06, 1.0], L=128, at_L=1.0) == 160
+    assert demo.reach(position, [9.0, 1.0, 1.2, 1.0, 1.0], L=128, at_L=1.0) == 128
+    assert demo.reach(position, [9.0, 1.0, 0.9, 0.8, 0.7], L=128, at_L=1.0) == 288
+
+
+def test_slope_of_entropy_is_per_e_fold_of_context():
+    position = np.arange(1, 1025)
+    assert demo.slope(position, 0.7 * np.log(position) + 3, 128, 256) == pytest.approx(0.7)
+
+
+def test_smoothed_curve_is_the_mean_of_the_values_before():
+    values = [4.0, 2.0, 6.0, 1.0, 3.0]
+    assert demo.smooth(values, 3).tolist() == pytest.approx([4, 3, 4, 3, 10 / 3])
+
+
+def test_demo_runs_all_stages_and_reports_their_numbers(tmp_path):
+    out, _ = stage('demo', f'--out_dir={tmp_path}', '--max_iters=12', '--tune_iters=2', '--n_samples=6',
+                   '--entropy_samples=2', "--tune_args=['--compile=False', '--candidates=[1.0,1.3]']",
+                   "--train_args=['--compile=False', '--n_layer=1', '--n_embd=32', '--n_hidden=48']")
+    report = json.loads((tmp_path / 'report.json').read_text())
+    assert report['windows'] == 6 and report['lengths'] == [128, 256, 512, 1024]
+    assert list(report['methods']) == ['NoPE', 'uniform 256', 'uniform 512', 'head 256', 'head 512', 'RoPE']
+    nope = json.loads((tmp_path / 'nope/eval_ppl_position_demo_NoPE.json').read_text())
+    rope = json.loads((tmp_path / 'rope/eval_ppl_position_demo_RoPE.json').read_text())
+    pair = next(p for p in report['paired_differences'] if (p['a'], p['b'], p['length']) == ('NoPE', 'RoPE', 512))
+    rows = np.subtract(nope['loss_at_by_window']['512'], rope['loss_at_by_window']['512'])
+    assert pair['difference'] == pytest.approx(rows.mean(), rel=1e-4)
+    assert pair['standard_error'] == pytest.approx(rows.std(ddof=1) / math.sqrt(6), rel=1e-4)
+    assert (tmp_path / 'report.png').read_bytes().startswith(b'\x89PNG') and 'largest standard error' in out
