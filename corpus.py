@@ -493,14 +493,17 @@ class Windows:
             windows[here] = self.blocks[s][permute(index, n, keys)]
         return windows
 
-    def fixed(self, n):
+    def fixed(self, n, spacing=None):
         """
-        For evaluation: n windows evenly spaced over the split (of a mixture, of its first source) in their order, or
-        all if it has fewer. Returns (n, block_size + 1) int64.
+        For evaluation: n windows evenly spaced over the split (of a mixture: of its first source), in order, or fewer
+        if they would start less than `spacing` tokens apart (None: no overlap). Returns (n, block_size + 1) int64.
         """
-        n_blocks = len(self.blocks[0])
-        n = min(n, n_blocks)
-        return self.blocks[0][np.arange(n) * n_blocks // n].astype(np.int64)
+        tokens, size = self.blocks[0].reshape(-1), self.block_size + 1
+        spacing = spacing or size
+        places = (len(tokens) - size) // spacing + 1
+        n = min(n, places)
+        starts = np.arange(n) * places // n * spacing
+        return tokens[starts[:, None] + np.arange(size)].astype(np.int64)
 
 
 def parse_part(part):

@@ -19,11 +19,11 @@ from configurator import configure, settings
 from runtime import ROOT, clock, new_figure, save_json, save_png
 
 out_dir = 'out/demo'
-max_iters = 2800             # training steps of each twin
-tune_iters = 150             # tuning steps of each set of head scales
+max_iters = 2400             # training steps of each twin
+tune_iters = 120             # tuning steps of each set of head scales
 overshoot = 1.25             # head scales for T tokens are tuned at this times T: Appendix A tunes at 18K for 16K
-n_samples = 320              # test windows of 8L tokens behind each number; fewer if the test split has fewer
-entropy_samples = 48         # test windows behind the entropy curves
+n_samples = 1280             # test windows of 4L tokens behind each number in the table
+curve_samples = 96           # test windows of 8L tokens behind the curves in the picture
 train_args: list[str] = []   # more settings for train.py, such as ['--n_layer=2']
 tune_args: list[str] = []    # more settings for tune_scale.py
 
@@ -68,27 +68,29 @@ def smooth(values, width):
     return (sums[i] - sums[low]) / (i - low)
 
 
-def build_report(results, entropies, scales, L):
-    """The numbers of the report. results, entropies: name -> JSON of eval_ppl.py and entropy.py, same windows."""
-    lengths = [L, 2 * L, 4 * L, 8 * L]
+def compare(results, curves, scales, L):
+    """
+    The numbers of the report. results, curves: name -> JSON of eval_ppl.py and entropy.py, each on the same windows.
+    Returns methods, name -> numbers, and the paired differences of each two methods at each length.
+    """
     methods = {}
     for name, result in results.items():
         at = {str(r['length']): {'loss': r['loss'], 'standard_error': r['standard_error']} for r in result['rows']}
         bin_width = result['position'][1] - result['position'][0]
-        curve = smooth(result['loss'], max(1, round(LAST / bin_width)))
-        methods[name] = {'at': at, 'reach': reach(result['position'], curve, L, at[str(L)]['loss']),
-                         'scale': scales[name], 'curve': curve}
-        if name in entropies:
-            methods[name]['entropy'] = entropies[name]['mean_entropy']
-    pairs = []
-    names = list(results)
-    for T in map(str, lengths):
+        running = smooth(result['loss'], round(LAST / bin_width))
+        methods[name] = {'at': at, 'reach': reach(result['position'], running, L, at[str(L)]['loss']),
+                         'scale': scales[name]}
+        if name in curves:
+            loss, entropy = curves[name]['loss'], curves[name]['mean_entropy']
+            methods[name] |= {'loss_curve': smooth(loss, round(LAST / bin_width)), 'entropy_curve': entropy}
+    pairs, names = [], list(results)
+    for T in results['NoPE']['loss_at_by_window']:
         for i, a in enumerate(names):
             for b in names[i + 1:]:
                 rows = np.subtract(*(results[name]['loss_at_by_window'][T] for name in (a, b)))
                 pairs.append({'length': int(T), 'a': a, 'b': b, 'difference': rows.mean(),
                               'standard_error': rows.std(ddof=1) / len(rows) ** 0.5})
-    return lengths, methods, pairs
+    return methods, pairs
 
 
 def draw(report, path):
@@ -100,21 +102,21 @@ def draw(report, path):
         key = {'NoPE, uniform scale': f'uniform {target}', 'NoPE, head scale': f'head {target}'}.get(name, name)
         method = report['methods'][key]
         text = name + (f" {method['scale'][0]:g}" if 'uniform' in name else '')
-        text += f" {method['scale'][0]:.2f} to {method['scale'][1]:.2f}" if 'head' in name else ''
-        left.plot(report['position'], method['curve'], color=color, lw=2, label=text)
-        right.plot(report['entropy_position'], method['entropy'], color=color, lw=2, label=text)
+        text += f"s {method['scale'][0]:.2f} to {method['scale'][1]:.2f}" if 'head' in name else ''
+        left.plot(report['position'], method['loss_curve'], color=color, lw=2, label=text)
+        right.plot(report['position'], method['entropy_curve'], color=color, lw=2)
     left.set(ylabel='log-perplexity (nats per byte)', title='Past its training length L, a NoPE model fails ...')
     right.set(ylabel='mean attention entropy (nats)', title='... because its attention spreads; scaling refocuses it')
-    bound = np.log(report['entropy_position'])
-    right.plot(report['entropy_position'], bound, color='black', ls='--', lw=1, label='upper bound ln i')
+    right.plot(report['position'], np.log(report['position']), color='black', ls='--', lw=1)
+    right.annotate('upper bound ln i', (2 * L, np.log(2 * L)), xytext=(-6, 6), textcoords='offset points', ha='right')
     for axis in (left, right):
         axis.set(xlabel='position i (bytes)', xscale='log', xlim=(L / 4, 8 * L))
         axis.set_xticks(ticks := [L // 4, L // 2, L, 2 * L, 4 * L, 8 * L], [str(t) for t in ticks])
         axis.minorticks_off()
         axis.axvline(L, color='black', ls=':', lw=1.2)
+        axis.annotate(f' L = {L}', (L, 0.02), xycoords=('data', 'axes fraction'))
     right.set_ylim(bottom=0)
-    left.annotate(f'L = {L} ', (L, 0.97), xycoords=('data', 'axes fraction'), ha='right', va='top')
-    left.legend(loc='upper left', bbox_to_anchor=(0, 0.92))
+    left.legend(loc='upper left', frameon=True, framealpha=1, edgecolor='none')
     save_png(figure, path)
 
 
@@ -126,14 +128,14 @@ def main():
         run('train.py', *config, f'--out_dir={folder}', f'--max_iters={max_iters}', *train_args, *resume)
     L = read(f'{nope}/config.json')['block_size']
 
-    run('tune_scale.py', f'--out_dir={nope}', '--method=uniform', '--n_samples=64', *tune_args)
+    run('tune_scale.py', f'--out_dir={nope}', '--method=uniform', '--n_samples=48', *tune_args)
     tuned_at = {T: round(overshoot * T) for T in (2 * L, 4 * L)}
     for target in tuned_at.values():
         run('tune_scale.py', f'--out_dir={nope}', f'--target_length={target}', f'--max_iters={tune_iters}', *tune_args)
     uniform = read(f'{nope}/scale_uniform.json')
     best = dict(zip(uniform['lengths'], uniform['best_by_length']))
 
-    results, entropies, scales = {}, {}, {}
+    results, curves, scales = {}, {}, {}
     for name, folder, scale, in_picture in (
             ('NoPE', nope, None, True),
             (f'uniform {2 * L}', nope, best[2 * L], False), (f'uniform {4 * L}', nope, best[4 * L], True),
@@ -142,27 +144,27 @@ def main():
             ('RoPE', rope, None, True)):
         common = [f'--out_dir={folder}', f'--label=demo_{name.replace(" ", "_")}']
         common += [] if scale is None else [f'--scale={scale}']
-        run('eval_ppl.py', *common, '--protocol=position', f'--n_samples={n_samples}', f'--last={LAST}')
+        run('eval_ppl.py', *common, '--protocol=position', f'--lengths=[{L},{2 * L},{4 * L}]',
+            f'--n_samples={n_samples}', f'--last={LAST}')
         results[name] = read(f'{folder}/eval_ppl_position_demo_{name.replace(" ", "_")}.json')
         if in_picture:
-            run('entropy.py', *common, f'--n_samples={entropy_samples}')
-            entropies[name] = read(f'{folder}/entropy_demo_{name.replace(" ", "_")}.json')
+            run('entropy.py', *common, f'--n_samples={curve_samples}')
+            curves[name] = read(f'{folder}/entropy_demo_{name.replace(" ", "_")}.json')
         numbers = read(scale)['head_scale'] if isinstance(scale, str) else [scale or 1.0]
         scales[name] = [float(np.min(numbers)), float(np.max(numbers))]
 
-    lengths, methods, pairs = build_report(results, entropies, scales, L)
-    entropy_position = entropies['NoPE']['position']
+    methods, pairs = compare(results, curves, scales, L)
+    lengths, position = [L, 2 * L, 4 * L], curves['NoPE']['position']
     report = {
         'block_size': L, 'target_length': 4 * L, 'lengths': lengths, 'windows': results['NoPE']['samples'],
         'methods': methods, 'paired_differences': pairs,
         'largest_standard_error': max(p['standard_error'] for p in pairs),
-        'entropy_slope_before_L': slope(entropy_position, methods['NoPE']['entropy'], L / 2, L),
-        'entropy_slope_past_L': slope(entropy_position, methods['NoPE']['entropy'], L, 2 * L),
+        'entropy_slope_before_L': slope(position, methods['NoPE']['entropy_curve'], L / 2, L),
+        'entropy_slope_past_L': slope(position, methods['NoPE']['entropy_curve'], L, 2 * L),
         'gap_to_rope_at_L': methods['NoPE']['at'][str(L)]['loss'] - methods['RoPE']['at'][str(L)]['loss'],
         'scale_fit': {key: next(iter(uniform['searches'].values()))[key] for key in ('fit_a', 'fit_r2')},
         'seeds': {'train': read(f'{nope}/config.json')['seed'], 'tune': uniform['settings']['seed']},
-        'position': results['NoPE']['position'], 'entropy_position': entropy_position,
-        'settings': settings(globals()), 'train_settings': read(f'{nope}/config.json'),
+        'position': position, 'settings': settings(globals()), 'train_settings': read(f'{nope}/config.json'),
         'versions': results['NoPE']['versions'], 'device': results['NoPE']['device'],
         'seconds': round(time.perf_counter() - began, 1)}
     save_json(f'{out_dir}/report.json', report)

@@ -161,7 +161,8 @@ def main():
     elif protocol == 'position':
         windows = Windows(data_name, split, sizes[-1], seed)
         checkpoint.require_tokenizer(info, windows.tokenizer_state, data_name)
-        losses = runtime.over_windows(windows.fixed(n_samples), batch_tokens, model, f'{sizes[-1]} positions')
+        samples = windows.fixed(n_samples, spacing=last)  # may overlap, but no token is scored twice at one length
+        losses = runtime.over_windows(samples, batch_tokens, model, f'{sizes[-1]} positions')
         at = {T: losses[:, max(0, T - last):T].mean(1) for T in sizes}
         rows = [{'length': T, 'loss': v.mean(), 'standard_error': v.std(ddof=1) / len(v) ** 0.5,
                  'ppl': math.exp(v.mean()), 'windows': len(v), 'scored_tokens': len(v) * min(T, last)}

@@ -74,8 +74,8 @@ class Attention(nn.Module):
         mask = None
         if 1 < T < S:  # several new tokens after cached ones: query t stands at position S - T + t
             mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
-        # training short windows on a CPU, the T x T matrix is faster than the fused kernel and its slow backward
-        plain = q.device.type == 'cpu' and T <= 256 and torch.is_grad_enabled()
+        # training on a CPU, while the scores are few the T x T matrix is faster than the fused kernel's slow backward
+        plain = q.device.type == 'cpu' and torch.is_grad_enabled() and B * self.n_head * T * S <= 2 ** 25
         with sdpa_kernel(SDPBackend.MATH) if plain else contextlib.nullcontext():
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=T == S,
                                                enable_gqa=self.n_head != self.n_kv_head)

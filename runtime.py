@@ -87,6 +87,7 @@ class Runtime:
 
     def close(self):
         if self.world_size > 1:
+            dist.barrier()  # no rank may go while another still talks to it
             dist.destroy_process_group()
 
 

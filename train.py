@@ -47,7 +47,7 @@ n_embd = 128
 n_hidden = 384               # inner width of SwiGLU
 rope_base = 10000.0          # of position='rope'
 # optimizer
-max_iters = 2800             # steps
+max_iters = 2400             # steps
 learning_rate = 2e-3         # peak
 min_lr = 2e-4                # at the end of the cosine; a tenth of the peak is the rule of thumb
 warmup_iters = 200           # linear from 0

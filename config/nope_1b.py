@@ -18,5 +18,5 @@ max_iters = 50000
 keep_steps = [10000, 50000]  # Figure 7 fits the scale of both
 eval_interval = 1000
 eval_windows = 1024
-log_interval = 10
+log_interval = 5             # ranks agree to stop at these steps: torchrun allows 30 s after SIGTERM
 seed = 3407

@@ -14,7 +14,7 @@ import torch
 from conftest import ROOT, mistake, plain_losses, random_model, stage
 
 import checkpoint
-from corpus import TokenFile, documents, get_tokenizer, open_tokens, write_corpus
+from corpus import TokenFile, Windows, documents, get_tokenizer, open_tokens, write_corpus
 from eval_ppl import evaluate_sliding, score_windows, sliding_windows
 from runtime import Progress
 
@@ -177,9 +177,7 @@ def test_position_run_equals_an_independent_computation(tiny_run, corpus_dir, tm
     path, result, out = run(tiny_run, tmp_path, '--protocol=position', '--n_samples=10', '--lengths=[64,128,30]',
                             '--last=16', '--batch_tokens=300')
     assert path.name == 'eval_ppl_position.json'
-    tokens = np.fromfile(corpus_dir / 'test.bin', np.uint16).astype(np.int64)
-    blocks = tokens[:len(tokens) // 129 * 129].reshape(-1, 129)
-    windows = torch.from_numpy(blocks[[len(blocks) * i // 10 for i in range(10)]])
+    windows = torch.from_numpy(Windows(str(corpus_dir), 'test', 128, 0).fixed(10, spacing=16))
     model, _ = checkpoint.load_model('last', tiny_run, 'cpu')
     losses = plain_losses(model, windows).numpy()
     assert [row['length'] for row in result['rows']] == [30, 64, 128]

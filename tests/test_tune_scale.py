@@ -4,6 +4,8 @@ The search for scales: what moves and what stays, against AdamW written by hand,
 $ python -m pytest tests/test_tune_scale.py
 """
 
+import contextlib
+import io
 import json
 import math
 import shutil
@@ -12,9 +14,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import mistake, plain_losses, plain_transformer, stage
+from torch.distributed.run import get_args_parser
 
 import checkpoint
 import tune_scale
+from configurator import declared
 from corpus import Windows
 from tune_scale import fit_scale, search_uniform, start_scale, tune_heads
 
@@ -286,6 +290,17 @@ def test_two_ranks_tune_the_same_scales_as_one(tuned):
     np.testing.assert_allclose(two['head_scale'], one['head_scale'], atol=2e-3)
     assert np.abs(np.array(one['head_scale']) - one['start']).max() > 0.05
     np.testing.assert_allclose(two['curves']['head scale']['loss'], one['curves']['head scale']['loss'], rtol=1e-3)
+
+
+def test_every_setting_can_be_given_under_torchrun():
+    refused = []
+    for name in declared(vars(tune_scale)):
+        with contextlib.redirect_stderr(io.StringIO()):
+            try:  # torchrun reads what follows the script too, and stops where it could be two of its own options
+                get_args_parser().parse_args(['tune_scale.py', f'--{name}=1'])
+            except SystemExit:
+                refused.append(name)
+    assert refused == []
 
 
 def test_compared_checkpoint_of_the_same_step_does_not_replace_the_first(tuned, tmp_path):
