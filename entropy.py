@@ -132,7 +132,7 @@ def main():
     runtime.print(f'    position   mean entropy ({result["unit"]})   bound')
     for T in (L // 2, L, 2 * L, 4 * L, 8 * L):
         if T <= windows.block_size:
-            i = np.searchsorted(position, T) - 1  # the bin that ends at T
+            i = np.searchsorted(position, T, side='right') - 1  # the last bin up to T
             runtime.print(f'{T:12d} {result["mean_entropy"][i]:21.3f} {result["bound"][i]:7.3f}')
     for layer, value in enumerate(result.get('spearman', [])):
         runtime.print(f'layer {layer}: Spearman correlation of scale and entropy {value:+.2f}')

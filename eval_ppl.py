@@ -82,7 +82,7 @@ def score_windows(model, tokens, windows, batch_tokens, runtime, progress):
             batch = torch.from_numpy(batch).to(runtime.device)
             with runtime.autocast():
                 losses = model(batch[:, :-1], batch[:, -n_scored:])  # (B, n_scored)
-            sums += losses.double().sum(1).tolist()
+            sums += losses.cpu().double().sum(1).tolist()
             done += len(batch)
             progress.update(done, f'windows of {n_tokens}')
     return runtime.gather(sums, len(windows))
@@ -145,7 +145,7 @@ def main():
               'block_size': L, 'dataset': data_name, 'split': split, 'checkpoint': info['path'],
               'weights_digest': info['digest'], 'scale': scale}
     if protocol == 'sliding':
-        S = stride or min(256, L // 8)
+        S = min(256, L // 8) if stride is None else stride
         if rule not in ('same', 'paper', 'classic'):
             raise ValueError(f"rule is '{rule}'. Choose same, paper or classic.")
         if not 0 < S < sizes[0]:

@@ -10,13 +10,17 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None
     """
     Draw the next token. logits: (B, V). Returns (B, 1) ids.
     temperature: 0 takes the likeliest; top_k: only the k likeliest; top_p: only the fewest whose mass reaches p.
+    Raises ValueError for a temperature below 0, top_k below 1, or top_p not in (0, 1].
     """
+    if temperature < 0 or top_k is not None and top_k < 1 or top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f'temperature {temperature}, top_k {top_k}, top_p {top_p}: temperature must be 0 or more, '
+                         'top_k 1 or more, top_p above 0 and at most 1.')
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     logits = logits.float() / temperature
     if top_k is not None:
-        kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
-        logits = logits.masked_fill(logits < kth, float('-inf'))
+        kept = logits.topk(min(top_k, logits.shape[-1]))
+        logits = torch.full_like(logits, float('-inf')).scatter(-1, kept.indices, kept.values)
     if top_p is not None:
         ordered, order = logits.softmax(-1).sort(descending=True)
         before = ordered.cumsum(-1) - ordered  # mass of the tokens likelier than this one: 0 for the first, so it stays

@@ -38,6 +38,9 @@ class ModelConfig:
     def __post_init__(self):
         if self.position not in POSITIONS:
             raise ValueError(f"position is '{self.position}', which is unknown. Choose one of: {', '.join(POSITIONS)}.")
+        for name in ('vocab_size', 'block_size', 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'n_hidden'):
+            if getattr(self, name) < 1:
+                raise ValueError(f'{name} is {getattr(self, name)}; it must be at least 1.')
         if self.n_embd % self.n_head or (self.n_embd // self.n_head) % 2:
             raise ValueError(f'n_embd {self.n_embd} over n_head {self.n_head} must give an even whole head size.')
         if self.n_head % self.n_kv_head:
@@ -105,10 +108,10 @@ def attention_entropy(q, k):
     else:  # no fused kernel gives its log-sum-exp here: the matrix, 256 rows of it at a time
         mean_k, lse = torch.empty_like(q), q.new_empty(B, H, T)
         for i in range(0, T, 256):
-            scores = q[:, :, i:i + 256] @ k.transpose(-1, -2) / math.sqrt(D)
             future = torch.arange(T, device=q.device) > torch.arange(i, min(i + 256, T), device=q.device)[:, None]
-            scores = scores.masked_fill(future, -math.inf)
-            lse[:, :, i:i + 256], mean_k[:, :, i:i + 256] = scores.logsumexp(-1), scores.softmax(-1) @ k
+            with torch.autocast(q.device.type, enabled=False):
+                scores = (q[:, :, i:i + 256] @ k.transpose(-1, -2) / math.sqrt(D)).masked_fill(future, -math.inf)
+                lse[:, :, i:i + 256], mean_k[:, :, i:i + 256] = scores.logsumexp(-1), scores.softmax(-1) @ k
     return (lse - (q * mean_k).sum(-1) / math.sqrt(D)).clamp(min=0)
 
 

@@ -38,7 +38,7 @@ candidate_range = [1.0, 2.4, 0.1]  # first, last, step; the paper's step is 0.01
 compare: list[str] = []      # other checkpoint files of the run, fitted in the same picture (Figure 7)
 last = 64                    # the best scale for length T is the best over the last so many positions before T
 # head: the recipe of Appendix A
-start: float | str = 'uniform'  # initial scale of every head: a number, or uniform (the best one of scale_uniform.json)
+init_scale: float | str = 'uniform'  # where every head starts: a number, or uniform (the best of scale_uniform.json)
 min_scale: float | None = 1.0   # concentration constraint, Eq. (6): clamped after every step; None: no constraint
 learning_rate = 0.1          # in units of 1/sqrt(d); the paper uses 0.05 or 0.1
 warmup_iters = 20            # linear from 0
@@ -95,7 +95,7 @@ def search_uniform(model, windows, scales, L, runtime):
     """Loss and entropy by position under each candidate; the best candidate per position and per length; the fit."""
     loss, entropy, at = [], [], []
     T = windows.block_size
-    lengths = [L * 2 ** i for i in range(int(math.log2(T / L)) + 1)]
+    lengths = sorted({T, *(L * 2 ** i for i in range(int(math.log2(T / L)) + 1))})
     for scale in scales:
         model.head_scale = scale
         by_position, mean_entropy, _ = curves(model, windows, n_samples, batch_tokens, runtime, f'scale {scale:.2f}')
@@ -149,25 +149,25 @@ def plt_color(cmap, share):
 
 # ----------------------------------------------------------------------------- head
 
-def start_scale(start, folder, info, target_length):
+def first_scale(init_scale, folder, info, target_length):
     """The initial scale of every head: a number, or the best of a uniform file for target_length (in ln T between)."""
-    if not isinstance(start, str):
-        return start
-    if start != 'uniform':
-        raise ValueError(f"start is '{start}'. Give a number, or uniform.")
+    if not isinstance(init_scale, str) and init_scale > 0:
+        return init_scale
+    if init_scale != 'uniform':
+        raise ValueError(f"init_scale is '{init_scale}'. Give a number above 0, or uniform.")
     path = Path(folder, 'scale_uniform.json')
     if not path.exists():
-        raise ValueError(f'{path} does not exist. Run tune_scale.py --method=uniform first, or give --start=1.2.')
+        raise ValueError(f'{path} does not exist. Run tune_scale.py --method=uniform first, or give --init_scale=1.2.')
     data = checkpoint.read_scale_file(path, info)
     return float(np.interp(math.log(target_length), np.log(data['lengths']), data['best_by_length']))
 
 
-def tune_heads(model, windows, first_scale, runtime):
+def tune_heads(model, windows, init_scale, runtime):
     """
     HeadScale, Eq. (5): minimise the loss over the scales alone. Returns the loss at each step, in nats.
     No gradient is computed for any weight; only attention's backward and the products on its way remain.
     """
-    model.head_scale = first_scale
+    model.head_scale = init_scale
     model.checkpoint_activations = checkpoint_activations
     scales = [block.attn.head_scale.requires_grad_(True) for block in model.blocks]
     optimizer = torch.optim.AdamW(scales, lr=learning_rate, betas=(beta1, beta2), weight_decay=0.0)
@@ -216,7 +216,8 @@ def draw_head(result, path):
         style = {'color': ('#999999', '#e08214', '#1f4e9c')[rank], 'label': name}
         axes[0, 0].plot(result['position'], curve['loss'], **style)
         axes[0, 1].plot(result['position'], curve['entropy'], **style)
-    axes[0, 0].set(xlabel='position (tokens)', ylabel='loss (nats per token)', title='Loss by position (Figure 4)')
+    axes[0, 0].set(xlabel=f'position (tokens); dotted: L = {L} and the tuned length {target}',
+                   ylabel='loss (nats per token)', title='Loss by position (Figure 4)')
     axes[0, 1].set(xlabel='position (tokens)', ylabel='mean attention entropy (nats)',
                    title='Entropy by position (Figure 4)')
     for axis in axes[0]:
@@ -260,6 +261,8 @@ def main():
             'checkpoint': info['path']}
 
     if method == 'uniform':
+        if len(candidate_range) != 3 or not 0 < candidate_range[2] <= candidate_range[1] - candidate_range[0]:
+            raise ValueError(f'candidate_range is {candidate_range}; give first, last and step, as [1.0, 2.0, 0.1].')
         first, end, step = candidate_range
         scales = candidates or [round(first + i * step, 6) for i in range(round((end - first) / step) + 1)]
         if min(scales) <= 0:
@@ -267,7 +270,8 @@ def main():
         searches = {}
         for path in [info['path'], *compare]:
             other, other_info = checkpoint.load_model(path, out_dir, runtime.device)
-            searches[f"step {other_info['step']}"] = search_uniform(other, val, scales, L, runtime)
+            name = f"{Path(path).stem}, step {other_info['step']}"
+            searches[path if name in searches else name] = search_uniform(other, val, scales, L, runtime)
         search = next(iter(searches.values()))
         runtime.print('  length   best scale      loss   with scale 1')
         for i, length in enumerate(search['lengths']):
@@ -280,18 +284,18 @@ def main():
         more |= {'lengths': search['lengths'], 'best_by_length': search['best_by_length'], 'searches': searches}
         stem, draw = 'scale_uniform', draw_uniform
     else:
-        first_scale = start_scale(start, out_dir, info, target)
-        runtime.print(f'{model.head_scale.numel()} scales, from {first_scale:g}, on windows of {target} tokens '
+        begin = first_scale(init_scale, out_dir, info, target)
+        runtime.print(f'{model.head_scale.numel()} scales, from {begin:g}, on windows of {target} tokens '
                       f'({max_iters * batch_size * target:,} tokens in all)')
-        losses = tune_heads(model, Windows(data_name, 'train', target, seed), first_scale, runtime)
+        losses = tune_heads(model, Windows(data_name, 'train', target, seed), begin, runtime)
         head_scale, measured = model.head_scale, {}
-        for name, scale in (('scale 1', 1.0), (f'uniform {first_scale:.2f}', first_scale), ('head scale', head_scale)):
+        for name, scale in (('scale 1', 1.0), (f'uniform {begin:.2f}', begin), ('head scale', head_scale)):
             model.head_scale = scale
             loss, entropy, last_entropy = curves(model, val, n_samples, batch_tokens, runtime)
             position, loss = bin_means(loss, L // 16)
             measured[name] = {'loss': loss, 'entropy': bin_means(entropy, L // 16)[1]}
         runtime.print(f'scales {head_scale.min():.3f} to {head_scale.max():.3f}, mean {head_scale.mean():.3f}')
-        more |= {'start': first_scale, 'losses': losses, 'curve_length': target, 'position': position,
+        more |= {'init_scale': begin, 'losses': losses, 'curve_length': target, 'position': position,
                  'curves': measured, 'last_entropy': last_entropy}
         stem, draw = f'scale_head_{target}', draw_head
 

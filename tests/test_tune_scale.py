@@ -20,7 +20,7 @@ import checkpoint
 import tune_scale
 from configurator import declared
 from corpus import Windows
-from tune_scale import fit_scale, search_uniform, start_scale, tune_heads
+from tune_scale import first_scale, fit_scale, search_uniform, tune_heads
 
 RECIPE = dict(learning_rate=0.05, warmup_iters=2, max_iters=6, batch_size=4, micro_batch_size=2, beta1=0.9, beta2=0.95,
               grad_clip=1.0, min_scale=1.0, checkpoint_activations=False, compile=False, n_samples=6, batch_tokens=600)
@@ -212,18 +212,18 @@ def test_uniform_file_holds_the_search_of_each_checkpoint_and_the_best_scale(tun
     out_dir, printed, _ = tuned
     data = json.loads((out_dir / 'scale_uniform.json').read_text())
     assert (out_dir / 'scale_uniform.png').stat().st_size > 1000
-    assert list(data['searches']) == ['step 20', 'step 10']
+    assert list(data['searches']) == ['last, step 20', 'step_10, step 10']
     assert (data['method'], data['block_size'], data['target_length']) == ('uniform', 32, 256)
     assert data['lengths'] == [32, 64, 128, 256]  # L ... 8L
     recipe(n_samples=4, last=64)
     for name, search in data['searches'].items():
-        model, _ = checkpoint.load_model({'step 20': 'last', 'step 10': out_dir / 'step_10.pt'}[name], out_dir, 'cpu')
+        model, _ = checkpoint.load_model(out_dir / f"{name.split(',')[0]}.pt", out_dir, 'cpu')
         expected = search_uniform(model, Windows(str(corpus_dir), 'val', 256, 0), [0.5, 1.0, 1.7, 4.0], 32, cpu)
         np.testing.assert_allclose(search['loss_at_length'], expected['loss_at_length'], rtol=1e-4)
         assert search['best_by_length'] == list(expected['best_by_length'])
         assert f"{name}: scale = 1 + {expected['fit_a']:.4f} ln(i / 32)" in printed
-    assert data['searches']['step 20']['loss'] != data['searches']['step 10']['loss']
-    assert data['best_by_length'] == data['searches']['step 20']['best_by_length']
+    assert data['searches']['last, step 20']['loss'] != data['searches']['step_10, step 10']['loss']
+    assert data['best_by_length'] == data['searches']['last, step 20']['best_by_length']
     assert data['head_scale'] == [[data['best_by_length'][-1]] * 4] * 2
 
 
@@ -244,7 +244,7 @@ def test_scale_file_says_what_it_is_and_how_it_was_made(tuned):
 def test_head_scales_start_at_the_best_uniform_scale_of_the_target_length(tuned):
     out_dir, _, _ = tuned
     uniform = json.loads((out_dir / 'scale_uniform.json').read_text())
-    start = json.loads((out_dir / 'scale_head_64.json').read_text())['start']
+    start = json.loads((out_dir / 'scale_head_64.json').read_text())['init_scale']
     assert start == uniform['best_by_length'][1]  # at 2L
 
 
@@ -253,9 +253,9 @@ def test_start_is_interpolated_in_ln_of_the_length(tuned, tmp_path):
     info = checkpoint.load_model('last', out_dir, 'cpu')[1]
     checkpoint.save_scale(tmp_path / 'scale_uniform.json', info, np.ones((2, 4)), 'uniform', 128, lengths=[32, 64, 128],
                           best_by_length=[1.0, 1.2, 1.6])
-    found = [start_scale('uniform', tmp_path, info, T) for T in (32, 64, 64 * 2 ** 0.5, 128)]
+    found = [first_scale('uniform', tmp_path, info, T) for T in (32, 64, 64 * 2 ** 0.5, 128)]
     assert found == pytest.approx([1.0, 1.2, 1.4, 1.6])
-    assert start_scale(1.35, tmp_path, info, 64) == 1.35
+    assert first_scale(1.35, tmp_path, info, 64) == 1.35
 
 
 def test_scale_file_gives_a_fresh_model_the_tuned_scales(tuned):
@@ -278,7 +278,7 @@ def test_scale_file_of_other_weights_is_refused(tuned):
         with pytest.raises(ValueError, match=f'{name} was tuned for other weights than .*step_10.pt'):
             checkpoint.apply_scale(model, str(out_dir / name), info)
     with pytest.raises(ValueError, match='other weights'):
-        start_scale('uniform', out_dir, info, 64)
+        first_scale('uniform', out_dir, info, 64)
 
 
 def test_two_ranks_tune_the_same_scales_as_one(tuned):
@@ -288,7 +288,7 @@ def test_two_ranks_tune_the_same_scales_as_one(tuned):
     assert '2 ranks' in two['device'] and '1 ranks' in one['device']
     np.testing.assert_allclose(two['losses'], one['losses'], rtol=1e-5)
     np.testing.assert_allclose(two['head_scale'], one['head_scale'], atol=2e-3)
-    assert np.abs(np.array(one['head_scale']) - one['start']).max() > 0.05
+    assert np.abs(np.array(one['head_scale']) - one['init_scale']).max() > 0.05
     np.testing.assert_allclose(two['curves']['head scale']['loss'], one['curves']['head scale']['loss'], rtol=1e-3)
 
 
@@ -310,14 +310,14 @@ def test_compared_checkpoint_of_the_same_step_does_not_replace_the_first(tuned, 
     stage('tune_scale', *arguments(tmp_path, *UNIFORM, f"--compare=['{tmp_path}/other.pt']"))
     before, after = (json.loads((folder / 'scale_uniform.json').read_text()) for folder in (out_dir, tmp_path))
     assert len(after['searches']) == 2
-    assert next(iter(after['searches'].values())) == before['searches']['step 20']
+    assert next(iter(after['searches'].values())) == before['searches']['last, step 20']
     assert after['head_scale'] == before['head_scale']
 
 
 @pytest.mark.parametrize('wrong, message', [
     (['--method=head'], 'scale_uniform.json does not exist. Run tune_scale.py --method=uniform first'),
-    (['--method=head', '--start=best'], "start is 'best'"),
-    (['--method=head', '--start=1.2', '--target_length=16'], 'target_length is 16 but'),
+    (['--method=head', '--init_scale=best'], "init_scale is 'best'"),
+    (['--method=head', '--init_scale=1.2', '--target_length=16'], 'target_length is 16 but'),
     (['--method=uniform', '--target_length=31'], 'target_length is 31 but'),
     (['--method=layer'], "method is 'layer'"),
     (['--method=uniform', '--candidates=[1.0,0.0]'], 'candidate 0.0'),
