@@ -19,10 +19,10 @@ from configurator import configure, settings
 from runtime import ROOT, clock, new_figure, save_json, save_png
 
 out_dir = 'out/demo'
-max_iters = 2400             # training steps of each twin
+max_iters = 2200             # training steps of each twin
 tune_iters = 120             # tuning steps of each set of head scales
 overshoot = 1.25             # head scales for T tokens are tuned at this times T: Appendix A tunes at 18K for 16K
-n_samples = 1280             # test windows of 4L tokens behind each number in the table
+n_samples = 960              # test windows of 4L tokens behind each number in the table
 curve_samples = 96           # test windows of 8L tokens behind the curves in the picture
 train_args: list[str] = []   # more settings for train.py, such as ['--n_layer=2']
 tune_args: list[str] = []    # more settings for tune_scale.py
@@ -129,7 +129,7 @@ def main():
         run('train.py', *config, f'--out_dir={folder}', f'--max_iters={max_iters}', *train_args, *resume)
     L = read(f'{nope}/config.json')['block_size']
 
-    run('tune_scale.py', f'--out_dir={nope}', '--method=uniform', '--n_samples=48', *tune_args)
+    run('tune_scale.py', f'--out_dir={nope}', '--method=uniform', '--n_samples=32', *tune_args)
     tuned_at = {T: round(overshoot * T) for T in (2 * L, 4 * L)}
     for target in tuned_at.values():
         run('tune_scale.py', f'--out_dir={nope}', f'--target_length={target}', f'--max_iters={tune_iters}', *tune_args)

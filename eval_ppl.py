@@ -5,7 +5,7 @@ Perplexity of a checkpoint at and beyond its training length, with any softmax s
 $ python eval_ppl.py                                               # the demo model, sliding windows of L ... 8L
 $ python eval_ppl.py --scale=out/demo/nope/scale_head_512.json     # the same with tuned scales
 $ python eval_ppl.py --protocol=position                           # the loss at each position of windows of 8L
-$ python eval_ppl.py config/nope_1b.py --dataset=pg19 --rule=paper --lengths=[2048,4096,8192,16384]
+$ torchrun --nproc_per_node=8 eval_ppl.py --out_dir=out/nope_1b --dataset=pg19 --rule=paper --max_windows=8192
 
 Writes out_dir/eval_ppl[_LABEL].json and .png (protocol position: eval_ppl_position[_LABEL])
 """
@@ -34,7 +34,7 @@ protocol = 'sliding'         # sliding (perplexity by window length) or position
 lengths: list[int] | None = None  # window lengths in tokens; None: L, 2L, 4L and 8L
 rule = 'same'                # sliding windows: same, paper or classic; see sliding_windows()
 stride: int | None = None    # S, tokens scored per sliding window; None: 256, or L/8 where L < 2048
-max_windows = 8192           # sliding: windows per length, the first of the split; 8192 x 256 are the paper's 2M tokens
+max_windows = 1024           # sliding: windows per length, the first of the split; 8192 x 256 are the paper's 2M tokens
 n_samples = 256              # position: windows of the longest length, evenly spaced over the split
 last = 64                    # position: "at T" is the mean loss of the last so many positions before T
 batch_tokens = 16384         # tokens in one forward pass; lower it when memory runs out

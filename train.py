@@ -47,7 +47,7 @@ n_embd = 128
 n_hidden = 384               # inner width of SwiGLU
 rope_base = 10000.0          # of position='rope'
 # optimizer
-max_iters = 2400             # steps
+max_iters = 2200             # steps
 learning_rate = 2e-3         # peak
 min_lr = 2e-4                # at the end of the cosine; a tenth of the peak is the rule of thumb
 warmup_iters = 200           # linear from 0
@@ -310,6 +310,8 @@ def main():
 
     if runtime.is_main:
         draw_loss(log_path, Path(out_dir, 'loss.png'))
+        if wandb_run:
+            wandb_run.finish()
     runtime.close()
 
 
