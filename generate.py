@@ -19,8 +19,8 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None
         return logits.argmax(-1, keepdim=True)
     logits = logits.float() / temperature
     if top_k is not None:
-        kept = logits.topk(min(top_k, logits.shape[-1]))
-        logits = torch.full_like(logits, float('-inf')).scatter(-1, kept.indices, kept.values)
+        kept = logits.argsort(descending=True, stable=True)[:, :top_k]  # among equals the first, as argmax
+        logits = torch.full_like(logits, float('-inf')).scatter(-1, kept, logits.gather(-1, kept))
     if top_p is not None:
         ordered, order = logits.softmax(-1).sort(descending=True)
         before = ordered.cumsum(-1) - ordered  # mass of the tokens likelier than this one: 0 for the first, so it stays

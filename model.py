@@ -98,21 +98,36 @@ def attention_entropy(q, k):
     attention call with the keys as values, and its log-sum-exp, are enough.
     q: (B, H, T, D) scaled queries; k: (B, n_kv_head, T, D). Returns (B, H, T) float32, between 0 and ln(i + 1).
     """
-    B, H, T, D = q.shape
+    H, D = q.shape[1], q.shape[3]
     q, k = q.float(), k.float().repeat_interleave(H // k.shape[1], dim=1)  # float32: the two terms nearly cancel
-    if q.device.type == 'cpu':
-        mean_k, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, k, 0.0, True)
-    elif q.device.type == 'cuda':
-        mean_k, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, k, None, True, 0.0, True)
-        lse = lse[..., :T]  # the kernel pads rows
-    else:  # no fused kernel gives its log-sum-exp here: the matrix, 256 rows of it at a time
-        mean_k, lse = torch.empty_like(q), q.new_empty(B, H, T)
-        for i in range(0, T, 256):
-            future = torch.arange(T, device=q.device) > torch.arange(i, min(i + 256, T), device=q.device)[:, None]
-            with torch.autocast(q.device.type, enabled=False):
-                scores = (q[:, :, i:i + 256] @ k.transpose(-1, -2) / math.sqrt(D)).masked_fill(future, -math.inf)
-                lse[:, :, i:i + 256], mean_k[:, :, i:i + 256] = scores.logsumexp(-1), scores.softmax(-1) @ k
+    mean_k, lse = ENTROPY_KERNELS.get(q.device.type, mean_key_in_chunks)(q, k)
     return (lse - (q * mean_k).sum(-1) / math.sqrt(D)).clamp(min=0)
+
+
+# each: q, k (B, H, T, D) float32 -> sum_j a_ij k_j, (B, H, T, D), and ln sum_j exp(s_ij), (B, H, T)
+def mean_key_cpu(q, k):
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, k, 0.0, True)
+
+
+def mean_key_cuda(q, k):
+    mean_k, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, k, None, True, 0.0, True)
+    return mean_k, lse[..., :q.shape[2]]  # the kernel pads rows
+
+
+def mean_key_in_chunks(q, k):
+    """Where no fused kernel gives its log-sum-exp: the matrix of scores, 256 rows of it at a time."""
+    B, H, T, D = q.shape
+    mean_k, lse = torch.empty_like(q), q.new_empty(B, H, T)
+    for i in range(0, T, 256):
+        rows = slice(i, min(i + 256, T))
+        future = torch.arange(T, device=q.device) > torch.arange(T, device=q.device)[rows, None]
+        with torch.autocast(q.device.type, enabled=False):
+            scores = (q[:, :, rows] @ k.transpose(-1, -2) / math.sqrt(D)).masked_fill(future, -math.inf)
+            lse[:, :, rows], mean_k[:, :, rows] = scores.logsumexp(-1), scores.softmax(-1) @ k
+    return mean_k, lse
+
+
+ENTROPY_KERNELS = {'cpu': mean_key_cpu, 'cuda': mean_key_cuda}
 
 
 class SwiGLU(nn.Module):

@@ -5,6 +5,7 @@ not fit.
 $ python -m pytest tests/test_checkpoint.py
 """
 
+import contextlib
 import json
 import os
 import pickle
@@ -48,13 +49,15 @@ def loaded(out_dir):
     return checkpoint.load_model('last', out_dir, 'cpu')
 
 
-@pytest.fixture
+@contextlib.contextmanager
 def at_most_100_kb():
-    """No file can grow past 100 kB here, as on a full disk."""
+    """No file can grow past 100 kB here, as on a full disk; pytest's own output either."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 # ----------------------------------------------------------------------------- save and load
@@ -78,9 +81,9 @@ def test_writer_killed_while_saving_leaves_the_old_checkpoint(out_dir):
     assert checkpoint.load(out_dir / 'last.pt')['step'] == 5 and not part.exists()
 
 
-def test_write_that_fails_leaves_the_old_checkpoint_and_no_rest(out_dir, at_most_100_kb):
+def test_write_that_fails_leaves_the_old_checkpoint_and_no_rest(out_dir):
     before = (out_dir / 'last.pt').read_bytes()
-    with pytest.raises(OSError, match='last.pt.* untouched'):
+    with pytest.raises(OSError, match='last.pt.* untouched'), at_most_100_kb():
         checkpoint.save(out_dir / 'last.pt', model={'weight': torch.ones(100_000)})
     assert (out_dir / 'last.pt').read_bytes() == before
     assert not list(out_dir.glob('*.part'))

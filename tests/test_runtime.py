@@ -4,6 +4,7 @@ What every stage leans on: ranks that put rows back in order, devices and precis
 $ python -m pytest tests/test_runtime.py
 """
 
+import contextlib
 import json
 import os
 import resource
@@ -25,14 +26,16 @@ from runtime import Progress, Runtime, bin_means, clock, matmul_flops, save_json
 ONE = Runtime(torch.device('cpu'), torch.float32, rank=0, world_size=1)
 
 
-@pytest.fixture
+@contextlib.contextmanager
 def at_most_1_kb():
-    """No file can grow past 1,000 bytes here, as on a full disk."""
+    """No file can grow past 1,000 bytes here, as on a full disk; pytest's own output either."""
     runtime.new_figure()  # matplotlib writes a cache when it is first imported: before the limit
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 # ----------------------------------------------------------------------------- ranks
@@ -290,10 +293,10 @@ def test_reader_of_the_old_file_never_sees_half_of_the_new(tmp_path, write):
 @pytest.mark.parametrize('write', [
     lambda path: save_json(path, {'a': [1.5] * 1000}), lambda path: write_text(path, 'new' * 1000),
     lambda path: save_png(runtime.new_figure()[0], path)], ids=['save_json', 'write_text', 'save_png'])
-def test_write_that_fails_leaves_the_old_file_and_no_rest(tmp_path, at_most_1_kb, write):
+def test_write_that_fails_leaves_the_old_file_and_no_rest(tmp_path, write):
     path = tmp_path / 'file'
     path.write_text('old')
-    with pytest.raises(OSError):
+    with pytest.raises(OSError), at_most_1_kb():
         write(path)
     assert path.read_text() == 'old'
     assert [file.name for file in tmp_path.iterdir()] == ['file']
