@@ -22,7 +22,7 @@ out_dir = 'out/demo'
 max_iters = 2200             # training steps of each twin
 tune_iters = 120             # tuning steps of each set of head scales
 overshoot = 1.25             # head scales for T tokens are tuned at this times T: Appendix A tunes at 18K for 16K
-n_samples = 960              # test windows of 4L tokens behind each number in the table
+n_samples = 1700             # test windows of 4L tokens behind each number in the table
 curve_samples = 96           # test windows of 8L tokens behind the curves in the picture
 train_args: list[str] = []   # more settings for train.py, such as ['--n_layer=2']
 tune_args: list[str] = []    # more settings for tune_scale.py
