@@ -3,7 +3,7 @@ Attention entropy per layer, head and position, exact, without the T x T matrix.
 "Length Generalization of Causal Transformers without Position Encoding"; the formula is attention_entropy in model.py.
 
 $ python entropy.py                                              # the demo model, windows of 8L
-$ python entropy.py --scale=out/demo/nope/scale_head_512.json    # with tuned scales: also their rank correlation
+$ python entropy.py --scale=out/demo/nope/scale_head_640.json    # with tuned scales: also their rank correlation
 
 Writes out_dir/entropy[_LABEL].json, .png (Figures 1, 5), and entropy_heads[_LABEL].png (Figures 3, 10-12)
 """

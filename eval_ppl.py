@@ -3,7 +3,7 @@ Perplexity of a checkpoint at and beyond its training length, with any softmax s
 "Length Generalization of Causal Transformers without Position Encoding".
 
 $ python eval_ppl.py                                               # the demo model, sliding windows of L ... 8L
-$ python eval_ppl.py --scale=out/demo/nope/scale_head_512.json     # the same with tuned scales
+$ python eval_ppl.py --scale=out/demo/nope/scale_head_640.json     # the same with tuned scales
 $ python eval_ppl.py --protocol=position                           # the loss at each position of windows of 8L
 $ torchrun --nproc_per_node=8 eval_ppl.py --out_dir=out/nope_1b --dataset=pg19 --rule=paper --max_windows=8192
 

@@ -2,7 +2,7 @@
 Stream text from a checkpoint, with any softmax scale.
 
 $ python sample.py --prompt='def '                                         # the demo model
-$ python sample.py --prompt='def ' --max_new_tokens=1000 --scale=out/demo/nope/scale_head_512.json
+$ python sample.py --prompt='def ' --max_new_tokens=1000 --scale=out/demo/nope/scale_head_640.json
 """
 
 import codecs
