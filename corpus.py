@@ -394,8 +394,7 @@ def documents(data):
 
 # ----------------------------------------------------------------------------- sampling
 
-SLOTS = 10_000               # each cycle of so many samples holds the weights of a mixture exactly
-GOLDEN = 0x9e3779b97f4a7c15  # 2^64 / golden ratio: its multiples are spread evenly over the 64-bit numbers
+SLOTS = 10_000  # each cycle of so many samples holds the weights of a mixture exactly
 
 
 def key_of(*parts):
@@ -403,31 +402,10 @@ def key_of(*parts):
     return int.from_bytes(hashlib.sha256('/'.join(map(str, parts)).encode()).digest()[:8], 'big')
 
 
-def mix(x):
-    """Scramble 64-bit numbers one to one, so that x and x + 1 have nothing in common (the last step of splitmix64)."""
-    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9
-    x = (x ^ (x >> 27)) * 0x94d049bb133111eb
-    return x ^ (x >> 31)
-
-
-def permute(index, n, keys):
-    """
-    Shuffle range(n) without a table, as n may be 10^9: returns where each index goes, (k,) uint64.
-    index: (k,) ints in range(n). keys: (k,) uint64; each key is another shuffle. A Feistel network: index is a point of
-    an a x b grid, and each step shifts one coordinate by a hash of the other, which can be undone: so it is one to one.
-    """
-    a = math.isqrt(n - 1) + 1
-    b = -(-n // a)  # n <= a * b < n + a
-    x, outside = index.astype(np.uint64), np.ones(len(index), bool)
-    while outside.any():  # the few points of the grid past n go on until they come inside: still one to one
-        left, right, key = x[outside] % a, x[outside] // a, keys[outside]
-        for _ in range(3):
-            key = mix(key + GOLDEN)
-            left = (left + mix(key ^ right) % a) % a
-            right = (right + mix(~key ^ left) % b) % b
-        x[outside] = left + a * right
-        outside = x >= n
-    return x
+@functools.lru_cache(maxsize=8)
+def shuffled(n, key):
+    """range(n) in an order that key alone decides, (n,) int64: numpy never changes what Philox's raw numbers are."""
+    return np.random.Philox(key=key).random_raw(n).argsort(kind='stable')
 
 
 @functools.lru_cache(maxsize=4)
@@ -436,8 +414,7 @@ def mixture_cycle(slots, key):
     The sources of SLOTS samples in a row, shuffled by key. slots: how many of them each source has. Returns source
     (SLOTS,) and ordinal (SLOTS,): how many of that source's came before it.
     """
-    order = np.argsort(mix(np.arange(SLOTS, dtype=np.uint64) + np.uint64(key)), kind='stable')
-    source, ordinal = np.repeat(np.arange(len(slots)), slots)[order], np.empty(SLOTS, np.int64)
+    source, ordinal = np.repeat(np.arange(len(slots)), slots)[shuffled(SLOTS, key)], np.empty(SLOTS, np.int64)
     for s, count in enumerate(slots):
         ordinal[source == s] = np.arange(count)
     return source, ordinal
@@ -478,20 +455,15 @@ class Windows:
         them, for this rank or micro-batch. Each source is read epoch after epoch, each block once in each, every time
         in another order.
         """
-        sample = np.arange(step * batch_size, (step + 1) * batch_size)[rows]
-        cycle, slot = np.divmod(sample, SLOTS)
-        source, ordinal = np.empty_like(sample), np.empty_like(sample)
-        for c in np.unique(cycle).tolist():
-            here = cycle == c
-            sources, ordinals = mixture_cycle(self.slots, key_of(self.seed, self.split, 'cycle', c))
-            source[here], ordinal[here] = sources[slot[here]], ordinals[slot[here]]
-        windows = np.empty((len(sample), self.block_size + 1), np.int64)
-        for s in np.unique(source).tolist():
-            here, n = source == s, len(self.blocks[s])
-            epoch, index = np.divmod(cycle[here] * self.slots[s] + ordinal[here], n)
-            keys = mix(epoch.astype(np.uint64) + np.uint64(key_of(self.seed, self.split, 'source', s)))
-            windows[here] = self.blocks[s][permute(index, n, keys)]
-        return windows
+        windows = []
+        for sample in range(step * batch_size, (step + 1) * batch_size)[rows]:
+            cycle, slot = divmod(sample, SLOTS)
+            sources, ordinals = mixture_cycle(self.slots, key_of(self.seed, self.split, 'cycle', cycle))
+            s = int(sources[slot])
+            blocks = self.blocks[s]
+            epoch, i = divmod(cycle * self.slots[s] + int(ordinals[slot]), len(blocks))
+            windows.append(blocks[shuffled(len(blocks), key_of(self.seed, self.split, s, epoch))[i]])
+        return np.array(windows, np.int64).reshape(-1, self.block_size + 1)
 
     def fixed(self, n, spacing=None):
         """

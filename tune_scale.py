@@ -34,7 +34,7 @@ dataset: str | None = None   # a folder of data/; None: the one the model was tr
 label = ''                   # appended to the names of the files written
 # uniform: candidates, each tried at every position
 candidates: list[float] = []  # scales in units of 1/sqrt(d); empty: the range below
-candidate_range = [1.0, 2.4, 0.1]  # first, last, step; the paper's step is 0.01
+candidate_range: list[float] = [1.0, 2.4, 0.1]  # first, last, step; the paper's step is 0.01
 compare: list[str] = []      # other checkpoint files of the run, fitted in the same picture (Figure 7)
 last = 64                    # the best scale for length T is the best over the last so many positions before T
 # head: the recipe of Appendix A
