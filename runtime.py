@@ -91,7 +91,7 @@ class Runtime:
             dist.barrier()
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(0)  # an orderly exit is aborted by gloo's threads about once in 20 runs, after all is written
+            os._exit(0)  # an orderly exit was sometimes aborted here, after all was written; why, we do not know
 
 
 def has_bfloat16(device):

@@ -9,6 +9,7 @@ import io
 import json
 import math
 import os
+import resource
 import runpy
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import torch
 
 from corpus import get_tokenizer, write_corpus
 from model import ModelConfig, Transformer
-from runtime import Runtime
+from runtime import Runtime, new_figure
 
 ROOT = Path(__file__).resolve().parents[1]
 torch.set_num_threads(1)  # on tensors this small, threads only wait for each other
@@ -86,6 +87,18 @@ def tiny_run(tmp_path_factory, corpus_dir):
 def cpu():
     """One process on the CPU in float32."""
     return Runtime(torch.device('cpu'), torch.float32, rank=0, world_size=1)
+
+
+@contextlib.contextmanager
+def files_at_most(n_bytes):
+    """No file can grow past n_bytes here, as on a full disk; pytest's own output either."""
+    new_figure()  # matplotlib writes a cache when it is first imported: before the limit
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def random_model(seed=0, **changes):

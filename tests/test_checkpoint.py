@@ -5,11 +5,9 @@ not fit.
 $ python -m pytest tests/test_checkpoint.py
 """
 
-import contextlib
 import json
 import os
 import pickle
-import resource
 import shutil
 import signal
 import subprocess
@@ -19,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import files_at_most
 
 import checkpoint
 from corpus import format_ranks, get_tokenizer, tokenizer_state
@@ -49,17 +48,6 @@ def loaded(out_dir):
     return checkpoint.load_model('last', out_dir, 'cpu')
 
 
-@contextlib.contextmanager
-def at_most_100_kb():
-    """No file can grow past 100 kB here, as on a full disk; pytest's own output either."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 # ----------------------------------------------------------------------------- save and load
 
 def test_writer_killed_while_saving_leaves_the_old_checkpoint(out_dir):
@@ -83,7 +71,7 @@ def test_writer_killed_while_saving_leaves_the_old_checkpoint(out_dir):
 
 def test_write_that_fails_leaves_the_old_checkpoint_and_no_rest(out_dir):
     before = (out_dir / 'last.pt').read_bytes()
-    with pytest.raises(OSError, match='last.pt.* untouched'), at_most_100_kb():
+    with pytest.raises(OSError, match='last.pt.* untouched'), files_at_most(100_000):
         checkpoint.save(out_dir / 'last.pt', model={'weight': torch.ones(100_000)})
     assert (out_dir / 'last.pt').read_bytes() == before
     assert not list(out_dir.glob('*.part'))

@@ -204,14 +204,15 @@ def test_head_scale_of_one_is_plain_attention_to_the_last_bit(monkeypatch, posit
 
 
 @pytest.mark.skipif(not shutil.which('g++'), reason='torch.compile on a CPU needs g++')
-def test_head_scale_of_one_is_plain_attention_to_the_last_bit_when_compiled(monkeypatch):
-    results = []
-    for model in with_and_without_scale(monkeypatch, n_layer=1):
-        attention = model.blocks[0].attn  # all that differs, and a quarter of the time that a whole model takes
-        x = torch.randn(2, 33, 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
-        y = torch.compile(attention)(x)
-        y.pow(2).sum().backward()
-        results.append([y, x.grad, attention.qkv.weight.grad, attention.out.weight.grad])
+@pytest.mark.parametrize('position', ['none', 'rope'])
+def test_head_scale_of_one_is_plain_attention_to_the_last_bit_when_compiled(monkeypatch, position):
+    model, plain = with_and_without_scale(monkeypatch, position=position)
+    windows, results = tokens(2, 34), []
+    for each in (model, plain):
+        losses = torch.compile(each)(windows[:, :-1], windows[:, 1:])
+        losses.mean().backward()
+        results.append([losses, *(p.grad for p in each.parameters() if p.requires_grad)])
+    assert len(results[0]) == 1 + 2 * 6 + 3
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 

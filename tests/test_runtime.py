@@ -4,10 +4,8 @@ What every stage leans on: ranks that put rows back in order, devices and precis
 $ python -m pytest tests/test_runtime.py
 """
 
-import contextlib
 import json
 import os
-import resource
 import subprocess
 import sys
 import time
@@ -17,25 +15,13 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
-from conftest import TINY
+from conftest import TINY, files_at_most
 
 import runtime
 from model import ModelConfig, Transformer
 from runtime import Progress, Runtime, bin_means, clock, matmul_flops, save_json, save_png, setup, write_text
 
 ONE = Runtime(torch.device('cpu'), torch.float32, rank=0, world_size=1)
-
-
-@contextlib.contextmanager
-def at_most_1_kb():
-    """No file can grow past 1,000 bytes here, as on a full disk; pytest's own output either."""
-    runtime.new_figure()  # matplotlib writes a cache when it is first imported: before the limit
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 # ----------------------------------------------------------------------------- ranks
@@ -296,7 +282,7 @@ def test_reader_of_the_old_file_never_sees_half_of_the_new(tmp_path, write):
 def test_write_that_fails_leaves_the_old_file_and_no_rest(tmp_path, write):
     path = tmp_path / 'file'
     path.write_text('old')
-    with pytest.raises(OSError), at_most_1_kb():
+    with pytest.raises(OSError), files_at_most(1000):
         write(path)
     assert path.read_text() == 'old'
     assert [file.name for file in tmp_path.iterdir()] == ['file']
