@@ -2,7 +2,8 @@
 A causal transformer with no position encoding (NoPE), and one softmax scale per attention head.
 
 The architecture is TinyLlama's less its rotary embedding: RMSNorm, grouped-query attention, SwiGLU, no biases,
-untied output. With position='rope' it is TinyLlama itself, so the two are twins in everything else.
+untied output. With position='rope' it is TinyLlama itself, so the two are twins in everything else; position.py has
+the other methods.
 Sources: Wang et al. 2024, "Length Generalization of Causal Transformers without Position Encoding" (the paper),
 and the TinyLlama code for sizes and initialisation. Plain PyTorch; of the project it imports only position.py.
 
@@ -11,6 +12,7 @@ Shapes: B sequences, T tokens in this call, C = n_embd, H = n_head, D = head_dim
 
 import contextlib
 import math
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +21,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from position import POSITIONS, rotate
+from position import BIASES, POSITIONS, QUERY_KEY, parse_scaling
 
 
 @dataclass
@@ -33,6 +35,9 @@ class ModelConfig:
     n_hidden: int             # inner width of SwiGLU
     position: str = 'none'    # a name in position.py
     rope_base: float = 10000.0
+    rope_scaling: str = ''    # extension of RoPE, such as yarn:4
+    rope_length: int | None = None  # the L that the extension starts from; None: block_size
+    tied: bool = False        # one matrix for embedding and output
     norm_eps: float = 1e-5
 
     def __post_init__(self):
@@ -45,6 +50,8 @@ class ModelConfig:
             raise ValueError(f'n_embd {self.n_embd} over n_head {self.n_head} must give an even whole head size.')
         if self.n_head % self.n_kv_head:
             raise ValueError(f'n_head {self.n_head} must be a multiple of n_kv_head {self.n_kv_head}.')
+        if parse_scaling(self.rope_scaling)[0] and self.position != 'rope':
+            raise ValueError(f"rope_scaling {self.rope_scaling} extends RoPE, but position is '{self.position}'.")
 
 
 class Attention(nn.Module):
@@ -58,49 +65,79 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.n_embd, config.n_embd, bias=False)
         # units of 1 / sqrt(D). Always float32: 1.6 + 0.001 is still 1.6 in bfloat16. Frozen until tune_scale.py
         self.head_scale = nn.Parameter(torch.ones(config.n_head), requires_grad=False)
+        self.head_gain = nn.Parameter(torch.ones(config.n_head), requires_grad=False)  # on the head's output, as frozen
+        self.bias = BIASES[config.position](config) if config.position in BIASES else None
 
-    def project(self, x, rotation=None):
+    def project(self, x, query_key):
         """x: (B, T, C). Returns scaled queries (B, H, T, D), and keys and values (B, n_kv_head, T, D)."""
         B, T, _ = x.shape
         heads = self.qkv(x).view(B, T, -1, self.head_dim).transpose(1, 2)        # (B, H + 2 n_kv_head, T, D)
         q, k, v = heads.split([self.n_head, self.n_kv_head, self.n_kv_head], dim=1)
-        if rotation is not None:
-            q, k = rotate(q, *rotation), rotate(k, *rotation)
+        q, k = query_key(q, k)
         # Eq. (4): scores become head_scale_h * q.k / sqrt(D). Scaling q, not the scores, keeps every fused kernel
         q = (q * self.head_scale[:, None, None]).to(k.dtype)
         return q, k, v
 
     def attend(self, q, k, v):
         """Softmax attention of T queries on the last T of S keys and all before. Returns (B, T, C)."""
-        B, _, T, _ = q.shape
+        B, H, T, _ = q.shape
         S = k.shape[2]
-        mask = None
-        if 1 < T < S:  # several new tokens after cached ones: query t stands at position S - T + t
-            mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
         # training on a CPU, while the scores are few the T x T matrix is faster than the fused kernel's slow backward
-        plain = q.device.type == 'cpu' and torch.is_grad_enabled() and B * self.n_head * T * S <= 2 ** 25
+        plain = q.device.type == 'cpu' and torch.is_grad_enabled() and B * H * T * S <= 2 ** 25
         with sdpa_kernel(SDPBackend.MATH) if plain else contextlib.nullcontext():
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=T == S,
-                                               enable_gqa=self.n_head != self.n_kv_head)
+            if self.bias is not None:
+                y = self.attend_with_bias(q, k, v)
+            else:
+                mask = None
+                if 1 < T < S:  # several new tokens after cached ones: query t stands at position S - T + t
+                    mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+                y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=T == S,
+                                                   enable_gqa=self.n_head != self.n_kv_head)
+        y = (y * self.head_gain[:, None, None]).to(y.dtype)
         return y.transpose(1, 2).reshape(B, T, -1)
 
-    def forward(self, x, rotation=None, cache=None):
-        q, k, v = self.project(x, rotation)
+    def attend_with_bias(self, q, k, v):
+        """As attend(), (B, H, T, D), in chunks of rows: no mask of H x T x S, and no keys after a chunk's last row."""
+        y = []
+        for rows, i, j, mask in row_chunks(q.shape[2], k.shape[2], self.n_head, q.device):
+            bias = self.bias(i, j).masked_fill(mask, -math.inf)[None].to(q.dtype)  # 4-D, or no fused kernel takes it
+            y.append(F.scaled_dot_product_attention(q[:, :, rows], k[:, :, :len(j)], v[:, :, :len(j)], attn_mask=bias,
+                                                    enable_gqa=self.n_head != self.n_kv_head))
+        return torch.cat(y, dim=2)
+
+    def forward(self, x, query_key, cache=None):
+        q, k, v = self.project(x, query_key)
         if cache is not None:
             k, v = cache.append(k, v)
         return self.out(self.attend(q, k, v))
 
 
-def attention_entropy(q, k):
+def row_chunks(T, S, n_head, device):
+    """
+    Cut T queries, the last T of S positions, into chunks whose scores number at most 2^24 a sequence. Yields each
+    chunk's rows (a slice), the positions of its queries (n,) and of the keys it can see (m,), and which of those each
+    query must not see, (n, m).
+    """
+    n_rows = max(1, 2 ** 24 // (n_head * S))
+    for start in range(0, T, n_rows):
+        rows = slice(start, min(start + n_rows, T))
+        i = torch.arange(S - T + rows.start, S - T + rows.stop, device=device)
+        j = torch.arange(S - T + rows.stop, device=device)
+        yield rows, i, j, j > i[:, None]
+
+
+def attention_entropy(q, k, bias=None):
     """
     Entropy of each query's attention, in nats, without the T x T matrix: Eq. (2) of the paper as
     H_i = ln sum_j exp(s_ij) - sum_j a_ij s_ij, where the last sum is q_i . (sum_j a_ij k_j) / sqrt(D). So one fused
-    attention call with the keys as values, and its log-sum-exp, are enough.
+    attention call with the keys as values, and its log-sum-exp, are enough. With a bias, some rows of it at a time.
     q: (B, H, T, D) scaled queries; k: (B, n_kv_head, T, D). Returns (B, H, T) float32, between 0 and ln(i + 1).
     """
     H, D = q.shape[1], q.shape[3]
     q, k = q.float(), k.float().repeat_interleave(H // k.shape[1], dim=1)  # float32: the two terms nearly cancel
-    mean_k, lse = ENTROPY_KERNELS.get(q.device.type, mean_key_in_chunks)(q, k)
+    if bias is not None or q.device.type not in ENTROPY_KERNELS:
+        return entropy_in_chunks(q, k, bias)
+    mean_k, lse = ENTROPY_KERNELS[q.device.type](q, k)
     return (lse - (q * mean_k).sum(-1) / math.sqrt(D)).clamp(min=0)
 
 
@@ -114,20 +151,19 @@ def mean_key_cuda(q, k):
     return mean_k, lse[..., :q.shape[2]]  # the kernel pads rows
 
 
-def mean_key_in_chunks(q, k):
-    """Where no fused kernel gives its log-sum-exp: the matrix of scores, 256 rows of it at a time."""
-    B, H, T, D = q.shape
-    mean_k, lse = torch.empty_like(q), q.new_empty(B, H, T)
-    for i in range(0, T, 256):
-        rows = slice(i, min(i + 256, T))
-        future = torch.arange(T, device=q.device) > torch.arange(T, device=q.device)[rows, None]
-        with torch.autocast(q.device.type, enabled=False):
-            scores = (q[:, :, rows] @ k.transpose(-1, -2) / math.sqrt(D)).masked_fill(future, -math.inf)
-            lse[:, :, rows], mean_k[:, :, rows] = scores.logsumexp(-1), scores.softmax(-1) @ k
-    return mean_k, lse
-
-
 ENTROPY_KERNELS = {'cpu': mean_key_cpu, 'cuda': mean_key_cuda}
+
+
+def entropy_in_chunks(q, k, bias):
+    """Entropy where there is a bias, or no fused kernel that gives its log-sum-exp. q, k: (B, H, T, D) float32."""
+    (B, H, T, D), entropy = q.shape, []
+    for rows, i, j, mask in row_chunks(T, T, B * H, q.device):
+        with torch.autocast(q.device.type, enabled=False):
+            scores = q[:, :, rows] @ k[:, :, :len(j)].transpose(-1, -2) / math.sqrt(D)
+        scores = scores if bias is None else scores + bias(i, j)
+        log_a = scores.masked_fill(mask, -math.inf).log_softmax(-1)
+        entropy.append(-(log_a.exp() * log_a.masked_fill(mask, 0)).sum(-1))
+    return torch.cat(entropy, dim=2).clamp(min=0)
 
 
 class SwiGLU(nn.Module):
@@ -149,8 +185,8 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(config.n_embd, eps=config.norm_eps)
         self.mlp = SwiGLU(config)
 
-    def forward(self, x, rotation=None, cache=None):
-        x = x + self.attn(self.attn_norm(x), rotation, cache)
+    def forward(self, x, query_key, cache=None):
+        x = x + self.attn(self.attn_norm(x), query_key, cache)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -179,10 +215,13 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.checkpoint_activations = False  # True: keep only block inputs, recompute the rest in backward
+        self.sets = {}  # scale sets: {tokens: {name of a parameter: its value in passes of so many tokens}}
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = nn.RMSNorm(config.n_embd, eps=config.norm_eps)
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        if config.tied:
+            self.head.weight = self.embed.weight
 
     def init_weights(self, generator=None):
         """TinyLlama's initialisation: small embeddings, and smaller outputs the deeper the model."""
@@ -192,22 +231,48 @@ class Transformer(nn.Module):
                 std = 1 / (math.sqrt(C) * n_layer) if name.endswith('out.weight') else math.sqrt(2 / (5 * C))
                 nn.init.normal_(p, std=std, generator=generator)
             else:
-                nn.init.ones_(p)  # norms and head scales
+                nn.init.ones_(p)  # norms, head scales and gains
         return self
 
-    def rotation(self, start, length, device):
-        return POSITIONS[self.config.position](start, length, self.config, device)
+    def query_key(self, start, length, total, device):
+        """The position method's change of q and k, for `length` tokens from `start` on of a pass of `total`."""
+        method = QUERY_KEY.get(self.config.position, QUERY_KEY['none'])
+        return method(self.config, start, length, total, device)
+
+    @torch.no_grad()
+    def use_set(self, total):
+        """Take the vectors tuned for passes of `total` tokens: between two lengths linear in ln T, then the last."""
+        lengths = sorted(self.sets)
+        if total > lengths[-1]:
+            warnings.warn(f'no scales for more than {lengths[-1]} tokens: those serve beyond, too', stacklevel=2)
+        total = min(max(total, lengths[0]), lengths[-1])
+        after = next(length for length in lengths if length >= total)
+        before = max((length for length in lengths if length < after), default=after)
+        share = math.log(total / before) / math.log(after / before) if before < after else 1.0
+        for name, vector in self.sets[after].items():
+            self.get_parameter(name).copy_(vector if share == 1 else torch.lerp(self.sets[before][name], vector, share))
+
+    def passes(self, T):
+        """
+        How to see each position of T tokens as in a pass that ends near it: [(first, end), ...], positions first to
+        end - 1 being those to take from a pass over `end` tokens. One pass where there are no scale sets.
+        """
+        ends = [length for length in sorted(self.sets) if length < T] + [T]
+        return list(zip([0, *ends], ends))
 
     def hidden(self, idx, cache=None):
         """idx: (B, T) token ids. Returns (B, T, C), normed and ready for the output matrix."""
-        B, T = idx.shape
-        x = self.embed(idx)  # (B, T, C)
-        rotation = self.rotation(cache[0].length if cache else 0, T, idx.device)
+        T = idx.shape[1]
+        start, total = (cache[0].length, cache[0].k.shape[2]) if cache else (0, T)
+        if self.sets:
+            self.use_set(total)
+        x = self.embed(idx).to(self.norm.weight.dtype)  # (B, T, C), in float32 even where matrices are in half precision
+        query_key = self.query_key(start, T, total, idx.device)
         for i, block in enumerate(self.blocks):
             if self.checkpoint_activations and torch.is_grad_enabled():
-                x = checkpoint(block, x, rotation, use_reentrant=False)
+                x = checkpoint(block, x, query_key, use_reentrant=False)
             else:
-                x = block(x, rotation, cache[i] if cache else None)
+                x = block(x, query_key, cache[i] if cache else None)
         return self.norm(x)
 
     def forward(self, idx, targets=None, last=None, cache=None):
@@ -240,10 +305,13 @@ class Transformer(nn.Module):
         One pass that also measures each head. idx, targets: (B, T).
         Returns losses (B, T) and attention entropy (n_layer, B, H, T), both in nats, float32.
         """
-        x, rotation, entropy = self.embed(idx), self.rotation(0, idx.shape[1], idx.device), []
+        T, x, entropy = idx.shape[1], self.embed(idx).to(self.norm.weight.dtype), []
+        if self.sets:
+            self.use_set(T)
+        query_key = self.query_key(0, T, T, idx.device)
         for block in self.blocks:
-            q, k, v = block.attn.project(block.attn_norm(x), rotation)
-            entropy.append(attention_entropy(q, k))
+            q, k, v = block.attn.project(block.attn_norm(x), query_key)
+            entropy.append(attention_entropy(q, k, block.attn.bias))
             x = x + block.attn.out(block.attn.attend(q, k, v))
             x = x + block.mlp(block.mlp_norm(x))
         return self.losses(self.norm(x), targets), torch.stack(entropy)
@@ -266,8 +334,8 @@ class Transformer(nn.Module):
             block.attn.head_scale.data.copy_(row)
 
     def n_params(self):
-        """Number of weights, the head scales left out."""
-        return sum(p.numel() for name, p in self.named_parameters() if not name.endswith('head_scale'))
+        """Number of weights, head scales and gains left out."""
+        return sum(p.numel() for name, p in self.named_parameters() if not name.endswith(('head_scale', 'head_gain')))
 
     def flops_per_token(self, length):
         """
@@ -275,4 +343,5 @@ class Transformer(nn.Module):
         embedding being a look-up; causal attention reads length / 2 keys on average, for q.k and for the sum of v.
         """
         c = self.config
-        return 2 * (self.n_params() - self.embed.weight.numel()), 2 * c.n_layer * c.n_embd * length
+        look_up = 0 if c.tied else self.embed.weight.numel()
+        return 2 * (self.n_params() - look_up), 2 * c.n_layer * c.n_embd * length

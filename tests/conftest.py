@@ -130,7 +130,7 @@ def plain_transformer(model, idx, head_scale=None):
         return x / (x.pow(2).mean(-1, keepdim=True) + c.norm_eps).sqrt() * state[name]
 
     def turn(x):  # as complex numbers x[k] + i x[k + D/2], each times e^(i angle)
-        if c.position == 'none':
+        if c.position != 'rope':
             return x
         angle = torch.arange(T, dtype=torch.float64)[:, None] / c.rope_base ** (torch.arange(D // 2) * 2 / D).double()
         turned = torch.complex(x[..., :D // 2], x[..., D // 2:]) * torch.exp(1j * angle)
@@ -145,10 +145,14 @@ def plain_transformer(model, idx, head_scale=None):
             group = h * c.n_kv_head // c.n_head
             q, k, v = heads[h], heads[c.n_head + group], heads[c.n_head + c.n_kv_head + group]
             scores = head_scale[layer, h] * turn(q) @ turn(k).transpose(1, 2) / math.sqrt(D)
+            if c.position == 'alibi':  # 4 heads: slopes 1/4, 1/16, 1/64, 1/256
+                scores = scores - 4.0 ** -(h + 1) * (torch.arange(T)[:, None] - torch.arange(T)).double()
+            if c.position == 'logn':
+                scores = scores * (torch.arange(1, T + 1).double().log() / math.log(c.block_size))[:, None]
             scores = scores + torch.full((T, T), -math.inf, dtype=torch.float64).triu(1)
             matrices.append((scores - scores.amax(-1, keepdim=True)).exp())
             matrices[-1] = matrices[-1] / matrices[-1].sum(-1, keepdim=True)
-            outputs.append(matrices[-1] @ v)
+            outputs.append(matrices[-1] @ v * state[f'blocks.{layer}.attn.head_gain'][h])
         attention.append(torch.stack(matrices, dim=1))
         x = x + torch.cat(outputs, dim=-1) @ state[f'blocks.{layer}.attn.out.weight'].T
         y = norm(x, f'blocks.{layer}.mlp_norm.weight') @ state[f'blocks.{layer}.mlp.gate_up.weight'].T

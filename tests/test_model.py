@@ -11,10 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import plain_losses, plain_transformer, random_model
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import model as model_file
 from model import Attention, ModelConfig, Transformer
-from position import POSITIONS, rope_angles, rotate
+from position import POSITIONS
 
 TINYLLAMA = dict(vocab_size=32000, block_size=2048, n_layer=22, n_head=32, n_kv_head=4, n_embd=2048, n_hidden=5632)
 
@@ -40,7 +41,9 @@ def big_model():
 def test_model_of_the_paper_has_1_100_048_384_weights_and_704_scales():
     model = big_model()
     assert model.n_params() == 1_100_048_384
-    assert sum(p.numel() for p in model.parameters()) - model.n_params() == 704 == model.head_scale.numel()
+    vectors = {name: p for name, p in model.named_parameters() if 'head_' in name}  # 704 scales, and as many gains
+    assert sum(p.numel() for p in vectors.values()) == 2 * 704 and model.head_scale.numel() == 704
+    assert sum(p.numel() for p in model.parameters()) == model.n_params() + 2 * 704
     twin = ModelConfig(**TINYLLAMA, position='rope')
     with torch.device('meta'):
         assert Transformer(twin).n_params() == 1_100_048_384
@@ -67,7 +70,7 @@ def test_initial_weights_have_tinyllamas_standard_deviations():
     for name in ('blocks.3.attn.out.weight', 'blocks.3.mlp.out.weight'):
         assert state[name].std().item() == pytest.approx(1 / (math.sqrt(C) * n_layer), rel=0.02), name
     vectors = [p for p in state.values() if p.dim() == 1]
-    assert len(vectors) == 3 * n_layer + 1 and all((p == 1).all() for p in vectors)
+    assert len(vectors) == 4 * n_layer + 1 and all((p == 1).all() for p in vectors)
 
 
 def test_same_generator_seed_gives_same_initial_weights():
@@ -77,8 +80,8 @@ def test_same_generator_seed_gives_same_initial_weights():
 
 
 def test_unknown_position_names_the_known_ones():
-    with pytest.raises(ValueError, match="position is 'alibi'") as error:
-        random_model(position='alibi')
+    with pytest.raises(ValueError, match="position is 'sinusoidal'") as error:
+        random_model(position='sinusoidal')
     assert all(name in str(error.value) for name in POSITIONS) and {'none', 'rope'} <= set(POSITIONS)
 
 
@@ -93,7 +96,7 @@ def test_heads_that_do_not_fit_are_refused(sizes):
 # ----------------------------------------------------------------------------- what it computes
 
 @pytest.mark.parametrize('n_kv_head', [1, 2, 4])
-@pytest.mark.parametrize('position', ['none', 'rope'])
+@pytest.mark.parametrize('position', POSITIONS)
 @pytest.mark.parametrize('T', [1, 45, 300])
 def test_logits_equal_a_plain_float64_transformer(position, n_kv_head, T):
     model, idx = random_model(position=position, n_kv_head=n_kv_head, n_layer=3), tokens(2, T)
@@ -106,7 +109,7 @@ def test_logits_equal_a_plain_float64_transformer(position, n_kv_head, T):
     assert T == 1 or attention[..., -1, :].amax() > 2 / T  # attention was not just uniform
 
 
-@pytest.mark.parametrize('position', ['none', 'rope'])
+@pytest.mark.parametrize('position', POSITIONS)
 @pytest.mark.parametrize('T', [33, 256, 257, 600])
 def test_future_tokens_never_change_earlier_logits(position, T):
     model, idx = random_model(position=position), tokens(2, T)
@@ -121,12 +124,12 @@ def test_future_tokens_never_change_earlier_logits(position, T):
                 assert not torch.equal(other[:, j], logits[:, j])
 
 
-@pytest.mark.parametrize('position', ['none', 'rope'])
-def test_only_rotation_tells_a_single_layer_the_order_of_earlier_tokens(position):
+@pytest.mark.parametrize('position', POSITIONS)
+def test_only_rope_and_alibi_tell_a_single_layer_the_order_of_earlier_tokens(position):
     model, idx = random_model(position=position, n_layer=1), tokens(1, 40)
     shuffled = torch.cat((idx[:, :-1].flip(1), idx[:, -1:]), dim=1)
     difference = (model(idx)[:, -1] - model(shuffled)[:, -1]).abs().max()
-    assert difference < 1e-4 if position == 'none' else difference > 1e-2
+    assert difference < 1e-4 if position in ('none', 'logn') else difference > 1e-2
 
 
 def test_logits_of_the_last_positions_equal_those_of_a_full_pass():
@@ -135,55 +138,29 @@ def test_logits_of_the_last_positions_equal_those_of_a_full_pass():
     torch.testing.assert_close(model(idx, last=3), model(idx)[:, -3:])
 
 
-# ----------------------------------------------------------------------------- RoPE
-
-def test_rotation_is_multiplication_by_a_complex_number_of_size_one():
-    x, D = torch.randn(2, 3, 50, 16, generator=torch.Generator().manual_seed(0)), 16
-    frequency = torch.tensor([10000 ** (-2 * k / D) for k in range(D // 2)], dtype=torch.float64)
-    angle = torch.arange(7, 57)[:, None] * frequency
-    expected = torch.complex(x[..., :8].double(), x[..., 8:].double()) * torch.polar(torch.ones_like(angle), angle)
-    turned = rotate(x, *rope_angles(7, 50, D)).double()
-    torch.testing.assert_close(torch.complex(turned[..., :8], turned[..., 8:]), expected, rtol=0, atol=2e-5)
-
-
-def test_rope_scores_depend_only_on_the_distance():
-    q, k = torch.randn(2, 1, 1, 1, 32, generator=torch.Generator().manual_seed(0))
-
-    def score(i, j):
-        return (rotate(q, *rope_angles(i, 1, 32)) @ rotate(k, *rope_angles(j, 1, 32)).mT).item()
-
-    for distance in (0, 1, 17):
-        scores = [score(j + distance, j) for j in (0, 5, 200, 1000)]
-        assert scores == pytest.approx([scores[0]] * 4, abs=2e-3)
-    assert abs(score(1, 0) - score(0, 0)) > 0.05
-
-
-def test_rope_base_sets_the_frequencies():
-    cos, sin = rope_angles(3, 1, 4, base=100.0)  # pair k turns by 3 * 100^(-2k / 4)
-    assert cos[0].tolist() == pytest.approx([math.cos(3.0), math.cos(0.3)], abs=1e-6)
-    assert sin[0].tolist() == pytest.approx([math.sin(3.0), math.sin(0.3)], abs=1e-6)
-    ten, hundred = (random_model(position='rope', rope_base=base)(tokens(1, 30)) for base in (10.0, 100.0))
-    assert not torch.equal(ten, hundred)
-
-
 # ----------------------------------------------------------------------------- head scale
 
 class AttentionWithoutScale(Attention):
-    """Attention as it was before it had scales."""
+    """Attention as it was before it had scales and gains, for windows of few tokens."""
 
-    def project(self, x, rotation=None):
+    def project(self, x, query_key):
         B, T, _ = x.shape
         heads = self.qkv(x).view(B, T, -1, self.head_dim).transpose(1, 2)
         q, k, v = heads.split([self.n_head, self.n_kv_head, self.n_kv_head], dim=1)
-        if rotation is not None:
-            q, k = rotate(q, *rotation), rotate(k, *rotation)
-        return q, k, v
+        return *query_key(q, k), v
+
+    def attend(self, q, k, v):
+        with sdpa_kernel(SDPBackend.MATH):
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return y.transpose(1, 2).flatten(2)
 
 
 def with_and_without_scale(monkeypatch, **changes):
     """Two models of the same weights: every scale 1, and no multiplication by a scale at all."""
     model = random_model(**changes)
     model.head_scale = 1.0
+    for block in model.blocks:
+        block.attn.head_gain.data.fill_(1)
     monkeypatch.setattr(model_file, 'Attention', AttentionWithoutScale)
     plain = random_model(**changes)
     plain.load_state_dict(model.state_dict())
@@ -216,7 +193,7 @@ def test_head_scale_of_one_is_plain_attention_to_the_last_bit_when_compiled(monk
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize('position', ['none', 'rope'])
+@pytest.mark.parametrize('position', POSITIONS)
 def test_head_scale_folds_into_the_query_weights(position):
     model, idx = random_model(position=position), tokens(2, 50)
     logits = model(idx)
@@ -312,7 +289,7 @@ def test_loss_in_chunks_never_holds_more_logits_than_a_chunk():
     assert len(seen) == 2 * 9 and max(seen) == 10 * 61  # 90 rows in tens; backward computes each again
 
 
-@pytest.mark.parametrize('position', ['none', 'rope'])
+@pytest.mark.parametrize('position', POSITIONS)
 def test_checkpointed_activations_give_the_same_loss_and_gradients(position):
     model, windows, calls = random_model(position=position), tokens(2, 31), []
     model.blocks[0].attn.register_forward_hook(lambda *_: calls.append(1))
@@ -329,7 +306,7 @@ def test_checkpointed_activations_give_the_same_loss_and_gradients(position):
 # ----------------------------------------------------------------------------- KV cache
 
 @pytest.mark.parametrize('chunks', [[1] * 40, [23] + [1] * 17, [23, 5, 1, 11], [1, 39], [40]], ids=str)
-@pytest.mark.parametrize('position', ['none', 'rope'])
+@pytest.mark.parametrize('position', POSITIONS)
 @torch.no_grad()
 def test_decoding_over_the_cache_equals_a_full_forward(position, chunks):
     model, idx = random_model(position=position), tokens(3, 40)
@@ -350,7 +327,7 @@ def test_cache_that_is_too_short_says_so():
 
 # ----------------------------------------------------------------------------- losses_and_entropy
 
-@pytest.mark.parametrize('position', ['none', 'rope'])
+@pytest.mark.parametrize('position', POSITIONS)
 def test_losses_and_entropy_of_one_pass_equal_the_plain_ones(position):
     model, windows = random_model(position=position), tokens(2, 71)
     losses, entropy = model.losses_and_entropy(windows[:, :-1], windows[:, 1:])
