@@ -12,6 +12,7 @@ import os
 import shutil
 from pathlib import Path
 
+import huggingface
 import numpy as np
 import torch
 
@@ -55,9 +56,16 @@ def require_space(folder, n_bytes):
                          'Free some space or choose another out_dir.')
 
 
-def load(path):
-    """Read a checkpoint into CPU memory, tensors mapped from the file. Raises ValueError if it is not whole."""
-    path = Path(path)
+def load(source, position=None):
+    """
+    Read a checkpoint into CPU memory: a file of ours, its tensors mapped, or a Hugging Face folder or hf:ORG/NAME; for
+    those see huggingface.py. Returns a dict of model, model_config, tokenizer, digest, step, settings and more.
+    Raises ValueError if it is not whole.
+    """
+    if str(source).startswith('hf:') or Path(source).is_dir():
+        state = huggingface.load_folder(str(source), position)
+        return state | {'digest': weights_digest(state['model'])}
+    path = Path(source)
     if not path.is_file():
         raise ValueError(f'{path} does not exist. Train it first (python train.py --out_dir={path.parent}), '
                          'or name a checkpoint with --init_from=.')
@@ -72,18 +80,39 @@ def load(path):
     return state
 
 
-def load_model(init_from, out_dir, device):
+def load_model(init_from, out_dir, device, position=None, rope_scaling=None, dtype=torch.float32):
     """
-    init_from: 'last' or 'best' (of out_dir), or a checkpoint file. Returns the model in eval mode, and the checkpoint's
-    other entries: model_config, tokenizer, digest, step, settings ...
+    init_from: 'last' or 'best' (of out_dir), a checkpoint file, a Hugging Face folder or hf:ORG/NAME. position and
+    rope_scaling: read it with another method than it says. dtype: that of the activations; half-precision weights of a
+    Hugging Face file stay as they are if this is their type. Returns the model in eval mode, and the checkpoint's other
+    entries: model_config, tokenizer, digest, step, settings, path ...
     """
-    path = Path(out_dir, f'{init_from}.pt') if init_from in ('last', 'best') else Path(init_from)
-    state = load(path)
+    source = str(Path(out_dir, f'{init_from}.pt') if init_from in ('last', 'best') else init_from)
+    if huggingface.is_foreign(source):
+        model, state = huggingface.load_foreign(source)
+        return model.to(device).eval().requires_grad_(False), state | {'path': source}
+    state = load(source, position)
+    config = state['model_config']
+    if position is not None:
+        config |= {'position': position} | ({'rope_scaling': ''} if position != 'rope' else {})
+    if rope_scaling is not None:
+        config['rope_scaling'] = rope_scaling
+    weights = state.pop('model')
+    if dtype not in {weight.dtype for weight in weights.values()}:
+        weights = {name: weight.float() for name, weight in weights.items()}
     with torch.device('meta'):
-        model = Transformer(ModelConfig(**state['model_config']))
-    model.load_state_dict(state.pop('model'), assign=True)
+        model = Transformer(ModelConfig(**config))
+    model.load_state_dict(weights, assign=True)
     state.pop('optimizer', None)
-    return model.to(device).eval().requires_grad_(False), state | {'path': str(path)}
+    return model.to(device).eval().requires_grad_(False), state | {'path': source}
+
+
+def dataset_of(info, dataset):
+    """The data set to read: the one that was asked for, or else the one that the checkpoint was trained on."""
+    dataset = dataset or info['settings'].get('dataset')
+    if not dataset:
+        raise ValueError(f"{info['path']} does not say what it was trained on. Give a data set with --dataset=NAME.")
+    return dataset
 
 
 def require_tokenizer(info, tokenizer, dataset):
@@ -102,49 +131,85 @@ def model_state(model, tokenizer, step, **more):
 
 # ----------------------------------------------------------------------------- scale files
 
-def save_scale(path, info, head_scale, method, target_length, **more):
+# A scale file holds one set of vectors, or under 'sets' several, each tuned for passes of its target_length tokens:
+# head_scale and head_gain, (n_layer, n_head), and norm, {parameter: values}. The model takes them by parameter name.
+
+def vectors_to_json(vectors):
+    """{parameter name: tensor} as the entries of a scale file."""
+    rows = {name: [round(x, 6) for x in vector.tolist()] for name, vector in vectors.items()}
+    heads = {kind: [row for name, row in rows.items() if name.endswith(kind)] for kind in ('head_scale', 'head_gain')}
+    norms = {name: row for name, row in rows.items() if 'norm' in name}
+    return {key: value for key, value in (heads | {'norm': norms}).items() if value}
+
+
+def vectors_from_json(data, path, info):
+    """The inverse: {parameter name: float32 tensor}. Raises ValueError for what does not fit the model of `info`."""
+    c = info['model_config']
+    shape, vectors = (c['n_layer'], c['n_head']), {}
+    for kind in ('head_scale', 'head_gain'):
+        try:
+            rows = np.array(data.get(kind, np.ones(shape)), dtype=float)
+        except (TypeError, ValueError):
+            rows = np.zeros(0)
+        if rows.shape != shape or not np.isfinite(rows).all() or kind == 'head_scale' and not (rows > 0).all():
+            raise ValueError(f'{kind} in {path} must be {shape[0]} rows of {shape[1]} numbers above 0.')
+        vectors |= {f'blocks.{i}.attn.{kind}': torch.tensor(row, dtype=torch.float32) for i, row in enumerate(rows)}
+    names = {'norm.weight', *(f'blocks.{i}.{n}_norm.weight' for i in range(c['n_layer']) for n in ('attn', 'mlp'))}
+    for name, values in data.get('norm', {}).items():
+        if name not in names or len(values) != c['n_embd']:
+            raise ValueError(f"norm in {path} has {name} of {len(values)} numbers, which this model does not have.")
+        vectors[name] = torch.tensor(values, dtype=torch.float32)
+    return vectors
+
+
+def save_scale(path, info, sets, method, **more):
     """
-    Write a scale file. head_scale: (n_layer, n_head) in units of 1 / sqrt(D); info: from load_model().
-    target_length: L', the context these scales are for, in tokens.
+    Write a scale file. sets: {L': vectors by parameter name}, L' being the context in tokens that they are for; info:
+    from load_model().
     """
+    sets = [{'target_length': length} | vectors_to_json(vectors) for length, vectors in sets.items()]
     save_json(path, {'method': method, 'block_size': info['model_config']['block_size'],
-                     'target_length': target_length, 'weights_digest': info['digest'],
-                     'head_scale': [[round(float(s), 6) for s in row] for row in head_scale], **more})
+                     'weights_digest': info['digest'], **(sets[0] if len(sets) == 1 else {'sets': sets}), **more})
 
 
 def read_scale_file(path, info):
-    """Read a scale file of the model that `info` (from load_model()) describes. Raises ValueError for another's."""
+    """
+    Read a scale file of the model that `info` (from load_model()) describes. Returns its JSON and {L': vectors}. Raises
+    ValueError for another model's.
+    """
     try:
         data = json.loads(Path(path).read_text())
     except FileNotFoundError:
         raise ValueError(f"scale file {path} does not exist. Make one with tune_scale.py, or give a number.") from None
     except (ValueError, OSError) as error:
         raise ValueError(f'{path} is not a scale file: {error}.') from None
-    if not isinstance(data, dict) or not {'head_scale', 'weights_digest', 'target_length'} <= set(data):
+    sets = data.get('sets', [data]) if isinstance(data, dict) else []
+    if not sets or 'weights_digest' not in data or not all({'head_scale', 'target_length'} <= set(one) for one in sets):
         raise ValueError(f'{path} is not a scale file: it needs head_scale, weights_digest and target_length.')
-    shape = info['model_config']['n_layer'], info['model_config']['n_head']
-    try:
-        scales = np.array(data['head_scale'], dtype=float)
-    except (TypeError, ValueError):
-        scales = np.zeros(0)
-    if scales.shape != shape or not (np.isfinite(scales) & (scales > 0)).all():
-        raise ValueError(f'head_scale in {path} must be {shape[0]} rows of {shape[1]} numbers above 0.')
+    sets = {one['target_length']: vectors_from_json(one, path, info) for one in sets}
     if data['weights_digest'] != info['digest']:
         raise ValueError(f"{path} was tuned for other weights than {info['path']}. Tune it again for this checkpoint.")
-    return data
+    return data, sets
 
 
 def apply_scale(model, scale, info):
     """
     Set the model's softmax scales from a stage's --scale: None (as trained), a number for all heads, or a scale file.
-    Returns the label of the result: '', 'scale1.2' or the file's name.
+    Of a file with several sets the model takes, in each pass, the one for the tokens that the pass will hold, and up to
+    L its own. Returns the label of the result: '', 'scale1.2' or the file's name, after the extension of RoPE if any.
     """
-    if scale is None:
-        return ''
+    label = [model.config.rope_scaling.replace(':', '')] if model.config.rope_scaling else []
     if isinstance(scale, str):
-        model.head_scale = read_scale_file(scale, info)['head_scale']
-        return Path(scale).stem
-    if scale <= 0:
-        raise ValueError(f'scale is {scale}; a softmax scale must be above 0.')
-    model.head_scale = scale
-    return f'scale{scale:g}'
+        data, sets = read_scale_file(scale, info)
+        label.append(Path(scale).stem)
+        if 'sets' in data:
+            names = {name for vectors in sets.values() for name in vectors}
+            model.sets = {model.config.block_size: {name: model.get_parameter(name).clone() for name in names}} | sets
+        else:
+            model.load_state_dict(*sets.values(), strict=False)
+    elif scale is not None:
+        if scale <= 0:
+            raise ValueError(f'scale is {scale}; a softmax scale must be above 0.')
+        model.head_scale = scale
+        label.append(f'scale{scale:g}')
+    return '_'.join(label)

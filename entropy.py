@@ -22,7 +22,9 @@ from corpus import Windows
 from runtime import bin_means, new_figure, provenance, save_json, save_png, setup
 
 out_dir = 'out/demo/nope'    # the run to read; results go there too
-init_from = 'last'           # last or best (of out_dir), or a checkpoint file
+init_from = 'last'           # last or best (of out_dir), a checkpoint file, a Hugging Face folder, or hf:ORG/NAME
+position: str | None = None  # read the checkpoint with this position method; None: as it says
+rope_scaling: str | None = None  # extend RoPE, such as yarn:4; None: as the checkpoint says
 scale: float | str | None = None  # softmax scale: a number for all heads, or a scale file
 dataset: str | None = None   # a folder of data/; None: the one the model was trained on
 split = 'test'
@@ -55,9 +57,12 @@ def measure_entropy(model, windows, n_samples, batch_tokens, bin_width, runtime)
     positions = bin_means(np.zeros(windows.block_size), bin_width)[0]
 
     def measure(inputs, targets):
-        losses, entropy = model.losses_and_entropy(inputs, targets)  # (B, T), (n_layer, B, H, T)
-        both = torch.cat((losses[:, None], entropy.transpose(0, 1).flatten(1, 2)), dim=1)  # (B, 1 + n_layer * H, T)
-        return bin_means(both.cpu().numpy(), bin_width)[1]
+        parts = []
+        for first, end in model.passes(inputs.shape[1]):
+            losses, entropy = model.losses_and_entropy(inputs[:, :end], targets[:, :end])  # (B, T), (n_layer, B, H, T)
+            both = torch.cat((losses[:, None], entropy.transpose(0, 1).flatten(1, 2)), dim=1)  # (B, 1 + n_layer * H, T)
+            parts.append(both[..., first:])
+        return bin_means(torch.cat(parts, dim=-1).cpu().numpy(), bin_width)[1]
 
     rows = runtime.over_windows(windows.fixed(n_samples), batch_tokens, measure, f'entropy at {windows.block_size}')
     means = rows.mean(0)
@@ -114,25 +119,25 @@ def draw_heads(result, path):
 
 def main():
     began, runtime = time.perf_counter(), setup(device, dtype, seed)
-    model, info = checkpoint.load_model(init_from, out_dir, runtime.device)
+    model, info = checkpoint.load_model(init_from, out_dir, runtime.device, position, rope_scaling, runtime.dtype)
     name = checkpoint.apply_scale(model, scale, info)
     name = label or name
-    L, data_name = model.config.block_size, dataset or info['settings']['dataset']
+    L, data_name = model.config.block_size, checkpoint.dataset_of(info, dataset)
     windows = Windows(data_name, split, length or 8 * L, seed)
     checkpoint.require_tokenizer(info, windows.tokenizer_state, data_name)
-    position, loss, entropy = measure_entropy(model, windows, n_samples, batch_tokens, max(1, L // 16), runtime)
+    positions, loss, entropy = measure_entropy(model, windows, n_samples, batch_tokens, max(1, L // 16), runtime)
     unit = math.log(2) if bits else 1.0
     result = {'stage': 'entropy', 'label': name, 'position_method': model.config.position, 'block_size': L,
               'dataset': data_name, 'split': split, 'checkpoint': info['path'], 'weights_digest': info['digest'],
-              'scale': scale, 'unit': 'bits' if bits else 'nats', 'position': position, 'loss': loss,
-              'mean_entropy': entropy.mean((0, 1)) / unit, 'bound': np.log(position) / unit,
+              'scale': scale, 'unit': 'bits' if bits else 'nats', 'position': positions, 'loss': loss,
+              'mean_entropy': entropy.mean((0, 1)) / unit, 'bound': np.log(positions) / unit,
               'head_scale': model.head_scale.numpy(force=True), 'entropy': entropy / unit}
     if len(np.unique(result['head_scale'])) > 1:
         result['spearman'] = [spearman(s, e) for s, e in zip(result['head_scale'], entropy[:, :, -1])]
     runtime.print(f'    position   mean entropy ({result["unit"]})   bound')
     for T in (L // 2, L, 2 * L, 4 * L, 8 * L):
         if T <= windows.block_size:
-            i = np.searchsorted(position, T, side='right') - 1  # the last bin up to T
+            i = np.searchsorted(positions, T, side='right') - 1  # the last bin up to T
             runtime.print(f'{T:12d} {result["mean_entropy"][i]:21.3f} {result["bound"][i]:7.3f}')
     for layer, value in enumerate(result.get('spearman', [])):
         runtime.print(f'layer {layer}: Spearman correlation of scale and entropy {value:+.2f}')

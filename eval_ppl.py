@@ -5,14 +5,16 @@ Perplexity of a checkpoint at and beyond its training length, with any softmax s
 $ python eval_ppl.py                                               # the demo model, sliding windows of L ... 8L
 $ python eval_ppl.py --scale=out/demo/nope/scale_head_640.json     # the same with tuned scales
 $ python eval_ppl.py --protocol=position                           # the loss at each position of windows of 8L
+$ python eval_ppl.py config/table_demo.py                          # several models and methods in Table 2's layout
 $ torchrun --nproc_per_node=8 eval_ppl.py --out_dir=out/nope_1b --dataset=pg19 --rule=paper --max_windows=8192
 
-Writes out_dir/eval_ppl[_LABEL].json and .png (protocol position: eval_ppl_position[_LABEL])
+Writes out_dir/eval_ppl[_LABEL].json and .png (protocol position: eval_ppl_position[_LABEL]; a table: eval_ppl_table)
 """
 
+import itertools
+import json
 import math
 import time
-from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -21,11 +23,13 @@ import torch
 import checkpoint
 from configurator import configure, settings
 from corpus import Windows, documents, open_tokens
-from runtime import Progress, bin_means, new_figure, provenance, save_json, save_png, setup
+from runtime import ROOT, Progress, bin_means, new_figure, provenance, save_json, save_png, setup
 
 # what to read
 out_dir = 'out/demo/nope'    # the run to read; results go there too
-init_from = 'last'           # last or best (of out_dir), or a checkpoint file
+init_from = 'last'           # last or best (of out_dir), a checkpoint file, a Hugging Face folder, or hf:ORG/NAME
+position: str | None = None  # read the checkpoint with this position method; None: as it says
+rope_scaling: str | None = None  # extend RoPE, such as yarn:4; None: as the checkpoint says
 scale: float | str | None = None  # softmax scale: a number for all heads, or a scale file
 dataset: str | None = None   # a folder of data/; None: the one the model was trained on
 split = 'test'
@@ -39,6 +43,9 @@ n_samples = 256              # position: windows of the longest length, evenly s
 last = 64                    # position: "at T" is the mean loss of the last so many positions before T
 batch_tokens = 16384         # tokens in one forward pass; lower it when memory runs out
 label = ''                   # name of the result; empty: the scale's
+# one row or more: {'name': ..., 'init_from': FILE, 'scale': ..., 'rope_scaling': ..., 'paper': row of Table 2}, all but
+# the first two optional. A list of scales or extensions of RoPE is a grid, of which the best at each length is shown
+table: list[dict] = []       # sliding: run these rows instead of the one model above
 # machine
 device = 'auto'              # auto, cpu, cuda, mps
 dtype = 'auto'               # auto, float32, bfloat16, float16
@@ -75,7 +82,7 @@ def score_windows(model, tokens, windows, batch_tokens, runtime, progress):
     tokens: (n,) array of ids; windows: from sliding_windows(). Logits are computed for scored tokens only.
     """
     mine, sums, done = runtime.mine(windows), [], 0
-    for (n_tokens, n_scored), group in groupby(mine, key=lambda w: (w[1] - w[0], w[2])):
+    for (n_tokens, n_scored), group in itertools.groupby(mine, key=lambda w: (w[1] - w[0], w[2])):
         group, size = list(group), max(1, batch_tokens // n_tokens)
         for i in range(0, len(group), size):
             batch = np.stack([tokens[lo:hi] for lo, hi, _ in group[i:i + size]]).astype(np.int64)
@@ -111,6 +118,74 @@ def evaluate_sliding(model, data, lengths, stride, rule, max_windows, batch_toke
     return rows
 
 
+def open_data(info):
+    """The token file to read with the model of `info`: of a mixture, its first source."""
+    name = checkpoint.dataset_of(info, dataset).split(',')[0].split(':')[0]
+    data = open_tokens(name, split)
+    checkpoint.require_tokenizer(info, data.tokenizer_state, name)
+    return data
+
+
+def evaluate_row(row, sizes, S, runtime):
+    """
+    A row of the table, and for a grid each of its variants. Returns the row with `ppl`, one a length (the least of the
+    grid's), what gave them, `best`, and the single variant that is best in the mean of the losses, `best_single`.
+    """
+    grid = [row[key] if isinstance(row.get(key), list) else [row.get(key)] for key in ('scale', 'rope_scaling')]
+    tried, tokens = {}, 0
+    for one_scale, scaling in itertools.product(*grid):
+        model, info = checkpoint.load_model(row['init_from'], out_dir, runtime.device, row.get('position'), scaling,
+                                            runtime.dtype)
+        label = checkpoint.apply_scale(model, one_scale, info)
+        rows = evaluate_sliding(model, open_data(info), sizes, S, rule, max_windows, batch_tokens, runtime)
+        tried[label or 'plain'] = [r['loss'] for r in rows]
+        made = info['settings']
+        if made.get('init_from', 'scratch') != 'scratch':
+            tokens = info['step'] * made['batch_size'] * made['block_size']
+        if isinstance(one_scale, str):
+            tokens = json.loads(Path(one_scale).read_text()).get('tuning_tokens', 0)
+    losses = np.array(list(tried.values()))
+    names = np.array(list(tried))
+    return row | {'tuning_tokens': tokens, 'ppl': np.exp(losses.min(0).clip(max=700)), 'losses': tried,
+                  'best': names[losses.argmin(0)].tolist(), 'best_single': names[losses.mean(1).argmin()].item(),
+                  'windows': rows[0]['windows'], 'documents': rows[0]['documents']}
+
+
+def print_table(rows, sizes, runtime):
+    """The rows in Table 2's layout, beside the paper's on PG19 where it has them."""
+    paper = json.loads((ROOT / 'results/papers.json').read_text())['nope_table2']['rows']
+    width = max(len(row['name']) for row in rows)
+    runtime.print(f'{"":{width}}     tokens' + ''.join(f'{T:>9}' for T in sizes) + '   paper: 2K     4K     8K    16K')
+    for row in rows:
+        cells = ''.join(f'{ppl:9.2f}' if ppl < 1000 else '    >10^3' for ppl in row['ppl'])
+        theirs = ''.join(f'{ppl:7.1f}' if ppl < 1000 else '  >10^3' for ppl in paper.get(row.get('paper'), [])[:4])
+        note = f"   {', '.join(row['best'])}" if len(row['losses']) > 1 else ''
+        tokens = f"{row['tuning_tokens'] / 1e6:.1f}M" if row['tuning_tokens'] else '-'
+        runtime.print(f"{row['name']:{width}} {tokens:>10}{cells}       {theirs:28}{note}".rstrip())
+
+
+def draw_table(result, path):
+    """Perplexity against window length, a line a row."""
+    figure, axis = new_figure(width=9.0, height=5.0)
+    for i, row in enumerate(result['rows']):
+        axis.plot(result['lengths'], row['ppl'], marker='os^vD'[i // 10 % 5], ls=('-', '--', ':')[i // 10 % 3],
+                  color=f'C{i % 10}', label=row['name'])
+    length_axes(axis, result['lengths'], [ppl for row in result['rows'] for ppl in row['ppl']])
+    axis.axvline(result['block_size'], color='black', ls=':', lw=1)
+    figure.legend(*axis.get_legend_handles_labels(), loc='outside right center')
+    save_png(figure, path)
+
+
+def length_axes(axis, lengths, ppl):
+    """Logarithmic axes for perplexity by window length, with plain numbers at the ticks."""
+    axis.set(xscale='log', yscale='log', xlabel='window length (tokens)', ylabel='perplexity')
+    axis.set_xticks(lengths, [str(T) for T in lengths], minor=False)
+    axis.minorticks_off()
+    ticks = [t for t in (1, 2, 3, 5, 7, 10, 15, 20, 30, 50, 70, 100, 200, 500, 1000)
+             if min(ppl) / 1.5 < t < max(ppl) * 1.5]
+    axis.set_yticks(ticks, [str(t) for t in ticks])
+
+
 def draw(result, path):
     """Perplexity against window length, or loss against position; from the result's JSON alone."""
     L = result['block_size']
@@ -118,12 +193,7 @@ def draw(result, path):
     if result['protocol'] == 'sliding':
         rows = result['rows']
         axis.plot([r['length'] for r in rows], [r['ppl'] for r in rows], marker='o')
-        axis.set(xscale='log', yscale='log', xlabel='window length (tokens)', ylabel='perplexity')
-        axis.set_xticks([r['length'] for r in rows], [str(r['length']) for r in rows], minor=False)
-        axis.minorticks_off()
-        low, high = min(r['ppl'] for r in rows), max(r['ppl'] for r in rows)
-        ticks = [t for t in (1, 2, 3, 5, 7, 10, 15, 20, 30, 50, 70, 100, 200, 500, 1000) if low / 1.5 < t < high * 1.5]
-        axis.set_yticks(ticks, [str(t) for t in ticks])
+        length_axes(axis, [r['length'] for r in rows], [r['ppl'] for r in rows])
     else:
         axis.plot(result['position'], result['loss'])
         axis.set(xlabel='position (tokens)', ylabel='loss (nats per token)')
@@ -135,11 +205,11 @@ def draw(result, path):
 
 def main():
     began, runtime = time.perf_counter(), setup(device, dtype, seed)
-    model, info = checkpoint.load_model(init_from, out_dir, runtime.device)
-    name = label or checkpoint.apply_scale(model, scale, info)
-    if label:
-        checkpoint.apply_scale(model, scale, info)
-    L, data_name = model.config.block_size, dataset or info['settings']['dataset']
+    first = init_from if not table else table[0].get('init_from', init_from)
+    model, info = checkpoint.load_model(first, out_dir, runtime.device, position, rope_scaling, runtime.dtype)
+    scale_label = checkpoint.apply_scale(model, scale, info)
+    name = label or scale_label
+    L, data_name = model.config.block_size, checkpoint.dataset_of(info, dataset)
     sizes = sorted(lengths or [L, 2 * L, 4 * L, 8 * L])
     result = {'stage': 'eval_ppl', 'protocol': protocol, 'label': name, 'position_method': model.config.position,
               'block_size': L, 'dataset': data_name, 'split': split, 'checkpoint': info['path'],
@@ -150,19 +220,27 @@ def main():
             raise ValueError(f"rule is '{rule}'. Choose same, paper or classic.")
         if not 0 < S < sizes[0]:
             raise ValueError(f'stride is {S}; it must be at least 1 and below the shortest length, {sizes[0]}.')
-        data = open_tokens(data_name.split(',')[0].split(':')[0], split)
-        checkpoint.require_tokenizer(info, data.tokenizer_state, data_name)
-        rows = evaluate_sliding(model, data, sizes, S, rule, max_windows, batch_tokens, runtime)
-        runtime.print('  length        ppl      loss   windows   scored tokens   documents')
-        for r in rows:
-            runtime.print(f"{r['length']:8d} {r['ppl']:10.3f} {r['loss']:9.4f} {r['windows']:9,d} "
-                          f"{r['scored_tokens']:15,d} {r['documents']:11,d}")
-        result |= {'rule': rule, 'stride': S, 'rows': rows}
+        result |= {'rule': rule, 'stride': S, 'lengths': sizes}
+        if table:
+            result['rows'] = [evaluate_row(row, sizes, S, runtime) for row in table]
+            print_table(result['rows'], sizes, runtime)
+        else:
+            data = open_data(info)
+            result['rows'] = evaluate_sliding(model, data, sizes, S, rule, max_windows, batch_tokens, runtime)
+            runtime.print('  length        ppl      loss   windows   scored tokens   documents')
+            for r in result['rows']:
+                runtime.print(f"{r['length']:8d} {r['ppl']:10.3f} {r['loss']:9.4f} {r['windows']:9,d} "
+                              f"{r['scored_tokens']:15,d} {r['documents']:11,d}")
     elif protocol == 'position':
         windows = Windows(data_name, split, sizes[-1], seed)
         checkpoint.require_tokenizer(info, windows.tokenizer_state, data_name)
         samples = windows.fixed(n_samples, spacing=last)  # may overlap, but no token is scored twice at one length
-        losses = runtime.over_windows(samples, batch_tokens, model, f'{sizes[-1]} positions')
+
+        def by_position(inputs, targets):
+            return torch.cat([model(inputs[:, :end], targets[:, :end])[:, first:]
+                              for first, end in model.passes(inputs.shape[1])], dim=1)
+
+        losses = runtime.over_windows(samples, batch_tokens, by_position, f'{sizes[-1]} positions')
         at = {T: losses[:, max(0, T - last):T].mean(1) for T in sizes}
         rows = [{'length': T, 'loss': v.mean(), 'standard_error': v.std(ddof=1) / len(v) ** 0.5,
                  'ppl': math.exp(v.mean()), 'windows': len(v), 'scored_tokens': len(v) * min(T, last)}
@@ -176,11 +254,12 @@ def main():
                    'position': positions, 'loss': binned, 'loss_at_by_window': {str(T): v for T, v in at.items()}}
     else:
         raise ValueError(f"protocol is '{protocol}'. Choose sliding or position.")
-    stem = '_'.join(part for part in ('eval_ppl', 'position' * (protocol == 'position'), name) if part)
+    kind = 'table' if table else 'position' * (protocol == 'position')
+    stem = '_'.join(part for part in ('eval_ppl', kind, name) if part)
     if runtime.is_main:
         result |= provenance(settings(globals()), runtime, time.perf_counter() - began)
         save_json(Path(out_dir, f'{stem}.json'), result)
-        draw(result, Path(out_dir, f'{stem}.png'))
+        (draw_table if table else draw)(result, Path(out_dir, f'{stem}.png'))
         print(f'wrote {Path(out_dir, stem)}.json and .png')
     runtime.close()
 

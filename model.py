@@ -266,7 +266,7 @@ class Transformer(nn.Module):
         start, total = (cache[0].length, cache[0].k.shape[2]) if cache else (0, T)
         if self.sets:
             self.use_set(total)
-        x = self.embed(idx).to(self.norm.weight.dtype)  # (B, T, C), in float32 even where matrices are in half precision
+        x = self.embed(idx).to(self.norm.weight.dtype)  # (B, T, C), float32 even where matrices are in half precision
         query_key = self.query_key(start, T, total, idx.device)
         for i, block in enumerate(self.blocks):
             if self.checkpoint_activations and torch.is_grad_enabled():

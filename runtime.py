@@ -164,7 +164,7 @@ def compiled(model, runtime, enabled):
         if missing:
             runtime.print(f'torch.compile needs {missing}; going on uncompiled, which is slower.')
             return model
-    return torch.compile(model)
+    return torch.compile(model, dynamic=False)  # once per shape
 
 
 def synchronize(device):

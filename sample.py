@@ -16,7 +16,9 @@ from generate import generate
 from runtime import setup
 
 out_dir = 'out/demo/nope'    # the run to read
-init_from = 'last'           # last or best (of out_dir), or a checkpoint file
+init_from = 'last'           # last or best (of out_dir), a checkpoint file, a Hugging Face folder, or hf:ORG/NAME
+position: str | None = None  # read the checkpoint with this position method; None: as it says
+rope_scaling: str | None = None  # extend RoPE, such as yarn:4; None: as the checkpoint says
 scale: float | str | None = None  # softmax scale: a number for all heads, or a scale file
 prompt = ''                  # text to go on from; empty: the start of a document
 n_samples = 1
@@ -31,7 +33,7 @@ dtype = 'auto'               # auto, float32, bfloat16, float16
 
 def main():
     runtime = setup(device, dtype, seed)
-    model, info = checkpoint.load_model(init_from, out_dir, runtime.device)
+    model, info = checkpoint.load_model(init_from, out_dir, runtime.device, position, rope_scaling, runtime.dtype)
     checkpoint.apply_scale(model, scale, info)
     encoding = tokenizer_from_state(info['tokenizer'])
     ids = [encoding.eot_token, *encoding.encode_ordinary(prompt)]  # a document starts after an end-of-text token

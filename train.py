@@ -1,10 +1,12 @@
 """
-Train a transformer without position encoding (NoPE), or its twin with RoPE, on token files. Section 4.1 of
-"Length Generalization of Causal Transformers without Position Encoding"; the recipe is TinyLlama's.
+Train a transformer without position encoding (NoPE), or a twin with another position method, on token files; fine-tune
+one at another length. Sections 4.1 and 4.2 of "Length Generalization of Causal Transformers without Position
+Encoding"; the recipe is TinyLlama's.
 
 $ python train.py                                        # the demo model: 0.9M parameters on a laptop, minutes
 $ python train.py config/demo_rope.py                    # its twin with RoPE
 $ python train.py --init_from=resume                     # go on after a stop: to the last bit as if never stopped
+$ python train.py config/finetune.py config/yarn.py --init_from=out/demo/rope/last.pt --out_dir=out/demo/rope_yarn
 $ torchrun --nproc_per_node=8 train.py config/nope_1b.py # the paper's model on eight GPUs
 
 Writes out_dir/last.pt, best.pt, step_N.pt, config.json, log.jsonl, loss.png
@@ -27,7 +29,7 @@ from runtime import clock, compiled, matmul_flops, new_figure, save_json, save_p
 
 # output
 out_dir = 'out/demo/nope'    # checkpoints, log and pictures go here
-init_from = 'scratch'        # scratch, resume (out_dir/last.pt), or a checkpoint file whose weights to start from
+init_from = 'scratch'        # scratch, resume (out_dir/last.pt), or the model to start from: a file, hf:ORG/NAME
 eval_interval = 500          # steps between validations; last.pt is saved at each
 eval_windows = 128           # validation windows read at each, the same ones every time
 log_interval = 100           # steps between lines on screen
@@ -39,7 +41,8 @@ block_size = 128             # L, the training context in tokens
 batch_size = 16              # sequences in the global batch of one step, over all devices
 micro_batch_size = 16        # sequences at once on one device; lower it when memory runs out
 # model
-position = 'none'            # none (NoPE) or rope
+position: str | None = None  # none (NoPE), rope, logn or alibi; None: none, or that of init_from
+rope_scaling: str | None = None  # extend RoPE: pi, ntk, dynamic_ntk or yarn, by block_size / L of init_from; or yarn:4
 n_layer = 4
 n_head = 8
 n_kv_head = 4                # key/value heads, each shared by n_head / n_kv_head query heads
@@ -63,7 +66,8 @@ compile = True               # torch.compile the model
 checkpoint_activations = False  # recompute activations in backward: less memory, a third more time
 seed = 1337                  # of initial weights and data order
 
-MODEL_SETTINGS = ('position', 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'n_hidden', 'rope_base', 'block_size')
+MODEL_SETTINGS = ('position', 'rope_scaling', 'rope_base', 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'n_hidden',
+                  'block_size')
 
 
 def learning_rate_at(step, peak, floor, warmup, decay):
@@ -124,6 +128,15 @@ def resume_differences(old, new):
     return changed
 
 
+def finetune_position(config):
+    """What our settings change in the position method of a model that is given, whose config this is."""
+    L = config['rope_length'] or config['block_size']
+    change = {'position': position or config['position'], 'rope_length': L}
+    if rope_scaling is not None:
+        change['rope_scaling'] = rope_scaling if ':' in rope_scaling else f'{rope_scaling}:{block_size / L:g}'
+    return change
+
+
 def lines_until(log_path, step):
     """The lines of a log up to a step; a kill may have left steps after the checkpoint, or half a line."""
     kept = []
@@ -143,6 +156,7 @@ def main():
     train_windows, val_windows = (Windows(dataset, split, block_size, seed) for split in ('train', 'val'))
     val_tokens = val_windows.fixed(eval_windows)
     tokenizer = train_windows.tokenizer_state
+    run_settings |= {'position': position or 'none', 'rope_scaling': rope_scaling or ''}
 
     # the model: new, resumed, or started from another's weights
     state = None
@@ -151,18 +165,20 @@ def main():
         model = Transformer(config).init_weights().to(runtime.device)
     else:
         path = Path(out_dir, 'last.pt') if init_from == 'resume' else init_from
-        state = checkpoint.load(path)
+        state = checkpoint.load(path, position)
         checkpoint.require_tokenizer(state | {'path': path}, tokenizer, dataset)
         if init_from == 'resume':
             run_settings['init_from'] = state['settings']['init_from']  # where the run began
+        config = state['model_config'] | {'block_size': block_size}
         if run_settings['init_from'] != 'scratch':  # a model that was given has the sizes it has
-            sizes = {name: state['model_config'][name] for name in MODEL_SETTINGS if name != 'block_size'}
-            run_settings |= sizes
-            runtime.print('the model is as in', path, *(f'{name}={size}' for name, size in sizes.items()))
+            if init_from != 'resume':
+                config |= finetune_position(state['model_config'])
+            run_settings |= {name: config[name] for name in MODEL_SETTINGS}
+            runtime.print('the model is as in', path, *(f'{name}={config[name]}' for name in MODEL_SETTINGS))
         if init_from == 'resume':
             for name in resume_differences(state['settings'], run_settings):
                 runtime.print(f"resuming with {name} = {run_settings[name]} (was {state['settings'][name]})")
-        model = Transformer(ModelConfig(**state['model_config'] | {'block_size': block_size})).to(runtime.device)
+        model = Transformer(ModelConfig(**config)).to(runtime.device)
         model.load_state_dict(state['model'])
     model.checkpoint_activations = checkpoint_activations
 

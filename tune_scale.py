@@ -3,13 +3,16 @@ Find the softmax scales that make a NoPE model trained at L = block_size read lo
 Appendices A and B of "Length Generalization of Causal Transformers without Position Encoding".
 
 uniform: one scale for the whole model, by trying each candidate (UniformScale).
-head:    one scale per head, tuned at target_length while every weight stays frozen (HeadScale).
+head:    one scale per head, tuned at target_length while every weight stays frozen (HeadScale). Beyond the paper, it
+         can tune other small vectors too (tune), and one set for each of several lengths (target_lengths).
 
 $ python tune_scale.py --method=uniform              # the demo model, first this: its best scale is where head starts
 $ python tune_scale.py --method=head                 # then this
+$ python tune_scale.py --target_lengths=[256,512,1024]             # one set per length, used by the context at hand
 $ torchrun --nproc_per_node=8 tune_scale.py config/tune_8k.py      # the paper's 704 scales of the 1.1B model
 
-Writes out_dir/scale_uniform.json or scale_head_TARGET.json (every stage takes it as --scale=FILE) and a .png
+Writes out_dir/scale_uniform.json, scale_uniform_fit.json; scale_head_TARGET.json; or scale_sets.json; and a .png. Every
+stage takes such a file as --scale=FILE
 """
 
 import json
@@ -27,9 +30,12 @@ from runtime import Progress, bin_means, compiled, new_figure, provenance, save_
 
 # what to tune
 out_dir = 'out/demo/nope'    # the run to read; the scale file goes there too
-init_from = 'last'           # last or best (of out_dir), or a checkpoint file
+init_from = 'last'           # last or best (of out_dir), a checkpoint file, a Hugging Face folder, or hf:ORG/NAME
+position: str | None = None  # read the checkpoint with this position method; None: as it says
+rope_scaling: str | None = None  # extend RoPE, such as yarn:4; None: as the checkpoint says
 method = 'head'              # uniform or head
 target_length: int | None = None  # L', tokens to extend to; None: 8L for uniform, 4L for head. May exceed what is used
+target_lengths: list[int] = []  # head: tune a set of scales for each of these, each from the one before
 dataset: str | None = None   # a folder of data/; None: the one the model was trained on
 label = ''                   # appended to the names of the files written
 # uniform: candidates, each tried at every position
@@ -38,9 +44,12 @@ candidate_range: list[float] = [1.0, 2.4, 0.1]  # first, last, step; the paper's
 compare: list[str] = []      # other checkpoint files of the run, fitted in the same picture (Figure 7)
 last = 64                    # the best scale for length T is the best over the last so many positions before T
 # head: the recipe of Appendix A
+tune = 'scale'               # scale (the paper's), out (a gain per head), norm (the norms' gains), or scale,out,norm
 init_scale: float | str = 'uniform'  # where every head starts: a number, or uniform (the best of scale_uniform.json)
 min_scale: float | None = 1.0   # concentration constraint, Eq. (6): clamped after every step; None: no constraint
-learning_rate = 0.1          # in units of 1/sqrt(d); the paper uses 0.05 or 0.1
+learning_rate = 0.1          # of scales, in units of 1/sqrt(d); the paper uses 0.05 or 0.1
+gain_learning_rate = 0.02    # of tune=out
+norm_learning_rate = 0.01    # of tune=norm
 warmup_iters = 20            # linear from 0
 max_iters = 200              # steps; the rate falls to a tenth of its peak on a cosine
 batch_size = 8               # sequences of target_length in one step, over all devices
@@ -67,9 +76,13 @@ def curves(model, windows, n_samples, batch_tokens, runtime, label=None):
     tail = max(1, model.config.block_size // 64)
 
     def measure(inputs, targets):
-        losses, entropy = model.losses_and_entropy(inputs, targets)         # (B, T), (n_layer, B, H, T)
-        heads = entropy[..., -tail:].mean(-1).transpose(0, 1).flatten(1)    # (B, n_layer * H)
-        return torch.cat((losses, entropy.mean((0, 2)), heads), dim=1)
+        losses, means = [], []
+        for first, end in model.passes(inputs.shape[1]):
+            loss, entropy = model.losses_and_entropy(inputs[:, :end], targets[:, :end])  # (B, T), (n_layer, B, H, T)
+            losses.append(loss[:, first:])
+            means.append(entropy[..., first:].mean((0, 2)))
+        heads = entropy[..., -tail:].mean(-1).transpose(0, 1).flatten(1)                 # (B, n_layer * H)
+        return torch.cat([*losses, *means, heads], dim=1)
 
     T = windows.block_size
     rows = runtime.over_windows(windows.fixed(n_samples), batch_tokens, measure, label).mean(0)
@@ -158,19 +171,31 @@ def first_scale(init_scale, folder, info, target_length):
     path = Path(folder, 'scale_uniform.json')
     if not path.exists():
         raise ValueError(f'{path} does not exist. Run tune_scale.py --method=uniform first, or give --init_scale=1.2.')
-    data = checkpoint.read_scale_file(path, info)
+    data, _ = checkpoint.read_scale_file(path, info)
     return float(np.interp(math.log(target_length), np.log(data['lengths']), data['best_by_length']))
 
 
-def tune_heads(model, windows, init_scale, runtime):
+def vectors_to_tune(model):
+    """{name: (parameter, learning rate)} of the vectors that `tune` names."""
+    kinds = {'scale': ('head_scale', learning_rate), 'out': ('head_gain', gain_learning_rate),
+             'norm': ('norm.weight', norm_learning_rate)}
+    unknown = set(tune.split(',')) - set(kinds)
+    if unknown:
+        raise ValueError(f"tune is '{tune}'. Choose scale, out, norm, or several of them: scale,out,norm.")
+    return {name: (p, rate) for name, p in model.named_parameters()
+            for ending, rate in [kinds[kind] for kind in tune.split(',')] if name.endswith(ending)}
+
+
+def tune_vectors(model, windows, runtime):
     """
-    HeadScale, Eq. (5): minimise the loss over the scales alone. Returns the loss at each step, in nats.
-    No gradient is computed for any weight; only attention's backward and the products on its way remain.
+    HeadScale, Eq. (5): minimise the loss over the scales alone, from where they stand. Returns the losses, in nats.
+    No gradient is computed for any matrix; only attention's backward and the products on its way remain.
     """
-    model.head_scale = init_scale
     model.checkpoint_activations = checkpoint_activations
-    scales = [block.attn.head_scale.requires_grad_(True) for block in model.blocks]
-    optimizer = torch.optim.AdamW(scales, lr=learning_rate, betas=(beta1, beta2), weight_decay=0.0)
+    vectors = vectors_to_tune(model)
+    parameters = [p.requires_grad_(True) for p, _ in vectors.values()]
+    optimizer = torch.optim.AdamW([{'params': [p], 'peak': rate} for p, rate in vectors.values()], betas=(beta1, beta2),
+                                  weight_decay=0.0)
     scaler = torch.amp.GradScaler(runtime.device.type, enabled=runtime.dtype == torch.float16)
     forward = compiled(model, runtime, compile)
     progress, losses = Progress(max_iters, f'tuning at {windows.block_size}', runtime.is_main), []
@@ -179,7 +204,7 @@ def tune_heads(model, windows, init_scale, runtime):
     for step in range(max_iters):
         warm, p = (step + 1) / max(1, warmup_iters), (step - warmup_iters) / max(1, max_iters - warmup_iters)
         for group in optimizer.param_groups:
-            group['lr'] = learning_rate * min(warm, 0.1 + 0.45 * (1 + math.cos(math.pi * max(0.0, p))))
+            group['lr'] = group['peak'] * min(warm, 0.1 + 0.45 * (1 + math.cos(math.pi * max(0.0, p))))
         tokens = torch.from_numpy(windows.batch(step, batch_size, rows)).to(runtime.device)
         step_loss = torch.zeros((), device=runtime.device)
         for micro in tokens.split(micro_batch_size):
@@ -188,29 +213,28 @@ def tune_heads(model, windows, init_scale, runtime):
             scaler.scale(loss).backward()
             step_loss += loss.detach()
         if runtime.world_size > 1:  # n_layer x n_head numbers: a plain sum over ranks will do
-            for tensor in [step_loss, *(scale.grad for scale in scales)]:
+            for tensor in [step_loss, *(p.grad for p in parameters)]:
                 torch.distributed.all_reduce(tensor)
         scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(scales, grad_clip)
+        torch.nn.utils.clip_grad_norm_(parameters, grad_clip)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
         if min_scale is not None:  # Eq. (6), on the float32 scales the next step starts from
-            for scale in scales:
-                scale.data.clamp_(min=min_scale)
+            model.head_scale = model.head_scale.clamp(min=min_scale)
         losses.append(step_loss.item())
         if not math.isfinite(losses[-1]):
             raise ValueError(f'the loss became {losses[-1]} at step {step + 1}; nothing was written. '
                              'Lower learning_rate, or start from a uniform scale.')
         progress.update(step + 1, f'loss {losses[-1]:.4f}  mean scale {model.head_scale.mean():.3f}')
-    for scale in scales:
-        scale.requires_grad_(False)
+    model.requires_grad_(False)
     return losses
 
 
 def draw_head(result, path):
     """Figure 4: loss and entropy, uniform against head scale. Figure 5: scale against entropy. And the scales."""
-    L, target, scales = result['block_size'], result['target_length'], np.array(result['head_scale'])
+    last = result['sets'][-1] if 'sets' in result else result
+    L, target, scales = result['block_size'], last['target_length'], np.array(last['head_scale'])
     figure, axes = new_figure(2, 2, width=6.0, height=3.8)
     for rank, (name, curve) in enumerate(result['curves'].items()):
         style = {'color': ('#999999', '#e08214', '#1f4e9c')[rank], 'label': name}
@@ -245,11 +269,13 @@ def draw_head(result, path):
 
 def main():
     began, runtime = time.perf_counter(), setup(device, dtype, seed)
-    model, info = checkpoint.load_model(init_from, out_dir, runtime.device)
-    L, data_name = model.config.block_size, dataset or info['settings']['dataset']
-    target = target_length or (8 if method == 'uniform' else 4) * L
-    if target < L:
-        raise ValueError(f'target_length is {target} but the checkpoint was trained at block_size {L}. '
+    reading = runtime.device, position, rope_scaling, runtime.dtype
+    model, info = checkpoint.load_model(init_from, out_dir, *reading)
+    L, data_name = model.config.block_size, checkpoint.dataset_of(info, dataset)
+    goals = sorted(target_lengths) if method == 'head' else []
+    target = goals[-1] if goals else target_length or (8 if method == 'uniform' else 4) * L
+    if min([target, *goals]) < L:
+        raise ValueError(f'target_length is {min([target, *goals])} but the checkpoint was trained at block_size {L}. '
                          f'Choose {L} or more.')
     if method not in ('uniform', 'head'):
         raise ValueError(f"method is '{method}'. Choose uniform or head.")
@@ -269,7 +295,7 @@ def main():
             raise ValueError(f'candidate {min(scales)} is not a softmax scale; candidates must be above 0.')
         searches = {}
         for path in [info['path'], *compare]:
-            other, other_info = checkpoint.load_model(path, out_dir, runtime.device)
+            other, other_info = checkpoint.load_model(path, out_dir, *reading)
             name = f"{Path(path).stem}, step {other_info['step']}"
             searches[path if name in searches else name] = search_uniform(other, val, scales, L, runtime)
         search = next(iter(searches.values()))
@@ -280,29 +306,43 @@ def main():
             runtime.print(f"{length:8d} {search['best_by_length'][i]:12.2f} {column.min():9.4f}      {plain}")
         for name, fitted in searches.items():
             runtime.print(f"{name}: scale = 1 + {fitted['fit_a']:.4f} ln(i / {L}), R2 {fitted['fit_r2']:.4f}")
-        head_scale = np.full((model.config.n_layer, model.config.n_head), search['best_by_length'][-1])
+        model.head_scale = search['best_by_length'][-1]
+        sets = {target: {name: p for name, p in model.named_parameters() if name.endswith('head_scale')}}
         more |= {'lengths': search['lengths'], 'best_by_length': search['best_by_length'], 'searches': searches}
+        a = search['fit_a']  # the fit as a file of sets, in which each context gets its own uniform scale
+        fitted = {T: {name: torch.full_like(p, 1 + a * math.log(T / L)) for name, p in sets[target].items()}
+                  for T in search['lengths'] if T > L}
+        if runtime.is_main and fitted:
+            checkpoint.save_scale(Path(out_dir, 'scale_uniform_fit.json'), info, fitted, 'uniform fit', fit_a=a)
         stem, draw = 'scale_uniform', draw_uniform
     else:
-        begin = first_scale(init_scale, out_dir, info, target)
-        runtime.print(f'{model.head_scale.numel()} scales, from {begin:g}, on windows of {target} tokens '
-                      f'({max_iters * batch_size * target:,} tokens in all)')
-        losses = tune_heads(model, Windows(data_name, 'train', target, seed), begin, runtime)
-        head_scale, measured = model.head_scale, {}
-        for name, scale in (('scale 1', 1.0), (f'uniform {begin:.2f}', begin), ('head scale', head_scale)):
-            model.head_scale = scale
+        tuned = {name: p for name, (p, _) in vectors_to_tune(model).items()}
+        tuned |= {name: p for name, p in model.named_parameters() if name.endswith('head_scale')}
+        base = {name: p.clone() for name, p in tuned.items()}
+        model.head_scale = begin = first_scale(init_scale, out_dir, info, goals[0] if goals else target)
+        start, sets, losses = {name: p.clone() for name, p in tuned.items()}, {}, []
+        for length in goals or [target]:
+            runtime.print(f'{sum(p.numel() for p in tuned.values())} numbers, on windows of {length} tokens '
+                          f'({max_iters * batch_size * length:,} tokens in all)')
+            losses += tune_vectors(model, Windows(data_name, 'train', length, seed), runtime)
+            sets[length] = {name: p.clone() for name, p in tuned.items()}
+        scales, measured = model.head_scale, {}
+        for name, vectors in (('scale 1', base), (f'uniform {begin:.2f}', start), ('head scale', sets[target])):
+            model.load_state_dict(vectors, strict=False)
+            model.sets = {L: base} | sets if goals and name == 'head scale' else {}
             loss, entropy, last_entropy = curves(model, val, n_samples, batch_tokens, runtime)
-            position, loss = bin_means(loss, L // 16)
+            where, loss = bin_means(loss, L // 16)
             measured[name] = {'loss': loss, 'entropy': bin_means(entropy, L // 16)[1]}
-        runtime.print(f'scales {head_scale.min():.3f} to {head_scale.max():.3f}, mean {head_scale.mean():.3f}')
-        more |= {'init_scale': begin, 'losses': losses, 'curve_length': target, 'position': position,
+        runtime.print(f'scales {scales.min():.3f} to {scales.max():.3f}, mean {scales.mean():.3f}')
+        more |= {'init_scale': begin, 'losses': losses, 'curve_length': target, 'position': where,
                  'curves': measured, 'last_entropy': last_entropy}
-        stem, draw = f'scale_head_{target}', draw_head
+        more['tuning_tokens'] = max_iters * batch_size * sum(goals or [target])
+        stem, draw = 'scale_sets' if goals else f'scale_head_{target}', draw_head
 
     if runtime.is_main:
         path = Path(out_dir, f'{stem}{"_" * bool(label)}{label}.json')
         more |= provenance(settings(globals()), runtime, time.perf_counter() - began)
-        checkpoint.save_scale(path, info, head_scale, method, target, **more)
+        checkpoint.save_scale(path, info, sets, method, **more)
         draw(json.loads(path.read_text()), path.with_suffix('.png'))
         print(f'wrote {path} and .png')
     runtime.close()

@@ -6,6 +6,7 @@ $ python -m pytest tests/test_checkpoint.py
 """
 
 import json
+import math
 import os
 import pickle
 import shutil
@@ -17,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import files_at_most
+from conftest import files_at_most, scale_set
 
 import checkpoint
 from corpus import format_ranks, get_tokenizer, tokenizer_state
@@ -124,9 +125,8 @@ def test_checkpoint_cut_short_is_refused(out_dir, keep):
 
 
 def test_missing_checkpoint_is_refused_with_the_command_that_makes_it(out_dir):
-    for path in out_dir / 'none.pt', out_dir:  # out_dir is a folder
-        with pytest.raises(ValueError, match=f'{path} does not exist. Train it first .*train.py --out_dir='):
-            checkpoint.load(path)
+    with pytest.raises(ValueError, match='none.pt does not exist. Train it first .*train.py --out_dir='):
+        checkpoint.load(out_dir / 'none.pt')
 
 
 @pytest.mark.parametrize('content', [{'model': {}, 'step': 1}, [1, 2], torch.ones(3)], ids=['dict', 'list', 'tensor'])
@@ -252,15 +252,16 @@ def test_scale_of_a_stage_is_nothing_a_number_or_a_file(tmp_path, loaded):
     assert checkpoint.apply_scale(model, 1.2, info) == 'scale1.2'
     assert torch.equal(model.head_scale, torch.full((2, 4), 1.2))
     assert checkpoint.apply_scale(model, 2, info) == 'scale2'
-    checkpoint.save_scale(tmp_path / 'scale_head_64.json', info, SCALES, 'head', 64)
+    checkpoint.save_scale(tmp_path / 'scale_head_64.json', info, {64: scale_set(SCALES)}, 'head')
     assert checkpoint.apply_scale(model, str(tmp_path / 'scale_head_64.json'), info) == 'scale_head_64'
     assert torch.equal(model.head_scale, torch.tensor(SCALES))
 
 
 def test_scale_file_reads_as_it_was_written(tmp_path, loaded):
     path, info = tmp_path / 'scale.json', loaded[1]
-    checkpoint.save_scale(path, info, torch.tensor(SCALES), 'head', 64, losses=[2.5, 2.25])
-    data = checkpoint.read_scale_file(path, info)
+    checkpoint.save_scale(path, info, {64: scale_set(SCALES)}, 'head', losses=[2.5, 2.25])
+    data, sets = checkpoint.read_scale_file(path, info)
+    assert all(torch.equal(sets[64][name], row) for name, row in scale_set(SCALES).items())
     assert np.allclose(data['head_scale'], SCALES, atol=1e-6, rtol=0)
     assert (data['method'], data['block_size'], data['target_length']) == ('head', 8, 64)
     assert data['losses'] == [2.5, 2.25] and data['weights_digest'] == info['digest']
@@ -277,7 +278,7 @@ def test_scale_that_is_not_above_0_is_refused(loaded, scale):
 
 def test_scale_file_of_another_model_is_refused(out_dir, loaded):
     path = out_dir / 'scale.json'
-    checkpoint.save_scale(path, checkpoint.load_model('best', out_dir, 'cpu')[1], SCALES, 'head', 64)
+    checkpoint.save_scale(path, checkpoint.load_model('best', out_dir, 'cpu')[1], {64: scale_set(SCALES)}, 'head')
     model, info = loaded
     with pytest.raises(ValueError, match=r'scale.json was tuned for other weights than .*last.pt'):
         checkpoint.apply_scale(model, str(path), info)
@@ -311,8 +312,64 @@ def test_folder_is_no_scale_file(out_dir, loaded):
 def test_scale_file_whose_rows_do_not_fit_the_model_is_refused(tmp_path, loaded, rows):
     """A person may have edited it."""
     path, (model, info) = tmp_path / 'edited.json', loaded
-    checkpoint.save_scale(path, info, SCALES, 'head', 64)
+    checkpoint.save_scale(path, info, {64: scale_set(SCALES)}, 'head')
     path.write_text(json.dumps(json.loads(path.read_text()) | {'head_scale': rows}))
     with pytest.raises(ValueError, match='edited.json'):
         checkpoint.apply_scale(model, str(path), info)
     assert torch.equal(model.head_scale, torch.ones(2, 4))
+
+
+# ----------------------------------------------------------------------------- scale sets
+
+def vectors(value, model):
+    """Every vector that can be tuned, all of its entries being `value`."""
+    return {name: torch.full_like(p, value) for name, p in model.named_parameters() if p.dim() == 1}
+
+
+def test_sets_keep_gains_and_norms_and_are_chosen_by_the_length_of_the_pass(tmp_path, loaded):
+    model, info = loaded  # L = 8
+    before, path = {name: p.clone() for name, p in model.named_parameters()}, tmp_path / 'scale_sets.json'
+    checkpoint.save_scale(path, info, {16: vectors(1.2, model), 64: vectors(2.0, model)}, 'head')
+    assert checkpoint.apply_scale(model, str(path), info) == 'scale_sets'
+    for total, value in ((16, 1.2), (64, 2.0), (32, 1.6), (16 * 2 ** 0.5, 1.4)):
+        model.use_set(total)
+        assert all(p.allclose(torch.tensor(value)) for p in model.parameters() if p.dim() == 1)
+    for total in (1, 8):
+        model.use_set(total)
+        assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    with pytest.warns(UserWarning, match='no scales for more than 64 tokens'):
+        model.use_set(65)
+    assert (model.head_scale == 2).all()
+    model.use_set(int(8 * 2 ** 0.5 + 0.5))
+    share = math.log(11 / 8) / math.log(16 / 8)
+    assert model.head_scale.flatten()[0].item() == pytest.approx(1 + 0.2 * share)
+
+
+def test_contexts_up_to_L_keep_the_pretrained_losses_to_the_last_bit_under_sets(tmp_path, loaded):
+    model, info = loaded
+    idx = torch.arange(64)[None] % 11
+    before = [model(idx[:, :T]) for T in (1, 5, 8, 30)]
+    checkpoint.save_scale(tmp_path / 'sets.json', info, {16: vectors(1.2, model), 64: vectors(2.0, model)}, 'head')
+    checkpoint.apply_scale(model, str(tmp_path / 'sets.json'), info)
+    model(idx[:, :40])
+    after = [model(idx[:, :T]) for T in (1, 5, 8, 30)]
+    assert [torch.equal(a, b) for a, b in zip(after, before)] == [True, True, True, False]
+
+
+def test_cached_decoding_under_sets_equals_a_full_pass_of_the_length_fixed_before(tmp_path, loaded):
+    model, info = loaded
+    idx = torch.arange(40)[None] * 7 % 11
+    checkpoint.save_scale(tmp_path / 'sets.json', info, {16: vectors(1.2, model), 64: vectors(2.0, model)}, 'head')
+    checkpoint.apply_scale(model, str(tmp_path / 'sets.json'), info)
+    full, cache = model(idx), model.new_cache(1, 40)
+    with torch.no_grad():
+        parts = [model(part, cache=cache) for part in idx.split([5, 1, 1, 33], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, 1), full, rtol=0, atol=1e-4)
+
+
+def test_each_position_is_read_in_the_pass_that_ends_nearest(loaded):
+    model, _ = loaded
+    assert model.passes(50) == [(0, 50)]
+    model.sets = {8: {}, 16: {}, 64: {}}
+    assert model.passes(50) == [(0, 8), (8, 16), (16, 50)] and model.passes(16) == [(0, 8), (8, 16)]
+    assert model.passes(5) == [(0, 5)]

@@ -11,7 +11,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import mistake, plain_losses, plain_transformer, stage
+from conftest import mistake, plain_losses, plain_transformer, scale_set, stage
 
 import checkpoint
 import model as model_file
@@ -146,7 +146,7 @@ def test_run_in_bits_reports_nats_over_ln_2(tiny_run, corpus_dir, cpu, tmp_path)
     shutil.copy(tiny_run / 'last.pt', tmp_path)
     _, info = checkpoint.load_model('last', tiny_run, 'cpu')
     scales = [[0.5, 1, 2, 4], [1, 1, 1, 1]]
-    checkpoint.save_scale(tmp_path / 'mine.json', info, scales, 'head', 256)
+    checkpoint.save_scale(tmp_path / 'mine.json', info, {256: scale_set(scales)}, 'head')
     out = run(tiny_run, tmp_path, f'--scale={tmp_path}/mine.json', '--bits=True', '--length=128')
     result = json.loads((tmp_path / 'entropy_mine.json').read_text())
     assert all((tmp_path / f'{name}_mine.png').stat().st_size > 1000 for name in ('entropy', 'entropy_heads'))

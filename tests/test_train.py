@@ -521,7 +521,7 @@ def test_checkpoint_cut_short_is_refused(runs, plain, keep):
     (dict(batch_size=6), 'batch_size 6 must be a multiple of micro_batch_size 4'),
     (dict(learing_rate=1), "Did you mean 'learning_rate'?"),
     (dict(max_iters='many'), "sets 'max_iters' to 'many'"),
-    (dict(position='alibi'), "position is 'alibi'"),
+    (dict(position='sinusoidal'), "position is 'sinusoidal'"),
     (dict(n_head=5), 'n_embd 32 over n_head 5'),
     (dict(n_kv_head=3), 'n_kv_head 3'),
     (dict(block_size=10 ** 6), 'less than a window of block_size 1,000,000'),

@@ -13,14 +13,14 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import mistake, plain_losses, plain_transformer, stage
+from conftest import mistake, plain_losses, plain_transformer, scale_set, stage
 from torch.distributed.run import get_args_parser
 
 import checkpoint
 import tune_scale
 from configurator import declared
 from corpus import Windows
-from tune_scale import first_scale, fit_scale, search_uniform, tune_heads
+from tune_scale import first_scale, fit_scale, search_uniform, tune_vectors
 
 RECIPE = dict(learning_rate=0.05, warmup_iters=2, max_iters=6, batch_size=4, micro_batch_size=2, beta1=0.9, beta2=0.95,
               grad_clip=1.0, min_scale=1.0, checkpoint_activations=False, compile=False, n_samples=6, batch_tokens=600)
@@ -80,17 +80,19 @@ def test_tuning_equals_adamw_written_by_hand(cpu, recipe, model, corpus_dir, cha
     recipe(**changes)
     windows = Windows(str(corpus_dir), 'train', 64, 5)
     expected, expected_losses = adamw_by_hand(model, windows, 1.02, changes)
-    losses = tune_heads(model, windows, 1.02, cpu)
+    model.head_scale = 1.02
+    losses = tune_vectors(model, windows, cpu)
     assert losses == pytest.approx(expected_losses, rel=1e-5)
     torch.testing.assert_close(model.head_scale.double(), expected, rtol=0, atol=2e-3)
-    assert (model.head_scale - 1.02).abs().median() > 0.02  # ten times that tolerance
+    assert (model.head_scale - 1.02).abs().mean() > 0.02  # ten times that tolerance
     if not changes:
         assert expected.min() == 1  # the constraint was met
 
 
 def test_only_head_scale_moves(cpu, recipe, model, corpus_dir):
     before = weights(model)
-    tune_heads(model, Windows(str(corpus_dir), 'train', 64, 0), 1.2, cpu)
+    model.head_scale = 1.2
+    tune_vectors(model, Windows(str(corpus_dir), 'train', 64, 0), cpu)
     after = weights(model)
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert (model.head_scale != 1.2).all()
@@ -98,11 +100,31 @@ def test_only_head_scale_moves(cpu, recipe, model, corpus_dir):
     assert not [name for name, p in model.named_parameters() if p.grad is not None and not name.endswith('head_scale')]
 
 
+@pytest.mark.parametrize('tune, endings', [('out', ('head_gain',)), ('norm', ('norm.weight',)),
+                                           ('scale,out,norm', ('head_scale', 'head_gain', 'norm.weight'))])
+def test_only_the_vectors_named_by_tune_move(cpu, recipe, model, corpus_dir, tune, endings):
+    recipe(tune=tune)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model.head_scale = 1.2
+    losses = tune_vectors(model, Windows(str(corpus_dir), 'train', 64, 0), cpu)
+    for name, p in model.named_parameters():
+        moved = not torch.equal(p, before[name] if 'head_scale' not in name else torch.full_like(p, 1.2))
+        assert moved == name.endswith(endings), name
+    assert losses[-1] < losses[0]
+
+
+def test_unknown_vectors_are_refused(cpu, recipe, model, corpus_dir):
+    recipe(tune='scale,gain')
+    with pytest.raises(ValueError, match="tune is 'scale,gain'. Choose scale, out, norm"):
+        tune_vectors(model, Windows(str(corpus_dir), 'train', 64, 0), cpu)
+
+
 def test_constraint_keeps_every_scale_at_1_or_more_and_without_it_some_fall_below(cpu, recipe, model, corpus_dir):
     windows, lowest = Windows(str(corpus_dir), 'train', 64, 0), {}
     for min_scale in (1.0, 0.9, None):
         recipe(min_scale=min_scale, learning_rate=0.5, max_iters=8)
-        tune_heads(model, windows, 1.0, cpu)
+        model.head_scale = 1.0
+        tune_vectors(model, windows, cpu)
         lowest[min_scale] = model.head_scale.min().item()
     assert lowest[1.0] == 1.0 and lowest[0.9] == pytest.approx(0.9, abs=1e-6) and lowest[None] < 0.85
 
@@ -118,14 +140,14 @@ def test_tuning_lowers_the_loss(cpu, recipe, model, corpus_dir):
 
     model.head_scale = 1.0
     before = loss()
-    tune_heads(model, windows, 1.0, cpu)
+    tune_vectors(model, windows, cpu)
     assert loss() < before - 1e-3
 
 
 def test_loss_that_is_not_finite_stops_tuning_and_says_where(cpu, recipe, model, corpus_dir):
     model.norm.weight.data.fill_(math.inf)
     with pytest.raises(ValueError, match='the loss became (nan|inf) at step 1; nothing was written'):
-        tune_heads(model, Windows(str(corpus_dir), 'train', 64, 0), 1.0, cpu)
+        tune_vectors(model, Windows(str(corpus_dir), 'train', 64, 0), cpu)
 
 
 # ----------------------------------------------------------------------------- uniform
@@ -251,8 +273,8 @@ def test_head_scales_start_at_the_best_uniform_scale_of_the_target_length(tuned)
 def test_start_is_interpolated_in_ln_of_the_length(tuned, tmp_path):
     out_dir, _, _ = tuned
     info = checkpoint.load_model('last', out_dir, 'cpu')[1]
-    checkpoint.save_scale(tmp_path / 'scale_uniform.json', info, np.ones((2, 4)), 'uniform', 128, lengths=[32, 64, 128],
-                          best_by_length=[1.0, 1.2, 1.6])
+    checkpoint.save_scale(tmp_path / 'scale_uniform.json', info, {128: scale_set(np.ones((2, 4)))}, 'uniform',
+                          lengths=[32, 64, 128], best_by_length=[1.0, 1.2, 1.6])
     found = [first_scale('uniform', tmp_path, info, T) for T in (32, 64, 64 * 2 ** 0.5, 128)]
     assert found == pytest.approx([1.0, 1.2, 1.4, 1.6])
     assert first_scale(1.35, tmp_path, info, 64) == 1.35
@@ -294,7 +316,7 @@ def test_two_ranks_tune_the_same_scales_as_one(tuned):
 
 def test_every_setting_can_be_given_under_torchrun():
     refused = []
-    for name in declared(vars(tune_scale)):
+    for name in declared(vars(tune_scale))[0]:
         with contextlib.redirect_stderr(io.StringIO()):
             try:  # torchrun reads what follows the script too, and stops where it could be two of its own options
                 get_args_parser().parse_args(['tune_scale.py', f'--{name}=1'])

@@ -1,0 +1,45 @@
+"""
+Export a checkpoint, its scales folded into the weights, as a Hugging Face folder that stock transformers loads.
+
+$ python export.py --folder=out/demo/hf                                                    # the demo model as trained
+$ python export.py --scale=out/demo/nope/scale_head_640.json --folder=out/demo/hf_640      # and as tuned for 4L
+
+NoPE becomes SmolLM3 without RoPE in any layer, RoPE becomes Llama. Writes config.json, model.safetensors,
+tokenizer.json and tokenizer_config.json.
+"""
+
+import checkpoint
+import huggingface
+from configurator import configure
+from runtime import DTYPES
+
+out_dir = 'out/demo/nope'  # the run to read
+init_from = 'last'         # last or best (of out_dir), a checkpoint file, a Hugging Face folder or hf:ORG/NAME
+scale: float | str | None = None  # softmax scale: a number for all heads, or a scale file
+position: str | None = None       # read it with another position method than it says, such as none
+rope_scaling: str | None = None   # extension of RoPE, such as yarn:4
+target_length: int | None = None  # of a scale file with several sets: the length whose set to fold, in tokens
+folder = 'out/demo/hf'     # a new folder
+dtype = 'bfloat16'         # of the matrices written: bfloat16, float32, float16
+
+
+def main():
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is '{dtype}'. Choose {', '.join(DTYPES)}.")
+    model, info = checkpoint.load_model(init_from, out_dir, 'cpu', position=position, rope_scaling=rope_scaling)
+    checkpoint.apply_scale(model, scale, info)
+    if model.sets:
+        if target_length is None:
+            raise ValueError(f'{scale} has sets for {", ".join(map(str, sorted(model.sets)))} tokens, and a folder can '
+                             'hold one. Choose with --target_length=.')
+        model.use_set(target_length)
+    huggingface.save_folder(folder, model, info['tokenizer'], DTYPES[dtype])
+    print(f"{info['path']} ({model.n_params():,} parameters, position={model.config.position}) is now {folder}, in "
+          f'{dtype}. To load it:\n'
+          f'  model = transformers.AutoModelForCausalLM.from_pretrained({folder!r})\n'
+          f'  tokenizer = transformers.AutoTokenizer.from_pretrained({folder!r})')
+
+
+if __name__ == '__main__':
+    configure(globals())
+    main()

@@ -1,0 +1,426 @@
+"""
+Doors to Hugging Face: Llama-type checkpoints in and out, and any other causal model read through transformers.
+
+load_folder() gives a checkpoint in our format, save_folder() writes a folder that stock transformers loads, and Foreign
+puts a model of transformers behind the calls of ours. No code of a checkpoint is run. A source is a local folder, or
+hf:ORG/NAME or hf:ORG/NAME@REVISION, downloaded once into the hub's cache and found there without a network.
+"""
+
+import dataclasses
+import importlib
+import json
+import shutil
+import types
+import zipfile
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+
+from corpus import EOT, get_tokenizer, parse_ranks, tokenizer_from_state, tokenizer_state
+from model import ModelConfig, Transformer
+from position import parse_scaling, rope_frequencies
+from runtime import DTYPES, save_json, write_text
+
+# What a config.json may leave out; the value is then that of its class in transformers
+DEFAULTS = {
+    'llama': {'num_key_value_heads': None, 'max_position_embeddings': 2048, 'rope_theta': 10000.0,
+              'rms_norm_eps': 1e-6, 'tie_word_embeddings': False},
+    'smollm3': {'num_key_value_heads': 4, 'max_position_embeddings': 32768, 'rope_theta': 2000000.0,
+                'rms_norm_eps': 1e-6, 'tie_word_embeddings': True, 'use_sliding_window': False,
+                'no_rope_layers': None, 'no_rope_layer_interval': 4},
+}
+ROPE_TYPES = {'': 'default', 'pi': 'linear', 'dynamic_ntk': 'dynamic', 'yarn': 'yarn'}
+ROPE_KEYS = ('rope_type', 'type', 'rope_theta', 'factor', 'original_max_position_embeddings', 'finetuned')
+ROPE_CONSTANTS = {'beta_fast': 32, 'beta_slow': 1, 'truncate': True, 'partial_rotary_factor': 1}
+
+
+def optional(package):
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise ValueError(f'This needs the optional package {package}. Run: pip install {package}') from error
+
+
+# ----------------------------------------------------------------------------- in: a folder of files
+
+def files_of(source, *patterns):
+    """The folder of a source (str); from the hub, the files that match the patterns. Raises ValueError if not there."""
+    if not source.startswith('hf:'):
+        return Path(source)
+    repo, _, revision = source.removeprefix('hf:').partition('@')
+    try:
+        return Path(optional('huggingface_hub').snapshot_download(repo, revision=revision or None,
+                                                                  allow_patterns=list(patterns)))
+    except Exception as error:  # of the network, the proxy, the disk or the name: they share no class
+        reason = {'RepositoryNotFoundError': 'there is no such repository, or it is private',
+                  'RevisionNotFoundError': f"it has no revision '{revision}'",
+                  'GatedRepoError': 'its owner asks for a login (hf auth login)'}.get(type(error).__name__)
+        raise ValueError(f'{source} could not be had: {reason or str(error).splitlines()[0]}. Check its name, revision '
+                         'and the network, or put its config.json, tokenizer.json, tokenizer_config.json and '
+                         '*.safetensors into a folder and give that: --init_from=FOLDER.') from error
+
+
+def model_files(source):
+    """files_of() with the weights: safetensors, or where there are none pytorch_model.bin."""
+    folder = files_of(source, 'config.json', 'tokenizer.json', 'tokenizer_config.json', '*.safetensors',
+                      '*.safetensors.index.json')
+    return folder if any(folder.glob('*.safetensors')) else files_of(source, 'pytorch_model*.bin*')
+
+
+def read_config(source):
+    """config.json as a dict, with what it leaves out."""
+    path = files_of(source, 'config.json') / 'config.json'
+    try:
+        config = json.loads(path.read_text(encoding='utf-8'))
+        return DEFAULTS.get(config.get('model_type'), {}) | config
+    except FileNotFoundError:
+        raise ValueError(f'{source} has no config.json. Give the folder of a Hugging Face model, or last, best or a '
+                         'checkpoint file of ours.') from None
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f'{path} is not the config.json of a model ({error}). Get it again.') from error
+
+
+def is_ours(config):
+    """True if load_folder() can make our Transformer of a model with this config.json."""
+    return config.get('model_type') in DEFAULTS
+
+
+def is_foreign(source):
+    """True if a source is a Hugging Face model that only transformers can run."""
+    return (source.startswith('hf:') or Path(source).is_dir()) and not is_ours(read_config(source))
+
+
+def our_config(config, source, position=None):
+    """
+    The ModelConfig of a Llama or SmolLM3 config.json. position: None takes its word. Raises ValueError for anything
+    that our model does not do, rather than read it as something near.
+    """
+    if not is_ours(config):
+        raise ValueError(f"{source} has model_type '{config.get('model_type')}'; of {' and '.join(DEFAULTS)} alone we "
+                         'make a model of ours to train, tune or export. Others can only be evaluated as they are: '
+                         'eval_ppl.py, sample.py.')
+    names = dict(vocab_size='vocab_size', n_layer='num_hidden_layers', n_head='num_attention_heads',
+                 n_embd='hidden_size', n_hidden='intermediate_size')
+    missing = [name for name in names.values() if config.get(name) is None]
+    if missing:
+        raise ValueError(f"config.json of {source} lacks {', '.join(missing)}. Get it again.")
+    sizes = {ours: config[theirs] for ours, theirs in names.items()}
+    expected = {'hidden_act': 'silu', 'attention_bias': False, 'mlp_bias': False,
+                'head_dim': sizes['n_embd'] // sizes['n_head'], 'layer_types': ['full_attention'] * sizes['n_layer']}
+    if config.get('use_sliding_window', True):
+        expected['sliding_window'] = None
+    for key, value in expected.items():
+        if config.get(key) not in (None, value):
+            raise ValueError(f'config.json of {source} has {key} {config[key]}; our model has {value}. '
+                             'Choose another checkpoint.')
+    if config['model_type'] == 'llama':
+        said = 'rope'
+        if position is None:
+            print(f'{source}: its config says Llama, read as RoPE; a checkpoint trained without position encoding says '
+                  'the same: if its card says NoPE, add --position=none')
+    else:
+        interval, n_layer = config['no_rope_layer_interval'], sizes['n_layer']
+        has_rope = set(config['no_rope_layers'] or [int((i + 1) % interval != 0) for i in range(n_layer)])
+        if len(has_rope) > 1:
+            raise ValueError(f'{source} has RoPE in some layers only (no_rope_layers); our model has it in all or '
+                             'none. Choose another checkpoint.')
+        said = 'rope' if has_rope == {1} else 'none'
+    position = position or said
+    return ModelConfig(**sizes, block_size=config['max_position_embeddings'],
+                       n_kv_head=config['num_key_value_heads'] or sizes['n_head'], position=position,
+                       tied=config['tie_word_embeddings'], norm_eps=config['rms_norm_eps'],
+                       **(rope_settings(config, source) if position == 'rope' else {}))
+
+
+def rope_settings(config, source):
+    """rope_base, rope_scaling and rope_length, from the way transformers 5 writes them or the older one."""
+    rope = config.get('rope_parameters') or config.get('rope_scaling') or {}
+    kind = rope.get('rope_type') or rope.get('type') or 'default'
+    odd = {key: x for key, x in rope.items() if key not in ROPE_KEYS and x not in (None, ROPE_CONSTANTS.get(key))}
+    if kind not in ROPE_TYPES.values() or kind != 'default' and 'factor' not in rope or odd:
+        raise ValueError(f"config.json of {source} has RoPE of type '{kind}' with {odd or rope}; our model has "
+                         f"{', '.join(ROPE_TYPES.values())} with a factor and no more. Choose another checkpoint.")
+    ours = next(ours for ours, theirs in ROPE_TYPES.items() if theirs == kind)
+    L = rope.get('original_max_position_embeddings') or config.get('original_max_position_embeddings')
+    return {'rope_base': rope.get('rope_theta') or config['rope_theta'], 'rope_length': L if kind == 'yarn' else None,
+            'rope_scaling': f"{ours}:{float(rope['factor'])!r}" if ours else ''}
+
+
+def tensor_table(c):
+    """{our name: [(their name, shape), ...]}: our matrix is theirs one below the other. c: ModelConfig."""
+    C, kv = c.n_embd, c.n_embd // c.n_head * c.n_kv_head
+    table = {'embed.weight': [('model.embed_tokens.weight', (c.vocab_size, C))]}
+    for i in range(c.n_layer):
+        block = {'attn_norm': [('input_layernorm', (C,))],
+                 'attn.qkv': [(f'self_attn.{x}_proj', (rows, C)) for x, rows in (('q', C), ('k', kv), ('v', kv))],
+                 'attn.out': [('self_attn.o_proj', (C, C))],
+                 'mlp_norm': [('post_attention_layernorm', (C,))],
+                 'mlp.gate_up': [(f'mlp.{x}_proj', (c.n_hidden, C)) for x in ('gate', 'up')],
+                 'mlp.out': [('mlp.down_proj', (C, c.n_hidden))]}
+        table |= {f'blocks.{i}.{ours}.weight': [(f'model.layers.{i}.{name}.weight', shape) for name, shape in parts]
+                  for ours, parts in block.items()}
+    table['norm.weight'] = [('model.norm.weight', (C,))]
+    return table if c.tied else table | {'head.weight': [('lm_head.weight', (c.vocab_size, C))]}
+
+
+def read_weights(folder):
+    """{name: tensor} of all weight files, mapped: a tensor takes memory only once it is used."""
+    for name in ('model.safetensors', 'pytorch_model.bin'):
+        index = folder / f'{name}.index.json'
+        if index.is_file():
+            names = sorted(set(json.loads(index.read_text())['weight_map'].values()))
+        elif (folder / name).is_file():
+            names = [name]
+        else:
+            continue
+        break
+    else:
+        raise ValueError(f'{folder} has neither model.safetensors nor pytorch_model.bin. Put the weights there.')
+    tensors = {}
+    for path in [folder / name for name in names]:
+        if not path.is_file():
+            raise ValueError(f'{path} is missing, though {index.name} names it. Get it again.')
+        safe_open = optional('safetensors').safe_open if path.suffix == '.safetensors' else None
+        try:
+            if safe_open:
+                with safe_open(path, 'pt') as file:
+                    tensors |= {name: file.get_tensor(name) for name in file.keys()}
+            else:  # files older than zip cannot be mapped
+                tensors |= torch.load(path, map_location='cpu', weights_only=True, mmap=zipfile.is_zipfile(path))
+        except Exception as error:  # of safetensors, zip or unpickling alike
+            raise ValueError(f'{path} is cut short or not a file of weights ({type(error).__name__}: {error}). '
+                             'Get it again.') from error
+    return {name: tensor for name, tensor in tensors.items() if not name.endswith('rotary_emb.inv_freq')}
+
+
+def our_state(tensors, c, source):
+    """Our state dict from their tensors, which it uses up one by one. Vectors become float32, matrices stay."""
+    def take(name, shape):
+        weight = tensors.pop(name)
+        if weight.shape != shape or weight.dtype not in DTYPES.values():
+            raise ValueError(f'{name} of {source} is {tuple(weight.shape)} {weight.dtype}, but by its config.json '
+                             f'{shape} of one of {", ".join(DTYPES)} is due. Do both belong together?')
+        return weight.float() if weight.dim() == 1 else weight
+
+    table, state = tensor_table(c), {}
+    missing = [name for parts in table.values() for name, _ in parts if name not in tensors]
+    if missing:
+        raise ValueError(f"{source} lacks {len(missing)} tensors: {', '.join(missing[:3])} ... Is it a whole Llama?")
+    for ours, parts in table.items():
+        weights = [take(*part) for part in parts]
+        state[ours] = torch.cat(weights) if len(weights) > 1 else weights[0]
+    for i in range(c.n_layer):
+        name = f'model.layers.{i}.self_attn.scale_param'  # head scales as the paper's own code keeps them
+        state[f'blocks.{i}.attn.head_scale'] = take(name, (c.n_head,)) if name in tensors else torch.ones(c.n_head)
+        state[f'blocks.{i}.attn.head_gain'] = torch.ones(c.n_head)
+    if c.tied:
+        state['head.weight'] = state['embed.weight']
+        if not torch.equal(tensors.pop('lm_head.weight', state['embed.weight']), state['embed.weight']):
+            raise ValueError(f'config.json of {source} ties the output to the embedding, but lm_head.weight differs. '
+                             'Set tie_word_embeddings to false there if the output was trained on its own.')
+    if tensors:
+        raise ValueError(f"{source} has {len(tensors)} tensors that our model has no place for: "
+                         f"{', '.join(list(tensors)[:3])} ... Choose another checkpoint.")
+    return state
+
+
+def load_tokenizer(folder, vocab_size):
+    """State of the folder's tokenizer. Raises ValueError if there is none, or one with more tokens than the model."""
+    path = folder / 'tokenizer.json'
+    if not path.is_file():
+        raise ValueError(f'{folder} has no tokenizer.json. Put that of the model, or of the one it was trained from, '
+                         'there (into a folder of your own with the other files if this is the cache of the hub).')
+    encoding = get_tokenizer(str(path))
+    if encoding.n_vocab > vocab_size:
+        raise ValueError(f'{path} has {encoding.n_vocab} tokens but the model only {vocab_size}. Put its own there.')
+    return tokenizer_state(encoding)
+
+
+def load_folder(source, position=None):
+    """
+    A checkpoint in our format from a Llama or SmolLM3 folder or hub name: {model, model_config, tokenizer, step,
+    settings}. position: how it was trained, such as 'none' for a NoPE model whose config.json says Llama.
+    """
+    c = our_config(read_config(source), source, position)
+    folder = model_files(source)
+    tokenizer = load_tokenizer(folder, c.vocab_size)
+    return {'model': our_state(read_weights(folder), c, source), 'model_config': dataclasses.asdict(c),
+            'tokenizer': tokenizer, 'step': 0, 'settings': {}}
+
+
+# ----------------------------------------------------------------------------- out: a folder for stock transformers
+
+def their_config(c, dtype, eot):
+    """config.json, dict: RoPE is Llama, NoPE is SmolLM3 without RoPE in any layer. Raises ValueError for the rest."""
+    if c.position not in ('rope', 'none'):
+        raise ValueError(f"position '{c.position}' changes attention in a way that no stock model of transformers with "
+                         'our other parts does. Only rope and none can be exported.')
+    kind, factor = parse_scaling(c.rope_scaling)
+    D, L, max_length = c.n_embd // c.n_head, c.rope_length or c.block_size, c.block_size
+    base, rope = c.rope_base, {'rope_type': ROPE_TYPES.get(kind), 'factor': factor}
+    if kind == 'ntk':  # only a larger base, which its second frequency, base^(-2/D), tells
+        base = rope_frequencies(D, base, c.rope_scaling, L, L)[0][1].item() ** (-D / 2)
+    if kind == 'yarn':
+        rope['original_max_position_embeddings'] = L
+    if kind == 'dynamic_ntk':
+        max_length = L  # transformers starts from it
+    no_rope = {'no_rope_layers': [0] * c.n_layer} if c.position == 'none' else {}
+    return {'architectures': ['SmolLM3ForCausalLM' if no_rope else 'LlamaForCausalLM'],
+            'model_type': 'smollm3' if no_rope else 'llama', **no_rope, 'vocab_size': c.vocab_size,
+            'hidden_size': c.n_embd, 'intermediate_size': c.n_hidden, 'num_hidden_layers': c.n_layer,
+            'num_attention_heads': c.n_head, 'num_key_value_heads': c.n_kv_head, 'hidden_act': 'silu',
+            'max_position_embeddings': max_length, 'rms_norm_eps': c.norm_eps, 'tie_word_embeddings': c.tied,
+            'attention_bias': False, 'mlp_bias': False, 'rope_theta': base,
+            'rope_scaling': rope if kind in ('pi', 'dynamic_ntk', 'yarn') else None, 'bos_token_id': eot,
+            'eos_token_id': eot, 'pad_token_id': None, 'dtype': str(dtype).removeprefix('torch.')}
+
+
+def their_state(model, dtype):
+    """Their tensors from our model, head scales folded into the rows of q, head gains into the columns of o."""
+    c, tensors = model.config, {}
+    D = c.n_embd // c.n_head
+    for ours, parts in tensor_table(c).items():
+        weight, block = model.get_parameter(ours).detach().float(), ours.rpartition('.attn.')[0]
+        if ours.endswith('attn.qkv.weight'):
+            scale = torch.ones(len(weight), 1)
+            scale[:c.n_embd, 0] = model.get_parameter(f'{block}.attn.head_scale').repeat_interleave(D)
+            weight = weight * scale
+        if ours.endswith('attn.out.weight'):
+            weight = weight * model.get_parameter(f'{block}.attn.head_gain').repeat_interleave(D)
+        for (name, _), rows in zip(parts, weight.split([shape[0] for _, shape in parts])):
+            # a copy, as safetensors takes no two tensors in one memory; vectors are few and stay float32
+            tensors[name] = rows.to(dtype if rows.dim() == 2 else torch.float32, copy=True)
+    return tensors
+
+
+def tokenizer_json(state):
+    """The text of a tokenizer.json that encodes as the tokenizer of this state (corpus.tokenizer_state) does."""
+    if state['kind'] == 'hf':
+        return state['text']
+    package, ranks = optional('tokenizers'), parse_ranks(state['text'], state['name'])
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # a byte is itself there, else from 256 on
+    others = [byte for byte in range(256) if byte not in printable]
+    char = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    text = {token: ''.join(char[byte] for byte in token) for token in ranks}
+    # tiktoken merges whatever two neighbours give a token, lowest rank first: so every way to cut a token is a merge
+    merges = [(text[token[:i]], text[token[i:]]) for token in sorted(ranks, key=ranks.get)
+              for i in range(1, len(token)) if token[:i] in ranks and token[i:] in ranks]
+    vocab = {text[token]: rank for token, rank in ranks.items()}
+    if state['eot_token'] != len(vocab):  # with ids left out, end-of-text would not get its own by itself
+        vocab[EOT] = state['eot_token']
+    tokenizer = package.Tokenizer(package.models.BPE(vocab, merges, ignore_merges=True))
+    words = package.pre_tokenizers.Split(package.Regex(state['pattern']), 'isolated')
+    byte_level = package.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = package.pre_tokenizers.Sequence([words, byte_level])
+    tokenizer.decoder = package.decoders.ByteLevel()
+    tokenizer.add_special_tokens([EOT])
+    return tokenizer.to_str()
+
+
+def save_folder(folder, model, tokenizer, dtype):
+    """
+    Write config.json, model.safetensors, tokenizer.json and tokenizer_config.json, which AutoModelForCausalLM and
+    AutoTokenizer of stock transformers load; all of them or none. tokenizer: its state; dtype: of the matrices. Scale
+    sets are for the caller to choose from: model.use_set(). Raises ValueError for what stock models cannot do.
+    """
+    save_file, folder = optional('safetensors.torch').save_file, Path(folder).resolve()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f'{folder} exists and is not an empty folder. Remove it or choose another folder.')
+    eot, eos = tokenizer_from_state(tokenizer).eot_token, tokenizer.get('eos', EOT)
+    config = their_config(model.config, dtype, eot)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    need, free = model.n_params() * dtype.itemsize + 2 ** 24, shutil.disk_usage(folder.parent).free
+    if free < need:
+        raise ValueError(f'{folder} needs {need / 1e9:.2f} GB but {free / 1e9:.2f} GB are free. Free some space.')
+    part = folder.with_name(folder.name + '.part')
+    shutil.rmtree(part, ignore_errors=True)  # of a run that was killed
+    try:
+        part.mkdir()
+        save_json(part / 'config.json', config)
+        write_text(part / 'tokenizer.json', tokenizer_json(tokenizer))
+        save_json(part / 'tokenizer_config.json', {'tokenizer_class': 'PreTrainedTokenizerFast', 'eos_token': eos})
+        save_file(their_state(model, dtype), part / 'model.safetensors', metadata={'format': 'pt'})
+        part.replace(folder)
+    except optional('safetensors').SafetensorError as error:
+        raise OSError(f'could not write {folder} ({error}). Is the disk full?') from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+# ----------------------------------------------------------------------------- any other model, through transformers
+
+class ForeignCache:
+    """DynamicCache of transformers, for all layers, up to max_length tokens."""
+
+    def __init__(self, cache, max_length):
+        self.cache, self.max_length = cache, max_length
+
+    @property
+    def length(self):
+        return self.cache.get_seq_length()
+
+
+class Foreign(nn.Module):
+    """A causal model of transformers behind the calls of our Transformer. It has no scales to set."""
+
+    logits_per_chunk, sets = Transformer.logits_per_chunk, {}
+    forward, losses = Transformer.forward, Transformer.losses
+    passes, n_params = Transformer.passes, Transformer.n_params
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, c = model, model.config
+        names = ('seq_length', 'max_seq_len', 'n_positions', 'max_position_embeddings')
+        L = next((getattr(c, name) for name in names if getattr(c, name, None)), 2048)
+        self.config = types.SimpleNamespace(vocab_size=c.vocab_size, block_size=L, position=c.model_type,
+                                            rope_scaling='', n_layer=c.num_hidden_layers, n_head=c.num_attention_heads)
+
+    @property
+    def head(self):
+        return self.model.get_output_embeddings()
+
+    def hidden(self, idx, cache=None):
+        """idx: (B, T) token ids. Returns (B, T, C), ready for the output matrix."""
+        c, end = self.model.config, idx.shape[1] + (cache[0].length if cache else 0)
+        if cache and end > cache[0].max_length:
+            raise ValueError(f'the KV cache holds {cache[0].max_length} tokens but {end} are needed. Make it longer.')
+        if end > getattr(c, 'n_positions', end):
+            raise ValueError(f'a {c.model_type} model has {c.n_positions} positions but {end} are needed. '
+                             'Choose a shorter length.')
+        if end > getattr(c, 'max_seq_len', end):
+            c.max_seq_len = end  # the length of MPT's ALiBi, which it would not exceed by itself
+        keys = cache[0].cache if cache else None
+        return self.model.base_model(idx, past_key_values=keys, use_cache=bool(cache))[0]
+
+    def new_cache(self, batch_size, max_length, dtype=None):
+        """A list of one element for all layers, which grows to max_length tokens of the model's own dtype."""
+        return [ForeignCache(optional('transformers').DynamicCache(config=self.model.config), max_length)]
+
+    def refuse(self, *_):
+        raise ValueError(f'a {self.config.position} model is read through transformers: its scales cannot be tuned or set, '
+                         'nor its entropy measured. Only Llama-type checkpoints can.')
+
+    head_scale = property(refuse, refuse)
+    losses_and_entropy = refuse
+
+
+def load_foreign(source, dtype=torch.float32):
+    """Foreign model and the rest of a checkpoint as in load_folder(). dtype: of its weights. Runs no remote code."""
+    auto, folder = optional('transformers').AutoModelForCausalLM, model_files(source)
+    try:
+        model, report = auto.from_pretrained(folder, dtype=dtype, local_files_only=True, trust_remote_code=False,
+                                             output_loading_info=True)
+    except Exception as error:  # of its many loaders
+        raise ValueError(f'transformers cannot read {source}: {str(error).splitlines()[0]} Choose another checkpoint, '
+                         'or get its files again.') from error
+    if report['missing_keys']:  # transformers would go on with random weights
+        raise ValueError(f"{source} lacks weights: {', '.join(sorted(report['missing_keys'])[:3])} ... Get it again.")
+    model = Foreign(model.eval())
+    with torch.no_grad():  # some types change logits after the output matrix, which forward() would miss
+        idx = torch.tensor([[0, 1]])
+        if not torch.allclose(model(idx), model.model(idx).logits, rtol=1e-3, atol=1e-4):
+            raise ValueError(f'{source}: the logits of a {model.config.position} model are more than its output matrix '
+                             'times its last state, which we do not read. Choose another checkpoint.')
+    return model, {'model_config': vars(model.config), 'step': 0, 'settings': {},
+                   'tokenizer': load_tokenizer(folder, model.config.vocab_size)}
