@@ -1,0 +1,18 @@
+# What results/extension_demo shows, after `make demo`: about 45 minutes on 2 CPU cores. Run it from the project's root.
+# Head scales, PI and YaRN read the same number of tokens: 120 steps of 8 windows of T.
+set -e
+for method in alibi logn; do
+    test -f out/demo/$method/last.pt || python train.py config/demo_$method.py
+done
+python tune_scale.py --method=uniform --n_samples=32
+python tune_scale.py --method=uniform --n_samples=32 --out_dir=out/demo/rope --candidates=[0.8,0.9,1.0,1.1,1.2,1.3,1.4]
+for T in 256 512 1024; do
+    python tune_scale.py --target_length=$T --max_iters=120
+    for method in pi yarn; do
+        test -f out/demo/${method}_$T/last.pt || \
+            python train.py config/finetune_demo.py config/$method.py --block_size=$T --out_dir=out/demo/${method}_$T
+    done
+done
+python tune_scale.py --target_lengths=[256,512,1024] --max_iters=120
+python eval_ppl.py config/table_demo.py
+python entropy.py --out_dir=out/demo/rope --rope_scaling=dynamic_ntk:2     # Figure 1's RoPE + NTK
