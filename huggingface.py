@@ -398,8 +398,8 @@ class Foreign(nn.Module):
         return [ForeignCache(optional('transformers').DynamicCache(config=self.model.config), max_length)]
 
     def refuse(self, *_):
-        raise ValueError(f'a {self.config.position} model is read through transformers: its scales cannot be tuned or set, '
-                         'nor its entropy measured. Only Llama-type checkpoints can.')
+        raise ValueError(f'a {self.config.position} model is read through transformers: no scale of it can be tuned or '
+                         'applied, nor its entropy measured. Take a Llama-type checkpoint for that.')
 
     head_scale = property(refuse, refuse)
     losses_and_entropy = refuse

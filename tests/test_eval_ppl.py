@@ -11,7 +11,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, mistake, plain_losses, random_model, stage
+from conftest import ROOT, mistake, plain_losses, random_model, scale_set, stage
 
 import checkpoint
 from corpus import TokenFile, Windows, documents, get_tokenizer, open_tokens, write_corpus
@@ -195,6 +195,43 @@ def test_position_run_equals_an_independent_computation(tiny_run, corpus_dir, tm
     np.testing.assert_allclose(result['loss'], losses.mean(0).reshape(-1, width).mean(1), rtol=1e-4)
     np.testing.assert_allclose(result['position'], np.arange(1, 129).reshape(-1, width).mean(1))
     assert result['samples'] == 10 and result['scored_tokens'] == 10 * 128
+
+
+def test_table_shows_the_best_of_each_grid_on_the_same_tokens_as_the_stage_alone(tiny_run, tmp_path):
+    last = f'{tiny_run}/last.pt'
+    table = [{'name': 'one', 'init_from': last, 'paper': 'NoPE'},
+             {'name': 'grid', 'init_from': last, 'scale': [1.0, 3.0]},
+             {'name': 'pi', 'init_from': last, 'position': 'rope', 'rope_scaling': ['', 'pi:2']}]
+    (tmp_path / 'table.py').write_text(f'table = {table}')
+    path, result, out = run(tiny_run, tmp_path, str(tmp_path / 'table.py'), '--max_windows=20', '--lengths=[32,128]')
+    assert path.name == 'eval_ppl_table.json' and result['lengths'] == [32, 128]
+    path.unlink()
+    for row, arguments in zip(result['rows'], ([['--scale=1.0']], [['--scale=1.0'], ['--scale=3.0']], [
+            ['--position=rope'], ['--position=rope', '--rope_scaling=pi:2']]), strict=True):
+        alone = []
+        for i, more in enumerate(arguments):
+            folder = tmp_path / f"{row['name']}{i}"
+            folder.mkdir()
+            alone.append(run(tiny_run, folder, '--max_windows=20', '--lengths=[32,128]', *more)[1])
+        losses = np.array([[r['loss'] for r in one['rows']] for one in alone])
+        np.testing.assert_allclose(list(row['losses'].values()), losses, rtol=1e-6)
+        np.testing.assert_allclose(row['ppl'], np.exp(losses.min(0)), rtol=1e-5)
+        assert row['best'] == [list(row['losses'])[i] for i in losses.argmin(0)]
+        assert row['best_single'] == list(row['losses'])[losses.mean(1).argmin()] and row['windows'] == 20
+    line = next(line for line in out.splitlines() if line.startswith('one '))
+    assert f"{result['rows'][0]['ppl'][0]:.2f}" in line and '14.6  326.9  >10^3  >10^3' in line  # the paper's NoPE
+
+
+def test_curve_under_scale_sets_takes_each_position_from_the_pass_that_ends_nearest(tiny_run, corpus_dir, tmp_path):
+    model, info = checkpoint.load_model('last', tiny_run, 'cpu')
+    sets = {64: scale_set(torch.full((2, 4), 1.5).tolist()), 128: scale_set(torch.full((2, 4), 3.0).tolist())}
+    checkpoint.save_scale(tmp_path / 'sets.jsn', info, sets, 'head')
+    _, result, _ = run(tiny_run, tmp_path, '--protocol=position', '--n_samples=6', '--lengths=[32,64,128]', '--last=16',
+                       f'--scale={tmp_path}/sets.jsn')
+    windows = torch.from_numpy(Windows(str(corpus_dir), 'test', 128, 0).fixed(6, spacing=16))
+    for T, scale in ((32, 1.0), (64, 1.5), (128, 3.0)):
+        losses = plain_losses(model, windows[:, :T + 1], torch.full((2, 4), scale)).numpy()[:, T - 16:]
+        np.testing.assert_allclose(result['loss_at_by_window'][str(T)], losses.mean(1), rtol=1e-4)
 
 
 @pytest.mark.parametrize('arguments, message', [

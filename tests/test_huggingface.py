@@ -1,48 +1,53 @@
 """$ python -m pytest tests/test_huggingface.py"""
 
-import dataclasses
 import json
 import shutil
+from pathlib import Path
 
 import pytest
-import tiktoken
 import torch
 from conftest import files_at_most, mistake, random_model, stage
 
 import checkpoint
 import huggingface
-from corpus import get_tokenizer, tokenizer_from_state, tokenizer_state, tiktoken_encoding, train_bpe
+from corpus import get_tokenizer, tiktoken_encoding, tokenizer_from_state, tokenizer_state, train_bpe
 from model import ModelConfig, Transformer
 from position import ALiBi
 
 transformers = pytest.importorskip('transformers')
 safetensors_torch = pytest.importorskip('safetensors.torch')
 tokenizers = pytest.importorskip('tokenizers')
+
 BYTES = tokenizer_state(get_tokenizer('bytes'))
-VOCAB = 260
-SIZES = dict(vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+SIZES = dict(vocab_size=260, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, max_position_embeddings=64, bos_token_id=256, eos_token_id=256, pad_token_id=None)
+ROPE = {'rope_theta': 5000.0}
+YARN = ROPE | {'rope_type': 'yarn', 'factor': 4.0, 'original_max_position_embeddings': 32}
 
 
 def stock(folder, config, **save):
     """
-    A random model of transformers, with norms that are not 1 and attention far from uniform, saved to folder with a
-    byte tokenizer. Returns it, in float32 with eager attention.
+    A random model of transformers, its norms not 1 and its attention far from uniform, saved to folder with a byte
+    tokenizer. Returns it in float32 with eager attention.
     """
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation='eager').float().eval()
     for name, p in model.named_parameters():
         if p.dim() == 1:
-            torch.nn.init.uniform_(p, 0.5, 1.5)
-        elif any(key in name for key in ('q_proj', 'k_proj', 'query_key_value', 'Wqkv', 'c_attn')):
+            p.data.uniform_(*((-0.1, 0.1) if name.endswith('bias') else (0.5, 1.5)))
+        else:
             p.data *= 5
     model.save_pretrained(folder, **save)
     (folder / 'tokenizer.json').write_text(huggingface.tokenizer_json(BYTES), encoding='utf-8')
     return model
 
 
-def llama(folder, save=None, **changes):
-    return stock(folder, transformers.LlamaConfig(**SIZES | changes), **save or {})
+def llama(folder, **changes):
+    return stock(folder, transformers.LlamaConfig(**SIZES | changes))
+
+
+def smollm3(folder, has_rope):
+    return stock(folder, transformers.SmolLM3Config(**SIZES, no_rope_layers=has_rope, tie_word_embeddings=False))
 
 
 def ours(source, position=None):
@@ -52,23 +57,376 @@ def ours(source, position=None):
     return model
 
 
-def tokens(length, vocab_size=VOCAB):
+def tokens(length, vocab_size=260):
     return torch.randint(vocab_size, (2, length), generator=torch.Generator().manual_seed(1))
 
 
 @torch.no_grad()
-def check_equal(model, theirs, length=100):
-    """A model behind our calls has the logits of one of transformers, in one pass, in parts over a cache, and as losses."""
+def logits(model, idx):
+    return getattr(out := model(idx), 'logits', out)
+
+
+def assert_equal(a, b):
+    torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
+
+
+@torch.no_grad()
+def assert_same_model(model, theirs, length=100):
+    """Behind our calls a model computes what transformers does: in one pass, in parts over a cache, as losses."""
     idx = tokens(length, model.config.vocab_size)
-    expected = theirs(idx).logits
-    assert expected.std() > 0.05
-    torch.testing.assert_close(model(idx), expected, rtol=0, atol=1e-4)
-    torch.testing.assert_close(model(idx, last=3), expected[:, -3:], rtol=0, atol=1e-4)
-    losses = -expected.log_softmax(-1)[:, -11:-1].gather(-1, idx[:, -10:, None])[..., 0]
-    torch.testing.assert_close(model(idx[:, :-1], idx[:, -10:]), losses if model.config.position != 'rope' or not
-                               model.config.rope_scaling.startswith('dynamic') else model_losses(model, idx),
-                               rtol=0, atol=1e-4)
+    log_p = logits(theirs, idx[:, :-1]).log_softmax(-1)
+    assert log_p.std(1).mean() > 0.1  # or equal logits would tell little of what was read
+    assert_equal(model(idx[:, :-1], idx[:, -10:]), -log_p[:, -10:].gather(-1, idx[:, -10:, None])[..., 0])
+    expected = logits(theirs, idx)
+    assert_equal(model(idx), expected)
+    assert_equal(model(idx, last=3), expected[:, -3:])
     cache = model.new_cache(2, length)
     parts = [model(part, cache=cache) for part in idx.split([length - 12, 9, 1, 1, 1], dim=1)]
-    torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=0, atol=1e-4)
+    assert_equal(torch.cat(parts, dim=1), expected)
     assert cache[0].length == length
+    with pytest.raises(ValueError, match='KV cache holds'):
+        model(idx[:, :1], cache=cache)
+
+
+def edit_config(folder, **changes):
+    config = json.loads((folder / 'config.json').read_text())
+    config = {key: value for key, value in (config | changes).items() if value != 'gone'}
+    (folder / 'config.json').write_text(json.dumps(config))
+
+
+# ----------------------------------------------------------------------------- in
+
+@pytest.mark.parametrize('changes, length', [
+    ({}, 100), ({'num_key_value_heads': 4, 'rms_norm_eps': 1e-3}, 60), ({'tie_word_embeddings': True}, 60),
+    ({'rope_parameters': ROPE | {'rope_type': 'linear', 'factor': 4.0}}, 100),
+    ({'rope_parameters': ROPE | {'rope_type': 'dynamic', 'factor': 2.0}}, 60),
+    ({'rope_parameters': ROPE | {'rope_type': 'dynamic', 'factor': 2.0}}, 150),
+    ({'rope_parameters': YARN}, 100), ({'rope_parameters': YARN | {'original_max_position_embeddings': 64}}, 100)])
+def test_llama_checkpoints_give_the_logits_of_transformers(tmp_path, changes, length):
+    theirs, model = llama(tmp_path, **changes), ours(tmp_path)
+    assert model.config.position == 'rope' and model.config.tied == changes.get('tie_word_embeddings', False)
+    assert_same_model(model, theirs, length)
+
+
+def test_older_rope_settings_mean_the_same(tmp_path):
+    llama(tmp_path, rope_parameters=YARN)
+    new = huggingface.our_config(huggingface.read_config(str(tmp_path)), '', 'rope')
+    scaling = {'type': 'yarn', 'factor': 4.0, 'original_max_position_embeddings': 32, 'attention_factor': None}
+    edit_config(tmp_path, rope_parameters='gone', rope_theta=5000.0, rope_scaling=scaling)
+    assert huggingface.our_config(huggingface.read_config(str(tmp_path)), '', 'rope') == new
+    assert (new.rope_base, new.rope_scaling, new.rope_length) == (5000.0, 'yarn:4.0', 32)
+
+
+def test_the_caller_can_read_a_llama_config_as_nope_and_is_told_so(tmp_path, capsys):
+    llama(tmp_path, rope_parameters=YARN)
+    rope, nope = ours(tmp_path), ours(tmp_path, 'none')
+    assert 'if its card says NoPE, add --position=none' in capsys.readouterr().out.splitlines()[0]
+    assert (logits(rope, tokens(60)) - logits(nope, tokens(60))).abs().max() > 1e-2
+    assert (nope.config.position, nope.config.rope_scaling) == ('none', '')
+    ours(tmp_path, 'rope')
+    assert capsys.readouterr().out == ''
+
+
+def test_smollm3_is_nope_or_rope_by_its_layers(tmp_path):
+    for position, has_rope in (('none', [0, 0]), ('rope', [1, 1])):
+        theirs, model = smollm3(tmp_path / position, has_rope), ours(tmp_path / position)
+        assert model.config.position == position
+        assert_same_model(model, theirs)
+    smollm3(tmp_path / 'mixed', [1, 0])
+    with pytest.raises(ValueError, match='RoPE in some layers only'):
+        ours(tmp_path / 'mixed')
+
+
+def test_shards_and_pickled_weights_import_the_same(tmp_path):
+    llama(tmp_path / 'whole')
+    expected = huggingface.load_folder(str(tmp_path / 'whole'), 'rope')['model']
+    weights = safetensors_torch.load_file(tmp_path / 'whole/model.safetensors')
+    stock(tmp_path / 'shards', transformers.LlamaConfig(**SIZES), max_shard_size='20KB')
+    assert len(list((tmp_path / 'shards').glob('*.safetensors'))) > 2
+    for name in ('bin', 'old_bin', 'bin_shards'):
+        shutil.copytree(tmp_path / 'whole', tmp_path / name, ignore=lambda *_: ['model.safetensors'])
+    more = weights | {'model.layers.0.self_attn.rotary_emb.inv_freq': torch.ones(8)}  # in old files; no weight
+    torch.save(more, tmp_path / 'bin/pytorch_model.bin')
+    torch.save(more, tmp_path / 'old_bin/pytorch_model.bin', _use_new_zipfile_serialization=False)
+    shard = {name: f'pytorch_model-{i % 2}.bin' for i, name in enumerate(weights)}
+    for file in set(shard.values()):
+        torch.save({name: weights[name] for name in weights if shard[name] == file}, tmp_path / 'bin_shards' / file)
+    (tmp_path / 'bin_shards/pytorch_model.bin.index.json').write_text(json.dumps({'weight_map': shard}))
+    for name in ('shards', 'bin', 'old_bin', 'bin_shards'):
+        state = huggingface.load_folder(str(tmp_path / name), 'rope')['model']
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(state[key], expected[key]) for key in expected), name
+
+
+def test_matrices_keep_their_precision_and_vectors_are_float32(tmp_path):
+    stock(tmp_path, transformers.LlamaConfig(**SIZES)).bfloat16().save_pretrained(tmp_path)
+    state = huggingface.load_folder(str(tmp_path), 'rope')['model']
+    assert all(weight.dtype == (torch.float32 if weight.dim() == 1 else torch.bfloat16) for weight in state.values())
+
+
+def test_head_scales_inside_a_checkpoint_are_read(tmp_path):
+    llama(tmp_path)
+    weights = safetensors_torch.load_file(tmp_path / 'model.safetensors')
+    scales = torch.tensor([[1.0, 1.5, 2.0, 1.25], [1.125, 3.0, 1.0, 1.75]])
+    weights |= {f'model.layers.{i}.self_attn.scale_param': row.bfloat16() for i, row in enumerate(scales)}
+    safetensors_torch.save_file(weights, tmp_path / 'model.safetensors')
+    assert torch.equal(ours(tmp_path, 'none').head_scale, scales)
+
+
+def test_a_tokenizer_comes_along(tmp_path):
+    llama(tmp_path)
+    encoding = tokenizer_from_state(huggingface.load_folder(str(tmp_path), 'rope')['tokenizer'])
+    assert encoding.encode_ordinary('né') == list('né'.encode()) and encoding.eot_token == 256
+
+
+# ----------------------------------------------------------------------------- what cannot be read
+
+@pytest.mark.parametrize('changes, message', [
+    ({'model_type': 'bloom'}, "model_type 'bloom'; of llama and smollm3 alone"),
+    ({'model_type': 'gone'}, "model_type 'None'"),
+    ({'hidden_size': 'gone'}, 'lacks hidden_size'),
+    ({'hidden_act': 'gelu'}, 'has hidden_act gelu; our model has silu'),
+    ({'attention_bias': True}, 'has attention_bias True'),
+    ({'mlp_bias': True}, 'has mlp_bias True'),
+    ({'head_dim': 32}, 'has head_dim 32; our model has 16'),
+    ({'sliding_window': 32}, 'has sliding_window 32'),
+    ({'num_key_value_heads': 3}, 'n_head 4 must be a multiple of n_kv_head 3'),
+    ({'rope_parameters': ROPE | {'rope_type': 'llama3', 'factor': 8.0}}, "RoPE of type 'llama3'"),
+    ({'rope_parameters': ROPE | {'rope_type': 'longrope', 'factor': 8.0}}, "RoPE of type 'longrope'"),
+    ({'rope_parameters': ROPE | {'rope_type': 'linear'}}, "RoPE of type 'linear'"),
+    ({'rope_parameters': YARN | {'beta_fast': 16}}, "'yarn' with {'beta_fast': 16}"),
+    ({'rope_parameters': YARN | {'attention_factor': 2.0}}, "'yarn' with {'attention_factor': 2.0}"),
+    ({'rope_parameters': YARN | {'truncate': False}}, "'yarn' with {'truncate': False}"),
+    ({'intermediate_size': 128}, r'gate_proj.weight of .* is \(96, 64\) .* \(128, 64\) of one of'),
+    ({'num_hidden_layers': 3}, r'lacks 9 tensors: model.layers.2.input_layernorm.weight'),
+    ({'num_hidden_layers': 1}, r'has 9 tensors that our model has no place for: model.layers.1'),
+    ({'tie_word_embeddings': True}, 'lm_head.weight differs'),
+    ({'vocab_size': 256}, 'has 257 tokens but the model only 256')])
+def test_what_our_model_does_not_do_is_refused_by_name(tmp_path, changes, message):
+    llama(tmp_path)
+    edit_config(tmp_path, **changes)
+    with pytest.raises(ValueError, match=message):
+        huggingface.load_folder(str(tmp_path))
+
+
+def test_a_folder_that_is_not_whole_is_refused(tmp_path):
+    def refused(message):
+        with pytest.raises(ValueError, match=message):
+            huggingface.load_folder(str(tmp_path), 'rope')
+
+    refused('has no config.json. Give the folder')
+    llama(tmp_path)
+    weights, index = tmp_path / 'model.safetensors', tmp_path / 'model.safetensors.index.json'
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1000])
+    refused('model.safetensors is cut short')
+    tensors = safetensors_torch.load(whole)
+    safetensors_torch.save_file(tensors | {'lm_head.weight': torch.ones(260, 64, dtype=torch.int8)}, weights)
+    refused('lm_head.weight of .* torch.int8')
+    weights.unlink()
+    refused('neither model.safetensors nor pytorch_model.bin')
+    torch.save(tensors, tmp_path / 'pytorch_model.bin')
+    (tmp_path / 'pytorch_model.bin').write_bytes((tmp_path / 'pytorch_model.bin').read_bytes()[:-1000])
+    refused('pytorch_model.bin is cut short')
+    torch.save({'x': Path('/')}, tmp_path / 'pytorch_model.bin')  # code to run, not weights
+    refused('not a file of weights')
+    index.write_text('{"weight_map": {"lm_head.weight": "model-1-of-2.safetensors"}}')
+    refused('model-1-of-2.safetensors is missing')
+    (tmp_path / 'tokenizer.json').unlink()
+    refused('has no tokenizer.json')
+    (tmp_path / 'config.json').write_text('{')
+    refused('is not the config.json of a model')
+
+
+def test_hub_names_are_found_in_the_cache_without_a_network(tmp_path, monkeypatch):
+    constants = pytest.importorskip('huggingface_hub').constants
+    monkeypatch.setattr(constants, 'HF_HUB_CACHE', str(tmp_path))
+    monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', True)
+    commit, repo = 'c0ffee' + 34 * '0', tmp_path / 'models--someone--nope'
+    llama(repo / 'snapshots' / commit)
+    for ref in ('main', 'v1'):
+        (repo / 'refs').mkdir(exist_ok=True)
+        (repo / 'refs' / ref).write_text(commit)
+    expected = ours(repo / 'snapshots' / commit, 'none')
+    for name in ('', '@v1', '@' + commit):
+        source = f'hf:someone/nope{name}'
+        assert not huggingface.is_foreign(source)
+        assert_equal(logits(ours(source, 'none'), tokens(9)), logits(expected, tokens(9)))
+    for source in ('hf:someone/nope@v2', 'hf:someone/other', 'hf:not a name'):
+        with pytest.raises(ValueError, match=f'{source} could not be had: .*--init_from=FOLDER'):
+            ours(source)
+
+
+def test_a_missing_optional_package_is_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__('sys').modules, 'safetensors', None)
+    llama_folder = tmp_path
+    (llama_folder / 'model.safetensors').touch()
+    with pytest.raises(ValueError, match='pip install safetensors'):
+        huggingface.read_weights(llama_folder)
+
+
+# ----------------------------------------------------------------------------- out
+
+@pytest.mark.parametrize('position, scaling', [('none', ''), ('rope', ''), ('rope', 'pi:4'), ('rope', 'ntk:4'),
+                                               ('rope', 'dynamic_ntk:2'), ('rope', 'yarn:4')])
+def test_stock_transformers_computes_what_our_model_does(tmp_path, position, scaling):
+    model = random_model(vocab_size=257, n_embd=64, position=position, rope_scaling=scaling, tied=scaling == 'pi:4')
+    assert model.head_scale.std() > 0.1 and model.blocks[1].attn.head_gain.std() > 0.1  # what is folded matters
+    huggingface.save_folder(tmp_path / 'hf', model, BYTES, torch.float32)
+    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'hf', output_loading_info=True)
+    assert not any(report.values()) and theirs.config.eos_token_id == 256
+    assert type(theirs).__name__ == ('LlamaForCausalLM' if position == 'rope' else 'SmolLM3ForCausalLM')
+    assert_same_model(model, theirs.eval())
+    again = ours(tmp_path / 'hf')
+    assert_equal(logits(again, tokens(100, 257)), logits(model, tokens(100, 257)))
+    assert again.config.block_size == model.config.block_size
+
+
+def test_folded_weights_are_rounded_once(tmp_path):
+    model = random_model(vocab_size=257)
+    huggingface.save_folder(tmp_path / 'hf', model, BYTES, torch.bfloat16)
+    weights, attn = safetensors_torch.load_file(tmp_path / 'hf/model.safetensors'), model.blocks[1].attn
+    q = (attn.qkv.weight[:32].double().view(4, 8, 32) * attn.head_scale.double()[:, None, None]).view(32, 32)
+    o = (attn.out.weight.double().view(32, 4, 8) * attn.head_gain.double()[:, None]).view(32, 32)
+    for name, exact in (('q', q), ('o', o)):
+        written = weights[f'model.layers.1.self_attn.{name}_proj.weight']
+        assert torch.equal(written, exact.float().bfloat16())
+    assert torch.equal(weights['model.norm.weight'], model.norm.weight)
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'hf').dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize('position', ['alibi', 'logn'])
+def test_methods_without_a_stock_model_are_not_exported(tmp_path, position):
+    with pytest.raises(ValueError, match=f"position '{position}' .* Only rope and none"):
+        huggingface.save_folder(tmp_path / 'hf', random_model(vocab_size=257, position=position), BYTES, torch.float32)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    model = random_model(vocab_size=257)
+    with files_at_most(20000), pytest.raises(OSError, match='Is the disk full'):
+        huggingface.save_folder(tmp_path / 'hf', model, BYTES, torch.float32)
+    assert not list(tmp_path.iterdir())
+    (tmp_path / 'hf').mkdir()
+    huggingface.save_folder(tmp_path / 'hf', model, BYTES, torch.float32)
+    assert [path.name for path in tmp_path.iterdir()] == ['hf']
+    assert sorted(path.name for path in (tmp_path / 'hf').iterdir()) == [
+        'config.json', 'model.safetensors', 'tokenizer.json', 'tokenizer_config.json']
+    with pytest.raises(ValueError, match='is not an empty folder'):
+        huggingface.save_folder(tmp_path / 'hf', model, BYTES, torch.float32)
+    monkeypatch.setattr(shutil, 'disk_usage', lambda _: shutil._ntuple_diskusage(10, 9, 1))
+    with pytest.raises(ValueError, match='0.02 GB but 0.00 GB are free'):
+        huggingface.save_folder(tmp_path / 'new', model, BYTES, torch.float32)
+
+
+def test_exported_tokenizers_encode_as_ours(tmp_path):
+    from tiktoken_ext.openai_public import r50k_pat_str
+    text = Path(huggingface.__file__).read_text() + " It's 12345 ñandú 漢字 🙂\r\n\r\n  \t x </s>  "
+    bpe = train_bpe([text], 400, tmp_path / 'bpe.tiktoken')
+    ranks = bpe._mergeable_ranks
+    gap = {token: rank + (rank > 300) for token, rank in ranks.items()}
+    for encoding in (get_tokenizer('bytes'), bpe, tiktoken_encoding('gpt2', ranks, r50k_pat_str, len(ranks)),
+                     tiktoken_encoding('gap', gap, bpe._pat_str, 402)):
+        folder = tmp_path / 'hf' / encoding.name
+        huggingface.save_folder(folder, random_model(vocab_size=403), tokenizer_state(encoding), torch.float32)
+        again = get_tokenizer(str(folder / 'tokenizer.json'))
+        theirs = transformers.AutoTokenizer.from_pretrained(folder)
+        expected = encoding.encode_ordinary(text)
+        assert again.encode_ordinary(text + '<|endoftext|>') == encoding.encode_ordinary(text + '<|endoftext|>')
+        assert theirs(text)['input_ids'] == expected
+        assert theirs('a<|endoftext|>')['input_ids'][-1] == theirs.eos_token_id == again.eot_token == encoding.eot_token
+        assert theirs.decode(expected) == again.decode(expected) == text
+    state = tokenizer_state(again)
+    huggingface.save_folder(tmp_path / 'again', random_model(vocab_size=403), state, torch.float32)
+    assert get_tokenizer(str(tmp_path / 'again/tokenizer.json')).text == again.text
+
+
+def test_the_stage_folds_a_scale_file(tmp_path, tiny_run):
+    model, info = checkpoint.load_model('last', tiny_run, 'cpu')
+    sets = {T: {f'blocks.{i}.attn.head_scale': torch.linspace(1, T / 32, 4) for i in range(2)} for T in (64, 128)}
+    checkpoint.save_scale(tmp_path / 'sets.json', info, sets, 'head')
+    arguments = [f'--out_dir={tiny_run}', f'--scale={tmp_path / "sets.json"}', f'--folder={tmp_path / "hf"}']
+    assert 'has sets for 32, 64, 128 tokens' in mistake('export', *arguments)
+    assert "dtype is 'int8'" in mistake('export', *arguments, '--dtype=int8')
+    out, _ = stage('export', *arguments, '--target_length=64', '--dtype=float32')
+    names = {'transformers': transformers}
+    for line in out.splitlines()[1:]:  # the two lines that it prints load it
+        exec(line.strip(), names)
+    model.load_state_dict(sets[64], strict=False)
+    assert_equal(logits(names['model'], tokens(64, 257)), logits(model, tokens(64, 257)))
+    assert names['tokenizer']('def')['input_ids'] == [100, 101, 102]
+
+
+# ----------------------------------------------------------------------------- others, through transformers
+
+FOREIGN = {
+    'bloom': dict(hidden_size=64, n_layer=2, n_head=4),
+    'mpt': dict(d_model=48, n_layers=2, n_heads=6, expansion_ratio=2, max_seq_len=64),
+    'gpt2': dict(n_embd=64, n_layer=2, n_head=4, n_positions=128),
+}
+
+
+def foreign(folder, kind):
+    return stock(folder, transformers.AutoConfig.for_model(kind, vocab_size=260, eos_token_id=256, **FOREIGN[kind]))
+
+
+@pytest.mark.parametrize('kind', FOREIGN)
+def test_other_models_run_behind_our_calls(tmp_path, kind):
+    theirs = foreign(tmp_path, kind)
+    assert huggingface.is_foreign(str(tmp_path))
+    model, info = huggingface.load_foreign(str(tmp_path))
+    L = {'bloom': 2048, 'mpt': 64, 'gpt2': 128}[kind]
+    assert (model.config.block_size, info['model_config']['block_size'], model.config.position) == (L, L, kind)
+    assert tokenizer_from_state(info['tokenizer']).eot_token == 256 and info['settings'] == {}
+    assert (model.passes(50), model.sets, model.n_params()) == ([(0, 50)], {}, theirs.num_parameters())
+    assert_same_model(model, theirs, 60)
+    model.logits_per_chunk = 260 * 3  # losses in chunks of three tokens
+    assert_same_model(model, theirs, 60)
+
+
+@pytest.mark.parametrize('kind', ['bloom', 'mpt'])
+def test_alibi_models_read_past_their_length(tmp_path, kind):
+    theirs = foreign(tmp_path, kind)
+    theirs.config.max_seq_len = 150  # MPT's alone: a longer table of the same biases
+    assert_same_model(huggingface.load_foreign(str(tmp_path))[0], theirs, 150)
+
+
+def test_other_models_say_what_they_cannot_do(tmp_path):
+    foreign(tmp_path, 'gpt2')
+    model, info = huggingface.load_foreign(str(tmp_path))
+    with pytest.raises(ValueError, match='gpt2 model is read through transformers'):
+        model.head_scale = 1.2
+    with pytest.raises(ValueError, match='gpt2 model is read through transformers'):
+        checkpoint.apply_scale(model, 1.2, info)
+    with pytest.raises(ValueError, match='gpt2 model is read through transformers'):
+        model.losses_and_entropy(tokens(5), tokens(5))
+    with pytest.raises(ValueError, match='gpt2 model has 128 positions but 129 are needed'):
+        model(tokens(129))
+    with pytest.raises(ValueError, match="position 'gpt2' .* Only rope and none"):
+        huggingface.save_folder(tmp_path / 'hf', model, info['tokenizer'], torch.float32)
+    weights = safetensors_torch.load_file(tmp_path / 'model.safetensors')
+    weights.pop('transformer.h.1.mlp.c_fc.weight')
+    safetensors_torch.save_file(weights, tmp_path / 'model.safetensors', metadata={'format': 'pt'})
+    with pytest.raises(ValueError, match='lacks weights: transformer.h.1.mlp.c_fc.weight'):
+        huggingface.load_foreign(str(tmp_path))
+    edit_config(tmp_path, model_type='unheard_of')
+    with pytest.raises(ValueError, match='transformers cannot read .*unheard_of'):
+        huggingface.load_foreign(str(tmp_path))
+
+
+def test_logits_that_are_more_than_the_output_matrix_are_refused(tmp_path):
+    stock(tmp_path, transformers.CohereConfig(**SIZES, logit_scale=0.5))
+    with pytest.raises(ValueError, match='logits of a cohere model are more than'):
+        huggingface.load_foreign(str(tmp_path))
+
+
+@pytest.mark.parametrize('n_head', [4, 6, 12])
+def test_our_alibi_is_that_of_bloom(n_head):
+    from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+    mask = torch.ones(9, 9).triu(1).bool()
+    theirs = build_alibi_tensor(torch.ones(1, 9), n_head, torch.float32).expand(n_head, 9, 9)  # slope * j
+    config = ModelConfig(9, 9, 1, n_head, n_head, 2 * n_head, 2, position='alibi')
+    bias = ALiBi(config)(torch.arange(9), torch.arange(9))
+    scores = torch.randn(n_head, 9, 9)
+    a, b = [(scores + x).masked_fill(mask, -torch.inf).softmax(-1) for x in (bias, theirs)]
+    torch.testing.assert_close(a, b, rtol=0, atol=1e-6)

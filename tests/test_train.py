@@ -386,6 +386,25 @@ def test_fine_tuned_run_records_the_model_it_trained_and_not_the_defaults(runs, 
 
 # ----------------------------------------------------------------------------- what goes wrong on the way
 
+def test_fine_tuning_extends_rope_by_the_ratio_of_the_lengths_and_resumes(runs):
+    rope = runs.train('rope_to_extend', position='rope', max_iters=3)
+    settings = dict(init_from=rope / 'last.pt', rope_scaling='yarn', block_size=96)
+    whole = runs.train('yarn', max_iters=5, **settings)
+    config = checkpoint.load(whole / 'last.pt')['model_config']
+    assert (config['rope_scaling'], config['rope_length'], config['block_size']) == ('yarn:3', 32, 96)
+    part = runs.train('yarn_in_two', max_iters=3, lr_decay_iters=5, **settings)
+    runs.train('yarn_in_two', max_iters=5, lr_decay_iters=5, **settings | {'init_from': 'resume'})
+    assert log_rows(part) == log_rows(whole)
+    again = runs.train('yarn_again', init_from=whole / 'last.pt', rope_scaling='pi:2.5', block_size=64, max_iters=1)
+    config = checkpoint.load(again / 'last.pt')['model_config']
+    assert (config['rope_scaling'], config['rope_length'], config['block_size']) == ('pi:2.5', 32, 64)
+
+
+def test_fine_tuning_nope_with_an_extension_of_rope_is_refused(runs, plain):
+    message = runs.refused('nope_yarn', init_from=plain / 'last.pt', rope_scaling='yarn:2')
+    assert "rope_scaling yarn:2 extends RoPE, but position is 'none'" in message
+
+
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(runs, plain):
     out_dir = runs.copy(plain, 'exploding')
     before = (out_dir / 'last.pt').read_bytes()

@@ -270,6 +270,30 @@ def test_head_scales_start_at_the_best_uniform_scale_of_the_target_length(tuned)
     assert start == uniform['best_by_length'][1]  # at 2L
 
 
+def test_sets_are_tuned_one_from_the_other(tuned):
+    out_dir, _, _ = tuned
+    more = [*HEAD[:-1], '--init_scale=1.5', '--tune=scale,out,norm']
+    stage('tune_scale', *arguments(out_dir, *more, '--target_lengths=[128,64]', '--label=both'))
+    stage('tune_scale', *arguments(out_dir, *more, '--target_length=64', '--label=first'))
+    data, first = (json.loads((out_dir / name).read_text())
+                   for name in ('scale_sets_both.json', 'scale_head_64_first.json'))
+    assert [one['target_length'] for one in data['sets']] == [64, 128]
+    for kind in ('head_scale', 'head_gain'):
+        assert data['sets'][0][kind] == first[kind] and data['sets'][1][kind] != first[kind]
+        assert np.abs(np.subtract(data['sets'][1][kind], first[kind])).max() < 6 * 0.05  # six steps from there
+    assert len(data['sets'][0]['norm']) == 2 * 2 + 1 and data['losses'][:6] == first['losses']
+    assert data['tuning_tokens'] == 6 * 4 * (64 + 128) and first['tuning_tokens'] == 6 * 4 * 64
+
+
+def test_fit_is_written_as_sets_too(tuned):
+    out_dir, _, _ = tuned
+    fit = json.loads((out_dir / 'scale_uniform_fit.json').read_text())
+    assert [one['target_length'] for one in fit['sets']] == [64, 128, 256]
+    for one in fit['sets']:
+        expected = 1 + fit['fit_a'] * math.log(one['target_length'] / 32)
+        np.testing.assert_allclose(one['head_scale'], np.full((2, 4), expected), atol=1e-5)
+
+
 def test_start_is_interpolated_in_ln_of_the_length(tuned, tmp_path):
     out_dir, _, _ = tuned
     info = checkpoint.load_model('last', out_dir, 'cpu')[1]
