@@ -10,9 +10,9 @@ import dataclasses
 import importlib
 import json
 import shutil
-import types
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.nn as nn
@@ -22,15 +22,12 @@ from model import ModelConfig, Transformer
 from position import parse_scaling, rope_frequencies
 from runtime import DTYPES, save_json, write_text
 
-# What a config.json may leave out; the value is then that of its class in transformers
-DEFAULTS = {
-    'llama': {'num_key_value_heads': None, 'max_position_embeddings': 2048, 'rope_theta': 10000.0,
-              'rms_norm_eps': 1e-6, 'tie_word_embeddings': False},
-    'smollm3': {'num_key_value_heads': 4, 'max_position_embeddings': 32768, 'rope_theta': 2000000.0,
-                'rms_norm_eps': 1e-6, 'tie_word_embeddings': True, 'use_sliding_window': False,
-                'no_rope_layers': None, 'no_rope_layer_interval': 4},
-}
-ROPE_TYPES = {'': 'default', 'pi': 'linear', 'dynamic_ntk': 'dynamic', 'yarn': 'yarn'}
+# what a config.json may leave out, as its class in transformers has it
+DEFAULTS = {'llama': {'num_key_value_heads': None, 'max_position_embeddings': 2048, 'rope_theta': 10000.0,
+                      'rms_norm_eps': 1e-6, 'tie_word_embeddings': False},
+            'smollm3': {'num_key_value_heads': 4, 'max_position_embeddings': 32768, 'rope_theta': 2000000.0,
+                        'rms_norm_eps': 1e-6, 'tie_word_embeddings': True, 'use_sliding_window': False}}
+ROPE_TYPES = {'default': '', 'linear': 'pi', 'dynamic': 'dynamic_ntk', 'yarn': 'yarn'}  # theirs: ours
 ROPE_KEYS = ('rope_type', 'type', 'rope_theta', 'factor', 'original_max_position_embeddings', 'finetuned')
 ROPE_CONSTANTS = {'beta_fast': 32, 'beta_slow': 1, 'truncate': True, 'partial_rotary_factor': 1}
 
@@ -42,34 +39,30 @@ def optional(package):
         raise ValueError(f'This needs the optional package {package}. Run: pip install {package}') from error
 
 
-# ----------------------------------------------------------------------------- in: a folder of files
+# ----------------------------------------------------------------------------- in
 
 def files_of(source, *patterns):
-    """The folder of a source (str); from the hub, the files that match the patterns. Raises ValueError if not there."""
+    """The folder of a source; from the hub it has the files that match the patterns. Raises ValueError if not there."""
     if not source.startswith('hf:'):
         return Path(source)
-    repo, _, revision = source.removeprefix('hf:').partition('@')
+    hub, (repo, _, revision) = optional('huggingface_hub'), source.removeprefix('hf:').partition('@')
     try:
-        return Path(optional('huggingface_hub').snapshot_download(repo, revision=revision or None,
-                                                                  allow_patterns=list(patterns)))
-    except Exception as error:  # of the network, the proxy, the disk or the name: they share no class
-        reason = {'RepositoryNotFoundError': 'there is no such repository, or it is private',
-                  'RevisionNotFoundError': f"it has no revision '{revision}'",
-                  'GatedRepoError': 'its owner asks for a login (hf auth login)'}.get(type(error).__name__)
-        raise ValueError(f'{source} could not be had: {reason or str(error).splitlines()[0]}. Check its name, revision '
-                         'and the network, or put its config.json, tokenizer.json, tokenizer_config.json and '
-                         '*.safetensors into a folder and give that: --init_from=FOLDER.') from error
+        return Path(hub.snapshot_download(repo, revision=revision or None, allow_patterns=list(patterns)))
+    except Exception as error:  # of the name, the network, the proxy, the disk: they share no class
+        raise ValueError(f'{source} could not be had ({type(error).__name__}). Check its name, its revision and the '
+                         'network; or put its config.json, tokenizer.json, tokenizer_config.json and *.safetensors '
+                         'into a folder and give that, --init_from=FOLDER.') from error
 
 
 def model_files(source):
-    """files_of() with the weights: safetensors, or where there are none pytorch_model.bin."""
+    """files_of() all we read: weights as safetensors, or where there are none as pytorch_model.bin."""
     folder = files_of(source, 'config.json', 'tokenizer.json', 'tokenizer_config.json', '*.safetensors',
                       '*.safetensors.index.json')
     return folder if any(folder.glob('*.safetensors')) else files_of(source, 'pytorch_model*.bin*')
 
 
 def read_config(source):
-    """config.json as a dict, with what it leaves out."""
+    """config.json of a source, with what it leaves out."""
     path = files_of(source, 'config.json') / 'config.json'
     try:
         config = json.loads(path.read_text(encoding='utf-8'))
@@ -93,20 +86,20 @@ def is_foreign(source):
 
 def our_config(config, source, position=None):
     """
-    The ModelConfig of a Llama or SmolLM3 config.json. position: None takes its word. Raises ValueError for anything
-    that our model does not do, rather than read it as something near.
+    The ModelConfig of a Llama or SmolLM3 config.json. position: None takes its word. Raises ValueError for whatever our
+    model does not do, rather than read it as something near.
     """
     if not is_ours(config):
         raise ValueError(f"{source} has model_type '{config.get('model_type')}'; of {' and '.join(DEFAULTS)} alone we "
-                         'make a model of ours to train, tune or export. Others can only be evaluated as they are: '
-                         'eval_ppl.py, sample.py.')
-    names = dict(vocab_size='vocab_size', n_layer='num_hidden_layers', n_head='num_attention_heads',
-                 n_embd='hidden_size', n_hidden='intermediate_size')
-    missing = [name for name in names.values() if config.get(name) is None]
-    if missing:
-        raise ValueError(f"config.json of {source} lacks {', '.join(missing)}. Get it again.")
-    sizes = {ours: config[theirs] for ours, theirs in names.items()}
-    expected = {'hidden_act': 'silu', 'attention_bias': False, 'mlp_bias': False,
+                         'make a model to train, tune or export. Others can only be read as they are, by eval_ppl.py '
+                         'and sample.py.')
+    try:
+        sizes = dict(vocab_size=config['vocab_size'], n_layer=config['num_hidden_layers'], n_embd=config['hidden_size'],
+                     n_head=config['num_attention_heads'], n_hidden=config['intermediate_size'])
+        has_rope = {1} if config['model_type'] == 'llama' else set(config['no_rope_layers'])
+    except KeyError as error:
+        raise ValueError(f'config.json of {source} lacks {error}. Get it again.') from None
+    expected = {'hidden_act': 'silu', 'attention_bias': False, 'mlp_bias': False, 'partial_rotary_factor': 1,
                 'head_dim': sizes['n_embd'] // sizes['n_head'], 'layer_types': ['full_attention'] * sizes['n_layer']}
     if config.get('use_sliding_window', True):
         expected['sliding_window'] = None
@@ -114,37 +107,29 @@ def our_config(config, source, position=None):
         if config.get(key) not in (None, value):
             raise ValueError(f'config.json of {source} has {key} {config[key]}; our model has {value}. '
                              'Choose another checkpoint.')
-    if config['model_type'] == 'llama':
-        said = 'rope'
-        if position is None:
-            print(f'{source}: its config says Llama, read as RoPE; a checkpoint trained without position encoding says '
-                  'the same: if its card says NoPE, add --position=none')
-    else:
-        interval, n_layer = config['no_rope_layer_interval'], sizes['n_layer']
-        has_rope = set(config['no_rope_layers'] or [int((i + 1) % interval != 0) for i in range(n_layer)])
-        if len(has_rope) > 1:
-            raise ValueError(f'{source} has RoPE in some layers only (no_rope_layers); our model has it in all or '
-                             'none. Choose another checkpoint.')
-        said = 'rope' if has_rope == {1} else 'none'
-    position = position or said
-    return ModelConfig(**sizes, block_size=config['max_position_embeddings'],
-                       n_kv_head=config['num_key_value_heads'] or sizes['n_head'], position=position,
-                       tied=config['tie_word_embeddings'], norm_eps=config['rms_norm_eps'],
-                       **(rope_settings(config, source) if position == 'rope' else {}))
+    if len(has_rope) > 1:
+        raise ValueError(f'{source} has RoPE in some layers only (no_rope_layers); our model has it in all or in none. '
+                         'Choose another checkpoint.')
+    if position is None and config['model_type'] == 'llama':
+        print(f'{source}: its config says Llama, read as RoPE; a checkpoint trained without position encoding says '
+              'the same: if its card says NoPE, add --position=none', flush=True)
+    position = position or ('rope' if has_rope == {1} else 'none')
+    return ModelConfig(**sizes, n_kv_head=config['num_key_value_heads'] or sizes['n_head'], position=position,
+                       block_size=config['max_position_embeddings'], tied=config['tie_word_embeddings'],
+                       norm_eps=config['rms_norm_eps'], **(rope_config(config, source) if position == 'rope' else {}))
 
 
-def rope_settings(config, source):
+def rope_config(config, source):
     """rope_base, rope_scaling and rope_length, from the way transformers 5 writes them or the older one."""
     rope = config.get('rope_parameters') or config.get('rope_scaling') or {}
     kind = rope.get('rope_type') or rope.get('type') or 'default'
     odd = {key: x for key, x in rope.items() if key not in ROPE_KEYS and x not in (None, ROPE_CONSTANTS.get(key))}
-    if kind not in ROPE_TYPES.values() or kind != 'default' and 'factor' not in rope or odd:
+    if kind not in ROPE_TYPES or kind != 'default' and not rope.get('factor') or odd:
         raise ValueError(f"config.json of {source} has RoPE of type '{kind}' with {odd or rope}; our model has "
-                         f"{', '.join(ROPE_TYPES.values())} with a factor and no more. Choose another checkpoint.")
-    ours = next(ours for ours, theirs in ROPE_TYPES.items() if theirs == kind)
-    L = rope.get('original_max_position_embeddings') or config.get('original_max_position_embeddings')
+                         f"{', '.join(ROPE_TYPES)} with a factor alone. Choose another checkpoint.")
+    L = config.get('original_max_position_embeddings') or rope.get('original_max_position_embeddings')
     return {'rope_base': rope.get('rope_theta') or config['rope_theta'], 'rope_length': L if kind == 'yarn' else None,
-            'rope_scaling': f"{ours}:{float(rope['factor'])!r}" if ours else ''}
+            'rope_scaling': '' if kind == 'default' else f"{ROPE_TYPES[kind]}:{rope['factor']}"}
 
 
 def tensor_table(c):
@@ -167,29 +152,24 @@ def tensor_table(c):
 def read_weights(folder):
     """{name: tensor} of all weight files, mapped: a tensor takes memory only once it is used."""
     for name in ('model.safetensors', 'pytorch_model.bin'):
-        index = folder / f'{name}.index.json'
+        index, names = folder / f'{name}.index.json', [name]
         if index.is_file():
             names = sorted(set(json.loads(index.read_text())['weight_map'].values()))
-        elif (folder / name).is_file():
-            names = [name]
-        else:
-            continue
-        break
+        if index.is_file() or (folder / name).is_file():
+            break
     else:
         raise ValueError(f'{folder} has neither model.safetensors nor pytorch_model.bin. Put the weights there.')
     tensors = {}
     for path in [folder / name for name in names]:
-        if not path.is_file():
-            raise ValueError(f'{path} is missing, though {index.name} names it. Get it again.')
-        safe_open = optional('safetensors').safe_open if path.suffix == '.safetensors' else None
+        safetensors = optional('safetensors') if path.suffix == '.safetensors' else None
         try:
-            if safe_open:
-                with safe_open(path, 'pt') as file:
+            if safetensors:
+                with safetensors.safe_open(path, 'pt') as file:
                     tensors |= {name: file.get_tensor(name) for name in file.keys()}
-            else:  # files older than zip cannot be mapped
+            else:  # the older kind of file, which is no zip, cannot be mapped
                 tensors |= torch.load(path, map_location='cpu', weights_only=True, mmap=zipfile.is_zipfile(path))
-        except Exception as error:  # of safetensors, zip or unpickling alike
-            raise ValueError(f'{path} is cut short or not a file of weights ({type(error).__name__}: {error}). '
+        except Exception as error:  # of safetensors, zip, unpickling or a missing shard alike
+            raise ValueError(f'{path} is missing, cut short or not a file of weights ({type(error).__name__}). '
                              'Get it again.') from error
     return {name: tensor for name, tensor in tensors.items() if not name.endswith('rotary_emb.inv_freq')}
 
@@ -199,8 +179,8 @@ def our_state(tensors, c, source):
     def take(name, shape):
         weight = tensors.pop(name)
         if weight.shape != shape or weight.dtype not in DTYPES.values():
-            raise ValueError(f'{name} of {source} is {tuple(weight.shape)} {weight.dtype}, but by its config.json '
-                             f'{shape} of one of {", ".join(DTYPES)} is due. Do both belong together?')
+            raise ValueError(f'{name} of {source} is {tuple(weight.shape)} {weight.dtype}, but its config.json calls for '
+                             f"{shape} in {', '.join(DTYPES)}. Do both belong together?")
         return weight.float() if weight.dim() == 1 else weight
 
     table, state = tensor_table(c), {}
@@ -211,7 +191,7 @@ def our_state(tensors, c, source):
         weights = [take(*part) for part in parts]
         state[ours] = torch.cat(weights) if len(weights) > 1 else weights[0]
     for i in range(c.n_layer):
-        name = f'model.layers.{i}.self_attn.scale_param'  # head scales as the paper's own code keeps them
+        name = f'model.layers.{i}.self_attn.scale_param'  # as the paper's own code keeps head scales
         state[f'blocks.{i}.attn.head_scale'] = take(name, (c.n_head,)) if name in tensors else torch.ones(c.n_head)
         state[f'blocks.{i}.attn.head_gain'] = torch.ones(c.n_head)
     if c.tied:
@@ -230,7 +210,7 @@ def load_tokenizer(folder, vocab_size):
     path = folder / 'tokenizer.json'
     if not path.is_file():
         raise ValueError(f'{folder} has no tokenizer.json. Put that of the model, or of the one it was trained from, '
-                         'there (into a folder of your own with the other files if this is the cache of the hub).')
+                         'there (if this is the cache of the hub: into a folder of your own, with the other files).')
     encoding = get_tokenizer(str(path))
     if encoding.n_vocab > vocab_size:
         raise ValueError(f'{path} has {encoding.n_vocab} tokens but the model only {vocab_size}. Put its own there.')
@@ -239,57 +219,51 @@ def load_tokenizer(folder, vocab_size):
 
 def load_folder(source, position=None):
     """
-    A checkpoint in our format from a Llama or SmolLM3 folder or hub name: {model, model_config, tokenizer, step,
-    settings}. position: how it was trained, such as 'none' for a NoPE model whose config.json says Llama.
+    A checkpoint in our format, {model, model_config, tokenizer, step, settings}, from a Llama or SmolLM3 source.
+    position: how it was trained, such as 'none' for a NoPE model whose config.json says Llama.
     """
-    c = our_config(read_config(source), source, position)
-    folder = model_files(source)
-    tokenizer = load_tokenizer(folder, c.vocab_size)
-    return {'model': our_state(read_weights(folder), c, source), 'model_config': dataclasses.asdict(c),
-            'tokenizer': tokenizer, 'step': 0, 'settings': {}}
+    c, folder = our_config(read_config(source), source, position), model_files(source)
+    return {'tokenizer': load_tokenizer(folder, c.vocab_size), 'model': our_state(read_weights(folder), c, source),
+            'model_config': dataclasses.asdict(c), 'step': 0, 'settings': {}}
 
 
-# ----------------------------------------------------------------------------- out: a folder for stock transformers
+# ----------------------------------------------------------------------------- out
 
 def their_config(c, dtype, eot):
-    """config.json, dict: RoPE is Llama, NoPE is SmolLM3 without RoPE in any layer. Raises ValueError for the rest."""
+    """A config.json: RoPE is Llama, NoPE is SmolLM3 with RoPE in no layer. Raises ValueError for other methods."""
     if c.position not in ('rope', 'none'):
-        raise ValueError(f"position '{c.position}' changes attention in a way that no stock model of transformers with "
-                         'our other parts does. Only rope and none can be exported.')
+        raise ValueError(f"position '{c.position}' changes attention in a way that no model of transformers with our "
+                         'other parts does. Only rope and none can be exported.')
     kind, factor = parse_scaling(c.rope_scaling)
-    D, L, max_length = c.n_embd // c.n_head, c.rope_length or c.block_size, c.block_size
-    base, rope = c.rope_base, {'rope_type': ROPE_TYPES.get(kind), 'factor': factor}
-    if kind == 'ntk':  # only a larger base, which its second frequency, base^(-2/D), tells
+    D, L, base, rope = c.n_embd // c.n_head, c.rope_length or c.block_size, c.rope_base, None
+    if kind == 'ntk':  # nothing but a larger base, which the second frequency, base^(-2/D), tells
         base = rope_frequencies(D, base, c.rope_scaling, L, L)[0][1].item() ** (-D / 2)
-    if kind == 'yarn':
-        rope['original_max_position_embeddings'] = L
-    if kind == 'dynamic_ntk':
-        max_length = L  # transformers starts from it
-    no_rope = {'no_rope_layers': [0] * c.n_layer} if c.position == 'none' else {}
-    return {'architectures': ['SmolLM3ForCausalLM' if no_rope else 'LlamaForCausalLM'],
-            'model_type': 'smollm3' if no_rope else 'llama', **no_rope, 'vocab_size': c.vocab_size,
-            'hidden_size': c.n_embd, 'intermediate_size': c.n_hidden, 'num_hidden_layers': c.n_layer,
-            'num_attention_heads': c.n_head, 'num_key_value_heads': c.n_kv_head, 'hidden_act': 'silu',
-            'max_position_embeddings': max_length, 'rms_norm_eps': c.norm_eps, 'tie_word_embeddings': c.tied,
-            'attention_bias': False, 'mlp_bias': False, 'rope_theta': base,
-            'rope_scaling': rope if kind in ('pi', 'dynamic_ntk', 'yarn') else None, 'bos_token_id': eot,
-            'eos_token_id': eot, 'pad_token_id': None, 'dtype': str(dtype).removeprefix('torch.')}
+    elif kind:
+        name = next(theirs for theirs, ours in ROPE_TYPES.items() if ours == kind)
+        rope = {'rope_type': name, 'factor': factor} | ({'original_max_position_embeddings': L} if kind == 'yarn' else {})
+    what = {'model_type': 'llama', 'architectures': ['LlamaForCausalLM']} if c.position == 'rope' else {
+        'model_type': 'smollm3', 'architectures': ['SmolLM3ForCausalLM'], 'no_rope_layers': [0] * c.n_layer}
+    return what | {  # RoPE in the older way, which every version of transformers reads
+        'vocab_size': c.vocab_size, 'hidden_size': c.n_embd, 'intermediate_size': c.n_hidden, 'hidden_act': 'silu',
+        'num_hidden_layers': c.n_layer, 'num_attention_heads': c.n_head, 'num_key_value_heads': c.n_kv_head,
+        'max_position_embeddings': L if kind == 'dynamic_ntk' else c.block_size, 'rope_theta': base, 'rope_scaling': rope,
+        'rms_norm_eps': c.norm_eps, 'tie_word_embeddings': c.tied, 'attention_bias': False, 'mlp_bias': False,
+        'bos_token_id': eot, 'eos_token_id': eot, 'pad_token_id': None, 'dtype': str(dtype).removeprefix('torch.')}
 
 
 def their_state(model, dtype):
-    """Their tensors from our model, head scales folded into the rows of q, head gains into the columns of o."""
+    """Their tensors from our model's, head scales folded into the rows of q, head gains into the columns of o."""
     c, tensors = model.config, {}
-    D = c.n_embd // c.n_head
     for ours, parts in tensor_table(c).items():
-        weight, block = model.get_parameter(ours).detach().float(), ours.rpartition('.attn.')[0]
-        if ours.endswith('attn.qkv.weight'):
+        weight, layer = model.get_parameter(ours).detach().float(), ours.rpartition('.attn.')[0]
+        if ours.endswith('attn.qkv.weight'):  # RoPE turns q, so it commutes with its scale
             scale = torch.ones(len(weight), 1)
-            scale[:c.n_embd, 0] = model.get_parameter(f'{block}.attn.head_scale').repeat_interleave(D)
+            scale[:c.n_embd, 0] = model.get_parameter(f'{layer}.attn.head_scale').repeat_interleave(c.n_embd // c.n_head)
             weight = weight * scale
         if ours.endswith('attn.out.weight'):
-            weight = weight * model.get_parameter(f'{block}.attn.head_gain').repeat_interleave(D)
+            weight = weight * model.get_parameter(f'{layer}.attn.head_gain').repeat_interleave(c.n_embd // c.n_head)
         for (name, _), rows in zip(parts, weight.split([shape[0] for _, shape in parts])):
-            # a copy, as safetensors takes no two tensors in one memory; vectors are few and stay float32
+            # copies, as safetensors takes no two tensors in one memory; vectors are few and stay float32
             tensors[name] = rows.to(dtype if rows.dim() == 2 else torch.float32, copy=True)
     return tensors
 
@@ -299,15 +273,15 @@ def tokenizer_json(state):
     if state['kind'] == 'hf':
         return state['text']
     package, ranks = optional('tokenizers'), parse_ranks(state['text'], state['name'])
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # a byte is itself there, else from 256 on
-    others = [byte for byte in range(256) if byte not in printable]
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # such a byte is its own character there
+    others = [byte for byte in range(256) if byte not in printable]    # the others are those from 256 on
     char = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
     text = {token: ''.join(char[byte] for byte in token) for token in ranks}
-    # tiktoken merges whatever two neighbours give a token, lowest rank first: so every way to cut a token is a merge
+    # tiktoken merges any two neighbours that make a token, lowest rank first: so every cut of a token is a merge
     merges = [(text[token[:i]], text[token[i:]]) for token in sorted(ranks, key=ranks.get)
               for i in range(1, len(token)) if token[:i] in ranks and token[i:] in ranks]
     vocab = {text[token]: rank for token, rank in ranks.items()}
-    if state['eot_token'] != len(vocab):  # with ids left out, end-of-text would not get its own by itself
+    if state['eot_token'] != len(vocab):  # where ids are left out, end-of-text would not get its own by itself
         vocab[EOT] = state['eot_token']
     tokenizer = package.Tokenizer(package.models.BPE(vocab, merges, ignore_merges=True))
     words = package.pre_tokenizers.Split(package.Regex(state['pattern']), 'isolated')
@@ -320,15 +294,14 @@ def tokenizer_json(state):
 
 def save_folder(folder, model, tokenizer, dtype):
     """
-    Write config.json, model.safetensors, tokenizer.json and tokenizer_config.json, which AutoModelForCausalLM and
-    AutoTokenizer of stock transformers load; all of them or none. tokenizer: its state; dtype: of the matrices. Scale
-    sets are for the caller to choose from: model.use_set(). Raises ValueError for what stock models cannot do.
+    Write config.json, model.safetensors, tokenizer.json and tokenizer_config.json for AutoModelForCausalLM and
+    AutoTokenizer of stock transformers: all of them or none. tokenizer: its state; dtype: of the matrices. Of scale
+    sets the caller chooses one: model.use_set(). Raises ValueError for what stock models cannot do.
     """
-    save_file, folder = optional('safetensors.torch').save_file, Path(folder).resolve()
+    safetensors, folder = optional('safetensors.torch'), Path(folder).resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f'{folder} exists and is not an empty folder. Remove it or choose another folder.')
-    eot, eos = tokenizer_from_state(tokenizer).eot_token, tokenizer.get('eos', EOT)
-    config = their_config(model.config, dtype, eot)
+    config = their_config(model.config, dtype, tokenizer_from_state(tokenizer).eot_token)
     folder.parent.mkdir(parents=True, exist_ok=True)
     need, free = model.n_params() * dtype.itemsize + 2 ** 24, shutil.disk_usage(folder.parent).free
     if free < need:
@@ -339,8 +312,9 @@ def save_folder(folder, model, tokenizer, dtype):
         part.mkdir()
         save_json(part / 'config.json', config)
         write_text(part / 'tokenizer.json', tokenizer_json(tokenizer))
-        save_json(part / 'tokenizer_config.json', {'tokenizer_class': 'PreTrainedTokenizerFast', 'eos_token': eos})
-        save_file(their_state(model, dtype), part / 'model.safetensors', metadata={'format': 'pt'})
+        save_json(part / 'tokenizer_config.json', {'tokenizer_class': 'PreTrainedTokenizerFast',
+                                                   'eos_token': tokenizer.get('eos', EOT)})
+        safetensors.save_file(their_state(model, dtype), part / 'model.safetensors', metadata={'format': 'pt'})
         part.replace(folder)
     except optional('safetensors').SafetensorError as error:
         raise OSError(f'could not write {folder} ({error}). Is the disk full?') from error
@@ -348,18 +322,7 @@ def save_folder(folder, model, tokenizer, dtype):
         shutil.rmtree(part, ignore_errors=True)
 
 
-# ----------------------------------------------------------------------------- any other model, through transformers
-
-class ForeignCache:
-    """DynamicCache of transformers, for all layers, up to max_length tokens."""
-
-    def __init__(self, cache, max_length):
-        self.cache, self.max_length = cache, max_length
-
-    @property
-    def length(self):
-        return self.cache.get_seq_length()
-
+# ----------------------------------------------------------------------------- others, through transformers
 
 class Foreign(nn.Module):
     """A causal model of transformers behind the calls of our Transformer. It has no scales to set."""
@@ -373,8 +336,8 @@ class Foreign(nn.Module):
         self.model, c = model, model.config
         names = ('seq_length', 'max_seq_len', 'n_positions', 'max_position_embeddings')
         L = next((getattr(c, name) for name in names if getattr(c, name, None)), 2048)
-        self.config = types.SimpleNamespace(vocab_size=c.vocab_size, block_size=L, position=c.model_type,
-                                            rope_scaling='', n_layer=c.num_hidden_layers, n_head=c.num_attention_heads)
+        self.config = SimpleNamespace(vocab_size=c.vocab_size, block_size=L, n_layer=c.num_hidden_layers,
+                                      n_head=c.num_attention_heads, position=c.model_type, rope_scaling='')
 
     @property
     def head(self):
@@ -382,20 +345,22 @@ class Foreign(nn.Module):
 
     def hidden(self, idx, cache=None):
         """idx: (B, T) token ids. Returns (B, T, C), ready for the output matrix."""
-        c, end = self.model.config, idx.shape[1] + (cache[0].length if cache else 0)
-        if cache and end > cache[0].max_length:
-            raise ValueError(f'the KV cache holds {cache[0].max_length} tokens but {end} are needed. Make it longer.')
+        c, store = self.model.config, cache[0] if cache else SimpleNamespace(keys=None, length=0)
+        end = store.length + idx.shape[1]
+        if cache and end > store.max_length:
+            raise ValueError(f'the KV cache holds {store.max_length} tokens but {end} are needed. Make it longer.')
         if end > getattr(c, 'n_positions', end):
             raise ValueError(f'a {c.model_type} model has {c.n_positions} positions but {end} are needed. '
                              'Choose a shorter length.')
         if end > getattr(c, 'max_seq_len', end):
-            c.max_seq_len = end  # the length of MPT's ALiBi, which it would not exceed by itself
-        keys = cache[0].cache if cache else None
-        return self.model.base_model(idx, past_key_values=keys, use_cache=bool(cache))[0]
+            c.max_seq_len = end  # MPT makes its ALiBi biases for so many tokens; more change nothing for fewer
+        store.length = end
+        return self.model.base_model(idx, past_key_values=store.keys, use_cache=bool(cache))[0]
 
     def new_cache(self, batch_size, max_length, dtype=None):
-        """A list of one element for all layers, which grows to max_length tokens of the model's own dtype."""
-        return [ForeignCache(optional('transformers').DynamicCache(config=self.model.config), max_length)]
+        """One element for all layers, of up to max_length tokens. The other arguments are the model's own affair."""
+        keys = optional('transformers').DynamicCache(config=self.model.config)
+        return [SimpleNamespace(keys=keys, length=0, max_length=max_length)]
 
     def refuse(self, *_):
         raise ValueError(f'a {self.config.position} model is read through transformers: no scale of it can be tuned or '
@@ -406,7 +371,7 @@ class Foreign(nn.Module):
 
 
 def load_foreign(source, dtype=torch.float32):
-    """Foreign model and the rest of a checkpoint as in load_folder(). dtype: of its weights. Runs no remote code."""
+    """A Foreign model, and the rest of a checkpoint as in load_folder(). dtype: of its weights."""
     auto, folder = optional('transformers').AutoModelForCausalLM, model_files(source)
     try:
         model, report = auto.from_pretrained(folder, dtype=dtype, local_files_only=True, trust_remote_code=False,
@@ -416,11 +381,10 @@ def load_foreign(source, dtype=torch.float32):
                          'or get its files again.') from error
     if report['missing_keys']:  # transformers would go on with random weights
         raise ValueError(f"{source} lacks weights: {', '.join(sorted(report['missing_keys'])[:3])} ... Get it again.")
-    model = Foreign(model.eval())
+    model, idx = Foreign(model.eval()), torch.tensor([[0, 1]])
     with torch.no_grad():  # some types change logits after the output matrix, which forward() would miss
-        idx = torch.tensor([[0, 1]])
         if not torch.allclose(model(idx), model.model(idx).logits, rtol=1e-3, atol=1e-4):
             raise ValueError(f'{source}: the logits of a {model.config.position} model are more than its output matrix '
                              'times its last state, which we do not read. Choose another checkpoint.')
-    return model, {'model_config': vars(model.config), 'step': 0, 'settings': {},
-                   'tokenizer': load_tokenizer(folder, model.config.vocab_size)}
+    return model, {'model_config': vars(model.config), 'tokenizer': load_tokenizer(folder, model.config.vocab_size),
+                   'step': 0, 'settings': {}}

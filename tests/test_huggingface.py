@@ -1,7 +1,9 @@
 """$ python -m pytest tests/test_huggingface.py"""
 
+import dataclasses
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -184,7 +186,7 @@ def test_a_tokenizer_comes_along(tmp_path):
 @pytest.mark.parametrize('changes, message', [
     ({'model_type': 'bloom'}, "model_type 'bloom'; of llama and smollm3 alone"),
     ({'model_type': 'gone'}, "model_type 'None'"),
-    ({'hidden_size': 'gone'}, 'lacks hidden_size'),
+    ({'hidden_size': 'gone'}, "lacks 'hidden_size'"),
     ({'hidden_act': 'gelu'}, 'has hidden_act gelu; our model has silu'),
     ({'attention_bias': True}, 'has attention_bias True'),
     ({'mlp_bias': True}, 'has mlp_bias True'),
@@ -197,7 +199,7 @@ def test_a_tokenizer_comes_along(tmp_path):
     ({'rope_parameters': YARN | {'beta_fast': 16}}, "'yarn' with {'beta_fast': 16}"),
     ({'rope_parameters': YARN | {'attention_factor': 2.0}}, "'yarn' with {'attention_factor': 2.0}"),
     ({'rope_parameters': YARN | {'truncate': False}}, "'yarn' with {'truncate': False}"),
-    ({'intermediate_size': 128}, r'gate_proj.weight of .* is \(96, 64\) .* \(128, 64\) of one of'),
+    ({'intermediate_size': 128}, r'gate_proj.weight of .* is \(96, 64\) .* calls for \(128, 64\)'),
     ({'num_hidden_layers': 3}, r'lacks 9 tensors: model.layers.2.input_layernorm.weight'),
     ({'num_hidden_layers': 1}, r'has 9 tensors that our model has no place for: model.layers.1'),
     ({'tie_word_embeddings': True}, 'lm_head.weight differs'),
@@ -219,7 +221,7 @@ def test_a_folder_that_is_not_whole_is_refused(tmp_path):
     weights, index = tmp_path / 'model.safetensors', tmp_path / 'model.safetensors.index.json'
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1000])
-    refused('model.safetensors is cut short')
+    refused('model.safetensors is missing, cut short')
     tensors = safetensors_torch.load(whole)
     safetensors_torch.save_file(tensors | {'lm_head.weight': torch.ones(260, 64, dtype=torch.int8)}, weights)
     refused('lm_head.weight of .* torch.int8')
@@ -227,9 +229,10 @@ def test_a_folder_that_is_not_whole_is_refused(tmp_path):
     refused('neither model.safetensors nor pytorch_model.bin')
     torch.save(tensors, tmp_path / 'pytorch_model.bin')
     (tmp_path / 'pytorch_model.bin').write_bytes((tmp_path / 'pytorch_model.bin').read_bytes()[:-1000])
-    refused('pytorch_model.bin is cut short')
+    refused('pytorch_model.bin is missing, cut short')
     torch.save({'x': Path('/')}, tmp_path / 'pytorch_model.bin')  # code to run, not weights
     refused('not a file of weights')
+    (tmp_path / 'pytorch_model.bin').unlink()
     index.write_text('{"weight_map": {"lm_head.weight": "model-1-of-2.safetensors"}}')
     refused('model-1-of-2.safetensors is missing')
     (tmp_path / 'tokenizer.json').unlink()
@@ -258,11 +261,14 @@ def test_hub_names_are_found_in_the_cache_without_a_network(tmp_path, monkeypatc
 
 
 def test_a_missing_optional_package_is_asked_for(tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__('sys').modules, 'safetensors', None)
-    llama_folder = tmp_path
-    (llama_folder / 'model.safetensors').touch()
-    with pytest.raises(ValueError, match='pip install safetensors'):
-        huggingface.read_weights(llama_folder)
+    llama(tmp_path)
+    for name in ('safetensors', 'safetensors.torch', 'transformers', 'huggingface_hub'):
+        monkeypatch.setitem(sys.modules, name, None)
+    for name, call in (('safetensors', huggingface.load_folder), ('transformers', huggingface.load_foreign)):
+        with pytest.raises(ValueError, match=f'pip install {name}'):
+            call(str(tmp_path))
+    with pytest.raises(ValueError, match='pip install huggingface_hub'):
+        huggingface.load_folder('hf:someone/nope')
 
 
 # ----------------------------------------------------------------------------- out
@@ -293,6 +299,17 @@ def test_folded_weights_are_rounded_once(tmp_path):
         assert torch.equal(written, exact.float().bfloat16())
     assert torch.equal(weights['model.norm.weight'], model.norm.weight)
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'hf').dtype == torch.bfloat16
+
+
+def test_a_model_without_scales_comes_back_bit_for_bit(tmp_path):
+    model = random_model(vocab_size=257)
+    model.head_scale = 1
+    for block in model.blocks:
+        block.attn.head_gain.data.fill_(1)
+    huggingface.save_folder(tmp_path / 'hf', model, BYTES, torch.float32)
+    state, again = model.state_dict(), huggingface.load_folder(str(tmp_path / 'hf'))
+    assert again['model_config'] == dataclasses.asdict(model.config) and again['model'].keys() == state.keys()
+    assert all(torch.equal(again['model'][name], state[name]) for name in state)
 
 
 @pytest.mark.parametrize('position', ['alibi', 'logn'])
