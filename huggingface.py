@@ -179,7 +179,7 @@ def our_state(tensors, c, source):
     def take(name, shape):
         weight = tensors.pop(name)
         if weight.shape != shape or weight.dtype not in DTYPES.values():
-            raise ValueError(f'{name} of {source} is {tuple(weight.shape)} {weight.dtype}, but its config.json calls for '
+            raise ValueError(f'{name} of {source} is {tuple(weight.shape)} {weight.dtype}, but config.json calls for '
                              f"{shape} in {', '.join(DTYPES)}. Do both belong together?")
         return weight.float() if weight.dim() == 1 else weight
 
@@ -239,29 +239,30 @@ def their_config(c, dtype, eot):
     if kind == 'ntk':  # nothing but a larger base, which the second frequency, base^(-2/D), tells
         base = rope_frequencies(D, base, c.rope_scaling, L, L)[0][1].item() ** (-D / 2)
     elif kind:
-        name = next(theirs for theirs, ours in ROPE_TYPES.items() if ours == kind)
-        rope = {'rope_type': name, 'factor': factor} | ({'original_max_position_embeddings': L} if kind == 'yarn' else {})
+        rope = {'rope_type': {ours: theirs for theirs, ours in ROPE_TYPES.items()}[kind], 'factor': factor}
+        rope |= {'original_max_position_embeddings': L} if kind == 'yarn' else {}
     what = {'model_type': 'llama', 'architectures': ['LlamaForCausalLM']} if c.position == 'rope' else {
         'model_type': 'smollm3', 'architectures': ['SmolLM3ForCausalLM'], 'no_rope_layers': [0] * c.n_layer}
     return what | {  # RoPE in the older way, which every version of transformers reads
         'vocab_size': c.vocab_size, 'hidden_size': c.n_embd, 'intermediate_size': c.n_hidden, 'hidden_act': 'silu',
         'num_hidden_layers': c.n_layer, 'num_attention_heads': c.n_head, 'num_key_value_heads': c.n_kv_head,
-        'max_position_embeddings': L if kind == 'dynamic_ntk' else c.block_size, 'rope_theta': base, 'rope_scaling': rope,
-        'rms_norm_eps': c.norm_eps, 'tie_word_embeddings': c.tied, 'attention_bias': False, 'mlp_bias': False,
+        'max_position_embeddings': L if kind == 'dynamic_ntk' else c.block_size, 'rope_theta': base,
+        'rope_scaling': rope, 'rms_norm_eps': c.norm_eps, 'tie_word_embeddings': c.tied, 'attention_bias': False, 'mlp_bias': False,
         'bos_token_id': eot, 'eos_token_id': eot, 'pad_token_id': None, 'dtype': str(dtype).removeprefix('torch.')}
 
 
 def their_state(model, dtype):
     """Their tensors from our model's, head scales folded into the rows of q, head gains into the columns of o."""
-    c, tensors = model.config, {}
-    for ours, parts in tensor_table(c).items():
-        weight, layer = model.get_parameter(ours).detach().float(), ours.rpartition('.attn.')[0]
-        if ours.endswith('attn.qkv.weight'):  # RoPE turns q, so it commutes with its scale
-            scale = torch.ones(len(weight), 1)
-            scale[:c.n_embd, 0] = model.get_parameter(f'{layer}.attn.head_scale').repeat_interleave(c.n_embd // c.n_head)
-            weight = weight * scale
-        if ours.endswith('attn.out.weight'):
-            weight = weight * model.get_parameter(f'{layer}.attn.head_gain').repeat_interleave(c.n_embd // c.n_head)
+    tensors = {}
+    for ours, parts in tensor_table(model.config).items():
+        weight = model.get_parameter(ours).detach().float()
+        if '.attn.' in ours:
+            attn = model.get_submodule(ours.rpartition('.attn.')[0] + '.attn')
+            if 'qkv' in ours:  # RoPE turns q, which a scale on q does not mind
+                scale = attn.head_scale.repeat_interleave(attn.head_dim)
+                weight = torch.cat((weight[:len(scale)] * scale[:, None], weight[len(scale):]))
+            else:
+                weight = weight * attn.head_gain.repeat_interleave(attn.head_dim)
         for (name, _), rows in zip(parts, weight.split([shape[0] for _, shape in parts])):
             # copies, as safetensors takes no two tensors in one memory; vectors are few and stay float32
             tensors[name] = rows.to(dtype if rows.dim() == 2 else torch.float32, copy=True)

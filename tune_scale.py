@@ -132,7 +132,7 @@ def draw_uniform(result, path):
     position, shown = search['position'], np.linspace(0, len(search['candidates']) - 1, 6).round().astype(int)
     for rank, i in enumerate(dict.fromkeys(shown.tolist())):
         style = {'color': plt_color('viridis', rank / 6), 'label': f"{search['candidates'][i]:g}"}
-        axes[0].plot(position, search['loss'][i], **style)
+        axes[0].plot(running_mean(position), running_mean(search['loss'][i]), **style)
         axes[1].plot(position, search['entropy'][i], **style)
     axes[0].set(ylabel='loss (nats per token)', title='Loss under uniform scales (Figure 2)')
     axes[1].set(ylabel='mean attention entropy (nats)', title='Entropy under uniform scales (Figure 2)')
@@ -153,6 +153,11 @@ def draw_uniform(result, path):
         axis.set_xlabel('position i (tokens)')
         axis.axvline(L, color='black', ls=':', lw=1)
     save_png(figure, path)
+
+
+def running_mean(values, bins=8):
+    """The losses of bins vary with their text: a curve is drawn as means over L / 2 positions, 8 bins of L / 16."""
+    return np.convolve(values, np.ones(bins) / bins, 'valid') if len(values) > 2 * bins else values
 
 
 def plt_color(cmap, share):
@@ -238,7 +243,7 @@ def draw_head(result, path):
     figure, axes = new_figure(2, 2, width=6.0, height=3.8)
     for rank, (name, curve) in enumerate(result['curves'].items()):
         style = {'color': ('#999999', '#e08214', '#1f4e9c')[rank], 'label': name}
-        axes[0, 0].plot(result['position'], curve['loss'], **style)
+        axes[0, 0].plot(running_mean(result['position']), running_mean(curve['loss']), **style)
         axes[0, 1].plot(result['position'], curve['entropy'], **style)
     axes[0, 0].set(xlabel=f'position (tokens); dotted: L = {L} and the tuned length {target}',
                    ylabel='loss (nats per token)', title='Loss by position (Figure 4)')
