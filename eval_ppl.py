@@ -44,7 +44,8 @@ last = 64                    # position: "at T" is the mean loss of the last so 
 batch_tokens = 16384         # tokens in one forward pass; lower it when memory runs out
 label = ''                   # name of the result; empty: the scale's
 # one row or more: {'name': ..., 'init_from': FILE, 'scale': ..., 'rope_scaling': ..., 'paper': row of Table 2}, all but
-# the first two optional. A list of scales or extensions of RoPE is a grid, of which the best at each length is shown
+# the first two optional. A list of scales or extensions of RoPE is a grid, of which the best at each length is shown. Rows of one name
+# are seeds of one model: their mean and standard deviation are shown
 table: list[dict] = []       # sliding: run these rows instead of the one model above
 # machine
 device = 'auto'              # auto, cpu, cuda, mps
@@ -151,16 +152,30 @@ def evaluate_row(row, sizes, S, runtime):
                   'windows': rows[0]['windows'], 'documents': rows[0]['documents']}
 
 
+def merge_seeds(rows):
+    """Rows of one name are seeds of one model: a row with the mean of their perplexities, `sd`, and all `runs`."""
+    merged = []
+    for _, group in itertools.groupby(rows, key=lambda row: row['name']):
+        group = list(group)
+        ppl = np.array([row['ppl'] for row in group])
+        merged.append(group[0] | {'ppl': ppl.mean(0), 'sd': ppl.std(0, ddof=1), 'runs': group} if len(group) > 1
+                      else group[0])
+    return merged
+
+
 def print_table(rows, sizes, runtime):
     """The rows in Table 2's layout, beside the paper's on PG19 where it has them."""
     paper = json.loads((ROOT / 'results/papers.json').read_text())['nope_table2']['rows']
     width = max(len(row['name']) for row in rows)
-    runtime.print(f'{"":{width}}     tokens' + ''.join(f'{T:>9}' for T in sizes) + '   paper: 2K     4K     8K    16K')
+    runtime.print(f'{"":{width}}     tokens' + ''.join(f'{T:>14}' for T in sizes) + '   paper: 2K     4K     8K    16K')
     for row in rows:
-        cells = ''.join(f'{ppl:9.2f}' if ppl < 1000 else '    >10^3' for ppl in row['ppl'])
+        cells = [f'{ppl:.2f}' if ppl < 1000 else '>10^3' for ppl in row['ppl']]
+        if 'sd' in row:
+            cells = [f'{cell} ± {sd:.2f}' for cell, sd in zip(cells, row['sd'])]
         theirs = ''.join(f'{ppl:7.1f}' if ppl < 1000 else '  >10^3' for ppl in paper.get(row.get('paper'), [])[:4])
         note = f"   {', '.join(row['best'])}" if len(row['losses']) > 1 else ''
         tokens = f"{row['tuning_tokens'] / 1e6:.1f}M" if row['tuning_tokens'] else '-'
+        cells = ''.join(f'{cell:>14}' for cell in cells)
         runtime.print(f"{row['name']:{width}} {tokens:>10}{cells}       {theirs:28}{note}".rstrip())
 
 
@@ -222,7 +237,7 @@ def main():
             raise ValueError(f'stride is {S}; it must be at least 1 and below the shortest length, {sizes[0]}.')
         result |= {'rule': rule, 'stride': S, 'lengths': sizes}
         if table:
-            result['rows'] = [evaluate_row(row, sizes, S, runtime) for row in table]
+            result['rows'] = merge_seeds([evaluate_row(row, sizes, S, runtime) for row in table])
             print_table(result['rows'], sizes, runtime)
         else:
             data = open_data(info)

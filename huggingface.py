@@ -247,8 +247,9 @@ def their_config(c, dtype, eot):
         'vocab_size': c.vocab_size, 'hidden_size': c.n_embd, 'intermediate_size': c.n_hidden, 'hidden_act': 'silu',
         'num_hidden_layers': c.n_layer, 'num_attention_heads': c.n_head, 'num_key_value_heads': c.n_kv_head,
         'max_position_embeddings': L if kind == 'dynamic_ntk' else c.block_size, 'rope_theta': base,
-        'rope_scaling': rope, 'rms_norm_eps': c.norm_eps, 'tie_word_embeddings': c.tied, 'attention_bias': False, 'mlp_bias': False,
-        'bos_token_id': eot, 'eos_token_id': eot, 'pad_token_id': None, 'dtype': str(dtype).removeprefix('torch.')}
+        'rope_scaling': rope, 'rms_norm_eps': c.norm_eps, 'tie_word_embeddings': c.tied,
+        'attention_bias': False, 'mlp_bias': False, 'dtype': str(dtype).removeprefix('torch.'),
+        'bos_token_id': eot, 'eos_token_id': eot, 'pad_token_id': None}
 
 
 def their_state(model, dtype):

@@ -1,0 +1,14 @@
+# Fine-tune the 5M RoPE model of the books study at 4L with as many tokens as its twin's vectors are tuned with
+init_from = 'out/books/rope/last.pt'
+dataset = 'books'
+block_size = 1024
+batch_size = 8
+micro_batch_size = 8
+learning_rate = 4e-4         # a quarter of pretraining's peak, as in config/finetune_8k.py
+min_lr = 4e-5
+warmup_iters = 15
+weight_decay = 0.0
+max_iters = 150
+log_interval = 25
+eval_windows = 32
+seed = 42
