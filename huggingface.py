@@ -252,11 +252,12 @@ def their_config(c, dtype, eot):
         'bos_token_id': eot, 'eos_token_id': eot, 'pad_token_id': None}
 
 
+@torch.no_grad()
 def their_state(model, dtype):
     """Their tensors from our model's, head scales folded into the rows of q, head gains into the columns of o."""
     tensors = {}
     for ours, parts in tensor_table(model.config).items():
-        weight = model.get_parameter(ours).detach().float()
+        weight = model.get_parameter(ours).float()
         if '.attn.' in ours:
             attn = model.get_submodule(ours.rpartition('.attn.')[0] + '.attn')
             if 'qkv' in ours:  # RoPE turns q, which a scale on q does not mind

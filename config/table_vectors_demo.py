@@ -10,7 +10,7 @@ def _rows(name, run, **more):
     for seed in (1337, 1338, 1339):
         _out = f'out/vectors_demo/{seed}'
         table.append({'name': name, 'init_from': f'{_out}/{run}/last.pt'}
-                     | {key: value.format(out=_out) if isinstance(value, str) else value for key, value in more.items()})
+                     | {key: value.format(out=_out) for key, value in more.items()})
 
 
 _rows('NoPE', 'none')
