@@ -12,10 +12,10 @@ import os
 import shutil
 from pathlib import Path
 
-import huggingface
 import numpy as np
 import torch
 
+import huggingface
 from corpus import tokenizer_digest
 from model import ModelConfig, Transformer
 from runtime import save_json, whole_file
@@ -89,8 +89,11 @@ def load_model(init_from, out_dir, device, position=None, rope_scaling=None, dty
     """
     source = str(Path(out_dir, f'{init_from}.pt') if init_from in ('last', 'best') else init_from)
     if huggingface.is_foreign(source):
-        model, state = huggingface.load_foreign(source)
-        return model.to(device).eval().requires_grad_(False), state | {'path': source}
+        if position is not None or rope_scaling is not None:
+            raise ValueError(f'{source} is read through transformers: it takes no position or rope_scaling of ours.')
+        model, state = huggingface.load_foreign(source, dtype)
+        state |= {'digest': weights_digest(model.state_dict()), 'path': source}
+        return model.to(device).eval().requires_grad_(False), state
     state = load(source, position)
     config = state['model_config']
     if position is not None:
@@ -98,11 +101,13 @@ def load_model(init_from, out_dir, device, position=None, rope_scaling=None, dty
     if rope_scaling is not None:
         config['rope_scaling'] = rope_scaling
     weights = state.pop('model')
-    if dtype not in {weight.dtype for weight in weights.values()}:
+    if any(weight.dtype not in (dtype, torch.float32) for weight in weights.values()):
         weights = {name: weight.float() for name, weight in weights.items()}
     with torch.device('meta'):
         model = Transformer(ModelConfig(**config))
     model.load_state_dict(weights, assign=True)
+    if model.config.tied:
+        model.head.weight = model.embed.weight
     state.pop('optimizer', None)
     return model.to(device).eval().requires_grad_(False), state | {'path': source}
 

@@ -160,6 +160,13 @@ def tokenizer_digest(state):
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def byte_characters():
+    """{byte: character}: how tokenizer.json writes bytes, as itself where that is printable, else the next from 256."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+
+
 def train_bpe(texts, vocab_size, path):
     """Train a byte-level BPE of vocab_size tokens, end-of-text included, on an iterable of str; save and return it."""
     if vocab_size < 257:
@@ -172,10 +179,7 @@ def train_bpe(texts, vocab_size, path):
     tokenizer.train_from_iterator(texts, package.trainers.BpeTrainer(
         vocab_size=vocab_size - 1, initial_alphabet=byte_level.alphabet(), show_progress=False))
     os.environ['TOKENIZERS_PARALLELISM'] = 'false'  # or it prints a warning whenever this process forks from now on
-    # tokenizers writes each byte as one printable character: itself where it is one, else the next from 256 on
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    byte_of = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    byte_of = {char: byte for byte, char in byte_characters().items()}
     vocab = tokenizer.get_vocab()
     merged = [bytes(byte_of[c] for c in token) for token in sorted(vocab, key=vocab.get) if len(token) > 1]
     tokens = [bytes([byte]) for byte in range(256)] + merged  # a token's rank says when it was merged

@@ -19,7 +19,7 @@ import torch
 import checkpoint
 from configurator import configure, settings
 from corpus import Windows
-from runtime import bin_means, new_figure, provenance, save_json, save_png, setup
+from runtime import bin_means, new_figure, provenance, running_mean, save_json, save_png, setup
 
 out_dir = 'out/demo/nope'    # the run to read; results go there too
 init_from = 'last'           # last or best (of out_dir), a checkpoint file, a Hugging Face folder, or hf:ORG/NAME
@@ -30,6 +30,7 @@ dataset: str | None = None   # a folder of data/; None: the one the model was tr
 split = 'test'
 length: int | None = None    # tokens in a window; None: 8L
 n_samples = 64               # windows, evenly spaced over the split
+compare: list[str] = []      # other results of this stage (their JSON), drawn in the same picture
 bits = False                 # report bits, as the paper's code does, instead of nats
 batch_tokens = 16384         # tokens in one forward pass; lower it when memory runs out
 label = ''                   # name of the result; empty: the scale's
@@ -74,9 +75,12 @@ def draw_mean(result, path):
     L, unit, position = result['block_size'], result['unit'], result['position']
     tuned = 'spearman' in result
     figure, axes = new_figure(1, 2 + tuned, width=5.2)
-    axes[0].plot(position, result['loss'], color='#1f4e9c')
+    for i, curve in enumerate([result, *result['compare']]):
+        name = f"{curve['position_method']} {curve['label']}".strip()
+        axes[0].plot(running_mean(curve['position']), running_mean(curve['loss']), color=f'C{i}', label=name)
+        axes[1].plot(curve['position'], curve['mean_entropy'], color=f'C{i}')
     axes[0].set(ylabel='loss (nats per token)', title='Loss')
-    axes[1].plot(position, result['mean_entropy'], color='#1f4e9c', label='mean over heads')
+    axes[0].legend()
     axes[1].plot(position, result['bound'], color='black', ls='--', lw=1, label='upper bound, ln i' if unit == 'nats'
                  else 'upper bound, log2 i')
     axes[1].set(ylabel=f'attention entropy ({unit})', title='Mean attention entropy')
@@ -141,6 +145,9 @@ def main():
             runtime.print(f'{T:12d} {result["mean_entropy"][i]:21.3f} {result["bound"][i]:7.3f}')
     for layer, value in enumerate(result.get('spearman', [])):
         runtime.print(f'layer {layer}: Spearman correlation of scale and entropy {value:+.2f}')
+    others = [json.loads(Path(path).read_text()) for path in compare]
+    shown = ('position_method', 'label', 'unit', 'position', 'loss', 'mean_entropy')
+    result['compare'] = [{key: other[key] for key in shown} for other in others]
     if runtime.is_main:
         result |= provenance(settings(globals()), runtime, time.perf_counter() - began)
         stem, suffix = Path(out_dir), f'{"_" * bool(name)}{name}'

@@ -43,8 +43,8 @@ n_samples = 256              # position: windows of the longest length, evenly s
 last = 64                    # position: "at T" is the mean loss of the last so many positions before T
 batch_tokens = 16384         # tokens in one forward pass; lower it when memory runs out
 label = ''                   # name of the result; empty: the scale's
-# rows: {'name': ..., 'init_from': FILE, 'scale': ..., 'position': ..., 'rope_scaling': ..., 'paper': row of Table 2}, all
-# but the first two optional. A list of scales or extensions of RoPE is a grid, of which the best at each length is
+# rows: {'name': ..., 'init_from': FILE, 'scale': ..., 'position': ..., 'rope_scaling': ..., 'paper': row of Table 2},
+# all but the first two optional. A list of scales or extensions of RoPE is a grid, of which the best at each length is
 # shown; rows of one name are seeds of one model, of which the mean and standard deviation are shown
 table: list[dict] = []       # sliding: run these rows instead of the one model above
 # machine

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-from corpus import EOT, get_tokenizer, parse_ranks, tokenizer_from_state, tokenizer_state
+from corpus import EOT, byte_characters, get_tokenizer, parse_ranks, tokenizer_from_state, tokenizer_state
 from model import ModelConfig, Transformer
 from position import parse_scaling, rope_frequencies
 from runtime import DTYPES, save_json, write_text
@@ -275,10 +275,7 @@ def tokenizer_json(state):
     """The text of a tokenizer.json that encodes as the tokenizer of this state (corpus.tokenizer_state) does."""
     if state['kind'] == 'hf':
         return state['text']
-    package, ranks = optional('tokenizers'), parse_ranks(state['text'], state['name'])
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # such a byte is its own character there
-    others = [byte for byte in range(256) if byte not in printable]    # the others are those from 256 on
-    char = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    package, ranks, char = optional('tokenizers'), parse_ranks(state['text'], state['name']), byte_characters()
     text = {token: ''.join(char[byte] for byte in token) for token in ranks}
     # tiktoken merges any two neighbours that make a token, lowest rank first: so every cut of a token is a merge
     merges = [(text[token[:i]], text[token[i:]]) for token in sorted(ranks, key=ranks.get)
@@ -376,6 +373,7 @@ class Foreign(nn.Module):
 def load_foreign(source, dtype=torch.float32):
     """A Foreign model, and the rest of a checkpoint as in load_folder(). dtype: of its weights."""
     auto, folder = optional('transformers').AutoModelForCausalLM, model_files(source)
+    optional('transformers.utils.logging').disable_progress_bar()
     try:
         model, report = auto.from_pretrained(folder, dtype=dtype, local_files_only=True, trust_remote_code=False,
                                              output_loading_info=True)

@@ -26,7 +26,7 @@ import torch
 import checkpoint
 from configurator import configure, settings
 from corpus import Windows
-from runtime import Progress, bin_means, compiled, new_figure, provenance, save_png, setup
+from runtime import Progress, bin_means, compiled, new_figure, provenance, running_mean, save_png, setup
 
 # what to tune
 out_dir = 'out/demo/nope'    # the run to read; the scale file goes there too
@@ -153,11 +153,6 @@ def draw_uniform(result, path):
         axis.set_xlabel('position i (tokens)')
         axis.axvline(L, color='black', ls=':', lw=1)
     save_png(figure, path)
-
-
-def running_mean(values, bins=8):
-    """The losses of bins vary with their text: a curve is drawn as means over L / 2 positions, 8 bins of L / 16."""
-    return np.convolve(values, np.ones(bins) / bins, 'valid') if len(values) > 2 * bins else values
 
 
 def plt_color(cmap, share):

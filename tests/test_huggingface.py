@@ -12,7 +12,7 @@ from conftest import files_at_most, mistake, random_model, stage
 
 import checkpoint
 import huggingface
-from corpus import get_tokenizer, tiktoken_encoding, tokenizer_from_state, tokenizer_state, train_bpe
+from corpus import get_tokenizer, tiktoken_encoding, tokenizer_from_state, tokenizer_state, train_bpe, write_corpus
 from model import ModelConfig, Transformer
 from position import ALiBi
 
@@ -447,3 +447,64 @@ def test_our_alibi_is_that_of_bloom(n_head):
     scores = torch.randn(n_head, 9, 9)
     a, b = [(scores + x).masked_fill(mask, -torch.inf).softmax(-1) for x in (bias, theirs)]
     torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+# ----------------------------------------------------------------------------- through checkpoint.py and the stages
+
+def test_half_precision_file_is_read_in_the_precision_of_the_activations(tmp_path):
+    llama(tmp_path / 'float32').to(torch.bfloat16).save_pretrained(tmp_path / 'half')
+    shutil.copy(tmp_path / 'float32/tokenizer.json', tmp_path / 'half')
+    half, _ = checkpoint.load_model(str(tmp_path / 'half'), None, 'cpu', dtype=torch.bfloat16)
+    assert {p.dtype for p in half.parameters() if p.dim() == 2} == {torch.bfloat16}
+    assert {p.dtype for p in half.parameters() if p.dim() == 1} == {torch.float32}
+    full, _ = checkpoint.load_model(str(tmp_path / 'half'), None, 'cpu')
+    assert {p.dtype for p in full.parameters()} == {torch.float32}
+    with torch.autocast('cpu', torch.bfloat16):  # the same rounded weights, activations rounded in the same places
+        assert torch.equal(logits(half, tokens(20)), logits(full, tokens(20)))
+
+
+def test_tied_matrices_stay_one_after_loading(tmp_path):
+    llama(tmp_path, tie_word_embeddings=True)
+    model, _ = checkpoint.load_model(str(tmp_path), None, 'cpu')
+    assert model.head.weight is model.embed.weight
+    assert sum(model.flops_per_token(0)) == 2 * model.n_params()
+
+
+def text_for(source, folder):
+    """A data set prepared with the tokenizer of a Hugging Face folder."""
+    text = Path(json.__file__).with_name('decoder.py').read_text(encoding='utf-8')
+    splits = {split: [text] for split in ('train', 'val', 'test')}
+    write_corpus(folder, get_tokenizer(str(source / 'tokenizer.json')), splits, workers=1)
+    return folder
+
+
+def test_every_stage_reads_a_hugging_face_folder(tmp_path):
+    llama(tmp_path / 'llama', vocab_size=257)
+    corpus_dir = text_for(tmp_path / 'llama', tmp_path / 'text')
+    common = [f'--init_from={tmp_path}/llama', f'--out_dir={tmp_path}/out', '--device=cpu', '--compile=False']
+    assert 'Give a data set with --dataset=' in mistake('eval_ppl', *common[:3])
+    common.append(f'--dataset={corpus_dir}')
+    arguments = [*common[:3], common[4], '--position=none', '--n_samples=2', '--length=128']
+    stage('entropy', *arguments, '--scale=1.3')
+    stage('tune_scale', *common, '--position=none', '--target_length=96', '--max_iters=2', '--init_scale=1.2',
+          '--batch_size=2', '--micro_batch_size=2', '--n_samples=2')
+    out, _ = stage('eval_ppl', *common[:3], common[4], '--position=none', '--max_windows=4', '--lengths=[64,128]',
+                   f'--scale={tmp_path}/out/scale_head_96.json')
+    assert 'its config says Llama' not in out
+    stage('train', *common, '--rope_scaling=yarn', '--block_size=128', '--max_iters=1', '--batch_size=2',
+          '--micro_batch_size=2', '--eval_windows=2')
+    config = checkpoint.load(tmp_path / 'out/last.pt')['model_config']
+    assert (config['position'], config['rope_scaling'], config['rope_length']) == ('rope', 'yarn:2', 64)
+    stage('sample', f'--init_from={tmp_path}/llama', '--device=cpu', '--max_new_tokens=3')
+
+
+def test_other_models_are_evaluated_and_say_that_they_cannot_be_tuned(tmp_path):
+    foreign(tmp_path / 'bloom', 'bloom')
+    corpus_dir = text_for(tmp_path / 'bloom', tmp_path / 'text')
+    common = [f'--init_from={tmp_path}/bloom', f'--out_dir={tmp_path}/out', '--device=cpu', f'--dataset={corpus_dir}']
+    out, _ = stage('eval_ppl', *common, '--max_windows=4', '--lengths=[64,128]', '--stride=8')
+    result = json.loads((tmp_path / 'out/eval_ppl.json').read_text())
+    assert result['position_method'] == 'bloom' and f"{result['rows'][1]['ppl']:.3f}" in out
+    stage('sample', common[0], '--device=cpu', '--max_new_tokens=3')
+    assert 'no scale of it can be tuned' in mistake('tune_scale', *common, '--init_scale=1.2', '--target_length=4096')
+    assert 'takes no position' in mistake('eval_ppl', *common, '--position=none')
