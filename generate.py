@@ -1,7 +1,9 @@
 """
-Text from a model, one token at a time over a KV cache: greedy, or sampled with temperature, top-k and top-p.
+Text from a model over a KV cache: greedy, sampled with temperature, top-k and top-p, or by beam search.
 Plain PyTorch; imports nothing of the project.
 """
+
+import math
 
 import torch
 
@@ -51,3 +53,98 @@ def generate(model, prompt, max_new_tokens, temperature=0.0, top_k=None, top_p=N
         yield token
         if eos is not None and ended.all():
             return
+
+
+def read_prompts(model, prompts, max_new_tokens, cache_dtype=None):
+    """
+    Read a batch of prompts, lists of ids of any lengths from 1 on, in one pass: padded on the right, which a causal
+    model cannot see. Returns the logits after each prompt, (B, V), and the cache, with room for max_new_tokens more.
+    """
+    lengths, device = torch.tensor([len(prompt) for prompt in prompts]), model.head.weight.device
+    if lengths.min() == 0:
+        raise ValueError('a prompt is empty: give at least one token, such as the end-of-text token.')
+    padded = torch.zeros(len(prompts), lengths.max(), dtype=torch.long)
+    for row, prompt in zip(padded, prompts):
+        row[:len(prompt)] = torch.tensor(prompt)
+    cache = model.new_cache(len(prompts), padded.shape[1] + max_new_tokens, cache_dtype)
+    x = model.hidden(padded.to(device), cache)  # (B, T, C)
+    if lengths.min() < lengths.max():
+        cache.set_prompt_lengths(lengths.to(device))
+    return model.head(x[torch.arange(len(prompts)), lengths - 1]), cache
+
+
+@torch.no_grad()
+def complete(model, prompts, max_new_tokens, beams=1, eos=(), min_new_tokens=0, stop=None, cache_dtype=None, **sampling):
+    """
+    Continue each prompt, a list of ids. Returns lists of at most max_new_tokens new ids, the end token left out. A batch
+    gives what each prompt alone would. beams: 1, or the width of a beam search; eos: ids that end a sequence, once it
+    has min_new_tokens; stop: a function of a sequence's new ids, true where it ends, for stop strings (not with beams);
+    sampling: as in sample_token(), greedy by default.
+    """
+    if model.length_matters and len({len(prompt) for prompt in prompts}) > 1:
+        rest = max_new_tokens, beams, eos, min_new_tokens, stop, cache_dtype
+        return [complete(model, [prompt], *rest, **sampling)[0] for prompt in prompts]
+    if beams > 1:
+        return beam_search(model, prompts, max_new_tokens, beams, eos, min_new_tokens, cache_dtype)
+    logits, cache = read_prompts(model, prompts, max_new_tokens, cache_dtype)
+    new, going = [[] for _ in prompts], set(range(len(prompts)))
+    for step in range(max_new_tokens):
+        if step < min_new_tokens:
+            logits[:, list(eos)] = -math.inf
+        token = sample_token(logits, **({'temperature': 0} | sampling))
+        for b, t in enumerate(token[:, 0].tolist()):
+            if b in going and t not in eos:
+                new[b].append(t)
+            if b in going and (t in eos or stop and stop(new[b])):
+                going.remove(b)
+        if not going or step + 1 == max_new_tokens:
+            break
+        logits = model(token, last=1, cache=cache)[:, -1]
+    return new
+
+
+def beam_search(model, prompts, max_new_tokens, beams, eos, min_new_tokens=0, cache_dtype=None):
+    """
+    The likeliest continuation that a search over `beams` unfinished ones at a time finds, as transformers' default: a
+    finished one is judged by its log-probability over its number of tokens, end token included; each step looks at the
+    (1 + number of end tokens) * beams likeliest next tokens, of which an end token counts only among the first `beams`;
+    and a prompt is done when its best unfinished continuation, judged so, is no better than the worst of `beams`
+    finished ones.
+    """
+    logits, cache = read_prompts(model, prompts, max_new_tokens, cache_dtype)
+    cache.repeat(beams)
+    start, B, V = cache.length, len(prompts), logits.shape[-1]
+    logits = logits.repeat_interleave(beams, dim=0)                       # (B * beams, V)
+    scores = logits.new_full((B, beams), -1e9, dtype=torch.float32)
+    scores[:, 0] = 0                                                      # at first the beams of a prompt are the same
+    running, finished, done = [[[]] * beams for _ in prompts], [[] for _ in prompts], [False] * B
+    for step in range(max_new_tokens):
+        log_p = logits.float().log_softmax(-1)
+        if step < min_new_tokens:
+            log_p[:, list(eos)] = -math.inf
+        total = (scores[:, :, None] + log_p.view(B, beams, V)).flatten(1)
+        best, index = total.topk(max(2, 1 + len(eos)) * beams)            # (B, candidates)
+        source, tokens = [], []
+        for b in range(B):
+            going = []                                                    # (score, beam, token)
+            for rank, (score, i) in enumerate(zip(best[b].tolist(), index[b].tolist())):
+                beam, token = divmod(i, V)
+                ends = token in eos or step + 1 == max_new_tokens
+                if ends and rank < beams and not done[b]:
+                    text = running[b][beam] + [token] * (token not in eos)
+                    finished[b].append((score / (step + 1), text))
+                elif not ends and len(going) < beams:
+                    going.append((score, beam, token))
+            finished[b] = sorted(finished[b], key=lambda one: -one[0])[:beams]
+            if going:
+                full = len(finished[b]) == beams
+                done[b] |= full and going[0][0] / (step + 1) <= finished[b][-1][0]
+                running[b] = [running[b][beam] + [token] for _, beam, token in going]
+                scores[b] = torch.tensor([score for score, _, _ in going])
+                source += [b * beams + beam for _, beam, _ in going]
+                tokens += [token for _, _, token in going]
+        if all(done) or step + 1 == max_new_tokens:
+            break
+        cache.reorder(torch.tensor(source, device=logits.device), start)
+        logits = model(torch.tensor(tokens, device=logits.device)[:, None], last=1, cache=cache)[:, -1]
+    return [one[0][1] for one in finished]

@@ -328,6 +328,7 @@ class Foreign(nn.Module):
     """A causal model of transformers behind the calls of our Transformer. It has no scales to set."""
 
     logits_per_chunk, sets = Transformer.logits_per_chunk, {}
+    length_matters = True  # so that prompts of unequal length are read one by one
     forward, losses = Transformer.forward, Transformer.losses
     passes, n_params = Transformer.passes, Transformer.n_params
 
@@ -345,7 +346,7 @@ class Foreign(nn.Module):
 
     def hidden(self, idx, cache=None):
         """idx: (B, T) token ids. Returns (B, T, C), ready for the output matrix."""
-        c, store = self.model.config, cache[0] if cache else SimpleNamespace(keys=None, length=0)
+        c, store = self.model.config, cache or SimpleNamespace(keys=None, length=0)
         end = store.length + idx.shape[1]
         if cache and end > store.max_length:
             raise ValueError(f'the KV cache holds {store.max_length} tokens but {end} are needed. Make it longer.')
@@ -358,9 +359,9 @@ class Foreign(nn.Module):
         return self.model.base_model(idx, past_key_values=store.keys, use_cache=bool(cache))[0]
 
     def new_cache(self, batch_size, max_length, dtype=None):
-        """One element for all layers, of up to max_length tokens. The other arguments are the model's own affair."""
+        """A cache of up to max_length tokens. The other arguments are the model's own affair."""
         keys = optional('transformers').DynamicCache(config=self.model.config)
-        return [SimpleNamespace(keys=keys, length=0, max_length=max_length)]
+        return SimpleNamespace(keys=keys, length=0, max_length=max_length)
 
     def refuse(self, *_):
         raise ValueError(f'a {self.config.position} model is read through transformers: no scale of it can be tuned or '

@@ -78,52 +78,57 @@ class Attention(nn.Module):
         q = (q * self.head_scale[:, None, None]).to(k.dtype)
         return q, k, v
 
-    def attend(self, q, k, v):
-        """Softmax attention of T queries on the last T of S keys and all before. Returns (B, T, C)."""
+    def attend(self, q, k, v, i, j):
+        """
+        Softmax attention over the keys that are not later than the query. i, j: positions of the T queries and S keys,
+        (T,) and (S,), or (B, T) and (B, S) where they differ between sequences. Returns (B, T, C).
+        """
         B, H, T, _ = q.shape
         S = k.shape[2]
         # training on a CPU, while the scores are few the T x T matrix is faster than the fused kernel's slow backward
         plain = q.device.type == 'cpu' and torch.is_grad_enabled() and B * H * T * S <= 2 ** 25
         with sdpa_kernel(SDPBackend.MATH) if plain else contextlib.nullcontext():
             if self.bias is not None:
-                y = self.attend_with_bias(q, k, v)
+                y = self.attend_with_bias(q, k, v, i, j)
             else:
-                mask = None
-                if 1 < T < S:  # several new tokens after cached ones: query t stands at position S - T + t
-                    mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+                sees_all = T == 1 and i.dim() == 1
+                mask = None if T == S or sees_all else (j[..., None, None, :] <= i[..., None, :, None])
                 y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=T == S,
                                                    enable_gqa=self.n_head != self.n_kv_head)
         y = (y * self.head_gain[:, None, None]).to(y.dtype)
         return y.transpose(1, 2).reshape(B, T, -1)
 
-    def attend_with_bias(self, q, k, v):
+    def attend_with_bias(self, q, k, v, i, j):
         """As attend(), (B, H, T, D), in chunks of rows: no mask of H x T x S, and no keys after a chunk's last row."""
         y = []
-        for rows, i, j, mask in row_chunks(q.shape[2], k.shape[2], self.n_head, q.device):
-            bias = self.bias(i, j).masked_fill(mask, -math.inf)[None].to(q.dtype)  # 4-D, or no fused kernel takes it
-            y.append(F.scaled_dot_product_attention(q[:, :, rows], k[:, :, :len(j)], v[:, :, :len(j)], attn_mask=bias,
+        for rows, end in row_chunks(q.shape[2], k.shape[2], self.n_head):
+            bias = masked(self.bias(i[..., rows], j[..., :end]), i[..., rows], j[..., :end]).to(q.dtype)
+            bias = bias if bias.dim() == 4 else bias[None]  # or no fused kernel takes it
+            y.append(F.scaled_dot_product_attention(q[:, :, rows], k[:, :, :end], v[:, :, :end], attn_mask=bias,
                                                     enable_gqa=self.n_head != self.n_kv_head))
         return torch.cat(y, dim=2)
 
-    def forward(self, x, query_key, cache=None):
+    def forward(self, x, query_key, i, j, cache=None, layer=None):
         q, k, v = self.project(x, query_key)
         if cache is not None:
-            k, v = cache.append(k, v)
-        return self.out(self.attend(q, k, v))
+            k, v = cache.append(layer, k, v)
+        return self.out(self.attend(q, k, v, i, j))
 
 
-def row_chunks(T, S, n_head, device):
+def row_chunks(T, S, n_head):
     """
-    Cut T queries, the last T of S positions, into chunks whose scores number at most 2^24 a sequence. Yields each
-    chunk's rows (a slice), the positions of its queries (n,) and of the keys it can see (m,), and which of those each
-    query must not see, (n, m).
+    Cut T queries, the last of S tokens, into chunks with at most 2^24 scores. Yields the rows of a chunk, a slice, and
+    the number of keys up to its last row.
     """
     n_rows = max(1, 2 ** 24 // (n_head * S))
     for start in range(0, T, n_rows):
-        rows = slice(start, min(start + n_rows, T))
-        i = torch.arange(S - T + rows.start, S - T + rows.stop, device=device)
-        j = torch.arange(S - T + rows.stop, device=device)
-        yield rows, i, j, j > i[:, None]
+        stop = min(start + n_rows, T)
+        yield slice(start, stop), S - T + stop
+
+
+def masked(scores, i, j):
+    """scores: (..., T, S) of queries at positions i on keys at j, those later than the query being -inf."""
+    return scores.masked_fill(j[..., None, None, :] > i[..., None, :, None], -math.inf)
 
 
 def attention_entropy(q, k, bias=None):
@@ -156,13 +161,13 @@ ENTROPY_KERNELS = {'cpu': mean_key_cpu, 'cuda': mean_key_cuda}
 
 def entropy_in_chunks(q, k, bias):
     """Entropy where there is a bias, or no fused kernel that gives its log-sum-exp. q, k: (B, H, T, D) float32."""
-    (B, H, T, D), entropy = q.shape, []
-    for rows, i, j, mask in row_chunks(T, T, B * H, q.device):
+    (B, H, T, D), position, entropy = q.shape, torch.arange(q.shape[2], device=q.device), []
+    for rows, end in row_chunks(T, T, B * H):
+        i, j = position[rows], position[:end]
         with torch.autocast(q.device.type, enabled=False):
-            scores = q[:, :, rows] @ k[:, :, :len(j)].transpose(-1, -2) / math.sqrt(D)
-        scores = scores if bias is None else scores + bias(i, j)
-        log_a = scores.masked_fill(mask, -math.inf).log_softmax(-1)
-        entropy.append(-(log_a.exp() * log_a.masked_fill(mask, 0)).sum(-1))
+            scores = q[:, :, rows] @ k[:, :, :end].transpose(-1, -2) / math.sqrt(D)
+        log_a = masked(scores if bias is None else scores + bias(i, j), i, j).log_softmax(-1)
+        entropy.append(-(log_a.exp() * log_a.clamp(min=torch.finfo(log_a.dtype).min)).sum(-1))  # 0 ln 0 is 0
     return torch.cat(entropy, dim=2).clamp(min=0)
 
 
@@ -185,27 +190,54 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(config.n_embd, eps=config.norm_eps)
         self.mlp = SwiGLU(config)
 
-    def forward(self, x, query_key, cache=None):
-        x = x + self.attn(self.attn_norm(x), query_key, cache)
+    def forward(self, x, *where):
+        x = x + self.attn(self.attn_norm(x), *where)
         return x + self.mlp(self.mlp_norm(x))
 
 
-class LayerCache:
-    """Keys and values of the tokens read so far, in one layer. k, v: (B, n_kv_head, max_length, D)."""
+class KVCache:
+    """
+    Keys and values of the tokens read so far, in each layer (B, n_kv_head, max_length, D), for a pass that will hold
+    max_length tokens.
+    """
+    PADDING = 2 ** 30  # the position of padding: later than any query, so that none sees it
 
-    def __init__(self, shape, device, dtype):
-        self.k = torch.empty(shape, device=device, dtype=dtype)
-        self.v = torch.empty(shape, device=device, dtype=dtype)
-        self.length = 0
+    def __init__(self, n_layer, shape, device, dtype):
+        self.k = [torch.empty(shape, device=device, dtype=dtype) for _ in range(n_layer)]
+        self.v = [torch.empty(shape, device=device, dtype=dtype) for _ in range(n_layer)]
+        self.length, self.max_length = 0, shape[2]  # slots used, slots
+        self.prompt_lengths = self.padded = None
 
-    def append(self, k, v):
+    def append(self, layer, k, v):
         end = self.length + k.shape[2]
-        if end > self.k.shape[2]:
-            raise ValueError(f'the KV cache holds {self.k.shape[2]} tokens but {end} are needed. Make it longer.')
-        self.k[:, :, self.length:end] = k
-        self.v[:, :, self.length:end] = v
-        self.length = end
-        return self.k[:, :, :end], self.v[:, :, :end]
+        if end > self.max_length:
+            raise ValueError(f'the KV cache holds {self.max_length} tokens but {end} are needed. Make it longer.')
+        self.k[layer][:, :, self.length:end] = k
+        self.v[layer][:, :, self.length:end] = v
+        return self.k[layer][:, :, :end], self.v[layer][:, :, :end]
+
+    def set_prompt_lengths(self, lengths):
+        """After prompts of unequal length, padded on the right, were read: how many tokens of each are real, (B,)."""
+        self.prompt_lengths, self.padded = lengths[:, None], self.length
+
+    def repeat(self, n):
+        """Each sequence n times, one copy after the other."""
+        self.k, self.v = ([x.repeat_interleave(n, dim=0) for x in layers] for layers in (self.k, self.v))
+        if self.prompt_lengths is not None:
+            self.prompt_lengths = self.prompt_lengths.repeat_interleave(n, dim=0)
+
+    def reorder(self, source, start):
+        """Sequence b becomes a copy of source[b] from slot `start` on; before that both must be the same."""
+        for x in (*self.k, *self.v):
+            x[:, :, start:self.length] = x[source, :, start:self.length]
+
+    def positions(self, T, device):
+        """Positions of the next T tokens and of all keys with them: (T,), (S,), or by sequence (B, T), (B, S)."""
+        j = torch.arange(self.length + T, device=device)
+        if self.prompt_lengths is not None:
+            after = torch.where(j < self.padded, self.PADDING, j - self.padded + self.prompt_lengths)
+            j = torch.where(j < self.prompt_lengths, j, after)
+        return j[..., self.length:], j
 
 
 class Transformer(nn.Module):
@@ -234,10 +266,13 @@ class Transformer(nn.Module):
                 nn.init.ones_(p)  # norms, head scales and gains
         return self
 
-    def query_key(self, start, length, total, device):
-        """The position method's change of q and k, for `length` tokens from `start` on of a pass of `total`."""
-        method = QUERY_KEY.get(self.config.position, QUERY_KEY['none'])
-        return method(self.config, start, length, total, device)
+    def where(self, T, device, cache=None):
+        """What attention needs to know of the T tokens of this pass: the change of q and k, and positions i, j."""
+        i, j = cache.positions(T, device) if cache else [torch.arange(T, device=device)] * 2
+        total = cache.max_length if cache else T
+        if self.sets:
+            self.use_set(total)
+        return QUERY_KEY.get(self.config.position, QUERY_KEY['none'])(self.config, i, total), i, j
 
     @torch.no_grad()
     def use_set(self, total):
@@ -252,6 +287,11 @@ class Transformer(nn.Module):
         for name, vector in self.sets[after].items():
             self.get_parameter(name).copy_(vector if share == 1 else torch.lerp(self.sets[before][name], vector, share))
 
+    @property
+    def length_matters(self):
+        """True where a token is read otherwise in a pass that will hold more tokens."""
+        return bool(self.sets) or self.config.rope_scaling.startswith('dynamic')
+
     def passes(self, T):
         """
         How to see each position of T tokens as in a pass that ends near it: [(first, end), ...], positions first to
@@ -262,17 +302,15 @@ class Transformer(nn.Module):
 
     def hidden(self, idx, cache=None):
         """idx: (B, T) token ids. Returns (B, T, C), normed and ready for the output matrix."""
-        T = idx.shape[1]
-        start, total = (cache[0].length, cache[0].k.shape[2]) if cache else (0, T)
-        if self.sets:
-            self.use_set(total)
+        where = self.where(idx.shape[1], idx.device, cache)
         x = self.embed(idx).to(self.norm.weight.dtype)  # (B, T, C), float32 even where matrices are in half precision
-        query_key = self.query_key(start, T, total, idx.device)
-        for i, block in enumerate(self.blocks):
+        for layer, block in enumerate(self.blocks):
             if self.checkpoint_activations and torch.is_grad_enabled():
-                x = checkpoint(block, x, query_key, use_reentrant=False)
+                x = checkpoint(block, x, *where, use_reentrant=False)
             else:
-                x = block(x, query_key, cache[i] if cache else None)
+                x = block(x, *where, cache, layer)
+        if cache:
+            cache.length += idx.shape[1]
         return self.norm(x)
 
     def forward(self, idx, targets=None, last=None, cache=None):
@@ -305,22 +343,20 @@ class Transformer(nn.Module):
         One pass that also measures each head. idx, targets: (B, T).
         Returns losses (B, T) and attention entropy (n_layer, B, H, T), both in nats, float32.
         """
-        T, x, entropy = idx.shape[1], self.embed(idx).to(self.norm.weight.dtype), []
-        if self.sets:
-            self.use_set(T)
-        query_key = self.query_key(0, T, T, idx.device)
+        x, entropy = self.embed(idx).to(self.norm.weight.dtype), []
+        query_key, i, j = self.where(idx.shape[1], idx.device)
         for block in self.blocks:
             q, k, v = block.attn.project(block.attn_norm(x), query_key)
             entropy.append(attention_entropy(q, k, block.attn.bias))
-            x = x + block.attn.out(block.attn.attend(q, k, v))
+            x = x + block.attn.out(block.attn.attend(q, k, v, i, j))
             x = x + block.mlp(block.mlp_norm(x))
         return self.losses(self.norm(x), targets), torch.stack(entropy)
 
     def new_cache(self, batch_size, max_length, dtype=None):
-        """One LayerCache a layer, for `batch_size` sequences of up to `max_length` tokens."""
+        """A cache for `batch_size` sequences of up to `max_length` tokens."""
         config, weight = self.config, self.head.weight
         shape = (batch_size, config.n_kv_head, max_length, config.n_embd // config.n_head)
-        return [LayerCache(shape, weight.device, dtype or weight.dtype) for _ in self.blocks]
+        return KVCache(len(self.blocks), shape, weight.device, dtype or weight.dtype)
 
     @property
     def head_scale(self):

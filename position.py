@@ -65,7 +65,7 @@ def rope_frequencies(head_dim, base, scaling, L, total):
 def rotate(x, cos, sin):
     """
     Turn each pair (x[k], x[k + D/2]) of a head by its angle: the half-split layout of Llama checkpoints.
-    x: (B, H, T, D); cos, sin: (T, D/2). Returns (B, H, T, D) in x's dtype, computed in float32.
+    x: (B, H, T, D); cos, sin: (1, T, D/2) or (B, 1, T, D/2). Returns (B, H, T, D) in x's dtype, computed in float32.
     """
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
@@ -73,28 +73,26 @@ def rotate(x, cos, sin):
 
 # ----------------------------------------------------------------------------- changes of q and k
 
-def unchanged(config, start, length, total, device):
+def unchanged(config, position, total):
     return lambda q, k: (q, k)
 
 
-def rope(config, start, length, total, device):
+def rope(config, position, total):
     L, head_dim = config.rope_length or config.block_size, config.n_embd // config.n_head
     frequency, factor = rope_frequencies(head_dim, config.rope_base, config.rope_scaling, L, total)
-    position = torch.arange(start, start + length, device=device, dtype=torch.float32)
-    angle = torch.outer(position, frequency.to(device=device, dtype=torch.float32))
+    angle = position.float()[..., None, :, None] * frequency.to(device=position.device, dtype=torch.float32)
     cos, sin = angle.cos() * factor, angle.sin() * factor
     return lambda q, k: (rotate(q, cos, sin), rotate(k, cos, sin))
 
 
-def logn(config, start, length, total, device):
+def logn(config, position, total):
     """The query that sees i keys, times ln i / ln L: attention spreads less in long contexts (Chiang & Cholak 2022)."""
-    position = torch.arange(start + 1, start + length + 1, device=device, dtype=torch.float32)
-    growth = (position.log() / math.log(config.block_size))[:, None]  # (T, 1)
+    growth = ((position + 1).float().log() / math.log(config.block_size))[..., None, :, None]  # (1, T, 1)
     return lambda q, k: ((q * growth).to(q.dtype), k)
 
 
-# name -> f(config, start, length, total, device), which returns a function of q and k, (B, H or n_kv_head, T, D), for
-# the positions start ... start + length - 1 of a pass that will hold `total` tokens
+# name -> f(config, position, total), which returns a function of q and k, (B, H or n_kv_head, T, D), whose tokens stand
+# at `position`, (T,) or (B, T) from 0 on, of a pass that will hold `total` tokens
 QUERY_KEY = {'none': unchanged, 'rope': rope, 'logn': logn}
 
 
@@ -118,9 +116,9 @@ class ALiBi(nn.Module):
         self.slopes = alibi_slopes(config.n_head)
 
     def forward(self, i, j):
-        """i: (T,) positions of queries, j: (S,) of keys. Returns (H, T, S) float32."""
+        """i: (T,) positions of queries, j: (S,) of keys, or (B, T) and (B, S). Returns (H, T, S) or (B, H, T, S)."""
         slopes = torch.tensor(self.slopes, device=i.device)
-        return -slopes[:, None, None] * (i[:, None] - j)
+        return -slopes[:, None, None] * (i[..., None, :, None] - j[..., None, None, :])
 
 
 BIASES = {'alibi': ALiBi}

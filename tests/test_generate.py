@@ -10,7 +10,9 @@ from conftest import mistake, random_model, stage
 
 import checkpoint
 from corpus import get_tokenizer, tokenizer_state
-from generate import generate, sample_token
+from generate import complete, generate, sample_token
+from huggingface import save_folder
+from position import POSITIONS
 
 P = torch.tensor([[0.05, 0.4, 0.1, 0.25, 0.2]])  # probabilities of five tokens; likeliest first: 1, 3, 4, 2, 0
 
@@ -152,6 +154,74 @@ def test_generation_computes_logits_for_the_last_position_only_and_reads_each_to
     model.head.register_forward_hook(lambda module, inputs, output: seen.append(('logits', output.shape[1])))
     text(model, start, 3)
     assert seen == [('read', 20), ('logits', 1), ('read', 1), ('logits', 1), ('read', 1), ('logits', 1)]
+
+
+# ----------------------------------------------------------------------------- whole completions, beams, batches
+
+def to_transformers(model, folder):
+    """Our model as one of stock transformers, through the export."""
+    transformers = pytest.importorskip('transformers')
+    save_folder(folder, model, tokenizer_state(get_tokenizer('bytes')), torch.float32)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation='eager').eval()
+
+
+def by_transformers(theirs, prompt, n, beams, eos):
+    idx = torch.tensor([prompt])
+    out = theirs.generate(idx, attention_mask=torch.ones_like(idx), max_new_tokens=n, num_beams=beams, do_sample=False,
+                          eos_token_id=list(eos) or None, pad_token_id=0)[0, len(prompt):].tolist()
+    ends = [i for i, token in enumerate(out) if token in eos]
+    return out[:ends[0]] if ends else out
+
+
+@pytest.mark.parametrize('position', ['none', 'rope'])
+@pytest.mark.parametrize('beams', [1, 2, 5])
+def test_completions_equal_those_of_transformers(tmp_path, position, beams):
+    model = random_model(position=position, vocab_size=257)
+    model.head.weight.data *= 4  # so that continuations differ in likelihood
+    theirs, generator, n_ended = to_transformers(model, tmp_path / 'hf'), torch.Generator().manual_seed(3), 0
+    for eos in ((), (256,), tuple(range(0, 257, 9))):  # never, rarely and soon at an end
+        prompts = [torch.randint(257, (n,), generator=generator).tolist() for n in (1, 7, 30, 31)]
+        ours = complete(model, prompts, 12, beams, eos)
+        assert ours == [by_transformers(theirs, prompt, 12, beams, eos) for prompt in prompts]
+        n_ended += sum(len(new) < 12 for new in ours)
+    assert n_ended > 0
+
+
+@pytest.mark.parametrize('beams', [1, 3])
+@pytest.mark.parametrize('changes', [{'position': name} for name in POSITIONS]
+                         + [{'position': 'rope', 'rope_scaling': 'dynamic_ntk:2'}], ids=str)
+def test_a_batch_of_unequal_prompts_completes_as_each_would_alone(changes, beams):
+    model, generator = random_model(**changes), torch.Generator().manual_seed(3)
+    model.head.weight.data *= 4
+    prompts = [torch.randint(61, (n,), generator=generator).tolist() for n in (40, 3, 17, 40)]
+    together = complete(model, prompts, 10, beams, eos=(5, 6, 7))
+    assert together == [complete(model, [prompt], 10, beams, eos=(5, 6, 7))[0] for prompt in prompts]
+
+
+def test_completions_end_at_a_stop_and_not_before_their_minimum():
+    model, prompt = random_model(), [3, 1, 4, 1, 5]
+    free = complete(model, [prompt], 12)[0]
+    assert complete(model, [prompt], 12, stop=lambda new: len(new) == 4)[0] == free[:4]
+    assert complete(model, [prompt], 12, eos=(free[0],))[0] == []
+    later = complete(model, [prompt], 12, eos=(free[0],), min_new_tokens=3)[0]
+    assert len(later) >= 3 and free[0] not in later[:3]
+    assert len(complete(model, [prompt], 12, beams=3, eos=(free[0],), min_new_tokens=3)[0]) >= 3
+
+
+def test_sampled_completions_follow_the_generator():
+    def sampled(seed):
+        return complete(random_model(), [[1, 2, 3]], 20, temperature=1.5, generator=torch.Generator().manual_seed(seed))
+    assert sampled(0) == sampled(0) != sampled(1)
+
+
+def test_beam_search_reads_the_prompt_once_and_then_one_token_a_beam(monkeypatch):
+    model, read = random_model(), []
+    hidden = model.hidden
+    monkeypatch.setattr(model, 'hidden', lambda idx, cache=None: (read.append(tuple(idx.shape)), hidden(idx, cache))[1])
+    complete(model, [[1, 2, 3], [4]], 4, beams=3)
+    assert read == [(2, 3), (6, 1), (6, 1), (6, 1)]
+
+
 
 
 # ----------------------------------------------------------------------------- sample.py

@@ -85,7 +85,7 @@ def assert_same_model(model, theirs, length=100):
     cache = model.new_cache(2, length)
     parts = [model(part, cache=cache) for part in idx.split([length - 12, 9, 1, 1, 1], dim=1)]
     assert_equal(torch.cat(parts, dim=1), expected)
-    assert cache[0].length == length
+    assert cache.length == length
     with pytest.raises(ValueError, match='KV cache holds'):
         model(idx[:, :1], cache=cache)
 

@@ -149,7 +149,7 @@ class AttentionWithoutScale(Attention):
         q, k, v = heads.split([self.n_head, self.n_kv_head, self.n_kv_head], dim=1)
         return *query_key(q, k), v
 
-    def attend(self, q, k, v):
+    def attend(self, q, k, v, i, j):
         with sdpa_kernel(SDPBackend.MATH):
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return y.transpose(1, 2).flatten(2)
@@ -314,7 +314,7 @@ def test_decoding_over_the_cache_equals_a_full_forward(position, chunks):
     logits = torch.cat([model(part, cache=cache) for part in idx.split(chunks, dim=1)], dim=1)
     torch.testing.assert_close(logits, model(idx), rtol=0, atol=1e-4)
     torch.testing.assert_close(logits.double(), plain_transformer(model, idx)[0], rtol=0, atol=2e-4)
-    assert all(layer.length == 40 and layer.k.shape == (3, 2, 41, 8) for layer in cache)
+    assert cache.length == 40 and all(k.shape == (3, 2, 41, 8) for k in cache.k)
 
 
 def test_cache_that_is_too_short_says_so():

@@ -10,14 +10,15 @@ import pytest
 import torch
 from conftest import random_model
 
-from position import QUERY_KEY, alibi_slopes, parse_scaling, rope_frequencies
+from position import POSITIONS, QUERY_KEY, alibi_slopes, parse_scaling, rope_frequencies
 
 D = 64
 
 
 def turn(x, start, config, total=None):
     """x: (B, H, T, D), as RoPE turns it at positions start, start + 1 ..."""
-    return QUERY_KEY['rope'](config, start, x.shape[2], total or start + x.shape[2], 'cpu')(x, x)[0]
+    position = torch.arange(start, start + x.shape[2])
+    return QUERY_KEY['rope'](config, position, total or start + x.shape[2])(x, x)[0]
 
 
 def config(**changes):
@@ -119,14 +120,17 @@ def test_alibi_slopes_match_the_paper(n_head, slopes):
 
 def test_logn_leaves_the_query_at_L_alone():
     q = torch.ones(1, 1, 64, 8)
-    grown = QUERY_KEY['logn'](random_model(position='logn').config, 0, 64, 64, 'cpu')(q, q)[0][0, 0, :, 0]
+    grown = QUERY_KEY['logn'](random_model(position='logn').config, torch.arange(64), 64)(q, q)[0][0, 0, :, 0]
     assert grown[0] == 0 and grown[31] == 1 and grown[63].item() == pytest.approx(math.log(64) / math.log(32))
 
 
 # ----------------------------------------------------------------------------- every method with a cache
 
-@pytest.mark.parametrize('changes', [{'position': 'alibi'}, {'position': 'logn'}, *(
-    {'position': 'rope', 'rope_scaling': f'{kind}:4'} for kind in ('pi', 'ntk', 'dynamic_ntk', 'yarn'))], ids=str)
+EVERY = [{'position': name} for name in POSITIONS] + [
+    {'position': 'rope', 'rope_scaling': f'{kind}:4'} for kind in ('pi', 'ntk', 'dynamic_ntk', 'yarn')]
+
+
+@pytest.mark.parametrize('changes', EVERY, ids=str)
 def test_cached_decoding_equals_a_full_pass(changes):
     model, idx = random_model(**changes), torch.randint(61, (2, 90), generator=torch.Generator().manual_seed(0))
     full = model(idx)
@@ -135,3 +139,24 @@ def test_cached_decoding_equals_a_full_pass(changes):
         for part in idx.split([40, 1, 1, 30, 1, 17], dim=1):
             parts.append(model(part, cache=cache))
     torch.testing.assert_close(torch.cat(parts, 1), full, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize('changes', EVERY, ids=str)
+def test_prompts_of_unequal_length_go_on_as_each_would_alone(changes):
+    model, generator = random_model(**changes), torch.Generator().manual_seed(0)
+    lengths, more = [33, 5, 20], 4
+    rows = [torch.randint(61, (1, n + more), generator=generator) for n in lengths]
+    prompts = torch.zeros(3, 33, dtype=torch.long)
+    for b, (row, n) in enumerate(zip(rows, lengths)):
+        prompts[b, :n] = row[0, :n]
+    with torch.no_grad():
+        cache = model.new_cache(3, 33 + more)
+        first = model(prompts, cache=cache)
+        cache.set_prompt_lengths(torch.tensor(lengths))
+        later = torch.cat([model(torch.cat([row[:, n + t:n + t + 1] for row, n in zip(rows, lengths)]), cache=cache)
+                           for t in range(more)], dim=1)
+        for b, (row, n) in enumerate(zip(rows, lengths)):
+            alone = model.new_cache(1, 33 + more)  # of the same length: dynamic NTK's base depends on it
+            expected = model(row, cache=alone)[0]
+            torch.testing.assert_close(first[b, :n], expected[:n], rtol=0, atol=1e-4)
+            torch.testing.assert_close(later[b], expected[n:], rtol=0, atol=1e-4)
