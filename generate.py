@@ -76,10 +76,10 @@ def read_prompts(model, prompts, max_new_tokens, cache_dtype=None):
 @torch.no_grad()
 def complete(model, prompts, max_new_tokens, beams=1, eos=(), min_new_tokens=0, stop=None, cache_dtype=None, **sampling):
     """
-    Continue each prompt, a list of ids. Returns lists of at most max_new_tokens new ids, the end token left out. A batch
-    gives what each prompt alone would. beams: 1, or the width of a beam search; eos: ids that end a sequence, once it
-    has min_new_tokens; stop: a function of a sequence's new ids, true where it ends, for stop strings (not with beams);
-    sampling: as in sample_token(), greedy by default.
+    Continue each prompt, a list of ids. Returns lists of at most max_new_tokens new ids, the end token left out. A
+    batch gives what each prompt alone would. beams: 1, or the width of a beam search; eos: ids that end a sequence,
+    once it has min_new_tokens; stop: a function of a sequence's new ids, true where it ends, for stop strings (not
+    with beams); sampling: as in sample_token(), greedy by default.
     """
     if model.length_matters and len({len(prompt) for prompt in prompts}) > 1:
         rest = max_new_tokens, beams, eos, min_new_tokens, stop, cache_dtype

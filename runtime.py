@@ -217,6 +217,72 @@ def clock(seconds):
     return f'{minutes // 60}:{minutes % 60:02d}:{s:02d}' if minutes >= 60 else f'{minutes}:{s:02d}'
 
 
+class Answers:
+    """
+    Work done item by item, a JSON line each, so that a stopped run goes on where it was, also with another number of
+    ranks. path: of the .jsonl; each rank but the first has a file of its own beside it. settings: what the answers
+    depend on. Raises ValueError where the file holds answers of other settings.
+    """
+
+    def __init__(self, path, settings, runtime):
+        self.path, self.runtime = Path(path), runtime
+        self.header = {name: value for name, value in json.loads(json.dumps(settings)).items()
+                       if name not in ('device', 'batch_tokens', 'out_dir', 'label', 'window')}
+        self.done = {row['item'] for row in self.read()}
+        if runtime.world_size > 1:
+            dist.barrier()  # all ranks have read the same before one of them writes
+        mine = self.path if runtime.is_main else self.path.with_suffix(f'.{runtime.rank}.jsonl')
+        mine.parent.mkdir(parents=True, exist_ok=True)
+        fresh = not mine.exists()
+        if not fresh:  # a kill may have left half a line
+            whole = mine.read_bytes()
+            write_text(mine, whole[:whole.rfind(b'\n') + 1].decode())
+        self.file = open(mine, 'a', encoding='utf-8')
+        if fresh:
+            self.write(self.header)
+
+    def read(self):
+        for path in [self.path, *sorted(self.path.parent.glob(f'{self.path.stem}.[0-9]*.jsonl'))]:
+            lines = path.read_text(encoding='utf-8').split('\n')[:-1] if path.exists() else []
+            for i, line in enumerate(lines):
+                row = json.loads(line)
+                if i == 0 and row != self.header:
+                    changed = sorted(key for key in row | self.header if row.get(key) != self.header.get(key))
+                    raise ValueError(f"{path} holds answers of other settings ({', '.join(changed)}). Remove it, or "
+                                     'give this run another --label=.')
+                if i:
+                    yield row
+
+    def write(self, row):
+        self.file.write(json.dumps(row, ensure_ascii=False) + '\n')
+        self.file.flush()
+
+    def batches(self, items, size, batch_tokens):
+        """Yield this rank's share of what is left to do, in lists of at most batch_tokens tokens. size(item): in tokens."""
+        todo = self.runtime.mine([item for item in items if item not in self.done])
+        progress, batch, n_done = Progress(len(todo), self.path.stem, self.runtime.is_main), [], 0
+        for item in todo:
+            if batch and (len(batch) + 1) * max(map(size, [*batch, item])) > batch_tokens:
+                yield batch
+                n_done += len(batch)
+                progress.update(n_done)
+                batch = []
+            batch.append(item)
+        if batch:
+            yield batch
+        progress.update(len(todo))
+
+    def add(self, item, **row):
+        self.write({'item': item, **row})
+
+    def finish(self):
+        """The answers of all ranks, in the order of their items. Call it on every rank, after the last add()."""
+        self.file.close()
+        if self.runtime.world_size > 1:
+            dist.barrier()
+        return sorted(self.read(), key=lambda row: row['item'])
+
+
 @contextlib.contextmanager
 def whole_file(path):
     """
