@@ -74,7 +74,8 @@ def read_prompts(model, prompts, max_new_tokens, cache_dtype=None):
 
 
 @torch.no_grad()
-def complete(model, prompts, max_new_tokens, beams=1, eos=(), min_new_tokens=0, stop=None, cache_dtype=None, **sampling):
+def complete(model, prompts, max_new_tokens, beams=1, eos=(), min_new_tokens=0, stop=None, cache_dtype=None,
+             **sampling):
     """
     Continue each prompt, a list of ids. Returns lists of at most max_new_tokens new ids, the end token left out. A
     batch gives what each prompt alone would. beams: 1, or the width of a beam search; eos: ids that end a sequence,

@@ -11,6 +11,7 @@ benchmark's own code feeds what the tokenizer puts there), and 5 beams are the p
 Writes out_dir/longbench[_LABEL].json and .png, and out_dir/longbench[_LABEL]/TASK.jsonl, a line per sample
 """
 
+import contextlib
 import difflib
 import hashlib
 import json
@@ -201,7 +202,7 @@ def read_lines(folder, task):
     lines = {}
     for path in (folder / f'{task}.jsonl', *sorted(folder.glob(f'{task}.rank*.jsonl'))):
         for text in path.read_text().split('\n') if path.is_file() else ():
-            if text.endswith('}'):  # a line that a kill cut short does not
+            with contextlib.suppress(ValueError):  # of a line that a kill cut short, and of an empty one
                 line = json.loads(text)
                 lines[line['index']] = line
     return lines
@@ -247,32 +248,77 @@ def run_task(model, encoding, task, source, window, folder, runtime):
 
 def print_table(result, runtime):
     """The scores in the layout of Table 3, and the paper's below."""
-    rows = {result['name']: result['tasks'], **({f'paper: {paper}': result['paper']} if paper else {})}
+    rows = {f"{result['position_method']} {result['label']}".strip(): {k: v['score'] for k, v in result['tasks'].items()}}
+    if result['paper']:
+        rows[f'paper: {paper}'] = result['paper']
     width = max(map(len, rows))
-    runtime.print(f'{"":{width}}    Avg' + ''.join(f'{TASKS[task][0]:>6}' for task in result['tasks']))
-    for name, row in rows.items():
-        scores = [row[task]['score'] if name == result['name'] else row[task] for task in result['tasks']]
-        runtime.print(f'{name:{width}} {np.mean(scores):6.2f}' + ''.join(f'{x:6.1f}' for x in scores))
+    runtime.print(f'{"":{width}}     avg' + ''.join(f'{TASKS[task][0]:>6}' for task in result['tasks']))
+    for name, scores in rows.items():
+        scores = [scores[task] for task in result['tasks']]
+        runtime.print(f'{name:{width}}  {np.mean(scores):6.2f}' + ''.join(f'{x:6.1f}' for x in scores))
 
 
 def draw(result, path):
-    """A bar a task, beside the paper's; from the result's JSON alone."""
+    """A bar a task, the paper's beside it; from the result's JSON alone."""
     figure, axis = new_figure(width=9.0)
     place = np.arange(len(result['tasks']))
-    axis.bar(place - 0.2, [task['score'] for task in result['tasks'].values()], 0.4, label=result['name'])
+    axis.bar(place - 0.2, [task['score'] for task in result['tasks'].values()], 0.4, label='measured')
     if result['paper']:
-        axis.bar(place + 0.2, [result['paper'][task] for task in result['tasks']], 0.4, label=result['paper_row'])
+        axis.bar(place + 0.2, list(result['paper'].values()), 0.4, label=f"paper: {result['paper_row']}")
     axis.set_xticks(place, result['tasks'], rotation=45, ha='right')
-    axis.set(ylabel='score (%)', title=f"LongBench, context {result['context']}, average {result['average']:.1f}")
+    axis.set(ylabel='score (%)', title=f"{result['position_method']} {result['label']}".strip())
     axis.legend()
     save_png(figure, path)
 
 
 def main():
     began, runtime = time.perf_counter(), setup(device, dtype, seed)
-    unknown = sorted(set(tasks) - set(TASKS))
-    if unknown:
-        raise ValueError(f"There is no task {', '.join(unknown)}. Choose from: {', '.join(TASKS)}.")
-    table = json.loads((ROOT / 'results/papers.json').read_text())['nope_table3']
+    chosen, table = tasks or list(TASKS), json.loads((ROOT / 'results/papers.json').read_text())['nope_table3']
+    if not set(chosen) <= set(TASKS):
+        raise ValueError(f"tasks is {chosen}. Choose from: {', '.join(TASKS)}.")
     if paper and paper not in table['rows']:
         raise ValueError(f"Table 3 has no row '{paper}'. Choose from: {', '.join(table['rows'])}.")
+    if min(beams, batch_size, max_samples or 1) < 1:
+        raise ValueError(f'beams {beams}, batch_size {batch_size} and max_samples {max_samples} must be at least 1.')
+    sources = {task: read_task(Path(data), task) for task in chosen}
+    model, info = checkpoint.load_model(init_from, out_dir, runtime.device, position, rope_scaling, runtime.dtype)
+    scale_label = checkpoint.apply_scale(model, scale, info)
+    encoding, window = tokenizer_from_state(info['tokenizer']), context or model.config.block_size
+    longest = max(sources, key=lambda task: sources[task]['max_new_tokens'])
+    if window < sources[longest]['max_new_tokens'] + 2:
+        raise ValueError(f"A context of {window} tokens leaves {longest} no room for a prompt: its answers take "
+                         f"{sources[longest]['max_new_tokens']}. Set a longer --context=, or choose other --tasks=.")
+    name = label or scale_label
+    stem = '_'.join(part for part in ('longbench', name) if part)
+    folder = Path(out_dir, stem)
+    folder.mkdir(parents=True, exist_ok=True)
+    made_with = {'weights_digest': info['digest'], 'position': model.config.position,
+                 'rope_scaling': model.config.rope_scaling, 'context': window, 'beams': beams,
+                 'dtype': str(runtime.dtype).removeprefix('torch.'), 'scale': scale if not isinstance(scale, str) else
+                 hashlib.sha256(Path(scale).read_bytes()).hexdigest()}
+    made_with = require_same(folder, {task: made_with | {'data': sources[task]['digest']} for task in chosen})
+    if runtime.is_main:
+        save_json(folder / 'made_with.json', made_with)
+    result = {'stage': 'longbench', 'label': name, 'position_method': model.config.position,
+              'block_size': model.config.block_size, 'context': window, 'beams': beams, 'checkpoint': info['path'],
+              'weights_digest': info['digest'], 'scale': scale, 'tasks': {}, 'paper_row': paper,
+              'paper': {task: table['rows'][paper][table['columns'].index(task)] for task in chosen} if paper else {}}
+    for task, source in sources.items():
+        rows = run_task(model, encoding, task, source, window, folder, runtime)
+        room = window - source['max_new_tokens']
+        result['tasks'][task] = {'score': round(100 * rows[:, 0].mean(), 2), 'samples': len(rows),
+                                 'prompt_tokens': room, 'prompts_cut': int((rows[:, 1] > room).sum()),
+                                 'max_new_tokens': source['max_new_tokens']}
+    result['average'] = round(np.mean([task['score'] for task in result['tasks'].values()]), 2)
+    print_table(result, runtime)
+    if runtime.is_main:
+        save_json(Path(out_dir, f'{stem}.json'), result | provenance(settings(globals()), runtime,
+                                                                    time.perf_counter() - began))
+        draw(result, Path(out_dir, f'{stem}.png'))
+        print(f'wrote {Path(out_dir, stem)}.json and .png')
+    runtime.close()
+
+
+if __name__ == '__main__':
+    configure(globals())
+    main()

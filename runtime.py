@@ -258,7 +258,7 @@ class Answers:
         self.file.flush()
 
     def batches(self, items, size, batch_tokens):
-        """Yield this rank's share of what is left to do, in lists of at most batch_tokens tokens. size(item): in tokens."""
+        """Yield this rank's share of what is left, in lists of at most batch_tokens tokens. size(item): in tokens."""
         todo = self.runtime.mine([item for item in items if item not in self.done])
         progress, batch, n_done = Progress(len(todo), self.path.stem, self.runtime.is_main), [], 0
         for item in todo:
