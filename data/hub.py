@@ -4,7 +4,7 @@ data/{slimpajama,starcoder,pg19,proof_pile,arxiv}/prepare.py share.
 
 Each file becomes a part in out_dir/parts.part, itself a small dataset of one split, by one of several processes that
 read it as a stream; then the parts are joined in order. A part is written whole or not at all, so a run that was killed
-goes on with the files that it had not finished, and ends with the same bytes.
+goes on with the files it had not finished, and ends with the same bytes.
 """
 
 import contextlib
@@ -28,5 +28,278 @@ from pathlib import Path
 import numpy as np
 
 from corpus import get_tokenizer, key_of, open_tokens, tokenizer_digest, tokenizer_from_state, tokenizer_state
-from corpus import write_corpus as write_part_corpus
+from corpus import write_corpus as tokenize
 from runtime import ROOT, Progress, save_json
+
+SUFFIX = re.compile(r'\.(parquet|jsonl?)(\.gz|\.zst)?$')
+SPLIT = re.compile(r'(?:^|[/_.-])(train|val|test)(?:id|idation)?(?![a-z])')  # the first one in a path says the split
+EXPANSION = {'.parquet': 2.5, '.gz': 3.5, '.zst': 3.5}  # bytes of text in a byte of file: a rough guess
+CHARACTERS = 8  # more than a token has on average: what max_tokens lets a part read, the rest is cut off in joining
+
+
+@dataclass
+class Source:
+    """Where the text of a corpus is. A row is a document."""
+    repo: str                      # ORG/NAME of a dataset on the hub
+    revision: str                  # commit, or branch
+    advice: str                    # what to do where it cannot be had
+    splits: tuple = ('train', 'val', 'test')  # those to take; of a single one every file is
+    field: str = 'text'            # the column that holds the text
+    where: tuple | None = None     # (key, sign, value): only rows whose meta.key is (==) or is not (!=) value
+    where_advice: str = 'Take a copy that has it.'  # what to do where there is no meta.key
+    share: float = 1.0             # of the text that `where` leaves, roughly: for the disk it needs
+
+
+@dataclass
+class File:
+    name: str   # path within the source
+    url: str    # what datasets opens: a local path, or hf://
+    size: int   # bytes
+
+    @property
+    def text_bytes(self):
+        return self.size * EXPANSION.get(Path(self.name).suffix, 1.0)
+
+
+# ----------------------------------------------------------------------------- finding the files
+
+def local_files(local):
+    """All files of a folder, or those of a glob. Their names count from the folder, or from where the glob begins."""
+    root = Path(local) if Path(local).is_dir() else Path(*itertools.takewhile(
+        lambda part: not glob.has_magic(part), Path(local).parent.parts))
+    paths = root.rglob('*') if Path(local).is_dir() else map(Path, glob.glob(local, recursive=True))
+    return [File(path.relative_to(root).as_posix(), str(path), path.stat().st_size) for path in paths if path.is_file()]
+
+
+def hub_files(source):
+    """(commit, all files of a dataset on the hub)."""
+    from huggingface_hub import HfApi
+    try:
+        info = HfApi().dataset_info(source.repo, revision=source.revision, files_metadata=True)
+    except Exception as error:  # of the name, the revision, the network, the proxy: they share no class
+        raise ValueError(f'{source.repo} could not be had ({type(error).__name__}). {source.advice}') from error
+    return info.sha, [File(file.rfilename, f'hf://datasets/{source.repo}@{info.sha}/{file.rfilename}', file.size or 0)
+                      for file in info.siblings]
+
+
+def by_split(files, wanted):
+    """
+    {split: its files}, in the order to read them: train's in that of a hash, so that the first few are of all kinds,
+    val's and test's by name, as evaluations that read the first documents expect.
+    """
+    splits = {split: [] for split in wanted}
+    for file in sorted(files, key=lambda file: file.name):
+        if SUFFIX.search(file.name):
+            found = SPLIT.search(file.name)
+            split = wanted[0] if len(wanted) == 1 else found and found[1]
+            if split is None:
+                raise ValueError(f'{file.name} does not say its split. Name it, or a folder it is in, train, val or '
+                                 'test, or leave it out.')
+            splits.setdefault(split, []).append(file)
+    splits['train'] = sorted(splits.get('train', []), key=lambda file: key_of(file.name))
+    return {split: splits[split] for split in wanted if splits[split]}
+
+
+# ----------------------------------------------------------------------------- reading one
+
+def rows(file):
+    """Yield the rows of a file, dicts, of which a few MB are in memory."""
+    from datasets import load_dataset
+    kind = 'parquet' if SUFFIX.search(file.name)[1] == 'parquet' else 'json'
+    yield from load_dataset(kind, data_files=[file.url], split='train', streaming=True)
+
+
+def text_of(row, source):
+    """The text of a row, '' if it is empty or not wanted. Raises ValueError if a column is missing."""
+    if source.field not in row:
+        raise ValueError(f"{source.repo} should have text in '{source.field}', but its columns are {', '.join(row)}. "
+                         'Take another copy.')
+    if source.where:
+        key, sign, value = source.where
+        meta = row.get('meta')
+        if not isinstance(meta, dict) or meta.get(key) is None:
+            raise ValueError(f'a row has no meta.{key}, so which are {value} cannot be told. {source.where_advice}')
+        if (meta[key] == value) != (sign == '=='):
+            return ''
+    return row[source.field] or ''
+
+
+def texts(file, source, max_tokens):
+    """Yield the documents of a file, as many as max_tokens may need; every one for None."""
+    n_characters = 0
+    for row in rows(file):
+        if text := text_of(row, source):
+            yield text
+            n_characters += len(text)
+            if max_tokens and n_characters > CHARACTERS * max_tokens:
+                return
+
+
+def write_part(folder, split, file, source, state, max_tokens):
+    """Make a file the dataset `folder`, unless it is one already. Returns its number of tokens. state: a tokenizer's."""
+    if not (folder / 'meta.json').is_file():
+        documents = texts(file, source, max_tokens)
+        first = next(documents, None)
+        if first is None:
+            save_json(folder / 'meta.json', {'splits': {split: {'tokens': 0}}})
+        else:
+            with contextlib.redirect_stdout(io.StringIO()):
+                tokenize(folder, tokenizer_from_state(state), {split: itertools.chain([first], documents)}, workers=1)
+    return json.loads((folder / 'meta.json').read_text())['splits'][split]['tokens']
+
+
+def start_worker(parent):
+    """Ends this process with its parent: killed, that cannot do it itself, and the next run must be alone."""
+    def watch():
+        while os.getppid() == parent:
+            time.sleep(0.2)
+        os._exit(1)
+
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # or Ctrl-C prints a traceback from each process
+    threading.Thread(target=watch, daemon=True).start()
+
+
+@contextlib.contextmanager
+def mapper(workers):
+    """map(), done by so many processes; what has not begun when the block ends is dropped."""
+    if workers == 1:
+        yield map
+        return
+    spawn = multiprocessing.get_context('spawn')  # forked, they would share this process's connections
+    with ProcessPoolExecutor(workers, spawn, initializer=start_worker, initargs=(os.getpid(),)) as pool:
+        try:
+            yield pool.map
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+# ----------------------------------------------------------------------------- all of them
+
+def join(folder, parts, max_tokens, report):
+    """Write the dataset `folder` from parts, {split: [folder of a part]}: the documents that begin before max_tokens."""
+    (folder / 'meta.json').unlink(missing_ok=True)  # first, so that what is half written does not look whole
+    for name in ('train', 'val', 'test'):  # a split that is no more
+        (folder / f'{name}.bin').unlink(missing_ok=True)
+        (folder / f'{name}_starts.bin').unlink(missing_ok=True)
+    counts, metas = {}, {part: json.loads((part / 'meta.json').read_text()) for part in sum(parts.values(), [])}
+    for split in parts:
+        count = counts[split] = {'tokens': 0, 'documents': 0, 'bytes': 0}
+        with open(folder / f'{split}.bin', 'wb') as tokens, open(folder / f'{split}_starts.bin', 'wb') as starts:
+            for part in parts[split]:
+                if not metas[part]['splits'][split]['tokens'] or max_tokens and count['tokens'] >= max_tokens:
+                    continue
+                data = open_tokens(str(part.resolve()), split)
+                n, end = len(data.starts), len(data.tokens)
+                if max_tokens:
+                    n = int(np.searchsorted(data.starts, max_tokens - count['tokens']))
+                    end = int(data.starts[n]) if n < len(data.starts) else end
+                data.tokens[:end].tofile(tokens)
+                (data.starts[:n] + count['tokens']).tofile(starts)
+                count['tokens'] += end
+                count['documents'] += n
+                # of a part that was cut, in proportion
+                count['bytes'] += round(metas[part]['splits'][split]['bytes'] * end / len(data.tokens))
+                last = part
+        if not count['tokens']:
+            raise ValueError(f'No row is left for the {split} split of {folder.name}. Give it other files.')
+    shutil.copy(last / 'tokenizer_state.json', folder)
+    save_json(folder / 'meta.json', metas[last] | {'splits': counts, 'report': report})
+    print(f'{folder}: tokenizer {metas[last]["tokenizer"]}, vocabulary {metas[last]["vocab_size"]:,}')
+    for split, count in counts.items():
+        print(f'{split:>6} {count["tokens"]:14,} tokens  {count["documents"]:10,} documents  '
+              f'{count["bytes"] / count["tokens"]:.2f} bytes per token')
+
+
+def first_row(file, source):
+    """Its first row, None if it has none: before hours of work, that it can be read and has the columns we need."""
+    if file.name.endswith('.zst') and importlib.util.find_spec('zstandard') is None:
+        raise ValueError(f'{file.name} needs the optional package zstandard. Run: pip install zstandard')
+    try:
+        row = next(rows(file), None)
+    except Exception as error:  # of the terms, the network, the file: they share no class
+        raise ValueError(f'{file.name} of {source.repo} could not be read ({type(error).__name__}). '
+                         f'{source.advice}') from error
+    if row is not None:
+        text_of(row, source)
+    return row
+
+
+def require_disk(folder, splits, encoding, source, row, max_tokens):
+    """Print what the token files will need, by the sizes of the source's files, and refuse if the disk has less."""
+    sample = (row or {}).get(source.field) or ''
+    sample = sample[:100_000] or 'a'
+    tokens_per_byte = len(encoding.encode_ordinary(sample)) / len(sample.encode(errors='replace'))
+    expected = [sum(file.text_bytes for file in files) * source.share * tokens_per_byte for files in splits.values()]
+    n_tokens = sum(min(n, max_tokens or n) for n in expected)
+    width = 2 if encoding.n_vocab <= 2 ** 16 else 4
+    there = sum(path.stat().st_size for path in folder.rglob('*.bin')) if folder.is_dir() else 0
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free
+    n_files = sum(map(len, splits.values()))
+    print(f'{n_files} files, {sum(f.size for files in splits.values() for f in files) / 1e9:.2f} GB to read, to about '
+          f'{n_tokens:.2e} tokens: {width * n_tokens / 1e9:.2f} GB, twice that while they are joined; '
+          f'{free / 1e9:.2f} GB are free', flush=True)
+    if 2 * width * n_tokens > free + there:
+        raise ValueError(f'{folder} needs about {2 * width * n_tokens / 1e9:.2f} GB, {free / 1e9:.2f} GB are free. '
+                         'Free some, choose another --out_dir, or take a part with --max_tokens=.')
+
+
+def prepare(name, source, local, tokenizer, max_tokens, workers, out_dir):
+    """
+    The stage of a prepare script; the arguments are its settings. local: a folder or a glob, '' for the hub.
+    max_tokens: of each split, to the end of a document.
+    """
+    if max_tokens is not None and max_tokens < 1 or workers is not None and workers < 1:
+        raise ValueError(f'max_tokens is {max_tokens} and workers {workers}; both must be at least 1, or None.')
+    folder = Path(out_dir) if out_dir else ROOT / 'data' / name
+    if local:
+        source.repo, source.advice, commit, files = local, 'Get it again.', None, local_files(local)
+    else:
+        commit, files = hub_files(source)
+    splits = by_split(files, source.splits)
+    if not splits:
+        raise ValueError(f'{source.repo} has no .parquet, .jsonl or .json files (.gz, .zst) for '
+                         f'{" or ".join(source.splits)}. Check the path.')
+    if missing := [split for split in source.splits if split not in splits]:
+        print(f'{source.repo} has no files for {" and ".join(missing)}: left out')
+    encoding = get_tokenizer(tokenizer)
+    state = tokenizer_state(encoding)
+    plan = {'source': source.repo, 'commit': commit, 'field': source.field, 'where': source.where,
+            'max_tokens': max_tokens, 'tokenizer_digest': tokenizer_digest(state),
+            'files': {split: [[file.name, file.size] for file in files] for split, files in splits.items()}}
+    plan_digest = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:16]
+    with contextlib.suppress(FileNotFoundError, ValueError):  # not prepared yet, or damaged
+        if all(open_tokens(str(folder.resolve()), split).meta['report'].get('plan') == plan_digest for split in splits):
+            print(f'{folder} is prepared already: same files, same tokenizer.')
+            return
+    row = first_row(next(iter(splits.values()))[0], source)
+    unfinished = folder / 'parts.part'  # a name that git ignores
+    if (unfinished / 'plan.json').is_file() and json.loads((unfinished / 'plan.json').read_text())['plan'] != plan_digest:
+        raise ValueError(f'{unfinished} holds parts of other files, or made with other settings; its plan.json says '
+                         'which. Run with those again, or delete it.')
+    require_disk(folder, splits, encoding, source, row, max_tokens)
+    save_json(unfinished / 'plan.json', {'plan': plan_digest} | plan)
+    parts, done = {}, 0
+    progress = Progress(sum(file.size for files in splits.values() for file in files), f'tokenizing {name}')
+    with mapper(min(workers or os.cpu_count(), max(map(len, splits.values())))) as map_parts:
+        for split, files in splits.items():
+            folders = [unfinished / f'{split}_{i:05d}' for i in range(len(files))]
+            there = sum((part / 'meta.json').is_file() for part in folders)
+            print(f'{split}: {len(files)} files, of which {there} are done already', flush=True)
+            counts = map_parts(write_part, folders, *(itertools.repeat(x) for x in (split,)), files,
+                               *(itertools.repeat(x) for x in (source, state, max_tokens)))
+            parts[split], n_tokens = [], 0
+            for part, file in zip(folders, files):
+                try:
+                    n_tokens += next(counts)
+                except Exception as error:  # of the network, the file, a killed process: they share no class
+                    reason = f'{type(error).__name__}: {error}'[:300]
+                    raise ValueError(f'{file.name} stopped with {reason}. The parts done are kept: the same command '
+                                     'goes on from there.') from error
+                parts[split].append(part)
+                done += file.size
+                progress.update(done, f'{n_tokens:,} tokens of {split}')
+                if max_tokens and n_tokens >= max_tokens:
+                    break
+    join(folder, parts, max_tokens, {'plan': plan_digest} | {key: plan[key] for key in plan if key != 'files'})
+    shutil.rmtree(unfinished)

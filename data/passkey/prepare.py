@@ -1,0 +1,45 @@
+"""
+Passkey documents of many lengths, each a prompt of passkey.py and its answer, to train small models that can do the task:
+mix them with text of the same tokenizer.
+
+$ python data/stdlib/prepare.py --tokenizer=bpe:1024 --out_dir=data/stdlib_bpe
+$ python data/passkey/prepare.py                                                # 8M tokens: a minute
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from configurator import configure
+from corpus import get_tokenizer, write_corpus
+from passkey import build_prompt
+from runtime import ROOT
+
+tokenizer = 'data/stdlib_bpe/tokenizer.tiktoken'  # that of the text to mix with
+min_length = 128     # of a document, in tokens
+max_length = 256     # of a document, in tokens: no more than block_size
+n_documents = 40000  # for train; a hundredth as many for val and test
+seed = 1             # of lengths, places and keys
+out_dir = ''         # where the token files go; '' for data/passkey
+
+
+def documents(encoding, n, key):
+    random = np.random.default_rng([seed, key])
+    for length in random.integers(min_length, max_length + 1, n).tolist():
+        prompt, answer, _ = build_prompt(encoding, length, int(random.integers(length)),
+                                         int(random.integers(10000, 100000)), 'exact')
+        yield encoding.decode(prompt[1:] + answer)
+
+
+def main():
+    encoding = get_tokenizer(tokenizer)
+    sizes = {'train': n_documents, 'val': n_documents // 100, 'test': n_documents // 100}
+    write_corpus(Path(out_dir) if out_dir else ROOT / 'data' / 'passkey', encoding,
+                 {split: documents(encoding, n, i) for i, (split, n) in enumerate(sizes.items())})
+
+
+if __name__ == '__main__':
+    configure(globals())
+    main()
