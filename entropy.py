@@ -1,6 +1,6 @@
 """
 Attention entropy per layer, head and position, exact, without the T x T matrix. Section 2.3 and Appendix D of
-"Length Generalization of Causal Transformers without Position Encoding"; the formula is attention_entropy in model.py.
+"Length Generalization of Causal Transformers without Position Encoding"; the formula is Attention.entropy in model.py.
 
 $ python entropy.py                                              # the demo model, windows of 8L
 $ python entropy.py --scale=out/demo/nope/scale_head_640.json    # with tuned scales: also their rank correlation

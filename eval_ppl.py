@@ -38,7 +38,7 @@ protocol = 'sliding'         # sliding (perplexity by window length) or position
 lengths: list[int] | None = None  # window lengths in tokens; None: L, 2L, 4L and 8L
 rule = 'same'                # sliding windows: same, paper or classic; see sliding_windows()
 stride: int | None = None    # S, tokens scored per sliding window; None: 256, or L/8 where L < 2048
-max_windows = 1024           # sliding: windows per length, the first of the split; 8192 x 256 are the paper's 2M tokens
+max_windows = 1024           # sliding: windows per length; rule same: evenly spaced over the split, else the first
 n_samples = 256              # position: windows of the longest length, evenly spaced over the split
 last = 64                    # position: "at T" is the mean loss of the last so many positions before T
 batch_tokens = 16384         # tokens in one forward pass; lower it when memory runs out
@@ -100,13 +100,12 @@ def evaluate_sliding(model, data, lengths, stride, rule, max_windows, batch_toke
     """One row a length: perplexity, mean loss, and how many documents, windows and tokens it was measured on."""
     rows = []
     for length in lengths:
-        windows, used = [], 0
-        for start, end in documents(data):
-            mine = sliding_windows(start, end, length, max(lengths), stride, rule)[:max_windows - len(windows)]
-            windows += mine
-            used += bool(mine)
-            if len(windows) == max_windows:
-                break
+        windows = [(document, window) for document, (start, end) in enumerate(documents(data))
+                   for window in sliding_windows(start, end, length, max(lengths), stride, rule)]
+        n = min(max_windows, len(windows))
+        apart = len(windows) if rule == 'same' else n  # evenly spaced over the split, or the first
+        windows = [windows[i * apart // n] for i in range(n)]
+        used, windows = len({document for document, _ in windows}), [window for _, window in windows]
         if not windows:
             raise ValueError(f'no document of the {split} split is longer than {max(lengths)} tokens. '
                              'Choose shorter lengths or other text.')

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from position import BIASES, POSITIONS, QUERY_KEY, parse_scaling
+from position import BIASES, CONTENT, DAPE, POSITIONS, QUERY_KEY, later, parse_scaling
 
 
 @dataclass
@@ -37,6 +37,10 @@ class ModelConfig:
     rope_base: float = 10000.0
     rope_scaling: str = ''    # extension of RoPE, such as yarn:4
     rope_length: int | None = None  # the L that the extension starts from; None: block_size
+    dape_kernel: int = 0      # DAPE on top of the position method: 1, 3, 5 ... keys wide; 0 for none
+    dape_width: int = 32      # channels between its two convolutions
+    dape_residual: bool = True  # add the bias itself too: Eq. (3) of DAPE V2, not (2)
+    dape_cheat: bool = False  # let it see later keys (section 4.5): a warning of what a leak looks like
     tied: bool = False        # one matrix for embedding and output
     norm_eps: float = 1e-5
 
@@ -50,6 +54,8 @@ class ModelConfig:
             raise ValueError(f'n_embd {self.n_embd} over n_head {self.n_head} must give an even whole head size.')
         if self.n_head % self.n_kv_head:
             raise ValueError(f'n_head {self.n_head} must be a multiple of n_kv_head {self.n_kv_head}.')
+        if self.dape_kernel < 0 or self.dape_kernel and self.dape_kernel % 2 == 0:
+            raise ValueError(f'dape_kernel is {self.dape_kernel}; it must be odd, or 0 for no DAPE.')
         if parse_scaling(self.rope_scaling)[0] and self.position != 'rope':
             raise ValueError(f"rope_scaling {self.rope_scaling} extends RoPE, but position is '{self.position}'.")
 
@@ -67,6 +73,8 @@ class Attention(nn.Module):
         self.head_scale = nn.Parameter(torch.ones(config.n_head), requires_grad=False)
         self.head_gain = nn.Parameter(torch.ones(config.n_head), requires_grad=False)  # on the head's output, as frozen
         self.bias = BIASES[config.position](config) if config.position in BIASES else None
+        self.content = CONTENT[config.position](config) if config.position in CONTENT else None
+        self.dape = DAPE(config, self.bias is not None) if config.dape_kernel else None
 
     def project(self, x, query_key):
         """x: (B, T, C). Returns scaled queries (B, H, T, D), and keys and values (B, n_kv_head, T, D)."""
@@ -83,30 +91,71 @@ class Attention(nn.Module):
         Softmax attention over the keys that are not later than the query. i, j: positions of the T queries and S keys,
         (T,) and (S,), or (B, T) and (B, S) where they differ between sequences. Returns (B, T, C).
         """
-        B, H, T, _ = q.shape
+        B, _, T, _ = q.shape
         S = k.shape[2]
-        # training on a CPU, while the scores are few the T x T matrix is faster than the fused kernel's slow backward
-        plain = q.device.type == 'cpu' and torch.is_grad_enabled() and B * H * T * S <= 2 ** 25
-        with sdpa_kernel(SDPBackend.MATH) if plain else contextlib.nullcontext():
-            if self.bias is not None:
-                y = self.attend_with_bias(q, k, v, i, j)
-            else:
-                sees_all = T == 1 and i.dim() == 1
-                mask = None if T == S or sees_all else (j[..., None, None, :] <= i[..., None, :, None])
-                y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=T == S,
-                                                   enable_gqa=self.n_head != self.n_kv_head)
+        if self.bias or self.content or self.dape:
+            y = self.attend_in_rows(q, k, v, i, j)
+        else:
+            sees_all = T == 1 and i.dim() == 1
+            mask = None if T == S or sees_all else (j[..., None, None, :] <= i[..., None, :, None])
+            y = fused_attention(q, k, v, mask, is_causal=T == S)
         y = (y * self.head_gain[:, None, None]).to(y.dtype)
         return y.transpose(1, 2).reshape(B, T, -1)
 
-    def attend_with_bias(self, q, k, v, i, j):
-        """As attend(), (B, H, T, D), in chunks of rows: no mask of H x T x S, and no keys after a chunk's last row."""
-        y = []
-        for rows, end in row_chunks(q.shape[2], k.shape[2], self.n_head):
-            bias = masked(self.bias(i[..., rows], j[..., :end]), i[..., rows], j[..., :end]).to(q.dtype)
-            bias = bias if bias.dim() == 4 else bias[None]  # or no fused kernel takes it
-            y.append(F.scaled_dot_product_attention(q[:, :, rows], k[:, :, :end], v[:, :, :end], attn_mask=bias,
-                                                    enable_gqa=self.n_head != self.n_kv_head))
+    def attend_in_rows(self, q, k, v, i, j):
+        """
+        As attend(), (B, H, T, D), some query rows at a time, each chunk with no keys long after its last row. Where all
+        scores are too many, backward computes each chunk again: so memory grows with T, not T^2.
+        """
+        def rows_of(q, k, v, i, j):
+            if self.content or self.dape:
+                a = self.scores(q, k, i, j).softmax(-1, dtype=torch.float32).to(v.dtype)
+                return a @ v.repeat_interleave(self.n_head // self.n_kv_head, dim=1)
+            bias = self.bias(i, j).masked_fill(later(i, j), -math.inf).to(q.dtype)  # 4-D, or no fused kernel takes it
+            return fused_attention(q, k, v, bias)
+
+        T, S, y = q.shape[2], k.shape[2], []
+        n_maps = len(q) * self.n_head if self.content or self.dape else self.n_head  # a bias serves the whole batch
+        again = torch.is_grad_enabled() and n_maps * T * S > 4 * CHUNK
+        for rows, end in row_chunks(T, S, n_maps):
+            end = S if self.dape and self.dape.cheat else end
+            parts = q[:, :, rows], k[:, :, :end], v[:, :, :end], i[..., rows], j[..., :end]
+            y.append(checkpoint(rows_of, *parts, use_reentrant=False) if again else rows_of(*parts))
         return torch.cat(y, dim=2)
+
+    def scores(self, q, k, i, j):
+        """What softmax sees, (B, H, T, S): q.k / sqrt(D), the position method and DAPE over it, -inf at later keys."""
+        k = k.repeat_interleave(self.n_head // self.n_kv_head, dim=1)
+        scores = q @ k.transpose(-1, -2) / math.sqrt(self.head_dim)
+        if self.content:
+            scores = scores + self.content(scores, q, k, i, j)
+        bias = self.bias(i, j) if self.bias else None
+        if self.dape:
+            scores = self.dape(scores, bias, i, j)
+        elif bias is not None:
+            scores = scores + bias
+        return scores.masked_fill(later(i, j), -math.inf)
+
+    def entropy(self, q, k):
+        """
+        Entropy of each query's attention, in nats, without the T x T matrix: Eq. (2) of the paper as
+        H_i = ln sum_j exp(s_ij) - sum_j a_ij s_ij, where the last sum is q_i . (sum_j a_ij k_j) / sqrt(D). So one fused
+        attention call with the keys as values, and its log-sum-exp, are enough. Where the scores are more than that, or
+        no kernel gives its log-sum-exp, some rows of the matrix at a time.
+        q: (B, H, T, D) scaled queries; k: (B, n_kv_head, T, D). Returns (B, H, T) float32, between 0 and ln(i + 1).
+        """
+        (B, H, T, D), entropy = q.shape, []
+        q, k = q.float(), k.float()  # float32: the two terms nearly cancel
+        if q.device.type in ENTROPY_KERNELS and not (self.bias or self.content or self.dape):
+            mean_k, lse = ENTROPY_KERNELS[q.device.type](q, k.repeat_interleave(H // k.shape[1], dim=1))
+            return (lse - (q * mean_k).sum(-1) / math.sqrt(D)).clamp(min=0)
+        position = torch.arange(T, device=q.device)
+        for rows, end in row_chunks(T, T, B * H):
+            end = T if self.dape and self.dape.cheat else end
+            with torch.autocast(q.device.type, enabled=False):
+                log_a = self.scores(q[:, :, rows], k[:, :, :end], position[rows], position[:end]).log_softmax(-1)
+            entropy.append(-(log_a.exp() * log_a.clamp(min=torch.finfo(log_a.dtype).min)).sum(-1))  # 0 ln 0 is 0
+        return torch.cat(entropy, dim=2).clamp(min=0)
 
     def forward(self, x, query_key, i, j, cache=None, layer=None):
         q, k, v = self.project(x, query_key)
@@ -115,35 +164,28 @@ class Attention(nn.Module):
         return self.out(self.attend(q, k, v, i, j))
 
 
-def row_chunks(T, S, n_head):
+CHUNK = 2 ** 22  # scores computed at a time, where they are computed some rows at a time
+
+
+def row_chunks(T, S, n_maps):
     """
-    Cut T queries, the last of S tokens, into chunks with at most 2^24 scores. Yields the rows of a chunk, a slice, and
-    the number of keys up to its last row.
+    Cut T queries, the last of S tokens, into chunks of at most CHUNK scores in n_maps maps, and where there are many into
+    at least eight, as the first need not read the last keys. Yields a chunk's rows, a slice, and the number of keys up to
+    its last row, rounded up to an eighth of all: a convolution plans, and keeps memory, for each shape that it meets.
     """
-    n_rows = max(1, 2 ** 24 // (n_head * S))
+    n_rows, eighth = max(1, min(CHUNK // (n_maps * S), max(32, T // 8))), -(-S // 8)
     for start in range(0, T, n_rows):
         stop = min(start + n_rows, T)
-        yield slice(start, stop), S - T + stop
+        yield slice(start, stop), min(S, -(-(S - T + stop) // eighth) * eighth)
 
 
-def masked(scores, i, j):
-    """scores: (..., T, S) of queries at positions i on keys at j, those later than the query being -inf."""
-    return scores.masked_fill(j[..., None, None, :] > i[..., None, :, None], -math.inf)
-
-
-def attention_entropy(q, k, bias=None):
-    """
-    Entropy of each query's attention, in nats, without the T x T matrix: Eq. (2) of the paper as
-    H_i = ln sum_j exp(s_ij) - sum_j a_ij s_ij, where the last sum is q_i . (sum_j a_ij k_j) / sqrt(D). So one fused
-    attention call with the keys as values, and its log-sum-exp, are enough. With a bias, some rows of it at a time.
-    q: (B, H, T, D) scaled queries; k: (B, n_kv_head, T, D). Returns (B, H, T) float32, between 0 and ln(i + 1).
-    """
-    H, D = q.shape[1], q.shape[3]
-    q, k = q.float(), k.float().repeat_interleave(H // k.shape[1], dim=1)  # float32: the two terms nearly cancel
-    if bias is not None or q.device.type not in ENTROPY_KERNELS:
-        return entropy_in_chunks(q, k, bias)
-    mean_k, lse = ENTROPY_KERNELS[q.device.type](q, k)
-    return (lse - (q * mean_k).sum(-1) / math.sqrt(D)).clamp(min=0)
+def fused_attention(q, k, v, mask=None, is_causal=False):
+    """Softmax attention with grouped queries, (B, H, T, D). mask: (1 or B, 1 or H, T, S), to add or what may be seen."""
+    # training on a CPU, while the scores are few the T x T matrix is faster than the fused kernel's slow backward
+    plain = q.device.type == 'cpu' and torch.is_grad_enabled() and q[..., 0].numel() * k.shape[2] <= 2 ** 25
+    with sdpa_kernel(SDPBackend.MATH) if plain else contextlib.nullcontext():
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal,
+                                              enable_gqa=q.shape[1] != k.shape[1])
 
 
 # each: q, k (B, H, T, D) float32 -> sum_j a_ij k_j, (B, H, T, D), and ln sum_j exp(s_ij), (B, H, T)
@@ -157,18 +199,6 @@ def mean_key_cuda(q, k):
 
 
 ENTROPY_KERNELS = {'cpu': mean_key_cpu, 'cuda': mean_key_cuda}
-
-
-def entropy_in_chunks(q, k, bias):
-    """Entropy where there is a bias, or no fused kernel that gives its log-sum-exp. q, k: (B, H, T, D) float32."""
-    (B, H, T, D), position, entropy = q.shape, torch.arange(q.shape[2], device=q.device), []
-    for rows, end in row_chunks(T, T, B * H):
-        i, j = position[rows], position[:end]
-        with torch.autocast(q.device.type, enabled=False):
-            scores = q[:, :, rows] @ k[:, :, :end].transpose(-1, -2) / math.sqrt(D)
-        log_a = masked(scores if bias is None else scores + bias(i, j), i, j).log_softmax(-1)
-        entropy.append(-(log_a.exp() * log_a.clamp(min=torch.finfo(log_a.dtype).min)).sum(-1))  # 0 ln 0 is 0
-    return torch.cat(entropy, dim=2).clamp(min=0)
 
 
 class SwiGLU(nn.Module):
@@ -254,11 +284,16 @@ class Transformer(nn.Module):
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tied:
             self.head.weight = self.embed.weight
+        if config.position == 't5':
+            for block in self.blocks:
+                block.attn.bias = self.blocks[0].attn.bias  # one table for all layers
 
     def init_weights(self, generator=None):
         """TinyLlama's initialisation: small embeddings, and smaller outputs the deeper the model."""
         C, n_layer = self.config.n_embd, self.config.n_layer
         for name, p in self.named_parameters():
+            if '.bias.' in name or '.content.' in name or '.dape.' in name:
+                continue  # as their own papers have them
             if p.dim() == 2:
                 std = 1 / (math.sqrt(C) * n_layer) if name.endswith('out.weight') else math.sqrt(2 / (5 * C))
                 nn.init.normal_(p, std=std, generator=generator)
@@ -289,8 +324,12 @@ class Transformer(nn.Module):
 
     @property
     def length_matters(self):
-        """True where a token is read otherwise in a pass that will hold more tokens."""
-        return bool(self.sets) or self.config.rope_scaling.startswith('dynamic')
+        """
+        True where prompts of unequal length cannot share a pass: a token is read otherwise in one that will hold more
+        tokens, or slots of the cache next to each other must hold tokens next to each other.
+        """
+        c = self.config
+        return bool(self.sets) or c.rope_scaling.startswith('dynamic') or c.dape_kernel > 1
 
     def passes(self, T):
         """
@@ -347,7 +386,7 @@ class Transformer(nn.Module):
         query_key, i, j = self.where(idx.shape[1], idx.device)
         for block in self.blocks:
             q, k, v = block.attn.project(block.attn_norm(x), query_key)
-            entropy.append(attention_entropy(q, k, block.attn.bias))
+            entropy.append(block.attn.entropy(q, k))
             x = x + block.attn.out(block.attn.attend(q, k, v, i, j))
             x = x + block.mlp(block.mlp_norm(x))
         return self.losses(self.norm(x), targets), torch.stack(entropy)

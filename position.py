@@ -1,13 +1,17 @@
 """
 Position methods: what a transformer adds to NoPE so that attention knows where a token stands.
 
-NoPE ('none') adds nothing: the causal mask alone tells positions apart. The others are of two kinds, a dict each:
+NoPE ('none') adds nothing: the causal mask alone tells positions apart. The others are of three kinds, a dict each:
   QUERY_KEY  changes q and k before they meet: RoPE turns both by an angle that grows with the position, so that
              q_i . k_j depends on i - j; log-n scaling lengthens later queries.
-  BIASES     adds a function of the positions to the scores: ALiBi.
+  BIASES     adds a function of the positions to the scores: ALiBi, Kerple, FIRE, T5.
+  CONTENT    adds a function of the positions and the query: CoPE, Transformer-XL.
+On top of any of them DAPE reads the scores and the bias as a feature map and adds what a small network makes of it.
 This file is plain PyTorch and imports nothing of the project, so that it can be lifted out and read alone.
 
-Shapes: T queries, S keys, H heads, D = head_dim; L is the context that the model was first trained on.
+Shapes: B sequences, T queries, S keys, H heads, D = head_dim; L is the context that the model was first trained on.
+Formulas of the last three kinds: "DAPE V2" (2024), section 2 and Appendix, where not said otherwise; i is the position
+of a query, j <= i that of a key, both from 0 on.
 """
 
 import math
@@ -121,5 +125,143 @@ class ALiBi(nn.Module):
         return -slopes[:, None, None] * (i[..., None, :, None] - j[..., None, None, :])
 
 
-BIASES = {'alibi': ALiBi}
-POSITIONS = [*QUERY_KEY, *BIASES]
+class Kerple(nn.Module):
+    """-p_h ln(1 + a_h (i - j)), the logarithmic Kerple (Chi et al. 2022): p, a > 0 learned for each head."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.p = nn.Parameter(2 * torch.rand(config.n_head))
+        self.a = nn.Parameter(torch.rand(config.n_head))
+
+    def forward(self, i, j):
+        p, a = (x.clamp(min=0.01)[:, None, None] for x in (self.p, self.a))
+        distance = (i[..., None, :, None] - j[..., None, None, :]).clamp(min=0)
+        return -p * torch.log1p(a * distance)
+
+
+class FIRE(nn.Module):
+    """
+    f(ln(1 + c (i - j)) / ln(1 + c max(i, mu L0)))_h (Li et al. 2024): f is a network from one number to one per head, c
+    and mu are learned, L0 = L / 2 as in the released code of DAPE. So f sees no larger input than it was trained on.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.c, self.mu = nn.Parameter(torch.tensor(0.1)), nn.Parameter(torch.tensor(1.0))
+        self.L0 = config.block_size // 2
+        self.f = nn.Sequential(nn.Linear(1, 32), nn.ReLU(), nn.Linear(32, config.n_head))
+
+    def forward(self, i, j):
+        distance = (i[..., :, None] - j[..., None, :]).clamp(min=0)
+        longest = torch.maximum(i.float(), (self.mu * self.L0).abs())[..., None]
+        share = torch.log1p((self.c * distance).abs()) / (torch.log1p((self.c * longest).abs()) + 1e-6)  # (..., T, S)
+        return self.f(share[..., None]).movedim(-1, -3)
+
+
+class T5Bias(nn.Module):
+    """
+    sqrt(D) table[bucket(i - j), h] (Raffel et al. 2020): 32 buckets, one each for distances up to 15, then ever wider
+    ones up to 128, the last for all beyond. One table serves all layers.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.table = nn.Parameter(nn.init.xavier_normal_(torch.empty(32, config.n_head)))
+        self.factor = math.sqrt(config.n_embd // config.n_head)
+
+    def forward(self, i, j):
+        distance = (i[..., :, None] - j[..., None, :]).clamp(min=0)
+        log_bucket = 16 + (torch.log(distance.clamp(min=1) / 16) / math.log(128 / 16) * 16).long()
+        bucket = torch.where(distance < 16, distance, log_bucket.clamp(max=31))
+        return self.factor * self.table[bucket].movedim(-1, -3)
+
+
+BIASES = {'alibi': ALiBi, 'kerple': Kerple, 'fire': FIRE, 't5': T5Bias}
+
+
+# ----------------------------------------------------------------------------- what depends on the query too
+
+class CoPE(nn.Module):
+    """
+    Contextual position encoding (Golovneva et al. 2024): q_i . e[p_ij], where p_ij = sum_{k=j..i} sigmoid(s_ik) counts
+    the keys from j to i that the query cares for, at most 63; between whole counts, linear. e is shared by the heads.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.e = nn.Parameter(torch.zeros(64, config.n_embd // config.n_head))
+
+    def forward(self, scores, q, k, i, j):
+        """scores: (B, H, T, S) = q.k / sqrt(D), q: (B, H, T, D). Returns what to add to the scores."""
+        gates = scores.sigmoid().masked_fill(later(i, j), 0)
+        count = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=len(self.e) - 1)
+        below = count.floor().long()
+        at = q @ self.e.to(q.dtype).T                                        # (B, H, T, 64)
+        low, high = at.gather(-1, below), at.gather(-1, (below + 1).clamp(max=len(self.e) - 1))
+        return low + (high - low) * (count - below).to(low.dtype)
+
+
+class TransformerXL(nn.Module):
+    """
+    (u . k_j + (q_i + v) . W r_{i-j}) / sqrt(D) (Dai et al. 2019): r is sinusoidal in the distance, u and v are learned.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        C, H = config.n_embd, config.n_head
+        self.u, self.v = (nn.Parameter(0.02 * torch.randn(H, C // H)) for _ in range(2))
+        self.W = nn.Linear(C, C, bias=False)
+
+    def forward(self, scores, q, k, i, j):
+        """As CoPE's; k: (B, H, S, D)."""
+        H, D = self.u.shape
+        distance = (i[..., :, None] - j[..., None, :]).clamp(min=0)          # (T, S) or (B, T, S)
+        n = scores.shape[-1]                                                 # distances are shorter than the keys
+        frequency = 10000 ** (-torch.arange(0, H * D, 2, device=i.device) / (H * D))
+        angle = torch.arange(n, device=i.device)[:, None] * frequency
+        r = self.W(torch.cat((angle.sin(), angle.cos()), dim=-1)).view(n, H, D).transpose(0, 1)  # (H, n, D)
+        by_distance = (q + self.v[:, None].to(q.dtype)) @ r.transpose(-1, -2).to(q.dtype)        # (B, H, T, n)
+        index = distance[..., None, :, :].expand(scores.shape)
+        return (by_distance.gather(-1, index) + (k @ self.u[..., None].to(k.dtype)).transpose(-1, -2)) / math.sqrt(D)
+
+
+CONTENT = {'cope': CoPE, 'xl': TransformerXL}
+POSITIONS = [*QUERY_KEY, *BIASES, *CONTENT]
+
+
+def later(i, j):
+    """Which keys at positions j come after the queries at positions i: (1 or B, 1, T, S)."""
+    hidden = j[..., None, None, :] > i[..., None, :, None]
+    return hidden if hidden.dim() == 4 else hidden[None]
+
+
+# ----------------------------------------------------------------------------- DAPE
+
+class DAPE(nn.Module):
+    """
+    S + B + f([S; B]), Eq. (3): the scores S and the bias B of all heads are the channels of a feature map, and f is two
+    convolutions of 1 x kernel over the keys with a LeakyReLU between; kernel 1 is DAPE (the first), 3 and more DAPE V2.
+    Without a bias S + f(S), Eq. (4); without the residual bias S + f([S; B]), Eq. (2).
+    Keys later than the query are 0 in the map, so that no convolution sees them. `cheat` leaves them in (section 4.5).
+    Unlike the released code, every row goes on in zeros at its right, where that code ends at the last key: so a row is
+    the same in a longer sequence, and cached decoding equals a full pass.
+    """
+
+    def __init__(self, config, has_bias):
+        super().__init__()
+        H, self.kernel = config.n_head, config.dape_kernel
+        self.residual, self.cheat = config.dape_residual, config.dape_cheat
+        self.first = nn.Conv2d(2 * H if has_bias else H, config.dape_width, (1, self.kernel))
+        self.second = nn.Conv2d(config.dape_width, H, (1, self.kernel))
+
+    def forward(self, scores, bias, i, j):
+        """scores: (B, H, T, S); bias: (H, T, S), (B, H, T, S) or None; i, j: positions. Returns (B, H, T, S)."""
+        x, pad = scores, self.kernel // 2
+        if bias is not None:
+            bias = bias.to(scores.dtype)
+            x = torch.cat((scores, bias.expand(scores.shape)), dim=1)        # (B, 2H, T, S)
+        if not self.cheat:
+            x = x.masked_fill(later(i, j), 0)
+        x = self.first(nn.functional.pad(x, (pad, 2 * pad)))                 # (B, width, T, S + pad)
+        x = self.second(nn.functional.pad(nn.functional.leaky_relu(x), (pad, 0)))
+        return scores + x if bias is None or not self.residual else scores + bias + x

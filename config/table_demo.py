@@ -1,6 +1,7 @@
 # Table 2 at the demo's size: first make demo, then the commands in results/extension_demo/run.sh
 # python eval_ppl.py config/table_demo.py
 out_dir = 'out/demo'
+max_windows = 512
 batch_tokens = 32768
 _nope, _rope = 'out/demo/nope/last.pt', 'out/demo/rope/last.pt'
 

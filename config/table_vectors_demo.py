@@ -2,6 +2,7 @@
 # python eval_ppl.py config/table_vectors_demo.py
 out_dir = 'out/vectors_demo'
 lengths = [128, 256, 512, 768]  # tuned at 512
+max_windows = 512
 batch_tokens = 32768
 table = []
 

@@ -8,12 +8,14 @@ goes on with the files it had not finished, and ends with the same bytes.
 """
 
 import contextlib
+import functools
 import glob
 import hashlib
 import importlib.util
 import io
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -27,12 +29,19 @@ from pathlib import Path
 
 import numpy as np
 
-from corpus import get_tokenizer, key_of, open_tokens, tokenizer_digest, tokenizer_from_state, tokenizer_state
-from corpus import write_corpus as tokenize
+from corpus import (
+    get_tokenizer,
+    key_of,
+    open_tokens,
+    tokenizer_digest,
+    tokenizer_from_state,
+    tokenizer_state,
+    write_corpus,
+)
 from runtime import ROOT, Progress, save_json
 
 SUFFIX = re.compile(r'\.(parquet|jsonl?)(\.gz|\.zst)?$')
-SPLIT = re.compile(r'(?:^|[/_.-])(train|val|test)(?:id|idation)?(?![a-z])')  # the first one in a path says the split
+SPLIT = re.compile(r'(?:^|[/_.-])(train|val|dev|test)(?:id|idation)?(?![a-z])')  # the first in a path says its split
 EXPANSION = {'.parquet': 2.5, '.gz': 3.5, '.zst': 3.5}  # bytes of text in a byte of file: a rough guess
 CHARACTERS = 8  # more than a token has on average: what max_tokens lets a part read, the rest is cut off in joining
 
@@ -43,9 +52,9 @@ class Source:
     repo: str                      # ORG/NAME of a dataset on the hub
     revision: str                  # commit, or branch
     advice: str                    # what to do where it cannot be had
-    splits: tuple = ('train', 'val', 'test')  # those to take; of a single one every file is
+    splits: tuple = ('train', 'val', 'test')  # those to take; of a single one is every file that says none
     field: str = 'text'            # the column that holds the text
-    where: tuple | None = None     # (key, sign, value): only rows whose meta.key is (==) or is not (!=) value
+    where: list | None = None      # [key, sign, value]: only rows whose meta.key is (==) or is not (!=) value
     where_advice: str = 'Take a copy that has it.'  # what to do where there is no meta.key
     share: float = 1.0             # of the text that `where` leaves, roughly: for the disk it needs
 
@@ -55,10 +64,6 @@ class File:
     name: str   # path within the source
     url: str    # what datasets opens: a local path, or hf://
     size: int   # bytes
-
-    @property
-    def text_bytes(self):
-        return self.size * EXPANSION.get(Path(self.name).suffix, 1.0)
 
 
 # ----------------------------------------------------------------------------- finding the files
@@ -91,7 +96,7 @@ def by_split(files, wanted):
     for file in sorted(files, key=lambda file: file.name):
         if SUFFIX.search(file.name):
             found = SPLIT.search(file.name)
-            split = wanted[0] if len(wanted) == 1 else found and found[1]
+            split = found[1].replace('dev', 'val') if found else wanted[0] if len(wanted) == 1 else None
             if split is None:
                 raise ValueError(f'{file.name} does not say its split. Name it, or a folder it is in, train, val or '
                                  'test, or leave it out.')
@@ -135,16 +140,17 @@ def texts(file, source, max_tokens):
                 return
 
 
-def write_part(folder, split, file, source, state, max_tokens):
-    """Make a file the dataset `folder`, unless it is one already. Returns its number of tokens. state: a tokenizer's."""
+def write_part(folder, file, split, source, state, max_tokens):
+    """Make `folder` a dataset of one file, unless it is that already. Returns its tokens. state: of a tokenizer."""
     if not (folder / 'meta.json').is_file():
         documents = texts(file, source, max_tokens)
         first = next(documents, None)
         if first is None:
             save_json(folder / 'meta.json', {'splits': {split: {'tokens': 0}}})
         else:
+            documents = itertools.chain([first], documents)
             with contextlib.redirect_stdout(io.StringIO()):
-                tokenize(folder, tokenizer_from_state(state), {split: itertools.chain([first], documents)}, workers=1)
+                write_corpus(folder, tokenizer_from_state(state), {split: documents}, workers=1)
     return json.loads((folder / 'meta.json').read_text())['splits'][split]['tokens']
 
 
@@ -176,7 +182,7 @@ def mapper(workers):
 # ----------------------------------------------------------------------------- all of them
 
 def join(folder, parts, max_tokens, report):
-    """Write the dataset `folder` from parts, {split: [folder of a part]}: the documents that begin before max_tokens."""
+    """Write the dataset `folder`: of the parts, {split: [folder]}, all documents that begin before max_tokens."""
     (folder / 'meta.json').unlink(missing_ok=True)  # first, so that what is half written does not look whole
     for name in ('train', 'val', 'test'):  # a split that is no more
         (folder / f'{name}.bin').unlink(missing_ok=True)
@@ -225,23 +231,73 @@ def first_row(file, source):
 
 
 def require_disk(folder, splits, encoding, source, row, max_tokens):
-    """Print what the token files will need, by the sizes of the source's files, and refuse if the disk has less."""
-    sample = (row or {}).get(source.field) or ''
-    sample = sample[:100_000] or 'a'
+    """
+    Print what the token files will need, by the sizes of the source's files and the tokens in a first row, and raise
+    ValueError if the disk has less. Returns about how many tokens there will be.
+    """
+    sample = ((row or {}).get(source.field) or 'a')[:100_000]
     tokens_per_byte = len(encoding.encode_ordinary(sample)) / len(sample.encode(errors='replace'))
-    expected = [sum(file.text_bytes for file in files) * source.share * tokens_per_byte for files in splits.values()]
-    n_tokens = sum(min(n, max_tokens or n) for n in expected)
-    width = 2 if encoding.n_vocab <= 2 ** 16 else 4
-    there = sum(path.stat().st_size for path in folder.rglob('*.bin')) if folder.is_dir() else 0
+    sizes = [sum(file.size * EXPANSION.get(Path(file.name).suffix, 1.0) for file in files) for files in splits.values()]
+    n_tokens = sum(min(size * source.share * tokens_per_byte, max_tokens or math.inf) for size in sizes)
+    need = 2 * n_tokens * (2 if encoding.n_vocab <= 2 ** 16 else 4) / 1e9
     folder.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(folder).free
-    n_files = sum(map(len, splits.values()))
-    print(f'{n_files} files, {sum(f.size for files in splits.values() for f in files) / 1e9:.2f} GB to read, to about '
-          f'{n_tokens:.2e} tokens: {width * n_tokens / 1e9:.2f} GB, twice that while they are joined; '
-          f'{free / 1e9:.2f} GB are free', flush=True)
-    if 2 * width * n_tokens > free + there:
-        raise ValueError(f'{folder} needs about {2 * width * n_tokens / 1e9:.2f} GB, {free / 1e9:.2f} GB are free. '
-                         'Free some, choose another --out_dir, or take a part with --max_tokens=.')
+    free, there = shutil.disk_usage(folder).free / 1e9, bytes_in(folder) / 1e9
+    files = sum(splits.values(), [])
+    print(f'{len(files)} files, {sum(file.size for file in files) / 1e9:.2f} GB: about {n_tokens:.1e} tokens, '
+          f'{need / 2:.2f} GB on disk and twice that while they are joined; {free:.2f} GB are free', flush=True)
+    if need > free + there:
+        raise ValueError(f'{folder} needs about {need:.2f} GB, but {free:.2f} GB are free. Free some, choose another '
+                         '--out_dir=, or take a part with --max_tokens=.')
+    return n_tokens
+
+
+def bytes_in(folder):
+    """Of all token files in a folder, finished or not."""
+    total = 0
+    for path in folder.rglob('*.bin'):
+        with contextlib.suppress(FileNotFoundError):  # renamed or joined in the meantime
+            total += path.stat().st_size
+    return total
+
+
+@contextlib.contextmanager
+def shown_progress(folder, label, total):
+    """A progress bar of the bytes that the processes write into folder."""
+    progress, stop = Progress(total, label), threading.Event()
+
+    def watch():
+        while not stop.wait(2):
+            progress.update(min(bytes_in(folder), total - 1))
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def write_parts(folder, split, files, source, state, max_tokens, workers):
+    """Write the parts of a split, in order, until they have max_tokens. Returns their folders."""
+    parts = [folder / f'{split}_{i:05d}' for i in range(len(files))]
+    print(f'{split}: {len(files)} files, {sum((part / "meta.json").is_file() for part in parts)} of them done before',
+          flush=True)
+    done, n_tokens = [], 0
+    write = functools.partial(write_part, split=split, source=source, state=state, max_tokens=max_tokens)
+    with mapper(min(workers, len(files))) as map_parts:
+        counts = map_parts(write, parts, files)
+        for part, file in zip(parts, files):
+            try:
+                n_tokens += next(counts)
+            except Exception as error:  # of the network, the file, a killed process: they share no class
+                reason = f'{type(error).__name__}: {error}'[:300]
+                raise ValueError(f'{file.name} stopped with {reason}. The parts done are kept: the same command goes '
+                                 'on from there.') from error
+            done.append(part)
+            if max_tokens and n_tokens >= max_tokens:
+                break
+    return done
 
 
 def prepare(name, source, local, tokenizer, max_tokens, workers, out_dir):
@@ -251,9 +307,9 @@ def prepare(name, source, local, tokenizer, max_tokens, workers, out_dir):
     """
     if max_tokens is not None and max_tokens < 1 or workers is not None and workers < 1:
         raise ValueError(f'max_tokens is {max_tokens} and workers {workers}; both must be at least 1, or None.')
-    folder = Path(out_dir) if out_dir else ROOT / 'data' / name
+    folder, commit = Path(out_dir) if out_dir else ROOT / 'data' / name, None
     if local:
-        source.repo, source.advice, commit, files = local, 'Get it again.', None, local_files(local)
+        source.repo, source.advice, files = local, 'Get it again.', local_files(local)
     else:
         commit, files = hub_files(source)
     splits = by_split(files, source.splits)
@@ -264,42 +320,24 @@ def prepare(name, source, local, tokenizer, max_tokens, workers, out_dir):
         print(f'{source.repo} has no files for {" and ".join(missing)}: left out')
     encoding = get_tokenizer(tokenizer)
     state = tokenizer_state(encoding)
-    plan = {'source': source.repo, 'commit': commit, 'field': source.field, 'where': source.where,
-            'max_tokens': max_tokens, 'tokenizer_digest': tokenizer_digest(state),
-            'files': {split: [[file.name, file.size] for file in files] for split, files in splits.items()}}
-    plan_digest = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:16]
+    report = {'source': source.repo, 'commit': commit, 'field': source.field, 'where': source.where,
+              'max_tokens': max_tokens}
+    plan = report | {'tokenizer_digest': tokenizer_digest(state), 'files':
+                     {split: [[file.name, file.size] for file in files] for split, files in splits.items()}}
+    report['plan'] = hashlib.sha256(json.dumps(plan).encode()).hexdigest()[:16]
     with contextlib.suppress(FileNotFoundError, ValueError):  # not prepared yet, or damaged
-        if all(open_tokens(str(folder.resolve()), split).meta['report'].get('plan') == plan_digest for split in splits):
+        if all(open_tokens(str(folder.resolve()), split).meta['report'] == report for split in splits):
             print(f'{folder} is prepared already: same files, same tokenizer.')
             return
     row = first_row(next(iter(splits.values()))[0], source)
     unfinished = folder / 'parts.part'  # a name that git ignores
-    if (unfinished / 'plan.json').is_file() and json.loads((unfinished / 'plan.json').read_text())['plan'] != plan_digest:
-        raise ValueError(f'{unfinished} holds parts of other files, or made with other settings; its plan.json says '
+    if (unfinished / 'plan.json').is_file() and json.loads((unfinished / 'plan.json').read_text()) != report | plan:
+        raise ValueError(f'{unfinished} holds parts of other files, or made with other settings: its plan.json says '
                          'which. Run with those again, or delete it.')
-    require_disk(folder, splits, encoding, source, row, max_tokens)
-    save_json(unfinished / 'plan.json', {'plan': plan_digest} | plan)
-    parts, done = {}, 0
-    progress = Progress(sum(file.size for files in splits.values() for file in files), f'tokenizing {name}')
-    with mapper(min(workers or os.cpu_count(), max(map(len, splits.values())))) as map_parts:
-        for split, files in splits.items():
-            folders = [unfinished / f'{split}_{i:05d}' for i in range(len(files))]
-            there = sum((part / 'meta.json').is_file() for part in folders)
-            print(f'{split}: {len(files)} files, of which {there} are done already', flush=True)
-            counts = map_parts(write_part, folders, *(itertools.repeat(x) for x in (split,)), files,
-                               *(itertools.repeat(x) for x in (source, state, max_tokens)))
-            parts[split], n_tokens = [], 0
-            for part, file in zip(folders, files):
-                try:
-                    n_tokens += next(counts)
-                except Exception as error:  # of the network, the file, a killed process: they share no class
-                    reason = f'{type(error).__name__}: {error}'[:300]
-                    raise ValueError(f'{file.name} stopped with {reason}. The parts done are kept: the same command '
-                                     'goes on from there.') from error
-                parts[split].append(part)
-                done += file.size
-                progress.update(done, f'{n_tokens:,} tokens of {split}')
-                if max_tokens and n_tokens >= max_tokens:
-                    break
-    join(folder, parts, max_tokens, {'plan': plan_digest} | {key: plan[key] for key in plan if key != 'files'})
+    n_tokens = require_disk(folder, splits, encoding, source, row, max_tokens)
+    save_json(unfinished / 'plan.json', report | plan)
+    with shown_progress(unfinished, f'tokenizing {name}', n_tokens * (2 if encoding.n_vocab <= 2 ** 16 else 4)):
+        parts = {split: write_parts(unfinished, split, files, source, state, max_tokens, workers or os.cpu_count())
+                 for split, files in splits.items()}
+    join(folder, parts, max_tokens, report)
     shutil.rmtree(unfinished)

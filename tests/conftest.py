@@ -20,6 +20,7 @@ import torch
 
 from corpus import get_tokenizer, write_corpus
 from model import ModelConfig, Transformer
+from position import BIASES
 from runtime import Runtime, new_figure
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -105,10 +106,13 @@ def random_model(seed=0, **changes):
     that attention is far from uniform.
     """
     generator = torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)  # some position methods start from it
     model = Transformer(ModelConfig(**{'vocab_size': 61, **TINY, **changes})).init_weights(generator).eval()
     for name, p in model.named_parameters():
         if p.dim() == 1:
             p.data.uniform_(0.5, 1.5, generator=generator)
+        elif name.endswith('content.e'):
+            p.data.normal_(std=0.3, generator=generator)
         elif name.endswith(('qkv.weight', 'out.weight', 'embed.weight')):
             p.data.mul_(3)
     return model
@@ -143,25 +147,82 @@ def plain_transformer(model, idx, head_scale=None):
     for layer in range(c.n_layer):
         y = norm(x, f'blocks.{layer}.attn_norm.weight') @ state[f'blocks.{layer}.attn.qkv.weight'].T
         heads = [y[..., i * D:(i + 1) * D] for i in range(c.n_head + 2 * c.n_kv_head)]
-        outputs, matrices = [], []
-        for h in range(c.n_head):
-            group = h * c.n_kv_head // c.n_head
-            q, k, v = heads[h], heads[c.n_head + group], heads[c.n_head + c.n_kv_head + group]
-            scores = head_scale[layer, h] * turn(q) @ turn(k).transpose(1, 2) / math.sqrt(D)
-            if c.position == 'alibi':  # 4 heads: slopes 1/4, 1/16, 1/64, 1/256
-                scores = scores - 4.0 ** -(h + 1) * (torch.arange(T)[:, None] - torch.arange(T)).double()
-            if c.position == 'logn':
-                scores = scores * (torch.arange(1, T + 1).double().log() / math.log(c.block_size))[:, None]
-            scores = scores + torch.full((T, T), -math.inf, dtype=torch.float64).triu(1)
-            matrices.append((scores - scores.amax(-1, keepdim=True)).exp())
-            matrices[-1] = matrices[-1] / matrices[-1].sum(-1, keepdim=True)
-            outputs.append(matrices[-1] @ v * state[f'blocks.{layer}.attn.head_gain'][h])
+        own = {name.removeprefix(f'blocks.{layer}.attn.'): p for name, p in state.items()}
+        q = [head_scale[layer, h] * turn(heads[h]) for h in range(c.n_head)]
+        groups = [h * c.n_kv_head // c.n_head for h in range(c.n_head)]
+        k, v = ([heads[c.n_head + i * c.n_kv_head + group] for group in groups] for i in (0, 1))
+        scores = torch.stack([a @ turn(b).transpose(1, 2) / math.sqrt(D) for a, b in zip(q, k)], dim=1)  # (B, H, T, T)
+        matrices = plain_position(c, own, scores, q, k)
+        matrices = matrices + torch.full((T, T), -math.inf, dtype=torch.float64).triu(1)
+        matrices = (matrices - matrices.amax(-1, keepdim=True)).exp()
+        matrices = (matrices / matrices.sum(-1, keepdim=True)).unbind(1)
+        outputs = [matrix @ v[h] * own['head_gain'][h] for h, matrix in enumerate(matrices)]
         attention.append(torch.stack(matrices, dim=1))
         x = x + torch.cat(outputs, dim=-1) @ state[f'blocks.{layer}.attn.out.weight'].T
         y = norm(x, f'blocks.{layer}.mlp_norm.weight') @ state[f'blocks.{layer}.mlp.gate_up.weight'].T
         gate, up = y[..., :c.n_hidden], y[..., c.n_hidden:]
         x = x + (gate / (1 + (-gate).exp()) * up) @ state[f'blocks.{layer}.mlp.out.weight'].T
     return norm(x, 'norm.weight') @ state['head.weight'].T, torch.stack(attention)
+
+
+def plain_position(c, own, scores, q, k):
+    """
+    Scores (B, H, T, T) as a position method and DAPE change them, from the papers' formulas, a query and a key at a
+    time where that is short. own: the attention's parameters in float64; q, k: a list of (B, T, D), one a head.
+    """
+    B, H, T, _ = scores.shape
+    D, bias, L0 = q[0].shape[-1], torch.zeros(H, T, T, dtype=torch.float64), c.block_size // 2
+    relu = torch.relu
+    for i in range(T if c.position in BIASES else 0):
+        for j in range(i + 1):
+            d = i - j
+            if c.position == 'alibi':  # 4 heads: slopes 1/4, 1/16, 1/64, 1/256
+                bias[:, i, j] = -d * torch.tensor([4.0 ** -(h + 1) for h in range(H)])
+            elif c.position == 'kerple':
+                bias[:, i, j] = -own['bias.p'] * torch.log(1 + own['bias.a'] * d)
+            elif c.position == 'fire':
+                cut = max(i, abs(own['bias.mu'].item() * L0))
+                x = math.log(1 + own['bias.c'] * d) / (math.log(1 + own['bias.c'] * cut) + 1e-6)
+                hidden = relu(own['bias.f.0.weight'][:, 0] * x + own['bias.f.0.bias'])
+                bias[:, i, j] = own['bias.f.2.weight'] @ hidden + own['bias.f.2.bias']
+            elif c.position == 't5':
+                bucket = d if d < 16 else min(31, 16 + int(math.log(d / 16) / math.log(8) * 16))
+                bias[:, i, j] = math.sqrt(D) * own['bias.table'][bucket]
+    if c.position == 'logn':
+        scores = scores * (torch.arange(1, T + 1).double().log() / math.log(c.block_size))[:, None]
+    if c.position == 'cope':
+        more = torch.zeros_like(scores)
+        for i in range(T):
+            for j in range(i + 1):
+                p = torch.sigmoid(scores[:, :, i, j:i + 1]).sum(-1).clamp(max=63)          # (B, H)
+                at = torch.stack([head[:, i] @ own['content.e'].T for head in q], dim=1)   # (B, H, 64)
+                low, high = (at.gather(-1, f(p).long()[..., None])[..., 0] for f in (torch.floor, torch.ceil))
+                more[:, :, i, j] = low + (p - p.floor()) * (high - low)
+        scores = scores + more
+    if c.position == 'xl':
+        C = H * D
+        frequency = torch.tensor([10000 ** (-n / C) for n in range(0, C, 2)], dtype=torch.float64)
+        for d in range(T):
+            r = own['content.W.weight'] @ torch.cat(((d * frequency).sin(), (d * frequency).cos()))
+            for h in range(H):
+                for i in range(d, T):
+                    by_place = (q[h][:, i] + own['content.v'][h]) @ r[h * D:(h + 1) * D]
+                    scores[:, h, i, i - d] += (k[h][:, i - d] @ own['content.u'][h] + by_place) / math.sqrt(D)
+    if not c.dape_kernel:
+        return scores + bias
+    maps = torch.cat((scores, bias.expand(scores.shape)), dim=1) if c.position in BIASES else scores
+    w1, b1, w2, b2 = (own[f'dape.{name}'] for name in ('first.weight', 'first.bias', 'second.weight', 'second.bias'))
+    p, change = c.dape_kernel // 2, torch.zeros_like(scores)
+    for i in range(T):
+        row = torch.zeros(B, maps.shape[1], T + 4 * p, dtype=torch.float64)  # key j stands at j + 2 p, zeros around
+        row[:, :, 2 * p:2 * p + i + 1] = maps[:, :, i, :i + 1]
+        between = {}
+        for j in range(i + 1 + p):  # the first convolution, at the keys that the second one asks for
+            x = sum(row[:, :, 2 * p + j + o] @ w1[:, :, 0, o + p].T for o in range(-p, p + 1)) + b1
+            between[j] = torch.where(x > 0, x, 0.01 * x)
+        for j in range(i + 1):
+            change[:, :, i, j] = b2 + sum(between[j + o] @ w2[:, :, 0, o + p].T for o in range(-p, p + 1) if j + o >= 0)
+    return scores + change + bias * c.dape_residual
 
 
 def plain_losses(model, tokens, head_scale=None):

@@ -17,7 +17,7 @@ import checkpoint
 import model as model_file
 from corpus import Windows
 from entropy import measure_entropy, spearman
-from model import attention_entropy
+from model import Attention, ModelConfig
 
 
 def plain_entropy(q, k):
@@ -39,6 +39,12 @@ def random_qk(T, n_head=6, n_kv_head=2, D=16):
     generator = torch.Generator().manual_seed(T)
     q = torch.randn(2, n_head, T, D, generator=generator) * 4.0 ** (torch.arange(n_head) - 3)[:, None, None]
     return q, torch.randn(2, n_kv_head, T, D, generator=generator)
+
+
+def attention_entropy(q, k):
+    """Of a layer without position encoding."""
+    H, D = q.shape[1], q.shape[3]
+    return Attention(ModelConfig(61, 32, 1, H, k.shape[1], H * D, 4)).entropy(q, k)
 
 
 PLACES = ['cpu', 'in chunks', pytest.param('cuda', marks=pytest.mark.skipif(not torch.cuda.is_available(),

@@ -128,16 +128,19 @@ def test_documents_windows_and_scored_tokens_are_counted_right(cpu, rule, expect
     assert all(r['ppl'] == pytest.approx(math.exp(r['loss'])) for r in rows)
 
 
-def test_loss_is_the_mean_over_scored_tokens_of_the_first_windows(cpu, corpus_dir):
+@pytest.mark.parametrize('rule', ['same', 'paper'])
+def test_loss_is_the_mean_over_scored_tokens_of_windows_spread_evenly_or_the_first(cpu, corpus_dir, rule):
     model, data = random_model(vocab_size=257), open_tokens(str(corpus_dir), 'test')
-    rows = evaluate_sliding(model, data, [24, 40], 9, 'same', 1000, 500, cpu)
-    capped = evaluate_sliding(model, data, [24, 40], 9, 'same', 12, 500, cpu)
-    start = next(start for start, end in documents(data) if end - start > 40)
+    capped = evaluate_sliding(model, data, [24, 40], 9, rule, 12, 500, cpu)
     for row, length in zip(capped, (24, 40), strict=True):
-        windows = [(start + e - length, start + e, 9) for e in range(40, 40 + 12 * 9, 9)]
-        assert (row['windows'], row['documents'], row['scored_tokens']) == (12, 1, 108)
+        first = 40 if rule == 'same' else length
+        windows = [(start + e - length, start + e, 9) for start, end in documents(data)
+                   for e in range(first, end - start, 9)]
+        windows = [windows[len(windows) * i // 12] for i in range(12)] if rule == 'same' else windows[:12]
+        assert (row['windows'], row['scored_tokens']) == (12, 108)
+        assert row['documents'] == len({np.searchsorted(data.starts, hi) for _, hi, _ in windows})
         assert row['loss'] == pytest.approx(sum(plain_sums(model, data.tokens, windows)) / 108, rel=1e-5)
-    assert all(row['windows'] == 1000 for row in rows)
+    assert capped[0]['documents'] > 1 if rule == 'same' else capped[0]['documents'] == 1
 
 
 def test_no_document_that_is_long_enough_is_said(cpu, corpus_dir):

@@ -5,12 +5,15 @@ $ python -m pytest tests/test_position.py
 """
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
-from conftest import random_model
+from conftest import ROOT, plain_transformer, random_model
 
-from position import POSITIONS, QUERY_KEY, alibi_slopes, parse_scaling, rope_frequencies
+import model as model_file
+from position import POSITIONS, QUERY_KEY, Kerple, alibi_slopes, parse_scaling, rope_frequencies
 
 D = 64
 
@@ -124,28 +127,70 @@ def test_logn_leaves_the_query_at_L_alone():
     assert grown[0] == 0 and grown[31] == 1 and grown[63].item() == pytest.approx(math.log(64) / math.log(32))
 
 
-# ----------------------------------------------------------------------------- every method with a cache
+# ----------------------------------------------------------------------------- every method
 
-EVERY = [{'position': name} for name in POSITIONS] + [
-    {'position': 'rope', 'rope_scaling': f'{kind}:4'} for kind in ('pi', 'ntk', 'dynamic_ntk', 'yarn')]
+EXTENDED = [{'position': 'rope', 'rope_scaling': f'{kind}:4'} for kind in ('pi', 'ntk', 'dynamic_ntk', 'yarn')]
+DAPES = [{'position': name, 'dape_kernel': kernel, 'dape_width': 8, 'dape_residual': residual}
+         for name in ('none', 'rope', 'kerple', 'alibi', 'fire', 't5', 'cope', 'xl')
+         for kernel, residual in ((1, True), (3, name != 'fire'))] + [{'position': 'none', 'dape_kernel': 5}]
+EVERY = [{'position': name} for name in POSITIONS] + EXTENDED + DAPES
+
+
+def some_tokens(*shape):
+    return torch.randint(61, shape, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize('changes', [{'position': name} for name in POSITIONS] + DAPES, ids=str)
+def test_logits_equal_the_papers_formulas_in_float64(changes):
+    model, idx = random_model(**changes, n_kv_head=2), some_tokens(2, 40)
+    expected, _ = plain_transformer(model, idx)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            torch.testing.assert_close(model(idx).double(), expected, rtol=0, atol=1e-3)
+    plain = random_model(**changes | {'dape_kernel': 0} if changes.get('dape_kernel') else {'position': 'rope'})
+    if changes != {'position': 'rope'}:
+        assert (plain(idx).double() - expected).abs().max() > 0.05  # so the method is no small matter
+
+
+@pytest.mark.parametrize('changes', EVERY, ids=str)
+def test_future_tokens_never_change_earlier_logits(changes):
+    model, idx = random_model(**changes), some_tokens(2, 70)
+    with torch.no_grad():
+        logits = model(idx)
+        for t in (1, 33, 69):
+            changed = idx.clone()
+            changed[:, t:] = (idx[:, t:] + 1 + some_tokens(2, 70 - t) % 60) % 61
+            assert torch.equal(model(changed)[:, :t], logits[:, :t])
+
+
+@pytest.mark.parametrize('changes', EVERY, ids=str)
+def test_rows_of_a_long_pass_equal_those_of_a_short_one(changes):
+    generator = torch.Generator().manual_seed(1)
+    for n_head, n_embd in ((4, 32), (6, 48), (2, 8)):
+        model = random_model(**changes, n_head=n_head, n_kv_head=2, n_embd=n_embd)
+        T, t = 64, int(torch.randint(1, 64, (), generator=generator))
+        if model.config.rope_scaling.startswith('dynamic'):
+            T, t = 30, 20  # up to L, where it is plain RoPE
+        idx = some_tokens(1, T)
+        with torch.no_grad():
+            torch.testing.assert_close(model(idx)[:, :t], model(idx[:, :t]), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize('changes', EVERY, ids=str)
 def test_cached_decoding_equals_a_full_pass(changes):
-    model, idx = random_model(**changes), torch.randint(61, (2, 90), generator=torch.Generator().manual_seed(0))
+    model, idx = random_model(**changes), some_tokens(2, 90)
     full = model(idx)
     with torch.no_grad():
         cache, parts = model.new_cache(2, 90), []  # 90: the length is fixed before prefill
         for part in idx.split([40, 1, 1, 30, 1, 17], dim=1):
             parts.append(model(part, cache=cache))
-    torch.testing.assert_close(torch.cat(parts, 1), full, rtol=0, atol=1e-4)
+    torch.testing.assert_close(torch.cat(parts, 1), full, rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize('changes', EVERY, ids=str)
+@pytest.mark.parametrize('changes', [c for c in EVERY if c.get('dape_kernel', 0) < 3], ids=str)
 def test_prompts_of_unequal_length_go_on_as_each_would_alone(changes):
-    model, generator = random_model(**changes), torch.Generator().manual_seed(0)
-    lengths, more = [33, 5, 20], 4
-    rows = [torch.randint(61, (1, n + more), generator=generator) for n in lengths]
+    model, lengths, more = random_model(**changes), [33, 5, 20], 4
+    rows = [some_tokens(1, n + more) for n in lengths]
     prompts = torch.zeros(3, 33, dtype=torch.long)
     for b, (row, n) in enumerate(zip(rows, lengths)):
         prompts[b, :n] = row[0, :n]
@@ -158,5 +203,92 @@ def test_prompts_of_unequal_length_go_on_as_each_would_alone(changes):
         for b, (row, n) in enumerate(zip(rows, lengths)):
             alone = model.new_cache(1, 33 + more)  # of the same length: dynamic NTK's base depends on it
             expected = model(row, cache=alone)[0]
-            torch.testing.assert_close(first[b, :n], expected[:n], rtol=0, atol=1e-4)
-            torch.testing.assert_close(later[b], expected[n:], rtol=0, atol=1e-4)
+            torch.testing.assert_close(first[b, :n], expected[:n], rtol=0, atol=1e-3)
+            torch.testing.assert_close(later[b], expected[n:], rtol=0, atol=1e-3)
+
+
+IN_ROWS = [{'position': name} for name in ('alibi', 'kerple', 'fire', 't5', 'cope', 'xl')] + DAPES
+
+
+@pytest.mark.parametrize('changes', IN_ROWS, ids=str)
+def test_chunks_of_rows_change_neither_losses_nor_gradients(monkeypatch, changes):
+    model, windows, results = random_model(**changes), some_tokens(2, 71), []
+    for rows in (71, 16):
+        chunks = [(slice(n, min(n + rows, 70)), min(n + rows, 70)) for n in range(0, 70, rows)]
+        monkeypatch.setattr(model_file, 'row_chunks', lambda T, S, n_maps, chunks=chunks: chunks)
+        monkeypatch.setattr(model_file, 'CHUNK', 1000)  # so that backward computes them again
+        model.zero_grad()
+        losses = model(windows[:, :-1], windows[:, 1:])
+        losses.mean().backward()
+        results.append([losses.detach(), *(p.grad.clone() for p in model.parameters() if p.requires_grad)])
+    for whole, chunked in zip(*results):
+        torch.testing.assert_close(chunked, whole, rtol=0, atol=1e-5)
+    trained = [name for name, p in model.named_parameters() if p.requires_grad and not p.grad.abs().sum() > 0]
+    assert trained == []
+
+
+@pytest.mark.parametrize('changes', [{'position': 'kerple'}, {'position': 'xl'},
+                                     {'position': 'kerple', 'dape_kernel': 3}], ids=str)
+def test_entropy_is_that_of_the_attention_that_is_used(changes):
+    model, windows = random_model(**changes), some_tokens(2, 51)
+    _, entropy = model.losses_and_entropy(windows[:, :-1], windows[:, 1:])
+    _, attention = plain_transformer(model, windows[:, :-1])
+    torch.testing.assert_close(entropy.double(), torch.special.entr(attention).sum(-1), rtol=0, atol=1e-3)
+
+
+def test_head_scale_multiplies_the_query_before_anything_else_uses_it():
+    for changes in ({'position': 'kerple', 'dape_kernel': 3}, {'position': 'xl'}, {'position': 'cope'}):
+        model, idx = random_model(**changes), some_tokens(1, 30)
+        scales = torch.tensor([[1.5, 1, 2, 0.7], [1, 1.2, 0.5, 3]])
+        model.head_scale = scales
+        torch.testing.assert_close(model(idx).double(), plain_transformer(model, idx, scales)[0], rtol=0, atol=1e-3)
+
+
+# ----------------------------------------------------------------------------- single methods
+
+def test_t5_has_one_table_for_all_layers():
+    model = random_model(position='t5')
+    assert model.blocks[0].attn.bias is model.blocks[1].attn.bias
+    assert len([name for name, _ in model.named_parameters() if 'table' in name]) == 1
+
+
+def test_kerples_parameters_act_as_positive_numbers():
+    bias = Kerple(random_model(position='kerple').config)
+    bias.p.data[:], bias.a.data[:] = -3.0, 0.0
+    expected = -0.01 * math.log(1 + 0.01 * 5)
+    assert bias(torch.tensor([7]), torch.tensor([2])).flatten().tolist() == pytest.approx([expected] * 4)
+
+
+def test_cheating_dape_leaks_later_tokens_and_the_honest_one_does_not():
+    idx = some_tokens(1, 40)
+    changed = idx.clone()
+    changed[:, 30] = (idx[:, 30] + 1) % 61
+    for cheat in (False, True):
+        model = random_model(position='kerple', dape_kernel=3, dape_cheat=cheat)
+        moved = (model(idx)[:, :30] - model(changed)[:, :30]).abs().max()
+        assert moved > 1e-3 if cheat else moved == 0
+
+
+@pytest.mark.parametrize('kernel', [2, -1, 4])
+def test_kernels_that_are_not_odd_are_refused(kernel):
+    with pytest.raises(ValueError, match=f'dape_kernel is {kernel}; it must be odd'):
+        random_model(dape_kernel=kernel)
+
+
+def test_peak_memory_of_processing_grows_with_the_length_not_its_square():
+    script = """
+import resource, sys, torch
+import model
+from model import Attention, ModelConfig
+model.CHUNK = 2 ** 18
+config = ModelConfig(61, 512, 1, 12, 12, 192, 4, position='kerple', dape_kernel=3)
+attn, T = Attention(config), int(sys.argv[1])
+i = torch.arange(T)
+x = torch.randn(1, T, 192, requires_grad=True)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+attn(x, lambda q, k: (q, k), i, i).square().mean().backward()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    peaks = [int(subprocess.run([sys.executable, '-c', script, str(T)], cwd=ROOT, capture_output=True, text=True,
+                                check=True).stdout) for T in (512, 1024)]
+    assert peaks[1] < 2 * peaks[0]
