@@ -426,13 +426,15 @@ def mixture_cycle(slots, key):
 
 class Windows:
     """
-    Training and evaluation windows of a dataset, or of a mixture by weight such as 'slimpajama:0.694,starcoder:0.306'.
+    Training and evaluation windows of a dataset, or of a mixture by weight such as 'slimpajama:0.694,starcoder:0.306',
+    of which val and test are the first source's.
     A window is a block of block_size + 1 consecutive tokens, that is block_size predictions; blocks do not overlap.
     """
 
     def __init__(self, dataset, split, block_size, seed=0):
         self.split, self.block_size, self.seed = split, block_size, seed
-        names, weights = zip(*(parse_part(part) for part in dataset.split(',')), strict=True)
+        parts = dataset.split(',') if split == 'train' else dataset.split(',')[:1]  # others may have no such split
+        names, weights = zip(*(parse_part(part) for part in parts), strict=True)
         sources = [open_tokens(name, split) for name in names]
         first, self.blocks = sources[0], []
         for name, source in zip(names, sources, strict=True):
@@ -471,7 +473,7 @@ class Windows:
 
     def fixed(self, n, spacing=None):
         """
-        For evaluation: n windows evenly spaced over the split (of a mixture: of its first source), in order, or fewer
+        For evaluation: n windows evenly spaced over the split, in order, or fewer
         if they would start less than `spacing` tokens apart (None: no overlap). Returns (n, block_size + 1) int64.
         """
         tokens, size = self.blocks[0].reshape(-1), self.block_size + 1

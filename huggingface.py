@@ -231,9 +231,10 @@ def load_folder(source, position=None):
 
 def their_config(c, dtype, eot):
     """A config.json: RoPE is Llama, NoPE is SmolLM3 with RoPE in no layer. Raises ValueError for other methods."""
-    if c.position not in ('rope', 'none'):
-        raise ValueError(f"position '{c.position}' changes attention in a way that no model of transformers with our "
-                         'other parts does. Only rope and none can be exported.')
+    method = f"position '{c.position}'" + (' with DAPE' if getattr(c, 'dape_kernel', 0) else '')
+    if method not in ("position 'rope'", "position 'none'"):
+        raise ValueError(f'{method} changes attention in a way that no model of transformers with our other parts '
+                         'does. Only rope and none can be exported.')
     kind, factor = parse_scaling(c.rope_scaling)
     D, L, base, rope = c.n_embd // c.n_head, c.rope_length or c.block_size, c.rope_base, None
     if kind == 'ntk':  # nothing but a larger base, which the second frequency, base^(-2/D), tells

@@ -104,8 +104,8 @@ class Attention(nn.Module):
 
     def attend_in_rows(self, q, k, v, i, j):
         """
-        As attend(), (B, H, T, D), some query rows at a time, each chunk with no keys long after its last row. Where all
-        scores are too many, backward computes each chunk again: so memory grows with T, not T^2.
+        As attend(), (B, H, T, D), some query rows at a time, each chunk with no keys long after its last row. Where
+        all scores are too many, backward computes each chunk again: so memory grows with T, not T^2.
         """
         def rows_of(q, k, v, i, j):
             if self.content or self.dape:
@@ -169,9 +169,9 @@ CHUNK = 2 ** 22  # scores computed at a time, where they are computed some rows 
 
 def row_chunks(T, S, n_maps):
     """
-    Cut T queries, the last of S tokens, into chunks of at most CHUNK scores in n_maps maps, and where there are many into
-    at least eight, as the first need not read the last keys. Yields a chunk's rows, a slice, and the number of keys up to
-    its last row, rounded up to an eighth of all: a convolution plans, and keeps memory, for each shape that it meets.
+    Cut T queries, the last of S tokens, into chunks of at most CHUNK scores in n_maps maps, and where there are many
+    into at least eight, as the first need not read the last keys. Yields a chunk's rows, a slice, and the number of
+    keys up to its last row, rounded up to an eighth of all: a convolution makes a plan for each shape that it meets.
     """
     n_rows, eighth = max(1, min(CHUNK // (n_maps * S), max(32, T // 8))), -(-S // 8)
     for start in range(0, T, n_rows):
@@ -180,7 +180,7 @@ def row_chunks(T, S, n_maps):
 
 
 def fused_attention(q, k, v, mask=None, is_causal=False):
-    """Softmax attention with grouped queries, (B, H, T, D). mask: (1 or B, 1 or H, T, S), to add or what may be seen."""
+    """Softmax attention with grouped queries, (B, H, T, D). mask: (1 or B, 1 or H, T, S), to add, or what is seen."""
     # training on a CPU, while the scores are few the T x T matrix is faster than the fused kernel's slow backward
     plain = q.device.type == 'cpu' and torch.is_grad_enabled() and q[..., 0].numel() * k.shape[2] <= 2 ** 25
     with sdpa_kernel(SDPBackend.MATH) if plain else contextlib.nullcontext():

@@ -41,7 +41,7 @@ block_size = 128             # L, the training context in tokens
 batch_size = 16              # sequences in the global batch of one step, over all devices
 micro_batch_size = 16        # sequences at once on one device; lower it when memory runs out
 # model
-position: str | None = None  # none (NoPE), rope, logn or alibi; None: none, or that of init_from
+position: str | None = None  # none (NoPE), rope, logn, alibi, kerple, fire, t5, cope or xl; None: none, or init_from's
 rope_scaling: str | None = None  # extend RoPE: pi, ntk, dynamic_ntk or yarn, by block_size / L of init_from; or yarn:4
 n_layer = 4
 n_head = 8
@@ -49,6 +49,10 @@ n_kv_head = 4                # key/value heads, each shared by n_head / n_kv_hea
 n_embd = 128
 n_hidden = 384               # inner width of SwiGLU
 rope_base = 10000.0          # of position='rope'
+dape_kernel = 0              # DAPE on top of the position method: 1, 3, 5 ... keys wide; 0 for none
+dape_width = 32              # channels between its two convolutions
+dape_residual = True         # add the bias itself too: Eq. (3) of DAPE V2, not (2)
+dape_cheat = False           # let DAPE see later keys (section 4.5): to show what a leak looks like, of no other use
 # optimizer
 max_iters = 2200             # steps
 learning_rate = 2e-3         # peak
@@ -66,8 +70,8 @@ compile = True               # torch.compile the model
 checkpoint_activations = False  # recompute activations in backward: less memory, a third more time
 seed = 1337                  # of initial weights and data order
 
-MODEL_SETTINGS = ('position', 'rope_scaling', 'rope_base', 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'n_hidden',
-                  'block_size')
+MODEL_SETTINGS = ('position', 'rope_scaling', 'rope_base', 'dape_kernel', 'dape_width', 'dape_residual', 'dape_cheat',
+                  'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'n_hidden', 'block_size')
 
 
 def learning_rate_at(step, peak, floor, warmup, decay):
@@ -181,6 +185,8 @@ def main():
         model = Transformer(ModelConfig(**config)).to(runtime.device)
         model.load_state_dict(state['model'])
     model.checkpoint_activations = checkpoint_activations
+    if model.config.dape_cheat:
+        runtime.print('dape_cheat: this model sees the tokens that it is to predict; its losses mean nothing')
 
     weights = [p for p in model.parameters() if p.requires_grad]  # all but the head scales
     optimizer = torch.optim.AdamW(weights, lr=learning_rate, betas=(beta1, beta2), weight_decay=weight_decay,

@@ -1,5 +1,5 @@
 """
-Passkey documents of many lengths, each a prompt of passkey.py and its answer, to train small models that can do the task:
+Passkey documents of many lengths, each a prompt of passkey.py and its answer, to train small models that can do it:
 mix them with text of the same tokenizer.
 
 $ python data/stdlib/prepare.py --tokenizer=bpe:1024 --out_dir=data/stdlib_bpe
