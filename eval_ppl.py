@@ -1,14 +1,16 @@
 """
 Perplexity of a checkpoint at and beyond its training length, with any softmax scale. Section 4.2 and Table 2 of
-"Length Generalization of Causal Transformers without Position Encoding".
+"Length Generalization of Causal Transformers without Position Encoding"; the last tokens of each length, and what a
+longer context gains, as in Figures 1 to 6 and Table 1 of "DAPE V2".
 
 $ python eval_ppl.py                                               # the demo model, sliding windows of L ... 8L
 $ python eval_ppl.py --scale=out/demo/nope/scale_head_640.json     # the same with tuned scales
 $ python eval_ppl.py --protocol=position                           # the loss at each position of windows of 8L
+$ python eval_ppl.py --protocol=last                               # the last tokens of each length, and Delta P
 $ python eval_ppl.py config/table_demo.py                          # several models and methods in Table 2's layout
 $ torchrun --nproc_per_node=8 eval_ppl.py --out_dir=out/nope_1b --dataset=pg19 --rule=paper --max_windows=8192
 
-Writes out_dir/eval_ppl[_LABEL].json and .png (protocol position: eval_ppl_position[_LABEL]; a table: eval_ppl_table)
+Writes out_dir/eval_ppl[_LABEL].json and .png (other protocols: eval_ppl_PROTOCOL[_LABEL]; a table: eval_ppl_table)
 """
 
 import itertools
@@ -34,13 +36,13 @@ scale: float | str | None = None  # softmax scale: a number for all heads, or a 
 dataset: str | None = None   # a folder of data/; None: the one the model was trained on
 split = 'test'
 # how to read it
-protocol = 'sliding'         # sliding (perplexity by window length) or position (loss at each position of one pass)
+protocol = 'sliding'         # sliding windows by length, position (each of one pass), or last (tokens of each length)
 lengths: list[int] | None = None  # window lengths in tokens; None: L, 2L, 4L and 8L
 rule = 'same'                # sliding windows: same, paper or classic; see sliding_windows()
 stride: int | None = None    # S, tokens scored per sliding window; None: 256, or L/8 where L < 2048
 max_windows = 1024           # sliding: windows per length; rule same: evenly spaced over the split, else the first
-n_samples = 256              # position: windows of the longest length, evenly spaced over the split
-last = 64                    # position: "at T" is the mean loss of the last so many positions before T
+n_samples = 256              # position, last: windows of the longest length, evenly spaced over the split
+last: int | None = None      # position: "at T" is the mean loss of the last 64 positions before T; last: of 256, or L
 batch_tokens = 16384         # tokens in one forward pass; lower it when memory runs out
 label = ''                   # name of the result; empty: the scale's
 # rows: {'name': ..., 'init_from': FILE, 'scale': ..., 'position': ..., 'rope_scaling': ..., 'paper': row of Table 2},
@@ -200,11 +202,34 @@ def length_axes(axis, lengths, ppl):
     axis.set_yticks(ticks, [str(t) for t in ticks])
 
 
+def evaluate_last(model, tokens, lengths, K, L, batch_tokens, runtime):
+    """
+    DAPE V2's protocol: one row a length T, the perplexity of the last K tokens of windows of T, the same K at every
+    length; and for T > L its Eq. (6), Delta P = P(x[-L:], L) - P(x, L): how much better the last L tokens are read with
+    all of x than alone. tokens: (n, max(lengths) + 1) ids.
+    """
+    def mean_loss(T, n_scored):
+        part = tokens[:, -T - 1:]
+        return runtime.over_windows(part, batch_tokens, lambda inputs, targets: model(inputs, targets[:, -n_scored:]),
+                                    f'length {T}').mean()
+
+    rows, alone = [], mean_loss(L, L) if max(lengths) > L else None
+    for T in lengths:
+        loss = mean_loss(T, min(K, T))
+        row = {'length': T, 'ppl': math.exp(min(loss, 700)), 'loss': loss, 'windows': len(tokens),
+               'scored_tokens': len(tokens) * min(K, T)}
+        if T > L:
+            row['delta_p'] = math.exp(min(alone, 700)) - math.exp(min(mean_loss(T, L), 700))
+            row['reading'] = 'helps' if row['delta_p'] > 0 else 'hurts' if row['delta_p'] < 0 else 'makes no difference'
+        rows.append(row)
+    return rows
+
+
 def draw(result, path):
     """Perplexity against window length, or loss against position; from the result's JSON alone."""
     L = result['block_size']
     figure, axis = new_figure()
-    if result['protocol'] == 'sliding':
+    if result['protocol'] != 'position':
         rows = result['rows']
         axis.plot([r['length'] for r in rows], [r['ppl'] for r in rows], marker='o')
         length_axes(axis, [r['length'] for r in rows], [r['ppl'] for r in rows])
@@ -245,30 +270,41 @@ def main():
             for r in result['rows']:
                 runtime.print(f"{r['length']:8d} {r['ppl']:10.3f} {r['loss']:9.4f} {r['windows']:9,d} "
                               f"{r['scored_tokens']:15,d} {r['documents']:11,d}")
-    elif protocol == 'position':
+    elif protocol == 'last':
         windows = Windows(data_name, split, sizes[-1], seed)
         checkpoint.require_tokenizer(info, windows.tokenizer_state, data_name)
-        samples = windows.fixed(n_samples, spacing=last)  # may overlap, but no token is scored twice at one length
+        K = last or min(256, L)
+        result['rows'] = evaluate_last(model, windows.fixed(n_samples, spacing=K), sizes, K, L, batch_tokens, runtime)
+        result |= {'last': K, 'samples': result['rows'][0]['windows']}
+        runtime.print(f'  length   ppl of the last {K}    Delta P of the last {L}: the context before them')
+        for r in result['rows']:
+            delta = f"{r['delta_p']:+20.3f}   {r['reading']}" if 'delta_p' in r else ''
+            runtime.print(f"{r['length']:8d} {r['ppl']:19.3f} {delta}")
+    elif protocol == 'position':
+        n_last = last or 64
+        windows = Windows(data_name, split, sizes[-1], seed)
+        checkpoint.require_tokenizer(info, windows.tokenizer_state, data_name)
+        samples = windows.fixed(n_samples, spacing=n_last)  # may overlap, but no token is scored twice at one length
 
         def by_position(inputs, targets):
             return torch.cat([model(inputs[:, :end], targets[:, :end])[:, first:]
                               for first, end in model.passes(inputs.shape[1])], dim=1)
 
         losses = runtime.over_windows(samples, batch_tokens, by_position, f'{sizes[-1]} positions')
-        at = {T: losses[:, max(0, T - last):T].mean(1) for T in sizes}
+        at = {T: losses[:, max(0, T - n_last):T].mean(1) for T in sizes}
         rows = [{'length': T, 'loss': v.mean(), 'standard_error': v.std(ddof=1) / len(v) ** 0.5,
-                 'ppl': math.exp(v.mean()), 'windows': len(v), 'scored_tokens': len(v) * min(T, last)}
+                 'ppl': math.exp(v.mean()), 'windows': len(v), 'scored_tokens': len(v) * min(T, n_last)}
                 for T, v in at.items()]
-        runtime.print(f'  at T (last {last} positions)      loss    +-          ppl   windows')
+        runtime.print(f'  at T (last {n_last} positions)      loss    +-          ppl   windows')
         for r in rows:
             runtime.print(f"{r['length']:8d} {r['loss']:25.4f} {r['standard_error']:8.4f} {r['ppl']:10.3f} "
                           f"{r['windows']:9,d}")
         positions, binned = bin_means(losses.mean(0), L // 16)
-        result |= {'rows': rows, 'last': last, 'samples': len(losses), 'scored_tokens': losses.size,
+        result |= {'rows': rows, 'last': n_last, 'samples': len(losses), 'scored_tokens': losses.size,
                    'position': positions, 'loss': binned, 'loss_at_by_window': {str(T): v for T, v in at.items()}}
     else:
-        raise ValueError(f"protocol is '{protocol}'. Choose sliding or position.")
-    kind = 'table' if table else 'position' * (protocol == 'position')
+        raise ValueError(f"protocol is '{protocol}'. Choose sliding, position or last.")
+    kind = 'table' if table else protocol * (protocol != 'sliding')
     stem = '_'.join(part for part in ('eval_ppl', kind, name) if part)
     if runtime.is_main:
         result |= provenance(settings(globals()), runtime, time.perf_counter() - began)

@@ -237,13 +237,28 @@ def test_curve_under_scale_sets_takes_each_position_from_the_pass_that_ends_near
         np.testing.assert_allclose(result['loss_at_by_window'][str(T)], losses.mean(1), rtol=1e-4)
 
 
+def test_last_tokens_and_the_gain_from_context_equal_a_plain_computation(tiny_run, corpus_dir, tmp_path):
+    _, result, out = run(tiny_run, tmp_path, '--protocol=last', '--n_samples=7', '--lengths=[16,32,128]', '--last=20')
+    windows = torch.from_numpy(Windows(str(corpus_dir), 'test', 128, 0).fixed(7, spacing=20))
+    model, _ = checkpoint.load_model('last', tiny_run, 'cpu')
+
+    def ppl(T, n):
+        return math.exp(plain_losses(model, windows[:, -T - 1:])[:, -n:].mean())
+
+    assert [row['ppl'] for row in result['rows']] == pytest.approx([ppl(16, 16), ppl(32, 20), ppl(128, 20)], rel=1e-4)
+    assert ['delta_p' in row for row in result['rows']] == [False, False, True]
+    delta = ppl(32, 32) - ppl(128, 32)
+    assert result['rows'][2]['delta_p'] == pytest.approx(delta, rel=1e-2)
+    assert result['rows'][2]['reading'] == ('helps' if delta > 0 else 'hurts') and f'{delta:+.2f}'[:5] in out
+
+
 @pytest.mark.parametrize('arguments, message', [
     (['--rule=press'], "rule is 'press'"),
     (['--stride=32'], 'stride is 32'),
     (['--stride=0'], 'stride is 0'),
     (['--lengths=[32,40000]'], 'longer than 40000 tokens'),
     (['--protocol=position', '--lengths=[32,50000]'], '50,000'),
-    (['--protocol=last'], "protocol is 'last'"),
+    (['--protocol=first'], "protocol is 'first'"),
     (['--scale=0'], 'scale is 0'),
 ], ids=str)
 def test_mistakes_are_one_line(tiny_run, tmp_path, arguments, message):
