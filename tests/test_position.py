@@ -14,6 +14,7 @@ import torch
 from conftest import ROOT, plain_transformer, random_model
 
 import model as model_file
+from model import ModelConfig, Transformer
 from position import POSITIONS, QUERY_KEY, Kerple, alibi_slopes, parse_scaling, rope_frequencies
 
 D = 64
@@ -300,3 +301,44 @@ print(peak() - before)
     peaks = [int(subprocess.run([sys.executable, '-c', script, str(T)], cwd=ROOT, env=env, capture_output=True,
                                 text=True, check=True).stdout) for T in (512, 1024)]
     assert 0 < peaks[1] < 2 * peaks[0], peaks
+
+
+# ----------------------------------------------------------------------------- Proposition 1 of DAPE V2
+
+def recall_model(n_tokens, dape):
+    """
+    One layer and one head, built by hand, without position encoding. W_q^T W_k = -I, so that a score is lowest where
+    the key is the query's own token; the kernel is [-1, 1] over the keys: score_j - score_{j-1} is highest just after.
+    """
+    model = Transformer(ModelConfig(n_tokens, 64, 1, 1, 1, n_tokens, 1, dape_kernel=3 if dape else 0, dape_width=2))
+    one = torch.eye(n_tokens)
+    block = model.blocks[0]
+    with torch.no_grad():
+        model.embed.weight.copy_(one)
+        model.head.weight.copy_(one)
+        block.attn.qkv.weight.copy_(torch.cat((-one, one, one)))
+        block.attn.out.weight.copy_(10 * one)                     # what was recalled outweighs the token itself
+        block.mlp.out.weight.zero_()
+        if dape:  # S + f(S) = 5 (S_j - S_{j-1}); LeakyReLU(x) - LeakyReLU(-x) = 1.01 x, so f can be linear
+            kernel = torch.tensor([-5.0, 4.0, 0.0])               # at j - 1, j, j + 1
+            block.attn.dape.first.weight.copy_(torch.stack((kernel, -kernel))[:, None, None])
+            block.attn.dape.second.weight.copy_(torch.tensor([[0, 1, 0], [0, -1, 0]])[None, :, None] / 1.01)
+            block.attn.dape.first.bias.zero_()
+            block.attn.dape.second.bias.zero_()
+    return model
+
+
+def test_a_convolution_over_scores_recalls_what_followed_without_position_encoding():
+    words = 'hakuna matata it means no worries for the rest of your days'.split()
+    heard = 'it means no worries hakuna matata for the rest of your days hakuna'.split()
+    idx = torch.tensor([[words.index(word) for word in heard]])
+    assert words[recall_model(len(words), dape=True)(idx)[0, -1].argmax()] == 'matata'
+    model, plain, hits, plain_hits = recall_model(20, dape=True), recall_model(20, dape=False), 0, 0
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        order = torch.randperm(20, generator=generator)
+        asked = int(torch.randint(19, (), generator=generator))
+        idx = torch.cat((order, order[asked:asked + 1]))[None]
+        hits += model(idx)[0, -1].argmax().item() == order[asked + 1].item()
+        plain_hits += plain(idx)[0, -1].argmax().item() == order[asked + 1].item()
+    assert hits == 50 and plain_hits < 25
