@@ -117,7 +117,8 @@ def draw(result, path):
             axis.axvline(where, color='black', ls=style, lw=1.5)
             axis.annotate(f'{name} = {T}', (where, 1), xycoords=('data', 'axes fraction'), xytext=(3, 3),
                           textcoords='offset points', fontsize=8)
-    name = f"{result['position_method']} {result['label']}".strip()
+    name = {'none': 'NoPE', 'rope': 'RoPE'}.get(result['position_method'], result['position_method'])
+    name = f"{name} {result['label']}".strip()
     axis.set_title(f"{name}: {result['accuracy_inside']:.0%} up to {result['window']} tokens", pad=16)
     figure.colorbar(image, ax=axis, label='accuracy')
     save_png(figure, path)
