@@ -371,5 +371,6 @@ def test_out_of_gpu_memory_names_the_setting_to_lower(project, tmp_path):
 
 
 def test_interrupt_is_one_line(project):
-    stage_that(project, 'os.kill(os.getpid(), signal.SIGINT)')
+    handler = 'signal.signal(signal.SIGINT, signal.default_int_handler)'  # a background job inherits none
+    stage_that(project, f'{handler}; os.kill(os.getpid(), signal.SIGINT)')
     assert mistake(project, status=-signal.SIGINT) == 'interrupted'
