@@ -8,6 +8,7 @@ A config file is code and runs as code, in a namespace of its own; its helper va
 """
 
 import ast
+import contextlib
 import difflib
 import sys
 import traceback
@@ -23,21 +24,15 @@ def settings(scope):
 
 
 def declared(scope):
-    """{setting: type as text, or None where the default shows it}, and the lines of the file that assign them."""
-    source = Path(scope['__file__']).read_text(encoding='utf-8')
-    kinds, lines, end = {}, [], 0
+    """{setting: its type, from the annotation or else the default}, and the lines of the file that assign them."""
+    source, kinds, lines, end = Path(scope['__file__']).read_text(encoding='utf-8'), {}, [], 0
     for node in ast.parse(source).body:
-        match node:
-            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-                break
-            case ast.Assign(targets=[ast.Name(id=name)]) if name.islower() and name[0] != '_':
-                kinds[name] = None
-            case ast.AnnAssign(target=ast.Name(id=name), annotation=kind) if name.islower() and name[0] != '_':
-                kinds[name] = ast.unparse(kind)
-            case _:
-                end = node.end_lineno
-                continue
-        lines += source.splitlines()[end:node.end_lineno]  # with the comments above
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            break
+        name = getattr(getattr(node, 'target', None) or getattr(node, 'targets', [None])[0], 'id', '_')
+        if name.islower() and name[0] != '_':
+            kinds[name] = scope.get('__annotations__', {}).get(name, type(scope[name]))
+            lines += source.splitlines()[end:node.end_lineno]  # with the comments above
         end = node.end_lineno
     return kinds, lines
 
@@ -94,10 +89,9 @@ def configure(scope):
     for argument in sorted(sys.argv[1:], key=lambda argument: '=' in argument):  # files before keys
         name, equals, text = argument.removeprefix('--').partition('=')
         if argument.startswith('--') and equals:
-            try:
-                found.append(('the command line', name, [ast.literal_eval(text), text]))  # 123 may be a str: '123'
-            except (ValueError, SyntaxError):
-                found.append(('the command line', name, [text]))
+            found.append(('the command line', name, [text]))
+            with contextlib.suppress(ValueError, SyntaxError):
+                found[-1][2].insert(0, ast.literal_eval(text))  # but 123 may be a str: '123'
         elif argument.startswith('-'):
             raise ValueError(f'Write --{name.lstrip("-")}={text or "value"}, not {argument}.')
         elif 'paths' in known:
@@ -111,13 +105,11 @@ def configure(scope):
             near = difflib.get_close_matches(name, known, n=1)
             advice = f"Did you mean '{near[0]}'?" if near else '--help lists its settings.'
             raise ValueError(f"{where} sets '{name}', which {stage} does not have. {advice}")
-        kind = known[name] or type(scope[name]).__name__
         for value in values:
-            try:
-                scope[name] = fit(value, eval(kind))
+            with contextlib.suppress(TypeError):
+                scope[name] = fit(value, known[name])
                 break
-            except TypeError:
-                pass
         else:
+            kind = known[name].__name__ if isinstance(known[name], type) else known[name]
             wants = 'True or False' if kind == 'bool' else f'of type {kind}'
             raise ValueError(f"{where} sets '{name}' to {values[0]!r}, but it must be {wants}.")
