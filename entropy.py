@@ -76,7 +76,8 @@ def draw_mean(result, path):
     tuned = 'spearman' in result
     figure, axes = new_figure(1, 2 + tuned, width=5.2)
     for i, curve in enumerate([result, *result['compare']]):
-        name = f"{curve['position_method']} {curve['label']}".strip()
+        method = {'none': 'NoPE', 'rope': 'RoPE'}.get(curve['position_method'], curve['position_method'])
+        name = f"{method} {curve['label']}".strip()
         axes[0].plot(running_mean(curve['position']), running_mean(curve['loss']), color=f'C{i}', label=name)
         axes[1].plot(curve['position'], curve['mean_entropy'], color=f'C{i}')
     axes[0].set(ylabel='loss (nats per token)', title='Loss')
@@ -86,7 +87,7 @@ def draw_mean(result, path):
     axes[1].set(ylabel=f'attention entropy ({unit})', title='Mean attention entropy')
     axes[1].legend()
     for axis in axes[:2]:
-        axis.set(xscale='log', xlabel='position i (tokens)')
+        axis.set(xscale='log', xlabel='position i (tokens)', xlim=(L / 8, position[-1]))
         axis.axvline(L, color='black', ls=':', lw=1)
     if tuned:
         last = np.array(result['entropy'])[:, :, -1]
