@@ -139,7 +139,7 @@ def main():
     build_prompt(encoding, lengths[0], 0, 99999, protocol)  # if any cannot be made, this one cannot
 
     stem = Path(out_dir, '_'.join(part for part in ('passkey', name) if part))
-    answers = Answers(stem.with_suffix('.jsonl'), settings(globals()) | {'digest': info['digest']}, runtime)
+    answers = Answers(f'{stem}.jsonl', settings(globals()) | {'digest': info['digest']}, runtime)
     for batch in answers.batches(range(len(cells)), lambda i: cells[i][0], batch_tokens):
         prompts, wanted, starts = zip(*(build_prompt(encoding, *cells[i][:1], *cells[i][2:], protocol) for i in batch))
         with runtime.autocast():
@@ -162,8 +162,8 @@ def main():
             print(f'{length:8d} {row.mean():10.0%}')
         print(f"up to {reach} tokens {result['accuracy_inside']:.1%}, of all {result['accuracy_of_all']:.1%}")
         result |= provenance(settings(globals()), runtime, time.perf_counter() - began)
-        save_json(stem.with_suffix('.json'), result)
-        draw(json.loads(stem.with_suffix('.json').read_text()), stem.with_suffix('.png'))
+        save_json(f'{stem}.json', result)
+        draw(json.loads(Path(f'{stem}.json').read_text()), f'{stem}.png')
         print(f'wrote {stem}.json and .png')
     runtime.close()
 

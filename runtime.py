@@ -231,7 +231,7 @@ class Answers:
         self.done = {row['item'] for row in self.read()}
         if runtime.world_size > 1:
             dist.barrier()  # all ranks have read the same before one of them writes
-        mine = self.path if runtime.is_main else self.path.with_suffix(f'.{runtime.rank}.jsonl')
+        mine = self.path if runtime.is_main else self.path.with_name(f'{self.path.stem}.rank{runtime.rank}.jsonl')
         mine.parent.mkdir(parents=True, exist_ok=True)
         fresh = not mine.exists()
         if not fresh:  # a kill may have left half a line
@@ -242,7 +242,7 @@ class Answers:
             self.write(self.header)
 
     def read(self):
-        for path in [self.path, *sorted(self.path.parent.glob(f'{self.path.stem}.[0-9]*.jsonl'))]:
+        for path in [self.path, *sorted(self.path.parent.glob(f'{self.path.stem}.rank*.jsonl'))]:
             lines = path.read_text(encoding='utf-8').split('\n')[:-1] if path.exists() else []
             for i, line in enumerate(lines):
                 row = json.loads(line)

@@ -144,6 +144,13 @@ def test_title_counts_what_the_scales_are_tuned_for(tiny_run, tmp_path):
     assert result['window'] == 300 and result['accuracy_inside'] == result['accuracy'][0][0]
 
 
+def test_scales_that_differ_after_the_point_have_files_of_their_own(tiny_run, tmp_path):
+    for scale in ('1.1', '1.2'):
+        stage('passkey', *arguments(tiny_run, tmp_path, f'--scale={scale}', '--n_keys=1', '--n_depths=1'))
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f'passkey_scale{scale}.{kind}' for scale in ('1.1', '1.2') for kind in ('json', 'jsonl', 'png')}
+
+
 def test_mistakes_are_one_line(tiny_run, tmp_path):
     assert "protocol is 'other'" in mistake('passkey', *arguments(tiny_run, tmp_path, '--protocol=other'))
     message = mistake('passkey', *arguments(tiny_run, tmp_path, '--n_lengths=16'))
