@@ -211,7 +211,7 @@ def whole(tiny_run, data, tmp_path_factory):
 def rows_of(out_dir, task):
     """The answers of a finished task, in order, all ranks' files together."""
     folder, lines = out_dir / 'longbench', []
-    for path in (folder / f'{task}.jsonl', *folder.glob(f'{task}.[0-9].jsonl')):
+    for path in (folder / f'{task}.jsonl', *folder.glob(f'{task}.rank*.jsonl')):
         lines += [json.loads(line) for line in path.read_text().splitlines()[1:]]
     return sorted(lines, key=lambda line: line['item'])
 
