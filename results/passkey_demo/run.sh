@@ -1,15 +1,19 @@
-# What results/passkey_demo shows: a small NoPE model that retrieves passkeys, its RoPE twin, and the scales. About 40
-# minutes on 2 CPU cores. Run it from the project's root.
+# What results/passkey_demo shows: a small NoPE model that retrieves passkeys, its RoPE twin, and the scales. Run it from
+# the project's root; each training takes about 15 minutes on one CPU core.
 set -e
 python data/stdlib/prepare.py --tokenizer=bpe:1024 --out_dir=data/stdlib_bpe
 python data/passkey/prepare.py
-for method in nope rope; do
-    test -f out/passkey/$method/last.pt || python train.py config/passkey_nope.py \
-        $([ $method = rope ] && echo config/passkey_rope.py)
-done
-python tune_scale.py --out_dir=out/passkey/nope --method=uniform --target_length=2048 --n_samples=16
-python tune_scale.py --out_dir=out/passkey/nope --target_length=1024 --max_iters=100 --n_samples=16
+python data/passkey/prepare.py --min_length=700 --max_length=1000 --n_documents=2500 --seed=2 --out_dir=data/passkey_long
+nope=out/passkey/nope
+test -f $nope/last.pt || python train.py config/passkey_nope.py
+test -f out/passkey/rope/last.pt || python train.py config/passkey_nope.py config/passkey_rope.py
+python tune_scale.py --out_dir=$nope --method=uniform --target_length=2048 --n_samples=16 --candidate_range=[1.0,2.0,0.2]
+python tune_scale.py --out_dir=$nope --target_length=1024 --max_iters=100 --n_samples=16
+python tune_scale.py --out_dir=$nope --target_length=1024 --dataset=passkey_long --init_scale=1.2 --learning_rate=0.05 \
+    --max_iters=60 --n_samples=8 --label=long
 options='--max_length=2048 --n_lengths=8 --n_keys=5'
-python passkey.py --out_dir=out/passkey/nope $options
 python passkey.py --out_dir=out/passkey/rope $options
-python passkey.py --out_dir=out/passkey/nope $options --scale=out/passkey/nope/scale_head_1024.json
+python passkey.py --out_dir=$nope $options
+for scale in 1.2 $nope/scale_head_1024.json $nope/scale_head_1024_long.json; do
+    python passkey.py --out_dir=$nope $options --scale=$scale
+done
