@@ -181,14 +181,18 @@ def print_table(rows, sizes, runtime):
 
 
 def draw_table(result, path):
-    """Perplexity against window length, a line a row."""
-    figure, axis = new_figure(width=9.0, height=5.0)
-    for i, row in enumerate(result['rows']):
-        axis.plot(result['lengths'], row['ppl'], marker='os^vD'[i // 10 % 5], ls=('-', '--', ':')[i // 10 % 3],
-                  color=f'C{i % 10}', label=row['name'])
-    length_axes(axis, result['lengths'], [ppl for row in result['rows'] for ppl in row['ppl']])
+    """Perplexity against window length, a line a row; the legend in the order of the lines at the right edge."""
+    figure, axis = new_figure(width=10.0, height=6.0)
+    rows = sorted(result['rows'], key=lambda row: -row['ppl'][-1])
+    for i, row in enumerate(rows):
+        axis.plot(result['lengths'], row['ppl'], marker='os^vDP'[i % 6], ls=('-', '--', ':')[i % 3], color=f'C{i % 10}',
+                  label=f"{row['ppl'][-1]:9,.2f}  {row['name']}")
+    every = [ppl for row in rows for ppl in row['ppl']]
+    length_axes(axis, result['lengths'], every)
+    axis.set_ylim(min(every) / 1.1, min(max(every) * 1.1, 20 * min(every)))  # what explodes leaves the picture
     axis.axvline(result['block_size'], color='black', ls=':', lw=1)
-    figure.legend(*axis.get_legend_handles_labels(), loc='outside right center')
+    figure.legend(*axis.get_legend_handles_labels(), loc='outside right center',
+                  title=f"perplexity at {result['lengths'][-1]}")
     save_png(figure, path)
 
 
