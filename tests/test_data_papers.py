@@ -140,7 +140,7 @@ def test_proof_pile_is_its_test_file_in_order_whatever_its_meta_holds(tmp_path):
 # ----------------------------------------------------------------------------- kills
 
 def test_a_run_killed_half_way_goes_on_and_ends_with_the_same_bytes(tmp_path, capsys):
-    pajama(tmp_path / 'in', 6, 60, length=20_000)
+    pajama(tmp_path / 'in', 40, 60, length=10_000)  # more than its workers can do before they notice the kill
     prepare('slimpajama', f'--local={tmp_path}/in', f'--out_dir={tmp_path}/unbroken')
     line = command('slimpajama', f'--local={tmp_path}/in', f'--out_dir={tmp_path}/killed', '--workers=2')
     parts = tmp_path / 'killed' / 'parts.part'
@@ -153,13 +153,13 @@ def test_a_run_killed_half_way_goes_on_and_ends_with_the_same_bytes(tmp_path, ca
     time.sleep(1)  # its processes end by themselves
     done = {path: path.stat().st_mtime_ns for path in parts.glob('*/meta.json')}
     time.sleep(0.5)
-    assert set(done) == set(parts.glob('*/meta.json')) and len(done) < 6
+    assert set(done) == set(parts.glob('*/meta.json')) and len(done) < 40
     assert not (tmp_path / 'killed' / 'meta.json').exists()
 
     other = refused('slimpajama', f'--local={tmp_path}/in', f'--out_dir={tmp_path}/killed', '--keep_github=True')
     assert 'plan.json' in other
     again = subprocess.run(line, capture_output=True, text=True)
-    assert again.returncode == 0 and f'6 files, {len(done)} of them done before' in again.stdout, again.stderr
+    assert again.returncode == 0 and f'40 files, {len(done)} of them done before' in again.stdout, again.stderr
     for name in ('train.bin', 'train_starts.bin', 'meta.json', 'tokenizer_state.json'):
         assert (tmp_path / 'killed' / name).read_bytes() == (tmp_path / 'unbroken' / name).read_bytes()
     capsys.readouterr()
