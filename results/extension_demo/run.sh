@@ -1,4 +1,4 @@
-# What results/extension_demo shows, after `make demo`: about 45 minutes on 2 CPU cores. Run it from the project's root.
+# What results/extension_demo shows, after `make demo`. Run it from the project's root.
 # Head scales, PI and YaRN read the same number of tokens: 120 steps of 8 windows of T.
 set -e
 for method in alibi logn; do

@@ -1,5 +1,5 @@
 # Small vectors beside the scales, on the books at 5M parameters, L = 256: one seed, every method tuned with the same 150
-# steps of 8 windows of 4L = 1,024 tokens. Run it from the project's root, after
+# steps of 8 windows of 4L = 1,024 tokens. Not run yet. Run it from the project's root, after
 #   python data/books/prepare.py FOLDER && python train.py config/books_nope.py
 #   python train.py config/books_nope.py config/books_rope.py
 set -e
