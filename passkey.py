@@ -10,6 +10,7 @@ Writes out_dir/passkey[_LABEL].json and .png; what is answered so far is in .jso
 """
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -65,8 +66,9 @@ def draw_places(lengths, n_depths, n_keys, seed):
 
 def build_prompt(encoding, length, place, key, protocol):
     """
-    Ids of a prompt and of its answer, together at most `length` tokens, and the token that the key line starts at. The
-    prompt starts after an end-of-text token, as a document does. Raises ValueError if it cannot be that short.
+    Ids of a prompt and of its answer, together at most `length` tokens, and the index of the token that the key line
+    starts in. The prompt starts after an end-of-text token, as a document does. Raises ValueError if it cannot be that
+    short.
     exact: the whole prompt, tokenized, is within one filler of the length, and the key line as near before `place`.
     paper: lengths of the pieces are added up, each tokenized alone, the key line's with the first token of a text.
     """
@@ -99,7 +101,8 @@ def build_prompt(encoding, length, place, key, protocol):
         raise ValueError(f'a prompt without filler has {len(ids(prompt(0, 0)))} tokens and its answer {answer}: the '
                          f'length {length} is too short. Raise max_length or lower n_lengths.')
     assert whole[:len(prompt_ids)] == prompt_ids, 'the answer changed the tokens of the prompt'
-    return prompt_ids, whole[len(prompt_ids):], len(ids(TASK + FILLER * before))
+    alone = ids(TASK + FILLER * before)  # one token may hold the line ends before and of the key line
+    return prompt_ids, whole[len(prompt_ids):], len(os.path.commonprefix([prompt_ids, alone]))
 
 
 def draw(result, path):
