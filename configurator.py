@@ -10,12 +10,12 @@ A config file is code and runs as code, in a namespace of its own; its helper va
 import ast
 import contextlib
 import difflib
+import runpy
 import sys
-import traceback
 import types
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent
+from errors import ROOT, report
 
 
 def settings(scope):
@@ -54,26 +54,12 @@ def run_config(name):
     path = next((path for path in (Path(name), ROOT / name) if path.is_file()), None)
     if path is None:
         raise FileNotFoundError(f'{name} is neither in {Path.cwd()} nor in {ROOT}. Check the name of the config file.')
-    names = {'__file__': str(path)}
     try:
-        exec(compile(path.read_text(encoding='utf-8'), path, 'exec'), names)
+        names = runpy.run_path(str(path))
     except Exception as error:
         raise ValueError(f'{name} stopped with {type(error).__name__}: {error}. Correct the file.') from error
     return {key: value for key, value in names.items() if key.islower() and key[0] != '_'
             and not callable(value) and not isinstance(value, types.ModuleType)}
-
-
-def report(kind, error, trace):
-    """What a user sees of an uncaught error: one line for what he can mend, the whole traceback for a bug."""
-    last = traceback.extract_tb(trace)[-1]  # where it was raised; a ValueError out of a library or C code is a bug
-    ours = last.line.startswith('raise ') and Path(last.filename).is_relative_to(ROOT) and '.venv' not in last.filename
-    if kind.__name__ == 'OutOfMemoryError':  # torch's, by its name: importing torch takes seconds
-        error = 'out of GPU memory. Lower micro_batch_size (or set checkpoint_activations=True).'
-    elif kind is KeyboardInterrupt:
-        error = 'interrupted'
-    elif not (issubclass(kind, OSError) or kind is ValueError and ours):
-        return sys.__excepthook__(kind, error, trace)
-    print(f"{Path(sys.argv[0]).name}: {' '.join(str(error).split())}", file=sys.stderr)
 
 
 def configure(scope):
@@ -87,14 +73,12 @@ def configure(scope):
         print((scope['__doc__'] or '').strip(), '\n'.join(lines).strip('\n'), sep='\n\n')
         sys.exit()
     for argument in sorted(sys.argv[1:], key=lambda argument: '=' in argument):  # files before keys
-        name, equals, text = argument.removeprefix('--').partition('=')
-        if argument.startswith('--') and equals:
-            found.append(('the command line', name, [text]))
+        name, equals, text = argument.partition('=')
+        if name.startswith('--') and equals:
+            found.append(('the command line', name[2:], [text]))
             with contextlib.suppress(ValueError, SyntaxError):
                 found[-1][2].insert(0, ast.literal_eval(text))  # but 123 may be a str: '123'
-        elif argument.startswith('-'):
-            raise ValueError(f'Write --{name.lstrip("-")}={text or "value"}, not {argument}.')
-        elif 'paths' in known:
+        elif 'paths' in known and not name.startswith('-'):
             scope['paths'] = [*scope['paths'], argument]
         elif argument.endswith('.py'):
             found += [(argument, name, [value]) for name, value in run_config(argument).items()]
@@ -103,8 +87,8 @@ def configure(scope):
     for where, name, values in found:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            advice = f"Did you mean '{near[0]}'?" if near else '--help lists its settings.'
-            raise ValueError(f"{where} sets '{name}', which {stage} does not have. {advice}")
+            raise ValueError(f"{where} sets '{name}', which {stage} does not have. "
+                             + (f"Did you mean '{near[0]}'?" if near else '--help lists its settings.'))
         for value in values:
             with contextlib.suppress(TypeError):
                 scope[name] = fit(value, known[name])

@@ -1,0 +1,22 @@
+"""
+What a user sees of an error that nothing caught: one line for what he can mend, the whole traceback for a bug.
+"""
+
+import sys
+import traceback
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+
+
+def report(kind, error, trace):
+    """A sys.excepthook. One line: an OSError, or a ValueError that a `raise` of this project gave its message."""
+    last = traceback.extract_tb(trace)[-1]  # where it was raised; a ValueError out of a library or C code is a bug
+    ours = last.line.startswith('raise ') and Path(last.filename).is_relative_to(ROOT) and '.venv' not in last.filename
+    if kind.__name__ == 'OutOfMemoryError':  # torch's, by its name: importing torch takes seconds
+        error = 'out of GPU memory. Lower micro_batch_size (or set checkpoint_activations=True).'
+    elif kind is KeyboardInterrupt:
+        error = 'interrupted'
+    elif not (issubclass(kind, OSError) or kind is ValueError and ours):
+        return sys.__excepthook__(kind, error, trace)
+    print(f"{Path(sys.argv[0]).name}: {' '.join(str(error).split())}", file=sys.stderr)
