@@ -10,7 +10,7 @@ from conftest import mistake, random_model, stage
 
 import checkpoint
 from corpus import get_tokenizer, tokenizer_state
-from generate import complete, generate, sample_token
+from generate import by_column, complete, generate, sample_token
 from huggingface import save_folder
 from position import POSITIONS
 
@@ -212,6 +212,17 @@ def test_sampled_completions_follow_the_generator():
     def sampled(seed):
         return complete(random_model(), [[1, 2, 3]], 20, temperature=1.5, generator=torch.Generator().manual_seed(seed))
     assert sampled(0) == sampled(0) != sampled(1)
+
+
+def test_storing_matrices_by_column_changes_no_value_and_is_done_once():
+    model = random_model()
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    by_column(model)
+    places = {name: weight.data_ptr() for name, weight in model.state_dict().items()}
+    by_column(model)
+    for name, weight in model.state_dict().items():
+        assert weight.equal(before[name]) and weight.data_ptr() == places[name], name
+    assert model.head.weight.stride() == (1, model.config.vocab_size)
 
 
 def test_beam_search_reads_the_prompt_once_and_then_one_token_a_beam(monkeypatch):
