@@ -113,10 +113,11 @@ class HFTokenizer:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids):
-        return self.tokenizer.decode(list(ids), skip_special_tokens=False)
+        """The text of ids, special tokens such as <s> left out; decode_bytes() shows them."""
+        return self.tokenizer.decode(list(ids))
 
     def decode_bytes(self, ids):
-        return self.decode(ids).encode()
+        return self.tokenizer.decode(list(ids), skip_special_tokens=False).encode()
 
 
 def tokenizers_package():

@@ -5,7 +5,6 @@ $ python sample.py --prompt='def '                                         # the
 $ python sample.py --prompt='def ' --max_new_tokens=1000 --scale=out/demo/nope/scale_head_640.json
 """
 
-import codecs
 
 import torch
 
@@ -40,14 +39,16 @@ def main():
     start = torch.tensor([ids], device=runtime.device)
     generator = torch.Generator(runtime.device).manual_seed(seed)
     for i in range(n_samples):
-        text = codecs.getincrementaldecoder('utf-8')(errors='replace')  # a token may hold part of a character
-        print(prompt, end='', flush=True)
+        tokens, shown = ids[1:], ''
         with runtime.autocast():
             for token in generate(model, start, max_new_tokens, temperature, top_k, top_p, encoding.eot_token,
                                   generator, runtime.dtype):
-                if token.item() != encoding.eot_token:
-                    print(text.decode(encoding.decode_bytes([token.item()])), end='', flush=True)
-        print(text.decode(b'', final=True) + ('\n---' if i + 1 < n_samples else ''))
+                tokens += [token.item()] * (token.item() != encoding.eot_token)
+                text = encoding.decode_bytes(tokens).decode(errors='replace')  # of all: a token's depends on its place
+                if not text.endswith('\ufffd'):  # or the character is not whole yet
+                    print(text[len(shown):], end='', flush=True)
+                    shown = text
+        print(text[len(shown):] + ('\n---' if i + 1 < n_samples else ''))
 
 
 if __name__ == '__main__':

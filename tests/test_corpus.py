@@ -118,6 +118,8 @@ def test_hugging_face_tokenizer_adds_nothing_cuts_nothing_and_reads_special_toke
     ids = encoding.encode_ordinary('a bc</s> a bc a bc')
     assert 1 not in ids and 900 not in ids and len(ids) > 5
     assert encoding.decode(ids) == 'a bc</s> a bc a bc' == encoding.decode_bytes(ids).decode()
+    assert encoding.decode([1, *ids[:2], 900]) == encoding.decode(ids[:2])  # real special tokens are no text
+    assert encoding.decode_bytes([*ids[:2], 900]).decode() == encoding.decode(ids[:2]) + '</s>'
 
 
 def test_end_of_text_is_the_one_of_tokenizer_config_or_a_usual_one_or_an_error(tmp_path):

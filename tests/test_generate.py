@@ -7,6 +7,7 @@ $ python -m pytest tests/test_generate.py
 import pytest
 import torch
 from conftest import mistake, random_model, stage
+from test_corpus import hf_json
 
 import checkpoint
 from corpus import get_tokenizer, tokenizer_state
@@ -233,8 +234,6 @@ def test_beam_search_reads_the_prompt_once_and_then_one_token_a_beam(monkeypatch
     assert read == [(2, 3), (6, 1), (6, 1), (6, 1)]
 
 
-
-
 # ----------------------------------------------------------------------------- sample.py
 
 def test_sample_prints_the_prompt_and_goes_on(tiny_run):
@@ -253,6 +252,14 @@ def test_characters_of_several_bytes_are_printed_whole_and_broken_ones_marked(tm
     assert out == 'Zoë→🙂�a�\n'
 
 
+def test_words_of_a_hugging_face_tokenizer_keep_the_spaces_before_them(tmp_path):
+    encoding = get_tokenizer(hf_json(tmp_path))
+    prompt, recited = encoding.encode_ordinary('a bc'), encoding.encode_ordinary('<s>/')
+    save_reciter(tmp_path / 'last.pt', encoding, [prompt[-1], *recited, encoding.eot_token])
+    out, _ = stage('sample', f'--out_dir={tmp_path}', '--temperature=0', '--prompt=a bc', '--device=cpu')
+    assert out == encoding.decode([*prompt, *recited]) + '\n' and out.startswith('a bc ')
+
+
 def save_reciter(path, encoding, tokens):
     """
     A checkpoint of a model that recites `tokens`, which follow each other in one way only: attention and MLP are 0,
@@ -263,9 +270,9 @@ def save_reciter(path, encoding, tokens):
     model = random_model(vocab_size=encoding.n_vocab, n_embd=264)
     for p in model.parameters():
         p.data.zero_() if p.dim() == 2 else p.data.fill_(1)
-    for token, following in after.items():
-        model.embed.weight.data[token, token] = 1
-        model.head.weight.data[following, token] = 1
+    for i, (token, following) in enumerate(after.items()):
+        model.embed.weight.data[token, i] = 1
+        model.head.weight.data[following, i] = 1
     checkpoint.save(path, **checkpoint.model_state(model, tokenizer_state(encoding), step=0, settings={}))
 
 
