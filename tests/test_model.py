@@ -11,10 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import plain_losses, plain_transformer, random_model
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import model as model_file
-from model import Attention, ModelConfig, Transformer
+from model import Attention, ModelConfig, Transformer, fused_attention
 from position import POSITIONS
 
 TINYLLAMA = dict(vocab_size=32000, block_size=2048, n_layer=22, n_head=32, n_kv_head=4, n_embd=2048, n_hidden=5632)
@@ -138,6 +137,18 @@ def test_logits_of_the_last_positions_equal_those_of_a_full_pass():
     torch.testing.assert_close(model(idx, last=3), model(idx)[:, -3:])
 
 
+@pytest.mark.parametrize('T', [1, 40, 128, 300])
+def test_attention_of_training_equals_the_fused_kernel_and_its_gradients(T):
+    shapes = (2, 4, T, 16), (2, 2, T, 16), (2, 2, T, 16)
+    q, k, v = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
+    ours, theirs = fused_attention(q, k, v, is_causal=True), F.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    weight = torch.randn_like(ours)
+    for one, other in zip(*(torch.autograd.grad((y * weight).sum(), (q, k, v)) for y in (ours, theirs)), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-11)
+
+
 # ----------------------------------------------------------------------------- head scale
 
 class AttentionWithoutScale(Attention):
@@ -150,9 +161,7 @@ class AttentionWithoutScale(Attention):
         return *query_key(q, k), v
 
     def attend(self, q, k, v, i, j):
-        with sdpa_kernel(SDPBackend.MATH):
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return y.transpose(1, 2).flatten(2)
+        return fused_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
 
 
 def with_and_without_scale(monkeypatch, **changes):

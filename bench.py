@@ -1,0 +1,383 @@
+"""
+How fast the stages run, beside what the hardware could do, and beside transformers' Llama on the same work.
+
+$ python bench.py                                  # the CPU bench shape: 8 layers x 512, T = 1,024, vocabulary 32,000
+$ python bench.py --peer=hf                        # transformers' Llama turn by turn with ours, needs transformers
+$ python bench.py --like="['config/nope_1b.py']" --tasks="['train','scale']"   # the model of a training config
+$ python bench.py --table=time_cost --like="['config/dape/125m.py','config/dape/350m.py']"   # Table 7 of DAPE V2
+$ python bench.py --table=growth                   # time and memory of a training step against the context
+
+Every figure is the median of `rounds` calls. `floor` is the time that the arithmetic alone would take at the rate of a
+large matrix product measured on the same device in the same precision, or in decoding that of reading every weight and
+key once at the measured memory bandwidth. Writes results/bench/NAME.json.
+"""
+
+import ctypes
+import json
+import statistics
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch._dynamo.utils import counters
+
+from configurator import configure, run_config, settings
+from generate import by_column
+from model import ModelConfig, Transformer
+from runtime import ROOT, compiled, matmul_flops, provenance, save_json, setup, synchronize
+
+tasks = ['train', 'scale', 'eval', 'entropy', 'prefill', 'decode']
+table = ''                   # instead of tasks: time_cost (position methods) or growth (contexts)
+peer = ''                    # hf: transformers' Llama does the same work, by turns
+name = ''                    # of the result; empty: the table's or cpu, cuda
+# the model
+like: list[str] = []         # training configs to take it from, and their block_size as context
+position = 'rope'            # as the peer has it; without it a model is a little faster
+n_layer = 8
+n_head = 8
+n_kv_head = 2
+n_embd = 512
+n_hidden = 1408
+vocab_size = 32000
+dape_kernel = 0
+dape_width = 32
+# the work
+context = 1024               # T: tokens in a sequence
+batch_size = 4               # sequences in a training or tuning step
+read_context = 4096          # tokens already read in prefill, decode and entropy
+contexts = [1024, 2048, 4096, 8192, 16384, 32768]  # of the table growth
+n_decode = 32                # tokens decoded in a round
+rounds = 5
+# machine
+device = 'auto'              # auto, cpu, cuda
+dtype = 'auto'               # of activations in training and evaluation; the rest is float32 on a CPU
+compile = True               # training steps, ours and the peer's
+seed = 1337
+
+MODEL_SETTINGS = 'position', 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'n_hidden', 'dape_kernel', 'dape_width'
+METHODS = {  # of Table 7
+    'RoPE': {'position': 'rope'}, 'T5': {'position': 't5'}, 'ALiBi': {'position': 'alibi'},
+    'Kerple': {'position': 'kerple'}, 'FIRE': {'position': 'fire'}, 'CoPE': {'position': 'cope'},
+    'DAPE-Kerple': {'position': 'kerple', 'dape_kernel': 1},
+    'DAPE 1x3-Kerple': {'position': 'kerple', 'dape_kernel': 3},
+}
+
+
+# ----------------------------------------------------------------------------- measuring
+
+def medians(works, runtime):
+    """
+    Seconds per call of each function of {name: function}, which take turns, as machines are noisy. Raises RuntimeError
+    where something is still compiled after two rounds to warm up.
+    """
+    times = {name: [] for name in works}
+    for turn in range(rounds + 2):
+        if turn == 2:
+            graphs = counters['stats']['unique_graphs']
+        for name, work in works.items():
+            synchronize(runtime.device)
+            start = time.perf_counter()
+            work()
+            synchronize(runtime.device)
+            times[name].append(time.perf_counter() - start)
+    if counters['stats']['unique_graphs'] > graphs:
+        raise RuntimeError('a graph was compiled again after the warm-up')
+    return {name: statistics.median(seconds[2:]) for name, seconds in times.items()}
+
+
+def peak_memory(work, runtime):
+    """Bytes that a call takes beyond what was held before it: of GPU memory, or else of resident memory (Linux)."""
+    if runtime.device.type == 'cuda':
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        work()
+        return torch.cuda.max_memory_allocated() - before
+    status, libc = Path('/proc/self/status'), ctypes.CDLL(None)
+    if not status.exists():
+        return None
+
+    def resident(which):
+        return next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith(which))
+
+    libc.malloc_trim(0)
+    Path('/proc/self/clear_refs').write_text('5')  # the high-water mark starts again
+    before = resident('VmRSS')
+    work()
+    return resident('VmHWM') - before
+
+
+def memory_bandwidth(runtime):
+    """Bytes a second read by a sum over 256 MB."""
+    x = torch.ones(2 ** 26, device=runtime.device)
+    return x.numel() * 4 / min(medians({'sum': x.sum}, runtime).values())
+
+
+def row(task, works, tokens, floor, runtime):
+    """Print and return the figures of a task: {name: {seconds, tokens_per_second, of_floor, peak_memory}}."""
+    seconds = medians(works, runtime)
+    result = {'task': task, 'tokens': tokens, 'floor_seconds': floor}
+    for who, work in works.items():
+        result[who] = {'seconds': seconds[who], 'tokens_per_second': tokens / seconds[who],
+                       'of_floor': floor / seconds[who], 'peak_memory': peak_memory(work, runtime)}
+        memory = result[who]['peak_memory']
+        times = '' if who == 'ours' else f'   ours is {seconds[who] / seconds["ours"]:.2f}x as fast'
+        print(f'{task:24} {who:14} {seconds[who] * 1e3:10.2f} ms {tokens / seconds[who]:12,.0f} tokens/s '
+              f'{floor / seconds[who]:5.0%} of the floor' + (f' {memory / 1e6:8,.0f} MB' if memory else '') + times)
+    return result
+
+
+# ----------------------------------------------------------------------------- the work
+
+def new_model(runtime, block_size, **changes):
+    torch.manual_seed(seed)
+    sizes = {'position': position, 'dape_kernel': dape_kernel, 'dape_width': dape_width} | changes
+    return Transformer(ModelConfig(vocab_size, block_size, n_layer, n_head, n_kv_head, n_embd, n_hidden,
+                                   **sizes)).init_weights().to(runtime.device)
+
+
+def new_peer(runtime, block_size):
+    try:
+        from transformers import LlamaConfig, LlamaForCausalLM
+    except ImportError:
+        raise ValueError('--peer=hf needs the optional package transformers: pip install transformers') from None
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=vocab_size, hidden_size=n_embd, intermediate_size=n_hidden, num_hidden_layers=n_layer,
+        num_attention_heads=n_head, num_key_value_heads=n_kv_head, max_position_embeddings=block_size,
+        rms_norm_eps=1e-5, tie_word_embeddings=False, attn_implementation='sdpa')).to(runtime.device)
+
+
+def training_step(parameters, loss_of, runtime):
+    """A function that does one step: loss, backward, clipping, optimizer, as train.py and tune_scale.py do it."""
+    parameters = list(parameters)
+    fused = runtime.device.type in ('cpu', 'cuda')
+    optimizer = torch.optim.AdamW(parameters, lr=1e-5, betas=(0.9, 0.95), weight_decay=0.1, fused=fused)
+
+    def step():
+        with runtime.autocast():
+            loss = loss_of()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return step
+
+
+def our_step(model, T, runtime, B=None):
+    """A training step on random tokens, of all parameters of `model` that want gradients."""
+    x, y = torch.randint(vocab_size, (2, B or batch_size, T), device=runtime.device)
+    forward = compiled(model, runtime, compile)
+    return training_step([p for p in model.parameters() if p.requires_grad], lambda: forward(x, y).mean(), runtime)
+
+
+def head_scale_only(model):
+    for name, p in model.named_parameters():
+        p.requires_grad_(name.endswith('head_scale'))
+    return model
+
+
+def train(runtime, ceiling):
+    model = new_model(runtime, context)
+    works = {'ours': our_step(model, context, runtime)}
+    if peer:
+        llama = new_peer(runtime, context)
+        x = torch.randint(vocab_size, (batch_size, context), device=runtime.device)
+        forward = compiled(llama, runtime, compile)
+        works['transformers'] = training_step(llama.parameters(), lambda: forward(x, labels=x).loss, runtime)
+    tokens = batch_size * context
+    return row('training step', works, tokens, 3 * tokens * sum(model.flops_per_token(context)) / ceiling, runtime)
+
+
+def scale(runtime, ceiling):
+    """A step of head-scale tuning beside a whole training step, and the ratio that the arithmetic gives."""
+    model = new_model(runtime, context)
+    works = {'ours': our_step(head_scale_only(new_model(runtime, context)), context, runtime),
+             'whole step': our_step(model, context, runtime)}
+    matmul, attention = model.flops_per_token(context)  # 2P and a
+    tokens = batch_size * context
+    wanted = (2 * matmul + 3.5 * attention) / (3 * matmul + 3.5 * attention)
+    result = row('head-scale step', works, tokens, tokens * (2 * matmul + 3.5 * attention) / ceiling, runtime)
+    result['ratio'] = result['ours']['seconds'] / result['whole step']['seconds']
+    print(f'{"":24} {result["ratio"]:.2f} of the whole step; arithmetic: (4P + 3.5a) / (6P + 3.5a) = {wanted:.2f}')
+    return result | {'ratio_by_arithmetic': wanted}
+
+
+def sliding_windows(runtime, ceiling):
+    """Windows that score their last L/8 tokens: a batch, only those logits; against one by one with all logits."""
+    model, n = new_model(runtime, context).requires_grad_(False), 16
+    idx, S = torch.randint(vocab_size, (n, context + 1), device=runtime.device), context // 8
+
+    @torch.no_grad()
+    def ours():
+        with runtime.autocast():
+            return model(idx[:, :-1], idx[:, -S:]).double().sum()
+
+    @torch.no_grad()
+    def one_by_one():
+        with runtime.autocast():
+            return sum(F.cross_entropy(model(window[None, :-1])[0].float(), window[1:], reduction='none')[-S:].sum()
+                       for window in idx)
+
+    works = {'ours': ours, 'one by one': one_by_one}
+    if peer:
+        llama = new_peer(runtime, context).requires_grad_(False)
+
+        @torch.no_grad()
+        def theirs():
+            with runtime.autocast():
+                return sum(F.cross_entropy(llama(window[None, :-1]).logits[0].float(), window[1:],
+                                           reduction='none')[-S:].sum() for window in idx)
+        works['transformers'] = theirs
+    matmul, attention = model.flops_per_token(context)
+    head = 2 * model.head.weight.numel()
+    flops = n * (context * (matmul - head + attention) + S * head)
+    return row('sliding windows', works, n * context, flops / ceiling, runtime)
+
+
+def entropy(runtime, ceiling):
+    """Entropy of every head of a layer, by the kernel and by the float32 matrix, written in place."""
+    attention = new_model(runtime, context).blocks[0].attn.requires_grad_(False)
+    q = torch.randn(1, n_head, read_context, n_embd // n_head, device=runtime.device)
+    k = q[:, :n_kv_head].contiguous()
+    later = torch.ones(read_context, read_context, dtype=torch.bool, device=runtime.device).triu(1)
+
+    def matrix():
+        s = q @ k.repeat_interleave(n_head // n_kv_head, 1).transpose(-1, -2)
+        s.mul_((n_embd // n_head) ** -0.5).masked_fill_(later, -float('inf'))
+        a = s.sub_(s.logsumexp(-1, keepdim=True)).exp()
+        return -a.mul_(s.masked_fill_(later, 0)).sum(-1)
+
+    flops = 2 * n_embd * read_context ** 2  # q.k and the sum of keys, half of the square
+    return row(f'entropy, T = {read_context}', {'ours': lambda: attention.entropy(q, k), 'matrix': matrix},
+               read_context, flops / matmul_flops(setup(device, 'float32', seed)), runtime)
+
+
+def reader(runtime):
+    """A model in the precision that a GPU or else float32 reads in, the same for both sides."""
+    dtype = runtime.dtype if runtime.device.type == 'cuda' else torch.float32
+    return new_model(runtime, read_context).requires_grad_(False).to(dtype), dtype
+
+
+def prefill(runtime, ceiling):
+    model, dtype = reader(runtime)
+    idx = torch.randint(vocab_size, (1, read_context), device=runtime.device)
+    by_column(model)
+    works = {'ours': lambda: model(idx, last=1, cache=model.new_cache(1, read_context + n_decode)),
+             'plain pass': lambda: model(idx, last=1)}
+    if peer:
+        llama = new_peer(runtime, read_context).requires_grad_(False).to(dtype)
+        works['transformers'] = lambda: llama(idx, use_cache=True, logits_to_keep=1)
+    matmul, attention = model.flops_per_token(read_context)
+    rate = matmul_flops(setup(device, str(dtype).removeprefix('torch.'), seed))
+    flops = read_context * (matmul + attention - 2 * model.head.weight.numel())
+    return row(f'prefill, T = {read_context}', works, read_context, flops / rate, runtime)
+
+
+def decode(runtime, ceiling):
+    """Tokens one by one, greedy, after read_context; the prompt's pass is not counted."""
+    model, dtype = reader(runtime)
+    idx = torch.randint(vocab_size, (1, read_context), device=runtime.device)
+    by_column(model)
+    cache = model.new_cache(1, read_context + n_decode)
+    first = model(idx, last=1, cache=cache)[:, -1].argmax(-1, keepdim=True)
+
+    @torch.no_grad()
+    def ours():
+        cache.length, token = read_context, first
+        for _ in range(n_decode):
+            token = model(token, last=1, cache=cache)[:, -1].argmax(-1, keepdim=True)
+
+    works = {'ours': ours}
+    if peer:
+        llama = new_peer(runtime, read_context).requires_grad_(False).to(dtype)
+        theirs = llama(idx, use_cache=True, logits_to_keep=1).past_key_values
+
+        @torch.no_grad()
+        def transformers():
+            if (extra := theirs.get_seq_length() - read_context):
+                theirs.crop(-extra)
+            token = first
+            for _ in range(n_decode):
+                token = llama(token, past_key_values=theirs, use_cache=True).logits[:, -1].argmax(-1, keepdim=True)
+        works['transformers'] = transformers
+    item = torch.finfo(dtype).bits // 8
+    weights = model.n_params() - model.embed.weight.numel()
+    keys = 2 * n_layer * n_kv_head * (n_embd // n_head) * (read_context + n_decode / 2)
+    floor = n_decode * item * (weights + keys) / memory_bandwidth(runtime)
+    return row(f'decode, T = {read_context}', works, n_decode, floor, runtime)
+
+
+# ----------------------------------------------------------------------------- tables
+
+def whole_matrix(model):
+    """Have each layer compute its whole score matrix at once, as the code of DAPE V2 does for every method."""
+    def attend_in_rows(attn, q, k, v, i, j):
+        a = attn.scores(q, k, i, j).softmax(-1, dtype=torch.float32).to(v.dtype)
+        return a @ v.repeat_interleave(n_head // n_kv_head, dim=1)
+
+    for block in model.blocks:
+        block.attn.attend_in_rows = attend_in_rows.__get__(block.attn)
+    return model
+
+
+def time_cost(runtime, ceiling):
+    """Table 7 of DAPE V2: a training step of each position method, and its ratio to that of DAPE 1x3-Kerple."""
+    paper, works = json.loads((ROOT / 'results/papers.json').read_text())['dape_table7'], {}
+    for method, changes in METHODS.items():
+        works[method] = our_step(new_model(runtime, context, dape_kernel=0, **changes), context, runtime, B=1)
+    matrix = whole_matrix(new_model(runtime, context, dape_kernel=0, position='kerple'))
+    works['Kerple, whole matrix'] = our_step(matrix, context, runtime, B=1)
+    seconds = medians(works, runtime)
+    base, rows = seconds['DAPE 1x3-Kerple'], []
+    print(f'{f"training step, T = {context}, batch 1":32}       ms   ratio to DAPE 1x3-Kerple   in the paper, 350M')
+    for method, s in seconds.items():
+        theirs = paper['rows'].get(method, [None])[0]
+        ratio = theirs and theirs / paper['rows']['DAPE 1x3-Kerple'][0]
+        rows.append({'method': method, 'seconds': s, 'ratio': s / base, 'paper_ratio': ratio})
+        print(f'{method:32} {s * 1e3:8.1f} {s / base:26.2f} {f"{ratio:.2f}" if ratio else "":>20}')
+    added = (base - seconds['Kerple']) / n_layer
+    print(f'DAPE 1x3-Kerple takes {base / seconds["Kerple, whole matrix"]:.2f}x Kerple with the whole matrix, '
+          f'{base / seconds["Kerple"]:.2f}x our Kerple: {added * 1e3:.2f} ms more a layer')
+    return rows
+
+
+def growth(runtime, ceiling):
+    """Time and memory of a training step on one sequence of T tokens: linear and quadratic, as the arithmetic says."""
+    model, rows = new_model(runtime, max(contexts)), []
+    model.checkpoint_activations = True
+    for T in contexts:
+        linear, quadratic = (4 * T * flops / ceiling for flops in model.flops_per_token(T))
+        result = row(f'step, T = {T}', {'ours': our_step(model, T, runtime, B=1)}, T, linear + quadratic, runtime)
+        rows.append(result | {'linear_seconds': linear, 'quadratic_seconds': quadratic})
+    return rows
+
+
+def main():
+    began, runtime = time.perf_counter(), setup(device, dtype, seed)
+    for config in like:
+        values = run_config(config)
+        globals().update({key: values[key] for key in MODEL_SETTINGS if key in values})
+        globals()['context'] = values.get('block_size', context)
+    stages = {'train': train, 'scale': scale, 'eval': sliding_windows, 'entropy': entropy, 'prefill': prefill,
+              'decode': decode}
+    tables = {'time_cost': time_cost, 'growth': growth}
+    if not set(tasks) <= set(stages):
+        raise ValueError(f"tasks is {tasks}. Choose from: {', '.join(stages)}.")
+    if table and table not in tables:
+        raise ValueError(f"table is '{table}'. Choose {' or '.join(tables)}, or leave it empty.")
+    if peer not in ('', 'hf'):
+        raise ValueError(f"peer is '{peer}'. Choose hf, or leave it empty.")
+    ceiling = matmul_flops(runtime)
+    print(f'{runtime.device.type}, {torch.get_num_threads()} threads, torch {torch.__version__}, {runtime.dtype}: '
+          f'a large matrix product does {ceiling / 1e12:.2f} TFLOP/s')
+    todo = {table: tables[table]} if table else {task: stages[task] for task in tasks}
+    results = {what: work(runtime, ceiling) for what, work in todo.items()}
+    path = ROOT / 'results/bench' / f'{name or table or runtime.device.type}.json'
+    save_json(path, {'stage': 'bench', 'matmul_flops': ceiling, 'results': results}
+              | provenance(settings(globals()), runtime, time.perf_counter() - began))
+    print(f'wrote {path.relative_to(ROOT)}')
+
+
+if __name__ == '__main__':
+    configure(globals())
+    main()
