@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 import checkpoint
 from configurator import configure, settings
-from corpus import tokenizer_from_state
+from corpus import start_token, tokenizer_from_state
 from runtime import ROOT, Progress, provenance, save_json, setup
 
 try:
@@ -99,7 +99,7 @@ class Harness(LM):
         """As lm_eval's models: spaces in between are the continuation's; of more than L tokens the last L are read."""
         before = self.encoding.encode_ordinary(context.rstrip())
         after = self.encoding.encode_ordinary(context + continuation)[len(before):]
-        before = [self.encoding.eot_token] * (add_bos or not before) + before
+        before = [start_token(self.encoding)] * (add_bos or not before) + before
         n_over = min(len(before) + len(after) - 1 - self.model.config.block_size, len(before) - 1)
         self.n_cut += n_over > 0
         return before[max(0, n_over):], after
@@ -112,7 +112,7 @@ class Harness(LM):
         """ln p of whole texts, in windows of L tokens that score each token once."""
         L, pairs, owner = self.model.config.block_size, [], []
         for number, request in enumerate(requests):
-            ids = [self.encoding.eot_token, *self.encoding.encode_ordinary(request.args[0])]
+            ids = [start_token(self.encoding), *self.encoding.encode_ordinary(request.args[0])]
             for start in range(1, len(ids), L):
                 end = min(start + L, len(ids))
                 pairs.append((ids[max(0, end - 1 - L):start], ids[start:end]))

@@ -108,6 +108,9 @@ class HFTokenizer:
         if self.eos is None:
             raise ValueError(f'{name} has no end-of-text token that we know. Set eos_token in tokenizer_config.json.')
         self.eot_token = vocab[self.eos]
+        plain, whole = (self.tokenizer.encode('a', add_special_tokens=special).ids for special in (False, True))
+        before = whole[:whole.index(plain[0])]  # such as <s>
+        self.start_token = before[0] if before else self.eot_token
 
     def encode_ordinary(self, text):
         return self.tokenizer.encode(text, add_special_tokens=False).ids
@@ -118,6 +121,11 @@ class HFTokenizer:
 
     def decode_bytes(self, ids):
         return self.tokenizer.decode(list(ids), skip_special_tokens=False).encode()
+
+
+def start_token(encoding):
+    """The token that stands before a text: a Hugging Face tokenizer's own, such as <s>, or else end-of-text."""
+    return getattr(encoding, 'start_token', encoding.eot_token)
 
 
 def tokenizers_package():

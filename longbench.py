@@ -24,7 +24,7 @@ from pathlib import Path
 
 import checkpoint
 from configurator import configure, settings
-from corpus import tokenizer_from_state
+from corpus import start_token, tokenizer_from_state
 from generate import complete
 from runtime import ROOT, Answers, provenance, save_json, setup
 
@@ -178,11 +178,14 @@ def read_task(folder, task):
 
 def prompt_ids(text, encoding, room):
     """The ids of a prompt, its middle cut out where they are more than `room`, and how many they were."""
-    whole = encoding.encode_ordinary(text)
+    def ids_of(text):
+        return [start_token(encoding), *encoding.encode_ordinary(text)]
+
+    whole = ids_of(text)
     if len(whole) <= room:
         return whole, len(whole)
     half = room // 2
-    ids = encoding.encode_ordinary(encoding.decode(whole[:half]) + encoding.decode(whole[-half:]))
+    ids = ids_of(encoding.decode(whole[1:half]) + encoding.decode(whole[-half:]))
     # as text the halves may have more tokens than before, such as where the cut went through a character
     return ids if len(ids) <= room else ids[:half] + ids[-half:], len(whole)
 

@@ -18,7 +18,7 @@ import numpy as np
 
 import checkpoint
 from configurator import configure, settings
-from corpus import tokenizer_from_state
+from corpus import start_token, tokenizer_from_state
 from generate import complete
 from runtime import Answers, new_figure, provenance, save_json, save_png, setup
 
@@ -67,13 +67,12 @@ def draw_places(lengths, n_depths, n_keys, seed):
 def build_prompt(encoding, length, place, key, protocol):
     """
     Ids of a prompt and of its answer, together at most `length` tokens, and the index of the token that the key line
-    starts in. The prompt starts after an end-of-text token, as a document does. Raises ValueError if it cannot be that
-    short.
+    starts in. Raises ValueError if it cannot be that short.
     exact: the whole prompt, tokenized, is within one filler of the length, and the key line as near before `place`.
     paper: lengths of the pieces are added up, each tokenized alone, the key line's with the first token of a text.
     """
     def ids(text):
-        return [encoding.eot_token, *encoding.encode_ordinary(text)]
+        return [start_token(encoding), *encoding.encode_ordinary(text)]
 
     line = KEY.format(key=key)
     answer = len(ids(f'{TASK}{line}{QUESTION} {key}')) - len(ids(TASK + line + QUESTION))

@@ -10,7 +10,7 @@ import torch
 
 import checkpoint
 from configurator import configure
-from corpus import tokenizer_from_state
+from corpus import start_token, tokenizer_from_state
 from generate import generate
 from runtime import setup
 
@@ -35,7 +35,7 @@ def main():
     model, info = checkpoint.load_model(init_from, out_dir, runtime.device, position, rope_scaling, runtime.dtype)
     checkpoint.apply_scale(model, scale, info)
     encoding = tokenizer_from_state(info['tokenizer'])
-    ids = [encoding.eot_token, *encoding.encode_ordinary(prompt)]  # a document starts after an end-of-text token
+    ids = [start_token(encoding), *encoding.encode_ordinary(prompt)]
     start = torch.tensor([ids], device=runtime.device)
     generator = torch.Generator(runtime.device).manual_seed(seed)
     for i in range(n_samples):

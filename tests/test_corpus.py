@@ -26,6 +26,7 @@ from corpus import (
     parse_ranks,
     shuffled,
     split_by_hash,
+    start_token,
     tiktoken_encoding,
     tokenizer_digest,
     tokenizer_for,
@@ -115,6 +116,7 @@ def hf_json(folder, eos='</s>', config=None):
 def test_hugging_face_tokenizer_adds_nothing_cuts_nothing_and_reads_special_tokens_as_text(tmp_path):
     encoding = get_tokenizer(hf_json(tmp_path))
     assert encoding.eot_token == 900 and encoding.n_vocab == 901
+    assert start_token(encoding) == 1 and start_token(get_tokenizer('bytes')) == 256
     ids = encoding.encode_ordinary('a bc</s> a bc a bc')
     assert 1 not in ids and 900 not in ids and len(ids) > 5
     assert encoding.decode(ids) == 'a bc</s> a bc a bc' == encoding.decode_bytes(ids).decode()

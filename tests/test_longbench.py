@@ -163,11 +163,13 @@ def test_tasks_are_those_of_table_3_and_their_plain_mean_is_the_papers_average()
 
 def test_prompt_keeps_its_first_and_last_half_and_is_never_too_long():
     encoding = get_tokenizer('bytes')
-    assert prompt_ids('0123456789', encoding, 10) == ([*b'0123456789'], 10)
-    assert prompt_ids('0123456789', encoding, 9) == ([*b'01236789'], 10)  # an odd number leaves one out
-    assert prompt_ids('0123456789', encoding, 2) == ([*b'09'], 10)
+    start = encoding.eot_token
+    assert prompt_ids('0123456789', encoding, 11) == ([start, *b'0123456789'], 11)
+    assert prompt_ids('0123456789', encoding, 10) == ([start, *b'012356789'], 11)
+    assert prompt_ids('0123456789', encoding, 9) == ([start, *b'0126789'], 11)  # an odd number leaves one out
+    assert prompt_ids('0123456789', encoding, 2) == ([start, *b'9'], 11)
     text = 'né日本語' * 20
-    whole = [*text.encode()]
+    whole = [start, *text.encode()]
     for room in range(2, len(whole)):
         ids, n = prompt_ids(text, encoding, room)
         same = max(0, room // 2 - 3)  # cut through a character, its rest becomes U+FFFD, three bytes
@@ -225,7 +227,8 @@ def test_predictions_are_beam_searches_on_the_filled_and_cut_prompts(whole, tiny
         rows, room = rows_of(out_dir, task), 60 - n_new
         assert [row['item'] for row in rows] == [0, 1, 2, 3, 4]
         for record, row in zip(records, rows):
-            ids = [*prompts[task].replace('{context}', record['context']).replace('{input}', record['input']).encode()]
+            text = prompts[task].replace('{context}', record['context']).replace('{input}', record['input'])
+            ids = [encoding.eot_token, *text.encode()]
             kept = ids if len(ids) <= room else ids[:room // 2] + ids[-(room // 2):]
             assert row['prediction'] == encoding.decode(complete(model, [kept], n_new, 3, eos, least)[0])
             assert row['prompt_tokens'] == len(ids) and row['answers'] == record['answers']
