@@ -1,4 +1,4 @@
-# make demo, make test: each sets up what it needs. An active virtual environment, or PYTHON=..., is used as it is.
+# make demo, make test, make bench: each sets up what it needs. An active virtual environment, or PYTHON=..., is used as it is.
 ifdef PYTHON
   SETUP :=
 else ifdef VIRTUAL_ENV
@@ -9,9 +9,12 @@ else
   SETUP := .venv/ready
 endif
 
-.PHONY: demo test
+.PHONY: demo test bench
 demo: $(SETUP)
 	$(PYTHON) demo.py
+
+bench: $(if $(SETUP),.venv/ready-dev)
+	$(PYTHON) bench.py --peer=hf
 
 test: $(if $(SETUP),.venv/ready-dev)
 	$(PYTHON) -m ruff check .

@@ -9,7 +9,7 @@ $ python bench.py --table=growth                   # time and memory of a traini
 
 Every figure is the median of `rounds` calls. `floor` is the time that the arithmetic alone would take at the rate of a
 large matrix product measured on the same device in the same precision, or in decoding that of reading every weight and
-key once at the measured memory bandwidth. Writes results/bench/NAME.json.
+key once at the measured memory bandwidth. Writes out_dir/NAME.json.
 """
 
 import ctypes
@@ -30,6 +30,7 @@ from runtime import ROOT, compiled, matmul_flops, provenance, save_json, setup, 
 tasks = ['train', 'scale', 'eval', 'entropy', 'prefill', 'decode']
 table = ''                   # instead of tasks: time_cost (position methods) or growth (contexts)
 peer = ''                    # hf: transformers' Llama does the same work, by turns
+out_dir = 'results/bench'
 name = ''                    # of the result; empty: the table's or cpu, cuda
 # the model
 like: list[str] = []         # training configs to take it from, and their block_size as context
@@ -324,8 +325,8 @@ def time_cost(runtime, ceiling):
     """Table 7 of DAPE V2: a training step of each position method, and its ratio to that of DAPE 1x3-Kerple."""
     paper, works = json.loads((ROOT / 'results/papers.json').read_text())['dape_table7'], {}
     for method, changes in METHODS.items():
-        works[method] = our_step(new_model(runtime, context, dape_kernel=0, **changes), context, runtime, B=1)
-    matrix = whole_matrix(new_model(runtime, context, dape_kernel=0, position='kerple'))
+        works[method] = our_step(new_model(runtime, context, **{'dape_kernel': 0} | changes), context, runtime, B=1)
+    matrix = whole_matrix(new_model(runtime, context, position='kerple', dape_kernel=0))
     works['Kerple, whole matrix'] = our_step(matrix, context, runtime, B=1)
     seconds = medians(works, runtime)
     base, rows = seconds['DAPE 1x3-Kerple'], []
@@ -372,10 +373,10 @@ def main():
           f'a large matrix product does {ceiling / 1e12:.2f} TFLOP/s')
     todo = {table: tables[table]} if table else {task: stages[task] for task in tasks}
     results = {what: work(runtime, ceiling) for what, work in todo.items()}
-    path = ROOT / 'results/bench' / f'{name or table or runtime.device.type}.json'
+    path = Path(out_dir, f'{name or table or runtime.device.type}.json')
     save_json(path, {'stage': 'bench', 'matmul_flops': ceiling, 'results': results}
               | provenance(settings(globals()), runtime, time.perf_counter() - began))
-    print(f'wrote {path.relative_to(ROOT)}')
+    print(f'wrote {path}')
 
 
 if __name__ == '__main__':

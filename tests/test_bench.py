@@ -1,0 +1,89 @@
+"""
+bench.py as run at a tiny shape, and its arithmetic against counts made by hand.
+
+$ python -m pytest tests/test_bench.py
+"""
+
+import json
+import shutil
+
+import pytest
+import torch
+from conftest import mistake, stage
+
+import bench
+from runtime import setup
+
+TINY = ['--n_layer=2', '--n_head=4', '--n_kv_head=2', '--n_embd=32', '--n_hidden=48', '--vocab_size=61', '--context=32',
+        '--batch_size=2', '--read_context=64', '--n_decode=3', '--rounds=1', '--compile=False', '--device=cpu',
+        '--dtype=float32']
+
+
+def run(folder, *arguments):
+    """What a run prints, and its results."""
+    out, _ = stage('bench', *TINY, f'--out_dir={folder}', '--name=result', *arguments)
+    return out, json.loads((folder / 'result.json').read_text())
+
+
+def test_every_task_is_timed_beside_its_alternative_and_its_floor(tmp_path):
+    pytest.importorskip('transformers')
+    out, found = run(tmp_path, '--peer=hf')
+    beside = {'train': {'transformers'}, 'scale': {'whole step'}, 'eval': {'one by one', 'transformers'},
+              'entropy': {'matrix'}, 'prefill': {'plain pass', 'transformers'}, 'decode': {'transformers'}}
+    tokens = {'train': 64, 'scale': 64, 'eval': 16 * 32, 'entropy': 64, 'prefill': 64, 'decode': 3}
+    assert found['results'].keys() == beside.keys()
+    for task, others in beside.items():
+        row = found['results'][task]
+        assert row['tokens'] == tokens[task] and row['floor_seconds'] > 0
+        for who in others | {'ours'}:
+            one = row[who]
+            assert one['tokens_per_second'] == pytest.approx(tokens[task] / one['seconds'], rel=1e-4)
+            assert one['of_floor'] == pytest.approx(row['floor_seconds'] / one['seconds'], rel=1e-4)
+            assert one['peak_memory'] is None or one['peak_memory'] >= 0
+    # by hand, in each of two layers: qkv 32 x 64, out 32 x 32, MLP 3 x 32 x 48, norms; then a norm, and 32 x 61
+    weights, attention = 2 * (32 * 64 + 32 * 32 + 3 * 32 * 48 + 2 * 32) + 32 + 61 * 32, 2 * 2 * 32 * 32
+    wanted = (4 * weights + 3.5 * attention) / (6 * weights + 3.5 * attention)
+    assert found['results']['scale']['ratio_by_arithmetic'] == pytest.approx(wanted, rel=1e-4)
+    flops = found['results']['train']['floor_seconds'] * found['matmul_flops']
+    assert flops == pytest.approx(3 * 64 * (2 * weights + attention), rel=1e-3)
+    assert 'transformers' in out and 'of the floor' in out
+
+
+def test_time_cost_table_stands_beside_the_papers(tmp_path):
+    out, found = run(tmp_path, '--table=time_cost')
+    rows = {row['method']: row for row in found['results']['time_cost']}
+    assert rows['DAPE 1x3-Kerple']['ratio'] == 1 and rows['RoPE']['paper_ratio'] == pytest.approx(210.01 / 252.84, 1e-4)
+    assert rows['Kerple, whole matrix']['paper_ratio'] is None
+    assert out.count('\n') == 1 + 1 + len(rows) + 2
+
+
+def test_growth_table_follows_the_arithmetic_of_its_floor(tmp_path):
+    _, found = run(tmp_path, '--table=growth', '--contexts=[16, 32]')
+    one, two = found['results']['growth']
+    assert two['linear_seconds'] == pytest.approx(2 * one['linear_seconds'], rel=1e-4)
+    assert two['quadratic_seconds'] == pytest.approx(4 * one['quadratic_seconds'], rel=1e-4)
+    assert one['floor_seconds'] == pytest.approx(one['linear_seconds'] + one['quadratic_seconds'], rel=1e-4)
+
+
+def test_whole_matrix_gives_the_logits_of_our_attention(monkeypatch):
+    sizes = {'n_layer': 2, 'n_head': 4, 'n_kv_head': 2, 'n_embd': 32, 'n_hidden': 48, 'vocab_size': 61}
+    for name, value in sizes.items():
+        monkeypatch.setattr(bench, name, value)
+    runtime = setup('cpu', 'float32')
+    ours, matrix = (bench.new_model(runtime, 16, position='kerple', dape_kernel=0) for _ in range(2))
+    idx = torch.randint(61, (2, 40))
+    torch.testing.assert_close(bench.whole_matrix(matrix)(idx), ours(idx))
+
+
+@pytest.mark.skipif(not shutil.which('g++'), reason='torch.compile on a CPU needs g++')
+def test_a_graph_compiled_after_the_warm_up_stops_the_measurement(monkeypatch):
+    monkeypatch.setattr(bench, 'rounds', 2)
+    compiled, sizes = torch.compile(lambda x: x + 1, dynamic=False), iter([1, 1, 1, 2, 2])
+    with pytest.raises(RuntimeError, match='compiled again'):
+        bench.medians({'grows': lambda: compiled(torch.ones(next(sizes)))}, setup('cpu', 'float32'))
+
+
+def test_mistakes_are_one_line():
+    assert 'Choose from: train, scale' in mistake('bench', "--tasks=['trains']")
+    assert 'Choose time_cost or growth' in mistake('bench', '--table=costs')
+    assert 'Choose hf' in mistake('bench', '--peer=vllm')
