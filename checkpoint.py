@@ -18,7 +18,7 @@ import torch
 import huggingface
 from corpus import tokenizer_digest
 from model import ModelConfig, Transformer
-from runtime import save_json, whole_file
+from runtime import save_json, whole, whole_file
 
 
 def weights_digest(state):
@@ -128,8 +128,8 @@ def require_tokenizer(info, tokenizer, dataset):
 
 
 def model_state(model, tokenizer, step, **more):
-    """The entries of a checkpoint that every stage reads."""
-    weights = model.state_dict()
+    """The entries of a checkpoint that every stage reads. Call it on every rank, as the model may be sharded."""
+    weights = whole(model.state_dict())
     return {'model': weights, 'model_config': dataclasses.asdict(model.config), 'tokenizer': tokenizer,
             'digest': weights_digest(weights), 'step': step, **more}
 

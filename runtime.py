@@ -13,12 +13,16 @@ import subprocess
 import sys
 import sysconfig
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 ROOT = Path(__file__).resolve().parent
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
@@ -165,6 +169,40 @@ def compiled(model, runtime, enabled):
             runtime.print(f'torch.compile needs {missing}; going on uncompiled, which is slower.')
             return model
     return torch.compile(model, dynamic=False)  # once per shape
+
+
+def sharded(model, runtime, compile):
+    """
+    Split weights, gradients and optimizer state over the ranks (FSDP): a block's weights are whole only while it runs.
+    They stay float32, head scales too; autocast lowers the products. Blocks are compiled one by one.
+    """
+    warnings.filterwarnings('ignore', message='.*returned a view tensor')  # nobody changes the losses in place
+    mesh = init_device_mesh(runtime.device.type, (runtime.world_size,))
+    for block in model.blocks:
+        if compiled(block, runtime, compile) is not block:
+            block.compile(dynamic=False)
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def whole(state):
+    """A state dict whose sharded tensors are put together again, in CPU memory. Call it on every rank."""
+    if isinstance(state, dict):
+        return {name: whole(value) for name, value in state.items()}
+    if isinstance(state, list):
+        return [whole(value) for value in state]
+    return state.full_tensor().cpu() if isinstance(state, DTensor) else state
+
+
+def load_sharded(optimizer, state):
+    """optimizer.load_state_dict() of whole tensors into an optimizer whose parameters may be sharded."""
+    weights = [p for group in optimizer.param_groups for p in group['params']]
+    for i, moments in state['state'].items():
+        p = weights[i]
+        if isinstance(p, DTensor):
+            moments.update({name: distribute_tensor(x.to(p.device), p.device_mesh, p.placements)
+                            for name, x in moments.items() if x.shape == p.shape})
+    optimizer.load_state_dict(state)
 
 
 def synchronize(device):

@@ -25,7 +25,19 @@ import checkpoint
 from configurator import configure, settings
 from corpus import Windows
 from model import ModelConfig, Transformer
-from runtime import clock, compiled, matmul_flops, new_figure, save_json, save_png, setup, write_text
+from runtime import (
+    clock,
+    compiled,
+    load_sharded,
+    matmul_flops,
+    new_figure,
+    save_json,
+    save_png,
+    setup,
+    sharded,
+    whole,
+    write_text,
+)
 
 # output
 out_dir = 'out/demo/nope'    # checkpoints, log and pictures go here
@@ -67,6 +79,7 @@ grad_clip = 1.0              # global norm; 0 for none
 device = 'auto'              # auto, cpu, cuda, cuda:1, mps
 dtype = 'auto'               # of activations: auto, float32, bfloat16, float16; weights and optimizer stay float32
 compile = True               # torch.compile the model
+fsdp = False                 # under torchrun: split the model over the ranks, for one that a device cannot hold
 checkpoint_activations = False  # recompute activations in backward: less memory, a third more time
 seed = 1337                  # of initial weights and data order
 
@@ -122,6 +135,11 @@ def check_settings(runtime):
                          f'{runtime.world_size} ranks. Change one of them.')
 
 
+    if fsdp and (runtime.world_size == 1 or position == 't5'):
+        raise ValueError('fsdp splits a model over the ranks of torchrun; not that of t5, whose layers share a table. '
+                         'Start it with torchrun --nproc_per_node=N, or without --fsdp=True.')
+
+
 def resume_differences(old, new):
     """Refuse to resume into another model; return the names of other settings that changed since."""
     changed = [name for name in new if name in old and old[name] != new[name] and name not in ('init_from', 'out_dir')]
@@ -159,6 +177,8 @@ def main():
     run_settings = settings(globals())
     train_windows, val_windows = (Windows(dataset, split, block_size, seed) for split in ('train', 'val'))
     val_tokens = val_windows.fixed(eval_windows)
+    if fsdp:  # its ranks go through each pass together
+        val_tokens = val_tokens[:max(1, len(val_tokens) // runtime.world_size) * runtime.world_size]
     tokenizer = train_windows.tokenizer_state
     run_settings |= {'position': position or 'none', 'rope_scaling': rope_scaling or ''}
 
@@ -166,7 +186,7 @@ def main():
     state = None
     if init_from == 'scratch':
         config = ModelConfig(vocab_size=train_windows.vocab_size, **{k: run_settings[k] for k in MODEL_SETTINGS})
-        model = Transformer(config).init_weights().to(runtime.device)
+        model = Transformer(config).init_weights()
     else:
         path = Path(out_dir, 'last.pt') if init_from == 'resume' else init_from
         state = checkpoint.load(path, position)
@@ -182,19 +202,21 @@ def main():
         if init_from == 'resume':
             for name in resume_differences(state['settings'], run_settings):
                 runtime.print(f"resuming with {name} = {run_settings[name]} (was {state['settings'][name]})")
-        model = Transformer(ModelConfig(**config)).to(runtime.device)
+        model = Transformer(ModelConfig(**config))
         model.load_state_dict(state['model'])
     model.checkpoint_activations = checkpoint_activations
     if model.config.dape_cheat:
         runtime.print('dape_cheat: this model sees the tokens that it is to predict; its losses mean nothing')
 
+    raw_model = model
+    model = sharded(model, runtime, compile) if fsdp else model.to(runtime.device)
     weights = [p for p in model.parameters() if p.requires_grad]  # all but the head scales
     optimizer = torch.optim.AdamW(weights, lr=learning_rate, betas=(beta1, beta2), weight_decay=weight_decay,
                                   fused=runtime.device.type in ('cpu', 'cuda'))
     scaler = torch.amp.GradScaler(runtime.device.type, enabled=runtime.dtype == torch.float16)
     step, best_val_loss = 0, math.inf
     if init_from == 'resume':
-        optimizer.load_state_dict(state['optimizer'])
+        load_sharded(optimizer, state['optimizer'])
         scaler.load_state_dict(state['scaler'])
         step, best_val_loss = state['step'], state['best_val_loss']
     state = None  # the file's copy of weights and optimizer
@@ -215,9 +237,9 @@ def main():
             raise ValueError('wandb_project needs the optional package wandb: pip install wandb') from None
         wandb_run = wandb.init(project=wandb_project, config=run_settings)
 
-    raw_model = model
-    model = compiled(model, runtime, compile)
-    if runtime.world_size > 1:
+    if not fsdp:
+        model = compiled(model, runtime, compile)
+    if runtime.world_size > 1 and not fsdp:
         model = DistributedDataParallel(model, device_ids=[runtime.device] if runtime.device.type == 'cuda' else None)
 
     n_micro = batch_size // (micro_batch_size * runtime.world_size)
@@ -239,9 +261,10 @@ def main():
                 wandb_run.log(row, step=row['step'])
 
     def save_checkpoint(name, **more):
+        state = checkpoint.model_state(raw_model, tokenizer, step, best_val_loss=best_val_loss, settings=run_settings,
+                                       **more)
         if runtime.is_main:
-            checkpoint.save(Path(out_dir, name), **checkpoint.model_state(
-                raw_model, tokenizer, step, best_val_loss=best_val_loss, settings=run_settings, **more))
+            checkpoint.save(Path(out_dir, name), **state)
 
     def stop_run(what):
         last_path = Path(out_dir, 'last.pt')
@@ -249,9 +272,9 @@ def main():
         raise ValueError(f'{what}. {good} with a lower learning_rate or grad_clip.')
 
     def save_last():
-        if not all(weight.isfinite().all() for weight in weights):
+        if not all(bool(weight.isfinite().all()) for weight in weights):
             stop_run(f'a weight became infinite or not a number at step {step}')
-        save_checkpoint('last.pt', optimizer=optimizer.state_dict(), scaler=scaler.state_dict())
+        save_checkpoint('last.pt', optimizer=whole(optimizer.state_dict()), scaler=scaler.state_dict())
 
     losses = []  # of the steps since the last log line, still on the device: reading them would stall it
 
@@ -274,7 +297,9 @@ def main():
             group['lr'] = lr
         step_loss = torch.zeros((), device=runtime.device)
         for i, (mx, my) in enumerate(zip(x.split(micro_batch_size), y.split(micro_batch_size))):
-            if runtime.world_size > 1:  # average gradients over ranks only once a step
+            if fsdp:  # average gradients over ranks only once a step
+                model.set_requires_gradient_sync(i == n_micro - 1)
+            elif runtime.world_size > 1:
                 model.require_backward_grad_sync = i == n_micro - 1
             with runtime.autocast():
                 loss = model(mx, my).mean() / n_micro

@@ -364,6 +364,49 @@ def test_two_ranks_stop_together_on_sigterm_and_one_goes_on(runs, two_ranks):
     assert list(log_rows(resumed)) == list(range(1, step + 6))
 
 
+def sharded_run(runs, name, **settings):
+    """A run on two ranks that split the model. Returns out_dir."""
+    arguments = runs.arguments(name, fsdp=True, dtype='float32', micro_batch_size=1, **settings)
+    subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2',
+                    ROOT / 'train.py', *arguments], env=os.environ | {'OMP_NUM_THREADS': '1'}, check=True, timeout=120)
+    return runs.folder / name
+
+
+def assert_close_weights(one, other):
+    one, other = (checkpoint.load(out_dir / 'last.pt')['model'] for out_dir in (one, other))
+    for name, weight in one.items():
+        assert weight.dtype == other[name].dtype == torch.float32
+        torch.testing.assert_close(weight, other[name], rtol=0, atol=2e-5)
+
+
+def test_a_sharded_model_learns_what_a_whole_one_does_and_goes_on_in_one_process_and_sharded(runs):
+    """The micro-batches, two a step and rank, are four a step here; a scale of 1.001 is lost in bfloat16."""
+    options = {'lr_decay_iters': 9, 'eval_interval': 3, 'log_interval': 1}
+    seed = runs.train('scaled_seed', dtype='float32', max_iters=1)
+    state = torch.load(seed / 'last.pt', weights_only=True)
+    for name, scale in state['model'].items():
+        if name.endswith('head_scale'):
+            scale.fill_(1.001)
+    checkpoint.save(seed / 'scaled.pt', **state)
+    options['init_from'] = seed / 'scaled.pt'
+    whole = runs.train('whole', dtype='float32', micro_batch_size=1, max_iters=9, **options)
+    first = sharded_run(runs, 'sharded', max_iters=6, **options)
+    one_process = runs.copy(first, 'on_in_one_process')
+    options['init_from'] = 'resume'
+    sharded_run(runs, 'sharded', max_iters=9, **options)
+    runs.train('on_in_one_process', dtype='float32', micro_batch_size=1, max_iters=9, **options)
+    for out_dir in first, one_process:
+        for key in 'loss', 'val_loss':
+            assert log_rows(out_dir, key) == pytest.approx(log_rows(whole, key), abs=1e-5)
+        assert_close_weights(out_dir, whole)
+        scales = checkpoint.load_model('last', out_dir, 'cpu')[0].head_scale
+        assert torch.equal(scales, torch.full_like(scales, 1.001))
+
+
+def test_sharding_needs_several_ranks(runs):
+    assert 'torchrun --nproc_per_node=N' in runs.refused('alone', fsdp=True)
+
+
 # ----------------------------------------------------------------------------- starting from other weights
 
 def test_fine_tuning_starts_from_the_given_weights_at_another_block_size(runs, plain):
