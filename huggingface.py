@@ -345,8 +345,8 @@ class Foreign(nn.Module):
     def head(self):
         return self.model.get_output_embeddings()
 
-    def hidden(self, idx, cache=None):
-        """idx: (B, T) token ids. Returns (B, T, C), ready for the output matrix."""
+    def hidden(self, idx, cache=None, last=0):
+        """idx: (B, T) token ids. Returns (B, T, C), ready for the output matrix, whatever `last` asks for."""
         c, store = self.model.config, cache or SimpleNamespace(keys=None, length=0)
         end = store.length + idx.shape[1]
         if cache and end > store.max_length:

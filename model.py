@@ -155,11 +155,12 @@ class Attention(nn.Module):
             entropy.append(-(log_a.exp() * log_a.clamp(min=torch.finfo(log_a.dtype).min)).sum(-1))  # 0 ln 0 is 0
         return torch.cat(entropy, dim=2).clamp(min=0)
 
-    def forward(self, x, query_key, i, j, cache=None, layer=None):
+    def forward(self, x, query_key, i, j, cache=None, layer=None, last=0):
+        """x: (B, T, C). Returns (B, T, C), or (B, last, C) where only the last positions are wanted."""
         q, k, v = self.project(x, query_key)
         if cache is not None:
             k, v = cache.append(layer, k, v)
-        return self.out(self.attend(q, k, v, i, j))
+        return self.out(self.attend(q[:, :, -last:], k, v, i[..., -last:], j))
 
 
 CHUNK = 2 ** 22  # scores computed at a time, where they are computed some rows at a time
@@ -235,8 +236,8 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(config.n_embd, eps=config.norm_eps)
         self.mlp = SwiGLU(config)
 
-    def forward(self, x, *where):
-        x = x + self.attn(self.attn_norm(x), *where)
+    def forward(self, x, query_key, i, j, cache=None, layer=None, last=0):
+        x = x[:, -last:] + self.attn(self.attn_norm(x), query_key, i, j, cache, layer, last)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -354,15 +355,18 @@ class Transformer(nn.Module):
         ends = [length for length in sorted(self.sets) if length < T] + [T]
         return list(zip([0, *ends], ends))
 
-    def hidden(self, idx, cache=None):
-        """idx: (B, T) token ids. Returns (B, T, C), normed and ready for the output matrix."""
+    def hidden(self, idx, cache=None, last=0):
+        """
+        idx: (B, T) token ids. Returns (B, T, C), normed and ready for the output matrix, or the last `last` positions,
+        (B, last, C), which alone the last layer then computes.
+        """
         where = self.where(idx.shape[1], idx.device, cache)
         x = self.embed(idx).to(self.norm.weight.dtype)  # (B, T, C), float32 even where matrices are in half precision
         for layer, block in enumerate(self.blocks):
             if self.checkpoint_activations and torch.is_grad_enabled():
                 x = checkpoint(block, x, *where, use_reentrant=False)
             else:
-                x = block(x, *where, cache, layer)
+                x = block(x, *where, cache, layer, last if block is self.blocks[-1] else 0)
         if cache:
             cache.length += idx.shape[1]
         return self.norm(x)
@@ -373,9 +377,8 @@ class Transformer(nn.Module):
         Without targets: logits of the last `last` positions (None: all), (B, last, V).
         With targets (B, K), the tokens that follow the last K positions: their losses in nats, (B, K) float32.
         """
-        K = last if targets is None else targets.shape[1]
-        x = self.hidden(idx, cache)
-        x = x if K is None else x[:, -K:]
+        K = last or 0 if targets is None else targets.shape[1]
+        x = self.hidden(idx, cache, K if K < idx.shape[1] else 0)[:, -K:]
         return self.head(x) if targets is None else self.losses(x, targets)
 
     def losses(self, x, targets):

@@ -229,7 +229,7 @@ def test_storing_matrices_by_column_changes_no_value_and_is_done_once():
 def test_beam_search_reads_the_prompt_once_and_then_one_token_a_beam(monkeypatch):
     model, read = random_model(), []
     hidden = model.hidden
-    monkeypatch.setattr(model, 'hidden', lambda idx, cache=None: (read.append(tuple(idx.shape)), hidden(idx, cache))[1])
+    monkeypatch.setattr(model, 'hidden', lambda idx, *more: (read.append(tuple(idx.shape)), hidden(idx, *more))[1])
     complete(model, [[1, 2, 3], [4]], 4, beams=3)
     assert read == [(2, 3), (6, 1), (6, 1), (6, 1)]
 

@@ -131,10 +131,23 @@ def test_only_rope_and_alibi_tell_a_single_layer_the_order_of_earlier_tokens(pos
     assert difference < 1e-4 if position in ('none', 'logn') else difference > 1e-2
 
 
-def test_logits_of_the_last_positions_equal_those_of_a_full_pass():
-    model, idx = random_model(), tokens(2, 20)
+@pytest.mark.parametrize('changes', [{}, {'position': 'rope'}, {'position': 'alibi'}, {'position': 'logn'},
+                                     {'position': 'kerple', 'dape_kernel': 3}, {'position': 'cope'}])
+def test_logits_and_losses_of_the_last_positions_equal_those_of_a_full_pass(changes):
+    model, idx = random_model(**changes), tokens(2, 21)
     assert model(idx, last=3).shape == (2, 3, 61)
-    torch.testing.assert_close(model(idx, last=3), model(idx)[:, -3:])
+    for last in 1, 3, 21, 30:
+        torch.testing.assert_close(model(idx, last=last), model(idx)[:, -last:])
+    torch.testing.assert_close(model(idx[:, :-1], idx[:, -3:]), model(idx[:, :-1], idx[:, 1:])[:, -3:])
+
+
+def test_the_last_layer_computes_the_last_positions_alone(monkeypatch):
+    model, seen = random_model(), []
+    for block in model.blocks:
+        mlp = block.mlp
+        monkeypatch.setattr(mlp, 'forward', lambda x, forward=mlp.forward: (seen.append(x.shape[1]), forward(x))[1])
+    model(tokens(1, 20), last=3)
+    assert seen == [20] * (len(model.blocks) - 1) + [3]
 
 
 @pytest.mark.parametrize('T', [1, 40, 128, 300])

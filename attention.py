@@ -1,0 +1,166 @@
+"""
+What one attention head sees, in pictures: its scores, the position bias, what DAPE adds and the attention itself, in
+windows of several lengths. Figures 8-22 (Appendix K) of "DAPE V2"; and, as that speaks of an attention sink, the share
+of attention that every head gives to the first key.
+
+$ python attention.py                                                   # the demo model, windows of L, 4L and 16L
+$ python attention.py --out_dir=out/dape --layer=6 --head=3 --lengths=[512,2048,8192]
+
+Writes out_dir/attention[_LABEL].json and .png
+"""
+
+import copy
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+import checkpoint
+from configurator import configure, settings
+from corpus import Windows
+from model import row_chunks
+from position import later
+from runtime import new_figure, provenance, save_json, save_png, setup
+
+out_dir = 'out/demo/nope'    # the run to read; results go there too
+init_from = 'last'           # last or best (of out_dir), a checkpoint file, a Hugging Face folder, or hf:ORG/NAME
+position: str | None = None  # read the checkpoint with this position method; None: as it says
+rope_scaling: str | None = None  # extend RoPE, such as yarn:4; None: as the checkpoint says
+scale: float | str | None = None  # softmax scale: a number for all heads, or a scale file
+dataset: str | None = None   # a folder of data/; None: the one the model was trained on
+split = 'test'
+layer: int | None = None     # counted from 0; None: the middle one
+head = 0                     # counted from 0
+lengths: list[int] | None = None  # tokens in a window, a row of the picture each; None: L, 4L, 16L
+n_samples = 4                # windows of each length, evenly spaced over the split; the pictures show their mean
+label = ''                   # name of the result; empty: the scale's
+device = 'auto'              # auto, cpu, cuda, mps
+dtype = 'float32'            # of the model: auto, float32, bfloat16, float16; the maps are float32 always
+seed = 1337
+
+CELLS = 64  # a map has at most 64 x 64 cells: the JSON of three lengths stays below 300 KB
+
+
+def parts_of(attn, bare, q, k, i, j):
+    """
+    What a layer's attention is made of, {part: (1, H, T, S)}, where it has it; values at later keys mean nothing. attn:
+    the layer; bare: the same without its bias and DAPE; the others: as in Attention.scores. score: q.k / sqrt(D) with
+    the head scale, and what CoPE or Transformer-XL add; bias: B; dape: f([S; B]) of Eq. (3), the paper's third column;
+    attention: the softmax of their sum (of score + dape where the model has no dape_residual).
+    """
+    score, seen = bare.scores(q, k, i, j), attn.scores(q, k, i, j)
+    parts = {'score': score} | ({'bias': attn.bias(i, j).expand(score.shape)} if attn.bias else {})
+    if attn.dape:
+        parts['dape'] = seen - score - (parts.get('bias', 0) if attn.dape.residual else 0)
+    return parts | {'attention': seen.softmax(-1)}
+
+
+def head_maps(attn, q, k, head):
+    """
+    One head over one window. q: (1, H, T, D) scaled queries; k: (1, n_kv_head, T, D). Returns {part: (n, n) map}, a row
+    for each cell of queries, a column for each of keys, later keys left out: of the attention the share that a query
+    gives to all keys of a cell, as a single weight shrinks with the length; of the other parts the mean. And
+    by_distance: the share at distances i - j of 0, 1, 2-3, 4-7 ... tokens, for queries of the second half.
+    """
+    (H, T), position, bare = q.shape[1:3], torch.arange(q.shape[2], device=q.device), copy.deepcopy(attn)
+    bare.bias = bare.dape = None
+    in_cell, edges = F.one_hot(position // -(-T // CELLS)).float(), 2 ** position[:(T - 1).bit_length()]  # (T, n)
+    maps, by_distance, size = 0, torch.zeros(len(edges) + 1, device=q.device), in_cell.sum(0)
+    for rows, end in row_chunks(T, T, H):
+        end = T if attn.dape and attn.dape.cheat else end
+        i, j = position[rows], position[:end]
+        with torch.autocast(q.device.type, enabled=False):
+            parts = parts_of(attn, bare, q[:, :, rows].float(), k[:, :, :end].float(), i, j)
+            values = torch.stack([part[0, head] for part in parts.values()]).masked_fill(later(i, j)[0], 0)
+            maps = maps + in_cell[rows].T @ values @ in_cell[:end]  # sums, (parts, n, n)
+        bins = torch.bucketize(i[:, None] - j, edges, right=True)  # later keys fall into the first, with no attention
+        by_distance.index_add_(0, bins[i >= T // 2].flatten(), values[-1, i >= T // 2].flatten())
+    pairs = (size[:, None] * size).tril() - (size * (size - 1) / 2).diag()  # a cell on the diagonal is half seen
+    maps = {part: x / (size[:, None] if part == 'attention' else pairs) for part, x in zip(parts, maps)}
+    return maps | {'by_distance': by_distance / (T - T // 2)}
+
+
+def measure(model, tokens, layer, head):
+    """One window, (1, T). Returns head_maps() and first_key (n_layer, H), the share of queries of its second half."""
+    T, x, first_key = tokens.shape[1], model.embed(tokens).to(model.norm.weight.dtype), []
+    query_key, i, j = model.where(T, tokens.device)
+    for number, block in enumerate(model.blocks):
+        q, k, v = block.attn.project(block.attn_norm(x), query_key)
+        if number == layer:
+            found = head_maps(block.attn, q, k, head)
+        is_first = torch.zeros_like(v).index_fill(2, i[:1], 1)  # attention over these values is the share itself
+        share = block.attn.attend(q, k, is_first, i, j).view(T, block.attn.n_head, -1)[T // 2:, :, 0]
+        first_key.append(share.float().mean(0) / block.attn.head_gain)
+        x = block(x, query_key, i, j)
+    return found | {'first_key': torch.stack(first_key)}
+
+
+def draw(result, path):
+    """A row for each length, a column with one colour scale for each part; later keys white, a dotted line at L."""
+    rows, L, parts = result['lengths'], result['block_size'], list(result['lengths'][0]['maps'])
+    figure, axes = new_figure(len(rows), len(parts), width=3.4, height=3.3)
+    for part, column in zip(parts, np.reshape(axes, (len(rows), -1)).T):
+        values, shared = [x for row in rows for line in row['maps'][part] for x in line], part == 'attention'
+        # attention spans powers of ten; its scale is the same in every picture, so that two models compare
+        norm, low, high = ('log', 1e-4, 1) if shared else ('linear', *np.percentile(values, [1, 99]))
+        for axis, row in zip(column, rows):
+            lines, T, share = row['maps'][part], row['length'], row['first_key'][result['layer']][result['head']]
+            cells = np.array([line + [np.nan] * (len(lines) - len(line)) for line in lines]).clip(min=low)
+            side = len(lines) * -(-T // CELLS)  # the window may end within the last cell
+            image = axis.imshow(cells, norm=norm, clim=(low, high), extent=(0, side, side, 0), interpolation='nearest')
+            axis.plot([0, min(L, T)], [L, L], color='black', ls=':', lw=1)
+            axis.set(xlim=(0, T), ylim=(T, 0), xlabel='key', ylabel='query',
+                     title=f'{part}, {T:,} tokens' + f'\n{share:.1%} on the first key' * shared)
+            axis.grid(False)
+        figure.colorbar(image, ax=column, location='bottom', label='share of the keys of a cell' if shared else 'mean',
+                        extend='min' if shared else 'both')
+    method = {'none': 'NoPE', 'rope': 'RoPE'}.get(result['position_method'], result['position_method'])
+    method += f' with DAPE 1x{result["dape_kernel"]}' * (result['dape_kernel'] > 0)
+    figure.suptitle(f'{method} {result["label"]}'.strip() + f': layer {result["layer"]}, head {result["head"]}')
+    save_png(figure, path)
+
+
+def main():
+    began, runtime = time.perf_counter(), setup(device, dtype, seed)
+    model, info = checkpoint.load_model(init_from, out_dir, runtime.device, position, rope_scaling, runtime.dtype)
+    name = checkpoint.apply_scale(model, scale, info)
+    name, L, (n_layer, H) = label or name, model.config.block_size, model.head_scale.shape
+    at, sizes = n_layer // 2 if layer is None else layer, [L, 4 * L, 16 * L] if lengths is None else lengths
+    for what, number, n in (('layer', at, n_layer), ('head', head, H)):
+        if not 0 <= number < n:
+            raise ValueError(f'{what} is {number}, but {info["path"]} has {n}. Choose one of 0 to {n - 1}.')
+    if min(sizes, default=0) < 2 or n_samples < 1:
+        raise ValueError(f'lengths is {sizes}, n_samples {n_samples}. Give lengths of 2 tokens or more, and 1 sample.')
+    data_name = checkpoint.dataset_of(info, dataset)
+    sources = [Windows(data_name, split, T, seed) for T in sizes]  # all at once: a text too short shows before the work
+    checkpoint.require_tokenizer(info, sources[0].tokenizer_state, data_name)
+    result = {'stage': 'attention', 'label': name, 'position_method': model.config.position, 'block_size': L,
+              'dape_kernel': model.config.dape_kernel, 'dataset': data_name, 'split': split, 'layer': at, 'head': head,
+              'checkpoint': info['path'], 'weights_digest': info['digest'], 'scale': scale, 'lengths': []}
+    runtime.print('      length   on the first key: this head   mean of its layer   of all heads')
+    for T, source in zip(sizes, sources):
+        windows = torch.from_numpy(source.fixed(n_samples)[:, None, :-1]).to(runtime.device)
+        with torch.no_grad(), runtime.autocast():
+            found = [measure(model, window, at, head) for window in windows]
+        mean = {part: np.mean([one[part].numpy(force=True) for one in found], axis=0) for part in found[0]}
+        share, by_distance = mean.pop('first_key'), mean.pop('by_distance')
+        maps = {part: [[float(f'{x:.3g}') for x in line[:r + 1]] for r, line in enumerate(cells)]  # no later keys
+                for part, cells in mean.items()}
+        result['lengths'].append({'length': T, 'n_windows': len(found), 'first_key': share, 'by_distance': by_distance,
+                                  'maps': maps})
+        runtime.print(f'{T:12,d} {share[at, head]:29.1%} {share[at].mean():19.1%} {share.mean():14.1%}')
+    if runtime.is_main:
+        result |= provenance(settings(globals()), runtime, time.perf_counter() - began)
+        stem = f'{out_dir}/attention{"_" * bool(name)}{name}'
+        save_json(f'{stem}.json', result)
+        draw(json.loads(Path(f'{stem}.json').read_text()), f'{stem}.png')
+        print(f'wrote {stem}.json and .png')
+    runtime.close()
+
+
+if __name__ == '__main__':
+    configure(globals())
+    main()
