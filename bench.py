@@ -7,9 +7,9 @@ $ python bench.py --like="['config/nope_1b.py']" --tasks="['train','scale']"   #
 $ python bench.py --table=time_cost --like="['config/dape/125m.py','config/dape/350m.py']"   # Table 7 of DAPE V2
 $ python bench.py --table=growth                   # time and memory of a training step against the context
 
-Every figure is the median of `rounds` calls. `floor` is the time that the arithmetic alone would take at the rate of a
-large matrix product measured on the same device in the same precision, or in decoding that of reading every weight and
-key once at the measured memory bandwidth. Writes out_dir/NAME.json.
+Every figure is the median of `rounds` calls. The limit is the rate of a large matrix product, measured on the same
+device in the same precision: what the arithmetic alone would take. In decoding it is that of reading every weight and
+key once, at the measured memory bandwidth. Writes out_dir/NAME.json.
 """
 
 import ctypes
@@ -114,17 +114,22 @@ def memory_bandwidth(runtime):
     return x.numel() * 4 / min(medians({'sum': x.sum}, runtime).values())
 
 
-def row(task, works, tokens, floor, runtime):
-    """Print and return the figures of a task: {name: {seconds, tokens_per_second, of_floor, peak_memory}}."""
+def row(task, works, tokens, limit, runtime):
+    """
+    Print and return the figures of a task: {name: {seconds, tokens_per_second, of_limit, peak_memory}}. limit: the
+    seconds that it cannot be faster than, or {name: seconds}.
+    """
     seconds = medians(works, runtime)
-    result = {'task': task, 'tokens': tokens, 'floor_seconds': floor}
+    limits = limit if isinstance(limit, dict) else dict.fromkeys(works, limit)
+    result = {'task': task, 'tokens': tokens, 'limit_seconds': limits}
     for who, work in works.items():
         result[who] = {'seconds': seconds[who], 'tokens_per_second': tokens / seconds[who],
-                       'of_floor': floor / seconds[who], 'peak_memory': peak_memory(work, runtime)}
+                       'of_limit': limits[who] / seconds[who], 'peak_memory': peak_memory(work, runtime)}
         memory = result[who]['peak_memory']
         times = '' if who == 'ours' else f'   ours is {seconds[who] / seconds["ours"]:.2f}x as fast'
+        memory = f' {memory / 1e6:8,.0f} MB' if memory else ''
         print(f'{task:24} {who:14} {seconds[who] * 1e3:10.2f} ms {tokens / seconds[who]:12,.0f} tokens/s '
-              f'{floor / seconds[who]:5.0%} of the floor' + (f' {memory / 1e6:8,.0f} MB' if memory else '') + times)
+              f'{limits[who] / seconds[who]:5.0%} of the limit{memory}{times}')
     return result
 
 
@@ -190,14 +195,19 @@ def train(runtime, ceiling):
 
 
 def scale(runtime, ceiling):
-    """A step of head-scale tuning beside a whole training step, and the ratio that the arithmetic gives."""
+    """
+    A step of head-scale tuning beside a whole training step, and the ratio by arithmetic: attention costs 3.5 times its
+    forward pass where backward computes the scores again, as fused kernels do.
+    """
     model = new_model(runtime, context)
     works = {'ours': our_step(head_scale_only(new_model(runtime, context)), context, runtime),
              'whole step': our_step(model, context, runtime)}
     matmul, attention = model.flops_per_token(context)  # 2P and a
     tokens = batch_size * context
-    wanted = (2 * matmul + 3.5 * attention) / (3 * matmul + 3.5 * attention)
-    result = row('head-scale step', works, tokens, tokens * (2 * matmul + 3.5 * attention) / ceiling, runtime)
+    limits = {'ours': tokens * (2 * matmul + 3.5 * attention) / ceiling,
+              'whole step': tokens * (3 * matmul + 3.5 * attention) / ceiling}
+    wanted = limits['ours'] / limits['whole step']
+    result = row('head-scale step', works, tokens, limits, runtime)
     result['ratio'] = result['ours']['seconds'] / result['whole step']['seconds']
     print(f'{"":24} {result["ratio"]:.2f} of the whole step; arithmetic: (4P + 3.5a) / (6P + 3.5a) = {wanted:.2f}')
     return result | {'ratio_by_arithmetic': wanted}
@@ -259,12 +269,13 @@ def reader(runtime):
     return new_model(runtime, read_context).requires_grad_(False).to(dtype), dtype
 
 
+@torch.no_grad()
 def prefill(runtime, ceiling):
     model, dtype = reader(runtime)
     idx = torch.randint(vocab_size, (1, read_context), device=runtime.device)
     by_column(model)
     works = {'ours': lambda: model(idx, last=1, cache=model.new_cache(1, read_context + n_decode)),
-             'plain pass': lambda: model(idx, last=1)}
+             'plain pass': lambda: model.hidden(idx)}
     if peer:
         llama = new_peer(runtime, read_context).requires_grad_(False).to(dtype)
         works['transformers'] = lambda: llama(idx, use_cache=True, logits_to_keep=1)
@@ -274,6 +285,7 @@ def prefill(runtime, ceiling):
     return row(f'prefill, T = {read_context}', works, read_context, flops / rate, runtime)
 
 
+@torch.no_grad()
 def decode(runtime, ceiling):
     """Tokens one by one, greedy, after read_context; the prompt's pass is not counted."""
     model, dtype = reader(runtime)
@@ -282,7 +294,6 @@ def decode(runtime, ceiling):
     cache = model.new_cache(1, read_context + n_decode)
     first = model(idx, last=1, cache=cache)[:, -1].argmax(-1, keepdim=True)
 
-    @torch.no_grad()
     def ours():
         cache.length, token = read_context, first
         for _ in range(n_decode):
@@ -293,7 +304,6 @@ def decode(runtime, ceiling):
         llama = new_peer(runtime, read_context).requires_grad_(False).to(dtype)
         theirs = llama(idx, use_cache=True, logits_to_keep=1).past_key_values
 
-        @torch.no_grad()
         def transformers():
             if (extra := theirs.get_seq_length() - read_context):
                 theirs.crop(-extra)
@@ -323,22 +333,22 @@ def whole_matrix(model):
 
 def time_cost(runtime, ceiling):
     """Table 7 of DAPE V2: a training step of each position method, and its ratio to that of DAPE 1x3-Kerple."""
-    paper, works = json.loads((ROOT / 'results/papers.json').read_text())['dape_table7'], {}
-    for method, changes in METHODS.items():
-        works[method] = our_step(new_model(runtime, context, **{'dape_kernel': 0} | changes), context, runtime, B=1)
-    matrix = whole_matrix(new_model(runtime, context, position='kerple', dape_kernel=0))
-    works['Kerple, whole matrix'] = our_step(matrix, context, runtime, B=1)
-    seconds = medians(works, runtime)
-    base, rows = seconds['DAPE 1x3-Kerple'], []
+    paper, rows = json.loads((ROOT / 'results/papers.json').read_text())['dape_table7'], []
+    dape = our_step(new_model(runtime, context, **METHODS['DAPE 1x3-Kerple']), context, runtime, B=1)
     print(f'{f"training step, T = {context}, batch 1":32}       ms   ratio to DAPE 1x3-Kerple   in the paper, 350M')
-    for method, s in seconds.items():
+    for method, changes in {**METHODS, 'Kerple, whole matrix': METHODS['Kerple']}.items():  # two models at a time
+        model = new_model(runtime, context, **{'dape_kernel': 0} | changes)
+        model = whole_matrix(model) if 'matrix' in method else model
+        seconds = medians({method: our_step(model, context, runtime, B=1), 'DAPE': dape}, runtime)
         theirs = paper['rows'].get(method, [None])[0]
-        ratio = theirs and theirs / paper['rows']['DAPE 1x3-Kerple'][0]
-        rows.append({'method': method, 'seconds': s, 'ratio': s / base, 'paper_ratio': ratio})
-        print(f'{method:32} {s * 1e3:8.1f} {s / base:26.2f} {f"{ratio:.2f}" if ratio else "":>20}')
-    added = (base - seconds['Kerple']) / n_layer
-    print(f'DAPE 1x3-Kerple takes {base / seconds["Kerple, whole matrix"]:.2f}x Kerple with the whole matrix, '
-          f'{base / seconds["Kerple"]:.2f}x our Kerple: {added * 1e3:.2f} ms more a layer')
+        rows.append({'method': method, 'seconds': seconds[method], 'ratio': seconds[method] / seconds['DAPE'],
+                     'paper_ratio': theirs and theirs / paper['rows']['DAPE 1x3-Kerple'][0]})
+        print(f"{method:32} {rows[-1]['seconds'] * 1e3:8.1f} {rows[-1]['ratio']:26.2f} "
+              + (f"{rows[-1]['paper_ratio']:20.2f}" if theirs else ''))
+    kerple = next(row for row in rows if row['method'] == 'Kerple')
+    added = kerple['seconds'] * (1 / kerple['ratio'] - 1) / n_layer
+    print(f"DAPE 1x3-Kerple takes {1 / rows[-1]['ratio']:.2f}x Kerple with the whole matrix, and "
+          f"{1 / kerple['ratio']:.2f}x our Kerple: {added * 1e3:.2f} ms more a layer")
     return rows
 
 

@@ -18,7 +18,7 @@ import torch
 import huggingface
 from corpus import tokenizer_digest
 from model import ModelConfig, Transformer
-from runtime import save_json, whole, whole_file
+from runtime import save_json, whole_file
 
 
 def weights_digest(state):
@@ -108,6 +108,9 @@ def load_model(init_from, out_dir, device, position=None, rope_scaling=None, dty
     model.load_state_dict(weights, assign=True)
     if model.config.tied:
         model.head.weight = model.embed.weight
+    if dtype != torch.float32:  # once, where autocast would at every use
+        for module in [m for block in model.blocks for m in (block.attn.qkv, block.attn.out, block.mlp)]:
+            module.to(dtype)
     state.pop('optimizer', None)
     return model.to(device).eval().requires_grad_(False), state | {'path': source}
 
@@ -127,9 +130,9 @@ def require_tokenizer(info, tokenizer, dataset):
                          f"{dataset} has {tokenizer['name']}. Prepare the data with the checkpoint's tokenizer.")
 
 
-def model_state(model, tokenizer, step, **more):
-    """The entries of a checkpoint that every stage reads. Call it on every rank, as the model may be sharded."""
-    weights = whole(model.state_dict())
+def model_state(model, tokenizer, step, weights=None, **more):
+    """The entries of a checkpoint that every stage reads. weights: the model's state dict, where it is sharded."""
+    weights = model.state_dict() if weights is None else weights
     return {'model': weights, 'model_config': dataclasses.asdict(model.config), 'tokenizer': tokenizer,
             'digest': weights_digest(weights), 'step': step, **more}
 
@@ -167,14 +170,14 @@ def vectors_from_json(data, path, info):
     return vectors
 
 
-def save_scale(path, info, sets, method, **more):
+def save_scale(path, info, sets, method, by_length=False, **more):
     """
     Write a scale file. sets: {L': vectors by parameter name}, L' being the context in tokens that they are for; info:
-    from load_model().
+    from load_model(). One set is for every pass, unless by_length: then it too leaves those of L tokens alone.
     """
     sets = [{'target_length': length} | vectors_to_json(vectors) for length, vectors in sets.items()]
     save_json(path, {'method': method, 'block_size': info['model_config']['block_size'],
-                     'weights_digest': info['digest'], **(sets[0] if len(sets) == 1 else {'sets': sets}), **more})
+                     'weights_digest': info['digest'], **({'sets': sets} if by_length or len(sets) > 1 else sets[0]), **more})
 
 
 def read_scale_file(path, info):

@@ -39,7 +39,7 @@ scale: float | str | None = None  # softmax scale: a number for all heads, or a 
 tasks = ['arc_challenge', 'arc_easy', 'boolq', 'hellaswag', 'openbookqa', 'piqa', 'winogrande']  # of lm_eval
 task_folder = ''             # more task files, .yaml in lm_eval's form: your own, or the seven with data you have
 limit: int | None = None     # the first so many questions of each task; None: all
-add_bos = False              # start each question with end-of-text, as a document in training; the paper did not
+add_bos = False              # start each question with the start token, as a document in training; the paper did not
 batch_size = 16              # questions read at once, each with all its choices
 label = ''                   # name of the result; empty: the scale's
 # machine

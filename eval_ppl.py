@@ -212,18 +212,20 @@ def evaluate_last(model, tokens, lengths, K, L, batch_tokens, runtime):
     length; and for T > L its Eq. (6), Delta P = P(x[-L:], L) - P(x, L): how much better the last L tokens are read with
     all of x than alone. tokens: (n, max(lengths) + 1) ids.
     """
-    def mean_loss(T, n_scored):
-        part = tokens[:, -T - 1:]
-        return runtime.over_windows(part, batch_tokens, lambda inputs, targets: model(inputs, targets[:, -n_scored:]),
-                                    f'length {T}').mean()
+    def mean_losses(T):
+        """Of the last K and of the last L tokens of windows of T."""
+        def measure(inputs, targets):
+            losses = model(inputs, targets[:, -max(K, L):])
+            return torch.stack([losses[:, -K:].mean(1), losses[:, -L:].mean(1)], dim=1)
+        return runtime.over_windows(tokens[:, -T - 1:], batch_tokens, measure, f'length {T}').mean(0)
 
-    rows, alone = [], mean_loss(L, L) if max(lengths) > L else None
+    rows, alone = [], mean_losses(L)[1] if max(lengths) > L else None
     for T in lengths:
-        loss = mean_loss(T, min(K, T))
+        loss, loss_of_L = mean_losses(T)
         row = {'length': T, 'ppl': math.exp(min(loss, 700)), 'loss': loss, 'windows': len(tokens),
                'scored_tokens': len(tokens) * min(K, T)}
         if T > L:
-            row['delta_p'] = math.exp(min(alone, 700)) - math.exp(min(mean_loss(T, L), 700))
+            row['delta_p'] = math.exp(min(alone, 700)) - math.exp(min(loss_of_L, 700))
             row['reading'] = 'helps' if row['delta_p'] > 0 else 'hurts' if row['delta_p'] < 0 else 'makes no difference'
         rows.append(row)
     return rows
@@ -248,8 +250,9 @@ def draw(result, path):
 
 def main():
     began, runtime = time.perf_counter(), setup(device, dtype, seed)
-    first = init_from if not table else table[0].get('init_from', init_from)
-    model, info = checkpoint.load_model(first, out_dir, runtime.device, position, rope_scaling, runtime.dtype)
+    first = {'init_from': init_from, 'position': position} | (table[0] if table else {})
+    model, info = checkpoint.load_model(first['init_from'], out_dir, runtime.device, first['position'],
+                                        None if table else rope_scaling, runtime.dtype)
     scale_label = checkpoint.apply_scale(model, scale, info)
     name = label or scale_label
     L, data_name = model.config.block_size, checkpoint.dataset_of(info, dataset)

@@ -95,7 +95,7 @@ class Attention(nn.Module):
             y = self.attend_in_rows(q, k, v, i, j)
         else:
             sees_all = T == 1 and i.dim() == 1
-            mask = None if T == S or sees_all else (j[..., None, None, :] <= i[..., None, :, None])
+            mask = None if T == S or sees_all else ~later(i, j)
             y = fused_attention(q, k, v, mask, is_causal=T == S)
         y = (y * self.head_gain[:, None, None]).to(y.dtype)
         return y.transpose(1, 2).reshape(B, T, -1)
@@ -196,6 +196,7 @@ def matrix_attention(q, k, v, mask):
     """
     fused_attention() by its formula, faster in training on a CPU while the scores are few, as the fused kernel's
     backward is slow there: 1.2 to 4 times, the more the shorter the window, compiled and over 128 query rows at a time.
+    Scores have the precision of q and k, as where matrices are multiplied one by one; the fused kernel has float32.
     """
     (B, H, T, D), (n_kv_head, S) = q.shape, k.shape[1:3]
     scores = q.reshape(B, n_kv_head, -1, D) @ k.transpose(-1, -2)  # the queries that share a key, one under the other
@@ -287,7 +288,7 @@ class KVCache:
 
 
 class Transformer(nn.Module):
-    logits_per_chunk = 2 ** 26  # the loss never holds more logits than this at once: 256 MB in float32
+    logits_per_chunk = 2 ** 26  # the loss makes no more float32 logits than this at once: 256 MB
 
     def __init__(self, config):
         super().__init__()
@@ -388,7 +389,8 @@ class Transformer(nn.Module):
 
         rows = max(1, self.logits_per_chunk // self.config.vocab_size)
         chunks = list(zip(x.flatten(0, 1).split(rows), targets.flatten().split(rows)))
-        half = torch.compiler.is_compiling() and torch.is_autocast_enabled(x.device.type)  # no float32 in memory then
+        # compiled in half precision the logits are kept as such, and float32 is only in registers: no need to save
+        half = torch.compiler.is_compiling() and torch.is_autocast_enabled(x.device.type)
         if len(chunks) > 1 and torch.is_grad_enabled() and not half:  # backward computes each chunk's logits again
             losses = [checkpoint(chunk_losses, *chunk, use_reentrant=False) for chunk in chunks]
         else:

@@ -100,7 +100,7 @@ def build_prompt(encoding, length, place, key, protocol):
         raise ValueError(f'a prompt without filler has {len(ids(prompt(0, 0)))} tokens and its answer {answer}: the '
                          f'length {length} is too short. Raise max_length or lower n_lengths.')
     assert whole[:len(prompt_ids)] == prompt_ids, 'the answer changed the tokens of the prompt'
-    alone = ids(TASK + FILLER * before)  # one token may hold the line ends before and of the key line
+    alone = ids(TASK + FILLER * before)  # in the prompt one token may hold the line ends before and of the key line
     return prompt_ids, whole[len(prompt_ids):], len(os.path.commonprefix([prompt_ids, alone]))
 
 

@@ -156,10 +156,10 @@ def keep_freed_memory():
             mallopt(option, 2 ** 30)
 
 
-def compiled(model, runtime, enabled):
-    """torch.compile(model) where it was asked for and can be done; where it cannot, one line says why."""
+def can_compile(runtime, enabled):
+    """True where torch.compile was asked for and can be done; where it cannot, one line says why."""
     if not enabled or runtime.device.type == 'mps':  # torch.compile for mps is young: uncompiled is the safe choice
-        return model
+        return False
     if runtime.device.type == 'cpu':
         compiler = os.environ.get('CXX', 'clang++' if sys.platform == 'darwin' else 'g++')  # as torch chooses it
         header = Path(sysconfig.get_paths()['include'], 'Python.h')
@@ -167,8 +167,22 @@ def compiled(model, runtime, enabled):
                    else 'Python.h (Debian, Ubuntu: apt-get install python3-dev)' if not header.exists() else None)
         if missing:
             runtime.print(f'torch.compile needs {missing}; going on uncompiled, which is slower.')
-            return model
-    return torch.compile(model, dynamic=False)  # once per shape
+            return False
+    torch._dynamo.config.recompile_limit = 64  # of lengths, or models: beyond it a call would silently go uncompiled
+    return True
+
+
+def compiled(model, runtime, enabled):
+    """torch.compile(model), once per shape, or the model as it is where that was not asked for or cannot be done."""
+    return torch.compile(model, dynamic=False) if can_compile(runtime, enabled) else model
+
+
+def learning_rate_at(step, peak, floor, warmup, decay):
+    """Linear warm-up, then a cosine from peak to floor that ends at step `decay`."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    share = min(1.0, (step - warmup) / max(1, decay - warmup))
+    return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * share))
 
 
 def sharded(model, runtime, compile):
@@ -178,20 +192,24 @@ def sharded(model, runtime, compile):
     """
     warnings.filterwarnings('ignore', message='.*returned a view tensor')  # nobody changes the losses in place
     mesh = init_device_mesh(runtime.device.type, (runtime.world_size,))
+    by_blocks = can_compile(runtime, compile)
     for block in model.blocks:
-        if compiled(block, runtime, compile) is not block:
+        if by_blocks:
             block.compile(dynamic=False)
         fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 
-def whole(state):
-    """A state dict whose sharded tensors are put together again, in CPU memory. Call it on every rank."""
+def unsharded(state):
+    """A state dict whose sharded tensors the first rank puts together in CPU memory. Call it on every rank."""
     if isinstance(state, dict):
-        return {name: whole(value) for name, value in state.items()}
+        return {name: unsharded(value) for name, value in state.items()}
     if isinstance(state, list):
-        return [whole(value) for value in state]
-    return state.full_tensor().cpu() if isinstance(state, DTensor) else state
+        return [unsharded(value) for value in state]
+    if not isinstance(state, DTensor):
+        return state
+    tensor = state.full_tensor()  # all ranks take part; the others need not keep it
+    return tensor.cpu() if dist.get_rank() == 0 else None
 
 
 def load_sharded(optimizer, state):

@@ -39,7 +39,9 @@ def main():
     start = torch.tensor([ids], device=runtime.device)
     generator = torch.Generator(runtime.device).manual_seed(seed)
     for i in range(n_samples):
-        tokens, shown = ids[1:], ''
+        tokens = ids[1:]
+        text = shown = encoding.decode_bytes(tokens).decode(errors='replace')
+        print(shown, end='', flush=True)
         with runtime.autocast():
             for token in generate(model, start, max_new_tokens, temperature, top_k, top_p, encoding.eot_token,
                                   generator, runtime.dtype):

@@ -28,6 +28,7 @@ from model import ModelConfig, Transformer
 from runtime import (
     clock,
     compiled,
+    learning_rate_at,
     load_sharded,
     matmul_flops,
     new_figure,
@@ -35,7 +36,7 @@ from runtime import (
     save_png,
     setup,
     sharded,
-    whole,
+    unsharded,
     write_text,
 )
 
@@ -87,14 +88,6 @@ MODEL_SETTINGS = ('position', 'rope_scaling', 'rope_base', 'dape_kernel', 'dape_
                   'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'n_hidden', 'block_size')
 
 
-def learning_rate_at(step, peak, floor, warmup, decay):
-    """Linear warm-up, then a cosine from peak to floor that ends at step `decay`."""
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    share = min(1.0, (step - warmup) / max(1, decay - warmup))
-    return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * share))
-
-
 def rank_batch(windows, step, batch_size, runtime):
     """This rank's rows of the global batch: inputs and targets, each (batch_size / ranks, block_size)."""
     share = batch_size // runtime.world_size
@@ -135,10 +128,9 @@ def check_settings(runtime):
                          f'{runtime.world_size} ranks. Change one of them.')
 
 
-    if fsdp and (runtime.world_size == 1 or position == 't5'):
-        raise ValueError('fsdp splits a model over the ranks of torchrun; not that of t5, whose layers share a table. '
-                         'Start it with torchrun --nproc_per_node=N, or without --fsdp=True.')
-
+    if fsdp and runtime.world_size == 1:
+        raise ValueError('fsdp splits a model over the ranks of torchrun. Start it with torchrun --nproc_per_node=N, '
+                         'or without --fsdp=True.')
 
 def resume_differences(old, new):
     """Refuse to resume into another model; return the names of other settings that changed since."""
@@ -154,8 +146,10 @@ def finetune_position(config):
     """What our settings change in the position method of a model that is given, whose config this is."""
     L = config['rope_length'] or config['block_size']
     change = {'position': position or config['position'], 'rope_length': L}
-    if rope_scaling is not None:
+    if rope_scaling:
         change['rope_scaling'] = rope_scaling if ':' in rope_scaling else f'{rope_scaling}:{block_size / L:g}'
+    elif rope_scaling == '' or change['position'] != 'rope':
+        change['rope_scaling'] = ''
     return change
 
 
@@ -178,7 +172,10 @@ def main():
     train_windows, val_windows = (Windows(dataset, split, block_size, seed) for split in ('train', 'val'))
     val_tokens = val_windows.fixed(eval_windows)
     if fsdp:  # its ranks go through each pass together
-        val_tokens = val_tokens[:max(1, len(val_tokens) // runtime.world_size) * runtime.world_size]
+        val_tokens = val_tokens[:len(val_tokens) // runtime.world_size * runtime.world_size]
+        if not len(val_tokens):
+            raise ValueError(f'fsdp needs a validation window for each of {runtime.world_size} ranks. Raise '
+                             'eval_windows, lower block_size, or take a dataset with a longer val split.')
     tokenizer = train_windows.tokenizer_state
     run_settings |= {'position': position or 'none', 'rope_scaling': rope_scaling or ''}
 
@@ -209,6 +206,9 @@ def main():
         runtime.print('dape_cheat: this model sees the tokens that it is to predict; its losses mean nothing')
 
     raw_model = model
+    if fsdp and model.config.position in ('t5', 'fire'):
+        raise ValueError(f'fsdp cannot split position {model.config.position}: PyTorch shards neither a table that all '
+                         'layers share nor a single number. Train it without --fsdp=True.')
     model = sharded(model, runtime, compile) if fsdp else model.to(runtime.device)
     weights = [p for p in model.parameters() if p.requires_grad]  # all but the head scales
     optimizer = torch.optim.AdamW(weights, lr=learning_rate, betas=(beta1, beta2), weight_decay=weight_decay,
@@ -221,7 +221,8 @@ def main():
         step, best_val_loss = state['step'], state['best_val_loss']
     state = None  # the file's copy of weights and optimizer
 
-    # 4 bytes each for a weight and its two Adam moments, in two files, and a third while one is being replaced
+    # 4 bytes each for a weight and its two Adam moments: last.pt and its successor while it is written; best.pt and
+    # each kept step have the weights alone
     checkpoint.require_space(out_dir, 4 * model.n_params() * (2 * 3 + 1 + len(keep_steps)))
     log_path = Path(out_dir, 'log.jsonl')
     if runtime.is_main:
@@ -261,10 +262,10 @@ def main():
                 wandb_run.log(row, step=row['step'])
 
     def save_checkpoint(name, **more):
-        state = checkpoint.model_state(raw_model, tokenizer, step, best_val_loss=best_val_loss, settings=run_settings,
-                                       **more)
+        weights = unsharded(raw_model.state_dict())
         if runtime.is_main:
-            checkpoint.save(Path(out_dir, name), **state)
+            checkpoint.save(Path(out_dir, name), **checkpoint.model_state(
+                raw_model, tokenizer, step, weights, best_val_loss=best_val_loss, settings=run_settings, **more))
 
     def stop_run(what):
         last_path = Path(out_dir, 'last.pt')
@@ -272,9 +273,10 @@ def main():
         raise ValueError(f'{what}. {good} with a lower learning_rate or grad_clip.')
 
     def save_last():
-        if not all(bool(weight.isfinite().all()) for weight in weights):
+        finite = [weight.isfinite().all() for weight in weights]
+        if not all(flag.full_tensor() if fsdp else flag for flag in finite):  # every rank must see every shard's
             stop_run(f'a weight became infinite or not a number at step {step}')
-        save_checkpoint('last.pt', optimizer=whole(optimizer.state_dict()), scaler=scaler.state_dict())
+        save_checkpoint('last.pt', optimizer=unsharded(optimizer.state_dict()), scaler=scaler.state_dict())
 
     losses = []  # of the steps since the last log line, still on the device: reading them would stall it
 
@@ -297,9 +299,7 @@ def main():
             group['lr'] = lr
         step_loss = torch.zeros((), device=runtime.device)
         for i, (mx, my) in enumerate(zip(x.split(micro_batch_size), y.split(micro_batch_size))):
-            if fsdp:  # average gradients over ranks only once a step
-                model.set_requires_gradient_sync(i == n_micro - 1)
-            elif runtime.world_size > 1:
+            if runtime.world_size > 1 and not fsdp:  # average gradients over ranks only once a step
                 model.require_backward_grad_sync = i == n_micro - 1
             with runtime.autocast():
                 loss = model(mx, my).mean() / n_micro

@@ -26,7 +26,17 @@ import torch
 import checkpoint
 from configurator import configure, settings
 from corpus import Windows
-from runtime import Progress, bin_means, compiled, new_figure, provenance, running_mean, save_png, setup
+from runtime import (
+    Progress,
+    bin_means,
+    compiled,
+    learning_rate_at,
+    new_figure,
+    provenance,
+    running_mean,
+    save_png,
+    setup,
+)
 
 # what to tune
 out_dir = 'out/demo/nope'    # the run to read; the scale file goes there too
@@ -56,7 +66,7 @@ batch_size = 8               # sequences of target_length in one step, over all 
 micro_batch_size = 8         # sequences at once on one device; lower it when memory runs out
 beta1 = 0.9
 beta2 = 0.95
-grad_clip = 1.0              # global norm
+grad_clip = 1.0              # global norm; 0 for none
 checkpoint_activations = False  # recompute activations in backward: less memory for long targets
 seed = 314                   # of the tuning data's order: another than pretraining's
 # machine
@@ -202,9 +212,8 @@ def tune_vectors(model, windows, runtime):
     share = batch_size // runtime.world_size
     rows = slice(runtime.rank * share, (runtime.rank + 1) * share)
     for step in range(max_iters):
-        warm, p = (step + 1) / max(1, warmup_iters), (step - warmup_iters) / max(1, max_iters - warmup_iters)
         for group in optimizer.param_groups:
-            group['lr'] = group['peak'] * min(warm, 0.1 + 0.45 * (1 + math.cos(math.pi * max(0.0, p))))
+            group['lr'] = learning_rate_at(step, group['peak'], 0.1 * group['peak'], warmup_iters, max_iters)
         tokens = torch.from_numpy(windows.batch(step, batch_size, rows)).to(runtime.device)
         step_loss = torch.zeros((), device=runtime.device)
         for micro in tokens.split(micro_batch_size):
@@ -215,8 +224,9 @@ def tune_vectors(model, windows, runtime):
         if runtime.world_size > 1:  # n_layer x n_head numbers: a plain sum over ranks will do
             for tensor in [step_loss, *(p.grad for p in parameters)]:
                 torch.distributed.all_reduce(tensor)
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(parameters, grad_clip)
+        if grad_clip:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(parameters, grad_clip)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
@@ -274,9 +284,9 @@ def main():
     L, data_name = model.config.block_size, checkpoint.dataset_of(info, dataset)
     goals = sorted(target_lengths) if method == 'head' else []
     target = goals[-1] if goals else target_length or (8 if method == 'uniform' else 4) * L
-    if min([target, *goals]) < L:
+    if min([target, *goals]) < L + (method == 'uniform'):
         raise ValueError(f'target_length is {min([target, *goals])} but the checkpoint was trained at block_size {L}. '
-                         f'Choose {L} or more.')
+                         'Choose a longer one.')
     if method not in ('uniform', 'head'):
         raise ValueError(f"method is '{method}'. Choose uniform or head.")
     if method == 'head' and batch_size % runtime.world_size:
@@ -313,7 +323,8 @@ def main():
         fitted = {T: {name: torch.full_like(p, 1 + a * math.log(T / L)) for name, p in sets[target].items()}
                   for T in search['lengths'] if T > L}
         if runtime.is_main and fitted:
-            checkpoint.save_scale(Path(out_dir, 'scale_uniform_fit.json'), info, fitted, 'uniform fit', fit_a=a)
+            path = Path(out_dir, 'scale_uniform_fit.json')
+            checkpoint.save_scale(path, info, fitted, 'uniform fit', by_length=True, fit_a=a)
         stem, draw = 'scale_uniform', draw_uniform
     else:
         tuned = {name: p for name, (p, _) in vectors_to_tune(model).items()}
@@ -342,7 +353,7 @@ def main():
     if runtime.is_main:
         path = Path(out_dir, f'{stem}{"_" * bool(label)}{label}.json')
         more |= provenance(settings(globals()), runtime, time.perf_counter() - began)
-        checkpoint.save_scale(path, info, sets, method, **more)
+        checkpoint.save_scale(path, info, sets, method, by_length=bool(goals), **more)
         draw(json.loads(path.read_text()), path.with_suffix('.png'))
         print(f'wrote {path} and .png')
     runtime.close()

@@ -244,6 +244,10 @@ def test_sample_prints_the_prompt_and_goes_on(tiny_run):
     assert 10 + 10 < len(one) <= 10 + 40  # of 40 bytes; some may be bytes of one character
 
 
+def test_no_new_tokens_leave_the_prompt(tiny_run):
+    assert stage('sample', f'--out_dir={tiny_run}', '--prompt=def f', '--max_new_tokens=0')[0] == 'def f\n'
+
+
 def test_characters_of_several_bytes_are_printed_whole_and_broken_ones_marked(tmp_path):
     encoding, broken = get_tokenizer('bytes'), '東'.encode()[:2]
     recited = 'Zoë→🙂'.encode() + broken + b'a' + 'ʼn'.encode()[:1]  # broken inside, and at the end

@@ -26,6 +26,7 @@ import checkpoint
 import train
 from configurator import run_config
 from corpus import format_ranks, get_tokenizer, write_corpus
+from runtime import learning_rate_at
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = TINY | dict(batch_size=4, micro_batch_size=4, max_iters=12, eval_interval=3, eval_windows=4, log_interval=5,
@@ -152,7 +153,7 @@ def plain(runs):
 # ----------------------------------------------------------------------------- what it computes and writes
 
 def test_learning_rate_warms_up_to_its_peak_and_falls_to_its_floor():
-    schedule = [train.learning_rate_at(step, 1.0, 0.1, warmup=4, decay=24) for step in range(30)]
+    schedule = [learning_rate_at(step, 1.0, 0.1, warmup=4, decay=24) for step in range(30)]
     assert schedule[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert schedule[9] == pytest.approx(0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2)  # a quarter of the cosine: cos 45 deg
     assert schedule[14] == pytest.approx(0.55)  # half of it
@@ -161,14 +162,14 @@ def test_learning_rate_warms_up_to_its_peak_and_falls_to_its_floor():
 
 
 def test_learning_rate_without_warm_up_starts_at_its_peak():
-    assert train.learning_rate_at(0, 1.0, 0.1, warmup=0, decay=10) == 1.0
-    assert train.learning_rate_at(10, 1.0, 0.1, warmup=10, decay=10) == 1.0  # no room for a cosine
+    assert learning_rate_at(0, 1.0, 0.1, warmup=0, decay=10) == 1.0
+    assert learning_rate_at(10, 1.0, 0.1, warmup=10, decay=10) == 1.0  # no room for a cosine
 
 
 def test_the_papers_model_still_learns_at_99_7_percent_of_its_peak_when_it_stops():
     """Section 4.1: TinyLlama's schedule over 3T tokens, stopped after 50K steps of 2M."""
     c = run_config('config/nope_1b.py')
-    last = train.learning_rate_at(c['max_iters'], c['learning_rate'], c['min_lr'], c['warmup_iters'],
+    last = learning_rate_at(c['max_iters'], c['learning_rate'], c['min_lr'], c['warmup_iters'],
                                   c['lr_decay_iters'])
     assert round(last / c['learning_rate'], 3) == 0.997
     assert c['max_iters'] * c['batch_size'] * c['block_size'] == 50_000 * 2 ** 21
@@ -441,6 +442,9 @@ def test_fine_tuning_extends_rope_by_the_ratio_of_the_lengths_and_resumes(runs):
     again = runs.train('yarn_again', init_from=whole / 'last.pt', rope_scaling='pi:2.5', block_size=64, max_iters=1)
     config = checkpoint.load(again / 'last.pt')['model_config']
     assert (config['rope_scaling'], config['rope_length'], config['block_size']) == ('pi:2.5', 32, 64)
+    for name, changes in ('without_yarn', {'rope_scaling': ''}), ('nope_of_yarn', {'position': 'none'}):
+        other = runs.train(name, init_from=whole / 'last.pt', max_iters=1, **changes)
+        assert checkpoint.load(other / 'last.pt')['model_config']['rope_scaling'] == ''
 
 
 def test_fine_tuning_nope_with_an_extension_of_rope_is_refused(runs, plain):

@@ -58,7 +58,7 @@ def adamw_by_hand(model, windows, scale, recipe):
         loss = plain_losses(model, torch.from_numpy(windows.batch(step, r['batch_size'])), scale).mean()
         g, = torch.autograd.grad(loss, scale)
         scale = scale.detach()
-        g = g * min(1, r['grad_clip'] / g.norm())
+        g = g * min(1, (r['grad_clip'] or math.inf) / g.norm())  # 0 for none, as in train.py
         m = r['beta1'] * m + (1 - r['beta1']) * g
         v = r['beta2'] * v + (1 - r['beta2']) * g * g
         if step < r['warmup_iters']:
@@ -74,7 +74,7 @@ def adamw_by_hand(model, windows, scale, recipe):
     return scale, losses
 
 
-@pytest.mark.parametrize('changes', [dict(), dict(min_scale=None), dict(grad_clip=1e-3, beta1=0.5, beta2=0.5),
+@pytest.mark.parametrize('changes', [dict(), dict(min_scale=None), dict(grad_clip=1e-3, beta1=0.5, beta2=0.5), dict(grad_clip=0.0),
                                      dict(micro_batch_size=4, max_iters=1), dict(checkpoint_activations=True)], ids=str)
 def test_tuning_equals_adamw_written_by_hand(cpu, recipe, model, corpus_dir, changes):
     recipe(**changes)
@@ -294,6 +294,18 @@ def test_fit_is_written_as_sets_too(tuned):
         np.testing.assert_allclose(one['head_scale'], np.full((2, 4), expected), atol=1e-5)
 
 
+def test_a_single_set_by_length_too_leaves_passes_of_L_tokens_as_they_were_trained(tuned, tmp_path):
+    out_dir, _, _ = tuned
+    stage('tune_scale', *arguments(tmp_path, *HEAD, f'--init_from={out_dir}/last.pt', '--init_scale=1.5',
+                                   '--target_lengths=[64]'))
+    model, info = checkpoint.load_model('last', out_dir, 'cpu')
+    plain = model(torch.arange(32)[None])
+    checkpoint.apply_scale(model, str(tmp_path / 'scale_sets.json'), info)
+    assert torch.equal(model(torch.arange(32)[None]), plain)
+    model(torch.arange(64)[None])
+    assert (model.head_scale != 1).all()
+
+
 def test_start_is_interpolated_in_ln_of_the_length(tuned, tmp_path):
     out_dir, _, _ = tuned
     info = checkpoint.load_model('last', out_dir, 'cpu')[1]
@@ -365,6 +377,7 @@ def test_compared_checkpoint_of_the_same_step_does_not_replace_the_first(tuned, 
     (['--method=head', '--init_scale=best'], "init_scale is 'best'"),
     (['--method=head', '--init_scale=1.2', '--target_length=16'], 'target_length is 16 but'),
     (['--method=uniform', '--target_length=31'], 'target_length is 31 but'),
+    (['--method=uniform', '--target_length=32'], 'target_length is 32 but'),  # no position lies beyond L
     (['--method=layer'], "method is 'layer'"),
     (['--method=uniform', '--candidates=[1.0,0.0]'], 'candidate 0.0'),
     (['--method=uniform', '--candidate_range=[2.0,1.0,0.1]'], 'candidate_range'),
