@@ -1,7 +1,6 @@
 """
-What one attention head sees, in pictures: its scores, the position bias, what DAPE adds and the attention itself, in
-windows of several lengths. Figures 8-22 (Appendix K) of "DAPE V2"; and, as that speaks of an attention sink, the share
-of attention that every head gives to the first key.
+What one attention head sees, in pictures: its scores, the position bias, what DAPE adds and the attention itself, by
+length: Figures 8-22 of "DAPE V2"; and how much each head attends to the first key, the sink that Appendix K speaks of.
 
 $ python attention.py                                                   # the demo model, windows of L, 4L and 16L
 $ python attention.py --out_dir=out/dape --layer=6 --head=3 --lengths=[512,2048,8192]
@@ -16,13 +15,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 import checkpoint
 from configurator import configure, settings
 from corpus import Windows
 from model import row_chunks
-from position import later
 from runtime import new_figure, provenance, save_json, save_png, setup
 
 out_dir = 'out/demo/nope'    # the run to read; results go there too
@@ -44,47 +41,42 @@ seed = 1337
 CELLS = 64  # a map has at most 64 x 64 cells: the JSON of three lengths stays below 300 KB
 
 
-def parts_of(attn, bare, q, k, i, j):
-    """
-    What a layer's attention is made of, {part: (1, H, T, S)}, where it has it; values at later keys mean nothing. attn:
-    the layer; bare: the same without its bias and DAPE; the others: as in Attention.scores. score: q.k / sqrt(D) with
-    the head scale, and what CoPE or Transformer-XL add; bias: B; dape: f([S; B]) of Eq. (3), the paper's third column;
-    attention: the softmax of their sum (of score + dape where the model has no dape_residual).
-    """
-    score, seen = bare.scores(q, k, i, j), attn.scores(q, k, i, j)
-    parts = {'score': score} | ({'bias': attn.bias(i, j).expand(score.shape)} if attn.bias else {})
-    if attn.dape:
-        parts['dape'] = seen - score - (parts.get('bias', 0) if attn.dape.residual else 0)
-    return parts | {'attention': seen.softmax(-1)}
-
-
 def head_maps(attn, q, k, head):
     """
-    One head over one window. q: (1, H, T, D) scaled queries; k: (1, n_kv_head, T, D). Returns {part: (n, n) map}, a row
-    for each cell of queries, a column for each of keys, later keys left out: of the attention the share that a query
-    gives to all keys of a cell, as a single weight shrinks with the length; of the other parts the mean. And
-    by_distance: the share at distances i - j of 0, 1, 2-3, 4-7 ... tokens, for queries of the second half.
+    What one head's attention over a window is made of. q: (1, H, T, D) scaled queries; k: (1, n_kv_head, T, D). Returns
+    {part: (n, n) map} of what the layer has: score, q.k / sqrt(D) and what CoPE or Transformer-XL add; bias, B; dape,
+    f([S; B]) of Eq. (3); attention, after softmax. A row for each cell of queries, a column for one of keys: the mean
+    over keys j <= i, but of attention the sum over a cell's keys, as a single weight shrinks with T. Also by_distance,
+    (bins,): the share that queries of the second half give to keys at distances i - j of 0, 1, 2-3, 4-7 ... tokens.
     """
     (H, T), position, bare = q.shape[1:3], torch.arange(q.shape[2], device=q.device), copy.deepcopy(attn)
     bare.bias = bare.dape = None
-    in_cell, edges = F.one_hot(position // -(-T // CELLS)).float(), 2 ** position[:(T - 1).bit_length()]  # (T, n)
-    maps, by_distance, size = 0, torch.zeros(len(edges) + 1, device=q.device), in_cell.sum(0)
+    in_cell = torch.nn.functional.one_hot(position // -(-T // CELLS)).float()  # (T, n)
+    edges, size, maps, by_distance = 2 ** position[:(T - 1).bit_length()], in_cell.sum(0), 0, 0
     for rows, end in row_chunks(T, T, H):
         end = T if attn.dape and attn.dape.cheat else end
         i, j = position[rows], position[:end]
         with torch.autocast(q.device.type, enabled=False):
-            parts = parts_of(attn, bare, q[:, :, rows].float(), k[:, :, :end].float(), i, j)
-            values = torch.stack([part[0, head] for part in parts.values()]).masked_fill(later(i, j)[0], 0)
-            maps = maps + in_cell[rows].T @ values @ in_cell[:end]  # sums, (parts, n, n)
+            these = q[:, :, rows].float(), k[:, :, :end].float(), i, j
+            score, seen = bare.scores(*these)[0, head], attn.scores(*these)[0, head]  # (rows, end)
+            parts = {'score': score} | ({'bias': attn.bias(i, j)[head]} if attn.bias else {})
+            if attn.dape:
+                parts['dape'] = seen - score - (parts.get('bias', 0) if attn.dape.residual else 0)
+            parts['attention'] = seen.softmax(-1)
+            values = torch.stack(list(parts.values())).masked_fill(j > i[:, None], 0)
+            maps += in_cell[rows].T @ values @ in_cell[:end]  # sums, (parts, n, n)
         bins = torch.bucketize(i[:, None] - j, edges, right=True)  # later keys fall into the first, with no attention
-        by_distance.index_add_(0, bins[i >= T // 2].flatten(), values[-1, i >= T // 2].flatten())
+        by_distance += torch.bincount(bins.flatten(), (values[-1] * (i >= T // 2)[:, None]).flatten(), len(edges) + 1)
     pairs = (size[:, None] * size).tril() - (size * (size - 1) / 2).diag()  # a cell on the diagonal is half seen
     maps = {part: x / (size[:, None] if part == 'attention' else pairs) for part, x in zip(parts, maps)}
     return maps | {'by_distance': by_distance / (T - T // 2)}
 
 
 def measure(model, tokens, layer, head):
-    """One window, (1, T). Returns head_maps() and first_key (n_layer, H), the share of queries of its second half."""
+    """
+    A pass over one window, tokens: (1, T). Returns head_maps() of one head, and first_key (n_layer, H): how much of its
+    attention each head gives to the window's first key, a mean over the queries of the second half.
+    """
     T, x, first_key = tokens.shape[1], model.embed(tokens).to(model.norm.weight.dtype), []
     query_key, i, j = model.where(T, tokens.device)
     for number, block in enumerate(model.blocks):
@@ -109,16 +101,12 @@ def draw(result, path):
         for axis, row in zip(column, rows):
             lines, T, share = row['maps'][part], row['length'], row['first_key'][result['layer']][result['head']]
             cells = np.array([line + [np.nan] * (len(lines) - len(line)) for line in lines]).clip(min=low)
-            side = len(lines) * -(-T // CELLS)  # the window may end within the last cell
-            image = axis.imshow(cells, norm=norm, clim=(low, high), extent=(0, side, side, 0), interpolation='nearest')
-            axis.plot([0, min(L, T)], [L, L], color='black', ls=':', lw=1)
-            axis.set(xlim=(0, T), ylim=(T, 0), xlabel='key', ylabel='query',
-                     title=f'{part}, {T:,} tokens' + f'\n{share:.1%} on the first key' * shared)
+            image = axis.imshow(cells, norm=norm, clim=(low, high), extent=(0, T, T, 0), interpolation='nearest')
+            axis.plot([0, min(L, T)], [min(L, T)] * 2, color='black', ls=':', lw=1)
             axis.grid(False)
-        figure.colorbar(image, ax=column, location='bottom', label='share of the keys of a cell' if shared else 'mean',
-                        extend='min' if shared else 'both')
-    method = {'none': 'NoPE', 'rope': 'RoPE'}.get(result['position_method'], result['position_method'])
-    method += f' with DAPE 1x{result["dape_kernel"]}' * (result['dape_kernel'] > 0)
+            axis.set(xlabel='key', ylabel='query', title=f'{part}, {T} tokens' + f'\n{share:.1%} on first key' * shared)
+        figure.colorbar(image, ax=column, location='bottom', label='share of a cell' if shared else 'mean of a cell')
+    method = result['position_method'].replace('none', 'NoPE').replace('rope', 'RoPE') + ' + DAPE' * ('dape' in parts)
     figure.suptitle(f'{method} {result["label"]}'.strip() + f': layer {result["layer"]}, head {result["head"]}')
     save_png(figure, path)
 
@@ -138,24 +126,20 @@ def main():
     sources = [Windows(data_name, split, T, seed) for T in sizes]  # all at once: a text too short shows before the work
     checkpoint.require_tokenizer(info, sources[0].tokenizer_state, data_name)
     result = {'stage': 'attention', 'label': name, 'position_method': model.config.position, 'block_size': L,
-              'dape_kernel': model.config.dape_kernel, 'dataset': data_name, 'split': split, 'layer': at, 'head': head,
-              'checkpoint': info['path'], 'weights_digest': info['digest'], 'scale': scale, 'lengths': []}
-    runtime.print('      length   on the first key: this head   mean of its layer   of all heads')
+              'dape_kernel': model.config.dape_kernel, 'dataset': data_name, 'checkpoint': info['path'],
+              'weights_digest': info['digest'], 'layer': at, 'head': head, 'lengths': []}
     for T, source in zip(sizes, sources):
         windows = torch.from_numpy(source.fixed(n_samples)[:, None, :-1]).to(runtime.device)
         with torch.no_grad(), runtime.autocast():
             found = [measure(model, window, at, head) for window in windows]
         mean = {part: np.mean([one[part].numpy(force=True) for one in found], axis=0) for part in found[0]}
-        share, by_distance = mean.pop('first_key'), mean.pop('by_distance')
-        maps = {part: [[float(f'{x:.3g}') for x in line[:r + 1]] for r, line in enumerate(cells)]  # no later keys
-                for part, cells in mean.items()}
-        result['lengths'].append({'length': T, 'n_windows': len(found), 'first_key': share, 'by_distance': by_distance,
-                                  'maps': maps})
-        runtime.print(f'{T:12,d} {share[at, head]:29.1%} {share[at].mean():19.1%} {share.mean():14.1%}')
+        share, near = mean.pop('first_key'), mean.pop('by_distance')
+        maps = {part: [[float(f'{x:.3g}') for x in row[:r + 1]] for r, row in enumerate(m)] for part, m in mean.items()}
+        result['lengths'].append(dict(length=T, n_windows=len(found), first_key=share, by_distance=near, maps=maps))
+        runtime.print(f'{T:8,d} tokens: {share[at, head]:.1%} on the first key; mean of all heads {share.mean():.1%}')
     if runtime.is_main:
-        result |= provenance(settings(globals()), runtime, time.perf_counter() - began)
         stem = f'{out_dir}/attention{"_" * bool(name)}{name}'
-        save_json(f'{stem}.json', result)
+        save_json(f'{stem}.json', result | provenance(settings(globals()), runtime, time.perf_counter() - began))
         draw(json.loads(Path(f'{stem}.json').read_text()), f'{stem}.png')
         print(f'wrote {stem}.json and .png')
     runtime.close()

@@ -105,6 +105,9 @@ def load_model(init_from, out_dir, device, position=None, rope_scaling=None, dty
         weights = {name: weight.float() for name, weight in weights.items()}
     with torch.device('meta'):
         model = Transformer(ModelConfig(**config))
+    if missing := [name for name in model.state_dict() if name not in weights]:
+        raise ValueError(f'{source} has no {missing[0]}: position {model.config.position} has weights of its own, and '
+                         'it was trained without. Leave --position out.')
     model.load_state_dict(weights, assign=True)
     if model.config.tied:
         model.head.weight = model.embed.weight
@@ -176,8 +179,9 @@ def save_scale(path, info, sets, method, by_length=False, **more):
     from load_model(). One set is for every pass, unless by_length: then it too leaves those of L tokens alone.
     """
     sets = [{'target_length': length} | vectors_to_json(vectors) for length, vectors in sets.items()]
+    sets = {'sets': sets} if by_length or len(sets) > 1 else sets[0]
     save_json(path, {'method': method, 'block_size': info['model_config']['block_size'],
-                     'weights_digest': info['digest'], **({'sets': sets} if by_length or len(sets) > 1 else sets[0]), **more})
+                     'weights_digest': info['digest'], **sets, **more})
 
 
 def read_scale_file(path, info):

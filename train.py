@@ -3,7 +3,7 @@ Train a transformer without position encoding (NoPE), or a twin with another pos
 one at another length. Sections 4.1 and 4.2 of "Length Generalization of Causal Transformers without Position
 Encoding"; the recipe is TinyLlama's.
 
-$ python train.py                                        # the demo model: 0.9M parameters on a laptop, minutes
+$ python train.py                                        # the demo model: 0.85M parameters on a laptop, minutes
 $ python train.py config/demo_rope.py                    # its twin with RoPE
 $ python train.py --init_from=resume                     # go on after a stop: to the last bit as if never stopped
 $ python train.py config/finetune.py config/yarn.py --init_from=out/demo/rope/last.pt --out_dir=out/demo/rope_yarn

@@ -74,8 +74,9 @@ def adamw_by_hand(model, windows, scale, recipe):
     return scale, losses
 
 
-@pytest.mark.parametrize('changes', [dict(), dict(min_scale=None), dict(grad_clip=1e-3, beta1=0.5, beta2=0.5), dict(grad_clip=0.0),
-                                     dict(micro_batch_size=4, max_iters=1), dict(checkpoint_activations=True)], ids=str)
+@pytest.mark.parametrize('changes', [dict(), dict(min_scale=None), dict(grad_clip=1e-3, beta1=0.5, beta2=0.5),
+                                     dict(grad_clip=0.0), dict(micro_batch_size=4, max_iters=1),
+                                     dict(checkpoint_activations=True)], ids=str)
 def test_tuning_equals_adamw_written_by_hand(cpu, recipe, model, corpus_dir, changes):
     recipe(**changes)
     windows = Windows(str(corpus_dir), 'train', 64, 5)
