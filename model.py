@@ -180,25 +180,27 @@ def row_chunks(T, S, n_maps):
 
 def fused_attention(q, k, v, mask=None, is_causal=False):
     """Softmax attention with grouped queries, (B, H, T, D). mask: (1 or B, 1 or H, T, S), to add, or what is seen."""
-    T, few = q.shape[2], q[..., 0].numel() * k.shape[2] <= 2 ** 26
-    if q.device.type == 'cpu' and torch.is_grad_enabled() and few:
-        if is_causal:
-            i, blocks = torch.arange(T), [(start, min(start + 128, T)) for start in range(0, T, 128)]
-            return torch.cat([matrix_attention(q[:, :, start:end], k[:, :, :end], v[:, :, :end],
-                                               i[:end] <= i[start:end, None]) for start, end in blocks], dim=2)
-        if mask is not None:
-            return matrix_attention(q, k, v, mask)
+    few = q[..., 0].numel() * k.shape[2] <= 2 ** 26
+    if q.device.type == 'cpu' and torch.is_grad_enabled() and few and (is_causal or mask is not None):
+        return matrix_attention(q, k, v, mask)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal,
                                           enable_gqa=q.shape[1] != k.shape[1])
 
 
 def matrix_attention(q, k, v, mask):
     """
-    fused_attention() by its formula, faster in training on a CPU while the scores are few, as the fused kernel's
-    backward is slow there: 1.2 to 4 times, the more the shorter the window, compiled and over 128 query rows at a time.
-    Scores have the precision of q and k, as where matrices are multiplied one by one; the fused kernel has float32.
+    fused_attention() by its formula; mask None: causal. In training on a CPU, compiled and while the scores are few, it
+    is 1.2 to 4 times as fast as the fused kernel, whose backward is slow there. Scores have the precision of q and k,
+    as where matrices are multiplied one by one; the fused kernel has float32.
     """
     (B, H, T, D), (n_kv_head, S) = q.shape, k.shape[1:3]
+    if mask is None:  # 128 query rows at a time, each time without the keys after the last of them
+        y, i = [], torch.arange(T)
+        for start in range(0, T, 128):
+            end = min(start + 128, T)
+            seen = i[:end] <= i[start:end, None]
+            y.append(matrix_attention(q[:, :, start:end], k[:, :, :end], v[:, :, :end], seen))
+        return torch.cat(y, dim=2)
     scores = q.reshape(B, n_kv_head, -1, D) @ k.transpose(-1, -2)  # the queries that share a key, one under the other
     scores = scores.view(B, H, T, S).to(torch.promote_types(q.dtype, torch.float32)) / math.sqrt(D)
     scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask

@@ -10,7 +10,6 @@ Writes out_dir/passkey[_LABEL].json and .png; what is answered so far is in .jso
 """
 
 import json
-import os
 import time
 from pathlib import Path
 
@@ -100,8 +99,10 @@ def build_prompt(encoding, length, place, key, protocol):
         raise ValueError(f'a prompt without filler has {len(ids(prompt(0, 0)))} tokens and its answer {answer}: the '
                          f'length {length} is too short. Raise max_length or lower n_lengths.')
     assert whole[:len(prompt_ids)] == prompt_ids, 'the answer changed the tokens of the prompt'
-    alone = ids(TASK + FILLER * before)  # in the prompt one token may hold the line ends before and of the key line
-    return prompt_ids, whole[len(prompt_ids):], len(os.path.commonprefix([prompt_ids, alone]))
+    start, alone = 0, ids(TASK + FILLER * before)
+    while start < len(alone) and prompt_ids[start] == alone[start]:  # one token may hold line ends of both
+        start += 1
+    return prompt_ids, whole[len(prompt_ids):], start
 
 
 def draw(result, path):

@@ -20,11 +20,9 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 
-ROOT = Path(__file__).resolve().parent
+from errors import ROOT
+
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 
 
@@ -190,6 +188,8 @@ def sharded(model, runtime, compile):
     Split weights, gradients and optimizer state over the ranks (FSDP): a block's weights are whole only while it runs.
     They stay float32, head scales too; autocast lowers the products. Blocks are compiled one by one.
     """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard  # here, as it takes a second to import
     warnings.filterwarnings('ignore', message='.*returned a view tensor')  # nobody changes the losses in place
     mesh = init_device_mesh(runtime.device.type, (runtime.world_size,))
     by_blocks = can_compile(runtime, compile)
@@ -206,7 +206,7 @@ def unsharded(state):
         return {name: unsharded(value) for name, value in state.items()}
     if isinstance(state, list):
         return [unsharded(value) for value in state]
-    if not isinstance(state, DTensor):
+    if not hasattr(state, 'full_tensor'):  # a plain tensor or number
         return state
     tensor = state.full_tensor()  # all ranks take part; the others need not keep it
     return tensor.cpu() if dist.get_rank() == 0 else None
@@ -217,7 +217,8 @@ def load_sharded(optimizer, state):
     weights = [p for group in optimizer.param_groups for p in group['params']]
     for i, moments in state['state'].items():
         p = weights[i]
-        if isinstance(p, DTensor):
+        if hasattr(p, 'device_mesh'):
+            from torch.distributed.tensor import distribute_tensor
             moments.update({name: distribute_tensor(x.to(p.device), p.device_mesh, p.placements)
                             for name, x in moments.items() if x.shape == p.shape})
     optimizer.load_state_dict(state)
