@@ -20,7 +20,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch._dynamo.utils import counters
 
 from configurator import configure, run_config, settings
 from generate import by_column
@@ -75,14 +74,14 @@ def medians(works, runtime):
     times = {name: [] for name in works}
     for turn in range(rounds + 2):
         if turn == 2:
-            graphs = counters['stats']['unique_graphs']
+            graphs = torch._dynamo.utils.counters['stats']['unique_graphs']
         for name, work in works.items():
             synchronize(runtime.device)
             start = time.perf_counter()
             work()
             synchronize(runtime.device)
             times[name].append(time.perf_counter() - start)
-    if counters['stats']['unique_graphs'] > graphs:
+    if torch._dynamo.utils.counters['stats']['unique_graphs'] > graphs:
         raise RuntimeError('a graph was compiled again after the warm-up')
     return {name: statistics.median(seconds[2:]) for name, seconds in times.items()}
 

@@ -1,6 +1,6 @@
 """
-nanoGPT's configurator, strict. The settings of a stage are the lower-case names that its file assigns before the first
-def or class; they are plain module globals. A stage calls configure(globals()) just before main().
+nanoGPT's configurator, strict. The settings of a stage are the lower-case globals of its file that are values, such as
+`max_iters = 200`. A stage calls configure(globals()) just before main().
 
 $ python STAGE.py [config/FILE.py ...] [--key=value ...]   # files in their order, then keys; --help lists the settings
 
@@ -10,6 +10,7 @@ A config file is code and runs as code, in a namespace of its own; its helper va
 import ast
 import contextlib
 import difflib
+import re
 import runpy
 import sys
 import types
@@ -19,22 +20,9 @@ from errors import ROOT, report
 
 
 def settings(scope):
-    """The settings of a stage and their values now, {name: value} in source order. scope: the stage's globals()."""
-    return {name: scope[name] for name in declared(scope)[0]}
-
-
-def declared(scope):
-    """{setting: its type, from the annotation or else the default}, and the lines of the file that assign them."""
-    source, kinds, lines, end = Path(scope['__file__']).read_text(encoding='utf-8'), {}, [], 0
-    for node in ast.parse(source).body:
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            break
-        name = getattr(getattr(node, 'target', None) or getattr(node, 'targets', [None])[0], 'id', '_')
-        if name.islower() and name[0] != '_':
-            kinds[name] = scope.get('__annotations__', {}).get(name, type(scope[name]))
-            lines += source.splitlines()[end:node.end_lineno]  # with the comments above
-        end = node.end_lineno
-    return kinds, lines
+    """The settings of a stage or config file and their values now, {name: value} in source order. scope: globals()."""
+    return {name: value for name, value in scope.items() if name.islower() and name[0] != '_'
+            and not callable(value) and not isinstance(value, types.ModuleType)}
 
 
 def fit(value, kind):
@@ -55,11 +43,9 @@ def run_config(name):
     if path is None:
         raise FileNotFoundError(f'{name} is neither in {Path.cwd()} nor in {ROOT}. Check the name of the config file.')
     try:
-        names = runpy.run_path(str(path))
+        return settings(runpy.run_path(str(path)))
     except Exception as error:
         raise ValueError(f'{name} stopped with {type(error).__name__}: {error}. Correct the file.') from error
-    return {key: value for key, value in names.items() if key.islower() and key[0] != '_'
-            and not callable(value) and not isinstance(value, types.ModuleType)}
 
 
 def configure(scope):
@@ -68,9 +54,11 @@ def configure(scope):
     Raises ValueError or FileNotFoundError naming the file or key that is wrong.
     """
     sys.excepthook = report
-    stage, (known, lines), found = Path(scope['__file__']).name, declared(scope), []
-    if {'-h', '--help'} & set(sys.argv):
-        print((scope['__doc__'] or '').strip(), '\n'.join(lines).strip('\n'), sep='\n\n')
+    stage, known, found = Path(scope['__file__']), settings(scope), []
+    if {'-h', '--help'} & set(sys.argv):  # the file's docstring, and the lines that assign settings with their comments
+        source = stage.read_text(encoding='utf-8')
+        block = re.search(r'(?ms)^(#[^\n]*\n)*[a-z]\w*(:[^\n]+)? = .*?(?=^[A-Z_]|^# -{20}|^def |^class |^@|^if |\Z)', source)
+        print((scope['__doc__'] or '').strip(), block[0].strip() if block else '', sep='\n\n')
         sys.exit()
     for argument in sorted(sys.argv[1:], key=lambda argument: '=' in argument):  # files before keys
         name, equals, text = argument.partition('=')
@@ -83,17 +71,17 @@ def configure(scope):
         elif argument.endswith('.py'):
             found += [(argument, name, [value]) for name, value in run_config(argument).items()]
         else:
-            raise ValueError(f"{stage} cannot use '{argument}'. It takes config/FILE.py and --key=value.")
+            raise ValueError(f"{stage.name} cannot use '{argument}'. It takes config/FILE.py and --key=value.")
     for where, name, values in found:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            raise ValueError(f"{where} sets '{name}', which {stage} does not have. "
+            raise ValueError(f"{where} sets '{name}', which {stage.name} does not have. "
                              + (f"Did you mean '{near[0]}'?" if near else '--help lists its settings.'))
+        kind = scope.get('__annotations__', {}).get(name, type(known[name]))
         for value in values:
             with contextlib.suppress(TypeError):
-                scope[name] = fit(value, known[name])
+                scope[name] = fit(value, kind)
                 break
         else:
-            kind = known[name].__name__ if isinstance(known[name], type) else known[name]
-            wants = 'True or False' if kind == 'bool' else f'of type {kind}'
+            wants = 'True or False' if kind is bool else f'of type {kind.__name__ if isinstance(kind, type) else kind}'
             raise ValueError(f"{where} sets '{name}' to {values[0]!r}, but it must be {wants}.")

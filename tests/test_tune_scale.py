@@ -18,7 +18,7 @@ from torch.distributed.run import get_args_parser
 
 import checkpoint
 import tune_scale
-from configurator import declared
+from configurator import settings
 from corpus import Windows
 from tune_scale import first_scale, fit_scale, search_uniform, tune_vectors
 
@@ -353,7 +353,7 @@ def test_two_ranks_tune_the_same_scales_as_one(tuned):
 
 def test_every_setting_can_be_given_under_torchrun():
     refused = []
-    for name in declared(vars(tune_scale))[0]:
+    for name in settings(vars(tune_scale)):
         with contextlib.redirect_stderr(io.StringIO()):
             try:  # torchrun reads what follows the script too, and stops where it could be two of its own options
                 get_args_parser().parse_args(['tune_scale.py', f'--{name}=1'])
