@@ -57,7 +57,7 @@ def configure(scope):
     stage, known, found = Path(scope['__file__']), settings(scope), []
     if {'-h', '--help'} & set(sys.argv):  # the file's docstring, and the lines that assign settings with their comments
         source = stage.read_text(encoding='utf-8')
-        block = re.search(r'(?ms)^(#[^\n]*\n)*[a-z]\w*(:[^\n]+)? = .*?(?=^([A-Z_@]|# -{20}|def |class |if )|\Z)', source)
+        block = re.search(r'(?ms)^(#[^\n]*\n)*[a-z]\w*(:[^\n]+)? = .*?(?=^([A-Z_@]|# -{9}|def |class |if )|\Z)', source)
         print((scope['__doc__'] or '').strip(), block[0].strip() if block else '', sep='\n\n')
         sys.exit()
     for argument in sorted(sys.argv[1:], key=lambda argument: '=' in argument):  # files before keys
