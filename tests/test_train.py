@@ -472,7 +472,7 @@ def test_no_checkpoint_is_promised_where_the_loss_explodes_before_the_first(runs
 
 def test_a_validation_loss_too_large_for_a_perplexity_is_no_crash(runs):
     """exp(710) is more than a float holds; the loss itself is finite."""
-    settings = dict(learning_rate=10, min_lr=10, warmup_iters=0, eval_interval=1)
+    settings = dict(learning_rate=20, min_lr=20, warmup_iters=0, eval_interval=1)
     status, _, err = runs.finish('huge', runs.start('huge', **settings))
     assert status == 0 or one_line(err)
     assert max(log_rows(runs.folder / 'huge', 'val_loss').values()) > 710
