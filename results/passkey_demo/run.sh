@@ -11,9 +11,13 @@ python tune_scale.py --out_dir=$nope --method=uniform --target_length=2048 --n_s
 python tune_scale.py --out_dir=$nope --target_length=1024 --max_iters=100 --n_samples=16
 python tune_scale.py --out_dir=$nope --target_length=1024 --dataset=passkey_long --init_scale=1.2 --learning_rate=0.05 \
     --max_iters=60 --n_samples=8 --label=long
+for lr in 0.01 0.003; do
+    python tune_scale.py --out_dir=$nope --target_length=1024 --dataset=passkey_long --init_scale=1.2 --learning_rate=$lr \
+        --max_iters=60 --n_samples=4 --label=long_lr$lr
+done
 options='--max_length=2048 --n_lengths=8 --n_keys=5'
 python passkey.py --out_dir=out/passkey/rope $options
 python passkey.py --out_dir=$nope $options
-for scale in 1.2 $nope/scale_head_1024.json $nope/scale_head_1024_long.json; do
+for scale in 1.2 $nope/scale_head_1024{,_long,_long_lr0.01,_long_lr0.003}.json; do
     python passkey.py --out_dir=$nope $options --scale=$scale
 done
