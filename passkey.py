@@ -99,8 +99,11 @@ def build_prompt(encoding, length, place, key, protocol):
         raise ValueError(f'a prompt without filler has {len(ids(prompt(0, 0)))} tokens and its answer {answer}: the '
                          f'length {length} is too short. Raise max_length or lower n_lengths.')
     assert whole[:len(prompt_ids)] == prompt_ids, 'the answer changed the tokens of the prompt'
-    start, alone = 0, ids(TASK + FILLER * before)
-    while start < len(alone) and prompt_ids[start] == alone[start]:  # one token may hold line ends of both
+    ahead, start = TASK + FILLER * before, 1
+    alone = ids(ahead)
+    while start < len(alone) and prompt_ids[start] == alone[start]:  # the line may change the last tokens ahead of it
+        start += 1
+    while len(encoding.decode_bytes(prompt_ids[1:start + 1])) <= len(ahead.encode()):
         start += 1
     return prompt_ids, whole[len(prompt_ids):], start
 

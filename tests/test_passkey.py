@@ -4,6 +4,7 @@ Passkey prompts, counted token by token, and the stage as run.
 $ python -m pytest tests/test_passkey.py
 """
 
+import email.message
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,7 +26,7 @@ from passkey import FILLER, QUESTION, TASK, build_prompt, draw_places
 def encoding(request, tmp_path_factory):
     if request.param == 'bytes':
         return get_tokenizer('bytes')
-    text = (ROOT / 'README.md').read_text(encoding='utf-8')
+    text = Path(email.message.__file__).read_text(encoding='utf-8')
     return train_bpe([text, TASK, FILLER * 3, QUESTION], 600, tmp_path_factory.mktemp('bpe') / 'small.tiktoken')
 
 
@@ -36,14 +38,13 @@ def test_prompts_are_at_most_as_long_as_asked_and_within_one_filler_of_it(encodi
     filler = len(encoding.encode_ordinary(FILLER))
     for length, _, place, key in draw_places(lengths_of(encoding), 5, 2, seed=1):
         prompt, answer, _ = build_prompt(encoding, length, place, key, 'exact')
-        assert length - filler < len(prompt) + len(answer) <= length
         text = encoding.decode(prompt[1:] + answer)
+        longer = len(encoding.encode_ordinary(text.replace(QUESTION, FILLER + QUESTION))) + 1  # a filler more
+        assert len(prompt) + len(answer) <= length < longer <= len(prompt) + len(answer) + filler + 3
         assert prompt[0] == encoding.eot_token and [*encoding.encode_ordinary(text)] == prompt[1:] + answer
         assert text.startswith(TASK) and text.endswith(f'{QUESTION} {key}')
-        fillers = text.count(FILLER)
         assert text.replace(FILLER, '') == f'{TASK}\nThe pass key is {key}. Remember it. {key} is the pass key.\n' + (
             f'{QUESTION} {key}')
-        assert len(encoding.encode_ordinary(text.replace(FILLER, FILLER * 2, 1))) + 1 > length or fillers == 0
 
 
 def test_key_stands_at_the_asked_place_or_less_than_a_filler_before(encoding):
@@ -55,7 +56,8 @@ def test_key_stands_at_the_asked_place_or_less_than_a_filler_before(encoding):
         line = text.index('\nThe pass key is')
         assert len(encoding.decode(prompt[1:start])) <= line < len(encoding.decode(prompt[1:start + 1]))
         room = length - len(answer) - len(encoding.encode_ordinary(text[text.index('\nThe pass key is'):])) % filler
-        assert place - filler < start <= max(place, task) or place > room - 2 * filler  # or at the end, with no room
+        after = start + 1  # the token that it starts in may hold the end of the text before it
+        assert place - filler < after <= max(place, task) + 1 or place > room - 2 * filler  # or at the end
 
 
 def test_keys_have_five_digits_and_places_and_keys_follow_the_seed_as_released():
