@@ -48,7 +48,7 @@ label = ''                   # name of the result; empty: the scale's
 # rows: {'name': ..., 'init_from': FILE, 'scale': ..., 'position': ..., 'rope_scaling': ..., 'paper': row of Table 2},
 # all but the first two optional. A list of scales or extensions of RoPE is a grid, of which the best at each length is
 # shown; rows of one name are seeds of one model, of which the mean and standard deviation are shown
-table: list[dict] = []       # sliding: run these rows instead of the one model above
+table: list[dict] = []       # sliding, last: run these rows instead of the one model above
 # machine
 device = 'auto'              # auto, cpu, cuda, mps
 dtype = 'auto'               # auto, float32, bfloat16, float16
@@ -128,10 +128,11 @@ def open_data(info):
     return data
 
 
-def evaluate_row(row, sizes, S, runtime):
+def evaluate_row(row, measure, runtime):
     """
-    A row of the table, and for a grid each of its variants. Returns the row with `ppl`, one a length (the least of the
-    grid's), what gave them, `best`, and the single variant that is best in the mean of the losses, `best_single`.
+    A row of the table, and for a grid each of its variants, by `measure(model, info)`. Returns the row with `ppl`, one
+    a length (the least of the grid's), what gave them, `best`, and the single variant that is best in the mean of the
+    losses, `best_single`.
     """
     grid = [row[key] if isinstance(row.get(key), list) else [row.get(key)] for key in ('scale', 'rope_scaling')]
     tried, tokens = {}, 0
@@ -139,7 +140,7 @@ def evaluate_row(row, sizes, S, runtime):
         model, info = checkpoint.load_model(row['init_from'], out_dir, runtime.device, row.get('position'), scaling,
                                             runtime.dtype)
         label = checkpoint.apply_scale(model, one_scale, info)
-        rows = evaluate_sliding(model, open_data(info), sizes, S, rule, max_windows, batch_tokens, runtime)
+        rows = measure(model, info)
         tried[label or 'plain'] = [r['loss'] for r in rows]
         made = info['settings']
         if made.get('init_from', 'scratch') != 'scratch':
@@ -148,9 +149,11 @@ def evaluate_row(row, sizes, S, runtime):
             tokens = json.loads(Path(one_scale).read_text()).get('tuning_tokens', 0)
     losses = np.array(list(tried.values()))
     names = np.array(list(tried))
+    if len(tried) == 1 and 'delta_p' in rows[-1]:
+        row = row | {'delta_p': [r.get('delta_p') for r in rows]}
     return row | {'tuning_tokens': tokens, 'ppl': np.exp(losses.min(0).clip(max=700)), 'losses': tried,
                   'best': names[losses.argmin(0)].tolist(), 'best_single': names[losses.mean(1).argmin()].item(),
-                  'windows': rows[0]['windows'], 'documents': rows[0]['documents']}
+                  'windows': rows[0]['windows']}
 
 
 def merge_seeds(rows):
@@ -165,19 +168,23 @@ def merge_seeds(rows):
 
 
 def print_table(rows, sizes, runtime):
-    """The rows in Table 2's layout, beside the paper's on PG19 where it has them."""
-    paper = json.loads((ROOT / 'results/papers.json').read_text())['nope_table2']['rows']
+    """The rows by length, beside those of the paper: Table 2 on PG19, or DAPE V2's Tables 4 and 9 on Books3."""
+    name, columns = {'sliding': ('nope_table2', ['2K', '4K', '8K', '16K']),
+                     'last': ('dape_table9', [128, 256, 512, 1024, 2048, 4096, 8192])}[protocol]
+    paper = json.loads((ROOT / 'results/papers.json').read_text())[name]['rows']
     width = max(len(row['name']) for row in rows)
-    runtime.print(f'{"":{width}}     tokens' + ''.join(f'{T:>14}' for T in sizes) + '   paper: 2K     4K     8K    16K')
+    runtime.print(f'{"":{width}}     tokens' + ''.join(f'{T:>14}' for T in sizes) + '   paper:'
+                  + ''.join(f'{T:>7}' for T in columns))
     for row in rows:
         cells = [f'{ppl:.2f}' if ppl < 1000 else '>10^3' for ppl in row['ppl']]
         if 'sd' in row:
             cells = [f'{cell} ± {sd:.2f}' for cell, sd in zip(cells, row['sd'])]
-        theirs = ''.join(f'{ppl:7.1f}' if ppl < 1000 else '  >10^3' for ppl in paper.get(row.get('paper'), [])[:4])
+        theirs = ''.join(f'{ppl:7.1f}' if ppl < 1000 else '  >10^3'
+                         for ppl in paper.get(row.get('paper'), [])[:len(columns)])
         note = f"   {', '.join(row['best'])}" if len(row['losses']) > 1 else ''
         tokens = f"{row['tuning_tokens'] / 1e6:.1f}M" if row['tuning_tokens'] else '-'
         cells = ''.join(f'{cell:>14}' for cell in cells)
-        runtime.print(f"{row['name']:{width}} {tokens:>10}{cells}       {theirs:28}{note}".rstrip())
+        runtime.print(f"{row['name']:{width}} {tokens:>10}{cells}         {theirs}{note}".rstrip())
 
 
 def draw_table(result, path):
@@ -257,6 +264,10 @@ def main():
     name = label or scale_label
     L, data_name = model.config.block_size, checkpoint.dataset_of(info, dataset)
     sizes = sorted(lengths or [L, 2 * L, 4 * L, 8 * L])
+    if protocol not in ('sliding', 'position', 'last'):
+        raise ValueError(f"protocol is '{protocol}'. Choose sliding, position or last.")
+    if table and protocol == 'position':
+        raise ValueError('a table is of sliding or last windows. Run --protocol=position on one model at a time.')
     result = {'stage': 'eval_ppl', 'protocol': protocol, 'label': name, 'position_method': model.config.position,
               'block_size': L, 'dataset': data_name, 'split': split, 'checkpoint': info['path'],
               'weights_digest': info['digest'], 'scale': scale}
@@ -267,27 +278,37 @@ def main():
         if not 0 < S < sizes[0]:
             raise ValueError(f'stride is {S}; it must be at least 1 and below the shortest length, {sizes[0]}.')
         result |= {'rule': rule, 'stride': S, 'lengths': sizes}
-        if table:
-            result['rows'] = merge_seeds([evaluate_row(row, sizes, S, runtime) for row in table])
-            print_table(result['rows'], sizes, runtime)
-        else:
-            data = open_data(info)
-            result['rows'] = evaluate_sliding(model, data, sizes, S, rule, max_windows, batch_tokens, runtime)
-            runtime.print('  length        ppl      loss   windows   scored tokens   documents')
-            for r in result['rows']:
-                runtime.print(f"{r['length']:8d} {r['ppl']:10.3f} {r['loss']:9.4f} {r['windows']:9,d} "
-                              f"{r['scored_tokens']:15,d} {r['documents']:11,d}")
+
+        def measure(model, info):
+            return evaluate_sliding(model, open_data(info), sizes, S, rule, max_windows, batch_tokens, runtime)
     elif protocol == 'last':
-        windows = Windows(data_name, split, sizes[-1], seed)
-        checkpoint.require_tokenizer(info, windows.tokenizer_state, data_name)
         K = last or min(256, L)
-        result['rows'] = evaluate_last(model, windows.fixed(n_samples, spacing=K), sizes, K, L, batch_tokens, runtime)
-        result |= {'last': K, 'samples': result['rows'][0]['windows']}
+        result |= {'last': K, 'lengths': sizes}
+
+        def measure(model, info):
+            name = checkpoint.dataset_of(info, dataset)
+            windows = Windows(name, split, sizes[-1], seed)
+            checkpoint.require_tokenizer(info, windows.tokenizer_state, name)
+            samples = windows.fixed(n_samples, spacing=K)
+            return evaluate_last(model, samples, sizes, K, model.config.block_size, batch_tokens, runtime)
+
+    if table:
+        result['rows'] = merge_seeds([evaluate_row(row, measure, runtime) for row in table])
+        print_table(result['rows'], sizes, runtime)
+    elif protocol == 'sliding':
+        result['rows'] = measure(model, info)
+        runtime.print('  length        ppl      loss   windows   scored tokens   documents')
+        for r in result['rows']:
+            runtime.print(f"{r['length']:8d} {r['ppl']:10.3f} {r['loss']:9.4f} {r['windows']:9,d} "
+                          f"{r['scored_tokens']:15,d} {r['documents']:11,d}")
+    elif protocol == 'last':
+        result['rows'] = measure(model, info)
+        result['samples'] = result['rows'][0]['windows']
         runtime.print(f'  length   ppl of the last {K}    Delta P of the last {L}: the context before them')
         for r in result['rows']:
             delta = f"{r['delta_p']:+20.3f}   {r['reading']}" if 'delta_p' in r else ''
             runtime.print(f"{r['length']:8d} {r['ppl']:19.3f} {delta}")
-    elif protocol == 'position':
+    else:
         n_last = last or 64
         windows = Windows(data_name, split, sizes[-1], seed)
         checkpoint.require_tokenizer(info, windows.tokenizer_state, data_name)
@@ -309,8 +330,6 @@ def main():
         positions, binned = bin_means(losses.mean(0), L // 16)
         result |= {'rows': rows, 'last': n_last, 'samples': len(losses), 'scored_tokens': losses.size,
                    'position': positions, 'loss': binned, 'loss_at_by_window': {str(T): v for T, v in at.items()}}
-    else:
-        raise ValueError(f"protocol is '{protocol}'. Choose sliding, position or last.")
     kind = 'table' if table else protocol * (protocol != 'sliding')
     stem = '_'.join(part for part in ('eval_ppl', kind, name) if part)
     if runtime.is_main:

@@ -251,8 +251,9 @@ class DAPE(nn.Module):
         super().__init__()
         H, self.kernel = config.n_head, config.dape_kernel
         self.residual, self.cheat = config.dape_residual, config.dape_cheat
-        self.first = nn.Conv2d(2 * H if has_bias else H, config.dape_width, (1, self.kernel))
-        self.second = nn.Conv2d(config.dape_width, H, (1, self.kernel))
+        k = self.kernel // 2
+        self.first = nn.Conv2d(2 * H if has_bias else H, config.dape_width, (1, self.kernel), padding=(0, 2 * k))
+        self.second = nn.Conv2d(config.dape_width, H, (1, self.kernel), padding=(0, k))
 
     def forward(self, scores, bias, i, j):
         """scores: (B, H, T, S); bias: (H, T, S), (B, H, T, S) or None; i, j: positions. Returns (B, H, T, S)."""
@@ -262,6 +263,6 @@ class DAPE(nn.Module):
             x = torch.cat((scores, bias.expand(scores.shape)), dim=1)        # (B, 2H, T, S)
         if not self.cheat:
             x = x.masked_fill(later(i, j), 0)
-        x = self.first(nn.functional.pad(x, (pad, 2 * pad)))                 # (B, width, T, S + pad)
-        x = self.second(nn.functional.pad(nn.functional.leaky_relu(x), (pad, 0)))
+        x = nn.functional.leaky_relu(self.first(x)[..., pad:])               # (B, width, T, S + pad)
+        x = self.second(x)[..., :scores.shape[-1]]
         return scores + x if bias is None or not self.residual else scores + bias + x

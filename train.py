@@ -16,6 +16,7 @@ import json
 import math
 import signal
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -126,11 +127,10 @@ def check_settings(runtime):
     if batch_size % (micro_batch_size * runtime.world_size):
         raise ValueError(f'batch_size {batch_size} must be a multiple of micro_batch_size {micro_batch_size} x '
                          f'{runtime.world_size} ranks. Change one of them.')
-
-
     if fsdp and runtime.world_size == 1:
         raise ValueError('fsdp splits a model over the ranks of torchrun. Start it with torchrun --nproc_per_node=N, '
                          'or without --fsdp=True.')
+
 
 def resume_differences(old, new):
     """Refuse to resume into another model; return the names of other settings that changed since."""
@@ -194,6 +194,7 @@ def main():
         if run_settings['init_from'] != 'scratch':  # a model that was given has the sizes it has
             if init_from != 'resume':
                 config |= finetune_position(state['model_config'])
+            config = asdict(ModelConfig(**config))
             run_settings |= {name: config[name] for name in MODEL_SETTINGS}
             runtime.print('the model is as in', path, *(f'{name}={config[name]}' for name in MODEL_SETTINGS))
         if init_from == 'resume':

@@ -1,0 +1,25 @@
+# The position methods of DAPE V2 on long books at small size: 0.9M parameters, bytes, L = 128, 4M tokens each, one seed.
+# Run it from the project's root, after  python data/books/prepare.py FOLDER. A run that was stopped goes on; trained
+# models are skipped. About 5 minutes for each method on one CPU core, 12 where there is DAPE.
+set -e
+train() {
+    out=out/dape/$1; shift
+    test -f $out/loss.png && return
+    test -f $out/last.pt && set -- "$@" --init_from=resume
+    python train.py config/dape/small.py --out_dir=$out "$@"
+}
+train kerple --position=kerple
+train kerple_1x3 --position=kerple --dape_kernel=3
+train none
+train rope --position=rope
+train kerple_1x1 --position=kerple --dape_kernel=1
+train alibi --position=alibi
+train t5 --position=t5
+train fire --position=fire
+train none_1x3 --dape_kernel=3
+train rope_1x3 --position=rope --dape_kernel=3
+train xl --position=xl
+train cope --position=cope
+train none_1x1 --dape_kernel=1
+train rope_1x1 --position=rope --dape_kernel=1
+python eval_ppl.py config/dape/table_small.py
