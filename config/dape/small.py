@@ -1,4 +1,4 @@
-# A DAPE study on two CPU cores: 0.9M parameters on long books, L = 128, 4M bytes for each method
+# A DAPE study on two CPU cores: 0.9M parameters on long books, L = 128, 3M bytes for each method
 # python data/books/prepare.py FOLDER && python train.py config/dape/small.py --position=kerple --dape_kernel=3 \
 #     --out_dir=out/dape/small_1x3
 dataset = 'books'
@@ -11,4 +11,4 @@ n_embd = 128
 n_hidden = 384
 learning_rate = 2e-3
 min_lr = 2e-4
-max_iters = 2000
+max_iters = 1500

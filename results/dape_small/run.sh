@@ -1,6 +1,6 @@
-# The position methods of DAPE V2 on long books at small size: 0.9M parameters, bytes, L = 128, 4M tokens each, one seed.
+# The position methods of DAPE V2 on long books at small size: 0.9M parameters, bytes, L = 128, 3M tokens each, one seed.
 # Run it from the project's root, after  python data/books/prepare.py FOLDER. A run that was stopped goes on; trained
-# models are skipped. About 5 minutes for each method on one CPU core, 12 where there is DAPE.
+# models are skipped. About 4 minutes for each method on one CPU core, 10 where there is DAPE.
 set -e
 train() {
     out=out/dape/$1; shift
