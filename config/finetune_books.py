@@ -1,5 +1,5 @@
 # Fine-tune the 5M RoPE model of the books study at 4L with as many tokens as its twin's vectors are tuned with
-init_from = 'out/books/rope/last.pt'
+init_from = 'out/books/1337/rope/last.pt'
 dataset = 'books'
 block_size = 1024
 batch_size = 8

@@ -1,0 +1,38 @@
+# The study on long books at 5M parameters, in Table 2's layout: first the commands in results/books/run.sh
+# python eval_ppl.py config/table_books.py
+from pathlib import Path as _Path
+
+out_dir = 'out/books'
+lengths = [256, 512, 1024, 2048]  # tuned at 1024
+stride = 64
+max_windows = 64
+batch_tokens = 32768
+table = []
+
+
+def _rows(name, run, seeds=(1337, 1338, 1339), scale_file=None, **more):
+    """A row for each seed whose model and scale file are there."""
+    for seed in seeds:
+        row = {'name': name, 'init_from': f'out/books/{seed}/{run}/last.pt'} | more
+        if scale_file:
+            row['scale'] = f'out/books/{seed}/none/{scale_file}'
+        if _Path(row['init_from']).exists() and (not scale_file or _Path(row['scale']).exists()):
+            table.append(row)
+
+
+_rows('RoPE', 'rope', paper='RoPE')
+_rows('NoPE', 'none', paper='NoPE')
+for _kind, _paper in (('pi', ''), ('dynamic_ntk', 'RoPE NTK zero-shot'), ('yarn', 'RoPE YaRN zero-shot')):
+    _rows(f'RoPE, {_kind} zero-shot', 'rope', [1337], rope_scaling=[f'{_kind}:{_s}' for _s in (2, 4, 8)], paper=_paper)
+_rows('RoPE, PI fair', 'pi', paper='RoPE PI fair 8K')
+_rows('RoPE, YaRN fair', 'yarn', paper='RoPE YaRN fair 8K')
+_rows('NoPE, uniform scale (grid)', 'none', scale=[1.2, 1.4, 1.6, 1.8, 2.0])
+_rows('NoPE, uniform scale by the fit', 'none', scale_file='scale_uniform_fit.json')
+_rows('NoPE, scale', 'none', scale_file='scale_head_1024_scale.json', paper='NoPE head scale 8K')
+_rows('NoPE, scale, at 5L', 'none', [1337], scale_file='scale_head_1280.json')
+_rows('NoPE, scale, at 8L', 'none', [1337], scale_file='scale_head_2048.json', paper='NoPE head scale 18K')
+_rows('NoPE, scale, sets for 2L, 4L, 8L', 'none', [1337], scale_file='scale_sets.json')
+for _vectors in ('scale,out', 'norm', 'scale,out,norm'):
+    _rows(f'NoPE, {_vectors}', 'none', scale_file=f'scale_head_1024_{_vectors}.json')
+for _lr in ('1e-4', '4e-4', '1e-3'):
+    _rows(f'NoPE, every weight, lr {_lr}', f'full_{_lr}')

@@ -1,0 +1,26 @@
+# The study on long books: 5M parameters, bytes, L = 256, seeds 1337, 1338 and 1339 (SEEDS=1337 for one: about two hours
+# on one CPU core). Every method is tuned with the same 150 steps of 8 windows of 4L = 1,024 tokens. Run it from the
+# project's root, after  python data/books/prepare.py FOLDER. What is there already is not made again.
+set -e
+tune() { test -f $out/none/$1 || { shift; python tune_scale.py --out_dir=$out/none --n_samples=16 "$@"; }; }
+train() { test -f $out/$1/loss.png || { run=$out/$1; shift; python train.py "$@" --out_dir=$run; }; }
+for seed in ${SEEDS:-1337 1338 1339}; do
+    out=out/books/$seed
+    train none config/books_nope.py --seed=$seed
+    train rope config/books_nope.py config/books_rope.py --seed=$seed
+    tune scale_uniform.json --method=uniform --candidate_range=[1.0,2.4,0.02]  # over L ... 8L: Figures 2 and 7
+    for vectors in scale scale,out,norm norm scale,out; do
+        tune scale_head_1024_$vectors.json --target_length=1024 --max_iters=150 --tune=$vectors --label=$vectors
+    done
+    for lr in 4e-4 1e-3 1e-4; do
+        train full_$lr config/finetune_books.py --init_from=$out/none/last.pt --learning_rate=$lr --min_lr=0
+    done
+    for method in yarn pi; do
+        train $method config/finetune_books.py config/$method.py --init_from=$out/rope/last.pt
+    done
+done
+out=out/books/1337  # further comparisons, with one seed: a longer target, a set for 8L, and one for each length
+tune scale_head_1280.json --target_length=1280 --max_iters=120
+tune scale_head_2048.json --target_length=2048 --max_iters=75
+tune scale_sets.json --target_lengths=[512,1024,2048] --max_iters=75
+python eval_ppl.py config/table_books.py
