@@ -257,6 +257,10 @@ def draw(result, path):
 
 def main():
     began, runtime = time.perf_counter(), setup(device, dtype, seed)
+    if protocol not in ('sliding', 'position', 'last'):
+        raise ValueError(f"protocol is '{protocol}'. Choose sliding, position or last.")
+    if table and protocol == 'position':
+        raise ValueError('a table is of sliding or last windows. Run --protocol=position on one model at a time.')
     first = {'init_from': init_from, 'position': position} | (table[0] if table else {})
     model, info = checkpoint.load_model(first['init_from'], out_dir, runtime.device, first['position'],
                                         None if table else rope_scaling, runtime.dtype)
@@ -264,10 +268,6 @@ def main():
     name = label or scale_label
     L, data_name = model.config.block_size, checkpoint.dataset_of(info, dataset)
     sizes = sorted(lengths or [L, 2 * L, 4 * L, 8 * L])
-    if protocol not in ('sliding', 'position', 'last'):
-        raise ValueError(f"protocol is '{protocol}'. Choose sliding, position or last.")
-    if table and protocol == 'position':
-        raise ValueError('a table is of sliding or last windows. Run --protocol=position on one model at a time.')
     result = {'stage': 'eval_ppl', 'protocol': protocol, 'label': name, 'position_method': model.config.position,
               'block_size': L, 'dataset': data_name, 'split': split, 'checkpoint': info['path'],
               'weights_digest': info['digest'], 'scale': scale}

@@ -253,6 +253,23 @@ def test_last_tokens_and_the_gain_from_context_equal_a_plain_computation(tiny_ru
     assert result['rows'][2]['reading'] == ('helps' if delta > 0 else 'hurts') and f'{delta:+.2f}'[:5] in out
 
 
+def test_table_of_last_tokens_has_the_rows_of_the_stage_alone_beside_the_paper(tiny_run, tmp_path):
+    last = f'{tiny_run}/last.pt'
+    table = [{'name': 'Kerple', 'init_from': last, 'paper': 'Kerple'}, {'name': 'wide', 'init_from': last, 'scale': 2.0}]
+    (tmp_path / 'table.py').write_text(f'table = {table}')
+    arguments = ['--protocol=last', '--n_samples=7', '--lengths=[16,32,128]']
+    _, result, out = run(tiny_run, tmp_path, str(tmp_path / 'table.py'), *arguments)
+    (tmp_path / 'eval_ppl_table.json').unlink()
+    for row, more in zip(result['rows'], ([], ['--scale=2.0']), strict=True):
+        folder = tmp_path / row['name']
+        folder.mkdir()
+        _, alone, _ = run(tiny_run, folder, *arguments, *more)
+        assert row['ppl'] == pytest.approx([r['ppl'] for r in alone['rows']], rel=1e-5)
+        assert row['delta_p'] == pytest.approx([r.get('delta_p') for r in alone['rows']], rel=1e-3)
+    line = next(line for line in out.splitlines() if line.startswith('Kerple '))
+    assert f"{result['rows'][0]['ppl'][0]:.2f}" in line and '32.1   29.1   28.1' in line  # Table 4 on Books3
+
+
 @pytest.mark.parametrize('arguments, message', [
     (['--rule=press'], "rule is 'press'"),
     (['--stride=32'], 'stride is 32'),
@@ -260,6 +277,7 @@ def test_last_tokens_and_the_gain_from_context_equal_a_plain_computation(tiny_ru
     (['--lengths=[32,40000]'], 'longer than 40000 tokens'),
     (['--protocol=position', '--lengths=[32,50000]'], '50,000'),
     (['--protocol=first'], "protocol is 'first'"),
+    (['--protocol=position', "--table=[{'name':'a'}]"], 'one model at a time'),
     (['--scale=0'], 'scale is 0'),
 ], ids=str)
 def test_mistakes_are_one_line(tiny_run, tmp_path, arguments, message):
