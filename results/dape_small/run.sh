@@ -23,3 +23,11 @@ train cope --position=cope
 train none_1x1 --dape_kernel=1
 train rope_1x1 --position=rope --dape_kernel=1
 python eval_ppl.py config/dape/table_small.py
+
+# head scales on top of other methods: does tuning them help there, too? Scales for 4L, 100 steps of 8 windows
+for run in none alibi kerple kerple_1x3 rope; do
+    test -f out/dape/$run/scale_head_512.json && continue
+    test $run = rope && more=--rope_scaling=yarn:4 || more=
+    python tune_scale.py --out_dir=out/dape/$run --target_length=512 --init_scale=1.0 --max_iters=100 --n_samples=32 $more
+done
+python eval_ppl.py config/dape/table_head_scale.py
