@@ -44,7 +44,7 @@ def save(path, **state):
             os.fsync(file.fileno())
     except (OSError, RuntimeError) as error:  # torch turns a failed write into a RuntimeError
         raise OSError(f'could not write {path} ({error}); the file before it, if any, is untouched. '
-                      'Is the disk full? Free some space and go on with --init_from=resume.') from error
+                      'Is the disk full? Free some space and go on (train.py: with --init_from=resume).') from error
 
 
 def require_space(folder, n_bytes):

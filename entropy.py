@@ -86,8 +86,11 @@ def draw_mean(result, path):
                  else 'upper bound, log2 i')
     axes[1].set(ylabel=f'attention entropy ({unit})', title='Mean attention entropy')
     axes[1].legend()
+    ticks = [T for k in range(-3, 20) if L / 8 <= (T := int(L * 2.0 ** k)) <= position[-1] + L]
     for axis in axes[:2]:
-        axis.set(xscale='log', xlabel='position i (tokens)', xlim=(L / 8, position[-1]))
+        axis.set(xscale='log', xlabel='position i (tokens)', xlim=(L / 8, max(ticks)))
+        axis.set_xticks(ticks, [str(T) for T in ticks])
+        axis.minorticks_off()
         axis.axvline(L, color='black', ls=':', lw=1)
     if tuned:
         last = np.array(result['entropy'])[:, :, -1]

@@ -6,7 +6,8 @@ from pathlib import Path as _Path
 out_dir = 'out/dape'
 protocol = 'last'
 lengths = [128, 256, 512, 1024, 2048, 4096, 8192]
-n_samples = 32
+last = 256
+n_samples = 16
 batch_tokens = 16384
 _names = {'none': 'NoPE', 'rope': 'RoPE', 't5': 'T5 bias', 'alibi': 'ALiBi', 'kerple': 'Kerple', 'fire': 'FIRE',
           'cope': 'CoPE', 'xl': 'Transformer-XL', 'none_1x1': 'DAPE-NoPE', 'none_1x3': 'DAPE 1x3-NoPE',
