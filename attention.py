@@ -3,7 +3,7 @@ What one attention head sees, in pictures: its scores, the position bias, what D
 length: Figures 8-22 of "DAPE V2"; and how much each head attends to the first key, the sink that Appendix K speaks of.
 
 $ python attention.py                                                   # the demo model, windows of L, 4L and 16L
-$ python attention.py --out_dir=out/dape --layer=6 --head=3 --lengths=[512,2048,8192]
+$ python attention.py --out_dir=out/dape/kerple_1x3 --layer=2 --head=3 --lengths=[128,512,2048]
 
 Writes out_dir/attention[_LABEL].json and .png
 """

@@ -3,7 +3,7 @@ How fast the stages run, beside what the hardware could do, and beside transform
 
 $ python bench.py                                  # the CPU bench shape: 8 layers x 512, T = 1,024, vocabulary 32,000
 $ python bench.py --peer=hf                        # transformers' Llama turn by turn with ours, needs transformers
-$ python bench.py --like="['config/nope_1b.py']" --tasks="['train','scale']"   # the model of a training config
+$ python bench.py --like="['config/nope_1b.py']" --position=none --tasks="['train','scale']"   # a config's model
 $ python bench.py --table=time_cost --like="['config/dape/125m.py','config/dape/350m.py']"   # Table 7 of DAPE V2
 $ python bench.py --table=growth                   # time and memory of a training step against the context
 
@@ -48,7 +48,7 @@ batch_size = 4               # sequences in a training or tuning step
 read_context = 4096          # tokens already read in prefill, decode and entropy
 contexts = [1024, 2048, 4096, 8192, 16384, 32768]  # of the table growth
 n_decode = 32                # tokens decoded in a round
-rounds = 5
+rounds = 3
 # machine
 device = 'auto'              # auto, cpu, cuda
 dtype = 'auto'               # of activations in training and evaluation; the rest is float32 on a CPU

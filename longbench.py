@@ -3,11 +3,11 @@ LongBench (Bai et al. 2024, arXiv:2308.14508) on a checkpoint with any softmax s
 of Causal Transformers without Position Encoding", 16 tasks, beam search.
 
 $ python data/longbench/prepare.py                                 # the data
-$ python longbench.py --out_dir=out/nope_1b --tasks="['trec']" --max_samples=20
-$ torchrun --nproc_per_node=8 longbench.py --init_from=hf:AntNLP/TinyLlama-NoPE-1.1B --position=none --paper='NoPE 2K'
+$ torchrun --nproc_per_node=8 longbench.py --out_dir=out/nope_1b --tasks="['trec']" --max_samples=20
+$ python longbench.py --init_from=hf:AntNLP/TinyLlama-NoPE-1.1B --position=none --paper='NoPE 2K' --out_dir=out/nope_hf
 
-Unlike the benchmark's own code: 5 beams, as in the paper, where that code is greedy; and a
-prompt may have the context less the task's longest answer, where that code has a length for each model.
+Unlike the benchmark's own code: 5 beams, as in the paper, where that code is greedy; and a prompt may have
+the context less the task's longest answer, where that code has a length for each model.
 
 Writes out_dir/longbench[_LABEL].json, and out_dir/longbench[_LABEL]/TASK.jsonl, a line a sample, from where a stopped
 run goes on

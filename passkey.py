@@ -3,7 +3,7 @@ Passkey retrieval: a five-digit key hidden at some depth of a long filler text, 
 Figures 6, 8, 9 of "Length Generalization of Causal Transformers without Position Encoding"; the task is Mohtashami and
 Jaggi's (2023), the texts those of the released run_pass.py of AntNLP/nope_head_scale.
 
-$ python passkey.py --out_dir=out/passkey/nope
+$ python passkey.py --out_dir=out/passkey/nope --max_length=1024 --n_lengths=8
 $ torchrun --nproc_per_node=8 passkey.py --out_dir=out/nope_1b --scale=out/nope_1b/scale_head_8192.json
 
 Writes out_dir/passkey[_LABEL].json and .png; what is answered so far is in .jsonl, from where a stopped run goes on

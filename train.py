@@ -6,7 +6,7 @@ Encoding"; the recipe is TinyLlama's.
 $ python train.py                                        # the demo model: 0.85M parameters on a laptop, minutes
 $ python train.py config/demo_rope.py                    # its twin with RoPE
 $ python train.py --init_from=resume                     # go on after a stop: to the last bit as if never stopped
-$ python train.py config/finetune.py config/yarn.py --init_from=out/demo/rope/last.pt --out_dir=out/demo/rope_yarn
+$ python train.py config/finetune_demo.py config/yarn.py --out_dir=out/demo/rope_yarn
 $ torchrun --nproc_per_node=8 train.py config/nope_1b.py # the paper's model on eight GPUs
 
 Writes out_dir/last.pt, best.pt, step_N.pt, config.json, log.jsonl, loss.png

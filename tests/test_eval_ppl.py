@@ -255,7 +255,8 @@ def test_last_tokens_and_the_gain_from_context_equal_a_plain_computation(tiny_ru
 
 def test_table_of_last_tokens_has_the_rows_of_the_stage_alone_beside_the_paper(tiny_run, tmp_path):
     last = f'{tiny_run}/last.pt'
-    table = [{'name': 'Kerple', 'init_from': last, 'paper': 'Kerple'}, {'name': 'wide', 'init_from': last, 'scale': 2.0}]
+    table = [{'name': 'Kerple', 'init_from': last, 'paper': 'Kerple'},
+             {'name': 'wide', 'init_from': last, 'scale': 2.0}]
     (tmp_path / 'table.py').write_text(f'table = {table}')
     arguments = ['--protocol=last', '--n_samples=7', '--lengths=[16,32,128]']
     _, result, out = run(tiny_run, tmp_path, str(tmp_path / 'table.py'), *arguments)

@@ -3,7 +3,7 @@ Passkey documents of many lengths, each a prompt of passkey.py and its answer, t
 mix them with text of the same tokenizer.
 
 $ python data/stdlib/prepare.py --tokenizer=bpe:1024 --out_dir=data/stdlib_bpe
-$ python data/passkey/prepare.py                                                # 8M tokens: a minute
+$ python data/passkey/prepare.py                                                # 7M tokens: a minute
 """
 
 import sys
