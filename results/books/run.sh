@@ -24,3 +24,11 @@ tune scale_head_1280.json --target_length=1280 --max_iters=120
 tune scale_head_2048.json --target_length=2048 --max_iters=75
 tune scale_sets.json --target_lengths=[512,1024,2048] --max_iters=75
 python eval_ppl.py config/table_books.py
+# Figures 1, 3, 5: loss and entropy by position, of the plain models, RoPE with NTK, and NoPE with scales
+entropy() { test -f $1 || { shift; python entropy.py --n_samples=32 "$@"; }; }
+entropy $out/none/entropy.json --out_dir=$out/none
+entropy $out/none/entropy_scale_uniform_fit.json --out_dir=$out/none --scale=$out/none/scale_uniform_fit.json
+entropy $out/none/entropy_scale_head_1280.json --out_dir=$out/none --scale=$out/none/scale_head_1280.json
+entropy $out/rope/entropy.json --out_dir=$out/rope
+python entropy.py --n_samples=32 --out_dir=$out/rope --rope_scaling=dynamic_ntk:2 --compare="['$out/none/entropy.json',
+    '$out/none/entropy_scale_uniform_fit.json','$out/none/entropy_scale_head_1280.json','$out/rope/entropy.json']"
