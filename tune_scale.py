@@ -114,22 +114,34 @@ def fit_scale(position, best, L):
     return a, 1 - ((y - 1 - a * x) ** 2).sum() / total if total else math.nan
 
 
+def shown_candidates(n):
+    """Indices of the up to six of n candidates whose curves are drawn."""
+    return sorted(set(np.linspace(0, n - 1, 6).round().astype(int).tolist()))
+
+
 def search_uniform(model, windows, scales, L, runtime):
-    """Loss and entropy by position under each candidate; the best candidate per position and per length; the fit."""
+    """
+    Loss by position under each candidate, and entropy, which costs as much again, under those that are drawn (None for
+    the others); the best candidate per position and per length; the fit.
+    """
     loss, entropy, at = [], [], []
     T = windows.block_size
     lengths = sorted({T, *(L * 2 ** i for i in range(int(math.log2(T / L)) + 1))})
-    for scale in scales:
-        model.head_scale = scale
-        by_position, mean_entropy, _ = curves(model, windows, n_samples, batch_tokens, runtime, f'scale {scale:.2f}')
+    for i, scale in enumerate(scales):
+        model.head_scale, label = scale, f'scale {scale:.2f}'
+        if i in shown_candidates(len(scales)):
+            by_position, mean_entropy, _ = curves(model, windows, n_samples, batch_tokens, runtime, label)
+            entropy.append(bin_means(mean_entropy, L // 16)[1])
+        else:
+            by_position = runtime.over_windows(windows.fixed(n_samples), batch_tokens, model, label).mean(0)
+            entropy.append(None)
         position, binned = bin_means(by_position, L // 16)
         loss.append(binned)
-        entropy.append(bin_means(mean_entropy, L // 16)[1])
         at.append([by_position[max(0, n - last):n].mean() for n in lengths])
     loss, at = np.array(loss), np.array(at)  # (scales, bins), (scales, lengths)
     best = np.array(scales)[loss.argmin(0)]  # per position
     a, r2 = fit_scale(position, best, L)
-    return {'position': position, 'candidates': scales, 'loss': loss, 'entropy': np.array(entropy),
+    return {'position': position, 'candidates': scales, 'loss': loss, 'entropy': entropy,
             'best_by_position': best, 'best_loss_by_position': loss.min(0), 'fit_a': a, 'fit_r2': r2,
             'lengths': lengths, 'loss_at_length': at, 'best_by_length': np.array(scales)[at.argmin(0)]}
 
@@ -139,8 +151,8 @@ def draw_uniform(result, path):
     L, searches = result['block_size'], result['searches']
     figure, axes = new_figure(1, 3, width=5.2)
     search = next(iter(searches.values()))
-    position, shown = search['position'], np.linspace(0, len(search['candidates']) - 1, 6).round().astype(int)
-    for rank, i in enumerate(dict.fromkeys(shown.tolist())):
+    position = search['position']
+    for rank, i in enumerate(shown_candidates(len(search['candidates']))):
         style = {'color': plt_color('viridis', rank / 6), 'label': f"{search['candidates'][i]:g}"}
         axes[0].plot(running_mean(position), running_mean(search['loss'][i]), **style)
         axes[1].plot(position, search['entropy'][i], **style)

@@ -8,7 +8,7 @@ for seed in ${SEEDS:-1337 1338 1339}; do
     out=out/books/$seed
     train none config/books_nope.py --seed=$seed
     train rope config/books_nope.py config/books_rope.py --seed=$seed
-    tune scale_uniform.json --method=uniform --candidate_range=[1.0,2.4,0.02]  # over L ... 8L: Figures 2 and 7
+    tune scale_uniform.json --method=uniform --candidate_range=[1.0,3.2,0.02]  # over L ... 8L: Figures 2 and 7
     for vectors in scale scale,out,norm norm scale,out; do
         tune scale_head_1024_$vectors.json --target_length=1024 --max_iters=150 --tune=$vectors --label=$vectors
     done
