@@ -176,7 +176,7 @@ def test_fit_of_one_value_has_no_r2():
 
 def test_uniform_search_equals_brute_force(cpu, recipe, model, corpus_dir):
     recipe(last=16)
-    windows, scales = Windows(str(corpus_dir), 'val', 128, 0), [0.3, 1.0, 3.0, 9.0]
+    windows, scales = Windows(str(corpus_dir), 'val', 128, 0), [0.3, 0.5, 1.0, 1.7, 3.0, 5.0, 9.0]
     search = search_uniform(model, windows, scales, 32, cpu)
     tokens = torch.from_numpy(windows.fixed(6))
     with torch.no_grad():
@@ -189,9 +189,11 @@ def test_uniform_search_equals_brute_force(cpu, recipe, model, corpus_dir):
     np.testing.assert_allclose(search['loss_at_length'], at, rtol=1e-5)
     assert list(search['best_by_length']) == [scales[i] for i in at.argmin(0)]
     bins = len(search['position'])
-    binned = losses.reshape(4, bins, -1).mean(-1)
+    binned = losses.reshape(7, bins, -1).mean(-1)
     np.testing.assert_allclose(search['loss'], binned, rtol=1e-5)
-    np.testing.assert_allclose(search['entropy'], entropy.reshape(4, bins, -1).mean(-1), atol=1e-4)
+    drawn = [0, 1, 2, 4, 5, 6]
+    assert search['entropy'].pop(3) is None  # six of the seven are drawn
+    np.testing.assert_allclose(search['entropy'], entropy.reshape(7, bins, -1).mean(-1)[drawn], atol=1e-4)
     best = np.array(scales)[binned.argmin(0)]
     assert len(set(best)) > 1 and list(search['best_by_position']) == list(best)
     np.testing.assert_allclose(search['best_loss_by_position'], binned.min(0), rtol=1e-5)
