@@ -21,16 +21,17 @@ $tune --learning_rate=0.01 --gain_learning_rate=0.002 --norm_learning_rate=0.001
 $tune --label=long_vectors_fast
 # as many tokens for every weight, of the NoPE model and of RoPE under YaRN
 train='python train.py --dataset=passkey_long --block_size=1024 --batch_size=8 --micro_batch_size=8 --weight_decay=0
-    --warmup_iters=6 --max_iters=60 --log_interval=20 --eval_windows=16 --seed=42'
+    --warmup_iters=6 --max_iters=60 --min_lr=0 --log_interval=20 --eval_windows=16 --seed=42'
 for lr in 4e-4 1e-3; do
-    $train --init_from=$nope/last.pt --learning_rate=$lr --min_lr=0 --out_dir=out/passkey/nope_full_$lr
+    $train --init_from=$nope/last.pt --learning_rate=$lr --out_dir=out/passkey/nope_full_$lr
 done
-$train --init_from=out/passkey/rope/last.pt --rope_scaling=yarn --learning_rate=4e-4 --min_lr=4e-5 \
-    --out_dir=out/passkey/rope_yarn
+for lr in 1e-3 2e-3; do
+    $train --init_from=out/passkey/rope/last.pt --rope_scaling=yarn --learning_rate=$lr --out_dir=out/passkey/rope_yarn_$lr
+done
 options='--max_length=2048 --n_lengths=8 --n_keys=5'
 python passkey.py --out_dir=out/passkey/rope $options
 python passkey.py --out_dir=$nope $options
-for run in nope_full_4e-4 nope_full_1e-3 rope_yarn; do
+for run in nope_full_4e-4 nope_full_1e-3 rope_yarn_1e-3 rope_yarn_2e-3; do
     python passkey.py --out_dir=out/passkey/$run $options
 done
 for scale in 1.2 $nope/scale_head_1024{,_long,_long_lr0.01,_long_lr0.003,_long_vectors,_long_vectors_fast}.json; do
