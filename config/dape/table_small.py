@@ -5,7 +5,7 @@ from pathlib import Path as _Path
 
 out_dir = 'out/dape'
 protocol = 'last'
-lengths = [128, 256, 512, 1024, 2048, 4096, 8192]
+lengths = [128, 256, 512, 1024, 2048, 4096]
 last = 256
 n_samples = 16
 batch_tokens = 16384
