@@ -7,8 +7,7 @@ lengths = [128, 256, 512, 1024, 2048]  # tuned at 512
 n_samples = 96
 batch_tokens = 16384
 table = []
-for _run, _name in (('none', 'NoPE'), ('rope', 'RoPE + YaRN'), ('alibi', 'ALiBi'), ('kerple', 'Kerple'),
-                    ('kerple_1x3', 'DAPE 1x3-Kerple')):
+for _run, _name in (('none', 'NoPE'), ('rope', 'RoPE + YaRN'), ('alibi', 'ALiBi'), ('kerple', 'Kerple')):
     _row = {'name': _name, 'init_from': f'out/dape/{_run}/last.pt'}
     if _run == 'rope':
         _row['rope_scaling'] = 'yarn:4'

@@ -26,7 +26,7 @@ train rope_1x1 --position=rope --dape_kernel=1 --compile=False
 python eval_ppl.py config/dape/table_small.py
 
 # head scales on top of other methods: does tuning them help there, too? Scales for 4L, 100 steps of 8 windows
-for run in none alibi kerple kerple_1x3 rope; do
+for run in none alibi kerple rope; do
     test -f out/dape/$run/scale_head_512.json && continue
     test $run = rope && more=--rope_scaling=yarn:4 || more=
     python tune_scale.py --out_dir=out/dape/$run --target_length=512 --init_scale=1.0 --max_iters=100 --n_samples=32 $more
