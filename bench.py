@@ -175,6 +175,17 @@ def our_step(model, T, runtime, B=None):
     return training_step([p for p in model.parameters() if p.requires_grad], lambda: forward(x, y).mean(), runtime)
 
 
+def our_forward(model, T, runtime):
+    """A plain forward pass over one sequence, uncompiled."""
+    x, y = torch.randint(vocab_size, (2, 1, T), device=runtime.device)
+
+    @torch.no_grad()
+    def forward():
+        with runtime.autocast():
+            model(x, y)
+    return forward
+
+
 def head_scale_only(model):
     for name, p in model.named_parameters():
         p.requires_grad_(name.endswith('head_scale'))
@@ -331,23 +342,30 @@ def whole_matrix(model):
 
 
 def time_cost(runtime, ceiling):
-    """Table 7 of DAPE V2: a training step of each position method, and its ratio to that of DAPE 1x3-Kerple."""
+    """Table 7 of DAPE V2: a training step and a forward pass of each method, and their ratios to DAPE 1x3-Kerple's."""
     paper, rows = json.loads((ROOT / 'results/papers.json').read_text())['dape_table7'], []
-    dape = our_step(new_model(runtime, context, **METHODS['DAPE 1x3-Kerple']), context, runtime, B=1)
-    print(f'{f"training step, T = {context}, batch 1":32}       ms   ratio to DAPE 1x3-Kerple   in the paper, 350M')
+    dape = new_model(runtime, context, **METHODS['DAPE 1x3-Kerple'])
+    dape = {'DAPE': our_step(dape, context, runtime, B=1), 'DAPE forward': our_forward(dape, context, runtime)}
+    print(f'{f"training step, T = {context}, batch 1":32}       ms   ratio to DAPE 1x3-Kerple   in the paper, 350M'
+          '   forward')
     for method, changes in {**METHODS, 'Kerple, whole matrix': METHODS['Kerple']}.items():  # two models at a time
         model = new_model(runtime, context, **{'dape_kernel': 0} | changes)
         model = whole_matrix(model) if 'matrix' in method else model
-        seconds = medians({method: our_step(model, context, runtime, B=1), 'DAPE': dape}, runtime)
+        seconds = medians({method: our_step(model, context, runtime, B=1),
+                           'forward': our_forward(model, context, runtime), **dape}, runtime)
         theirs = paper['rows'].get(method, [None])[0]
         rows.append({'method': method, 'seconds': seconds[method], 'ratio': seconds[method] / seconds['DAPE'],
-                     'paper_ratio': theirs and theirs / paper['rows']['DAPE 1x3-Kerple'][0]})
-        print(f"{method:32} {rows[-1]['seconds'] * 1e3:8.1f} {rows[-1]['ratio']:26.2f} "
-              + (f"{rows[-1]['paper_ratio']:20.2f}" if theirs else ''))
+                     'paper_ratio': theirs and theirs / paper['rows']['DAPE 1x3-Kerple'][0],
+                     'forward_seconds': seconds['forward'],
+                     'forward_ratio': seconds['forward'] / seconds['DAPE forward']})
+        theirs = f"{rows[-1]['paper_ratio']:20.2f}" if theirs else ' ' * 20
+        print(f"{method:32} {rows[-1]['seconds'] * 1e3:8.1f} {rows[-1]['ratio']:26.2f} {theirs} "
+              f"{rows[-1]['forward_ratio']:9.2f}")
     kerple = next(row for row in rows if row['method'] == 'Kerple')
     added = kerple['seconds'] * (1 / kerple['ratio'] - 1) / n_layer
     print(f"DAPE 1x3-Kerple takes {1 / rows[-1]['ratio']:.2f}x Kerple with the whole matrix, and "
-          f"{1 / kerple['ratio']:.2f}x our Kerple: {added * 1e3:.2f} ms more a layer")
+          f"{1 / kerple['ratio']:.2f}x our Kerple: {added * 1e3:.2f} ms more a layer; "
+          f"forward {1 / kerple['forward_ratio']:.2f}x")
     return rows
 
 
