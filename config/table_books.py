@@ -5,7 +5,7 @@ from pathlib import Path as _Path
 out_dir = 'out/books'
 lengths = [256, 512, 1024, 2048]  # tuned at 1024
 stride = 64
-max_windows = 64
+max_windows = 32
 batch_tokens = 32768
 table = []
 
@@ -26,7 +26,7 @@ for _kind, _paper in (('pi', ''), ('dynamic_ntk', 'RoPE NTK zero-shot'), ('yarn'
     _rows(f'RoPE, {_kind} zero-shot', 'rope', [1337], rope_scaling=[f'{_kind}:{_s}' for _s in (2, 4, 8)], paper=_paper)
 _rows('RoPE, PI fair', 'pi', paper='RoPE PI fair 8K')
 _rows('RoPE, YaRN fair', 'yarn', paper='RoPE YaRN fair 8K')
-_rows('NoPE, uniform scale (grid)', 'none', scale=[1.2, 1.4, 1.6, 1.8, 2.0])
+_rows('NoPE, uniform scale (grid)', 'none', scale=[1.2, 1.5, 1.8, 2.1, 2.4, 2.7])
 _rows('NoPE, uniform scale by the fit', 'none', scale_file='scale_uniform_fit.json')
 _rows('NoPE, scale', 'none', scale_file='scale_head_1024_scale.json', paper='NoPE head scale 8K')
 _rows('NoPE, scale, at 5L', 'none', [1337], scale_file='scale_head_1280.json')
