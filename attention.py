@@ -19,7 +19,6 @@ import torch
 import checkpoint
 from configurator import configure, settings
 from corpus import Windows
-from model import row_chunks
 from runtime import new_figure, provenance, save_json, save_png, setup
 
 out_dir = 'out/demo/nope'    # the run to read; results go there too
@@ -53,8 +52,7 @@ def head_maps(attn, q, k, head):
     bare.bias = bare.dape = None
     in_cell = torch.nn.functional.one_hot(position // -(-T // CELLS)).float()  # (T, n)
     edges, size, maps, by_distance = 2 ** position[:(T - 1).bit_length()], in_cell.sum(0), 0, 0
-    for rows, end in row_chunks(T, T, H):
-        end = T if attn.dape and attn.dape.cheat else end
+    for rows, end in attn.row_chunks(T, T, H):
         i, j = position[rows], position[:end]
         with torch.autocast(q.device.type, enabled=False):
             these = q[:, :, rows].float(), k[:, :, :end].float(), i, j

@@ -128,6 +128,21 @@ def open_data(info):
     return data
 
 
+def rows_there(table, runtime):
+    """The rows of a table whose checkpoint and scale file exist; a line says which are left out."""
+    rows = []
+    for row in table:
+        files = [row.get(key) for key in ('init_from', 'scale')]
+        missing = [file for file in files if str(file).endswith(('.pt', '.json')) and not Path(file).exists()]
+        if missing:
+            runtime.print(f"{row.get('name')} is left out: {missing[0]} does not exist")
+        else:
+            rows.append(row)
+    if table and not rows:
+        raise ValueError('no row of the table has its files. The first line of its config says how to make them.')
+    return rows
+
+
 def evaluate_row(row, measure, runtime):
     """
     A row of the table, and for a grid each of its variants, by `measure(model, info)`. Returns the row with `ppl`, one
@@ -261,7 +276,8 @@ def main():
         raise ValueError(f"protocol is '{protocol}'. Choose sliding, position or last.")
     if table and protocol == 'position':
         raise ValueError('a table is of sliding or last windows. Run --protocol=position on one model at a time.')
-    first = {'init_from': init_from, 'position': position} | (table[0] if table else {})
+    rows = rows_there(table, runtime)
+    first = {'init_from': init_from, 'position': position} | (rows[0] if rows else {})
     model, info = checkpoint.load_model(first['init_from'], out_dir, runtime.device, first['position'],
                                         None if table else rope_scaling, runtime.dtype)
     scale_label = checkpoint.apply_scale(model, scale, info)
@@ -293,7 +309,7 @@ def main():
             return evaluate_last(model, samples, sizes, K, model.config.block_size, batch_tokens, runtime)
 
     if table:
-        result['rows'] = merge_seeds([evaluate_row(row, measure, runtime) for row in table])
+        result['rows'] = merge_seeds([evaluate_row(row, measure, runtime) for row in rows])
         print_table(result['rows'], sizes, runtime)
     elif protocol == 'sliding':
         result['rows'] = measure(model, info)

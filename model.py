@@ -58,6 +58,9 @@ class ModelConfig:
             raise ValueError(f"rope_scaling {self.rope_scaling} extends RoPE, but position is '{self.position}'.")
 
 
+CHUNK = 2 ** 22  # scores computed at a time, where they are computed some rows at a time
+
+
 class Attention(nn.Module):
     """Grouped-query attention whose softmax has one scale per head: Eq. (4) of the paper."""
 
@@ -115,11 +118,23 @@ class Attention(nn.Module):
         T, S, y = q.shape[2], k.shape[2], []
         n_maps = len(q) * self.n_head if self.content or self.dape else self.n_head  # a bias serves the whole batch
         again = torch.is_grad_enabled() and n_maps * T * S > 4 * CHUNK
-        for rows, end in row_chunks(T, S, n_maps):
-            end = S if self.dape and self.dape.cheat else end
+        for rows, end in self.row_chunks(T, S, n_maps):
             parts = q[:, :, rows], k[:, :, :end], v[:, :, :end], i[..., rows], j[..., :end]
             y.append(checkpoint(rows_of, *parts, use_reentrant=False) if again else rows_of(*parts))
         return torch.cat(y, dim=2)
+
+    def row_chunks(self, T, S, n_maps):
+        """
+        Cut T queries, the last of S tokens, into chunks of at most CHUNK scores in n_maps maps, and where there are
+        many into at least eight, as the first need not read the last keys. Yields a chunk's rows, a slice, and the
+        number of keys up to its last row, rounded up to an eighth of all: a convolution makes a plan for each shape
+        that it meets. DAPE that cheats reads all keys.
+        """
+        n_rows, eighth = max(1, min(CHUNK // (n_maps * S), max(32, T // 8))), -(-S // 8)
+        for start in range(0, T, n_rows):
+            stop = min(start + n_rows, T)
+            seen = S if self.dape and self.dape.cheat else -(-(S - T + stop) // eighth) * eighth
+            yield slice(start, stop), min(S, seen)
 
     def scores(self, q, k, i, j):
         """What softmax sees, (B, H, T, S): q.k / sqrt(D), the position method and DAPE over it, -inf at later keys."""
@@ -148,8 +163,7 @@ class Attention(nn.Module):
             mean_k, lse = ENTROPY_KERNELS[q.device.type](q, k.repeat_interleave(H // k.shape[1], dim=1))
             return (lse - (q * mean_k).sum(-1) / math.sqrt(D)).clamp(min=0)
         position = torch.arange(T, device=q.device)
-        for rows, end in row_chunks(T, T, B * H):
-            end = T if self.dape and self.dape.cheat else end
+        for rows, end in self.row_chunks(T, T, B * H):
             with torch.autocast(q.device.type, enabled=False):
                 log_a = self.scores(q[:, :, rows], k[:, :, :end], position[rows], position[:end]).log_softmax(-1)
             entropy.append(-(log_a.exp() * log_a.clamp(min=torch.finfo(log_a.dtype).min)).sum(-1))  # 0 ln 0 is 0
@@ -161,21 +175,6 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.append(layer, k, v)
         return self.out(self.attend(q[:, :, -last:], k, v, i[..., -last:], j))
-
-
-CHUNK = 2 ** 22  # scores computed at a time, where they are computed some rows at a time
-
-
-def row_chunks(T, S, n_maps):
-    """
-    Cut T queries, the last of S tokens, into chunks of at most CHUNK scores in n_maps maps, and where there are many
-    into at least eight, as the first need not read the last keys. Yields a chunk's rows, a slice, and the number of
-    keys up to its last row, rounded up to an eighth of all: a convolution makes a plan for each shape that it meets.
-    """
-    n_rows, eighth = max(1, min(CHUNK // (n_maps * S), max(32, T // 8))), -(-S // 8)
-    for start in range(0, T, n_rows):
-        stop = min(start + n_rows, T)
-        yield slice(start, stop), min(S, -(-(S - T + stop) // eighth) * eighth)
 
 
 def fused_attention(q, k, v, mask=None, is_causal=False):

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -361,32 +362,24 @@ def write_text(path, text):
         part.write_text(text, encoding='utf-8')
 
 
-def json_text(value, indent=''):
-    """JSON that a person can read: a key a line, a list of numbers on one line. Not-a-number becomes null."""
+def plain(value, digits=None):
+    """What JSON can hold: arrays as lists of numbers of 6 digits, more than any measurement here has; NaN as None."""
     if isinstance(value, (np.ndarray, np.generic)):
-        value = rounded(value.tolist())
+        return plain(value.tolist(), digits=6)
     if isinstance(value, dict):
-        rows = [f'{json.dumps(str(key))}: {json_text(item, indent + " ")}' for key, item in value.items()]
-    elif isinstance(value, (list, tuple)) and any(isinstance(item, (dict, list, tuple, np.ndarray)) for item in value):
-        rows = [json_text(item, indent + ' ') for item in value]
-    elif isinstance(value, (list, tuple)):
-        return f"[{', '.join(json_text(item) for item in value)}]"
-    else:
-        return 'null' if isinstance(value, float) and not math.isfinite(value) else json.dumps(value)
-    left, right = '{}' if isinstance(value, dict) else '[]'
-    lines = ','.join(f'\n{indent} {row}' for row in rows)
-    return f'{left}{lines}\n{indent}{right}' if rows else left + right
-
-
-def rounded(value):
-    """Floats to 6 digits, more than any measurement here has."""
-    if isinstance(value, list):
-        return [rounded(item) for item in value]
-    return float(f'{value:.6g}') if isinstance(value, float) else value
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item, digits) for item in value]
+    if isinstance(value, float):
+        return None if not math.isfinite(value) else float(f'{value:.{digits}g}') if digits else value
+    return value
 
 
 def save_json(path, data):
-    write_text(path, json_text(data) + '\n')
+    """JSON that a person can read: a key a line, a list of numbers on one line."""
+    text = re.sub(r'\[\n[^][{}"]*\]', lambda numbers: f"[{' '.join(numbers[0][1:-1].split())}]",
+                  json.dumps(plain(data), indent=1))
+    write_text(path, text + '\n')
 
 
 def new_figure(rows=1, columns=1, width=6.4, height=4.0):

@@ -52,8 +52,8 @@ def test_maps_and_first_key_equal_those_of_the_float64_matrix(monkeypatch, chang
     T, width = 43, 4  # the last cell holds 3 tokens
     monkeypatch.setattr(attention, 'CELLS', 11)
     monkeypatch.setattr(model_file, 'CHUNK', 4 * T * 5)  # five query rows of four heads
-    assert len(list(model_file.row_chunks(T, T, 4))) == 9
     model, tokens = random_model(**changes), torch.randint(0, 61, (1, T), generator=torch.Generator().manual_seed(1))
+    assert len(list(model.blocks[0].attn.row_chunks(T, T, 4))) == 9
     found = attention.measure(model, tokens, layer=1, head=2)
     parts, whole = plain_parts(model, tokens, 1, 2)
 

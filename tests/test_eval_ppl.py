@@ -272,7 +272,18 @@ def test_table_of_last_tokens_has_the_rows_of_the_stage_alone_beside_the_paper(t
     assert f"{result['rows'][0]['ppl'][0]:.2f}" in line and '32.1   29.1   28.1' in line  # Table 4 on Books3
 
 
+def test_table_leaves_out_rows_whose_files_are_missing_and_says_so(tiny_run, tmp_path):
+    last = f'{tiny_run}/last.pt'
+    table = [{'name': 'untrained', 'init_from': 'nowhere/last.pt'}, {'name': 'there', 'init_from': last},
+             {'name': 'untuned', 'init_from': last, 'scale': 'nowhere/scale.json'}]
+    (tmp_path / 'table.py').write_text(f'table = {table}')
+    _, result, out = run(tiny_run, tmp_path, str(tmp_path / 'table.py'), '--max_windows=4', '--lengths=[32,64]')
+    assert [row['name'] for row in result['rows']] == ['there']
+    assert 'untrained is left out: nowhere/last.pt' in out and 'untuned is left out: nowhere/scale.json' in out
+
+
 @pytest.mark.parametrize('arguments, message', [
+    (["--table=[{'name':'a','init_from':'nowhere/last.pt'}]"], 'no row of the table has its files'),
     (['--rule=press'], "rule is 'press'"),
     (['--stride=32'], 'stride is 32'),
     (['--stride=0'], 'stride is 0'),

@@ -1,8 +1,6 @@
 # The position methods of DAPE V2 at small size, in the layout of its Figure 2: first the commands in
 # results/dape_small/run.sh
 # python eval_ppl.py config/dape/table_small.py
-from pathlib import Path as _Path
-
 out_dir = 'out/dape'
 protocol = 'last'
 lengths = [128, 256, 512, 1024, 2048, 4096]
@@ -13,5 +11,4 @@ _names = {'none': 'NoPE', 'rope': 'RoPE', 't5': 'T5 bias', 'alibi': 'ALiBi', 'ke
           'cope': 'CoPE', 'xl': 'Transformer-XL', 'none_1x1': 'DAPE-NoPE', 'none_1x3': 'DAPE 1x3-NoPE',
           'rope_1x1': 'DAPE-RoPE', 'rope_1x3': 'DAPE 1x3-RoPE', 'kerple_1x1': 'DAPE-Kerple',
           'kerple_1x3': 'DAPE 1x3-Kerple'}
-table = [{'name': name, 'paper': name, 'init_from': f'out/dape/{run}/last.pt'} for run, name in _names.items()
-         if _Path(f'out/dape/{run}/loss.png').exists()]
+table = [{'name': name, 'paper': name, 'init_from': f'out/dape/{run}/last.pt'} for run, name in _names.items()]
