@@ -462,7 +462,6 @@ class Windows:
             raise ValueError(f'A part of {dataset} has hardly any weight, no sample in {SLOTS:,}. Leave it out.')
         self.slots = tuple(slots.tolist())
         self.vocab_size, self.tokenizer_state = first.meta['vocab_size'], first.tokenizer_state
-        self.n_tokens = sum(len(source.tokens) for source in sources)
 
     def batch(self, step, batch_size, rows=slice(None)):
         """
