@@ -370,13 +370,20 @@ def time_cost(runtime, ceiling):
 
 
 def growth(runtime, ceiling):
-    """Time and memory of a training step on one sequence of T tokens: linear and quadratic, as the arithmetic says."""
-    model, rows = new_model(runtime, max(contexts)), []
-    model.checkpoint_activations = True
+    """
+    Time and memory of steps on one sequence of T tokens, of training and of head-scale tuning, activations recomputed:
+    linear and quadratic in T, as the arithmetic of their limits says. Memory is beyond weights and optimizer.
+    """
+    kinds = {'step': (new_model(runtime, max(contexts)), 4),  # passes' worth: forward, again, and two in backward
+             'head-scale step': (head_scale_only(new_model(runtime, max(contexts))), 3)}  # no gradient of a weight
+    rows = []
     for T in contexts:
-        linear, quadratic = (4 * T * flops / ceiling for flops in model.flops_per_token(T))
-        result = row(f'step, T = {T}', {'ours': our_step(model, T, runtime, B=1)}, T, linear + quadratic, runtime)
-        rows.append(result | {'linear_seconds': linear, 'quadratic_seconds': quadratic})
+        for kind, (model, passes) in kinds.items():
+            model.checkpoint_activations = True
+            matmul, attention = model.flops_per_token(T)
+            linear, quadratic = T * passes * matmul / ceiling, T * 4 * attention / ceiling
+            result = row(f'{kind}, T = {T}', {'ours': our_step(model, T, runtime, B=1)}, T, linear + quadratic, runtime)
+            rows.append(result | {'linear_seconds': linear, 'quadratic_seconds': quadratic})
     return rows
 
 

@@ -61,7 +61,8 @@ def test_time_cost_table_stands_beside_the_papers(tmp_path):
 
 def test_growth_table_follows_the_arithmetic_of_its_limit(tmp_path):
     _, found = run(tmp_path, '--table=growth', '--contexts=[16, 32]')
-    one, two = found['results']['growth']
+    one, tuning, two, _ = found['results']['growth']
+    assert one['linear_seconds'] == pytest.approx(4 / 3 * tuning['linear_seconds'], rel=1e-4)
     assert two['linear_seconds'] == pytest.approx(2 * one['linear_seconds'], rel=1e-4)
     assert two['quadratic_seconds'] == pytest.approx(4 * one['quadratic_seconds'], rel=1e-4)
     assert one['limit_seconds']['ours'] == pytest.approx(one['linear_seconds'] + one['quadratic_seconds'], rel=1e-4)
