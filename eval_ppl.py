@@ -211,7 +211,9 @@ def draw_table(result, path):
                   label=f"{row['ppl'][-1]:9,.2f}  {row['name']}")
     every = [ppl for row in rows for ppl in row['ppl']]
     length_axes(axis, result['lengths'], every)
-    axis.set_ylim(min(every) / 1.1, min(max(every) * 1.1, 20 * min(every)))  # what explodes leaves the picture
+    highest = min(max(every), 20 * min(every))  # what explodes leaves the picture
+    margin = min(1.1, (highest / min(every)) ** 0.1)
+    axis.set_ylim(min(every) / margin, highest * margin)
     axis.axvline(result['block_size'], color='black', ls=':', lw=1)
     figure.legend(*axis.get_legend_handles_labels(), loc='outside right center',
                   title=f"perplexity at {result['lengths'][-1]}")
@@ -220,12 +222,15 @@ def draw_table(result, path):
 
 def length_axes(axis, lengths, ppl):
     """Logarithmic axes for perplexity by window length, with plain numbers at the ticks."""
+    from matplotlib.ticker import MaxNLocator
     axis.set(xscale='log', yscale='log', xlabel='window length (tokens)', ylabel='perplexity')
     axis.set_xticks(lengths, [str(T) for T in lengths], minor=False)
     axis.minorticks_off()
     ticks = [t for t in (1, 2, 3, 5, 7, 10, 15, 20, 30, 50, 70, 100, 200, 500, 1000)
              if min(ppl) / 1.5 < t < max(ppl) * 1.5]
-    axis.set_yticks(ticks, [str(t) for t in ticks])
+    if max(ppl) < 2 * min(ppl):  # too few of them would be in the picture
+        ticks = MaxNLocator(8).tick_values(min(ppl), max(ppl))
+    axis.set_yticks(ticks, [f'{t:g}' for t in ticks])
 
 
 def evaluate_last(model, tokens, lengths, K, L, batch_tokens, runtime):

@@ -17,7 +17,7 @@ def _rows(name, run, seeds=(1337, 1338, 1339), scale_file=None, **more):
 
 _rows('RoPE', 'rope', paper='RoPE')
 _rows('NoPE', 'none', paper='NoPE')
-for _kind, _paper in (('pi', ''), ('dynamic_ntk', 'RoPE NTK zero-shot'), ('yarn', 'RoPE YaRN zero-shot')):
+for _kind, _paper in (('pi', ''), ('ntk', ''), ('dynamic_ntk', 'RoPE NTK zero-shot'), ('yarn', 'RoPE YaRN zero-shot')):
     _rows(f'RoPE, {_kind} zero-shot', 'rope', [1337], rope_scaling=[f'{_kind}:{_s}' for _s in (2, 4, 8)], paper=_paper)
 _rows('RoPE, PI fair', 'pi', paper='RoPE PI fair 8K')
 _rows('RoPE, YaRN fair', 'yarn', paper='RoPE YaRN fair 8K')
@@ -27,7 +27,9 @@ _rows('NoPE, scale', 'none', scale_file='scale_head_1024_scale.json', paper='NoP
 _rows('NoPE, scale, at 5L', 'none', [1337], scale_file='scale_head_1280.json')
 _rows('NoPE, scale, at 8L', 'none', [1337], scale_file='scale_head_2048.json', paper='NoPE head scale 18K')
 _rows('NoPE, scale, sets for 2L, 4L, 8L', 'none', [1337], scale_file='scale_sets.json')
-for _vectors in ('scale,out', 'norm', 'scale,out,norm'):
-    _rows(f'NoPE, {_vectors}', 'none', scale_file=f'scale_head_1024_{_vectors}.json')
-for _lr in ('1e-4', '4e-4', '1e-3'):
-    _rows(f'NoPE, every weight, lr {_lr}', f'full_{_lr}')
+for _vectors in ('scale,out', 'norm'):
+    _rows(f'NoPE, {_vectors}', 'none', [1337], scale_file=f'scale_head_1024_{_vectors}.json')
+_rows('NoPE, scale,out,norm', 'none', scale_file='scale_head_1024_scale,out,norm.json')
+for _lr in ('1e-4', '4e-4', '2e-3'):
+    _rows(f'NoPE, every weight, lr {_lr}', f'full_{_lr}', [1337])
+_rows('NoPE, every weight, lr 1e-3', 'full_1e-3')

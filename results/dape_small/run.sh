@@ -25,6 +25,24 @@ train none_1x1 --dape_kernel=1 --compile=False
 train rope_1x1 --position=rope --dape_kernel=1 --compile=False
 python eval_ppl.py config/dape/table_small.py
 
+# kernel sizes and widths (Tables 4 and 5, Appendix E), more biases (Figure 5), the leak (Figure 6)
+dape='--position=kerple --compile=False'
+train kerple_1x5 $dape --dape_kernel=5
+train kerple_1x7 $dape --dape_kernel=7
+for width in 10 64 21; do train kerple_1x3_w$width $dape --dape_kernel=3 --dape_width=$width; done
+python eval_ppl.py config/dape/table_small.py config/dape/table_kernels.py
+train kerple_1x3_cheat $dape --dape_kernel=3 --dape_cheat=True
+train alibi_1x3 --position=alibi --dape_kernel=3 --compile=False
+train fire_1x3 --position=fire --dape_kernel=3 --compile=False
+python eval_ppl.py config/dape/table_small.py config/dape/table_bases.py
+
+# as many tokens in longer training windows (Figure 3)
+train kerple_1x3_256 $dape --dape_kernel=3 --block_size=256 --batch_size=8
+train kerple_1x3_512 $dape --dape_kernel=3 --block_size=512 --batch_size=4
+train kerple_256 --position=kerple --block_size=256 --batch_size=8
+train kerple_512 --position=kerple --block_size=512 --batch_size=4
+python eval_ppl.py config/dape/table_small.py config/dape/table_equal_tokens.py
+
 # head scales on top of other methods: does tuning them help there, too? Scales for 4L, 100 steps of 8 windows
 for run in none alibi kerple rope; do
     test -f out/dape/$run/scale_head_512.json && continue
