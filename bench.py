@@ -49,6 +49,7 @@ read_context = 4096          # tokens already read in prefill, decode and entrop
 contexts = [1024, 2048, 4096, 8192, 16384, 32768]  # of the table growth
 n_decode = 32                # tokens decoded in a round
 rounds = 3
+profile = False              # also show which operators the time of a task goes to
 # machine
 device = 'auto'              # auto, cpu, cuda
 dtype = 'auto'               # of activations in training and evaluation; the rest is float32 on a CPU
@@ -107,6 +108,16 @@ def peak_memory(work, runtime):
     return resident('VmHWM') - before
 
 
+def by_operator(work, runtime):
+    """Seconds that a call spends in each operator, {name: seconds} of the ten longest."""
+    kind = 'device' if runtime.device.type == 'cuda' else 'cpu'
+    with torch.profiler.profile() as profiler:
+        work()
+        synchronize(runtime.device)
+    seconds = {event.key: getattr(event, f'self_{kind}_time_total') / 1e6 for event in profiler.key_averages()}
+    return dict(sorted(seconds.items(), key=lambda item: -item[1])[:10])
+
+
 def memory_bandwidth(runtime):
     """Bytes a second read by a sum over 256 MB."""
     x = torch.ones(2 ** 26, device=runtime.device)
@@ -116,7 +127,7 @@ def memory_bandwidth(runtime):
 def row(task, works, tokens, limit, runtime):
     """
     Print and return the figures of a task: {name: {seconds, tokens_per_second, of_limit, peak_memory}}. limit: the
-    seconds that it cannot be faster than, or {name: seconds}.
+    seconds that it cannot be faster than, or {name: seconds}. With `profile` also where the time goes, `operators`.
     """
     seconds = medians(works, runtime)
     limits = limit if isinstance(limit, dict) else dict.fromkeys(works, limit)
@@ -129,6 +140,10 @@ def row(task, works, tokens, limit, runtime):
         memory = f' {memory / 1e6:8,.0f} MB' if memory else ''
         print(f'{task:24} {who:14} {seconds[who] * 1e3:10.2f} ms {tokens / seconds[who]:12,.0f} tokens/s '
               f'{limits[who] / seconds[who]:5.0%} of the limit{memory}{times}')
+        if profile:
+            result[who]['operators'] = by_operator(work, runtime)
+            for operator, taken in result[who]['operators'].items():
+                print(f'{taken * 1e3:50.2f} ms {operator}')
     return result
 
 
@@ -407,6 +422,7 @@ def main():
           f'a large matrix product does {ceiling / 1e12:.2f} TFLOP/s')
     todo = {table: tables[table]} if table else {task: stages[task] for task in tasks}
     results = {what: work(runtime, ceiling) for what, work in todo.items()}
+    print('graphs compiled after the warm-up: 0')  # or medians() had stopped
     path = Path(out_dir, f'{name or table or runtime.device.type}.json')
     save_json(path, {'stage': 'bench', 'matmul_flops': ceiling, 'results': results}
               | provenance(settings(globals()), runtime, time.perf_counter() - began))

@@ -205,8 +205,9 @@ def loss_and_accuracy(model, task, rng, batch, length):
     tokens, targets = (torch.from_numpy(x).to(model.head.weight.device) for x in (tokens, targets))
     logits = model(tokens, last=targets.shape[1])[..., :TASKS[task][3]]
     end = (targets == 2).int() * (task in ('stack_manipulation', 'binary_addition'))
-    right = (logits.argmax(-1) == targets)[end.cumsum(1) == end]
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten()), right.float().mean()
+    counts = end.cumsum(1) == end
+    right = ((logits.argmax(-1) == targets) & counts).sum() / counts.sum()
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten()), right
 
 
 def read_run(path, run_settings):

@@ -48,9 +48,9 @@ def save(path, **state):
 
 
 def require_space(folder, n_bytes):
-    """Raise ValueError unless the disk of `folder` has n_bytes free."""
+    """Raise ValueError unless checkpoints of n_bytes in all have room in `folder`, where there may be some already."""
     Path(folder).mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(folder).free
+    free = shutil.disk_usage(folder).free + sum(file.stat().st_size for file in Path(folder).glob('*.pt'))
     if free < n_bytes:
         raise ValueError(f'checkpoints in {folder} need {n_bytes / 1e9:.2f} GB but {free / 1e9:.2f} GB are free. '
                          'Free some space or choose another out_dir.')
@@ -163,7 +163,8 @@ def vectors_from_json(data, path, info):
         except (TypeError, ValueError):
             rows = np.zeros(0)
         if rows.shape != shape or not np.isfinite(rows).all() or kind == 'head_scale' and not (rows > 0).all():
-            raise ValueError(f'{kind} in {path} must be {shape[0]} rows of {shape[1]} numbers above 0.')
+            raise ValueError(f"{kind} in {path} must be {shape[0]} rows of {shape[1]} numbers"
+                             f"{' above 0' * (kind == 'head_scale')}.")
         vectors |= {f'blocks.{i}.attn.{kind}': torch.tensor(row, dtype=torch.float32) for i, row in enumerate(rows)}
     names = {'norm.weight', *(f'blocks.{i}.{n}_norm.weight' for i in range(c['n_layer']) for n in ('attn', 'mlp'))}
     for name, values in data.get('norm', {}).items():
@@ -204,6 +205,13 @@ def read_scale_file(path, info):
     return data, sets
 
 
+def identity(model, scale, info):
+    """What a model's answers depend on, its scale file by content: for the header of a file of answers."""
+    digest = hashlib.sha256(Path(scale).read_bytes()).hexdigest() if isinstance(scale, str) else scale
+    return {'weights_digest': info['digest'], 'position': model.config.position,
+            'rope_scaling': model.config.rope_scaling, 'scale': digest}
+
+
 def apply_scale(model, scale, info):
     """
     Set the model's softmax scales from a stage's --scale: None (as trained), a number for all heads, or a scale file.
@@ -215,8 +223,10 @@ def apply_scale(model, scale, info):
         data, sets = read_scale_file(scale, info)
         label.append(Path(scale).stem)
         if 'sets' in data:
-            names = {name for vectors in sets.values() for name in vectors}
-            model.sets = {model.config.block_size: {name: model.get_parameter(name).clone() for name in names}} | sets
+            base = {name: model.get_parameter(name).clone() for vectors in sets.values() for name in vectors}
+            sets = {length: {name: vector.to(base[name].device) for name, vector in vectors.items()}
+                    for length, vectors in sets.items()}
+            model.sets = {model.config.block_size: base} | sets
         else:
             model.load_state_dict(*sets.values(), strict=False)
     elif scale is not None:

@@ -481,8 +481,8 @@ class Windows:
 
     def fixed(self, n, spacing=None):
         """
-        For evaluation: n windows evenly spaced over the split, in order, or fewer
-        if they would start less than `spacing` tokens apart (None: no overlap). Returns (n, block_size + 1) int64.
+        For evaluation: n windows evenly spaced over the split, in order, or fewer if they would start less than
+        `spacing` tokens apart (None: no overlap). Returns (n, block_size + 1) int64.
         """
         tokens, size = self.blocks[0].reshape(-1), self.block_size + 1
         spacing = spacing or size

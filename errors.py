@@ -14,7 +14,8 @@ def report(kind, error, trace):
     last = traceback.extract_tb(trace)[-1]  # where it was raised; a ValueError out of a library or C code is a bug
     ours = last.line.startswith('raise ') and Path(last.filename).is_relative_to(ROOT) and '.venv' not in last.filename
     if kind.__name__ == 'OutOfMemoryError':  # torch's, by its name: importing torch takes seconds
-        error = 'out of GPU memory. Lower micro_batch_size, batch_tokens or batch_size; see --help.'
+        error = ('out of GPU memory. Lower micro_batch_size, batch_tokens or batch_size, or set '
+                 '--checkpoint_activations=True, as the stage has them; see --help.')
     elif kind is KeyboardInterrupt:
         error = 'interrupted'
     elif not (issubclass(kind, OSError) or kind is ValueError and ours):

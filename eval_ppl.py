@@ -45,9 +45,9 @@ n_samples = 256              # position, last: windows of the longest length, ev
 last: int | None = None      # position: "at T" is the mean loss of the last 64 positions before T; last: of 256, or L
 batch_tokens = 16384         # tokens in one forward pass; lower it when memory runs out
 label = ''                   # name of the result; empty: the scale's
-# rows: {'name': ..., 'init_from': FILE, 'scale': ..., 'position': ..., 'rope_scaling': ..., 'paper': row of Table 2},
-# all but the first two optional. A list of scales or extensions of RoPE is a grid, of which the best at each length is
-# shown; rows of one name are seeds of one model, of which the mean and standard deviation are shown
+# rows: {'name': ..., 'init_from': FILE, 'scale': ..., 'position': ..., 'rope_scaling': ..., 'dataset': ...,
+# 'paper': row of Table 2}, all but the first two optional. A list of scales or extensions of RoPE is a grid, of which
+# the best at each length is shown; rows of one name are seeds of a model: their mean and standard deviation are shown
 table: list[dict] = []       # sliding, last: run these rows instead of the one model above
 # machine
 device = 'auto'              # auto, cpu, cuda, mps
@@ -120,9 +120,9 @@ def evaluate_sliding(model, data, lengths, stride, rule, max_windows, batch_toke
     return rows
 
 
-def open_data(info):
+def open_data(info, wanted):
     """The token file to read with the model of `info`: of a mixture, its first source."""
-    name = checkpoint.dataset_of(info, dataset).split(',')[0].split(':')[0]
+    name = checkpoint.dataset_of(info, wanted).split(',')[0].split(':')[0]
     data = open_tokens(name, split)
     checkpoint.require_tokenizer(info, data.tokenizer_state, name)
     return data
@@ -130,12 +130,14 @@ def open_data(info):
 
 def rows_there(table, runtime):
     """The rows of a table whose checkpoint and scale file exist; a line says which are left out."""
-    rows = []
+    rows, keys = [], ('scale', 'position', 'rope_scaling', 'dataset', 'paper')
     for row in table:
+        if not {'name', 'init_from'} <= set(row) <= {'name', 'init_from', *keys}:
+            raise ValueError(f"table has the row {row}. It needs name and init_from and may have {', '.join(keys)}.")
         files = [row.get(key) for key in ('init_from', 'scale')]
         missing = [file for file in files if str(file).endswith(('.pt', '.json')) and not Path(file).exists()]
         if missing:
-            runtime.print(f"{row.get('name')} is left out: {missing[0]} does not exist")
+            runtime.print(f"{row['name']} is left out: {missing[0]} does not exist")
         else:
             rows.append(row)
     if table and not rows:
@@ -145,9 +147,9 @@ def rows_there(table, runtime):
 
 def evaluate_row(row, measure, runtime):
     """
-    A row of the table, and for a grid each of its variants, by `measure(model, info)`. Returns the row with `ppl`, one
-    a length (the least of the grid's), what gave them, `best`, and the single variant that is best in the mean of the
-    losses, `best_single`.
+    A row of the table, and for a grid each of its variants, by `measure(model, info, dataset)`. Returns the row with
+    `ppl`, one a length (the least of the grid's), what gave them, `best`, and the single variant that is best in the
+    mean of the losses, `best_single`.
     """
     grid = [row[key] if isinstance(row.get(key), list) else [row.get(key)] for key in ('scale', 'rope_scaling')]
     tried, tokens = {}, 0
@@ -155,7 +157,7 @@ def evaluate_row(row, measure, runtime):
         model, info = checkpoint.load_model(row['init_from'], out_dir, runtime.device, row.get('position'), scaling,
                                             runtime.dtype)
         label = checkpoint.apply_scale(model, one_scale, info)
-        rows = measure(model, info)
+        rows = measure(model, info, row.get('dataset') or dataset)
         tried[label or 'plain'] = [r['loss'] for r in rows]
         made = info['settings']
         if made.get('init_from', 'scratch') != 'scratch':
@@ -300,14 +302,14 @@ def main():
             raise ValueError(f'stride is {S}; it must be at least 1 and below the shortest length, {sizes[0]}.')
         result |= {'rule': rule, 'stride': S, 'lengths': sizes}
 
-        def measure(model, info):
-            return evaluate_sliding(model, open_data(info), sizes, S, rule, max_windows, batch_tokens, runtime)
+        def measure(model, info, wanted):
+            return evaluate_sliding(model, open_data(info, wanted), sizes, S, rule, max_windows, batch_tokens, runtime)
     elif protocol == 'last':
         K = last or min(256, L)
         result |= {'last': K, 'lengths': sizes}
 
-        def measure(model, info):
-            name = checkpoint.dataset_of(info, dataset)
+        def measure(model, info, wanted):
+            name = checkpoint.dataset_of(info, wanted)
             windows = Windows(name, split, sizes[-1], seed)
             checkpoint.require_tokenizer(info, windows.tokenizer_state, name)
             samples = windows.fixed(n_samples, spacing=K)
@@ -317,13 +319,13 @@ def main():
         result['rows'] = merge_seeds([evaluate_row(row, measure, runtime) for row in rows])
         print_table(result['rows'], sizes, runtime)
     elif protocol == 'sliding':
-        result['rows'] = measure(model, info)
+        result['rows'] = measure(model, info, dataset)
         runtime.print('  length        ppl      loss   windows   scored tokens   documents')
         for r in result['rows']:
             runtime.print(f"{r['length']:8d} {r['ppl']:10.3f} {r['loss']:9.4f} {r['windows']:9,d} "
                           f"{r['scored_tokens']:15,d} {r['documents']:11,d}")
     elif protocol == 'last':
-        result['rows'] = measure(model, info)
+        result['rows'] = measure(model, info, dataset)
         result['samples'] = result['rows'][0]['windows']
         runtime.print(f'  length   ppl of the last {K}    Delta P of the last {L}: the context before them')
         for r in result['rows']:

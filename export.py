@@ -28,12 +28,15 @@ def main():
         raise ValueError(f"dtype is '{dtype}'. Choose {', '.join(DTYPES)}.")
     model, info = checkpoint.load_model(init_from, out_dir, 'cpu', position=position, rope_scaling=rope_scaling)
     checkpoint.apply_scale(model, scale, info)
+    length = target_length
     if model.sets:
         if target_length is None:
             raise ValueError(f'{scale} has sets for {", ".join(map(str, sorted(model.sets)))} tokens, and a folder can '
                              'hold one. Choose with --target_length=.')
         model.use_set(target_length)
-    huggingface.save_folder(folder, model, info['tokenizer'], DTYPES[dtype])
+    elif isinstance(scale, str):
+        length, = checkpoint.read_scale_file(scale, info)[1]  # of its one set
+    huggingface.save_folder(folder, model, info['tokenizer'], DTYPES[dtype], length or 0)
     print(f"{info['path']} ({model.n_params():,} parameters, position={model.config.position}) is now {folder}, in "
           f'{dtype}. To load it:\n'
           f'  model = transformers.AutoModelForCausalLM.from_pretrained({folder!r})\n'

@@ -49,9 +49,12 @@ def files_of(source, *patterns):
     try:
         return Path(hub.snapshot_download(repo, revision=revision or None, allow_patterns=list(patterns)))
     except Exception as error:  # of the name, the network, the proxy, the disk: they share no class
-        raise ValueError(f'{source} could not be had ({type(error).__name__}). Check its name, its revision and the '
-                         'network; or put its config.json, tokenizer.json, tokenizer_config.json and *.safetensors '
-                         'into a folder and give that, --init_from=FOLDER.') from error
+        why = {'RepositoryNotFoundError': f'there is no {repo}, or it is private',
+               'RevisionNotFoundError': f'{repo} has no revision {revision}'}.get(
+                   type(error).__name__, f'{type(error).__name__}: check name, revision and network')
+        raise ValueError(f'{source} could not be had: {why}. Or put its config.json, tokenizer.json, '
+                         'tokenizer_config.json and *.safetensors or pytorch_model*.bin into a folder and give that, '
+                         '--init_from=FOLDER.') from error
 
 
 def model_files(source):
@@ -229,8 +232,11 @@ def load_folder(source, position=None):
 
 # ----------------------------------------------------------------------------- out
 
-def their_config(c, dtype, eot):
-    """A config.json: RoPE is Llama, NoPE is SmolLM3 with RoPE in no layer. Raises ValueError for other methods."""
+def their_config(c, dtype, eot, length=0):
+    """
+    A config.json: RoPE is Llama, NoPE is SmolLM3 with RoPE in no layer; length: the tokens its scales are for, if more
+    than L. Raises ValueError for other methods.
+    """
     method = f"position '{c.position}'" + (' with DAPE' if getattr(c, 'dape_kernel', 0) else '')
     if method not in ("position 'rope'", "position 'none'"):
         raise ValueError(f'{method} changes attention in a way that no model of transformers with our other parts '
@@ -247,8 +253,8 @@ def their_config(c, dtype, eot):
     return what | {  # RoPE in the older way, which every version of transformers reads
         'vocab_size': c.vocab_size, 'hidden_size': c.n_embd, 'intermediate_size': c.n_hidden, 'hidden_act': 'silu',
         'num_hidden_layers': c.n_layer, 'num_attention_heads': c.n_head, 'num_key_value_heads': c.n_kv_head,
-        'max_position_embeddings': L if kind == 'dynamic_ntk' else c.block_size, 'rope_theta': base,
-        'rope_scaling': rope, 'rms_norm_eps': c.norm_eps, 'tie_word_embeddings': c.tied,
+        'max_position_embeddings': L if kind == 'dynamic_ntk' else max(c.block_size, length),
+        'rope_theta': base, 'rope_scaling': rope, 'rms_norm_eps': c.norm_eps, 'tie_word_embeddings': c.tied,
         'attention_bias': False, 'mlp_bias': False, 'dtype': str(dtype).removeprefix('torch.'),
         'bos_token_id': eot, 'eos_token_id': eot, 'pad_token_id': None}
 
@@ -293,16 +299,17 @@ def tokenizer_json(state):
     return tokenizer.to_str()
 
 
-def save_folder(folder, model, tokenizer, dtype):
+def save_folder(folder, model, tokenizer, dtype, length=0):
     """
     Write config.json, model.safetensors, tokenizer.json and tokenizer_config.json for AutoModelForCausalLM and
-    AutoTokenizer of stock transformers: all of them or none. tokenizer: its state; dtype: of the matrices. Of scale
-    sets the caller chooses one: model.use_set(). Raises ValueError for what stock models cannot do.
+    AutoTokenizer of stock transformers: all of them or none. tokenizer: its state; dtype: of the matrices; length: the
+    tokens that the scales are for. Of scale sets the caller chooses one: model.use_set(). Raises ValueError for what
+    stock models cannot do.
     """
     safetensors, folder = optional('safetensors.torch'), Path(folder).resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f'{folder} exists and is not an empty folder. Remove it or choose another folder.')
-    config = their_config(model.config, dtype, tokenizer_from_state(tokenizer).eot_token)
+    config = their_config(model.config, dtype, tokenizer_from_state(tokenizer).eot_token, length)
     folder.parent.mkdir(parents=True, exist_ok=True)
     need, free = model.n_params() * dtype.itemsize + 2 ** 24, shutil.disk_usage(folder.parent).free
     if free < need:

@@ -247,9 +247,8 @@ def main():
 
     name = label or scale_label
     stem = Path(out_dir, '_'.join(part for part in ('longbench', name) if part))
-    made_with = {'weights_digest': info['digest'], 'position': model.config.position, 'beams': beams,
-                 'rope_scaling': model.config.rope_scaling, 'context': length, 'dtype': str(runtime.dtype),
-                 'scale': hashlib.sha256(Path(scale).read_bytes()).hexdigest() if isinstance(scale, str) else scale}
+    made_with = checkpoint.identity(model, scale, info) | {'beams': beams, 'context': length,
+                                                           'dtype': str(runtime.dtype)}
     answers = {task: Answers(stem / f'{task}.jsonl', made_with | {'data': sources[task][-1]}, runtime)
                for task in sources}
     scores = {task: run_task(model, encoding, task, sources[task], length, answers[task], runtime) for task in sources}

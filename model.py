@@ -58,7 +58,7 @@ class ModelConfig:
             raise ValueError(f"rope_scaling {self.rope_scaling} extends RoPE, but position is '{self.position}'.")
 
 
-CHUNK = 2 ** 22  # scores computed at a time, where they are computed some rows at a time
+CHUNK = 2 ** 22  # scores computed at a time, where they are computed some rows at a time; on a GPU 16 times as many
 
 
 class Attention(nn.Module):
@@ -103,6 +103,10 @@ class Attention(nn.Module):
         y = (y * self.head_gain[:, None, None]).to(y.dtype)
         return y.transpose(1, 2).reshape(B, T, -1)
 
+    @property
+    def chunk(self):
+        return CHUNK if self.out.weight.device.type == 'cpu' else 16 * CHUNK
+
     def attend_in_rows(self, q, k, v, i, j):
         """
         As attend(), (B, H, T, D), some query rows at a time, each chunk with no keys long after its last row. Where
@@ -117,7 +121,7 @@ class Attention(nn.Module):
 
         T, S, y = q.shape[2], k.shape[2], []
         n_maps = len(q) * self.n_head if self.content or self.dape else self.n_head  # a bias serves the whole batch
-        again = torch.is_grad_enabled() and n_maps * T * S > 4 * CHUNK
+        again = torch.is_grad_enabled() and n_maps * T * S > 4 * self.chunk
         for rows, end in self.row_chunks(T, S, n_maps):
             parts = q[:, :, rows], k[:, :, :end], v[:, :, :end], i[..., rows], j[..., :end]
             y.append(checkpoint(rows_of, *parts, use_reentrant=False) if again else rows_of(*parts))
@@ -125,12 +129,12 @@ class Attention(nn.Module):
 
     def row_chunks(self, T, S, n_maps):
         """
-        Cut T queries, the last of S tokens, into chunks of at most CHUNK scores in n_maps maps, and where there are
+        Cut T queries, the last of S tokens, into chunks of at most `chunk` scores in n_maps maps, and where there are
         many into at least eight, as the first need not read the last keys. Yields a chunk's rows, a slice, and the
         number of keys up to its last row, rounded up to an eighth of all: a convolution makes a plan for each shape
         that it meets. DAPE that cheats reads all keys.
         """
-        n_rows, eighth = max(1, min(CHUNK // (n_maps * S), max(32, T // 8))), -(-S // 8)
+        n_rows, eighth = max(1, min(self.chunk // (n_maps * S), max(32, T // 8))), -(-S // 8)
         for start in range(0, T, n_rows):
             stop = min(start + n_rows, T)
             seen = S if self.dape and self.dape.cheat else -(-(S - T + stop) // eighth) * eighth
@@ -182,6 +186,14 @@ def fused_attention(q, k, v, mask=None, is_causal=False):
     few = q[..., 0].numel() * k.shape[2] <= 2 ** 26
     if q.device.type == 'cpu' and torch.is_grad_enabled() and few and (is_causal or mask is not None):
         return matrix_attention(q, k, v, mask)
+    shared = q.shape[1] // k.shape[1]  # query heads of one key head
+    if q.device.type == 'cuda' and shared > 1 and (mask is not None or q.dtype == torch.float32
+                                                   or torch.cuda.get_device_properties(q.device).major < 8):
+        # flash alone of the fused kernels shares keys, on newer GPUs, without mask or float32; otherwise PyTorch would
+        # compute the whole matrix
+        if q.shape[2] == 1 and mask is not None and mask.shape[1] == 1:  # heads of one key, one under the other
+            return F.scaled_dot_product_attention(q.reshape(len(q), -1, shared, q.shape[3]), k, v, mask).view_as(q)
+        k, v = (x.repeat_interleave(shared, dim=1) for x in (k, v))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal,
                                           enable_gqa=q.shape[1] != k.shape[1])
 
@@ -294,6 +306,9 @@ class Transformer(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
+        if config.dape_cheat:
+            warnings.warn('dape_cheat: this model sees the tokens that it is to predict; its losses mean nothing',
+                          stacklevel=2)
         self.checkpoint_activations = False  # True: keep only block inputs, recompute the rest in backward
         self.sets = {}  # scale sets: {tokens: {name of a parameter: its value in passes of so many tokens}}
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
@@ -379,7 +394,7 @@ class Transformer(nn.Module):
         Without targets: logits of the last `last` positions (None: all), (B, last, V).
         With targets (B, K), the tokens that follow the last K positions: their losses in nats, (B, K) float32.
         """
-        K = last or 0 if targets is None else targets.shape[1]
+        K = targets.shape[1] if targets is not None else last or 0  # 0: all, as [:, -0:] is everything
         x = self.hidden(idx, cache, K if K < idx.shape[1] else 0)[:, -K:]
         return self.head(x) if targets is None else self.losses(x, targets)
 

@@ -141,11 +141,14 @@ def main():
     reach = window or tuned.get('target_length') or max([L, *model.sets])
     longest = max_length or 2 * reach
     lengths = [longest * i // n_lengths for i in range(1, n_lengths + 1)]
-    cells = draw_places(lengths, n_depths, n_keys, seed)
     build_prompt(encoding, lengths[0], 0, 99999, protocol)  # if any cannot be made, this one cannot
+    cells = draw_places(lengths, n_depths, n_keys, seed)
 
     stem = Path(out_dir, '_'.join(part for part in ('passkey', name) if part))
-    answers = Answers(f'{stem}.jsonl', settings(globals()) | {'digest': info['digest']}, runtime)
+    made_with = checkpoint.identity(model, scale, info) | {
+        'dtype': str(runtime.dtype), 'protocol': protocol, 'seed': seed, 'lengths': lengths, 'n_depths': n_depths,
+        'n_keys': n_keys}
+    answers = Answers(f'{stem}.jsonl', made_with, runtime)
     for batch in answers.batches(range(len(cells)), lambda i: cells[i][0], batch_tokens):
         prompts, wanted, starts = zip(*(build_prompt(encoding, *cells[i][:1], *cells[i][2:], protocol) for i in batch))
         with runtime.autocast():

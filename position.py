@@ -36,7 +36,7 @@ def parse_scaling(text):
                      f"{', '.join(SCALINGS)} and the factor 1 or more, or '' for plain RoPE.")
 
 
-def rope_frequencies(head_dim, base, scaling, L, total):
+def rope_frequencies(head_dim, base, scaling, L, total, device='cpu'):
     """
     The angle that each pair of a head turns by from one position to the next: (D/2,) float64, radians; and a factor on
     cos and sin, which is YaRN's attention temperature. total: tokens that the pass will hold, for dynamic NTK.
@@ -53,7 +53,7 @@ def rope_frequencies(head_dim, base, scaling, L, total):
         base = base * s ** (D / (D - 2))
     if kind == 'dynamic_ntk':
         base = base * max(1.0, s * total / L - (s - 1)) ** (D / (D - 2))
-    frequency = base ** (-torch.arange(0, D, 2, dtype=torch.float64) / D)
+    frequency = base ** (-torch.arange(0, D, 2, dtype=torch.float64, device=device) / D)
     if kind == 'pi':
         frequency = frequency / s
     if kind == 'yarn':
@@ -61,7 +61,7 @@ def rope_frequencies(head_dim, base, scaling, L, total):
             return D * math.log(L / (times * 2 * math.pi)) / (2 * math.log(base))
 
         low, high = max(0, math.floor(pair_that_turns(32))), min(D - 1, math.ceil(pair_that_turns(1)))
-        ramp = ((torch.arange(D // 2) - low) / max(high - low, 0.001)).clamp(0, 1)
+        ramp = ((torch.arange(D // 2, device=device) - low) / max(high - low, 0.001)).clamp(0, 1)
         frequency = frequency * (1 - ramp + ramp / s)
     return frequency, 1 + 0.1 * math.log(s) if kind == 'yarn' else 1.0
 
@@ -83,7 +83,8 @@ def unchanged(config, position, total):
 
 def rope(config, position, total):
     L, head_dim = config.rope_length or config.block_size, config.n_embd // config.n_head
-    frequency, factor = rope_frequencies(head_dim, config.rope_base, config.rope_scaling, L, total)
+    device = position.device if position.device.type != 'mps' else 'cpu'  # mps has no float64
+    frequency, factor = rope_frequencies(head_dim, config.rope_base, config.rope_scaling, L, total, device)
     angle = position.float()[..., None, :, None] * frequency.to(device=position.device, dtype=torch.float32)
     cos, sin = angle.cos() * factor, angle.sin() * factor
     return lambda q, k: (rotate(q, cos, sin), rotate(k, cos, sin))
@@ -241,7 +242,8 @@ class DAPE(nn.Module):
     """
     S + B + f([S; B]), Eq. (3): the scores S and the bias B of all heads are the channels of a feature map, and f is two
     convolutions of 1 x kernel over the keys with a LeakyReLU between; kernel 1 is DAPE (the first), 3 and more DAPE V2.
-    Without a bias S + f(S), Eq. (4); without the residual bias S + f([S; B]), Eq. (2).
+    Without the residual bias S + f([S; B]), Eq. (2); without a bias S + f(S), Eq. (4), of H channels (the released
+    class asks for 2H and cannot run).
     Keys later than the query are 0 in the map, so that no convolution sees them. `cheat` leaves them in (section 4.5).
     Unlike the released code, every row goes on in zeros at its right, where that code ends at the last key: so a row is
     the same in a longer sequence, and cached decoding equals a full pass.

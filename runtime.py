@@ -4,6 +4,7 @@ What every stage needs around the model: device and precision, ranks, progress, 
 
 import contextlib
 import ctypes
+import datetime
 import json
 import math
 import os
@@ -118,16 +119,19 @@ def setup(device='auto', dtype='auto', seed=1337):
     if device.startswith('mps') and not torch.backends.mps.is_available():
         raise ValueError("device is 'mps' but this PyTorch has no MPS. Use --device=cpu.")
     rank, world_size = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
-    if world_size > 1:
-        if device.startswith('cuda'):
-            device = f"cuda:{os.environ['LOCAL_RANK']}"
-            torch.cuda.set_device(device)
-        if not dist.is_initialized():
-            dist.init_process_group('nccl' if device.startswith('cuda') else 'gloo')
+    if world_size > 1 and device.startswith('cuda'):
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
         device = torch.device(device)
     except RuntimeError:
         raise ValueError(f"device is '{device}'. Choose auto, cpu, cuda, cuda:1 or mps.") from None
+    if device.type == 'cuda':
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise ValueError(f"device is '{device}' but there are {torch.cuda.device_count()}, from cuda:0 on. "
+                             'Choose another, or lower --nproc_per_node.')
+        torch.cuda.set_device(device.index or 0)
+    if world_size > 1 and not dist.is_initialized():  # a large checkpoint may take longer than NCCL's 10 minutes
+        dist.init_process_group('nccl' if device.type == 'cuda' else 'gloo', timeout=datetime.timedelta(hours=2))
     if dtype == 'auto':
         dtype = 'bfloat16' if has_bfloat16(device) else 'float16' if device.type == 'cuda' else 'float32'
     if dtype not in DTYPES:
@@ -159,14 +163,13 @@ def can_compile(runtime, enabled):
     """True where torch.compile was asked for and can be done; where it cannot, one line says why."""
     if not enabled or runtime.device.type == 'mps':  # torch.compile for mps is young: uncompiled is the safe choice
         return False
-    if runtime.device.type == 'cpu':
-        compiler = os.environ.get('CXX', 'clang++' if sys.platform == 'darwin' else 'g++')  # as torch chooses it
-        header = Path(sysconfig.get_paths()['include'], 'Python.h')
-        missing = (f'the C++ compiler {compiler} (Debian, Ubuntu: apt-get install g++)' if not shutil.which(compiler)
-                   else 'Python.h (Debian, Ubuntu: apt-get install python3-dev)' if not header.exists() else None)
-        if missing:
-            runtime.print(f'torch.compile needs {missing}; going on uncompiled, which is slower.')
-            return False
+    compiler = os.environ.get('CXX', 'clang++' if sys.platform == 'darwin' else 'g++')  # as torch chooses it
+    header = Path(sysconfig.get_paths()['include'], 'Python.h')
+    missing = (f'the C++ compiler {compiler} (Debian, Ubuntu: apt-get install g++)' if not shutil.which(compiler)
+               else 'Python.h (Debian, Ubuntu: apt-get install python3-dev)' if not header.exists() else None)
+    if missing:  # a GPU's kernels need both, too
+        runtime.print(f'torch.compile needs {missing}; going on uncompiled, which is slower.')
+        return False
     torch._dynamo.config.recompile_limit = 64  # of lengths, or models: beyond it a call would silently go uncompiled
     return True
 
@@ -214,7 +217,10 @@ def unsharded(state):
 
 
 def load_sharded(optimizer, state):
-    """optimizer.load_state_dict() of whole tensors into an optimizer whose parameters may be sharded."""
+    """
+    Give an optimizer the moments of a saved one, whole tensors; its parameters may be sharded. Rates and the like stay
+    its own.
+    """
     weights = [p for group in optimizer.param_groups for p in group['params']]
     for i, moments in state['state'].items():
         p = weights[i]
@@ -222,7 +228,7 @@ def load_sharded(optimizer, state):
             from torch.distributed.tensor import distribute_tensor
             moments.update({name: distribute_tensor(x.to(p.device), p.device_mesh, p.placements)
                             for name, x in moments.items() if x.shape == p.shape})
-    optimizer.load_state_dict(state)
+    optimizer.load_state_dict(state | {'param_groups': optimizer.state_dict()['param_groups']})
 
 
 def synchronize(device):
@@ -284,8 +290,7 @@ class Answers:
 
     def __init__(self, path, settings, runtime):
         self.path, self.runtime = Path(path), runtime
-        self.header = {name: value for name, value in json.loads(json.dumps(settings)).items()
-                       if name not in ('device', 'batch_tokens', 'out_dir', 'label', 'window')}
+        self.header = json.loads(json.dumps(settings))
         self.done = {row['item'] for row in self.read()}
         if runtime.world_size > 1:
             dist.barrier()  # all ranks have read the same before one of them writes

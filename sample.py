@@ -5,7 +5,6 @@ $ python sample.py --prompt='def '                                         # the
 $ python sample.py --prompt='def ' --max_new_tokens=1000 --scale=out/demo/nope/scale_head_640.json
 """
 
-
 import torch
 
 import checkpoint

@@ -203,8 +203,6 @@ def main():
         model = Transformer(ModelConfig(**config))
         model.load_state_dict(state['model'])
     model.checkpoint_activations = checkpoint_activations
-    if model.config.dape_cheat:
-        runtime.print('dape_cheat: this model sees the tokens that it is to predict; its losses mean nothing')
 
     raw_model = model
     if fsdp and model.config.position in ('t5', 'fire'):
@@ -218,7 +216,8 @@ def main():
     step, best_val_loss = 0, math.inf
     if init_from == 'resume':
         load_sharded(optimizer, state['optimizer'])
-        scaler.load_state_dict(state['scaler'])
+        if state['scaler']:  # empty where the run so far was not in float16
+            scaler.load_state_dict(state['scaler'])
         step, best_val_loss = state['step'], state['best_val_loss']
     state = None  # the file's copy of weights and optimizer
 
@@ -242,7 +241,8 @@ def main():
     if not fsdp:
         model = compiled(model, runtime, compile)
     if runtime.world_size > 1 and not fsdp:
-        model = DistributedDataParallel(model, device_ids=[runtime.device] if runtime.device.type == 'cuda' else None)
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True,  # or there are two copies of all gradients
+                                        device_ids=[runtime.device] if runtime.device.type == 'cuda' else None)
 
     n_micro = batch_size // (micro_batch_size * runtime.world_size)
     tokens_per_step = batch_size * block_size

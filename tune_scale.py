@@ -301,6 +301,9 @@ def main():
                          'Choose a longer one.')
     if method not in ('uniform', 'head'):
         raise ValueError(f"method is '{method}'. Choose uniform or head.")
+    if min(batch_size, micro_batch_size, max_iters, n_samples) < 1:
+        raise ValueError(f'batch_size {batch_size}, micro_batch_size {micro_batch_size}, max_iters {max_iters} and '
+                         f'n_samples {n_samples} must be at least 1.')
     if method == 'head' and batch_size % runtime.world_size:
         raise ValueError(f'batch_size {batch_size} must be a multiple of the {runtime.world_size} ranks.')
     val = Windows(data_name, 'val', target, seed)
@@ -335,7 +338,7 @@ def main():
         fitted = {T: {name: torch.full_like(p, 1 + a * math.log(T / L)) for name, p in sets[target].items()}
                   for T in search['lengths'] if T > L}
         if runtime.is_main and fitted:
-            path = Path(out_dir, 'scale_uniform_fit.json')
+            path = Path(out_dir, f'scale_uniform_fit{"_" * bool(label)}{label}.json')
             checkpoint.save_scale(path, info, fitted, 'uniform fit', by_length=True, fit_a=a)
         stem, draw = 'scale_uniform', draw_uniform
     else:

@@ -56,7 +56,14 @@ def test_time_cost_table_stands_beside_the_papers(tmp_path):
     assert all(0 < row['ratio'] < 100 for row in rows.values())
     assert rows['RoPE']['paper_ratio'] == pytest.approx(210.01 / 252.84, 1e-4)
     assert rows['Kerple, whole matrix']['paper_ratio'] is None
-    assert out.count('\n') == 1 + 1 + len(rows) + 2
+    assert out.count('\n') == 1 + 1 + len(rows) + 3
+
+
+def test_a_profile_shows_what_the_time_goes_to(tmp_path):
+    out, found = run(tmp_path, "--tasks=['train']", '--profile=True')
+    seconds = list(found['results']['train']['ours']['operators'].values())
+    assert 0 < sum(seconds) < 10 and seconds == sorted(seconds, reverse=True)
+    assert any('mm' in name and f'ms {name}' in out for name in found['results']['train']['ours']['operators'])
 
 
 def test_growth_table_follows_the_arithmetic_of_its_limit(tmp_path):

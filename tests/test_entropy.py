@@ -148,6 +148,16 @@ def run(tiny_run, tmp_path, *arguments):
     return out
 
 
+def test_two_ranks_measure_what_one_does(tiny_run, tmp_path):
+    results = []
+    for ranks in (1, 2):
+        stage('entropy', f'--init_from={tiny_run}/last.pt', f'--out_dir={tmp_path / str(ranks)}', '--device=cpu',
+              '--dtype=float32', '--n_samples=5', '--length=64', ranks=ranks)
+        results.append(json.loads((tmp_path / str(ranks) / 'entropy.json').read_text()))
+    for key in 'entropy', 'loss':
+        np.testing.assert_allclose(results[1][key], results[0][key], rtol=1e-5)
+
+
 def test_run_in_bits_reports_nats_over_ln_2(tiny_run, corpus_dir, cpu, tmp_path):
     shutil.copy(tiny_run / 'last.pt', tmp_path)
     _, info = checkpoint.load_model('last', tiny_run, 'cpu')

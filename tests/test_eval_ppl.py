@@ -7,6 +7,7 @@ $ python -m pytest tests/test_eval_ppl.py
 import base64
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -282,8 +283,33 @@ def test_table_leaves_out_rows_whose_files_are_missing_and_says_so(tiny_run, tmp
     assert 'untrained is left out: nowhere/last.pt' in out and 'untuned is left out: nowhere/scale.json' in out
 
 
+def test_rows_may_have_data_sets_of_their_own(tiny_run, corpus_dir, tmp_path):
+    shutil.copytree(corpus_dir, tmp_path / 'other')
+    np.fromfile(tmp_path / 'other/test.bin', np.uint16)[::-1].tofile(tmp_path / 'other/test.bin')
+    row = {'name': 'here', 'init_from': f'{tiny_run}/last.pt'}
+    (tmp_path / 'table.py').write_text(f"table = {[row, row | {'name': 'there', 'dataset': f'{tmp_path}/other'}]}")
+    (tmp_path / 'out').mkdir()
+    _, result, _ = run(tiny_run, tmp_path / 'out', str(tmp_path / 'table.py'), '--max_windows=4', '--lengths=[32,64]')
+    here, there = (row['ppl'][0] for row in result['rows'])
+    assert there > 1.5 * here  # text read backwards
+
+
+def test_two_ranks_measure_what_one_does(tiny_run, tmp_path):
+    results = []
+    for ranks in (1, 2):
+        out_dir = tmp_path / str(ranks)
+        stage('eval_ppl', f'--init_from={tiny_run}/last.pt', f'--out_dir={out_dir}', '--device=cpu', '--dtype=float32',
+              '--max_windows=13', ranks=ranks)
+        results.append(json.loads((out_dir / 'eval_ppl.json').read_text()))
+    one, two = results
+    assert '2 ranks' in two['device'] and '1 ranks' in one['device']
+    assert [row['loss'] for row in two['rows']] == pytest.approx([row['loss'] for row in one['rows']], rel=1e-5)
+
+
 @pytest.mark.parametrize('arguments, message', [
     (["--table=[{'name':'a','init_from':'nowhere/last.pt'}]"], 'no row of the table has its files'),
+    (["--table=[{'name':'a','init_from':'nowhere/last.pt','scales':1.4}]"], 'may have scale, position'),
+    (["--table=[{'name':'a'}]"], 'It needs name and init_from'),
     (['--rule=press'], "rule is 'press'"),
     (['--stride=32'], 'stride is 32'),
     (['--stride=0'], 'stride is 0'),

@@ -1,14 +1,19 @@
 """$ python -m pytest tests/test_huggingface.py"""
 
 import dataclasses
+import functools
+import http.server
 import json
 import shutil
+import subprocess
 import sys
+import tempfile
+import threading
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import files_at_most, mistake, random_model, stage
+from conftest import ROOT, files_at_most, mistake, random_model, stage
 
 import checkpoint
 import huggingface
@@ -256,8 +261,35 @@ def test_hub_names_are_found_in_the_cache_without_a_network(tmp_path, monkeypatc
         assert not huggingface.is_foreign(source)
         assert_equal(logits(ours(source, 'none'), tokens(9)), logits(expected, tokens(9)))
     for source in ('hf:someone/nope@v2', 'hf:someone/other', 'hf:not a name'):
-        with pytest.raises(ValueError, match=f'{source} could not be had .*--init_from=FOLDER'):
+        with pytest.raises(ValueError, match=f'{source} could not be had: .*--init_from=FOLDER'):
             ours(source)
+
+
+def test_a_missing_repository_and_a_missing_revision_are_named(monkeypatch, tmp_path):
+    """A server answers as the hub does where something is missing."""
+    hub = pytest.importorskip('huggingface_hub')
+
+    class Missing(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(404)
+            self.send_header('X-Error-Code', 'RevisionNotFound' if 'revision/v2' in self.path else 'RepoNotFound')
+            self.send_header('Content-Length', '0')
+            self.end_headers()
+
+        do_HEAD = do_GET
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.ThreadingHTTPServer(('127.0.0.1', 0), Missing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(hub, 'snapshot_download', functools.partial(
+            hub.snapshot_download, endpoint=f'http://127.0.0.1:{server.server_port}', cache_dir=tmp_path))
+        for source, why in (('hf:someone/nope@v2', 'someone/nope has no revision v2'),
+                            ('hf:someone/other', 'there is no someone/other, or it is private')):
+            with pytest.raises(ValueError, match=why):
+                huggingface.load_folder(source)
+        server.shutdown()
 
 
 def test_a_missing_optional_package_is_asked_for(tmp_path, monkeypatch):
@@ -269,6 +301,55 @@ def test_a_missing_optional_package_is_asked_for(tmp_path, monkeypatch):
             call(str(tmp_path))
     with pytest.raises(ValueError, match='pip install huggingface_hub'):
         huggingface.load_folder('hf:someone/nope')
+
+
+def big_llama(folder):
+    """TinyLlama's shape in bfloat16, 2.2 GB of random numbers."""
+    c = transformers.LlamaConfig(hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32,
+                                 num_key_value_heads=4, vocab_size=32000, max_position_embeddings=2048)
+    with torch.device('meta'):
+        shapes = {name: p.shape for name, p in transformers.LlamaForCausalLM(c).named_parameters()}
+    noise = (0.02 * torch.randn(2 ** 16)).bfloat16()
+    tensors = {name: noise.repeat(-(-shape.numel() // len(noise)))[:shape.numel()].view(shape).clone()
+               for name, shape in shapes.items()}
+    safetensors_torch.save_file(tensors, folder / 'model.safetensors')
+    (folder / 'config.json').write_text(c.to_json_string())
+    (folder / 'tokenizer.json').write_text(huggingface.tokenizer_json(BYTES), encoding='utf-8')
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+@pytest.mark.skipif(not Path('/proc/self/status').exists(), reason='needs Linux, to measure memory')
+@pytest.mark.skipif(shutil.disk_usage(tempfile.gettempdir()).free < 5e9, reason='needs 5 GB of disk')
+def test_a_model_of_1_1b_is_read_in_20_seconds_and_1_3_times_its_size(tmp_path):
+    """Of memory that is not the mapped file's, beyond what importing torch takes; from a warm disk cache."""
+    size = big_llama(tmp_path)
+    assert 2.1e9 < size < 2.3e9
+    script = """
+import sys, threading, time
+import torch
+def anonymous():
+    return next(int(line.split()[1]) * 1024 for line in open('/proc/self/status') if line.startswith('RssAnon'))
+before, peak, ended = anonymous(), 0, False
+import checkpoint
+def watch():
+    global peak
+    while not ended:
+        peak = max(peak, anonymous())
+        time.sleep(0.002)
+thread = threading.Thread(target=watch)
+thread.start()
+start = time.perf_counter()
+model, _ = checkpoint.load_model(sys.argv[1], '', 'cpu', dtype=torch.bfloat16)
+seconds = time.perf_counter() - start
+ended = True
+thread.join()
+assert model.blocks[0].mlp.out.weight.dtype == torch.bfloat16
+print(peak - before, seconds)
+"""
+    run = subprocess.run([sys.executable, '-c', script, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    memory, seconds = map(float, run.stdout.splitlines()[-1].split())
+    assert memory < 1.3 * size and seconds < 20, (memory / size, seconds)
 
 
 # ----------------------------------------------------------------------------- out
@@ -369,6 +450,7 @@ def test_the_stage_folds_a_scale_file(tmp_path, tiny_run):
     names = {'transformers': transformers}
     for line in out.splitlines()[1:]:  # the two lines that it prints load it
         exec(line.strip(), names)
+    assert names['model'].config.max_position_embeddings == 64  # not L = 32: what reads it would cut the input there
     model.load_state_dict(sets[64], strict=False)
     assert_equal(logits(names['model'], tokens(64, 257)), logits(model, tokens(64, 257)))
     assert names['tokenizer']('def')['input_ids'] == [100, 101, 102]

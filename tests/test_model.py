@@ -124,7 +124,7 @@ def test_future_tokens_never_change_earlier_logits(position, T):
 
 
 @pytest.mark.parametrize('position', ['none', 'rope', 'logn'])
-def test_only_rope_and_alibi_tell_a_single_layer_the_order_of_earlier_tokens(position):
+def test_rope_but_neither_nope_nor_logn_tells_a_single_layer_the_order_of_earlier_tokens(position):
     model, idx = random_model(position=position, n_layer=1), tokens(1, 40)
     shuffled = torch.cat((idx[:, :-1].flip(1), idx[:, -1:]), dim=1)
     difference = (model(idx)[:, -1] - model(shuffled)[:, -1]).abs().max()

@@ -144,6 +144,10 @@ def test_title_counts_what_the_scales_are_tuned_for(tiny_run, tmp_path):
     stage('passkey', *arguments(tiny_run, tmp_path, f'--scale={tmp_path}/mine.json', '--n_keys=1', '--n_depths=1'))
     result = json.loads((tmp_path / 'passkey_mine.json').read_text())
     assert result['window'] == 300 and result['accuracy_inside'] == result['accuracy'][0][0]
+    (tmp_path / 'mine.json').write_text((tmp_path / 'mine.json').read_text().replace('1.1', '1.2'))  # tuned again
+    message = mistake('passkey', *arguments(tiny_run, tmp_path, f'--scale={tmp_path}/mine.json', '--n_keys=1',
+                                            '--n_depths=1'))
+    assert 'holds answers of other settings (scale)' in message
 
 
 def test_scales_that_differ_after_the_point_have_files_of_their_own(tiny_run, tmp_path):

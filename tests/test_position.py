@@ -4,8 +4,11 @@ Each position method against its paper's formula; the extensions of RoPE and ALi
 $ python -m pytest tests/test_position.py
 """
 
+import contextlib
 import math
 import os
+import random
+import shutil
 import subprocess
 import sys
 
@@ -134,7 +137,8 @@ def test_logn_leaves_the_query_at_L_alone():
 EXTENDED = [{'position': 'rope', 'rope_scaling': f'{kind}:4'} for kind in ('pi', 'ntk', 'dynamic_ntk', 'yarn')]
 DAPES = [{'position': name, 'dape_kernel': kernel, 'dape_width': 8, 'dape_residual': residual}
          for name in ('none', 'rope', 'kerple', 'alibi', 'fire', 't5', 'cope', 'xl')
-         for kernel, residual in ((1, True), (3, name != 'fire'))] + [{'position': 'none', 'dape_kernel': 5}]
+         for kernel, residual in ((1, True), (3, name != 'fire'))] + [
+    {'position': 'none', 'dape_kernel': 5}, {'position': 'kerple', 'dape_kernel': 7}]
 EVERY = [{'position': name} for name in POSITIONS] + EXTENDED + DAPES
 
 
@@ -148,34 +152,49 @@ def test_logits_equal_the_papers_formulas_in_float64(changes):
     expected, _ = plain_transformer(model, idx)
     for grad in (True, False):
         with torch.set_grad_enabled(grad):
-            torch.testing.assert_close(model(idx).double(), expected, rtol=0, atol=1e-3)
+            torch.testing.assert_close(model(idx).double(), expected, rtol=0, atol=1e-4)
     plain = random_model(**changes | {'dape_kernel': 0} if changes.get('dape_kernel') else {'position': 'rope'})
     if changes != {'position': 'rope'}:
         assert (plain(idx).double() - expected).abs().max() > 0.05  # so the method is no small matter
 
 
+@pytest.mark.parametrize('position', ['t5', 'cope', 'fire'])
+def test_the_formulas_hold_where_distances_and_counts_are_at_their_bounds(position):
+    """Past T5's last bucket, 128 keys back, CoPE's last count, 63, and FIRE's L0 = 16."""
+    model, idx = random_model(position=position, n_layer=1), some_tokens(1, 200)
+    with torch.no_grad():
+        torch.testing.assert_close(model(idx).double(), plain_transformer(model, idx)[0], rtol=0, atol=1e-4)
+
+
+def random_shapes(changes):
+    """A few random (sizes of a model, T, t < T), others for each method."""
+    draw = random.Random(str(changes))
+    for n_head, n_embd in ((4, 32), (6, 48), (2, 8)):
+        T = draw.randint(20, 100)
+        yield {'n_head': n_head, 'n_kv_head': draw.choice((1, 2)), 'n_embd': n_embd}, T, draw.randint(1, T - 1)
+
+
 @pytest.mark.parametrize('changes', EVERY, ids=str)
 def test_future_tokens_never_change_earlier_logits(changes):
-    model, idx = random_model(**changes), some_tokens(2, 70)
-    with torch.no_grad():
-        logits = model(idx)
-        for t in (1, 33, 69):
-            changed = idx.clone()
-            changed[:, t:] = (idx[:, t:] + 1 + some_tokens(2, 70 - t) % 60) % 61
-            assert torch.equal(model(changed)[:, :t], logits[:, :t])
+    for sizes, T, t in random_shapes(changes):
+        model, idx = random_model(**changes, **sizes), some_tokens(2, T)
+        changed = idx.clone()
+        changed[:, t:] = (idx[:, t:] + 1 + some_tokens(2, T - t) % 60) % 61
+        for grad in (True, False):  # training has an attention of its own
+            with torch.set_grad_enabled(grad):
+                one, other = model(idx), model(changed)
+            assert torch.equal(one[:, :t], other[:, :t])
+            assert not torch.equal(one[:, t], other[:, t])
 
 
 @pytest.mark.parametrize('changes', EVERY, ids=str)
 def test_rows_of_a_long_pass_equal_those_of_a_short_one(changes):
-    generator = torch.Generator().manual_seed(1)
-    for n_head, n_embd in ((4, 32), (6, 48), (2, 8)):
-        model = random_model(**changes, n_head=n_head, n_kv_head=2, n_embd=n_embd)
-        T, t = 64, int(torch.randint(1, 64, (), generator=generator))
-        if model.config.rope_scaling.startswith('dynamic'):
+    for sizes, T, t in random_shapes(changes):
+        if changes.get('rope_scaling', '').startswith('dynamic'):
             T, t = 30, 20  # up to L, where it is plain RoPE
-        idx = some_tokens(1, T)
+        model, idx = random_model(**changes, **sizes), some_tokens(1, T)
         with torch.no_grad():
-            torch.testing.assert_close(model(idx)[:, :t], model(idx[:, :t]), rtol=0, atol=1e-4)
+            torch.testing.assert_close(model(idx)[:, :t], model(idx[:, :t]), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize('changes', EVERY, ids=str)
@@ -230,6 +249,19 @@ def test_chunks_of_rows_change_neither_losses_nor_gradients(monkeypatch, changes
     assert trained == []
 
 
+@pytest.mark.skipif(not shutil.which('g++'), reason='torch.compile on a CPU needs g++')
+@pytest.mark.parametrize('changes', [{'position': 'cope'}, {'position': 'kerple', 'dape_kernel': 3}], ids=str)
+def test_compiled_losses_and_gradients_equal_plain_ones(changes):
+    model, windows, results = random_model(**changes, n_layer=1), some_tokens(2, 41), []
+    for forward in (model, torch.compile(model)):
+        model.zero_grad()
+        losses = forward(windows[:, :-1], windows[:, 1:])
+        losses.mean().backward()
+        results.append([losses.detach(), *(p.grad.clone() for p in model.parameters() if p.requires_grad)])
+    for plain, compiled in zip(*results):
+        torch.testing.assert_close(compiled, plain, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize('changes', [{'position': 'kerple'}, {'position': 'xl'},
                                      {'position': 'kerple', 'dape_kernel': 3}], ids=str)
 def test_entropy_is_that_of_the_attention_that_is_used(changes):
@@ -267,7 +299,8 @@ def test_cheating_dape_leaks_later_tokens_and_the_honest_one_does_not():
     changed = idx.clone()
     changed[:, 30] = (idx[:, 30] + 1) % 61
     for cheat in (False, True):
-        model = random_model(position='kerple', dape_kernel=3, dape_cheat=cheat)
+        with pytest.warns(match='sees the tokens that it is to predict') if cheat else contextlib.nullcontext():
+            model = random_model(position='kerple', dape_kernel=3, dape_cheat=cheat)
         moved = (model(idx)[:, :30] - model(changed)[:, :30]).abs().max()
         assert moved > 1e-3 if cheat else moved == 0
 

@@ -328,6 +328,8 @@ def test_resume_names_the_settings_that_changed(runs, plain):
     out = out_dir.with_suffix('.out').read_text()
     assert 'resuming with weight_decay = 0.2 (was 0.1)' in out and 'resuming with max_iters = 13 (was 12)' in out
     assert 'learning_rate =' not in out
+    optimizer = torch.load(out_dir / 'last.pt', weights_only=True)['optimizer']
+    assert [group['weight_decay'] for group in optimizer['param_groups']] == [0.2]  # and it was used
     assert list(log_rows(out_dir)) == list(range(1, 14))
 
 
@@ -367,7 +369,7 @@ def test_two_ranks_stop_together_on_sigterm_and_one_goes_on(runs, two_ranks):
 
 def sharded_run(runs, name, **settings):
     """A run on two ranks that split the model. Returns out_dir."""
-    arguments = runs.arguments(name, fsdp=True, dtype='float32', micro_batch_size=1, **settings)
+    arguments = runs.arguments(name, **{'fsdp': True, 'dtype': 'float32', 'micro_batch_size': 1} | settings)
     subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2',
                     ROOT / 'train.py', *arguments], env=os.environ | {'OMP_NUM_THREADS': '1'}, check=True, timeout=120)
     return runs.folder / name
@@ -402,6 +404,26 @@ def test_a_sharded_model_learns_what_a_whole_one_does_and_goes_on_in_one_process
         assert_close_weights(out_dir, whole)
         scales = checkpoint.load_model('last', out_dir, 'cpu')[0].head_scale
         assert torch.equal(scales, torch.full_like(scales, 1.001))
+
+
+def test_a_sharded_model_in_bfloat16_keeps_weights_and_scales_in_float32(runs):
+    """With activations recomputed in backward; a scale of 1.001 would become 1 in bfloat16."""
+    seed = runs.train('bfloat16_seed', dtype='bfloat16', max_iters=1)
+    state = torch.load(seed / 'last.pt', weights_only=True)
+    for name, scale in state['model'].items():
+        if name.endswith('head_scale'):
+            scale.fill_(1.001)
+    checkpoint.save(seed / 'scaled.pt', **state)
+    options = {'dtype': 'bfloat16', 'max_iters': 3, 'log_interval': 1, 'eval_interval': 3,
+               'checkpoint_activations': True, 'init_from': seed / 'scaled.pt'}
+    whole = runs.train('whole_bfloat16', micro_batch_size=1, **options)
+    split = sharded_run(runs, 'sharded_bfloat16', **options)
+    for key in 'loss', 'val_loss':
+        assert log_rows(split, key) == pytest.approx(log_rows(whole, key), abs=5e-3)
+    weights = checkpoint.load(split / 'last.pt')['model']
+    assert all(weight.dtype == torch.float32 for weight in weights.values())
+    scales = checkpoint.load_model('last', split, 'cpu')[0].head_scale
+    assert torch.equal(scales, torch.full_like(scales, 1.001))
 
 
 def test_sharding_needs_several_ranks(runs):

@@ -344,6 +344,16 @@ def test_scale_file_of_other_weights_is_refused(tuned):
         first_scale('uniform', out_dir, info, 64)
 
 
+def test_two_ranks_search_the_same_scale_as_one(tuned):
+    out_dir, _, _ = tuned
+    stage('tune_scale', *arguments(out_dir, *UNIFORM, '--label=two_ranks'), ranks=2)
+    one, two = (json.loads((out_dir / f'scale_uniform{label}.json').read_text()) for label in ('', '_two_ranks'))
+    (one, *_), (two,) = (result['searches'].values() for result in (one, two))
+    np.testing.assert_allclose(two['loss_at_length'], one['loss_at_length'], rtol=1e-5)
+    assert two['best_by_length'] == one['best_by_length']
+    assert (out_dir / 'scale_uniform_fit_two_ranks.json').exists()  # not over the other
+
+
 def test_two_ranks_tune_the_same_scales_as_one(tuned):
     out_dir, _, _ = tuned
     stage('tune_scale', *arguments(out_dir, *HEAD, '--label=two_ranks'), ranks=2)

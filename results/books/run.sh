@@ -8,8 +8,9 @@ for seed in ${SEEDS:-1337 1338 1339}; do
     out=out/books/$seed
     train none config/books_nope.py --seed=$seed
     train rope config/books_nope.py config/books_rope.py --seed=$seed
-    tune scale_uniform.json --method=uniform --candidate_range=[1.0,3.2,0.02]  # over L ... 8L: Figures 2 and 7
-    test $seed = 1337 && more='scale,out norm' rates='1e-4 4e-4 2e-3' || more= rates=  # some with one seed only
+    # finer steps, other vectors and other rates with the first seed only
+    test $seed = 1337 && step=0.02 more='scale,out norm' rates='1e-4 4e-4 2e-3' || step=0.1 more= rates=
+    tune scale_uniform.json --method=uniform --candidate_range=[1.0,3.2,$step]  # over L ... 8L: Figures 2 and 7
     for vectors in scale scale,out,norm $more; do
         tune scale_head_1024_$vectors.json --target_length=1024 --max_iters=150 --tune=$vectors --label=$vectors
     done
@@ -25,6 +26,9 @@ tune scale_head_1280.json --target_length=1280 --max_iters=120
 tune scale_head_2048.json --target_length=2048 --max_iters=75
 tune scale_sets.json --target_lengths=[512,1024,2048] --max_iters=75
 python eval_ppl.py config/table_books.py
+# Figure 2, right: uniform scales do not extend RoPE
+test -f $out/rope/scale_uniform.json || python tune_scale.py --out_dir=$out/rope --n_samples=16 --method=uniform \
+    --candidate_range=[0.8,1.4,0.1]
 # Figures 1, 3, 5: loss and entropy by position, of the plain models, RoPE with NTK, and NoPE with scales
 entropy() { test -f $1 || { shift; python entropy.py --n_samples=32 "$@"; }; }
 entropy $out/none/entropy.json --out_dir=$out/none

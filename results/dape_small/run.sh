@@ -47,6 +47,7 @@ python eval_ppl.py config/dape/table_small.py config/dape/table_equal_tokens.py
 for run in none alibi kerple rope; do
     test -f out/dape/$run/scale_head_512.json && continue
     test $run = rope && more=--rope_scaling=yarn:4 || more=
-    python tune_scale.py --out_dir=out/dape/$run --target_length=512 --init_scale=1.0 --max_iters=100 --n_samples=32 $more
+    python tune_scale.py --out_dir=out/dape/$run --target_length=512 --init_scale=1.0 --min_scale=None \
+        --max_iters=100 --n_samples=32 $more
 done
 python eval_ppl.py config/dape/table_head_scale.py
