@@ -292,7 +292,8 @@ def test_rows_may_have_data_sets_of_their_own(tiny_run, corpus_dir, tmp_path):
     _, result, _ = run(tiny_run, tmp_path / 'out', str(tmp_path / 'table.py'), '--max_windows=4', '--lengths=[32,64]')
     here, there = (row['ppl'] for row in result['rows'])
     (tmp_path / 'alone').mkdir()
-    _, alone, _ = run(tiny_run, tmp_path / 'alone', f'--dataset={tmp_path}/other', '--max_windows=4', '--lengths=[32,64]')
+    _, alone, _ = run(tiny_run, tmp_path / 'alone', f'--dataset={tmp_path}/other', '--max_windows=4',
+                      '--lengths=[32,64]')
     assert there == pytest.approx([row['ppl'] for row in alone['rows']], rel=1e-5) and abs(there[0] - here[0]) > 1
 
 
