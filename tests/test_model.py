@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from conftest import plain_losses, plain_transformer, random_model
 
 import model as model_file
+from configurator import run_config
 from model import Attention, ModelConfig, Transformer, fused_attention
 from position import POSITIONS
 
@@ -35,6 +36,17 @@ def gradients(model, idx, targets):
 def big_model():
     with torch.device('meta'):
         return Transformer(ModelConfig(**TINYLLAMA))
+
+
+@pytest.mark.parametrize('size', ['125m', '350m', '2.7b', '6.7b'])
+def test_models_of_dape_v2_have_as_many_weights_as_the_papers_block(size):
+    """Of GPT-NeoX's block, by hand: 4 C^2 and 8 C^2 in attention and MLP, biases and LayerNorms 13 C, output untied."""
+    c = run_config('config/dape/125m.py') | run_config(f'config/dape/{size}.py')
+    sizes = {name: c[name] for name in ('n_layer', 'n_head', 'n_kv_head', 'n_embd', 'n_hidden')}
+    C, vocab_size = c['n_embd'], 50304
+    with torch.device('meta'):
+        model = Transformer(ModelConfig(vocab_size, 512, **sizes))
+    assert model.n_params() == pytest.approx(2 * vocab_size * C + c['n_layer'] * (12 * C ** 2 + 13 * C), rel=2e-3)
 
 
 def test_model_of_the_paper_has_1_100_048_384_weights_and_704_scales():
