@@ -174,6 +174,26 @@ def test_attention_of_training_equals_the_fused_kernel_and_its_gradients(T):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-11)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs an NVIDIA GPU')
+@pytest.mark.parametrize('kind', ['causal', 'seen', 'bias', 'decode'])
+@pytest.mark.parametrize('dtype, atol', [(torch.float32, 2e-3), (torch.bfloat16, 3e-2)])
+def test_attention_on_a_gpu_equals_the_formula_and_needs_no_whole_matrix(kind, dtype, atol):
+    T = 1 if kind == 'decode' else 2048
+    q, k, v = (torch.randn(2, n_head, length, 64, device='cuda', dtype=dtype)
+               for n_head, length in ((32, T), (4, 2048), (4, 2048)))
+    j = torch.arange(2048, device='cuda')
+    seen = (j <= j[-T:, None])[None, None] & (j > 5)
+    mask = {'causal': None, 'bias': torch.randn(1, 32, T, 2048, device='cuda', dtype=dtype)}.get(kind, seen)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with torch.no_grad():
+        found = fused_attention(q, k, v, mask, is_causal=mask is None)
+    assert torch.cuda.max_memory_allocated() - before < 2 * 32 * T * 2048 * 4 or kind == 'decode'
+    expected = model_file.matrix_attention(q.float(), k.float(), v.float(), j <= j[:, None] if mask is None else mask)
+    rows = slice(10, None) if T > 1 else slice(None)  # the first see no key
+    torch.testing.assert_close(found.float()[:, :, rows], expected[:, :, rows], rtol=0, atol=atol)
+
+
 # ----------------------------------------------------------------------------- head scale
 
 class AttentionWithoutScale(Attention):
