@@ -1,6 +1,8 @@
 # DAPE V2, Tables 4 and 5 and Appendix E: kernel sizes, and channels between the convolutions, on Kerple
 # python eval_ppl.py config/dape/table_small.py config/dape/table_kernels.py
 label = 'kernels'
+lengths = [128, 256, 512, 1024, 2048]
+n_samples = 32
 _names = {'kerple': 'Kerple', 'kerple_1x1': 'DAPE 1x1', 'kerple_1x3': 'DAPE 1x3', 'kerple_1x5': 'DAPE 1x5',
           'kerple_1x7': 'DAPE 1x7', 'kerple_1x3_w10': 'DAPE 1x3, 10 channels',
           'kerple_1x3_w21': 'DAPE 1x3, 21 channels', 'kerple_1x3_w64': 'DAPE 1x3, 64 channels'}
