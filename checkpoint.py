@@ -162,9 +162,8 @@ def vectors_from_json(data, path, info):
             rows = np.array(data.get(kind, np.ones(shape)), dtype=float)
         except (TypeError, ValueError):
             rows = np.zeros(0)
-        if rows.shape != shape or not np.isfinite(rows).all() or kind == 'head_scale' and not (rows > 0).all():
-            raise ValueError(f"{kind} in {path} must be {shape[0]} rows of {shape[1]} numbers"
-                             f"{' above 0' * (kind == 'head_scale')}.")
+        if rows.shape != shape or not np.isfinite(rows).all():  # below 0 too, where nothing constrained the tuning
+            raise ValueError(f'{kind} in {path} must be {shape[0]} rows of {shape[1]} numbers.')
         vectors |= {f'blocks.{i}.attn.{kind}': torch.tensor(row, dtype=torch.float32) for i, row in enumerate(rows)}
     names = {'norm.weight', *(f'blocks.{i}.{n}_norm.weight' for i in range(c['n_layer']) for n in ('attn', 'mlp'))}
     for name, values in data.get('norm', {}).items():

@@ -190,7 +190,7 @@ def print_table(rows, sizes, runtime):
                      'last': ('dape_table9', [128, 256, 512, 1024, 2048, 4096, 8192])}[protocol]
     paper = json.loads((ROOT / 'results/papers.json').read_text())[name]['rows']
     width = max(len(row['name']) for row in rows)
-    runtime.print(f'{"":{width}}     tokens' + ''.join(f'{T:>14}' for T in sizes) + '   paper:'
+    runtime.print(f'{"":{width}}     tokens' + ''.join(f'{T:>17}' for T in sizes) + '   paper:'
                   + ''.join(f'{T:>7}' for T in columns))
     for row in rows:
         cells = [f'{ppl:.2f}' if ppl < 1000 else '>10^3' for ppl in row['ppl']]
@@ -200,7 +200,7 @@ def print_table(rows, sizes, runtime):
                          for ppl in paper.get(row.get('paper'), [])[:len(columns)])
         note = f"   {', '.join(row['best'])}" if len(row['losses']) > 1 else ''
         tokens = f"{row['tuning_tokens'] / 1e6:.1f}M" if row['tuning_tokens'] else '-'
-        cells = ''.join(f'{cell:>14}' for cell in cells)
+        cells = ''.join(f'{cell:>17}' for cell in cells)
         runtime.print(f"{row['name']:{width}} {tokens:>10}{cells}         {theirs}{note}".rstrip())
 
 
