@@ -1,6 +1,6 @@
 # The study on long books: 5M parameters, bytes, L = 256, seeds 1337, 1338 and 1339 (SEEDS=1337 for one: about two and
-# a half hours on one CPU core). Every method is tuned with the same 150 steps of 8 windows of 4L = 1,024 tokens. Run it from the
-# project's root, after  python data/books/prepare.py FOLDER. What is there already is not made again.
+# a half hours on one CPU core). Every method is tuned with the same 150 steps of 8 windows of 4L = 1,024 tokens. Run it
+# from the project's root, after  python data/books/prepare.py FOLDER. What is there already is not made again.
 set -e
 tune() { test -f $out/none/$1 || { shift; python tune_scale.py --out_dir=$out/none --n_samples=16 "$@"; }; }
 train() { test -f $out/$1/loss.png || { run=$out/$1; shift; python train.py "$@" --out_dir=$run; }; }
@@ -9,8 +9,8 @@ for seed in ${SEEDS:-1337 1338 1339}; do
     train none config/books_nope.py --seed=$seed
     train rope config/books_nope.py config/books_rope.py --seed=$seed
     # finer steps, other vectors and other rates with the first seed only
-    test $seed = 1337 && step=0.02 more='scale,out norm' rates='1e-4 4e-4 2e-3' || step=0.1 more= rates=
-    tune scale_uniform.json --method=uniform --candidate_range=[1.0,3.2,$step]  # over L ... 8L: Figures 2 and 7
+    test $seed = 1337 && range=[1.0,2.4,0.02] more='scale,out norm' rates='1e-4 4e-4 2e-3' || range=[1.0,3.2,0.1] more= rates=
+    tune scale_uniform.json --method=uniform --candidate_range=$range  # over L ... 8L: Figures 2 and 7
     for vectors in scale scale,out,norm $more; do
         tune scale_head_1024_$vectors.json --target_length=1024 --max_iters=150 --tune=$vectors --label=$vectors
     done
