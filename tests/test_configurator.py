@@ -353,7 +353,8 @@ def test_out_of_gpu_memory_names_the_setting_to_lower(project, tmp_path):
     library = 'class OutOfMemoryError(RuntimeError):\n    pass\n\ndef allocate():\n    raise OutOfMemoryError("CUDA")\n'
     (tmp_path / 'library.py').write_text(library)
     stage_that(project, f'sys.path.append({str(tmp_path)!r}); import library; library.allocate()')
-    assert mistake(project) == 'out of GPU memory. Lower micro_batch_size, batch_tokens or batch_size; see --help.'
+    assert mistake(project) == ('out of GPU memory. Lower micro_batch_size, batch_tokens or batch_size, or set '
+                                '--checkpoint_activations=True, as the stage has them; see --help.')
 
 
 def test_interrupt_is_one_line(project):
