@@ -422,7 +422,7 @@ def main():
           f'a large matrix product does {ceiling / 1e12:.2f} TFLOP/s')
     todo = {table: tables[table]} if table else {task: stages[task] for task in tasks}
     results = {what: work(runtime, ceiling) for what, work in todo.items()}
-    print('graphs compiled after the warm-up: 0')  # or medians() had stopped
+    print('no graph was compiled after the warm-up')  # or medians() had stopped
     path = Path(out_dir, f'{name or table or runtime.device.type}.json')
     save_json(path, {'stage': 'bench', 'matmul_flops': ceiling, 'results': results}
               | provenance(settings(globals()), runtime, time.perf_counter() - began))

@@ -375,6 +375,17 @@ def sharded_run(runs, name, **settings):
     return runs.folder / name
 
 
+def scaled_seed(runs, dtype):
+    """A checkpoint of one step whose head scales are 1.001, which bfloat16 would make 1."""
+    seed = runs.train(f'{dtype}_seed', dtype=dtype, max_iters=1)
+    state = torch.load(seed / 'last.pt', weights_only=True)
+    for name, scale in state['model'].items():
+        if name.endswith('head_scale'):
+            scale.fill_(1.001)
+    checkpoint.save(seed / 'scaled.pt', **state)
+    return seed / 'scaled.pt'
+
+
 def assert_close_weights(one, other):
     one, other = (checkpoint.load(out_dir / 'last.pt')['model'] for out_dir in (one, other))
     for name, weight in one.items():
@@ -383,15 +394,9 @@ def assert_close_weights(one, other):
 
 
 def test_a_sharded_model_learns_what_a_whole_one_does_and_goes_on_in_one_process_and_sharded(runs):
-    """The micro-batches, two a step and rank, are four a step here; a scale of 1.001 is lost in bfloat16."""
+    """The micro-batches, two a step and rank, are four a step here."""
     options = {'lr_decay_iters': 9, 'eval_interval': 3, 'log_interval': 1}
-    seed = runs.train('scaled_seed', dtype='float32', max_iters=1)
-    state = torch.load(seed / 'last.pt', weights_only=True)
-    for name, scale in state['model'].items():
-        if name.endswith('head_scale'):
-            scale.fill_(1.001)
-    checkpoint.save(seed / 'scaled.pt', **state)
-    options['init_from'] = seed / 'scaled.pt'
+    options['init_from'] = scaled_seed(runs, 'float32')
     whole = runs.train('whole', dtype='float32', micro_batch_size=1, max_iters=9, **options)
     first = sharded_run(runs, 'sharded', max_iters=6, **options)
     one_process = runs.copy(first, 'on_in_one_process')
@@ -407,15 +412,9 @@ def test_a_sharded_model_learns_what_a_whole_one_does_and_goes_on_in_one_process
 
 
 def test_a_sharded_model_in_bfloat16_keeps_weights_and_scales_in_float32(runs):
-    """With activations recomputed in backward; a scale of 1.001 would become 1 in bfloat16."""
-    seed = runs.train('bfloat16_seed', dtype='bfloat16', max_iters=1)
-    state = torch.load(seed / 'last.pt', weights_only=True)
-    for name, scale in state['model'].items():
-        if name.endswith('head_scale'):
-            scale.fill_(1.001)
-    checkpoint.save(seed / 'scaled.pt', **state)
+    """With activations recomputed in backward."""
     options = {'dtype': 'bfloat16', 'max_iters': 3, 'log_interval': 1, 'eval_interval': 3,
-               'checkpoint_activations': True, 'init_from': seed / 'scaled.pt'}
+               'checkpoint_activations': True, 'init_from': scaled_seed(runs, 'bfloat16')}
     whole = runs.train('whole_bfloat16', micro_batch_size=1, **options)
     split = sharded_run(runs, 'sharded_bfloat16', **options)
     for key in 'loss', 'val_loss':
