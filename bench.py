@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from configurator import configure, run_config, settings
 from generate import by_column
 from model import ModelConfig, Transformer
-from runtime import ROOT, compiled, matmul_flops, provenance, save_json, setup, synchronize
+from runtime import ROOT, compiled, matmul_flops, optional, provenance, save_json, setup, synchronize
 
 tasks = ['train', 'scale', 'eval', 'entropy', 'prefill', 'decode']
 table = ''                   # instead of tasks: time_cost (position methods) or growth (contexts)
@@ -157,11 +157,8 @@ def new_model(runtime, block_size, **changes):
 
 
 def new_peer(runtime, block_size):
-    try:
-        from transformers import LlamaConfig, LlamaForCausalLM
-    except ImportError:
-        raise ValueError('--peer=hf needs the optional package transformers: pip install transformers') from None
-    return LlamaForCausalLM(LlamaConfig(
+    transformers = optional('transformers')
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(
         vocab_size=vocab_size, hidden_size=n_embd, intermediate_size=n_hidden, num_hidden_layers=n_layer,
         num_attention_heads=n_head, num_key_value_heads=n_kv_head, max_position_embeddings=block_size,
         rms_norm_eps=1e-5, tie_word_embeddings=False, attn_implementation='sdpa')).to(runtime.device)

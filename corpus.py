@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-from runtime import ROOT, Progress, save_json, write_text
+from runtime import ROOT, Progress, optional, save_json, write_text
 
 MIB = 2 ** 20
 EOT = '<|endoftext|>'
@@ -52,7 +52,10 @@ def get_tokenizer(name):
         except OSError as error:
             raise ValueError('The ranks of gpt2 could not be downloaded; it needs the network once. Connect, or take '
                              '--tokenizer=bytes or a local .tiktoken file.') from error
-    path = download_tokenizer(name) if name.startswith('hf:') else Path(name)
+    path = Path(name)
+    if name.startswith('hf:'):
+        path = from_hub(name, ['tokenizer.json', 'tokenizer_config.json'],
+                        'give a file that you have: --tokenizer=FOLDER/tokenizer.json.') / 'tokenizer.json'
     if path.suffix not in ('.tiktoken', '.json'):
         raise ValueError(f"There is no tokenizer '{name}'. Take gpt2, bytes, FILE.tiktoken, FILE.json, hf:ORG/NAME.")
     if not path.is_file():
@@ -94,7 +97,7 @@ class HFTokenizer:
     def __init__(self, name, text, eos):
         """text: of tokenizer.json. eos: the token that ends a text, or None to look for the usual ones."""
         self.name, self.text = name, text
-        package = tokenizers_package()
+        package = optional('tokenizers')
         try:
             self.tokenizer = package.Tokenizer.from_str(text)
         except Exception as error:  # the package raises nothing more special
@@ -128,24 +131,19 @@ def start_token(encoding):
     return getattr(encoding, 'start_token', encoding.eot_token)
 
 
-def tokenizers_package():
+def from_hub(source, patterns, advice):
+    """
+    The folder that has the files of 'hf:ORG/NAME' or 'hf:ORG/NAME@REVISION' that match the patterns, downloaded once
+    into the hub's cache. Raises ValueError, which says why and ends in the advice, where they cannot be had.
+    """
+    hub, (repo, _, revision) = optional('huggingface_hub'), source.removeprefix('hf:').partition('@')
     try:
-        import tokenizers
-    except ImportError as error:
-        raise ValueError('This needs the optional package tokenizers. Run: pip install tokenizers') from error
-    return tokenizers
-
-
-def download_tokenizer(name):
-    """Path of tokenizer.json, with tokenizer_config.json beside it. name: 'hf:ORG/NAME[@REVISION]'."""
-    from huggingface_hub import snapshot_download
-    repo, _, revision = name.removeprefix('hf:').partition('@')
-    try:
-        files = ['tokenizer.json', 'tokenizer_config.json']
-        return Path(snapshot_download(repo, revision=revision or None, allow_patterns=files)) / 'tokenizer.json'
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f'The tokenizer {name} could not be had: {reason} Check its name and the network.') from error
+        return Path(hub.snapshot_download(repo, revision=revision or None, allow_patterns=list(patterns)))
+    except Exception as error:  # of the name, the network, the proxy, the disk: they share no class
+        why = {'RepositoryNotFoundError': f'there is no {repo}, or it is private',
+               'RevisionNotFoundError': f'{repo} has no revision {revision}'}.get(
+                   type(error).__name__, f'{type(error).__name__}: check name, revision and network')
+        raise ValueError(f'{source} could not be had: {why}. Or {advice}') from error
 
 
 def tokenizer_state(encoding):
@@ -180,7 +178,7 @@ def train_bpe(texts, vocab_size, path):
     """Train a byte-level BPE of vocab_size tokens, end-of-text included, on an iterable of str; save and return it."""
     if vocab_size < 257:
         raise ValueError(f'A BPE of {vocab_size} tokens cannot hold the 256 bytes and end-of-text. Take 257 or more.')
-    package = tokenizers_package()
+    package = optional('tokenizers')
     tokenizer = package.Tokenizer(package.models.BPE())
     words = package.pre_tokenizers.Split(package.Regex(PATTERN), 'isolated')
     byte_level = package.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

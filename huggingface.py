@@ -7,7 +7,6 @@ hf:ORG/NAME or hf:ORG/NAME@REVISION, downloaded once into the hub's cache and fo
 """
 
 import dataclasses
-import importlib
 import json
 import shutil
 import zipfile
@@ -17,10 +16,10 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-from corpus import EOT, byte_characters, get_tokenizer, parse_ranks, tokenizer_from_state, tokenizer_state
+from corpus import EOT, byte_characters, from_hub, get_tokenizer, parse_ranks, tokenizer_from_state, tokenizer_state
 from model import ModelConfig, Transformer
 from position import parse_scaling, rope_frequencies
-from runtime import DTYPES, save_json, write_text
+from runtime import DTYPES, optional, save_json, write_text
 
 # what a config.json may leave out, as its class in transformers has it
 DEFAULTS = {'llama': {'num_key_value_heads': None, 'max_position_embeddings': 2048, 'rope_theta': 10000.0,
@@ -32,29 +31,13 @@ ROPE_KEYS = ('rope_type', 'type', 'rope_theta', 'factor', 'original_max_position
 ROPE_CONSTANTS = {'beta_fast': 32, 'beta_slow': 1, 'truncate': True, 'partial_rotary_factor': 1}
 
 
-def optional(package):
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise ValueError(f'This needs the optional package {package}. Run: pip install {package}') from error
-
-
 # ----------------------------------------------------------------------------- in
 
 def files_of(source, *patterns):
     """The folder of a source; from the hub it has the files that match the patterns. Raises ValueError if not there."""
-    if not source.startswith('hf:'):
-        return Path(source)
-    hub, (repo, _, revision) = optional('huggingface_hub'), source.removeprefix('hf:').partition('@')
-    try:
-        return Path(hub.snapshot_download(repo, revision=revision or None, allow_patterns=list(patterns)))
-    except Exception as error:  # of the name, the network, the proxy, the disk: they share no class
-        why = {'RepositoryNotFoundError': f'there is no {repo}, or it is private',
-               'RevisionNotFoundError': f'{repo} has no revision {revision}'}.get(
-                   type(error).__name__, f'{type(error).__name__}: check name, revision and network')
-        raise ValueError(f'{source} could not be had: {why}. Or put its config.json, tokenizer.json, '
-                         'tokenizer_config.json and *.safetensors or pytorch_model*.bin into a folder and give that, '
-                         '--init_from=FOLDER.') from error
+    return Path(source) if not source.startswith('hf:') else from_hub(
+        source, patterns, 'put its config.json, tokenizer.json, tokenizer_config.json and *.safetensors or '
+        'pytorch_model*.bin into a folder and give that, --init_from=FOLDER.')
 
 
 def model_files(source):

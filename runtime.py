@@ -5,6 +5,7 @@ What every stage needs around the model: device and precision, ranks, progress, 
 import contextlib
 import ctypes
 import datetime
+import importlib
 import json
 import math
 import os
@@ -96,6 +97,14 @@ class Runtime:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)  # an orderly exit was sometimes aborted here, after all was written; why, we do not know
+
+
+def optional(package):
+    """An optional package, imported. Raises ValueError with the command that installs it where it is missing."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise ValueError(f'This needs the optional package {package}. Run: pip install {package}') from error
 
 
 def has_bfloat16(device):

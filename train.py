@@ -33,6 +33,7 @@ from runtime import (
     load_sharded,
     matmul_flops,
     new_figure,
+    optional,
     save_json,
     save_png,
     setup,
@@ -232,11 +233,7 @@ def main():
         write_text(log_path, ''.join(f'{line}\n' for line in lines_until(log_path, step if step else -1)))
     wandb_run = None
     if wandb_project and runtime.is_main:
-        try:
-            import wandb
-        except ImportError:
-            raise ValueError('wandb_project needs the optional package wandb: pip install wandb') from None
-        wandb_run = wandb.init(project=wandb_project, config=run_settings)
+        wandb_run = optional('wandb').init(project=wandb_project, config=run_settings)
 
     if not fsdp:
         model = compiled(model, runtime, compile)
