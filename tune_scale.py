@@ -156,6 +156,8 @@ def draw_uniform(result, path):
         style = {'color': plt_color('viridis', rank / 6), 'label': f"{search['candidates'][i]:g}"}
         axes[0].plot(running_mean(position), running_mean(search['loss'][i]), **style)
         axes[1].plot(position, search['entropy'][i], **style)
+    best = running_mean(search['best_loss_by_position'])
+    axes[0].plot(running_mean(position), best, color='black', ls='--', lw=1, label='the best')
     axes[0].set(ylabel='loss (nats per token)', title='Loss under uniform scales (Figure 2)')
     axes[1].set(ylabel='mean attention entropy (nats)', title='Entropy under uniform scales (Figure 2)')
     for axis in axes[:2]:

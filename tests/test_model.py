@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import plain_losses, plain_transformer, random_model
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
 
 import model as model_file
 from configurator import run_config
@@ -281,6 +283,24 @@ def test_a_change_of_a_thousandth_in_a_scale_counts_under_bfloat16():
     assert logits(1.6).dtype == torch.bfloat16 and model.head_scale.dtype == torch.float32
     assert torch.tensor(1.601).bfloat16() == torch.tensor(1.6).bfloat16()  # so a scale kept in bfloat16 would not move
     assert not torch.equal(logits(1.6), logits(1.601))
+
+
+def test_a_compiled_training_step_casts_each_matrix_to_bfloat16_once():
+    """In the graphs that a compiler gets, cut as inductor cuts them: none again in backward, where casts look cheap."""
+    model, windows, casts = random_model(), tokens(2, 41), []
+
+    def count(graph, inputs):
+        cast = [node.args[0] for node in graph.graph.nodes if str(node.target).startswith('aten._to_copy')
+                or 'convert_element_type' in str(node.target)]
+        casts.append(sum(x.op == 'placeholder' and x.meta['val'].shape in matrices for x in cast))
+        return make_boxed_func(graph.forward)
+
+    matrices = [p.shape for name, p in model.named_parameters() if p.dim() == 2 and name != 'embed.weight']
+    backend = aot_autograd(fw_compiler=count, bw_compiler=count, partition_fn=min_cut_rematerialization_partition)
+    with torch.autocast('cpu', torch.bfloat16):
+        losses = torch.compile(model, backend=backend, dynamic=False)(windows[:, :-1], windows[:, 1:])
+    losses.mean().backward()
+    assert casts == [len(matrices), 0]
 
 
 def test_gradient_of_head_scale_equals_finite_differences_in_float64():

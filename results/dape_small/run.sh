@@ -37,10 +37,10 @@ train fire_1x3 --position=fire --dape_kernel=3 --compile=False
 python eval_ppl.py config/dape/table_small.py config/dape/table_bases.py
 
 # as many tokens in longer training windows (Figure 3)
-train kerple_1x3_256 $dape --dape_kernel=3 --block_size=256 --batch_size=8
-train kerple_1x3_512 $dape --dape_kernel=3 --block_size=512 --batch_size=4
-train kerple_256 --position=kerple --block_size=256 --batch_size=8
-train kerple_512 --position=kerple --block_size=512 --batch_size=4
+train kerple_1x3_256 $dape --dape_kernel=3 --block_size=256 --batch_size=8 --micro_batch_size=8
+train kerple_1x3_512 $dape --dape_kernel=3 --block_size=512 --batch_size=4 --micro_batch_size=4
+train kerple_256 --position=kerple --block_size=256 --batch_size=8 --micro_batch_size=8
+train kerple_512 --position=kerple --block_size=512 --batch_size=4 --micro_batch_size=4
 python eval_ppl.py config/dape/table_small.py config/dape/table_equal_tokens.py
 
 # head scales on top of other methods: does tuning them help there, too? Scales for 4L, 100 steps of 8 windows
