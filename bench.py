@@ -15,6 +15,7 @@ key once, at the measured memory bandwidth. Writes out_dir/NAME.json.
 import ctypes
 import json
 import statistics
+import sys
 import time
 from pathlib import Path
 
@@ -401,10 +402,11 @@ def growth(runtime, ceiling):
 
 def main():
     began, runtime = time.perf_counter(), setup(device, dtype, seed)
-    for config in like:
-        values = run_config(config)
-        globals().update({key: values[key] for key in MODEL_SETTINGS if key in values})
-        globals()['context'] = values.get('block_size', context)
+    given = {argument.partition('=')[0].removeprefix('--') for argument in sys.argv[1:]}
+    for config in like:  # but what the command line says stays
+        values = {'position': 'none'} | run_config(config)
+        values = {'context': values['block_size']} | values if 'block_size' in values else values
+        globals().update({key: values[key] for key in (*MODEL_SETTINGS, 'context') if key in values.keys() - given})
     stages = {'train': train, 'scale': scale, 'eval': sliding_windows, 'entropy': entropy, 'prefill': prefill,
               'decode': decode}
     tables = {'time_cost': time_cost, 'growth': growth}

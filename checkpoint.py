@@ -80,6 +80,13 @@ def load(source, position=None):
     return state
 
 
+def require_weights(model, weights, source):
+    """Raise ValueError unless weights are those of this model, no more and no less."""
+    if odd := sorted(set(model.state_dict()) ^ set(weights)):
+        raise ValueError(f"{source} has {'a' if odd[0] in weights else 'no'} {odd[0]}, so it was not trained with "
+                         f'position {model.config.position}: methods have weights of their own. Leave --position out.')
+
+
 def load_model(init_from, out_dir, device, position=None, rope_scaling=None, dtype=torch.float32):
     """
     init_from: 'last' or 'best' (of out_dir), a checkpoint file, a Hugging Face folder or hf:ORG/NAME. position and
@@ -105,9 +112,7 @@ def load_model(init_from, out_dir, device, position=None, rope_scaling=None, dty
         weights = {name: weight.float() for name, weight in weights.items()}
     with torch.device('meta'):
         model = Transformer(ModelConfig(**config))
-    if missing := [name for name in model.state_dict() if name not in weights]:
-        raise ValueError(f'{source} has no {missing[0]}: position {model.config.position} has weights of its own, and '
-                         'it was trained without. Leave --position out.')
+    require_weights(model, weights, source)
     model.load_state_dict(weights, assign=True)
     if model.config.tied:
         model.head.weight = model.embed.weight
@@ -178,9 +183,10 @@ def save_scale(path, info, sets, method, by_length=False, **more):
     Write a scale file. sets: {L': vectors by parameter name}, L' being the context in tokens that they are for; info:
     from load_model(). One set is for every pass, unless by_length: then it too leaves those of L tokens alone.
     """
+    c = info['model_config']
     sets = [{'target_length': length} | vectors_to_json(vectors) for length, vectors in sets.items()]
     sets = {'sets': sets} if by_length or len(sets) > 1 else sets[0]
-    save_json(path, {'method': method, 'block_size': info['model_config']['block_size'],
+    save_json(path, {'method': method, 'block_size': c['block_size'], 'position_method': c['position'],
                      'weights_digest': info['digest'], **sets, **more})
 
 
@@ -201,6 +207,10 @@ def read_scale_file(path, info):
     sets = {one['target_length']: vectors_from_json(one, path, info) for one in sets}
     if data['weights_digest'] != info['digest']:
         raise ValueError(f"{path} was tuned for other weights than {info['path']}. Tune it again for this checkpoint.")
+    read_as, tuned_as = info['model_config']['position'], data.get('position_method')
+    if tuned_as not in (read_as, None):
+        raise ValueError(f"{path} was tuned with position {tuned_as}, but {info['path']} is read with {read_as}. "
+                         f'Add --position={tuned_as}.')
     return data, sets
 
 
@@ -225,7 +235,8 @@ def apply_scale(model, scale, info):
             base = {name: model.get_parameter(name).clone() for vectors in sets.values() for name in vectors}
             sets = {length: {name: vector.to(base[name].device) for name, vector in vectors.items()}
                     for length, vectors in sets.items()}
-            model.sets = {model.config.block_size: base} | sets
+            L = model.config.block_size
+            model.sets = {L: base} | {length: vectors for length, vectors in sets.items() if length > L}
         else:
             model.load_state_dict(*sets.values(), strict=False)
     elif scale is not None:

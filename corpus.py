@@ -62,8 +62,11 @@ def get_tokenizer(name):
         raise FileNotFoundError(f'There is no tokenizer file {path}. Check the name.')
     if path.suffix == '.json':
         config = path.with_name('tokenizer_config.json')
-        eos = json.loads(config.read_text(encoding='utf-8')).get('eos_token') if config.is_file() else None
-        eos = eos['content'] if isinstance(eos, dict) else eos
+        try:
+            eos = json.loads(config.read_text(encoding='utf-8')).get('eos_token') if config.is_file() else None
+            eos = eos['content'] if isinstance(eos, dict) else eos
+        except (ValueError, LookupError, AttributeError) as error:
+            raise ValueError(f'{config} is not a tokenizer_config.json ({error}). Get it again.') from error
         return HFTokenizer(name if name.startswith('hf:') else path.name, path.read_text(encoding='utf-8'), eos)
     ranks = parse_ranks(path.read_text(encoding='utf-8'), name)
     return tiktoken_encoding(path.name, ranks, PATTERN, max(ranks.values()) + 1)

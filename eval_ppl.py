@@ -91,7 +91,8 @@ def score_windows(model, tokens, windows, batch_tokens, runtime, progress):
             batch = np.stack([tokens[lo:hi] for lo, hi, _ in group[i:i + size]]).astype(np.int64)
             batch = torch.from_numpy(batch).to(runtime.device)
             with runtime.autocast():
-                losses = model(batch[:, :-1], batch[:, -n_scored:])  # (B, n_scored)
+                # all tokens are read, as what a method does may depend on their number; nothing follows the last
+                losses = model(batch, batch.roll(-1, 1)[:, -n_scored - 1:])[:, :-1]  # (B, n_scored)
             sums += losses.cpu().double().sum(1).tolist()
             done += len(batch)
             progress.update(done, f'windows of {n_tokens}')
@@ -178,9 +179,12 @@ def merge_seeds(rows):
     merged = []
     for _, group in itertools.groupby(rows, key=lambda row: row['name']):
         group = list(group)
-        ppl = np.array([row['ppl'] for row in group])
-        merged.append(group[0] | {'ppl': ppl.mean(0), 'sd': ppl.std(0, ddof=1), 'runs': group} if len(group) > 1
-                      else group[0])
+        ppl, row = np.array([row['ppl'] for row in group]), group[0]
+        if len(group) > 1:
+            row = row | {'ppl': ppl.mean(0), 'sd': ppl.std(0, ddof=1), 'runs': group}
+            if 'delta_p' in row:
+                row['delta_p'] = np.array([one['delta_p'] for one in group], float).mean(0)
+        merged.append(row)
     return merged
 
 
@@ -191,7 +195,7 @@ def print_table(rows, sizes, runtime):
     paper = json.loads((ROOT / 'results/papers.json').read_text())[name]['rows']
     width = max(len(row['name']) for row in rows)
     runtime.print(f'{"":{width}}     tokens' + ''.join(f'{T:>17}' for T in sizes) + '   paper:'
-                  + ''.join(f'{T:>7}' for T in columns))
+                  + ''.join(f'{T:>7}' for T in columns) + f"{f'   Delta P at {sizes[-1]}' * (protocol == 'last')}")
     for row in rows:
         cells = [f'{ppl:.2f}' if ppl < 1000 else '>10^3' for ppl in row['ppl']]
         if 'sd' in row:
@@ -199,6 +203,8 @@ def print_table(rows, sizes, runtime):
         theirs = ''.join(f'{ppl:7.1f}' if ppl < 1000 else '  >10^3'
                          for ppl in paper.get(row.get('paper'), [])[:len(columns)])
         note = f"   {', '.join(row['best'])}" if len(row['losses']) > 1 else ''
+        if 'delta_p' in row:
+            theirs = f"{theirs:{7 * len(columns)}}{row['delta_p'][-1]:+12.2f} {reading(row['delta_p'][-1])}"
         tokens = f"{row['tuning_tokens'] / 1e6:.1f}M" if row['tuning_tokens'] else '-'
         cells = ''.join(f'{cell:>17}' for cell in cells)
         runtime.print(f"{row['name']:{width}} {tokens:>10}{cells}         {theirs}{note}".rstrip())
@@ -254,10 +260,15 @@ def evaluate_last(model, tokens, lengths, K, L, batch_tokens, runtime):
         row = {'length': T, 'ppl': math.exp(min(loss, 700)), 'loss': loss, 'windows': len(tokens),
                'scored_tokens': len(tokens) * min(K, T)}
         if T > L:
-            row['delta_p'] = math.exp(min(alone, 700)) - math.exp(min(loss_of_L, 700))
-            row['reading'] = 'helps' if row['delta_p'] > 0 else 'hurts' if row['delta_p'] < 0 else 'makes no difference'
+            row['ppl_alone'], row['ppl_with_all'] = (math.exp(min(loss, 700)) for loss in (alone, loss_of_L))
+            row['delta_p'] = row['ppl_alone'] - row['ppl_with_all']
+            row['reading'] = reading(row['delta_p'])
         rows.append(row)
     return rows
+
+
+def reading(delta_p):
+    return 'helps' if delta_p > 0 else 'hurts' if delta_p < 0 else 'makes no difference'
 
 
 def draw(result, path):

@@ -33,7 +33,13 @@ def main():
         if target_length is None:
             raise ValueError(f'{scale} has sets for {", ".join(map(str, sorted(model.sets)))} tokens, and a folder can '
                              'hold one. Choose with --target_length=.')
+        if not model.config.block_size <= target_length <= max(model.sets):
+            raise ValueError(f'target_length is {target_length}; the sets of {scale} are for '
+                             f'{model.config.block_size} to {max(model.sets)} tokens. Choose a length in between.')
         model.use_set(target_length)
+    elif target_length is not None:
+        raise ValueError(f'target_length chooses among the sets of a scale file, and there are none in {scale}. Leave '
+                         'it out.')
     elif isinstance(scale, str):
         length, = checkpoint.read_scale_file(scale, info)[1]  # of its one set
     huggingface.save_folder(folder, model, info['tokenizer'], DTYPES[dtype], length or 0)

@@ -16,7 +16,16 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-from corpus import EOT, byte_characters, from_hub, get_tokenizer, parse_ranks, tokenizer_from_state, tokenizer_state
+from corpus import (
+    EOT,
+    byte_characters,
+    from_hub,
+    get_tokenizer,
+    parse_ranks,
+    start_token,
+    tokenizer_from_state,
+    tokenizer_state,
+)
 from model import ModelConfig, Transformer
 from position import parse_scaling, rope_frequencies
 from runtime import DTYPES, optional, save_json, write_text
@@ -50,6 +59,8 @@ def model_files(source):
 def read_config(source):
     """config.json of a source, with what it leaves out."""
     path = files_of(source, 'config.json') / 'config.json'
+    if path.with_name('last.pt').is_file():
+        raise ValueError(f'{source} is a run of train.py. Name its checkpoint: --init_from={source}/last.pt.')
     try:
         config = json.loads(path.read_text(encoding='utf-8'))
         return DEFAULTS.get(config.get('model_type'), {}) | config
@@ -81,10 +92,14 @@ def our_config(config, source, position=None):
                          'and sample.py.')
     try:
         sizes = dict(vocab_size=config['vocab_size'], n_layer=config['num_hidden_layers'], n_embd=config['hidden_size'],
-                     n_head=config['num_attention_heads'], n_hidden=config['intermediate_size'])
-        has_rope = {1} if config['model_type'] == 'llama' else set(config['no_rope_layers'])
+                     n_head=config['num_attention_heads'], n_hidden=config['intermediate_size'],
+                     block_size=config['max_position_embeddings'])
+        has_rope = [1] * sizes['n_layer'] if config['model_type'] == 'llama' else config['no_rope_layers']
     except KeyError as error:
         raise ValueError(f'config.json of {source} lacks {error}. Get it again.') from None
+    odd = [f'{name} {size}' for name, size in sizes.items() if type(size) is not int or size < 1]
+    if odd:
+        raise ValueError(f"config.json of {source} has {', '.join(odd)}; each must be a whole number. Get it again.")
     expected = {'hidden_act': 'silu', 'attention_bias': False, 'mlp_bias': False, 'partial_rotary_factor': 1,
                 'head_dim': sizes['n_embd'] // sizes['n_head'], 'layer_types': ['full_attention'] * sizes['n_layer']}
     if config.get('use_sliding_window', True):
@@ -93,26 +108,26 @@ def our_config(config, source, position=None):
         if config.get(key) not in (None, value):
             raise ValueError(f'config.json of {source} has {key} {config[key]}; our model has {value}. '
                              'Choose another checkpoint.')
-    if len(has_rope) > 1:
-        raise ValueError(f'{source} has RoPE in some layers only (no_rope_layers); our model has it in all or in none. '
-                         'Choose another checkpoint.')
+    if has_rope not in ([0] * sizes['n_layer'], [1] * sizes['n_layer']):
+        raise ValueError(f'config.json of {source} has no_rope_layers {has_rope}; our model has RoPE in all of its '
+                         f"{sizes['n_layer']} layers or in none. Choose another checkpoint.")
     if position is None and config['model_type'] == 'llama':
         print(f'{source}: its config says Llama, read as RoPE; a checkpoint trained without position encoding says '
               'the same: if its card says NoPE, add --position=none', flush=True)
-    position = position or ('rope' if has_rope == {1} else 'none')
+    position = position or ('rope' if has_rope[0] else 'none')
     return ModelConfig(**sizes, n_kv_head=config['num_key_value_heads'] or sizes['n_head'], position=position,
-                       block_size=config['max_position_embeddings'], tied=config['tie_word_embeddings'],
-                       norm_eps=config['rms_norm_eps'], **(rope_config(config, source) if position == 'rope' else {}))
+                       tied=config['tie_word_embeddings'], norm_eps=config['rms_norm_eps'],
+                       **(rope_config(config, source) if position == 'rope' else {}))
 
 
 def rope_config(config, source):
     """rope_base, rope_scaling and rope_length, from the way transformers 5 writes them or the older one."""
-    rope = config.get('rope_parameters') or config.get('rope_scaling') or {}
+    rope = config.get('rope_scaling') or config.get('rope_parameters') or {}  # of both transformers takes the first
     kind = rope.get('rope_type') or rope.get('type') or 'default'
     odd = {key: x for key, x in rope.items() if key not in ROPE_KEYS and x not in (None, ROPE_CONSTANTS.get(key))}
-    if kind not in ROPE_TYPES or kind != 'default' and not rope.get('factor') or odd:
+    if kind not in ROPE_TYPES or kind != 'default' and (rope.get('factor') or 0) < 1 or odd:
         raise ValueError(f"config.json of {source} has RoPE of type '{kind}' with {odd or rope}; our model has "
-                         f"{', '.join(ROPE_TYPES)} with a factor alone. Choose another checkpoint.")
+                         f"{', '.join(ROPE_TYPES)} with a factor of 1 or more alone. Choose another checkpoint.")
     L = config.get('original_max_position_embeddings') or rope.get('original_max_position_embeddings')
     return {'rope_base': rope.get('rope_theta') or config['rope_theta'], 'rope_length': L if kind == 'yarn' else None,
             'rope_scaling': '' if kind == 'default' else f"{ROPE_TYPES[kind]}:{rope['factor']}"}
@@ -140,7 +155,10 @@ def read_weights(folder):
     for name in ('model.safetensors', 'pytorch_model.bin'):
         index, names = folder / f'{name}.index.json', [name]
         if index.is_file():
-            names = sorted(set(json.loads(index.read_text())['weight_map'].values()))
+            try:
+                names = sorted(set(json.loads(index.read_text())['weight_map'].values()))
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                raise ValueError(f'{index} does not tell which file has which tensor. Get it again.') from error
         if index.is_file() or (folder / name).is_file():
             break
     else:
@@ -170,16 +188,22 @@ def our_state(tensors, c, source):
         return weight.float() if weight.dim() == 1 else weight
 
     table, state = tensor_table(c), {}
-    missing = [name for parts in table.values() for name, _ in parts if name not in tensors]
+    # head scales, as the paper's own code keeps them: of all layers, or of none
+    scales = [f'model.layers.{i}.self_attn.scale_param' for i in range(c.n_layer)]
+    scales = scales if any(name in tensors for name in scales) else []
+    missing = [*(name for parts in table.values() for name, _ in parts), *scales]
+    missing = [name for name in missing if name not in tensors]
     if missing:
         raise ValueError(f"{source} lacks {len(missing)} tensors: {', '.join(missing[:3])} ... Is it a whole Llama?")
     for ours, parts in table.items():
         weights = [take(*part) for part in parts]
         state[ours] = torch.cat(weights) if len(weights) > 1 else weights[0]
     for i in range(c.n_layer):
-        name = f'model.layers.{i}.self_attn.scale_param'  # as the paper's own code keeps head scales
-        state[f'blocks.{i}.attn.head_scale'] = take(name, (c.n_head,)) if name in tensors else torch.ones(c.n_head)
+        state[f'blocks.{i}.attn.head_scale'] = take(scales[i], (c.n_head,)) if scales else torch.ones(c.n_head)
         state[f'blocks.{i}.attn.head_gain'] = torch.ones(c.n_head)
+    if scales:
+        values = torch.cat([state[f'blocks.{i}.attn.head_scale'] for i in range(c.n_layer)])
+        print(f'{source} has head scales of its own, {values.min():.3f} to {values.max():.3f}', flush=True)
     if c.tied:
         state['head.weight'] = state['embed.weight']
         if not torch.equal(tensors.pop('lm_head.weight', state['embed.weight']), state['embed.weight']):
@@ -215,10 +239,10 @@ def load_folder(source, position=None):
 
 # ----------------------------------------------------------------------------- out
 
-def their_config(c, dtype, eot, length=0):
+def their_config(c, dtype, encoding, length=0):
     """
-    A config.json: RoPE is Llama, NoPE is SmolLM3 with RoPE in no layer; length: the tokens its scales are for, if more
-    than L. Raises ValueError for other methods.
+    A config.json: RoPE is Llama, NoPE is SmolLM3 with RoPE in no layer; encoding: the tokenizer; length: the tokens its
+    scales are for, if more than L. Raises ValueError for other methods.
     """
     method = f"position '{c.position}'" + (' with DAPE' if getattr(c, 'dape_kernel', 0) else '')
     if method not in ("position 'rope'", "position 'none'"):
@@ -231,15 +255,16 @@ def their_config(c, dtype, eot, length=0):
     elif kind:
         rope = {'rope_type': {ours: theirs for theirs, ours in ROPE_TYPES.items()}[kind], 'factor': factor}
         rope |= {'original_max_position_embeddings': L} if kind == 'yarn' else {}
+    longest = L if kind == 'dynamic_ntk' else max(c.block_size, length, int(factor * L) if kind else 0)
     what = {'model_type': 'llama', 'architectures': ['LlamaForCausalLM']} if c.position == 'rope' else {
         'model_type': 'smollm3', 'architectures': ['SmolLM3ForCausalLM'], 'no_rope_layers': [0] * c.n_layer}
     return what | {  # RoPE in the older way, which every version of transformers reads
         'vocab_size': c.vocab_size, 'hidden_size': c.n_embd, 'intermediate_size': c.n_hidden, 'hidden_act': 'silu',
         'num_hidden_layers': c.n_layer, 'num_attention_heads': c.n_head, 'num_key_value_heads': c.n_kv_head,
-        'max_position_embeddings': L if kind == 'dynamic_ntk' else max(c.block_size, length),
+        'max_position_embeddings': longest,  # dynamic NTK takes it for L, others for how far the model reads
         'rope_theta': base, 'rope_scaling': rope, 'rms_norm_eps': c.norm_eps, 'tie_word_embeddings': c.tied,
         'attention_bias': False, 'mlp_bias': False, 'dtype': str(dtype).removeprefix('torch.'),
-        'bos_token_id': eot, 'eos_token_id': eot, 'pad_token_id': None}
+        'bos_token_id': start_token(encoding), 'eos_token_id': encoding.eot_token, 'pad_token_id': None}
 
 
 @torch.no_grad()
@@ -292,7 +317,8 @@ def save_folder(folder, model, tokenizer, dtype, length=0):
     safetensors, folder = optional('safetensors.torch'), Path(folder).resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f'{folder} exists and is not an empty folder. Remove it or choose another folder.')
-    config = their_config(model.config, dtype, tokenizer_from_state(tokenizer).eot_token, length)
+    encoding = tokenizer_from_state(tokenizer)
+    config = their_config(model.config, dtype, encoding, length)
     folder.parent.mkdir(parents=True, exist_ok=True)
     need, free = model.n_params() * dtype.itemsize + 2 ** 24, shutil.disk_usage(folder.parent).free
     if free < need:
@@ -303,8 +329,9 @@ def save_folder(folder, model, tokenizer, dtype, length=0):
         part.mkdir()
         save_json(part / 'config.json', config)
         write_text(part / 'tokenizer.json', tokenizer_json(tokenizer))
-        save_json(part / 'tokenizer_config.json', {'tokenizer_class': 'PreTrainedTokenizerFast',
-                                                   'eos_token': tokenizer.get('eos', EOT)})
+        bos, eos = (encoding.decode_bytes([config[f'{x}_token_id']]).decode() for x in ('bos', 'eos'))
+        save_json(part / 'tokenizer_config.json', {'tokenizer_class': 'PreTrainedTokenizerFast', 'eos_token': eos}
+                  | ({'bos_token': bos} if bos != eos else {}))
         safetensors.save_file(their_state(model, dtype), part / 'model.safetensors', metadata={'format': 'pt'})
         part.replace(folder)
     except optional('safetensors').SafetensorError as error:

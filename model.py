@@ -34,7 +34,7 @@ class ModelConfig:
     position: str = 'none'    # a name in position.py
     rope_base: float = 10000.0
     rope_scaling: str = ''    # extension of RoPE, such as yarn:4
-    rope_length: int | None = None  # the L that the extension starts from; None: block_size
+    rope_length: int | None = None  # the L of its first training, where it was fine-tuned at another; None: block_size
     dape_kernel: int = 0      # DAPE on top of the position method: 1, 3, 5 ... keys wide; 0 for none
     dape_width: int = 32      # channels between its two convolutions
     dape_residual: bool = True  # add the bias itself too: Eq. (3) of DAPE V2, not (2)
@@ -54,6 +54,8 @@ class ModelConfig:
             raise ValueError(f'n_head {self.n_head} must be a multiple of n_kv_head {self.n_kv_head}.')
         if self.dape_kernel < 0 or self.dape_kernel and self.dape_kernel % 2 == 0:
             raise ValueError(f'dape_kernel is {self.dape_kernel}; it must be odd, or 0 for no DAPE.')
+        if self.dape_width < 1:
+            raise ValueError(f'dape_width is {self.dape_width}; it must be at least 1.')
         if parse_scaling(self.rope_scaling)[0] and self.position != 'rope':
             raise ValueError(f"rope_scaling {self.rope_scaling} extends RoPE, but position is '{self.position}'.")
 
@@ -73,9 +75,10 @@ class Attention(nn.Module):
         # units of 1 / sqrt(D). Always float32: 1.6 + 0.001 is still 1.6 in bfloat16. Frozen until tune_scale.py
         self.head_scale = nn.Parameter(torch.ones(config.n_head), requires_grad=False)
         self.head_gain = nn.Parameter(torch.ones(config.n_head), requires_grad=False)  # on the head's output, as frozen
-        self.bias = BIASES[config.position](config) if config.position in BIASES else None
-        self.content = CONTENT[config.position](config) if config.position in CONTENT else None
-        self.dape = DAPE(config, self.bias is not None) if config.dape_kernel else None
+        with torch.random.fork_rng(devices=[]):  # so that under one seed all else starts the same with every method
+            self.bias = BIASES[config.position](config) if config.position in BIASES else None
+            self.content = CONTENT[config.position](config) if config.position in CONTENT else None
+            self.dape = DAPE(config, self.bias is not None) if config.dape_kernel else None
 
     def project(self, x, query_key):
         """x: (B, T, C). Returns scaled queries (B, H, T, D), and keys and values (B, n_kv_head, T, D)."""
@@ -306,7 +309,7 @@ class Transformer(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        if config.dape_cheat:
+        if config.dape_cheat and config.dape_kernel:
             warnings.warn('dape_cheat: this model sees the tokens that it is to predict; its losses mean nothing',
                           stacklevel=2)
         self.checkpoint_activations = False  # True: keep only block inputs, recompute the rest in backward
@@ -452,8 +455,10 @@ class Transformer(nn.Module):
     def flops_per_token(self, length):
         """
         Forward FLOP per token in windows of `length` tokens: (matmuls, attention). 2 per matmul weight, the input
-        embedding being a look-up; causal attention reads length / 2 keys on average, for q.k and for the sum of v.
+        embedding being a look-up; causal attention reads length / 2 keys on average, for q.k and for the sum of v, and
+        for each of them DAPE multiplies with all its weights.
         """
         c = self.config
         look_up = 0 if c.tied else self.embed.weight.numel()
-        return 2 * (self.n_params() - look_up), 2 * c.n_layer * c.n_embd * length
+        dape = sum(p.numel() for block in self.blocks if block.attn.dape for p in block.attn.dape.parameters())
+        return 2 * (self.n_params() - look_up - dape), (2 * c.n_layer * c.n_embd + dape) * length

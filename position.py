@@ -92,7 +92,8 @@ def rope(config, position, total):
 
 def logn(config, position, total):
     """The query that sees i keys, times ln i / ln L: attention spreads less in long contexts (Chiang & Cholak 2022)."""
-    growth = ((position + 1).float().log() / math.log(config.block_size))[..., None, :, None]  # (1, T, 1)
+    growth = (position + 1).float().log() / math.log(config.rope_length or config.block_size)
+    growth = growth[..., None, :, None]                                      # (1, T, 1)
     return lambda q, k: ((q * growth).to(q.dtype), k)
 
 
@@ -135,7 +136,8 @@ class Kerple(nn.Module):
         self.a = nn.Parameter(torch.rand(config.n_head))
 
     def forward(self, i, j):
-        p, a = (x.clamp(min=0.01)[:, None, None] for x in (self.p, self.a))
+        # at least 0.01, but with the gradient of x itself: or what is below would never come back
+        p, a = ((x + (x.clamp(min=0.01) - x).detach())[:, None, None] for x in (self.p, self.a))
         distance = (i[..., None, :, None] - j[..., None, None, :]).clamp(min=0)
         return -p * torch.log1p(a * distance)
 
@@ -149,7 +151,7 @@ class FIRE(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.c, self.mu = nn.Parameter(torch.tensor(0.1)), nn.Parameter(torch.tensor(1.0))
-        self.L0 = config.block_size // 2
+        self.L0 = (config.rope_length or config.block_size) // 2
         self.f = nn.Sequential(nn.Linear(1, 32), nn.ReLU(), nn.Linear(32, config.n_head))
 
     def forward(self, i, j):
@@ -259,12 +261,14 @@ class DAPE(nn.Module):
 
     def forward(self, scores, bias, i, j):
         """scores: (B, H, T, S); bias: (H, T, S), (B, H, T, S) or None; i, j: positions. Returns (B, H, T, S)."""
-        x, pad = scores, self.kernel // 2
+        maps, pad = [scores], self.kernel // 2
         if bias is not None:
             bias = bias.to(scores.dtype)
-            x = torch.cat((scores, bias.expand(scores.shape)), dim=1)        # (B, 2H, T, S)
-        if not self.cheat:
-            x = x.masked_fill(later(i, j), 0)
-        x = nn.functional.leaky_relu(self.first(x)[..., pad:])               # (B, width, T, S + pad)
-        x = self.second(x)[..., :scores.shape[-1]]
+            maps.append(bias if bias.dim() == 4 else bias[None])             # one for all sequences: no copies of it
+        x = 0
+        for channels, weight in zip(maps, self.first.weight.split(scores.shape[1], dim=1)):
+            channels = channels if self.cheat else channels.masked_fill(later(i, j), 0)
+            x = x + nn.functional.conv2d(channels, weight, padding=self.first.padding)
+        x = x[..., pad:] + self.first.bias[:, None, None]                    # (B, width, T, S + pad)
+        x = self.second(nn.functional.leaky_relu(x))[..., :scores.shape[-1]]
         return scores + x if bias is None or not self.residual else scores + bias + x

@@ -72,7 +72,7 @@ dape_cheat = False           # let DAPE see later keys (section 4.5): to show wh
 max_iters = 2200             # steps
 learning_rate = 2e-3         # peak
 min_lr = 2e-4                # at the end of the cosine; a tenth of the peak is the rule of thumb
-warmup_iters = 200           # linear from 0
+warmup_iters: float = 200    # linear from 0; below 1: that share of max_iters
 lr_decay_iters: int | None = None  # length of the cosine in steps; None: max_iters
 weight_decay = 0.1           # on every weight, norms included, as TinyLlama
 beta1 = 0.9
@@ -172,11 +172,9 @@ def main():
     run_settings = settings(globals())
     train_windows, val_windows = (Windows(dataset, split, block_size, seed) for split in ('train', 'val'))
     val_tokens = val_windows.fixed(eval_windows)
-    if fsdp:  # its ranks go through each pass together
-        val_tokens = val_tokens[:len(val_tokens) // runtime.world_size * runtime.world_size]
-        if not len(val_tokens):
-            raise ValueError(f'fsdp needs a validation window for each of {runtime.world_size} ranks. Raise '
-                             'eval_windows, lower block_size, or take a dataset with a longer val split.')
+    n_val = len(val_tokens)
+    if fsdp:  # its ranks go through each pass together: so many windows for each, some again
+        val_tokens = val_tokens.take(range(n_val + -n_val % runtime.world_size), axis=0, mode='wrap')
     tokenizer = train_windows.tokenizer_state
     run_settings |= {'position': position or 'none', 'rope_scaling': rope_scaling or ''}
 
@@ -202,6 +200,7 @@ def main():
             for name in resume_differences(state['settings'], run_settings):
                 runtime.print(f"resuming with {name} = {run_settings[name]} (was {state['settings'][name]})")
         model = Transformer(ModelConfig(**config))
+        checkpoint.require_weights(model, state['model'], path)
         model.load_state_dict(state['model'])
     model.checkpoint_activations = checkpoint_activations
 
@@ -241,6 +240,7 @@ def main():
         model = DistributedDataParallel(model, gradient_as_bucket_view=True,  # or there are two copies of all gradients
                                         device_ids=[runtime.device] if runtime.device.type == 'cuda' else None)
 
+    warmup = warmup_iters if warmup_iters >= 1 else round(warmup_iters * max_iters)
     n_micro = batch_size // (micro_batch_size * runtime.world_size)
     tokens_per_step = batch_size * block_size
     step_flops = 3 * sum(raw_model.flops_per_token(block_size)) * tokens_per_step  # backward costs two forwards
@@ -292,7 +292,7 @@ def main():
     clock_start, clock_step = time.perf_counter(), step
     x, y = rank_batch(train_windows, step, batch_size, runtime)
     while step < max_iters:
-        lr = learning_rate_at(step, learning_rate, min_lr, warmup_iters, lr_decay_iters or max_iters)
+        lr = learning_rate_at(step, learning_rate, min_lr, warmup, lr_decay_iters or max_iters)
         for group in optimizer.param_groups:
             group['lr'] = lr
         step_loss = torch.zeros((), device=runtime.device)
@@ -327,8 +327,9 @@ def main():
 
         if step % eval_interval == 0 or step == max_iters or step in keep_steps:
             flush_losses()
-            val_loss = float(runtime.over_windows(val_tokens, micro_batch_size * block_size,
-                                                  lambda inputs, targets: raw_model(inputs, targets).mean(1)).mean())
+            val_losses = runtime.over_windows(val_tokens, micro_batch_size * block_size,
+                                              lambda inputs, targets: raw_model(inputs, targets).mean(1))
+            val_loss = float(val_losses[:n_val].mean())
             if not math.isfinite(val_loss):
                 stop_run(f'the validation loss became {val_loss} at step {step}')
             write_log(step=step, tokens=step * tokens_per_step, val_loss=val_loss)

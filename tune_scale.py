@@ -196,6 +196,8 @@ def first_scale(init_scale, folder, info, target_length):
     if not path.exists():
         raise ValueError(f'{path} does not exist. Run tune_scale.py --method=uniform first, or give --init_scale=1.2.')
     data, _ = checkpoint.read_scale_file(path, info)
+    if target_length > max(data['lengths']):
+        print(f"{path} ends at {max(data['lengths'])} tokens: tuning for {target_length} starts from its last scale")
     return float(np.interp(math.log(target_length), np.log(data['lengths']), data['best_by_length']))
 
 
@@ -295,10 +297,11 @@ def main():
     began, runtime = time.perf_counter(), setup(device, dtype, seed)
     reading = runtime.device, position, rope_scaling, runtime.dtype
     model, info = checkpoint.load_model(init_from, out_dir, *reading)
+    _ = model.head_scale  # a model that is read through transformers has none, and says so
     L, data_name = model.config.block_size, checkpoint.dataset_of(info, dataset)
     goals = sorted(target_lengths) if method == 'head' else []
     target = goals[-1] if goals else target_length or (8 if method == 'uniform' else 4) * L
-    if min([target, *goals]) < L + (method == 'uniform'):
+    if min([target, *goals]) < L + (method == 'uniform' or bool(goals)):
         raise ValueError(f'target_length is {min([target, *goals])} but the checkpoint was trained at block_size {L}. '
                          'Choose a longer one.')
     if method not in ('uniform', 'head'):
@@ -310,8 +313,7 @@ def main():
         raise ValueError(f'batch_size {batch_size} must be a multiple of the {runtime.world_size} ranks.')
     val = Windows(data_name, 'val', target, seed)
     checkpoint.require_tokenizer(info, val.tokenizer_state, data_name)
-    more = {'stage': 'tune_scale', 'position_method': model.config.position, 'dataset': data_name,
-            'checkpoint': info['path']}
+    more = {'stage': 'tune_scale', 'dataset': data_name, 'checkpoint': info['path']}
 
     if method == 'uniform':
         if len(candidate_range) != 3 or not 0 < candidate_range[2] <= candidate_range[1] - candidate_range[0]:

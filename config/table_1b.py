@@ -12,9 +12,10 @@ _rope = {'init_from': 'hf:TinyLlama/tinyLlama-intermediate-checkpoints@step-50k-
 _nope = {'init_from': 'hf:AntNLP/TinyLlama-NoPE-1.1B', 'position': 'none'}
 table = [
     _rope | {'name': 'RoPE', 'paper': 'RoPE'},
-    _rope | {'name': 'RoPE, dynamic NTK', 'rope_scaling': [f'dynamic_ntk:{s}' for s in (2, 4, 8)],
+    _rope | {'name': 'RoPE, dynamic NTK', 'rope_scaling': [f'dynamic_ntk:{s}' for s in (2, 4, 8, 16)],
              'paper': 'RoPE NTK zero-shot'},
-    _rope | {'name': 'RoPE, YaRN', 'rope_scaling': [f'yarn:{s}' for s in (2, 4, 8)], 'paper': 'RoPE YaRN zero-shot'},
+    _rope | {'name': 'RoPE, YaRN', 'rope_scaling': [f'yarn:{s}' for s in (2, 4, 8, 16)],
+             'paper': 'RoPE YaRN zero-shot'},
     {'name': 'RoPE, PI fair', 'init_from': 'out/pi_8k/last.pt', 'paper': 'RoPE PI fair 8K'},  # config/finetune_8k.py
     {'name': 'RoPE, YaRN fair', 'init_from': 'out/yarn_8k/last.pt', 'paper': 'RoPE YaRN fair 8K'},
     _nope | {'name': 'NoPE', 'paper': 'NoPE'},

@@ -17,10 +17,15 @@ def _rows(name, run, seeds=(1337, 1338, 1339), scale_file=None, **more):
 
 _rows('RoPE', 'rope', paper='RoPE')
 _rows('NoPE', 'none', paper='NoPE')
+_rows('ALiBi, trained so', 'alibi', [1337], paper='ALiBi BLOOM 1.1B')
+_rows('NoPE with log-n queries, trained so', 'logn', [1337])
 for _kind, _paper in (('pi', ''), ('ntk', ''), ('dynamic_ntk', 'RoPE NTK zero-shot'), ('yarn', 'RoPE YaRN zero-shot')):
-    _rows(f'RoPE, {_kind} zero-shot', 'rope', [1337], rope_scaling=[f'{_kind}:{_s}' for _s in (2, 4, 8)], paper=_paper)
+    _grid = [f'{_kind}:{_s}' for _s in (2, 4, 8, 16)]
+    _rows(f'RoPE, {_kind} zero-shot', 'rope', [1337], rope_scaling=_grid, paper=_paper)
 _rows('RoPE, PI fair', 'pi', paper='RoPE PI fair 8K')
 _rows('RoPE, YaRN fair', 'yarn', paper='RoPE YaRN fair 8K')
+for _kind in ('ntk', 'dynamic_ntk'):
+    _rows(f'RoPE, {_kind} fair', _kind, [1337])
 _rows('NoPE, uniform scale (grid)', 'none', [1337], scale=[1.2, 1.5, 1.8, 2.1, 2.4, 2.7])
 _rows('NoPE, uniform scale by the fit', 'none', scale_file='scale_uniform_fit.json')
 _rows('NoPE, scale', 'none', scale_file='scale_head_1024_scale.json', paper='NoPE head scale 8K')

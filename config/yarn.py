@@ -1,3 +1,3 @@
-# YaRN, by block_size / L of the model that is fine-tuned; the released script warms up over 2% of the steps
+# YaRN, by block_size / L of the model that is fine-tuned
 rope_scaling = 'yarn'
-warmup_iters = 4
+warmup_iters = 0.02          # of the steps, as in the released script

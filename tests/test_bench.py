@@ -75,6 +75,17 @@ def test_growth_table_follows_the_arithmetic_of_its_limit(tmp_path):
     assert one['limit_seconds']['ours'] == pytest.approx(one['linear_seconds'] + one['quadratic_seconds'], rel=1e-4)
 
 
+def test_a_training_config_gives_the_model_and_the_command_line_stays(tmp_path):
+    (tmp_path / 'like.py').write_text("block_size = 48\nn_layer = 3\nlearning_rate = 1.0")
+    arguments = [argument for argument in TINY if not argument.startswith(('--context', '--n_layer'))]
+    arguments += [f'--out_dir={tmp_path}', '--name=result', f'--like=["{tmp_path}/like.py"]', "--tasks=['train']"]
+    for more, context in ([], 48), (['--context=16'], 16):
+        stage('bench', *arguments, *more)
+        found = json.loads((tmp_path / 'result.json').read_text())
+        assert found['results']['train']['tokens'] == 2 * context
+        assert (found['settings']['n_layer'], found['settings']['position']) == (3, 'none')  # as train.py's default
+
+
 def test_whole_matrix_gives_the_logits_of_our_attention(monkeypatch):
     sizes = {'n_layer': 2, 'n_head': 4, 'n_kv_head': 2, 'n_embd': 32, 'n_hidden': 48, 'vocab_size': 61}
     for name, value in sizes.items():

@@ -288,6 +288,14 @@ def test_scale_file_of_another_model_is_refused(out_dir, loaded):
     assert torch.equal(model.head_scale, torch.ones(2, 4))
 
 
+def test_scale_file_of_another_position_method_is_refused(tmp_path, loaded):
+    model, info = loaded
+    checkpoint.save_scale(tmp_path / 'scale.json', info, {64: scale_set(SCALES)}, 'head')
+    info['model_config']['position'] = 'rope'  # the same weights, read another way
+    with pytest.raises(ValueError, match='scale.json was tuned with position none, but .* Add --position=none'):
+        checkpoint.apply_scale(model, str(tmp_path / 'scale.json'), info)
+
+
 def test_scale_file_that_does_not_exist_is_refused(loaded):
     model, info = loaded
     for scale in 'nowhere.json', '1,2':
@@ -352,7 +360,8 @@ def test_contexts_up_to_L_keep_the_pretrained_losses_to_the_last_bit_under_sets(
     model, info = loaded
     idx = torch.arange(64)[None] % 11
     before = [model(idx[:, :T]) for T in (1, 5, 8, 30)]
-    checkpoint.save_scale(tmp_path / 'sets.json', info, {16: vectors(1.2, model), 64: vectors(2.0, model)}, 'head')
+    sets = {T: vectors(value, model) for T, value in ((4, 1.4), (8, 1.3), (16, 1.2), (64, 2.0))}  # even if it has some
+    checkpoint.save_scale(tmp_path / 'sets.json', info, sets, 'head')
     checkpoint.apply_scale(model, str(tmp_path / 'sets.json'), info)
     model(idx[:, :40])
     after = [model(idx[:, :T]) for T in (1, 5, 8, 30)]

@@ -15,6 +15,7 @@ import torch
 from conftest import ROOT, mistake, plain_losses, random_model, scale_set, stage
 
 import checkpoint
+import eval_ppl
 from corpus import TokenFile, Windows, documents, get_tokenizer, open_tokens, write_corpus
 from eval_ppl import evaluate_sliding, score_windows, sliding_windows
 from runtime import Progress
@@ -109,6 +110,19 @@ def test_scores_equal_a_plain_computation_one_window_at_a_time(cpu, position, ba
     assert len({(hi - lo, n) for lo, hi, n in windows}) > 4  # of several shapes, some in turn
     sums = score_windows(model, tokens, windows, batch_tokens, cpu, Progress(1, '', enabled=False))
     np.testing.assert_allclose(sums, plain_sums(model, tokens, windows), rtol=1e-5)
+
+
+def test_windows_of_T_tokens_are_read_with_the_scales_for_T(cpu):
+    model, tokens = random_model(), np.random.default_rng(0).integers(61, size=200).astype(np.uint16)
+    windows = sliding_windows(0, 200, 64, 64, 7, 'same')
+
+    def sums():
+        return score_windows(model, tokens, windows, 10_000, cpu, Progress(1, '', enabled=False))
+
+    model.head_scale = 1.7
+    expected, scales = sums(), {name: p.clone() for name, p in model.named_parameters() if name.endswith('head_scale')}
+    model.sets = {32: {name: p / 1.7 for name, p in scales.items()}, 64: scales}
+    assert np.array_equal(sums(), expected)
 
 
 @pytest.mark.parametrize('rule, expected', [  # (length, documents, windows, scored tokens), stride 10
@@ -271,6 +285,17 @@ def test_table_of_last_tokens_has_the_rows_of_the_stage_alone_beside_the_paper(t
         assert row['delta_p'][2] == pytest.approx(alone['rows'][2]['delta_p'], rel=1e-3)
     line = next(line for line in out.splitlines() if line.startswith('Kerple '))
     assert f"{result['rows'][0]['ppl'][0]:.2f}" in line and '32.1   29.1   28.1' in line  # Table 4 on Books3
+    delta = result['rows'][0]['delta_p'][2]
+    assert 'Delta P at 128' in out and line.endswith(f"{delta:+.2f} {'helps' if delta > 0 else 'hurts'}")
+
+
+def test_rows_of_one_name_become_their_mean():
+    rows = [{'name': 'a', 'ppl': np.array([2.0, 4.0]), 'delta_p': [None, -5.0]},
+            {'name': 'a', 'ppl': np.array([3.0, 8.0]), 'delta_p': [None, 7.0]},
+            {'name': 'b', 'ppl': np.array([1.0, 1.0])}]
+    a, b = eval_ppl.merge_seeds(rows)
+    assert a['ppl'].tolist() == [2.5, 6.0] and a['sd'].tolist() == pytest.approx([0.5 ** 0.5, 8 ** 0.5])
+    assert np.isnan(a['delta_p'][0]) and a['delta_p'][1] == 1 and a['runs'] == rows[:2] and b is rows[2]
 
 
 def test_table_leaves_out_rows_whose_files_are_missing_and_says_so(tiny_run, tmp_path):

@@ -124,6 +124,15 @@ def test_older_rope_settings_mean_the_same(tmp_path):
     assert (new.rope_base, new.rope_scaling, new.rope_length) == (5000.0, 'yarn:4.0', 32)
 
 
+def test_where_both_kinds_of_rope_settings_stand_the_one_of_transformers_counts(tmp_path):
+    llama(tmp_path)
+    edit_config(tmp_path, rope_scaling={'rope_type': 'linear', 'factor': 4.0})
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation='eager')
+    model = ours(tmp_path)
+    assert model.config.rope_scaling == 'pi:4.0'
+    assert_same_model(model, theirs, 100)
+
+
 def test_the_caller_can_read_a_llama_config_as_nope_and_is_told_so(tmp_path, capsys):
     llama(tmp_path, rope_parameters=YARN)
     rope, nope = ours(tmp_path), ours(tmp_path, 'none')
@@ -140,8 +149,10 @@ def test_smollm3_is_nope_or_rope_by_its_layers(tmp_path):
         assert model.config.position == position
         assert_same_model(model, theirs)
     smollm3(tmp_path / 'mixed', [1, 0])
-    with pytest.raises(ValueError, match='RoPE in some layers only'):
-        ours(tmp_path / 'mixed')
+    for has_rope in ([1, 0], [0], [], None):
+        edit_config(tmp_path / 'mixed', no_rope_layers=has_rope)
+        with pytest.raises(ValueError, match='no_rope_layers .*; our model has RoPE in all of its 2 layers or in none'):
+            ours(tmp_path / 'mixed')
 
 
 def test_shards_and_pickled_weights_import_the_same(tmp_path):
@@ -171,13 +182,18 @@ def test_matrices_keep_their_precision_and_vectors_are_float32(tmp_path):
     assert all(weight.dtype == (torch.float32 if weight.dim() == 1 else torch.bfloat16) for weight in state.values())
 
 
-def test_head_scales_inside_a_checkpoint_are_read(tmp_path):
+def test_head_scales_inside_a_checkpoint_are_read(tmp_path, capsys):
     llama(tmp_path)
     weights = safetensors_torch.load_file(tmp_path / 'model.safetensors')
     scales = torch.tensor([[1.0, 1.5, 2.0, 1.25], [1.125, 3.0, 1.0, 1.75]])
     weights |= {f'model.layers.{i}.self_attn.scale_param': row.bfloat16() for i, row in enumerate(scales)}
     safetensors_torch.save_file(weights, tmp_path / 'model.safetensors')
     assert torch.equal(ours(tmp_path, 'none').head_scale, scales)
+    assert 'has head scales of its own, 1.000 to 3.000' in capsys.readouterr().out
+    del weights['model.layers.1.self_attn.scale_param']
+    safetensors_torch.save_file(weights, tmp_path / 'model.safetensors')
+    with pytest.raises(ValueError, match='lacks 1 tensors: model.layers.1.self_attn.scale_param'):
+        ours(tmp_path, 'none')
 
 
 def test_a_tokenizer_comes_along(tmp_path):
@@ -192,6 +208,8 @@ def test_a_tokenizer_comes_along(tmp_path):
     ({'model_type': 'bloom'}, "model_type 'bloom'; of llama and smollm3 alone"),
     ({'model_type': 'gone'}, "model_type 'None'"),
     ({'hidden_size': 'gone'}, "lacks 'hidden_size'"),
+    ({'num_attention_heads': 0, 'vocab_size': '260'}, 'has vocab_size 260, n_head 0; each must be a whole number'),
+    ({'max_position_embeddings': None}, 'has block_size None; each must be a whole number'),
     ({'hidden_act': 'gelu'}, 'has hidden_act gelu; our model has silu'),
     ({'attention_bias': True}, 'has attention_bias True'),
     ({'mlp_bias': True}, 'has mlp_bias True'),
@@ -201,6 +219,7 @@ def test_a_tokenizer_comes_along(tmp_path):
     ({'rope_parameters': ROPE | {'rope_type': 'llama3', 'factor': 8.0}}, "RoPE of type 'llama3'"),
     ({'rope_parameters': ROPE | {'rope_type': 'longrope', 'factor': 8.0}}, "RoPE of type 'longrope'"),
     ({'rope_parameters': ROPE | {'rope_type': 'linear'}}, "RoPE of type 'linear'"),
+    ({'rope_parameters': ROPE | {'rope_type': 'linear', 'factor': 0.5}}, 'a factor of 1 or more alone'),
     ({'rope_parameters': YARN | {'beta_fast': 16}}, "'yarn' with {'beta_fast': 16}"),
     ({'rope_parameters': YARN | {'attention_factor': 2.0}}, "'yarn' with {'attention_factor': 2.0}"),
     ({'rope_parameters': YARN | {'truncate': False}}, "'yarn' with {'truncate': False}"),
@@ -238,12 +257,19 @@ def test_a_folder_that_is_not_whole_is_refused(tmp_path):
     torch.save({'x': Path('/')}, tmp_path / 'pytorch_model.bin')  # code to run, not weights
     refused('not a file of weights')
     (tmp_path / 'pytorch_model.bin').unlink()
+    for text in ('{', '{}', '[]', '{"weight_map": 1}'):
+        index.write_text(text)
+        refused('index.json does not tell which file has which tensor')
     index.write_text('{"weight_map": {"lm_head.weight": "model-1-of-2.safetensors"}}')
     refused('model-1-of-2.safetensors is missing')
+    (tmp_path / 'tokenizer_config.json').write_text('{')
+    refused('is not a tokenizer_config.json')
     (tmp_path / 'tokenizer.json').unlink()
     refused('has no tokenizer.json')
     (tmp_path / 'config.json').write_text('{')
     refused('is not the config.json of a model')
+    (tmp_path / 'last.pt').touch()
+    refused(f'is a run of train.py. Name its checkpoint: --init_from={tmp_path}/last.pt')
 
 
 def test_hub_names_are_found_in_the_cache_without_a_network(tmp_path, monkeypatch):
@@ -366,7 +392,7 @@ def test_stock_transformers_computes_what_our_model_does(tmp_path, position, sca
     assert_same_model(model, theirs.eval())
     again = ours(tmp_path / 'hf')
     assert_equal(logits(again, tokens(100, 257)), logits(model, tokens(100, 257)))
-    assert again.config.block_size == model.config.block_size
+    assert again.config.block_size == (128 if scaling in ('pi:4', 'ntk:4', 'yarn:4') else 32)  # how far it reads
 
 
 def test_folded_weights_are_rounded_once(tmp_path):
@@ -439,6 +465,19 @@ def test_exported_tokenizers_encode_as_ours(tmp_path):
     assert get_tokenizer(str(tmp_path / 'again/tokenizer.json')).text == again.text
 
 
+def test_a_tokenizer_that_begins_texts_does_so_after_export(tmp_path):
+    tokenizer = tokenizers.Tokenizer.from_str(huggingface.tokenizer_json(BYTES))
+    tokenizer.add_special_tokens(['<s>'])
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing('<s> $A', special_tokens=[('<s>', 257)])
+    tokenizer.save(str(tmp_path / 'tokenizer.json'))
+    state = tokenizer_state(get_tokenizer(str(tmp_path / 'tokenizer.json')))
+    huggingface.save_folder(tmp_path / 'hf', random_model(vocab_size=258), state, torch.float32)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / 'hf')
+    config = json.loads((tmp_path / 'hf/config.json').read_text())
+    assert theirs('a')['input_ids'] == [config['bos_token_id'], 97] == [theirs.bos_token_id, 97] == [257, 97]
+    assert config['eos_token_id'] == theirs.eos_token_id == 256
+
+
 def test_the_stage_folds_a_scale_file(tmp_path, tiny_run):
     model, info = checkpoint.load_model('last', tiny_run, 'cpu')
     sets = {T: {f'blocks.{i}.attn.head_scale': torch.linspace(1, T / 32, 4) for i in range(2)} for T in (64, 128)}
@@ -446,6 +485,9 @@ def test_the_stage_folds_a_scale_file(tmp_path, tiny_run):
     arguments = [f'--out_dir={tiny_run}', f'--scale={tmp_path / "sets.json"}', f'--folder={tmp_path / "hf"}']
     assert 'has sets for 32, 64, 128 tokens' in mistake('export', *arguments)
     assert "dtype is 'int8'" in mistake('export', *arguments, '--dtype=int8')
+    for T in (31, 129):
+        assert 'are for 32 to 128 tokens' in mistake('export', *arguments, f'--target_length={T}')
+    assert 'there are none in None' in mistake('export', arguments[0], arguments[2], '--target_length=64')
     out, _ = stage('export', *arguments, '--target_length=64', '--dtype=float32')
     names = {'transformers': transformers}
     for line in out.splitlines()[1:]:  # the two lines that it prints load it
@@ -588,5 +630,5 @@ def test_other_models_are_evaluated_and_say_that_they_cannot_be_tuned(tmp_path):
     result = json.loads((tmp_path / 'out/eval_ppl.json').read_text())
     assert result['position_method'] == 'bloom' and f"{result['rows'][1]['ppl']:.3f}" in out
     stage('sample', common[0], '--device=cpu', '--max_new_tokens=3')
-    assert 'no scale of it can be tuned' in mistake('tune_scale', *common, '--init_scale=1.2', '--target_length=4096')
+    assert 'no scale of it can be tuned' in mistake('tune_scale', *common)
     assert 'takes no position' in mistake('eval_ppl', *common, '--position=none')

@@ -62,6 +62,13 @@ def test_model_of_the_paper_has_1_100_048_384_weights_and_704_scales():
         assert Transformer(twin).n_params() == 1_100_048_384
 
 
+def test_flops_of_dape_are_those_of_its_kernels_at_every_key():
+    plain, dape = (random_model(position='kerple', dape_kernel=kernel, dape_width=8).flops_per_token(100)
+                   for kernel in (0, 3))
+    by_kernel = 2 * (100 / 2) * 2 * (3 * 8 * 8 + 3 * 8 * 4 + 8 + 4)  # layers, keys; 2 H to 8 to H channels, offsets
+    assert dape == (plain[0], plain[1] + by_kernel)
+
+
 def test_flops_per_token_match_hand_arithmetic():
     weights = 22 * (2048 * (2048 + 2 * 256) + 2048 * 2048 + 3 * 2048 * 5632) + 32000 * 2048  # those that multiply
     norms = (2 * 22 + 1) * 2048

@@ -14,7 +14,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, plain_transformer, random_model
+from conftest import ROOT, TINY, plain_transformer, random_model
 
 import model as model_file
 from model import ModelConfig, Transformer
@@ -130,6 +130,14 @@ def test_logn_leaves_the_query_at_L_alone():
     q = torch.ones(1, 1, 64, 8)
     grown = QUERY_KEY['logn'](random_model(position='logn').config, torch.arange(64), 64)(q, q)[0][0, 0, :, 0]
     assert grown[0] == 0 and grown[31] == 1 and grown[63].item() == pytest.approx(math.log(64) / math.log(32))
+
+
+@pytest.mark.parametrize('position', POSITIONS)
+def test_no_method_changes_when_a_model_goes_on_at_another_length(position):
+    model, idx = random_model(position=position), torch.arange(50)[None]
+    longer = random_model(position=position, block_size=128, rope_length=32)
+    longer.load_state_dict(model.state_dict())
+    assert torch.equal(longer(idx), model(idx))
 
 
 # ----------------------------------------------------------------------------- every method
@@ -294,6 +302,24 @@ def test_kerples_parameters_act_as_positive_numbers():
     assert bias(torch.tensor([7]), torch.tensor([2])).flatten().tolist() == pytest.approx([expected] * 4)
 
 
+def test_kerples_parameters_can_come_back_from_below_their_least_value():
+    bias = Kerple(random_model(position='kerple').config)
+    bias.p.data[:], bias.a.data[:] = -3.0, 0.004
+    bias(torch.tensor([7]), torch.tensor([2])).sum().backward()
+    assert bias.p.grad.tolist() == pytest.approx([-math.log(1 + 0.01 * 5)] * 4)
+    assert bias.a.grad.tolist() == pytest.approx([-0.01 * 5 / (1 + 0.01 * 5)] * 4)
+
+
+@pytest.mark.parametrize('changes', [{'position': name} for name in POSITIONS] + DAPES, ids=str)
+def test_under_one_seed_all_other_weights_start_the_same_with_every_method(changes):
+    def start(**changes):
+        torch.manual_seed(5)
+        return Transformer(ModelConfig(61, **TINY | changes)).init_weights().state_dict()
+
+    plain, model = start(), start(**changes)
+    assert all(torch.equal(model[name], weight) for name, weight in plain.items())
+
+
 def test_cheating_dape_leaks_later_tokens_and_the_honest_one_does_not():
     idx = some_tokens(1, 40)
     changed = idx.clone()
@@ -303,6 +329,11 @@ def test_cheating_dape_leaks_later_tokens_and_the_honest_one_does_not():
             model = random_model(position='kerple', dape_kernel=3, dape_cheat=cheat)
         moved = (model(idx)[:, :30] - model(changed)[:, :30]).abs().max()
         assert moved > 1e-3 if cheat else moved == 0
+
+
+def test_dape_without_channels_is_refused():
+    with pytest.raises(ValueError, match='dape_width is 0; it must be at least 1'):
+        random_model(dape_kernel=3, dape_width=0)
 
 
 @pytest.mark.parametrize('kernel', [2, -1, 4])

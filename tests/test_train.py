@@ -166,6 +166,21 @@ def test_learning_rate_without_warm_up_starts_at_its_peak():
     assert learning_rate_at(10, 1.0, 0.1, warmup=10, decay=10) == 1.0  # no room for a cosine
 
 
+@pytest.mark.parametrize('files, warmup, steps', [
+    (['finetune_8k.py'], 20, 200), (['finetune_8k.py', 'yarn.py'], 4, 200),
+    (['finetune_8k.py', 'pi.py', 'raw.py'], 100, 1000),
+    (['finetune_8k.py', 'yarn.py', 'raw.py'], 20, 1000), (['finetune_8k.py', 'raw.py', 'yarn.py'], 20, 1000)])
+def test_the_papers_recipes_compose_in_any_order(files, warmup, steps):
+    recipe = {}
+    for file in files:
+        recipe |= run_config(f'config/{file}')
+    assert (recipe['warmup_iters'] * recipe['max_iters'], recipe['max_iters']) == (warmup, steps)
+
+
+def test_warm_up_below_1_is_a_share_of_the_steps(runs, plain):
+    assert_same_to_the_last_bit(plain, runs.train('share', micro_batch_size=2, warmup_iters=0.35))  # of 12 steps, 4
+
+
 def test_the_papers_model_still_learns_at_99_7_percent_of_its_peak_when_it_stops():
     """Section 4.1: TinyLlama's schedule over 3T tokens, stopped after 50K steps of 2M."""
     c = run_config('config/nope_1b.py')
@@ -395,7 +410,7 @@ def assert_close_weights(one, other):
 
 def test_a_sharded_model_learns_what_a_whole_one_does_and_goes_on_in_one_process_and_sharded(runs):
     """The micro-batches, two a step and rank, are four a step here."""
-    options = {'lr_decay_iters': 9, 'eval_interval': 3, 'log_interval': 1}
+    options = {'lr_decay_iters': 9, 'eval_interval': 3, 'log_interval': 1, 'eval_windows': 5}  # windows: an odd number
     options['init_from'] = scaled_seed(runs, 'float32')
     whole = runs.train('whole', dtype='float32', micro_batch_size=1, max_iters=9, **options)
     first = sharded_run(runs, 'sharded', max_iters=6, **options)
@@ -466,6 +481,12 @@ def test_fine_tuning_extends_rope_by_the_ratio_of_the_lengths_and_resumes(runs):
     for name, changes in ('without_yarn', {'rope_scaling': ''}), ('nope_of_yarn', {'position': 'none'}):
         other = runs.train(name, init_from=whole / 'last.pt', max_iters=1, **changes)
         assert checkpoint.load(other / 'last.pt')['model_config']['rope_scaling'] == ''
+
+
+@pytest.mark.parametrize('position', ['kerple', 'xl'])
+def test_fine_tuning_with_a_method_that_has_weights_of_its_own_is_refused(runs, plain, position):
+    message = runs.refused(f'nope_{position}', init_from=plain / 'last.pt', position=position)
+    assert 'has no blocks.0.attn.' in message and f'was not trained with position {position}' in message
 
 
 def test_fine_tuning_nope_with_an_extension_of_rope_is_refused(runs, plain):

@@ -391,6 +391,7 @@ def test_compared_checkpoint_of_the_same_step_does_not_replace_the_first(tuned, 
     (['--method=head'], 'scale_uniform.json does not exist. Run tune_scale.py --method=uniform first'),
     (['--method=head', '--init_scale=best'], "init_scale is 'best'"),
     (['--method=head', '--init_scale=1.2', '--target_length=16'], 'target_length is 16 but'),
+    (['--method=head', '--init_scale=1.2', '--target_lengths=[32,64]'], 'target_length is 32 but'),
     (['--method=uniform', '--target_length=31'], 'target_length is 31 but'),
     (['--method=uniform', '--target_length=32'], 'target_length is 32 but'),  # no position lies beyond L
     (['--method=layer'], "method is 'layer'"),

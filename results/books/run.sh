@@ -6,7 +6,7 @@ tune() { test -f $out/none/$1 || { shift; python tune_scale.py --out_dir=$out/no
 train() { test -f $out/$1/loss.png || { run=$out/$1; shift; python train.py "$@" --out_dir=$run; }; }
 for seed in ${SEEDS:-1337 1338 1339}; do
     out=out/books/$seed
-    train none config/books_nope.py --seed=$seed
+    train none config/books_nope.py --seed=$seed --keep_steps=[560]
     train rope config/books_nope.py config/books_rope.py --seed=$seed
     # finer steps, other vectors and other rates with the first seed only
     test $seed = 1337 && range=[1.0,2.4,0.02] more='scale,out norm' rates='1e-4 4e-4 2e-3' || range=[1.0,3.2,0.1] more= rates=
@@ -25,7 +25,16 @@ out=out/books/1337  # further comparisons, with one seed: a longer target, a set
 tune scale_head_1280.json --target_length=1280 --max_iters=120
 tune scale_head_2048.json --target_length=2048 --max_iters=75
 tune scale_sets.json --target_lengths=[512,1024,2048] --max_iters=75
+for method in ntk dynamic_ntk; do
+    train $method config/finetune_books.py --rope_scaling=$method --init_from=$out/rope/last.pt
+done
+# position methods that a model has from training on
+train alibi config/books_nope.py --position=alibi
+train logn config/books_nope.py --position=logn
 python eval_ppl.py config/table_books.py
+# Figure 7: the best scale by position at a fifth of training and at its end
+tune scale_uniform_fig7.json --method=uniform --candidate_range=[1.0,3.2,0.02] --label=fig7 \
+    --compare="['$out/none/step_560.pt']"
 # Figure 2, right: uniform scales do not extend RoPE
 test -f $out/rope/scale_uniform.json || python tune_scale.py --out_dir=$out/rope --n_samples=16 --method=uniform \
     --candidate_range=[0.8,1.4,0.1]
