@@ -261,14 +261,12 @@ class DAPE(nn.Module):
 
     def forward(self, scores, bias, i, j):
         """scores: (B, H, T, S); bias: (H, T, S), (B, H, T, S) or None; i, j: positions. Returns (B, H, T, S)."""
-        maps, pad = [scores], self.kernel // 2
+        x, pad = scores, self.kernel // 2
         if bias is not None:
             bias = bias.to(scores.dtype)
-            maps.append(bias if bias.dim() == 4 else bias[None])             # one for all sequences: no copies of it
-        x = 0
-        for channels, weight in zip(maps, self.first.weight.split(scores.shape[1], dim=1)):
-            channels = channels if self.cheat else channels.masked_fill(later(i, j), 0)
-            x = x + nn.functional.conv2d(channels, weight, padding=self.first.padding)
-        x = x[..., pad:] + self.first.bias[:, None, None]                    # (B, width, T, S + pad)
-        x = self.second(nn.functional.leaky_relu(x))[..., :scores.shape[-1]]
+            x = torch.cat((scores, bias.expand(scores.shape)), dim=1)        # (B, 2H, T, S)
+        if not self.cheat:
+            x = x.masked_fill(later(i, j), 0)
+        x = nn.functional.leaky_relu(self.first(x)[..., pad:])               # (B, width, T, S + pad)
+        x = self.second(x)[..., :scores.shape[-1]]
         return scores + x if bias is None or not self.residual else scores + bias + x
