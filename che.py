@@ -30,6 +30,7 @@ from runtime import ROOT, Progress, new_figure, provenance, save_json, save_png,
 tasks: list[str] = ['even_pairs']  # keys of TASKS; []: all
 out_dir: str | None = None   # runs and results go there; None: out/che/METHOD, such as out/che/kerple_dape3
 label = ''                   # name of the result
+compare: list[str] = []      # che.json of other methods, to stand beside this one in the table
 # model
 position = 'none'            # none (NoPE), rope, logn, alibi, kerple, fire, t5, cope or xl
 dape_kernel = 0              # DAPE on top of the position method: 1, 3, 5 ... keys wide; 0 for none
@@ -265,6 +266,23 @@ def test(task, model, run, path, lengths):
     return {length: done[length] for length in lengths}
 
 
+def print_table(results):
+    """Table 6's layout: a line a task; of each method the accuracy inside and past train_length, and the paper's."""
+    names, lengths = '', ''
+    for result in results:
+        L, end = result['train_length'], max(result['lengths'])
+        names += f"{result['method']:>28}"
+        lengths += f"{f'1-{L}':>8}{f'{L + 1}-{end}':>10}   Table 6"
+    print(f'{"accuracy (%)":29} chance{names}\n{"":36}{lengths}')
+    for task, (_, level, _, _, chance) in TASKS.items():
+        cells, rows = '', [result['tasks'].get(task) for result in results]
+        for row in rows:
+            paper = f"{row['paper']:.2f}" if row and row['paper'] else '-'
+            cells += f"{100 * row['inside']:8.2f}{100 * row['outside']:10.2f}{paper:>10}" if row else f"{'-':>28}"
+        if any(rows):
+            print(f'{level:4}{task:25} {100 * chance:6.0f}{cells}')
+
+
 def draw(result, path):
     """Accuracy by length, a panel a task; from the result's JSON alone."""
     columns = min(4, len(result['tasks']))
@@ -290,6 +308,7 @@ def main():
         raise ValueError('che.py runs on one device: without torchrun. Start a process for some of the tasks on each.')
     if set(tasks) - set(TASKS):
         raise ValueError(f"{', '.join(set(tasks) - set(TASKS))}: no task of that name. Choose from {', '.join(TASKS)}.")
+    others = [json.loads(Path(path).read_text(encoding='utf-8')) for path in compare]
     folder = Path(out_dir or f"out/che/{position}{f'_dape{dape_kernel}' * bool(dape_kernel)}")
     run_settings = {name: value for name, value in settings(globals()).items() if name in RUN_SETTINGS}
     runs = {name: read_run(folder / f'{name}.pt', run_settings) for name in TASKS if name in tasks or not tasks}
@@ -312,15 +331,11 @@ def main():
         rows[task] = {'level': level, 'inside': inside, 'outside': outside, 'chance': chance,
                       'paper': dict(zip(table['columns'], table['rows'][task])).get(method),
                       'accuracy': [*by_length.values()]}
-    print(f'{f"{method}, accuracy (%)":31} 1-{train_length}  {train_length + 1}-{test_length}   Table 6   chance')
-    for task, row in rows.items():
-        paper = '-' if row['paper'] is None else f"{row['paper']:.2f}"
-        print(f"{row['level']:4}{task:25} {100 * row['inside']:6.2f} {100 * row['outside']:7.2f} {paper:>9} "
-              f"{100 * row['chance']:8.0f}")
     stem = folder / f"che{'_' * bool(label)}{label}"
     result = {'stage': 'che', 'label': label, 'method': method, 'train_length': train_length, 'lengths': lengths,
               'tasks': rows} | provenance(settings(globals()), runtime, time.perf_counter() - began)
     save_json(f'{stem}.json', result)
+    print_table([result, *others])
     draw(json.loads(Path(f'{stem}.json').read_text()), f'{stem}.png')
     print(f'wrote {stem}.json and .png')
 

@@ -205,10 +205,22 @@ def test_result_has_all_lengths_by_value_and_the_papers_accuracy_beside_ours(run
         assert row['outside'] == pytest.approx(np.mean(row['accuracy'][6:]))
         assert row['paper'] == table['rows'][task][table['columns'].index('DAPE 1x3 Kerple')]
         line = next(line for line in printed.splitlines() if line.split()[1:2] == [task])
-        assert line.split() == [row['level'], task, f"{100 * row['inside']:.2f}", f"{100 * row['outside']:.2f}",
-                                f"{row['paper']:.2f}", f"{100 * row['chance']:.0f}"]
+        assert line.split() == [row['level'], task, f"{100 * row['chance']:.0f}", *(
+            f'{x:.2f}' for x in (100 * row['inside'], 100 * row['outside'], row['paper']))]
     assert result['settings']['position'] == 'kerple' and result['command'].startswith('python che.py')
     assert (out_dir / 'che.png').read_bytes()[:4] == b'\x89PNG'
+
+
+def test_methods_stand_side_by_side(run, tmp_path):
+    found = json.loads((run[0] / 'che.json').read_text())
+    other = found | {'method': 'CoPE', 'tasks': {'even_pairs': found['tasks']['even_pairs'] | {'paper': None}}}
+    (tmp_path / 'other.json').write_text(json.dumps(other))
+    out, _ = stage('che', *TINY, "--tasks=['bucket_sort','even_pairs']", '--position=kerple', '--dape_kernel=3',
+                   '--max_iters=30', f'--out_dir={run[0]}', f"--compare=['{tmp_path}/other.json']")
+    lines = {line.split()[1]: line.split() for line in out.splitlines() if line[:2] in ('R ', 'CS')}
+    even, sort = lines['even_pairs'], lines['bucket_sort']
+    assert even[6:] == [*even[3:5], '-'] and even[5] == '100.00' and sort[6:] == ['-']
+    assert 'DAPE 1x3 Kerple                        CoPE' in out
 
 
 def test_papers_table_is_whole():
@@ -241,8 +253,8 @@ def test_finished_task_is_neither_trained_nor_tested_again(run, tmp_path):
 
 
 def test_model_learns_even_pairs():
-    torch.manual_seed(0)
-    model = Transformer(ModelConfig(3, 7, 2, 2, 2, 32, 32, 'kerple')).init_weights()
+    torch.manual_seed(1)
+    model = Transformer(ModelConfig(3, 7, 2, 2, 2, 32, 32, 'kerple', dape_kernel=3)).init_weights()
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=3e-3)
     for step in range(300):
         rng = np.random.default_rng(step)
