@@ -9,17 +9,14 @@ Writes out_dir/attention[_LABEL].json and .png
 """
 
 import copy
-import json
 import time
-from pathlib import Path
 
 import numpy as np
 import torch
 
 import checkpoint
 from configurator import configure, settings
-from corpus import Windows
-from runtime import new_figure, provenance, save_json, save_png, setup
+from runtime import new_figure, provenance, result_path, save_json, save_png, setup
 
 out_dir = 'out/demo/nope'    # the run to read; results go there too
 init_from = 'last'           # last or best (of out_dir), a checkpoint file, a Hugging Face folder, or hf:ORG/NAME
@@ -35,7 +32,6 @@ n_samples = 4                # windows of each length, evenly spaced over the sp
 label = ''                   # name of the result; empty: the scale's
 device = 'auto'              # auto, cpu, cuda, mps
 dtype = 'float32'            # of the model: auto, float32, bfloat16, float16; the maps are float32 always
-seed = 1337
 
 CELLS = 64  # a map has at most 64 x 64 cells: the JSON of three lengths stays below 300 KB
 
@@ -50,8 +46,10 @@ def head_maps(attn, q, k, head):
     """
     (H, T), position, bare = q.shape[1:3], torch.arange(q.shape[2], device=q.device), copy.deepcopy(attn)
     bare.bias = bare.dape = None
-    in_cell = torch.nn.functional.one_hot(position // -(-T // CELLS)).float()  # (T, n)
-    edges, size, maps, by_distance = 2 ** position[:(T - 1).bit_length()], in_cell.sum(0), 0, 0
+    # (T, n), 1 where a token lies in a cell: so in_cell.T @ map @ in_cell sums a map over its cells
+    in_cell = torch.nn.functional.one_hot(position // -(-T // CELLS)).float()
+    edges = 2 ** position[:(T - 1).bit_length()]  # 1, 2, 4 ...: the first distance of each bin but the one of 0
+    size, maps, by_distance = in_cell.sum(0), 0, 0
     for rows, end in attn.row_chunks(T, T, H):
         i, j = position[rows], position[:end]
         with torch.autocast(q.device.type, enabled=False):
@@ -65,7 +63,8 @@ def head_maps(attn, q, k, head):
             maps += in_cell[rows].T @ values @ in_cell[:end]  # sums, (parts, n, n)
         bins = torch.bucketize(i[:, None] - j, edges, right=True)  # later keys fall into the first, with no attention
         by_distance += torch.bincount(bins.flatten(), (values[-1] * (i >= T // 2)[:, None]).flatten(), len(edges) + 1)
-    pairs = (size[:, None] * size).tril() - (size * (size - 1) / 2).diag()  # a cell on the diagonal is half seen
+    # how many keys not after their query a cell has: all, and on the diagonal half
+    pairs = (size[:, None] * size).tril() - (size * (size - 1) / 2).diag()
     maps = {part: x / (size[:, None] if part == 'attention' else pairs) for part, x in zip(parts, maps)}
     return maps | {'by_distance': by_distance / (T - T // 2)}
 
@@ -110,7 +109,7 @@ def draw(result, path):
 
 
 def main():
-    began, runtime = time.perf_counter(), setup(device, dtype, seed)
+    began, runtime = time.perf_counter(), setup(device, dtype)
     model, info = checkpoint.load_model(init_from, out_dir, runtime.device, position, rope_scaling, runtime.dtype)
     name = checkpoint.apply_scale(model, scale, info)
     name, L, (n_layer, H) = label or name, model.config.block_size, model.head_scale.shape
@@ -120,11 +119,10 @@ def main():
             raise ValueError(f'{what} is {number}, but {info["path"]} has {n}. Choose one of 0 to {n - 1}.')
     if min(sizes, default=0) < 2 or n_samples < 1:
         raise ValueError(f'lengths is {sizes}, n_samples {n_samples}. Give lengths of 2 tokens or more, and 1 sample.')
-    data_name = checkpoint.dataset_of(info, dataset)
-    sources = [Windows(data_name, split, T, seed) for T in sizes]  # all at once: a text too short shows before the work
-    checkpoint.require_tokenizer(info, sources[0].tokenizer_state, data_name)
+    # all at once: a text too short shows before the work
+    sources = [checkpoint.open_windows(info, dataset, split, T) for T in sizes]
     result = {'stage': 'attention', 'label': name, 'position_method': model.config.position, 'block_size': L,
-              'dape_kernel': model.config.dape_kernel, 'dataset': data_name, 'checkpoint': info['path'],
+              'dape_kernel': model.config.dape_kernel, 'dataset': sources[0].dataset, 'checkpoint': info['path'],
               'weights_digest': info['digest'], 'layer': at, 'head': head, 'lengths': []}
     for T, source in zip(sizes, sources):
         windows = torch.from_numpy(source.fixed(n_samples)[:, None, :-1]).to(runtime.device)
@@ -136,9 +134,9 @@ def main():
         result['lengths'].append(dict(length=T, n_windows=len(found), first_key=share, by_distance=near, maps=maps))
         runtime.print(f'{T:8,d} tokens: {share[at, head]:.1%} on the first key; mean of all heads {share.mean():.1%}')
     if runtime.is_main:
-        stem = f'{out_dir}/attention{"_" * bool(name)}{name}'
-        save_json(f'{stem}.json', result | provenance(settings(globals()), runtime, time.perf_counter() - began))
-        draw(json.loads(Path(f'{stem}.json').read_text()), f'{stem}.png')
+        stem = result_path(out_dir, 'attention', name)
+        result |= provenance(settings(globals()), runtime, time.perf_counter() - began)
+        draw(save_json(f'{stem}.json', result), f'{stem}.png')
         print(f'wrote {stem}.json and .png')
     runtime.close()
 

@@ -236,36 +236,25 @@ def scale(runtime, ceiling):
     return result | {'ratio_by_arithmetic': wanted}
 
 
+@torch.no_grad()
 def sliding_windows(runtime, ceiling):
     """Windows that score their last L/8 tokens: a batch, only those logits; against one by one with all logits."""
     model, n = new_model(runtime, context).requires_grad_(False), 16
     idx, S = torch.randint(vocab_size, (n, context + 1), device=runtime.device), context // 8
 
-    @torch.no_grad()
-    def ours():
-        with runtime.autocast():
-            return model(idx[:, :-1], idx[:, -S:]).double().sum()
+    def one_by_one(logits_of):
+        return sum(F.cross_entropy(logits_of(window[None, :-1])[0].float(), window[1:], reduction='none')[-S:].sum()
+                   for window in idx)
 
-    @torch.no_grad()
-    def one_by_one():
-        with runtime.autocast():
-            return sum(F.cross_entropy(model(window[None, :-1])[0].float(), window[1:], reduction='none')[-S:].sum()
-                       for window in idx)
-
-    works = {'ours': ours, 'one by one': one_by_one}
+    works = {'ours': lambda: model(idx[:, :-1], idx[:, -S:]).double().sum(), 'one by one': lambda: one_by_one(model)}
     if peer:
         llama = new_peer(runtime, context).requires_grad_(False)
-
-        @torch.no_grad()
-        def theirs():
-            with runtime.autocast():
-                return sum(F.cross_entropy(llama(window[None, :-1]).logits[0].float(), window[1:],
-                                           reduction='none')[-S:].sum() for window in idx)
-        works['transformers'] = theirs
+        works['transformers'] = lambda: one_by_one(lambda window: llama(window).logits)
     matmul, attention = model.flops_per_token(context)
     head = 2 * model.head.weight.numel()
     flops = n * (context * (matmul - head + attention) + S * head)
-    return row('sliding windows', works, n * context, flops / ceiling, runtime)
+    with runtime.autocast():
+        return row('sliding windows', works, n * context, flops / ceiling, runtime)
 
 
 def entropy(runtime, ceiling):
@@ -283,7 +272,7 @@ def entropy(runtime, ceiling):
 
     flops = 2 * n_embd * read_context ** 2  # q.k and the sum of keys, half of the square
     return row(f'entropy, T = {read_context}', {'ours': lambda: attention.entropy(q, k), 'matrix': matrix},
-               read_context, flops / matmul_flops(setup(device, 'float32', seed)), runtime)
+               read_context, flops / matmul_flops(runtime.device, torch.float32), runtime)
 
 
 def reader(runtime):
@@ -303,7 +292,7 @@ def prefill(runtime, ceiling):
         llama = new_peer(runtime, read_context).requires_grad_(False).to(dtype)
         works['transformers'] = lambda: llama(idx, use_cache=True, logits_to_keep=1)
     matmul, attention = model.flops_per_token(read_context)
-    rate = matmul_flops(setup(device, str(dtype).removeprefix('torch.'), seed))
+    rate = matmul_flops(runtime.device, dtype)
     flops = read_context * (matmul + attention - 2 * model.head.weight.numel())
     return row(f'prefill, T = {read_context}', works, read_context, flops / rate, runtime)
 
@@ -416,7 +405,7 @@ def main():
         raise ValueError(f"table is '{table}'. Choose {' or '.join(tables)}, or leave it empty.")
     if peer not in ('', 'hf'):
         raise ValueError(f"peer is '{peer}'. Choose hf, or leave it empty.")
-    ceiling = matmul_flops(runtime)
+    ceiling = matmul_flops(runtime.device, runtime.dtype)
     print(f'{runtime.device.type}, {torch.get_num_threads()} threads, torch {torch.__version__}, {runtime.dtype}: '
           f'a large matrix product does {ceiling / 1e12:.2f} TFLOP/s')
     todo = {table: tables[table]} if table else {task: stages[task] for task in tasks}

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 import checkpoint
 from configurator import configure, settings
 from model import ModelConfig, Transformer
-from runtime import ROOT, Progress, new_figure, provenance, save_json, save_png, setup
+from runtime import ROOT, Progress, new_figure, provenance, result_path, save_json, save_png, setup
 
 # what to run
 tasks: list[str] = ['even_pairs']  # keys of TASKS; []: all
@@ -55,8 +55,9 @@ n_test = 512                 # samples of each length, in batches of 64
 device = 'auto'              # auto, cpu, cuda, mps
 seed = 1337                  # of initial weights and samples
 
-RUN_SETTINGS = ('position', 'dape_kernel', 'dape_width', 'n_layer', 'n_head', 'n_embd', 'n_hidden', 'train_length',
-                'batch_size', 'learning_rate', 'warmup_iters', 'grad_clip', 'seed')  # they stay the same in an out_dir
+MODEL_SETTINGS = 'position', 'dape_kernel', 'dape_width', 'n_layer', 'n_head', 'n_embd', 'n_hidden'
+RUN_SETTINGS = (*MODEL_SETTINGS, 'train_length', 'batch_size', 'learning_rate', 'warmup_iters', 'grad_clip',
+                'seed')  # they stay the same in an out_dir
 
 
 # ----------------------- tasks: random generator, B samples, length n -> inputs (B, n), targets (B, m), symbols from 0
@@ -194,17 +195,14 @@ TASKS = {task[0].__name__: task for task in (
     (compute_sqrt, 'CS', 2, 2, 0.5), (bucket_sort, 'CS', 5, 5, 0.2))}  # in the order of Table 6
 
 
-def sample(task, rng, batch, length):
-    """Random samples of a task: inputs (batch, n) and targets (batch, m), int64. rng: a numpy Generator."""
-    return TASKS[task][0](rng, batch, length)
-
-
 def loss_and_accuracy(model, task, rng, batch, length):
     """On new samples: mean cross-entropy of the answers, in nats a symbol; share of symbols right, up to the end's."""
-    inputs, targets = sample(task, rng, batch, length)
-    tokens = np.pad(inputs, ((0, 0), (0, targets.shape[1])), constant_values=TASKS[task][2])  # empty slots
+    make, _, empty, n_out, _ = TASKS[task]  # symbols of the input are below `empty`
+    inputs, targets = make(rng, batch, length)
+    tokens = np.pad(inputs, ((0, 0), (0, targets.shape[1])), constant_values=empty)
     tokens, targets = (torch.from_numpy(x).to(model.head.weight.device) for x in (tokens, targets))
-    logits = model(tokens, last=targets.shape[1])[..., :TASKS[task][3]]
+    logits = model(tokens, last=targets.shape[1])[..., :n_out]
+    # answers of two tasks end in a 2, then zeros: what follows the 2, where cumsum is 1 but end is 0, does not count
     end = (targets == 2).int() * (task in ('stack_manipulation', 'binary_addition'))
     counts = end.cumsum(1) == end
     right = ((logits.argmax(-1) == targets) & counts).sum() / counts.sum()
@@ -317,11 +315,11 @@ def main():
     method = f'DAPE 1x{dape_kernel} ' * bool(dape_kernel) + named.get(position, position)  # as Table 6 calls it
     rows, table = {}, json.loads((ROOT / 'results/papers.json').read_text())['dape_table6']
     for task, run in runs.items():
-        _, level, n_in, n_out, chance = TASKS[task]
-        slots = sum(x.shape[1] for x in sample(task, np.random.default_rng(0), 1, train_length))
+        make, level, n_in, n_out, chance = TASKS[task]
+        slots = sum(x.shape[1] for x in make(np.random.default_rng(0), 1, train_length))
         torch.manual_seed(seed)  # the same weights, whatever was trained before
         model = Transformer(ModelConfig(max(n_in + 1, n_out), slots, n_kv_head=n_head,
-                                        **{name: run_settings[name] for name in RUN_SETTINGS[:7]}))
+                                        **{name: run_settings[name] for name in MODEL_SETTINGS}))
         model.init_weights().load_state_dict(run.get('model', model.state_dict()))
         path = folder / f'{task}.pt'
         print(f"{task}: {method}, {model.n_params():,} parameters; steps {run['step']} to {max_iters} into {path}")
@@ -331,12 +329,11 @@ def main():
         rows[task] = {'level': level, 'inside': inside, 'outside': outside, 'chance': chance,
                       'paper': dict(zip(table['columns'], table['rows'][task])).get(method),
                       'accuracy': [*by_length.values()]}
-    stem = folder / f"che{'_' * bool(label)}{label}"
+    stem = result_path(folder, 'che', label)
     result = {'stage': 'che', 'label': label, 'method': method, 'train_length': train_length, 'lengths': lengths,
               'tasks': rows} | provenance(settings(globals()), runtime, time.perf_counter() - began)
-    save_json(f'{stem}.json', result)
     print_table([result, *others])
-    draw(json.loads(Path(f'{stem}.json').read_text()), f'{stem}.png')
+    draw(save_json(f'{stem}.json', result), f'{stem}.png')
     print(f'wrote {stem}.json and .png')
 
 

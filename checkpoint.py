@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 import huggingface
-from corpus import tokenizer_digest
+from corpus import Windows, tokenizer_digest
 from model import ModelConfig, Transformer
 from runtime import save_json, whole_file
 
@@ -138,6 +138,13 @@ def require_tokenizer(info, tokenizer, dataset):
                          f"{dataset} has {tokenizer['name']}. Prepare the data with the checkpoint's tokenizer.")
 
 
+def open_windows(info, dataset, split, length):
+    """Windows of dataset_of(info, dataset) to read with that model. Raises ValueError if its tokenizer is another."""
+    windows = Windows(dataset_of(info, dataset), split, length)
+    require_tokenizer(info, windows.tokenizer_state, windows.dataset)
+    return windows
+
+
 def model_state(model, tokenizer, step, weights=None, **more):
     """The entries of a checkpoint that every stage reads. weights: the model's state dict, where it is sharded."""
     weights = model.state_dict() if weights is None else weights
@@ -180,14 +187,15 @@ def vectors_from_json(data, path, info):
 
 def save_scale(path, info, sets, method, by_length=False, **more):
     """
-    Write a scale file. sets: {L': vectors by parameter name}, L' being the context in tokens that they are for; info:
-    from load_model(). One set is for every pass, unless by_length: then it too leaves those of L tokens alone.
+    Write a scale file; returns what a reader gets. sets: {L': vectors by parameter name}, L' being the context in
+    tokens that they are for; info: from load_model(). One set is for every pass, unless by_length: then it too leaves
+    those of L tokens alone.
     """
     c = info['model_config']
     sets = [{'target_length': length} | vectors_to_json(vectors) for length, vectors in sets.items()]
     sets = {'sets': sets} if by_length or len(sets) > 1 else sets[0]
-    save_json(path, {'method': method, 'block_size': c['block_size'], 'position_method': c['position'],
-                     'weights_digest': info['digest'], **sets, **more})
+    return save_json(path, {'method': method, 'block_size': c['block_size'], 'position_method': c['position'],
+                            'weights_digest': info['digest'], **sets, **more})
 
 
 def read_scale_file(path, info):

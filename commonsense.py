@@ -13,7 +13,6 @@ import json
 import math
 import time
 from importlib.metadata import version
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 import checkpoint
 from configurator import configure, settings
 from corpus import start_token, tokenizer_from_state
-from runtime import ROOT, Progress, provenance, save_json, setup
+from runtime import ROOT, Progress, provenance, result_path, save_json, setup
 
 try:
     from lm_eval.api.model import LM
@@ -45,7 +44,6 @@ label = ''                   # name of the result; empty: the scale's
 # machine
 device = 'auto'              # auto, cpu, cuda, mps
 dtype = 'auto'               # auto, float32, bfloat16, float16
-seed = 1337                  # zero-shot, nothing is drawn
 
 
 @torch.no_grad()
@@ -108,19 +106,10 @@ class Harness(LM):
         pairs = [self.encode(*request.args) for request in requests]
         return [(log_p, bool(greedy)) for log_p, greedy in self.scores(pairs).tolist()]
 
-    def loglikelihood_rolling(self, requests, disable_tqdm=False):
-        """ln p of whole texts, in windows of L tokens that score each token once."""
-        L, pairs, owner = self.model.config.block_size, [], []
-        for number, request in enumerate(requests):
-            ids = [start_token(self.encoding), *self.encoding.encode_ordinary(request.args[0])]
-            for start in range(1, len(ids), L):
-                end = min(start + L, len(ids))
-                pairs.append((ids[max(0, end - 1 - L):start], ids[start:end]))
-                owner.append(number)
-        return np.bincount(owner, self.scores(pairs)[:, 0], len(requests)).tolist()
-
     def generate_until(self, requests, disable_tqdm=False):
-        raise ValueError('commonsense.py scores choices. Leave out the task that has the model write.')
+        raise ValueError('commonsense.py scores choices. Leave out tasks that write text or score a whole one.')
+
+    loglikelihood_rolling = generate_until
 
 
 def load_tasks():
@@ -145,7 +134,7 @@ def print_table(result):
 
 
 def main():
-    began, runtime = time.perf_counter(), setup(device, dtype, seed)
+    began, runtime = time.perf_counter(), setup(device, dtype)
     if LM is object:
         raise ValueError('This needs the optional package lm_eval. Run: pip install lm_eval')
     if not tasks or batch_size < 1 or limit is not None and limit < 1:
@@ -167,7 +156,7 @@ def main():
                   'scale': scale, 'tasks': scores, 'cut': harness.n_cut,
                   'average': sum(row['score'] for row in scores.values()) / len(scores)}
         print_table(result)
-        path = Path(out_dir, '_'.join(part for part in ('commonsense', name) if part) + '.json')
+        path = result_path(out_dir, 'commonsense', name) + '.json'
         save_json(path, result | provenance(settings(globals()), runtime, time.perf_counter() - began))
         print(f'wrote {path}')
     runtime.close()

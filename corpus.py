@@ -197,10 +197,10 @@ def train_bpe(texts, vocab_size, path):
     return get_tokenizer(str(path))
 
 
-def tokenizer_for(name, documents, folder, total_bytes=0, sample=200_000_000):
+def tokenizer_for(name, documents, folder, total_bytes=0):
     """
     get_tokenizer(name), or for 'bpe:8192' a BPE of that vocabulary, trained on documents (as in write_corpus) and kept
-    in folder. Where total_bytes is more than sample, evenly chosen pieces of them have to do.
+    in folder. Of more than 200 MB, by total_bytes, evenly chosen pieces have to do.
     """
     kind, _, vocab_size = name.partition(':')
     if kind != 'bpe':
@@ -209,7 +209,7 @@ def tokenizer_for(name, documents, folder, total_bytes=0, sample=200_000_000):
         raise ValueError(f"tokenizer is '{name}'. Write bpe: and the size of its vocabulary, as in bpe:8192.")
     print(f'training a BPE of {vocab_size} tokens')
     pieces = (piece for document in documents for piece, _ in cut(document, MIB))
-    pieces = itertools.islice(pieces, 0, None, math.ceil(total_bytes / sample) or 1)
+    pieces = itertools.islice(pieces, 0, None, math.ceil(total_bytes / 2e8) or 1)
     return train_bpe(pieces, int(vocab_size), Path(folder) / 'tokenizer.tiktoken')
 
 
@@ -243,7 +243,7 @@ def chunks(splits, limit):
     """Yield (split, [(piece, last), ...]), MIB characters or a little more at a time: the work of a process."""
     for split, documents in splits.items():
         chunk, size = [], 0
-        for document in documents() if callable(documents) else documents:
+        for document in documents:
             for piece, last in cut(document, limit):
                 chunk.append((piece, last))
                 size += len(piece)
@@ -291,24 +291,23 @@ def encode_all(stream, encoding, workers):
             if len(pending) == 4 * workers:
                 first, result = pending.popleft()
                 yield first, result.result()
-        while pending:
-            first, result = pending.popleft()
+        for first, result in pending:
             yield first, result.result()
 
 
-def write_corpus(folder, encoding, splits, workers=None, report=None, total_bytes=None):
+def write_corpus(folder, encoding, splits, workers=None, report=None, total_bytes=0):
     """
     Tokenize documents into folder and print a summary; the folder changes only when all is done.
-    splits: {split: documents or a function that returns them}, each an iterable of documents as in cut(). workers:
-    processes, by default one per core. report: a dict to keep in meta.json. total_bytes: of text, for the progress bar;
-    an estimate will do. Raises ValueError if a split has no text.
+    splits: {split: iterable of documents as in cut()}. workers: processes, by default one per core. report: a dict to
+    keep in meta.json. total_bytes: of text, for the progress bar; an estimate will do. Raises ValueError if a split has
+    no text.
     """
     folder, state = Path(folder), tokenizer_state(encoding)
     dtype = np.dtype(np.uint16 if encoding.n_vocab <= 2 ** 16 else np.uint32)
     limit = MIB if state['kind'] == 'tiktoken' else math.inf  # others may begin each text with a space: never cut
     counts = {split: {'tokens': 0, 'documents': 0, 'bytes': 0} for split in splits}
     ends = {split: [] for split in splits}
-    progress, done = Progress(total_bytes or 1, f'tokenizing {folder.name}', enabled=(total_bytes or 0) > 8 * MIB), 0
+    progress, done = Progress(total_bytes, f'tokenizing {folder.name}', enabled=total_bytes > 8 * MIB), 0
     temporary = folder / 'tokens.unfinished'
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -442,7 +441,7 @@ class Windows:
     """
 
     def __init__(self, dataset, split, block_size, seed=0):
-        self.split, self.block_size, self.seed = split, block_size, seed
+        self.dataset, self.split, self.block_size, self.seed = dataset, split, block_size, seed
         parts = dataset.split(',') if split == 'train' else dataset.split(',')[:1]  # others may have no such split
         names, weights = zip(*(parse_part(part) for part in parts), strict=True)
         sources = [open_tokens(name, split) for name in names]

@@ -168,8 +168,7 @@ def main():
         'position': position, 'settings': settings(globals()), 'train_settings': read(f'{nope}/config.json'),
         'versions': results['NoPE']['versions'], 'device': results['NoPE']['device'],
         'seconds': round(time.perf_counter() - began, 1)}
-    save_json(f'{out_dir}/report.json', report)
-    draw(read(f'{out_dir}/report.json'), f'{out_dir}/report.png')
+    draw(save_json(f'{out_dir}/report.json', report), f'{out_dir}/report.png')
 
     print(f'\nLoss in nats per byte, mean of the last {LAST} positions of {report["windows"]} test windows; L = {L}')
     print(f'{"":22}' + ''.join(f'{f"{T // L}L" if T > L else "L":>9}' for T in lengths) + '    reach   scales')

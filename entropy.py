@@ -18,8 +18,7 @@ import torch
 
 import checkpoint
 from configurator import configure, settings
-from corpus import Windows
-from runtime import bin_means, new_figure, provenance, running_mean, save_json, save_png, setup
+from runtime import bin_means, new_figure, provenance, result_path, running_mean, save_json, save_png, setup
 
 out_dir = 'out/demo/nope'    # the run to read; results go there too
 init_from = 'last'           # last or best (of out_dir), a checkpoint file, a Hugging Face folder, or hf:ORG/NAME
@@ -36,7 +35,6 @@ batch_tokens = 16384         # tokens in one forward pass; lower it when memory 
 label = ''                   # name of the result; empty: the scale's
 device = 'auto'              # auto, cpu, cuda, mps
 dtype = 'auto'               # of the model: auto, float32, bfloat16, float16; the entropy itself is float32 always
-seed = 1337
 
 
 def spearman(x, y):
@@ -58,12 +56,9 @@ def measure_entropy(model, windows, n_samples, batch_tokens, bin_width, runtime)
     positions = bin_means(np.zeros(windows.block_size), bin_width)[0]
 
     def measure(inputs, targets):
-        parts = []
-        for first, end in model.passes(inputs.shape[1]):
-            losses, entropy = model.losses_and_entropy(inputs[:, :end], targets[:, :end])  # (B, T), (n_layer, B, H, T)
-            both = torch.cat((losses[:, None], entropy.transpose(0, 1).flatten(1, 2)), dim=1)  # (B, 1 + n_layer * H, T)
-            parts.append(both[..., first:])
-        return bin_means(torch.cat(parts, dim=-1).cpu().numpy(), bin_width)[1]
+        losses, entropy = model.losses_and_entropy(inputs, targets)                        # (B, T), (n_layer, B, H, T)
+        both = torch.cat((losses[:, None], entropy.transpose(0, 1).flatten(1, 2)), dim=1)  # (B, 1 + n_layer * H, T)
+        return bin_means(both.cpu().numpy(), bin_width)[1]
 
     rows = runtime.over_windows(windows.fixed(n_samples), batch_tokens, measure, f'entropy at {windows.block_size}')
     means = rows.mean(0)
@@ -126,17 +121,16 @@ def draw_heads(result, path):
 
 
 def main():
-    began, runtime = time.perf_counter(), setup(device, dtype, seed)
+    began, runtime = time.perf_counter(), setup(device, dtype)
     model, info = checkpoint.load_model(init_from, out_dir, runtime.device, position, rope_scaling, runtime.dtype)
     name = checkpoint.apply_scale(model, scale, info)
     name = label or name
-    L, data_name = model.config.block_size, checkpoint.dataset_of(info, dataset)
-    windows = Windows(data_name, split, length or 8 * L, seed)
-    checkpoint.require_tokenizer(info, windows.tokenizer_state, data_name)
-    positions, loss, entropy = measure_entropy(model, windows, n_samples, batch_tokens, max(1, L // 16), runtime)
+    L = model.config.block_size
+    windows = checkpoint.open_windows(info, dataset, split, length or 8 * L)
+    positions, loss, entropy = measure_entropy(model, windows, n_samples, batch_tokens, L // 16, runtime)
     unit = math.log(2) if bits else 1.0
     result = {'stage': 'entropy', 'label': name, 'position_method': model.config.position, 'block_size': L,
-              'dataset': data_name, 'split': split, 'checkpoint': info['path'], 'weights_digest': info['digest'],
+              'dataset': windows.dataset, 'split': split, 'checkpoint': info['path'], 'weights_digest': info['digest'],
               'scale': scale, 'unit': 'bits' if bits else 'nats', 'position': positions, 'loss': loss,
               'mean_entropy': entropy.mean((0, 1)) / unit, 'bound': np.log(positions) / unit,
               'head_scale': model.head_scale.numpy(force=True), 'entropy': entropy / unit}
@@ -154,12 +148,11 @@ def main():
     result['compare'] = [{key: other[key] for key in shown} for other in others]
     if runtime.is_main:
         result |= provenance(settings(globals()), runtime, time.perf_counter() - began)
-        stem, suffix = Path(out_dir), f'{"_" * bool(name)}{name}'
-        save_json(stem / f'entropy{suffix}.json', result)
-        result = json.loads((stem / f'entropy{suffix}.json').read_text())
-        draw_mean(result, stem / f'entropy{suffix}.png')
-        draw_heads(result, stem / f'entropy_heads{suffix}.png')
-        print(f"wrote {stem / f'entropy{suffix}'}.json and .png, {stem / f'entropy_heads{suffix}'}.png")
+        stem, heads = result_path(out_dir, 'entropy', name), result_path(out_dir, 'entropy_heads', name)
+        result = save_json(f'{stem}.json', result)
+        draw_mean(result, f'{stem}.png')
+        draw_heads(result, f'{heads}.png')
+        print(f'wrote {stem}.json and .png, {heads}.png')
     runtime.close()
 
 

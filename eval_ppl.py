@@ -24,8 +24,8 @@ import torch
 
 import checkpoint
 from configurator import configure, settings
-from corpus import Windows, documents, open_tokens
-from runtime import ROOT, Progress, bin_means, new_figure, provenance, save_json, save_png, setup
+from corpus import documents, open_tokens
+from runtime import ROOT, Progress, bin_means, new_figure, provenance, result_path, save_json, save_png, setup
 
 # what to read
 out_dir = 'out/demo/nope'    # the run to read; results go there too
@@ -52,7 +52,11 @@ table: list[dict] = []       # sliding, last: run these rows instead of the one 
 # machine
 device = 'auto'              # auto, cpu, cuda, mps
 dtype = 'auto'               # auto, float32, bfloat16, float16
-seed = 1337
+
+
+def perplexity(loss):
+    """exp of a loss in nats per token; of 700 where it is more, as a float holds no exp(710)."""
+    return math.exp(min(loss, 700))
 
 
 def sliding_windows(start, end, length, first_end, stride, rule):
@@ -106,8 +110,8 @@ def evaluate_sliding(model, data, lengths, stride, rule, max_windows, batch_toke
         windows = [(document, window) for document, (start, end) in enumerate(documents(data))
                    for window in sliding_windows(start, end, length, max(lengths), stride, rule)]
         n = min(max_windows, len(windows))
-        apart = len(windows) if rule == 'same' else n  # evenly spaced over the split, or the first
-        windows = [windows[i * apart // n] for i in range(n)]
+        among = len(windows) if rule == 'same' else n  # spread evenly over all of them, or over the first n: these
+        windows = [windows[i * among // n] for i in range(n)]
         used, windows = len({document for document, _ in windows}), [window for _, window in windows]
         if not windows:
             raise ValueError(f'no document of the {split} split is longer than {max(lengths)} tokens. '
@@ -116,7 +120,7 @@ def evaluate_sliding(model, data, lengths, stride, rule, max_windows, batch_toke
         sums = score_windows(model, data.tokens, windows, batch_tokens, runtime, progress)
         n_scored = sum(n for _, _, n in windows)
         loss = sums.sum() / n_scored
-        rows.append({'length': length, 'ppl': math.exp(min(loss, 700)), 'loss': loss, 'documents': used,
+        rows.append({'length': length, 'ppl': perplexity(loss), 'loss': loss, 'documents': used,
                      'windows': len(windows), 'scored_tokens': n_scored})
     return rows
 
@@ -257,10 +261,10 @@ def evaluate_last(model, tokens, lengths, K, L, batch_tokens, runtime):
     rows, alone = [], mean_losses(L)[1] if max(lengths) > L else None
     for T in lengths:
         loss, loss_of_L = mean_losses(T)
-        row = {'length': T, 'ppl': math.exp(min(loss, 700)), 'loss': loss, 'windows': len(tokens),
+        row = {'length': T, 'ppl': perplexity(loss), 'loss': loss, 'windows': len(tokens),
                'scored_tokens': len(tokens) * min(K, T)}
         if T > L:
-            row['ppl_alone'], row['ppl_with_all'] = (math.exp(min(loss, 700)) for loss in (alone, loss_of_L))
+            row['ppl_alone'], row['ppl_with_all'] = perplexity(alone), perplexity(loss_of_L)
             row['delta_p'] = row['ppl_alone'] - row['ppl_with_all']
             row['reading'] = reading(row['delta_p'])
         rows.append(row)
@@ -289,7 +293,7 @@ def draw(result, path):
 
 
 def main():
-    began, runtime = time.perf_counter(), setup(device, dtype, seed)
+    began, runtime = time.perf_counter(), setup(device, dtype)
     if protocol not in ('sliding', 'position', 'last'):
         raise ValueError(f"protocol is '{protocol}'. Choose sliding, position or last.")
     if table and protocol == 'position':
@@ -320,10 +324,7 @@ def main():
         result |= {'last': K, 'lengths': sizes}
 
         def measure(model, info, wanted):
-            name = checkpoint.dataset_of(info, wanted)
-            windows = Windows(name, split, sizes[-1], seed)
-            checkpoint.require_tokenizer(info, windows.tokenizer_state, name)
-            samples = windows.fixed(n_samples, spacing=K)
+            samples = checkpoint.open_windows(info, wanted, split, sizes[-1]).fixed(n_samples, spacing=K)
             return evaluate_last(model, samples, sizes, K, model.config.block_size, batch_tokens, runtime)
 
     if table:
@@ -344,8 +345,7 @@ def main():
             runtime.print(f"{r['length']:8d} {r['ppl']:19.3f} {delta}")
     else:
         n_last = last or 64
-        windows = Windows(data_name, split, sizes[-1], seed)
-        checkpoint.require_tokenizer(info, windows.tokenizer_state, data_name)
+        windows = checkpoint.open_windows(info, dataset, split, sizes[-1])
         samples = windows.fixed(n_samples, spacing=n_last)  # may overlap, but no token is scored twice at one length
 
         def by_position(inputs, targets):
@@ -355,7 +355,7 @@ def main():
         losses = runtime.over_windows(samples, batch_tokens, by_position, f'{sizes[-1]} positions')
         at = {T: losses[:, max(0, T - n_last):T].mean(1) for T in sizes}
         rows = [{'length': T, 'loss': v.mean(), 'standard_error': v.std(ddof=1) / len(v) ** 0.5,
-                 'ppl': math.exp(v.mean()), 'windows': len(v), 'scored_tokens': len(v) * min(T, n_last)}
+                 'ppl': perplexity(v.mean()), 'windows': len(v), 'scored_tokens': len(v) * min(T, n_last)}
                 for T, v in at.items()]
         runtime.print(f'  at T (last {n_last} positions)      loss    +-          ppl   windows')
         for r in rows:
@@ -364,13 +364,12 @@ def main():
         positions, binned = bin_means(losses.mean(0), L // 16)
         result |= {'rows': rows, 'last': n_last, 'samples': len(losses), 'scored_tokens': losses.size,
                    'position': positions, 'loss': binned, 'loss_at_by_window': {str(T): v for T, v in at.items()}}
-    kind = 'table' if table else protocol * (protocol != 'sliding')
-    stem = '_'.join(part for part in ('eval_ppl', kind, name) if part)
+    kind = 'table' if table else '' if protocol == 'sliding' else protocol
+    stem = result_path(out_dir, 'eval_ppl', kind, name)
     if runtime.is_main:
         result |= provenance(settings(globals()), runtime, time.perf_counter() - began)
-        save_json(Path(out_dir, f'{stem}.json'), result)
-        (draw_table if table else draw)(result, Path(out_dir, f'{stem}.png'))
-        print(f'wrote {Path(out_dir, stem)}.json and .png')
+        (draw_table if table else draw)(save_json(f'{stem}.json', result), f'{stem}.png')
+        print(f'wrote {stem}.json and .png')
     runtime.close()
 
 

@@ -45,26 +45,20 @@ def by_column(model):
 def generate(model, prompt, max_new_tokens, temperature=0.0, top_k=None, top_p=None, eos=None, generator=None,
              cache_dtype=None):
     """
-    Yield (B, 1) next tokens, at most max_new_tokens of them; stop after every sequence has produced `eos`.
-    prompt: (B, T) ids, T >= 1. The prompt is read in one pass that computes logits for its last position only.
-    Raises ValueError for an empty prompt.
+    Yield the ids that continue a prompt, a list of ids: max_new_tokens of them, or those before `eos`. The prompt is
+    read in one pass that computes logits for its last position only. Raises ValueError for an empty prompt.
     """
-    B, T = prompt.shape
-    if T == 0:
+    if not prompt:
         raise ValueError('the prompt is empty: give at least one token, such as the end-of-text token.')
     by_column(model)
-    cache = model.new_cache(B, T + max_new_tokens, cache_dtype)
-    ended = torch.zeros(B, 1, dtype=torch.bool, device=prompt.device)
-    token = prompt
+    cache = model.new_cache(1, len(prompt) + max_new_tokens, cache_dtype)
+    token = torch.tensor([prompt], device=model.head.weight.device)
     for _ in range(max_new_tokens):
-        logits = model(token, last=1, cache=cache)[:, -1]  # (B, V)
+        logits = model(token, last=1, cache=cache)[:, -1]  # (1, V)
         token = sample_token(logits, temperature, top_k, top_p, generator)
-        if eos is not None:
-            token = token.masked_fill(ended, eos)  # a sequence that has ended stays ended
-            ended |= token == eos
-        yield token
-        if eos is not None and ended.all():
+        if token.item() == eos:
             return
+        yield token.item()
 
 
 def read_prompts(model, prompts, max_new_tokens, cache_dtype=None):
@@ -87,17 +81,15 @@ def read_prompts(model, prompts, max_new_tokens, cache_dtype=None):
 
 
 @torch.no_grad()
-def complete(model, prompts, max_new_tokens, beams=1, eos=(), min_new_tokens=0, stop=None, cache_dtype=None,
-             **sampling):
+def complete(model, prompts, max_new_tokens, beams=1, eos=(), min_new_tokens=0, cache_dtype=None):
     """
     Continue each prompt, a list of ids. Returns lists of at most max_new_tokens new ids, the end token left out. A
-    batch gives what each prompt alone would. beams: 1, or the width of a beam search; eos: ids that end a sequence,
-    once it has min_new_tokens; stop: a function of a sequence's new ids, true where it ends, for stop strings (not
-    with beams); sampling: as in sample_token(), greedy by default.
+    batch gives what each prompt alone would. beams: 1 for greedy, or the width of a beam search; eos: ids that end a
+    sequence, once it has min_new_tokens.
     """
     if model.length_matters and len({len(prompt) for prompt in prompts}) > 1:
-        rest = max_new_tokens, beams, eos, min_new_tokens, stop, cache_dtype
-        return [complete(model, [prompt], *rest, **sampling)[0] for prompt in prompts]
+        rest = max_new_tokens, beams, eos, min_new_tokens, cache_dtype
+        return [complete(model, [prompt], *rest)[0] for prompt in prompts]
     if beams > 1:
         return beam_search(model, prompts, max_new_tokens, beams, eos, min_new_tokens, cache_dtype)
     logits, cache = read_prompts(model, prompts, max_new_tokens, cache_dtype)
@@ -105,12 +97,12 @@ def complete(model, prompts, max_new_tokens, beams=1, eos=(), min_new_tokens=0, 
     for step in range(max_new_tokens):
         if step < min_new_tokens:
             logits[:, list(eos)] = -math.inf
-        token = sample_token(logits, **({'temperature': 0} | sampling))
+        token = logits.argmax(-1, keepdim=True)
         for b, t in enumerate(token[:, 0].tolist()):
-            if b in going and t not in eos:
+            if t in eos:
+                going.discard(b)
+            elif b in going:
                 new[b].append(t)
-            if b in going and (t in eos or stop and stop(new[b])):
-                going.remove(b)
         if not going or step + 1 == max_new_tokens:
             break
         logits = model(token, last=1, cache=cache)[:, -1]

@@ -26,7 +26,7 @@ import checkpoint
 from configurator import configure, settings
 from corpus import start_token, tokenizer_from_state
 from generate import complete
-from runtime import ROOT, Answers, provenance, save_json, setup
+from runtime import ROOT, Answers, provenance, result_path, save_json, setup
 
 # what to read
 out_dir = 'out/demo/nope'    # the run to read; results go there too
@@ -46,7 +46,6 @@ label = ''                   # name of the result; empty: the scale's
 # machine
 device = 'auto'              # auto, cpu, cuda, mps
 dtype = 'auto'               # auto, float32, bfloat16, float16
-seed = 1337                  # beam search draws nothing
 
 
 # ----------------------------------------------------------------------------- metrics, each from 0 to 1
@@ -227,7 +226,7 @@ def print_table(result):
 
 
 def main():
-    began, runtime = time.perf_counter(), setup(device, dtype, seed)
+    began, runtime = time.perf_counter(), setup(device, dtype)
     table = json.loads((ROOT / 'results/papers.json').read_text())['nope_table3']
     if not set(tasks) <= set(TASKS):
         raise ValueError(f"tasks is {tasks}. Choose from: {', '.join(TASKS)}.")
@@ -246,10 +245,10 @@ def main():
                              f'{max_new_tokens}. Set a longer --context=, or --tasks= without it.')
 
     name = label or scale_label
-    stem = Path(out_dir, '_'.join(part for part in ('longbench', name) if part))
+    stem = result_path(out_dir, 'longbench', name)
     made_with = checkpoint.identity(model, scale, info) | {'beams': beams, 'context': length,
                                                            'dtype': str(runtime.dtype)}
-    answers = {task: Answers(stem / f'{task}.jsonl', made_with | {'data': sources[task][-1]}, runtime)
+    answers = {task: Answers(f'{stem}/{task}.jsonl', made_with | {'data': sources[task][-1]}, runtime)
                for task in sources}
     scores = {task: run_task(model, encoding, task, sources[task], length, answers[task], runtime) for task in sources}
     if runtime.is_main:

@@ -72,9 +72,10 @@ class Attention(nn.Module):
         self.head_dim = config.n_embd // config.n_head
         self.qkv = nn.Linear(config.n_embd, (config.n_head + 2 * config.n_kv_head) * self.head_dim, bias=False)
         self.out = nn.Linear(config.n_embd, config.n_embd, bias=False)
-        # units of 1 / sqrt(D). Always float32: 1.6 + 0.001 is still 1.6 in bfloat16. Frozen until tune_scale.py
+        # lambda of each head, on its scores q.k / sqrt(D). Always float32: 1.6 + 0.001 is still 1.6 in bfloat16. It has
+        # no gradient until tune_scale.py asks for one; nor has the gain, which multiplies what the head puts out
         self.head_scale = nn.Parameter(torch.ones(config.n_head), requires_grad=False)
-        self.head_gain = nn.Parameter(torch.ones(config.n_head), requires_grad=False)  # on the head's output, as frozen
+        self.head_gain = nn.Parameter(torch.ones(config.n_head), requires_grad=False)
         with torch.random.fork_rng(devices=[]):  # so that under one seed all else starts the same with every method
             self.bias = BIASES[config.position](config) if config.position in BIASES else None
             self.content = CONTENT[config.position](config) if config.position in CONTENT else None
@@ -132,16 +133,16 @@ class Attention(nn.Module):
 
     def row_chunks(self, T, S, n_maps):
         """
-        Cut T queries, the last of S tokens, into chunks of at most `chunk` scores in n_maps maps, and where there are
-        many into at least eight, as the first need not read the last keys. Yields a chunk's rows, a slice, and the
-        number of keys up to its last row, rounded up to an eighth of all: a convolution makes a plan for each shape
-        that it meets. DAPE that cheats reads all keys.
+        Cut T queries, the last of S tokens, into chunks: yields (rows, a slice, and how many keys they need). A chunk
+        has at most `chunk` scores in n_maps maps, and an eighth of the rows (or 32), as early rows need no late keys.
+        Keys come in whole eighths, as a convolution makes a plan for each new shape.
         """
-        n_rows, eighth = max(1, min(self.chunk // (n_maps * S), max(32, T // 8))), -(-S // 8)
+        eighth = -(-S // 8)                                    # of the keys, rounded up
+        n_rows = max(1, min(self.chunk // (n_maps * S), max(32, T // 8)))
         for start in range(0, T, n_rows):
             stop = min(start + n_rows, T)
-            seen = S if self.dape and self.dape.cheat else -(-(S - T + stop) // eighth) * eighth
-            yield slice(start, stop), min(S, seen)
+            seen = -(-(S - T + stop) // eighth) * eighth       # keys up to row stop - 1, in whole eighths
+            yield slice(start, stop), S if self.dape and self.dape.cheat else min(S, seen)
 
     def scores(self, q, k, i, j):
         """What softmax sees, (B, H, T, S): q.k / sqrt(D), the position method and DAPE over it, -inf at later keys."""
@@ -297,6 +298,7 @@ class KVCache:
     def positions(self, T, device):
         """Positions of the next T tokens and of all keys with them: (T,), (S,), or by sequence (B, T), (B, S)."""
         j = torch.arange(self.length + T, device=device)
+        # a prompt of 3 in 5 slots, then two tokens: slots 0 1 2 3 4 5 6 are positions 0 1 2 PADDING PADDING 3 4
         if self.prompt_lengths is not None:
             after = torch.where(j < self.padded, self.PADDING, j - self.padded + self.prompt_lengths)
             j = torch.where(j < self.prompt_lengths, j, after)
@@ -338,7 +340,10 @@ class Transformer(nn.Module):
         return self
 
     def where(self, T, device, cache=None):
-        """What attention needs to know of the T tokens of this pass: the change of q and k, and positions i, j."""
+        """
+        What attention needs to know of the T tokens of this pass: the change of q and k, and positions i, j. Of scale
+        sets it also puts the one for this pass into the parameters.
+        """
         i, j = cache.positions(T, device) if cache else [torch.arange(T, device=device)] * 2
         total = cache.max_length if cache else T
         if self.sets:
@@ -391,13 +396,13 @@ class Transformer(nn.Module):
             cache.length += idx.shape[1]
         return self.norm(x)
 
-    def forward(self, idx, targets=None, last=None, cache=None):
+    def forward(self, idx, targets=None, last=0, cache=None):
         """
         idx: (B, T) token ids; cache: from new_cache(), idx then continues it.
-        Without targets: logits of the last `last` positions (None: all), (B, last, V).
+        Without targets: logits of the last `last` positions (0: all), (B, last, V).
         With targets (B, K), the tokens that follow the last K positions: their losses in nats, (B, K) float32.
         """
-        K = targets.shape[1] if targets is not None else last or 0  # 0: all, as [:, -0:] is everything
+        K = targets.shape[1] if targets is not None else last  # 0: all, as [:, -0:] is everything
         x = self.hidden(idx, cache, K if K < idx.shape[1] else 0)[:, -K:]
         return self.head(x) if targets is None else self.losses(x, targets)
 
@@ -419,17 +424,21 @@ class Transformer(nn.Module):
     @torch.no_grad()
     def losses_and_entropy(self, idx, targets):
         """
-        One pass that also measures each head. idx, targets: (B, T).
-        Returns losses (B, T) and attention entropy (n_layer, B, H, T), both in nats, float32.
+        Losses (B, T) and attention entropy (n_layer, B, H, T), both in nats, float32, each position as in the pass that
+        ends nearest after it: passes(). idx, targets: (B, T).
         """
-        x, entropy = self.embed(idx).to(self.norm.weight.dtype), []
-        query_key, i, j = self.where(idx.shape[1], idx.device)
-        for block in self.blocks:
-            q, k, v = block.attn.project(block.attn_norm(x), query_key)
-            entropy.append(block.attn.entropy(q, k))
-            x = x + block.attn.out(block.attn.attend(q, k, v, i, j))
-            x = x + block.mlp(block.mlp_norm(x))
-        return self.losses(self.norm(x), targets), torch.stack(entropy)
+        losses, entropy = [], []
+        for first, end in self.passes(idx.shape[1]):
+            x, of_layers = self.embed(idx[:, :end]).to(self.norm.weight.dtype), []
+            query_key, i, j = self.where(end, idx.device)
+            for block in self.blocks:
+                q, k, v = block.attn.project(block.attn_norm(x), query_key)
+                of_layers.append(block.attn.entropy(q, k)[..., first:])
+                x = x + block.attn.out(block.attn.attend(q, k, v, i, j))
+                x = x + block.mlp(block.mlp_norm(x))
+            losses.append(self.losses(self.norm(x[:, first:]), targets[:, first:end]))
+            entropy.append(torch.stack(of_layers))
+        return torch.cat(losses, dim=1), torch.cat(entropy, dim=-1)
 
     def new_cache(self, batch_size, max_length, dtype=None):
         """A cache for `batch_size` sequences of up to `max_length` tokens."""

@@ -19,7 +19,7 @@ import checkpoint
 from configurator import configure, settings
 from corpus import start_token, tokenizer_from_state
 from generate import complete
-from runtime import Answers, new_figure, provenance, save_json, save_png, setup
+from runtime import Answers, new_figure, provenance, result_path, save_json, save_png, setup
 
 # what to read
 out_dir = 'out/demo/nope'    # the run to read; results go there too
@@ -144,13 +144,14 @@ def main():
     build_prompt(encoding, lengths[0], 0, 99999, protocol)  # if any cannot be made, this one cannot
     cells = draw_places(lengths, n_depths, n_keys, seed)
 
-    stem = Path(out_dir, '_'.join(part for part in ('passkey', name) if part))
+    stem = result_path(out_dir, 'passkey', name)
     made_with = checkpoint.identity(model, scale, info) | {
         'dtype': str(runtime.dtype), 'protocol': protocol, 'seed': seed, 'lengths': lengths, 'n_depths': n_depths,
         'n_keys': n_keys}
     answers = Answers(f'{stem}.jsonl', made_with, runtime)
     for batch in answers.batches(range(len(cells)), lambda i: cells[i][0], batch_tokens):
-        prompts, wanted, starts = zip(*(build_prompt(encoding, *cells[i][:1], *cells[i][2:], protocol) for i in batch))
+        prompts, wanted, starts = zip(*(build_prompt(encoding, length, place, key, protocol)
+                                        for length, _, place, key in (cells[i] for i in batch)))
         with runtime.autocast():
             new = complete(model, prompts, max(map(len, wanted)), cache_dtype=runtime.dtype)
         for i, prompt, answer, start, ids in zip(batch, prompts, wanted, starts, new):
@@ -171,8 +172,7 @@ def main():
             print(f'{length:8d} {row.mean():10.0%}')
         print(f"up to {reach} tokens {result['accuracy_inside']:.1%}, of all {result['accuracy_of_all']:.1%}")
         result |= provenance(settings(globals()), runtime, time.perf_counter() - began)
-        save_json(f'{stem}.json', result)
-        draw(json.loads(Path(f'{stem}.json').read_text()), f'{stem}.png')
+        draw(save_json(f'{stem}.json', result), f'{stem}.png')
         print(f'wrote {stem}.json and .png')
     runtime.close()
 

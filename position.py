@@ -36,7 +36,7 @@ def parse_scaling(text):
                      f"{', '.join(SCALINGS)} and the factor 1 or more, or '' for plain RoPE.")
 
 
-def rope_frequencies(head_dim, base, scaling, L, total, device='cpu'):
+def rope_frequencies(D, base, scaling, L, total, device='cpu'):
     """
     The angle that each pair of a head turns by from one position to the next: (D/2,) float64, radians; and a factor on
     cos and sin, which is YaRN's attention temperature. total: tokens that the pass will hold, for dynamic NTK.
@@ -48,7 +48,6 @@ def rope_frequencies(head_dim, base, scaling, L, total, device='cpu'):
                  scores multiplied by (1 + 0.1 ln s)^2 (Peng et al. 2024, section 3)
     """
     kind, s = parse_scaling(scaling)
-    D = head_dim
     if kind == 'ntk':
         base = base * s ** (D / (D - 2))
     if kind == 'dynamic_ntk':
@@ -82,9 +81,9 @@ def unchanged(config, position, total):
 
 
 def rope(config, position, total):
-    L, head_dim = config.rope_length or config.block_size, config.n_embd // config.n_head
+    L, D = config.rope_length or config.block_size, config.n_embd // config.n_head
     device = position.device if position.device.type != 'mps' else 'cpu'  # mps has no float64
-    frequency, factor = rope_frequencies(head_dim, config.rope_base, config.rope_scaling, L, total, device)
+    frequency, factor = rope_frequencies(D, config.rope_base, config.rope_scaling, L, total, device)
     angle = position.float()[..., None, :, None] * frequency.to(device=position.device, dtype=torch.float32)
     cos, sin = angle.cos() * factor, angle.sin() * factor
     return lambda q, k: (rotate(q, cos, sin), rotate(k, cos, sin))

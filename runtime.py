@@ -247,16 +247,16 @@ def synchronize(device):
         torch.mps.synchronize()
 
 
-def matmul_flops(runtime, size=None, seconds=0.3):
+def matmul_flops(device, dtype, size=None, seconds=0.3):
     """FLOP/s of a large square matrix product on this device in this precision: the ceiling MFU is measured by."""
-    size = size or (8192 if runtime.device.type == 'cuda' else 1024)
-    a = torch.randn(size, size, device=runtime.device, dtype=runtime.dtype)
+    size = size or (8192 if device.type == 'cuda' else 1024)
+    a = torch.randn(size, size, device=device, dtype=dtype)
     best, stop = 0.0, time.perf_counter() + seconds
     while time.perf_counter() < stop:
-        synchronize(runtime.device)
+        synchronize(device)
         start = time.perf_counter()
         a @ a
-        synchronize(runtime.device)
+        synchronize(device)
         best = max(best, 2 * size ** 3 / (time.perf_counter() - start))
     return best
 
@@ -274,14 +274,16 @@ class Progress:
     def update(self, done, note=''):
         """done: units of `total` finished so far."""
         share, now = min(1.0, done / self.total), time.perf_counter()
-        if not self.enabled or now - self.shown < (0.1 if self.tty else 30) and not (share == 1 and self.tty):
+        complete = self.tty and share == 1  # a terminal always shows the end
+        if not self.enabled or now - self.shown < (0.1 if self.tty else 30) and not complete:
             return
         self.shown, seconds = now, now - self.start
-        bar = '#' * int(share * 24)
         left = clock(seconds / share - seconds) if share else '?'
-        line = f'{self.label}  [{bar:<24}] {share:4.0%}  {clock(seconds)}, {left} left  {note}'
-        end = '\n' if share == 1 or not self.tty else ''
-        print(f'\r{line:<110}' if self.tty else line, end=end, file=sys.stderr, flush=True)
+        line = f'{self.label}  [{"#" * int(share * 24):<24}] {share:4.0%}  {clock(seconds)}, {left} left  {note}'
+        if self.tty:
+            print(f'\r{line:<110}', end='\n' if complete else '', file=sys.stderr, flush=True)
+        else:
+            print(line, file=sys.stderr, flush=True)
 
 
 def clock(seconds):
@@ -316,14 +318,12 @@ class Answers:
     def read(self):
         for path in [self.path, *sorted(self.path.parent.glob(f'{self.path.stem}.rank*.jsonl'))]:
             lines = path.read_text(encoding='utf-8').split('\n')[:-1] if path.exists() else []
-            for i, line in enumerate(lines):
-                row = json.loads(line)
-                if i == 0 and row != self.header:
-                    changed = sorted(key for key in row | self.header if row.get(key) != self.header.get(key))
-                    raise ValueError(f"{path} holds answers of other settings ({', '.join(changed)}). Remove it, or "
-                                     'give this run another --label=.')
-                if i:
-                    yield row
+            header, *rows = [json.loads(line) for line in lines] or [self.header]
+            if header != self.header:
+                changed = sorted(key for key in header | self.header if header.get(key) != self.header.get(key))
+                raise ValueError(f"{path} holds answers of other settings ({', '.join(changed)}). Remove it, or give "
+                                 'this run another --label=.')
+            yield from rows
 
     def write(self, row):
         self.file.write(json.dumps(row, ensure_ascii=False) + '\n')
@@ -332,11 +332,10 @@ class Answers:
     def batches(self, items, size, batch_tokens):
         """Yield this rank's share of what is left, in lists of at most batch_tokens tokens. size(item): in tokens."""
         todo = self.runtime.mine([item for item in items if item not in self.done])
-        progress, batch, n_done = Progress(len(todo), self.path.stem, self.runtime.is_main), [], 0
-        for item in todo:
+        progress, batch = Progress(len(todo), self.path.stem, self.runtime.is_main), []
+        for n_done, item in enumerate(todo):
             if batch and (len(batch) + 1) * max(map(size, [*batch, item])) > batch_tokens:
                 yield batch
-                n_done += len(batch)
                 progress.update(n_done)
                 batch = []
             batch.append(item)
@@ -390,10 +389,11 @@ def plain(value, digits=None):
 
 
 def save_json(path, data):
-    """JSON that a person can read: a key a line, a list of numbers on one line."""
+    """Write JSON that a person can read: a key a line, a list of numbers on one line. Returns what a reader gets."""
     text = re.sub(r'\[\n[^][{}"]*\]', lambda numbers: f"[{' '.join(numbers[0][1:-1].split())}]",
                   json.dumps(plain(data), indent=1))
     write_text(path, text + '\n')
+    return json.loads(text)
 
 
 def new_figure(rows=1, columns=1, width=6.4, height=4.0):
@@ -426,8 +426,13 @@ def bin_means(values, width):
 
 
 def running_mean(values, bins=8):
-    """The losses of bins vary with their text: a curve is drawn as means over L / 2 positions, 8 bins of L / 16."""
+    """Means of `bins` neighbours, for a smoother curve; positions go through it too. 8 bins of L / 16 are L / 2."""
     return np.convolve(values, np.ones(bins) / bins, 'valid') if len(values) > 2 * bins else values
+
+
+def result_path(folder, *parts):
+    """folder/PART_PART..., empty parts left out: a result without .json or .png. A str, as scale1.2 has no suffix."""
+    return str(Path(folder, '_'.join(part for part in parts if part)))
 
 
 def provenance(settings, runtime, seconds):

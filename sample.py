@@ -35,16 +35,15 @@ def main():
     checkpoint.apply_scale(model, scale, info)
     encoding = tokenizer_from_state(info['tokenizer'])
     ids = [start_token(encoding), *encoding.encode_ordinary(prompt)]
-    start = torch.tensor([ids], device=runtime.device)
     generator = torch.Generator(runtime.device).manual_seed(seed)
     for i in range(n_samples):
         tokens = ids[1:]
         text = shown = encoding.decode_bytes(tokens).decode(errors='replace')
         print(shown, end='', flush=True)
         with runtime.autocast():
-            for token in generate(model, start, max_new_tokens, temperature, top_k, top_p, encoding.eot_token,
+            for token in generate(model, ids, max_new_tokens, temperature, top_k, top_p, encoding.eot_token,
                                   generator, runtime.dtype):
-                tokens += [token.item()] * (token.item() != encoding.eot_token)
+                tokens.append(token)
                 text = encoding.decode_bytes(tokens).decode(errors='replace')  # of all: a token's depends on its place
                 if not text.endswith('\ufffd'):  # or the character is not whole yet
                     print(text[len(shown):], end='', flush=True)

@@ -33,7 +33,6 @@ from runtime import (
     load_sharded,
     matmul_flops,
     new_figure,
-    optional,
     save_json,
     save_png,
     setup,
@@ -49,7 +48,6 @@ eval_interval = 500          # steps between validations; last.pt is saved at ea
 eval_windows = 128           # validation windows read at each, the same ones every time
 log_interval = 100           # steps between lines on screen
 keep_steps: list[int] = []   # steps whose checkpoint is kept as step_N.pt; Figure 7 compares two
-wandb_project: str | None = None  # log to this Weights & Biases project as well; needs pip install wandb
 # data
 dataset = 'stdlib'           # a folder of data/, or a mixture by weight: 'slimpajama:0.694,starcoder:0.306'
 block_size = 128             # L, the training context in tokens
@@ -92,8 +90,7 @@ MODEL_SETTINGS = ('position', 'rope_scaling', 'rope_base', 'dape_kernel', 'dape_
 
 def rank_batch(windows, step, batch_size, runtime):
     """This rank's rows of the global batch: inputs and targets, each (batch_size / ranks, block_size)."""
-    share = batch_size // runtime.world_size
-    rows = slice(runtime.rank * share, (runtime.rank + 1) * share)
+    rows = slice(runtime.rank, None, runtime.world_size)
     tokens = torch.from_numpy(windows.batch(step, batch_size, rows))
     if runtime.device.type == 'cuda':  # copied while the GPU still computes the step before
         tokens = tokens.pin_memory().to(runtime.device, non_blocking=True)
@@ -230,9 +227,6 @@ def main():
         for part in Path(out_dir).glob('*.pt.part'):  # a kill while writing left it
             part.unlink()
         write_text(log_path, ''.join(f'{line}\n' for line in lines_until(log_path, step if step else -1)))
-    wandb_run = None
-    if wandb_project and runtime.is_main:
-        wandb_run = optional('wandb').init(project=wandb_project, config=run_settings)
 
     if not fsdp:
         model = compiled(model, runtime, compile)
@@ -244,7 +238,7 @@ def main():
     n_micro = batch_size // (micro_batch_size * runtime.world_size)
     tokens_per_step = batch_size * block_size
     step_flops = 3 * sum(raw_model.flops_per_token(block_size)) * tokens_per_step  # backward costs two forwards
-    ceiling = matmul_flops(runtime) * runtime.world_size
+    ceiling = matmul_flops(runtime.device, runtime.dtype) * runtime.world_size
     runtime.print(f'{raw_model.n_params():,} parameters, position={raw_model.config.position}, {runtime.device.type}, '
                   f'{runtime.dtype}; steps {step} to {max_iters} of {tokens_per_step:,} tokens into {out_dir}')
 
@@ -256,8 +250,6 @@ def main():
         if runtime.is_main:
             with open(log_path, 'a') as file:
                 file.write(json.dumps(row) + '\n')
-            if wandb_run:
-                wandb_run.log(row, step=row['step'])
 
     def save_checkpoint(name, **more):
         weights = unsharded(raw_model.state_dict())
@@ -342,12 +334,12 @@ def main():
             save_last()  # after the others: a run killed in between comes back here and writes them again
             clock_start, clock_step = time.perf_counter(), step
 
-        if runtime.world_size > 1 and step % log_interval == 0:  # ranks must agree on the step to stop at
-            signals = [None] * runtime.world_size
-            torch.distributed.all_gather_object(signals, stop_signal)
+        stopping = stop_signal
+        if runtime.world_size > 1:  # ranks must stop at the same step: they ask each other, where a log line is due
+            signals = [[]] * runtime.world_size
+            if step % log_interval == 0:
+                torch.distributed.all_gather_object(signals, stop_signal)
             stopping = sum(signals, [])
-        else:
-            stopping = stop_signal if runtime.world_size == 1 else []
         if stopping and step < max_iters:
             flush_losses()
             save_last()
@@ -356,8 +348,6 @@ def main():
 
     if runtime.is_main:
         draw_loss(log_path, Path(out_dir, 'loss.png'))
-        if wandb_run:
-            wandb_run.finish()
     runtime.close()
 
 

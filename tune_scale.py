@@ -15,7 +15,6 @@ Writes out_dir/scale_uniform.json, scale_uniform_fit.json; scale_head_TARGET.jso
 stage takes such a file as --scale=FILE
 """
 
-import json
 import math
 import time
 from pathlib import Path
@@ -33,6 +32,7 @@ from runtime import (
     learning_rate_at,
     new_figure,
     provenance,
+    result_path,
     running_mean,
     save_png,
     setup,
@@ -49,8 +49,7 @@ target_lengths: list[int] = []  # head: tune a set of scales for each of these, 
 dataset: str | None = None   # a folder of data/; None: the one the model was trained on
 label = ''                   # appended to the names of the files written
 # uniform: candidates, each tried at every position
-candidates: list[float] = []  # scales in units of 1/sqrt(d); empty: the range below
-candidate_range: list[float] = [1.0, 2.4, 0.1]  # first, last, step; the paper's step is 0.01
+candidate_range: list[float] = [1.0, 2.4, 0.1]  # first, last, step, in units of 1/sqrt(d); the paper's step is 0.01
 compare: list[str] = []      # other checkpoint files of the run, fitted in the same picture (Figure 7)
 last = 64                    # the best scale for length T is the best over the last so many positions before T
 # head: the recipe of Appendix A
@@ -86,13 +85,9 @@ def curves(model, windows, n_samples, batch_tokens, runtime, label=None):
     tail = max(1, model.config.block_size // 64)
 
     def measure(inputs, targets):
-        losses, means = [], []
-        for first, end in model.passes(inputs.shape[1]):
-            loss, entropy = model.losses_and_entropy(inputs[:, :end], targets[:, :end])  # (B, T), (n_layer, B, H, T)
-            losses.append(loss[:, first:])
-            means.append(entropy[..., first:].mean((0, 2)))
-        heads = entropy[..., -tail:].mean(-1).transpose(0, 1).flatten(1)                 # (B, n_layer * H)
-        return torch.cat([*losses, *means, heads], dim=1)
+        losses, entropy = model.losses_and_entropy(inputs, targets)       # (B, T), (n_layer, B, H, T)
+        heads = entropy[..., -tail:].mean(-1).transpose(0, 1).flatten(1)  # (B, n_layer * H)
+        return torch.cat((losses, entropy.mean((0, 2)), heads), dim=1)
 
     T = windows.block_size
     rows = runtime.over_windows(windows.fixed(n_samples), batch_tokens, measure, label).mean(0)
@@ -151,7 +146,9 @@ def draw_uniform(result, path):
     L, searches = result['block_size'], result['searches']
     figure, axes = new_figure(1, 3, width=5.2)
     search = next(iter(searches.values()))
-    position = search['position']
+    position = np.array(search['position'])  # of all searches
+    beyond = position > L
+    ln_s = np.log(position[beyond] / L)
     for rank, i in enumerate(shown_candidates(len(search['candidates']))):
         style = {'color': plt_color('viridis', rank / 6), 'label': f"{search['candidates'][i]:g}"}
         axes[0].plot(running_mean(position), running_mean(search['loss'][i]), **style)
@@ -163,14 +160,10 @@ def draw_uniform(result, path):
     for axis in axes[:2]:
         axis.legend(title=r'scale ($1/\sqrt{d}$)', ncols=2)
     for rank, (name, search) in enumerate(searches.items()):
-        s, color = np.array(search['position']) / L, f'C{rank}'
-        beyond = s > 1
-        axes[2].plot(np.array(search['position']), search['best_by_position'], '.', ms=3, color=color,
-                     label=f'{name}: best scale')
-        axes[2].plot(np.array(search['position'])[beyond], 1 + search['fit_a'] * np.log(s[beyond]), color=color,
+        axes[2].plot(position, search['best_by_position'], '.', ms=3, color=f'C{rank}', label=f'{name}: best scale')
+        axes[2].plot(position[beyond], 1 + search['fit_a'] * ln_s, color=f'C{rank}',
                      label=f"1 + {search['fit_a']:.3f} ln s,  R² = {search['fit_r2'] or math.nan:.3f}")
-    axes[2].plot(np.array(position)[beyond], (1 + 0.1 * np.log(s[beyond])) ** 2, color='grey', ls='--',
-                 label='YaRN: (1 + 0.1 ln s)²')
+    axes[2].plot(position[beyond], (1 + 0.1 * ln_s) ** 2, color='grey', ls='--', label='YaRN: (1 + 0.1 ln s)²')
     axes[2].set(ylabel=r'best scale ($1/\sqrt{d}$)', title='Best scale per position, s = i / L (Figure 7)')
     axes[2].legend()
     for axis in axes:
@@ -225,8 +218,7 @@ def tune_vectors(model, windows, runtime):
     scaler = torch.amp.GradScaler(runtime.device.type, enabled=runtime.dtype == torch.float16)
     forward = compiled(model, runtime, compile)
     progress, losses = Progress(max_iters, f'tuning at {windows.block_size}', runtime.is_main), []
-    share = batch_size // runtime.world_size
-    rows = slice(runtime.rank * share, (runtime.rank + 1) * share)
+    rows = slice(runtime.rank, None, runtime.world_size)  # this rank's share of each batch
     for step in range(max_iters):
         for group in optimizer.param_groups:
             group['lr'] = learning_rate_at(step, group['peak'], 0.1 * group['peak'], warmup_iters, max_iters)
@@ -301,9 +293,10 @@ def main():
     L, data_name = model.config.block_size, checkpoint.dataset_of(info, dataset)
     goals = sorted(target_lengths) if method == 'head' else []
     target = goals[-1] if goals else target_length or (8 if method == 'uniform' else 4) * L
-    if min([target, *goals]) < L + (method == 'uniform' or bool(goals)):
-        raise ValueError(f'target_length is {min([target, *goals])} but the checkpoint was trained at block_size {L}. '
-                         'Choose a longer one.')
+    shortest = goals[0] if goals else target
+    if shortest < L or shortest == L and (goals or method == 'uniform'):  # both need positions beyond L
+        raise ValueError(f'target_length is {shortest} but the checkpoint was trained at block_size {L}. Choose a '
+                         'longer one.')
     if method not in ('uniform', 'head'):
         raise ValueError(f"method is '{method}'. Choose uniform or head.")
     if min(batch_size, micro_batch_size, max_iters, n_samples) < 1:
@@ -311,17 +304,14 @@ def main():
                          f'n_samples {n_samples} must be at least 1.')
     if method == 'head' and batch_size % runtime.world_size:
         raise ValueError(f'batch_size {batch_size} must be a multiple of the {runtime.world_size} ranks.')
-    val = Windows(data_name, 'val', target, seed)
-    checkpoint.require_tokenizer(info, val.tokenizer_state, data_name)
+    val = checkpoint.open_windows(info, dataset, 'val', target)
     more = {'stage': 'tune_scale', 'dataset': data_name, 'checkpoint': info['path']}
 
     if method == 'uniform':
-        if len(candidate_range) != 3 or not 0 < candidate_range[2] <= candidate_range[1] - candidate_range[0]:
+        if len(candidate_range) != 3 or min(candidate_range) <= 0 or candidate_range[0] >= candidate_range[1]:
             raise ValueError(f'candidate_range is {candidate_range}; give first, last and step, as [1.0, 2.0, 0.1].')
         first, end, step = candidate_range
-        scales = candidates or [round(first + i * step, 6) for i in range(round((end - first) / step) + 1)]
-        if min(scales) <= 0:
-            raise ValueError(f'candidate {min(scales)} is not a softmax scale; candidates must be above 0.')
+        scales = [round(first + i * step, 6) for i in range(round((end - first) / step) + 1)]
         searches = {}
         for path in [info['path'], *compare]:
             other, other_info = checkpoint.load_model(path, out_dir, *reading)
@@ -342,13 +332,13 @@ def main():
         fitted = {T: {name: torch.full_like(p, 1 + a * math.log(T / L)) for name, p in sets[target].items()}
                   for T in search['lengths'] if T > L}
         if runtime.is_main and fitted:
-            path = Path(out_dir, f'scale_uniform_fit{"_" * bool(label)}{label}.json')
-            checkpoint.save_scale(path, info, fitted, 'uniform fit', by_length=True, fit_a=a)
+            path = result_path(out_dir, 'scale_uniform_fit', label)
+            checkpoint.save_scale(f'{path}.json', info, fitted, 'uniform fit', by_length=True, fit_a=a)
         stem, draw = 'scale_uniform', draw_uniform
     else:
         tuned = {name: p for name, (p, _) in vectors_to_tune(model).items()}
-        tuned |= {name: p for name, p in model.named_parameters() if name.endswith('head_scale')}
-        base = {name: p.clone() for name, p in tuned.items()}
+        tuned |= {name: p for name, p in model.named_parameters() if name.endswith('head_scale')}  # in every file
+        base = {name: p.clone() for name, p in tuned.items()}  # as the model is; start: with the uniform scale
         model.head_scale = begin = first_scale(init_scale, out_dir, info, goals[0] if goals else target)
         start, sets, losses = {name: p.clone() for name, p in tuned.items()}, {}, []
         for length in goals or [target]:
@@ -370,11 +360,10 @@ def main():
         stem, draw = 'scale_sets' if goals else f'scale_head_{target}', draw_head
 
     if runtime.is_main:
-        path = Path(out_dir, f'{stem}{"_" * bool(label)}{label}.json')
+        path = result_path(out_dir, stem, label)
         more |= provenance(settings(globals()), runtime, time.perf_counter() - began)
-        checkpoint.save_scale(path, info, sets, method, by_length=bool(goals), **more)
-        draw(json.loads(path.read_text()), path.with_suffix('.png'))
-        print(f'wrote {path} and .png')
+        draw(checkpoint.save_scale(f'{path}.json', info, sets, method, by_length=bool(goals), **more), f'{path}.png')
+        print(f'wrote {path}.json and .png')
     runtime.close()
 
 

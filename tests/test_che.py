@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import ROOT, mistake, stage
 
-from che import TASKS, loss_and_accuracy, sample
+from che import TASKS, loss_and_accuracy
 from model import ModelConfig, Transformer
 
 LENGTHS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 20, 39, 40]
@@ -111,7 +111,7 @@ ANSWER = {'stack_manipulation': lambda n: n + 1, 'reverse_string': lambda n: n, 
 @pytest.mark.parametrize('task', SLOW)
 @pytest.mark.parametrize('length', LENGTHS)
 def test_answers_are_those_of_the_slow_definition_in_the_right_shape_and_alphabet(task, length):
-    inputs, targets = sample(task, np.random.default_rng(length), 50, length)
+    inputs, targets = TASKS[task][0](np.random.default_rng(length), 50, length)
     n = length - (task == 'modular_arithmetic_simple' and length % 2 == 0)
     assert inputs.shape == (50, n) and targets.shape == (50, ANSWER.get(task, lambda n: 1)(length))
     assert inputs.dtype == targets.dtype == np.int64 and inputs.min() >= 0 and targets.min() >= 0
@@ -134,7 +134,7 @@ def test_examples_of_the_papers_code_have_its_answers():
 
 def test_all_inputs_and_answers_that_should_occur_do():
     def seen(task, length, answers=False):
-        return {tuple(row) for row in sample(task, np.random.default_rng(0), 3000, length)[answers].tolist()}
+        return {tuple(row) for row in TASKS[task][0](np.random.default_rng(0), 3000, length)[answers].tolist()}
     assert len(seen('even_pairs', 3)) == 8 and len(seen('cycle_navigation', 3)) == 27
     assert len(seen('modular_arithmetic_simple', 3)) == 75
     assert len(seen('modular_arithmetic', 5)) == 75 and len(seen('modular_arithmetic', 4)) == 5
@@ -175,7 +175,7 @@ def test_accuracy_counts_symbols_up_to_the_end_symbol_and_loss_counts_all():
         assert share == expected
         assert (model.tokens[:, 10:] == 5).all() and model.tokens.shape == (16, 21)  # the empty token, in every slot
     share = loss_and_accuracy(Fixed(before_end), 'stack_manipulation', np.random.default_rng(0), 16, 10)[1]
-    _, targets = sample('stack_manipulation', np.random.default_rng(0), 16, 10)
+    _, targets = TASKS["stack_manipulation"][0](np.random.default_rng(0), 16, 10)
     lengths = (targets == 2).argmax(1)
     assert share.item() == pytest.approx(lengths.sum() / (lengths + 1).sum())  # all but the end symbols themselves
     losses = [loss_and_accuracy(Fixed(right), 'stack_manipulation', np.random.default_rng(0), 16, 10)[0]

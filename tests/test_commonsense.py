@@ -114,25 +114,6 @@ def test_texts_are_cut_into_question_and_choice(cpu, monkeypatch):
     assert (context, len(choice)) == ([120], 99)  # a choice is never cut
 
 
-@torch.no_grad()
-def test_rolling_scores_each_token_of_a_text_once(cpu):
-    model, encoding = random_model(vocab_size=257), get_tokenizer('bytes')
-    harness = commonsense.Harness(model, encoding, cpu)
-    texts = 'short', 'x' * L, 'a text of several windows. ' * 4, ''
-    found = harness.loglikelihood_rolling(requests(*((text,) for text in texts)))
-    for text, log_p in zip(texts, found):
-        ids, expected = [256, *text.encode()], 0.0
-        for start in range(0, len(text), L):
-            end = min(start + L, len(text))
-            window = torch.tensor([ids[max(0, end - L):end + 1]])
-            expected -= plain_losses(model, window)[0, -(end - start):].sum().item() if text else 0
-        assert log_p == pytest.approx(expected, abs=1e-3)
-    assert found[3] == 0
-    windows = pytest.importorskip('lm_eval.utils').get_rolling_token_windows(list(texts[2].encode()), 256, L, 1)
-    theirs = sum(plain(model, read[:len(read) + 1 - len(new)], new)[0] for read, new in windows)
-    assert found[2] == pytest.approx(theirs, abs=1e-3)
-
-
 def test_lm_eval_cuts_texts_as_we_do(cpu):
     api = pytest.importorskip('lm_eval.api.model')
     encoding = get_tokenizer('bytes')

@@ -34,7 +34,7 @@ def test_smoothed_curve_is_the_mean_of_the_values_before():
 
 def test_demo_runs_all_stages_and_reports_their_numbers(tmp_path):
     out, _ = stage('demo', f'--out_dir={tmp_path}', '--max_iters=12', '--tune_iters=2', '--n_samples=6',
-                   '--curve_samples=2', "--tune_args=['--compile=False', '--candidates=[1.0,1.3]']",
+                   '--curve_samples=2', "--tune_args=['--compile=False', '--candidate_range=[1.0,1.3,0.3]']",
                    "--train_args=['--compile=False', '--n_layer=1', '--n_embd=32', '--n_hidden=48']")
     report = json.loads((tmp_path / 'report.json').read_text())
     assert report['windows'] == 6 and report['lengths'] == [128, 256, 512]

@@ -177,7 +177,7 @@ def test_compiling_switched_off_says_nothing(monkeypatch, capsys):
 
 
 def test_ceiling_of_matrix_products_is_plausible():
-    measured = matmul_flops(ONE, size=256, seconds=0.1)
+    measured = matmul_flops(ONE.device, ONE.dtype, size=256, seconds=0.1)
     a = torch.randn(256, 256)
     start = time.perf_counter()
     for _ in range(200):

@@ -210,7 +210,7 @@ def arguments(out_dir, *more):
     return [f'--out_dir={out_dir}', '--device=cpu', '--dtype=float32', '--n_samples=4', '--compile=False', *more]
 
 
-UNIFORM = ['--method=uniform', '--candidates=[0.5,1.0,1.7,4.0]']
+UNIFORM = ['--method=uniform', '--candidate_range=[0.5,4.0,0.5]']
 HEAD = ['--method=head', '--max_iters=6', '--learning_rate=0.05', '--warmup_iters=2', '--batch_size=4',
         '--micro_batch_size=2', '--target_length=64']
 
@@ -245,7 +245,8 @@ def test_uniform_file_holds_the_search_of_each_checkpoint_and_the_best_scale(tun
     recipe(n_samples=4, last=64)
     for name, search in data['searches'].items():
         model, _ = checkpoint.load_model(out_dir / f"{name.split(',')[0]}.pt", out_dir, 'cpu')
-        expected = search_uniform(model, Windows(str(corpus_dir), 'val', 256, 0), [0.5, 1.0, 1.7, 4.0], 32, cpu)
+        scales = [0.5 * i for i in range(1, 9)]
+        expected = search_uniform(model, Windows(str(corpus_dir), 'val', 256, 0), scales, 32, cpu)
         np.testing.assert_allclose(search['loss_at_length'], expected['loss_at_length'], rtol=1e-4)
         assert search['best_by_length'] == list(expected['best_by_length'])
         assert f"{name}: scale = 1 + {expected['fit_a']:.4f} ln(i / 32)" in printed
@@ -395,7 +396,7 @@ def test_compared_checkpoint_of_the_same_step_does_not_replace_the_first(tuned, 
     (['--method=uniform', '--target_length=31'], 'target_length is 31 but'),
     (['--method=uniform', '--target_length=32'], 'target_length is 32 but'),  # no position lies beyond L
     (['--method=layer'], "method is 'layer'"),
-    (['--method=uniform', '--candidates=[1.0,0.0]'], 'candidate 0.0'),
+    (['--method=uniform', '--candidate_range=[0.0,1.0,0.1]'], 'candidate_range'),
     (['--method=uniform', '--candidate_range=[2.0,1.0,0.1]'], 'candidate_range'),
     (['--method=uniform', '--candidate_range=[1.0,2.0,0.0]'], 'candidate_range'),
 ], ids=str)

@@ -5,7 +5,7 @@ for method in alibi logn; do
     test -f out/demo/$method/last.pt || python train.py config/demo_$method.py
 done
 python tune_scale.py --method=uniform --n_samples=32
-python tune_scale.py --method=uniform --n_samples=32 --out_dir=out/demo/rope --candidates=[0.8,0.9,1.0,1.1,1.2,1.3,1.4]
+python tune_scale.py --method=uniform --n_samples=32 --out_dir=out/demo/rope --candidate_range=[0.8,1.4,0.1]
 for T in 256 512 1024; do
     python tune_scale.py --target_length=$T --max_iters=120
     for method in pi yarn; do
