@@ -39,10 +39,19 @@ tune scale_uniform_fig7.json --method=uniform --candidate_range=[1.0,3.2,0.02] -
 test -f $out/rope/scale_uniform.json || python tune_scale.py --out_dir=$out/rope --n_samples=16 --method=uniform \
     --candidate_range=[0.8,1.4,0.1]
 # Figures 1, 3, 5: loss and entropy by position, of the plain models, RoPE with NTK, and NoPE with scales
-entropy() { test -f $1 || { shift; python entropy.py --n_samples=32 "$@"; }; }
+entropy() { test -f "$1" || { shift; python entropy.py --n_samples=32 "$@"; }; }
 entropy $out/none/entropy.json --out_dir=$out/none
 entropy $out/none/entropy_scale_uniform_fit.json --out_dir=$out/none --scale=$out/none/scale_uniform_fit.json
 entropy $out/none/entropy_scale_head_1280.json --out_dir=$out/none --scale=$out/none/scale_head_1280.json
 entropy $out/rope/entropy.json --out_dir=$out/rope
 python entropy.py --n_samples=32 --out_dir=$out/rope --rope_scaling=dynamic_ntk:2 --compare="['$out/none/entropy.json',
     '$out/none/entropy_scale_uniform_fit.json','$out/none/entropy_scale_head_1280.json','$out/rope/entropy.json']"
+# Attention's entropy in windows of 4L, of every way to extend a model
+for run in none rope full_1e-3 yarn pi; do
+    entropy out/books/entropy/entropy_$run.json --init_from=$out/$run/last.pt --length=1024 --n_samples=16 \
+        --label=$run --out_dir=out/books/entropy
+done
+for vectors in scale scale,out,norm; do
+    entropy out/books/entropy/entropy_$vectors.json --init_from=$out/none/last.pt --length=1024 --n_samples=16 \
+        --scale=$out/none/scale_head_1024_$vectors.json --label=$vectors --out_dir=out/books/entropy
+done
