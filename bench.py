@@ -346,18 +346,19 @@ def whole_matrix(model):
 def time_cost(runtime, ceiling):
     """Table 7 of DAPE V2: a training step and a forward pass of each method, and their ratios to DAPE 1x3-Kerple's."""
     paper, rows = json.loads((ROOT / 'results/papers.json').read_text())['dape_table7'], []
+    column = {2560: 1, 4096: 2}.get(n_embd, 0)  # by width: 2.7B, 6.7B; beside all others 350M
     dape = new_model(runtime, context, **METHODS['DAPE 1x3-Kerple'])
     dape = {'DAPE': our_step(dape, context, runtime, B=1), 'DAPE forward': our_forward(dape, context, runtime)}
-    print(f'{f"training step, T = {context}, batch 1":32}       ms   ratio to DAPE 1x3-Kerple   in the paper, 350M'
-          '   forward')
+    print(f'{f"training step, T = {context}, batch 1":32}       ms   ratio to DAPE 1x3-Kerple   '
+          f"in the paper, {paper['columns'][column]}   forward")
     for method, changes in {**METHODS, 'Kerple, whole matrix': METHODS['Kerple']}.items():  # two models at a time
         model = new_model(runtime, context, **{'dape_kernel': 0} | changes)
         model = whole_matrix(model) if 'matrix' in method else model
         seconds = medians({method: our_step(model, context, runtime, B=1),
                            'forward': our_forward(model, context, runtime), **dape}, runtime)
-        theirs = paper['rows'].get(method, [None])[0]
+        theirs = paper['rows'].get(method, [None] * 3)[column]
         rows.append({'method': method, 'seconds': seconds[method], 'ratio': seconds[method] / seconds['DAPE'],
-                     'paper_ratio': theirs and theirs / paper['rows']['DAPE 1x3-Kerple'][0],
+                     'paper_ratio': theirs and theirs / paper['rows']['DAPE 1x3-Kerple'][column],
                      'forward_seconds': seconds['forward'],
                      'forward_ratio': seconds['forward'] / seconds['DAPE forward']})
         theirs = f"{rows[-1]['paper_ratio']:20.2f}" if theirs else ' ' * 20
