@@ -487,7 +487,7 @@ def test_the_stage_folds_a_scale_file(tmp_path, tiny_run):
     assert "dtype is 'int8'" in mistake('export', *arguments, '--dtype=int8')
     for T in (31, 129):
         assert 'are for 32 to 128 tokens' in mistake('export', *arguments, f'--target_length={T}')
-    assert 'there are none in None' in mistake('export', arguments[0], arguments[2], '--target_length=64')
+    assert '--scale=None has none' in mistake('export', arguments[0], arguments[2], '--target_length=64')
     out, _ = stage('export', *arguments, '--target_length=64', '--dtype=float32')
     names = {'transformers': transformers}
     for line in out.splitlines()[1:]:  # the two lines that it prints load it
