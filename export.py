@@ -38,7 +38,7 @@ def main():
                              f'{model.config.block_size} to {max(model.sets)} tokens. Choose a length in between.')
         model.use_set(target_length)
     elif target_length is not None:
-        raise ValueError(f'target_length chooses among the sets of a scale file; --scale={scale} has none. Leave it out.')
+        raise ValueError(f'target_length chooses a set of a scale file; --scale={scale} has none. Leave it out.')
     elif isinstance(scale, str):
         length, = checkpoint.read_scale_file(scale, info)[1]  # of its one set
     huggingface.save_folder(folder, model, info['tokenizer'], DTYPES[dtype], length or 0)
