@@ -251,6 +251,7 @@ def matmul_flops(device, dtype, size=None, seconds=0.3):
     """FLOP/s of a large square matrix product on this device in this precision: the ceiling MFU is measured by."""
     size = size or (8192 if device.type == 'cuda' else 1024)
     a = torch.randn(size, size, device=device, dtype=dtype)
+    a @ a  # the first may take a second, while the library loads
     best, stop = 0.0, time.perf_counter() + seconds
     while time.perf_counter() < stop:
         synchronize(device)
