@@ -257,6 +257,20 @@ def test_chunks_of_rows_change_neither_losses_nor_gradients(monkeypatch, changes
     assert trained == []
 
 
+@pytest.mark.parametrize('changes', EVERY, ids=str)
+def test_every_method_is_one_graph_for_a_compiler_with_the_same_losses_and_gradients(changes):
+    """Forward and backward as torch.compile cuts them; no code is generated, which would take a minute for each."""
+    torch.compiler.reset()  # it gives up on code that it has compiled many times
+    model, windows, results = random_model(**changes).train(), some_tokens(2, 41), []
+    for forward in (model, torch.compile(model, backend='aot_eager', fullgraph=True, dynamic=False)):
+        model.zero_grad()
+        losses = forward(windows[:, :-1], windows[:, 1:])
+        losses.mean().backward()
+        results.append([losses.detach(), *(p.grad.clone() for p in model.parameters() if p.requires_grad)])
+    for plain, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, plain, rtol=0, atol=1e-5)
+
+
 @pytest.mark.skipif(not shutil.which('g++'), reason='torch.compile on a CPU needs g++')
 @pytest.mark.parametrize('changes', [{'position': 'cope'}, {'position': 'kerple', 'dape_kernel': 3}], ids=str)
 def test_compiled_losses_and_gradients_equal_plain_ones(changes):
