@@ -13,7 +13,6 @@ Writes out_dir/TASK.pt, from where a task goes on, also to more steps, and che[_
 
 import json
 import math
-import random
 import time
 from pathlib import Path
 
@@ -105,40 +104,48 @@ def reverse_string(rng, B, n):
     return (x := rng.integers(0, 2, (B, n))), x[:, ::-1].copy()
 
 
-def symbols(texts, alphabet='012'):
-    """Texts of one length as an array (B, n): the place of each character in the alphabet."""
-    return np.array([[alphabet.index(character) for character in text] for text in texts])
+def expressions(rng, B, n, operators):
+    """Random texts (B, n), each operation in brackets, and values mod 5 (B, 1); operators: 2 for + -, 3 for + - *.
 
-
-def expression(draw, n, operators):
-    """A random text of n symbols, each operation in brackets, and its value mod 5; up to n = 4: 1, -1, (1), (-1)."""
-    if n <= 4:
-        digit = draw(5)
-        text, value = (f'{digit}', digit) if n % 2 else (f'-{digit}', -digit % 5)
-        return (text if n < 3 else f'({text})'), value
-    n_left = draw(1, n - 3)
-    (left, a), (right, b) = expression(draw, n_left, operators), expression(draw, n - 3 - n_left, operators)
-    operator = operators[draw(len(operators))]
-    return f'({left}{operator}{right})', {'+': a + b, '-': a - b, '*': a * b}[operator] % 5
+    Symbols: five digits, the operators, two brackets. Up to n = 4 a text is 1, -1, (1) or (-1); a longer one is cut at
+    an operator into two. All parts of all texts that are equally deep are written at once, and valued from the deepest.
+    """
+    x, values, levels = np.zeros(B * n, np.int64), np.zeros(B * n, np.int64), []  # one text after the other
+    start, end = np.arange(B) * n, np.arange(B) * n + n - 1  # first and last symbols of the parts
+    while start.size:
+        size = end - start + 1
+        x[start[size > 2]], x[end[size > 2]] = 5 + operators, 6 + operators
+        short = size <= 4
+        s, at, minus = start[short], (end - (size > 2))[short], size[short] % 2 == 0
+        x[at], x[at[minus] - 1] = (digit := rng.integers(0, 5, at.size)), 6
+        values[s] = np.where(minus, -digit, digit) % 5  # of a part, at its first symbol
+        s, e = start[~short], end[~short]
+        at, operator = rng.integers(s + 2, e - 1), rng.integers(0, operators, s.size)
+        x[at] = 5 + operator
+        levels.append((s, at, operator))
+        start, end = np.concatenate((s + 1, at + 1)), np.concatenate((at - 1, e - 1))
+    for s, at, operator in reversed(levels):
+        left, right = values[s + 1], values[at + 1]
+        values[s] = np.choose(operator, (left + right, left - right, left * right)) % 5
+    return x.reshape(B, n), values[::n, None].copy()
 
 
 def modular_arithmetic(rng, B, n):
     """The value of an expression in brackets of + - *, mod 5. ((-2)*(4-1)) -> 4."""
-    draw = random.Random(rng.bytes(8)).randrange
-    texts, values = zip(*(expression(draw, n, '+-*') for _ in range(B)))  # a grammar: one sample after the other
-    return symbols(texts, '01234+-*()'), np.array(values)[:, None]
+    return expressions(rng, B, n, 3)
 
 
 def solve_equation(rng, B, n):
     """Which digit is x in an equation of + and -, mod 5? (x-(-4))=2 -> 3. For n < 3 all is zero."""
-    draw, texts, answers = random.Random(rng.bytes(8)).randrange, ['0' * n] * B, [0] * B
-    for b in range(B if n > 2 else 0):  # as above
-        text, value = expression(draw, n - 2, '+-')
-        at = draw(n - 2)
-        while not text[at].isdigit():  # or else the next digit, after the end the first
-            at = (at + 1) % (n - 2)
-        texts[b], answers[b] = f'{text[:at]}x{text[at + 1:]}={value}', int(text[at])
-    return symbols(texts, '01234+-()x='), np.array(answers)[:, None]
+    if n < 3:
+        return np.zeros((B, n), np.int64), np.zeros((B, 1), np.int64)
+    x, value = expressions(rng, B, n - 2, 2)
+    places = (rng.integers(0, n - 2, (B, 1)) + np.arange(n - 2)) % (n - 2)  # from a random one on, once round
+    first = (np.take_along_axis(x, places, axis=1) < 5).argmax(1)[:, None]  # digit of these
+    at = np.take_along_axis(places, first, axis=1)
+    answer = np.take_along_axis(x, at, axis=1)
+    np.put_along_axis(x, at, 9, axis=1)
+    return np.concatenate((x, np.full((B, 1), 10), value), axis=1), answer
 
 
 def duplicate_string(rng, B, n):
@@ -162,23 +169,39 @@ def odds_first(rng, B, n):
     return (x := rng.integers(0, 2, (B, n))), np.concatenate((x[:, 1::2], x[:, ::2]), axis=1)
 
 
+def random_bits(rng, B, n, refused):
+    """Bits (B, n); rows for which refused(bits), booleans (B,), is true are drawn again."""
+    x = rng.integers(0, 2, (B, n))
+    while (again := refused(x)).any():
+        x[again] = rng.integers(0, 2, (B, n))[again]
+    return x
+
+
+def to_numbers(x):
+    """Bits (B, n), the lowest first, as Python's integers (B,), which may be longer than numpy's."""
+    return x.astype(object) @ (1 << np.arange(x.shape[1]).astype(object))
+
+
+def to_bits(numbers, n):
+    """Python's integers (B,) as bits (B, n), the lowest first."""
+    return (numbers[:, None] >> np.arange(n).astype(object) & 1).astype(np.int64)
+
+
 def binary_addition(rng, B, n):
     """Sum of two numbers > 0 with a 2 between, lowest bits first (n < 3: of one). 001201101 -> 0101120000: 4 + 22."""
-    draw, texts, sums = random.Random(rng.bytes(8)).randrange, [], []
-    for _ in range(B):  # numbers too long for numpy
-        first = draw(1, n - 1) if n > 2 else n
-        widths = [first, n - 1 - first] if n > 2 else [n]
-        numbers = [draw(1, 2 ** width) for width in widths] if n > 2 else [draw(2 ** n - 1)]
-        texts.append('2'.join(f'{number:0{width}b}'[::-1] for number, width in zip(numbers, widths)))
-        sums.append(f'2{sum(numbers):b}'[::-1].ljust(n + 1, '0'))
-    return symbols(texts), symbols(sums)
+    place, at = np.arange(n + 1), rng.integers(1, n - 1, (B, 1)) if n > 2 else np.full((B, 1), n)  # of the 2
+    first, second = place[:n] < at, place[:n] > at
+    x = random_bits(rng, B, n, lambda x: ~((x * first).any(1) & (x * second).any(1)) if n > 2 else x.all(1))
+    total = to_bits(to_numbers(x * first) + (to_numbers(x * second) >> at[:, 0].astype(object) + 1), n + 1)
+    np.put_along_axis(total, np.max(total * (place + 1), axis=1, keepdims=True).clip(1), 2, axis=1)  # after the sum
+    return np.where(place[:n] == at, 2, x), total
 
 
 def compute_sqrt(rng, B, n):
     """The square root of a number above 0, rounded down, both with the highest bit first. 100101 (37) -> 110 (6)."""
-    draw = random.Random(rng.bytes(8)).randrange
-    numbers = [draw(1, 2 ** n) for _ in range(B)]
-    return symbols(f'{k:0{n}b}' for k in numbers), symbols(f'{math.isqrt(k):0{(n + 1) // 2}b}' for k in numbers)
+    x = random_bits(rng, B, n, lambda x: ~x.any(1))
+    roots = np.frompyfunc(math.isqrt, 1, 1)(to_numbers(x[:, ::-1]))
+    return x, to_bits(roots, (n + 1) // 2)[:, ::-1].copy()
 
 
 def bucket_sort(rng, B, n):
