@@ -22,7 +22,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from configurator import configure, run_config, settings
+from checkpoint import lower
+from configurator import at_least, configure, run_config, settings
 from generate import by_column
 from model import ModelConfig, Transformer
 from runtime import ROOT, compiled, matmul_flops, optional, provenance, save_json, setup, synchronize
@@ -68,10 +69,13 @@ METHODS = {  # of Table 7
 
 # ----------------------------------------------------------------------------- measuring
 
+late_graphs = []  # how many were compiled after the warm-up, of each measurement
+
+
 def medians(works, runtime):
     """
-    Seconds per call of each function of {name: function}, which take turns, as machines are noisy. Raises RuntimeError
-    where something is still compiled after two rounds to warm up.
+    Seconds per call of each function of {name: function}, which take turns, as machines are noisy, after two rounds to
+    warm up. What is compiled later is counted in late_graphs.
     """
     times = {name: [] for name in works}
     for turn in range(rounds + 2):
@@ -83,8 +87,7 @@ def medians(works, runtime):
             work()
             synchronize(runtime.device)
             times[name].append(time.perf_counter() - start)
-    if torch._dynamo.utils.counters['stats']['unique_graphs'] > graphs:
-        raise RuntimeError('a graph was compiled again after the warm-up')
+    late_graphs.append(torch._dynamo.utils.counters['stats']['unique_graphs'] - graphs)
     return {name: statistics.median(seconds[2:]) for name, seconds in times.items()}
 
 
@@ -199,10 +202,19 @@ def our_forward(model, T, runtime):
     return forward
 
 
-def head_scale_only(model):
-    for name, p in model.named_parameters():
+def head_scale_only(model, runtime):
+    """The model as tune_scale.py tunes it."""
+    for name, p in lower(model, runtime.dtype).named_parameters():
         p.requires_grad_(name.endswith('head_scale'))
     return model
+
+
+def reading_flops(model, T, last):
+    """FLOP of reading T tokens for the logits of the last few: for the others the last layer makes keys and values."""
+    (matmul, attention), head = model.flops_per_token(T), 2 * model.head.weight.numel()
+    after = 2 * sum(p.numel() for part in (model.blocks[-1].attn.out, model.blocks[-1].mlp) for p in part.parameters())
+    unread = T * (matmul - head + attention) - (T - last) * after
+    return unread - (T - last) ** 2 / T * attention / n_layer + last * head  # attention of a row grows with its place
 
 
 def train(runtime, ceiling):
@@ -219,17 +231,17 @@ def train(runtime, ceiling):
 
 def scale(runtime, ceiling):
     """
-    A step of head-scale tuning beside a whole training step, and the ratio by arithmetic: attention costs 3.5 times its
-    forward pass where backward computes the scores again, as fused kernels do.
+    A step of head-scale tuning beside a whole training step, and the ratio by arithmetic, in which attention costs 3.5
+    times its forward pass, as where backward computes the scores again.
     """
     model = new_model(runtime, context)
-    works = {'ours': our_step(head_scale_only(new_model(runtime, context)), context, runtime),
+    works = {'ours': our_step(head_scale_only(new_model(runtime, context), runtime), context, runtime),
              'whole step': our_step(model, context, runtime)}
     matmul, attention = model.flops_per_token(context)  # 2P and a
     tokens = batch_size * context
-    limits = {'ours': tokens * (2 * matmul + 3.5 * attention) / ceiling,
-              'whole step': tokens * (3 * matmul + 3.5 * attention) / ceiling}
-    wanted = limits['ours'] / limits['whole step']
+    limits = {who: tokens * (passes * matmul + 3 * attention) / ceiling
+              for who, passes in (('ours', 2), ('whole step', 3))}
+    wanted = (2 * matmul + 3.5 * attention) / (3 * matmul + 3.5 * attention)
     result = row('head-scale step', works, tokens, limits, runtime)
     result['ratio'] = result['ours']['seconds'] / result['whole step']['seconds']
     print(f'{"":24} {result["ratio"]:.2f} of the whole step; arithmetic: (4P + 3.5a) / (6P + 3.5a) = {wanted:.2f}')
@@ -240,7 +252,7 @@ def scale(runtime, ceiling):
 def sliding_windows(runtime, ceiling):
     """Windows that score their last L/8 tokens: a batch, only those logits; against one by one with all logits."""
     model, n = new_model(runtime, context).requires_grad_(False), 16
-    idx, S = torch.randint(vocab_size, (n, context + 1), device=runtime.device), context // 8
+    idx, S = torch.randint(vocab_size, (n, context + 1), device=runtime.device), -(-context // 8)
 
     def one_by_one(logits_of):
         return sum(F.cross_entropy(logits_of(window[None, :-1])[0].float(), window[1:], reduction='none')[-S:].sum()
@@ -250,11 +262,8 @@ def sliding_windows(runtime, ceiling):
     if peer:
         llama = new_peer(runtime, context).requires_grad_(False)
         works['transformers'] = lambda: one_by_one(lambda window: llama(window).logits)
-    matmul, attention = model.flops_per_token(context)
-    head = 2 * model.head.weight.numel()
-    flops = n * (context * (matmul - head + attention) + S * head)
     with runtime.autocast():
-        return row('sliding windows', works, n * context, flops / ceiling, runtime)
+        return row('sliding windows', works, n * context, n * reading_flops(model, context, S) / ceiling, runtime)
 
 
 def entropy(runtime, ceiling):
@@ -291,10 +300,8 @@ def prefill(runtime, ceiling):
     if peer:
         llama = new_peer(runtime, read_context).requires_grad_(False).to(dtype)
         works['transformers'] = lambda: llama(idx, use_cache=True, logits_to_keep=1)
-    matmul, attention = model.flops_per_token(read_context)
-    rate = matmul_flops(runtime.device, dtype)
-    flops = read_context * (matmul + attention - 2 * model.head.weight.numel())
-    return row(f'prefill, T = {read_context}', works, read_context, flops / rate, runtime)
+    limit = reading_flops(model, read_context, 1) / matmul_flops(runtime.device, dtype)
+    return row(f'prefill, T = {read_context}', works, read_context, limit, runtime)
 
 
 @torch.no_grad()
@@ -377,8 +384,9 @@ def growth(runtime, ceiling):
     Time and memory of steps on one sequence of T tokens, of training and of head-scale tuning, activations recomputed:
     linear and quadratic in T, as the arithmetic of their limits says. Memory is beyond weights and optimizer.
     """
-    kinds = {'step': (new_model(runtime, max(contexts)), 4),  # passes' worth: forward, again, and two in backward
-             'head-scale step': (head_scale_only(new_model(runtime, max(contexts))), 3)}  # no gradient of a weight
+    model, frozen = new_model(runtime, max(contexts)), head_scale_only(new_model(runtime, max(contexts)), runtime)
+    # passes' worth of the products: forward, again, and two in backward, or one without gradients of weights
+    kinds = {'step': (model, 4), 'head-scale step': (frozen, 3)}
     rows = []
     for T in contexts:
         for kind, (model, passes) in kinds.items():
@@ -393,9 +401,11 @@ def growth(runtime, ceiling):
 def main():
     began, runtime = time.perf_counter(), setup(device, dtype, seed)
     given = {argument.partition('=')[0].removeprefix('--') for argument in sys.argv[1:]}
-    for config in like:  # but what the command line says stays
-        values = {'position': 'none'} | run_config(config)
-        values = {'context': values['block_size']} | values if 'block_size' in values else values
+    if like:
+        values = {name: value for config in like for name, value in run_config(config).items()}
+        if 'n_layer' not in values:
+            raise ValueError(f'like is {like}, which sets no n_layer: give the config that the model is trained with.')
+        values = {'position': 'none', 'context': values.get('block_size', context)} | values
         globals().update({key: values[key] for key in (*MODEL_SETTINGS, 'context') if key in values.keys() - given})
     stages = {'train': train, 'scale': scale, 'eval': sliding_windows, 'entropy': entropy, 'prefill': prefill,
               'decode': decode}
@@ -406,14 +416,19 @@ def main():
         raise ValueError(f"table is '{table}'. Choose {' or '.join(tables)}, or leave it empty.")
     if peer not in ('', 'hf'):
         raise ValueError(f"peer is '{peer}'. Choose hf, or leave it empty.")
+    if runtime.world_size > 1:
+        raise ValueError('bench.py measures one device: start it without torchrun.')
+    at_least(1, globals(), 'context', 'batch_size', 'read_context', 'contexts', 'n_decode', 'rounds')
+    Path(out_dir).mkdir(parents=True, exist_ok=True)
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # or it would silently go on uncompiled
     ceiling = matmul_flops(runtime.device, runtime.dtype)
     print(f'{runtime.device.type}, {torch.get_num_threads()} threads, torch {torch.__version__}, {runtime.dtype}: '
           f'a large matrix product does {ceiling / 1e12:.2f} TFLOP/s')
     todo = {table: tables[table]} if table else {task: stages[task] for task in tasks}
     results = {what: work(runtime, ceiling) for what, work in todo.items()}
-    print('no graph was compiled after the warm-up')  # or medians() had stopped
+    print(f'graphs compiled after the warm-up: {sum(late_graphs)}')
     path = Path(out_dir, f'{name or table or runtime.device.type}.json')
-    save_json(path, {'stage': 'bench', 'matmul_flops': ceiling, 'results': results}
+    save_json(path, {'stage': 'bench', 'matmul_flops': ceiling, 'late_graphs': sum(late_graphs), 'results': results}
               | provenance(settings(globals()), runtime, time.perf_counter() - began))
     print(f'wrote {path}')
 

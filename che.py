@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 
 import checkpoint
-from configurator import configure, settings
+from configurator import at_least, configure, settings
 from model import ModelConfig, Transformer
-from runtime import ROOT, Progress, new_figure, provenance, result_path, save_json, save_png, setup
+from runtime import ROOT, Progress, new_figure, provenance, read_json, result_path, save_json, save_png, setup
 
 # what to run
 tasks: list[str] = ['even_pairs']  # keys of TASKS; []: all
@@ -44,7 +44,7 @@ batch_size = 128             # samples in a step, made anew for each
 max_iters = 10000            # steps; 200000 in Table 6
 learning_rate = 1e-3         # of Adam, constant after the warm-up
 warmup_iters = 100           # linear from 0
-grad_clip = 1.0              # global norm
+grad_clip = 1.0              # global norm; 0 for none
 eval_interval = 500          # steps between lines on screen; the run is saved at each
 # test
 test_length = 500            # longest input
@@ -258,7 +258,8 @@ def train(task, model, run, path):
         rng = np.random.default_rng([seed, *f'train {task}'.encode(), step])
         loss, share = loss_and_accuracy(model, task, rng, batch_size, int(rng.integers(1, train_length + 1)))
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(weights, grad_clip)
+        if grad_clip:
+            torch.nn.utils.clip_grad_norm_(weights, grad_clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         recent.append(torch.stack((loss.detach(), share)))
@@ -321,15 +322,14 @@ def draw(result, path):
 
 def main():
     began, runtime = time.perf_counter(), setup(device, 'float32', seed)
-    at_least_1 = ('train_length', 'batch_size', 'max_iters', 'eval_interval', 'eval_every', 'n_test')
-    for name, least in ({'test_length': train_length + 1, 'seed': 0} | dict.fromkeys(at_least_1, 1)).items():
-        if globals()[name] < least:
-            raise ValueError(f'{name} is {globals()[name]}; it must be at least {least}.')
+    at_least(1, globals(), 'train_length', 'batch_size', 'max_iters', 'eval_interval', 'eval_every', 'n_test')
+    at_least(train_length + 1, globals(), 'test_length')
+    at_least(0, globals(), 'seed')
     if runtime.world_size > 1:
         raise ValueError('che.py runs on one device: without torchrun. Start a process for some of the tasks on each.')
     if set(tasks) - set(TASKS):
         raise ValueError(f"{', '.join(set(tasks) - set(TASKS))}: no task of that name. Choose from {', '.join(TASKS)}.")
-    others = [json.loads(Path(path).read_text(encoding='utf-8')) for path in compare]
+    others = [read_json(path, 'che') for path in compare]
     folder = Path(out_dir or f"out/che/{position}{f'_dape{dape_kernel}' * bool(dape_kernel)}")
     run_settings = {name: value for name, value in settings(globals()).items() if name in RUN_SETTINGS}
     runs = {name: read_run(folder / f'{name}.pt', run_settings) for name in TASKS if name in tasks or not tasks}

@@ -82,9 +82,21 @@ def load(source, position=None):
 
 def require_weights(model, weights, source):
     """Raise ValueError unless weights are those of this model, no more and no less."""
-    if odd := sorted(set(model.state_dict()) ^ set(weights)):
-        raise ValueError(f"{source} has {'a' if odd[0] in weights else 'no'} {odd[0]}, so it was not trained with "
-                         f'position {model.config.position}: methods have weights of their own. Leave --position out.')
+    ours, theirs = ({name: tuple(weight.shape) for name, weight in w.items()} for w in (model.state_dict(), weights))
+    if odd := sorted(name for name in ours | theirs if ours.get(name) != theirs.get(name)):
+        has = f'{odd[0]} of shape {theirs[odd[0]]}' if odd[0] in theirs else f'no {odd[0]}'
+        raise ValueError(f'{source} has {has}, so it was not trained with position {model.config.position}: methods '
+                         'have weights of their own. Leave --position out.')
+
+
+def lower(model, dtype):
+    """Cast the matrices of a frozen model to the type of its activations, once, where autocast would at every use."""
+    for block in model.blocks:
+        for part in (block.attn.qkv, block.attn.out, block.mlp):
+            part.to(dtype)
+    if not model.config.tied:  # embeddings stay float32, where the sum over layers starts
+        model.head.to(dtype)
+    return model
 
 
 def load_model(init_from, out_dir, device, position=None, rope_scaling=None, dtype=torch.float32):
@@ -116,9 +128,7 @@ def load_model(init_from, out_dir, device, position=None, rope_scaling=None, dty
     model.load_state_dict(weights, assign=True)
     if model.config.tied:
         model.head.weight = model.embed.weight
-    if dtype != torch.float32:  # once, where autocast would at every use
-        for module in [m for block in model.blocks for m in (block.attn.qkv, block.attn.out, block.mlp)]:
-            module.to(dtype)
+    lower(model, dtype)
     state.pop('optimizer', None)
     return model.to(device).eval().requires_grad_(False), state | {'path': source}
 

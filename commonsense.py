@@ -19,7 +19,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 import checkpoint
-from configurator import configure, settings
+from configurator import at_least, configure, settings
 from corpus import start_token, tokenizer_from_state
 from runtime import ROOT, Progress, provenance, result_path, save_json, setup
 
@@ -137,8 +137,9 @@ def main():
     began, runtime = time.perf_counter(), setup(device, dtype)
     if LM is object:
         raise ValueError('This needs the optional package lm_eval. Run: pip install lm_eval')
-    if not tasks or batch_size < 1 or limit is not None and limit < 1:
-        raise ValueError(f'tasks {tasks}, batch_size {batch_size}, limit {limit}: each must be at least one.')
+    if not tasks:
+        raise ValueError('tasks is empty. Name one at least.')
+    at_least(1, globals(), 'batch_size', 'limit')
     model, info = checkpoint.load_model(init_from, out_dir, runtime.device, position, rope_scaling, runtime.dtype)
     scale_label = checkpoint.apply_scale(model, scale, info)
     from lm_eval import simple_evaluate

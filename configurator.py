@@ -25,6 +25,14 @@ def settings(scope):
             and not callable(value) and not isinstance(value, types.ModuleType)}
 
 
+def at_least(least, scope, *names):
+    """Raise ValueError unless these settings in globals(), a number or a list each, are so much; None may be."""
+    for name in names:
+        value = scope[name]
+        if value is not None and min(value if isinstance(value, list) else [value], default=least) < least:
+            raise ValueError(f'{name} is {value}; it must be at least {least}.')
+
+
 def fit(value, kind):
     """value if the type `kind` (float | None, list[int], ...) takes it, an int made a float; else raises TypeError."""
     for member in kind.__args__ if isinstance(kind, types.UnionType) else [kind]:

@@ -8,17 +8,15 @@ $ python entropy.py --scale=out/demo/nope/scale_head_640.json    # with tuned sc
 Writes out_dir/entropy[_LABEL].json, .png (Figures 1, 5), and entropy_heads[_LABEL].png (Figures 3, 10-12)
 """
 
-import json
 import math
 import time
-from pathlib import Path
 
 import numpy as np
 import torch
 
 import checkpoint
-from configurator import configure, settings
-from runtime import bin_means, new_figure, provenance, result_path, running_mean, save_json, save_png, setup
+from configurator import at_least, configure, settings
+from runtime import bin_means, new_figure, provenance, read_json, result_path, running_mean, save_json, save_png, setup
 
 out_dir = 'out/demo/nope'    # the run to read; results go there too
 init_from = 'last'           # last or best (of out_dir), a checkpoint file, a Hugging Face folder, or hf:ORG/NAME
@@ -122,6 +120,8 @@ def draw_heads(result, path):
 
 def main():
     began, runtime = time.perf_counter(), setup(device, dtype)
+    at_least(1, globals(), 'length', 'n_samples')
+    others = [read_json(path, 'entropy') for path in compare]
     model, info = checkpoint.load_model(init_from, out_dir, runtime.device, position, rope_scaling, runtime.dtype)
     name = checkpoint.apply_scale(model, scale, info)
     name = label or name
@@ -143,7 +143,6 @@ def main():
             runtime.print(f'{T:12d} {result["mean_entropy"][i]:21.3f} {result["bound"][i]:7.3f}')
     for layer, value in enumerate(result.get('spearman', [])):
         runtime.print(f'layer {layer}: Spearman correlation of scale and entropy {value:+.2f}')
-    others = [json.loads(Path(path).read_text()) for path in compare]
     shown = ('position_method', 'label', 'unit', 'position', 'loss', 'mean_entropy')
     result['compare'] = [{key: other[key] for key in shown} for other in others]
     if runtime.is_main:

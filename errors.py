@@ -2,7 +2,10 @@
 What a user sees of an error that nothing caught: one line for what he can mend, the whole traceback for a bug.
 """
 
+import os
+import signal
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -10,7 +13,10 @@ ROOT = Path(__file__).resolve().parent
 
 
 def report(kind, error, trace):
-    """A sys.excepthook. One line: an OSError, or a ValueError that a `raise` of this project gave its message."""
+    """
+    A sys.excepthook. One line: an OSError, or a ValueError that a `raise` of this project gave its message. Under
+    torchrun the first rank of a node says it, and others only what is theirs alone.
+    """
     last = traceback.extract_tb(trace)[-1]  # where it was raised; a ValueError out of a library or C code is a bug
     ours = last.line.startswith('raise ') and Path(last.filename).is_relative_to(ROOT) and '.venv' not in last.filename
     if kind.__name__ == 'OutOfMemoryError':  # torch's, by its name: importing torch takes seconds
@@ -20,4 +26,7 @@ def report(kind, error, trace):
         error = 'interrupted'
     elif not (issubclass(kind, OSError) or kind is ValueError and ours):
         return sys.__excepthook__(kind, error, trace)
+    if int(os.environ.get('LOCAL_RANK', 0)):  # torchrun, which looks ten times a second, ends it once the first failed
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(2)
     print(f"{Path(sys.argv[0]).name}: {' '.join(str(error).split())}", file=sys.stderr)

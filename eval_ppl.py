@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 import checkpoint
-from configurator import configure, settings
+from configurator import at_least, configure, settings
 from corpus import documents, open_tokens
 from runtime import ROOT, Progress, bin_means, new_figure, provenance, result_path, save_json, save_png, setup
 
@@ -186,8 +186,11 @@ def merge_seeds(rows):
         ppl, row = np.array([row['ppl'] for row in group]), group[0]
         if len(group) > 1:
             row = row | {'ppl': ppl.mean(0), 'sd': ppl.std(0, ddof=1), 'runs': group}
-            if 'delta_p' in row:
-                row['delta_p'] = np.array([one['delta_p'] for one in group], float).mean(0)
+            delta_p = [one.get('delta_p') for one in group]
+            if all(delta_p):
+                row['delta_p'] = np.array(delta_p, float).mean(0)
+            else:
+                row.pop('delta_p', None)  # a grid has none
         merged.append(row)
     return merged
 
@@ -298,6 +301,7 @@ def main():
         raise ValueError(f"protocol is '{protocol}'. Choose sliding, position or last.")
     if table and protocol == 'position':
         raise ValueError('a table is of sliding or last windows. Run --protocol=position on one model at a time.')
+    at_least(1, globals(), 'lengths', 'max_windows', 'n_samples', 'last')
     rows = rows_there(table, runtime)
     first = {'init_from': init_from, 'position': position} | (rows[0] if rows else {})
     model, info = checkpoint.load_model(first['init_from'], out_dir, runtime.device, first['position'],

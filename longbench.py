@@ -23,7 +23,7 @@ from collections import Counter
 from pathlib import Path
 
 import checkpoint
-from configurator import configure, settings
+from configurator import at_least, configure, settings
 from corpus import start_token, tokenizer_from_state
 from generate import complete
 from runtime import ROOT, Answers, provenance, result_path, save_json, setup
@@ -232,8 +232,7 @@ def main():
         raise ValueError(f"tasks is {tasks}. Choose from: {', '.join(TASKS)}.")
     if paper and paper not in table['rows']:
         raise ValueError(f"Table 3 has no row '{paper}'. Choose from: {', '.join(table['rows'])}.")
-    if min(beams, batch_size, 1 if max_samples is None else max_samples) < 1:
-        raise ValueError(f'beams {beams}, batch_size {batch_size} and max_samples {max_samples} must be at least 1.')
+    at_least(1, globals(), 'beams', 'batch_size', 'max_samples')
     folder = Path(data) if Path(data).is_dir() else ROOT / data
     sources = {task: read_task(folder, task) for task in TASKS if task in (tasks or TASKS)}
     model, info = checkpoint.load_model(init_from, out_dir, runtime.device, position, rope_scaling, runtime.dtype)

@@ -54,6 +54,8 @@ class ModelConfig:
             raise ValueError(f'n_head {self.n_head} must be a multiple of n_kv_head {self.n_kv_head}.')
         if self.dape_kernel < 0 or self.dape_kernel and self.dape_kernel % 2 == 0:
             raise ValueError(f'dape_kernel is {self.dape_kernel}; it must be odd, or 0 for no DAPE.')
+        if self.dape_cheat and not self.dape_kernel:
+            raise ValueError('dape_cheat is a variant of DAPE. Give a --dape_kernel=, such as 3.')
         if self.dape_width < 1:
             raise ValueError(f'dape_width is {self.dape_width}; it must be at least 1.')
         if parse_scaling(self.rope_scaling)[0] and self.position != 'rope':
@@ -124,7 +126,9 @@ class Attention(nn.Module):
             return fused_attention(q, k, v, bias)
 
         T, S, y = q.shape[2], k.shape[2], []
-        n_maps = len(q) * self.n_head if self.content or self.dape else self.n_head  # a bias serves the whole batch
+        # a matrix of scores for each sequence, as in fused_attention() in training on a CPU; a bias serves them all
+        matrix = self.content or self.dape or torch.is_grad_enabled() and q.device.type == 'cpu'
+        n_maps = len(q) * self.n_head if matrix else self.n_head
         again = torch.is_grad_enabled() and n_maps * T * S > 4 * self.chunk
         for rows, end in self.row_chunks(T, S, n_maps):
             parts = q[:, :, rows], k[:, :, :end], v[:, :, :end], i[..., rows], j[..., :end]

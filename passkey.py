@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 import checkpoint
-from configurator import configure, settings
+from configurator import at_least, configure, settings
 from corpus import start_token, tokenizer_from_state
 from generate import complete
 from runtime import Answers, new_figure, provenance, result_path, save_json, save_png, setup
@@ -134,6 +134,7 @@ def main():
     began, runtime = time.perf_counter(), setup(device, dtype, seed)
     if protocol not in ('exact', 'paper'):
         raise ValueError(f"protocol is '{protocol}'. Choose exact or paper.")
+    at_least(1, globals(), 'max_length', 'n_lengths', 'n_depths', 'n_keys', 'window')
     model, info = checkpoint.load_model(init_from, out_dir, runtime.device, position, rope_scaling, runtime.dtype)
     scale_label = checkpoint.apply_scale(model, scale, info)
     name, L, encoding = label or scale_label, model.config.block_size, tokenizer_from_state(info['tokenizer'])

@@ -195,7 +195,7 @@ class CoPE(nn.Module):
 
     def forward(self, scores, q, k, i, j):
         """scores: (B, H, T, S) = q.k / sqrt(D), q: (B, H, T, D). Returns what to add to the scores."""
-        gates = scores.sigmoid().masked_fill(later(i, j), 0)
+        gates = scores.float().sigmoid().masked_fill(later(i, j), 0)  # bfloat16 counts in quarters from 32 on
         count = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=len(self.e) - 1)
         below = count.floor().long()
         at = q @ self.e.to(q.dtype).T                                        # (B, H, T, 64)

@@ -397,6 +397,17 @@ def save_json(path, data):
     return json.loads(text)
 
 
+def read_json(path, stage):
+    """The JSON that a stage wrote, such as 'entropy'. Raises ValueError for any other file."""
+    try:
+        result = json.loads(Path(path).read_text(encoding='utf-8'))
+        if result['stage'] == stage:
+            return result
+    except (ValueError, LookupError, TypeError):
+        pass
+    raise ValueError(f'{path} is not a result of {stage}.py. Give the .json that it wrote.')
+
+
 def new_figure(rows=1, columns=1, width=6.4, height=4.0):
     """A matplotlib figure for a file, no screen needed. Returns figure, axes (one, or an array of rows x columns)."""
     import matplotlib

@@ -8,7 +8,7 @@ $ python sample.py --prompt='def ' --max_new_tokens=1000 --scale=out/demo/nope/s
 import torch
 
 import checkpoint
-from configurator import configure
+from configurator import at_least, configure
 from corpus import start_token, tokenizer_from_state
 from generate import generate
 from runtime import setup
@@ -31,6 +31,7 @@ dtype = 'auto'               # auto, float32, bfloat16, float16
 
 def main():
     runtime = setup(device, dtype, seed)
+    at_least(1, globals(), 'n_samples', 'max_new_tokens')
     model, info = checkpoint.load_model(init_from, out_dir, runtime.device, position, rope_scaling, runtime.dtype)
     checkpoint.apply_scale(model, scale, info)
     encoding = tokenizer_from_state(info['tokenizer'])

@@ -23,7 +23,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import checkpoint
-from configurator import configure, settings
+from configurator import at_least, configure, settings
 from corpus import Windows
 from model import ModelConfig, Transformer
 from runtime import (
@@ -116,9 +116,8 @@ def draw_loss(log_path, png_path):
 
 def check_settings(runtime):
     """Everything that can be refused before work starts."""
-    for name in ('batch_size', 'micro_batch_size', 'eval_interval', 'log_interval', 'eval_windows', 'block_size'):
-        if globals()[name] < 1:
-            raise ValueError(f'{name} is {globals()[name]}; it must be at least 1.')
+    at_least(1, globals(), 'batch_size', 'micro_batch_size', 'max_iters', 'eval_interval', 'log_interval',
+             'eval_windows', 'block_size')
     if init_from != 'resume' and Path(out_dir, 'last.pt').exists():
         raise ValueError(f'{out_dir} already holds a run (last.pt). Go on with --init_from=resume, choose another '
                          '--out_dir=, or remove it.')
@@ -142,6 +141,9 @@ def resume_differences(old, new):
 
 def finetune_position(config):
     """What our settings change in the position method of a model that is given, whose config this is."""
+    if dape_kernel not in (0, config['dape_kernel']):
+        raise ValueError(f"dape_kernel is {dape_kernel}, but the model was trained with {config['dape_kernel']}; DAPE "
+                         'cannot be added or changed. Leave it out.')
     L = config['rope_length'] or config['block_size']
     change = {'position': position or config['position'], 'rope_length': L}
     if rope_scaling:
@@ -335,9 +337,9 @@ def main():
             clock_start, clock_step = time.perf_counter(), step
 
         stopping = stop_signal
-        if runtime.world_size > 1:  # ranks must stop at the same step: they ask each other, where a log line is due
+        if runtime.world_size > 1:  # ranks must stop at the same step: they ask each other, and a GPU would wait for it
             signals = [[]] * runtime.world_size
-            if step % log_interval == 0:
+            if step % log_interval == 0 or runtime.device.type == 'cpu':
                 torch.distributed.all_gather_object(signals, stop_signal)
             stopping = sum(signals, [])
         if stopping and step < max_iters:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 import checkpoint
-from configurator import configure, settings
+from configurator import at_least, configure, settings
 from corpus import Windows
 from runtime import (
     Progress,
@@ -214,7 +214,7 @@ def tune_vectors(model, windows, runtime):
     vectors = vectors_to_tune(model)
     parameters = [p.requires_grad_(True) for p, _ in vectors.values()]
     optimizer = torch.optim.AdamW([{'params': [p], 'peak': rate} for p, rate in vectors.values()], betas=(beta1, beta2),
-                                  weight_decay=0.0)
+                                  weight_decay=0.0, fused=runtime.device.type in ('cpu', 'cuda'))
     scaler = torch.amp.GradScaler(runtime.device.type, enabled=runtime.dtype == torch.float16)
     forward = compiled(model, runtime, compile)
     progress, losses = Progress(max_iters, f'tuning at {windows.block_size}', runtime.is_main), []
@@ -240,7 +240,7 @@ def tune_vectors(model, windows, runtime):
         optimizer.zero_grad(set_to_none=True)
         if min_scale is not None:  # Eq. (6), on the float32 scales the next step starts from
             model.head_scale = model.head_scale.clamp(min=min_scale)
-        losses.append(step_loss.item())
+        losses.append(step_loss.item())  # a step takes so long that this wait does not count
         if not math.isfinite(losses[-1]):
             raise ValueError(f'the loss became {losses[-1]} at step {step + 1}; nothing was written. '
                              'Lower learning_rate, or start from a uniform scale.')
@@ -299,9 +299,7 @@ def main():
                          'longer one.')
     if method not in ('uniform', 'head'):
         raise ValueError(f"method is '{method}'. Choose uniform or head.")
-    if min(batch_size, micro_batch_size, max_iters, n_samples) < 1:
-        raise ValueError(f'batch_size {batch_size}, micro_batch_size {micro_batch_size}, max_iters {max_iters} and '
-                         f'n_samples {n_samples} must be at least 1.')
+    at_least(1, globals(), 'batch_size', 'micro_batch_size', 'max_iters', 'n_samples')
     if method == 'head' and batch_size % runtime.world_size:
         raise ValueError(f'batch_size {batch_size} must be a multiple of the {runtime.world_size} ranks.')
     val = checkpoint.open_windows(info, dataset, 'val', target)

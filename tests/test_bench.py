@@ -10,6 +10,7 @@ import shutil
 import pytest
 import torch
 from conftest import mistake, stage
+from torch.utils.flop_counter import FlopCounterMode
 
 import bench
 from runtime import setup
@@ -48,6 +49,19 @@ def test_every_task_is_timed_beside_its_alternative_and_its_limit(tmp_path):
     flops = found['results']['train']['limit_seconds']['ours'] * found['matmul_flops']
     assert flops == pytest.approx(3 * 64 * (2 * weights + attention), rel=1e-3)
     assert 'transformers' in out and 'of the limit' in out
+
+
+def test_flop_of_reading_are_those_of_the_products_that_are_needed(monkeypatch):
+    sizes = {'n_layer': 3, 'n_head': 4, 'n_kv_head': 2, 'n_embd': 32, 'n_hidden': 48, 'vocab_size': 61}
+    for name, value in sizes.items():
+        monkeypatch.setattr(bench, name, value)
+    model, T, last = bench.new_model(setup('cpu', 'float32'), 16), 40, 6
+    with FlopCounterMode(display=False) as counter:
+        model(torch.randint(61, (1, T)), last=last)
+    products = counter.get_flop_counts()['Global'][torch.ops.aten.mm]
+    attention = sum(4 * 32 * i for layer in range(3) for i in range(T - last if layer == 2 else 0, T))  # q.k and a.v
+    norms = 2 * 32 * (3 * 2 + 1) * T  # as flops_per_token() counts all weights, a thousandth too many
+    assert bench.reading_flops(model, T, last) == pytest.approx(products + attention + norms, rel=0.02)
 
 
 def test_time_cost_table_stands_beside_the_papers(tmp_path):
@@ -97,14 +111,20 @@ def test_whole_matrix_gives_the_logits_of_our_attention(monkeypatch):
 
 
 @pytest.mark.skipif(not shutil.which('g++'), reason='torch.compile on a CPU needs g++')
-def test_a_graph_compiled_after_the_warm_up_stops_the_measurement(monkeypatch):
+def test_graphs_compiled_after_the_warm_up_are_counted(monkeypatch):
     monkeypatch.setattr(bench, 'rounds', 2)
     compiled, sizes = torch.compile(lambda x: x + 1, dynamic=False), iter([1, 1, 1, 2, 2])
-    with pytest.raises(RuntimeError, match='compiled again'):
-        bench.medians({'grows': lambda: compiled(torch.ones(next(sizes)))}, setup('cpu', 'float32'))
+    monkeypatch.setattr(bench, 'late_graphs', [])
+    runtime = setup('cpu', 'float32')
+    bench.medians({'grows': lambda: compiled(torch.ones(next(sizes)))}, runtime)
+    bench.medians({'stays': lambda: compiled(torch.ones(2))}, runtime)
+    assert bench.late_graphs == [1, 0]
 
 
 def test_mistakes_are_one_line():
     assert 'Choose from: train, scale' in mistake('bench', "--tasks=['trains']")
     assert 'Choose time_cost or growth' in mistake('bench', '--table=costs')
     assert 'Choose hf' in mistake('bench', '--peer=vllm')
+    assert 'rounds is 0; it must be at least 1' in mistake('bench', '--rounds=0')
+    assert 'contexts is [0]; it must be' in mistake('bench', '--table=growth', '--contexts=[0]')
+    assert 'sets no n_layer' in mistake('bench', "--like=['config/tune_8k.py']")

@@ -267,7 +267,7 @@ def test_model_learns_even_pairs():
         assert min(loss_and_accuracy(model, 'even_pairs', rng, 200, n)[1] for n in range(2, 7)) > 0.9
 
 
-def test_mistakes_are_met_before_work_in_one_line(run):
+def test_mistakes_are_met_before_work_in_one_line(run, tmp_path):
     def refused(*more, out_dir='nowhere'):
         return mistake('che', *arguments(out_dir, '--max_iters=30', *more))
     line = refused("--tasks=['even_pair']")
@@ -275,6 +275,10 @@ def test_mistakes_are_met_before_work_in_one_line(run):
     assert 'test_length is 6; it must be at least 7' in refused('--test_length=6')
     assert 'seed is -1; it must be at least 0' in refused('--seed=-1')
     assert 'n_test is 0; it must be at least 1' in refused('--n_test=0')
+    (tmp_path / 'other.json').write_text('{"stage": "entropy"}')
+    (tmp_path / 'damaged.json').write_bytes(b'{"stage": \xff')
+    for other in ('other', 'damaged'):
+        assert f'{other}.json is not a result of che.py' in refused(f"--compare=['{tmp_path}/{other}.json']")
     assert "position is 'kerpel', which is unknown" in refused('--position=kerpel')
     line = refused('--seed=7', '--learning_rate=0.01', out_dir=run[0])
     assert 'even_pairs.pt is another run: learning_rate 0.001, not 0.01; seed 1337, not 7. Choose another' in line

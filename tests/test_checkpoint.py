@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import files_at_most, scale_set
+from conftest import files_at_most, random_model, scale_set
 
 import checkpoint
 from corpus import format_ranks, get_tokenizer, tokenizer_state
@@ -173,6 +173,23 @@ def test_load_model_reads_what_train_wrote(tiny_run):
     assert info['digest'] == checkpoint.weights_digest(model.state_dict())
     assert info['step'] == 20 and 'optimizer' not in info
     assert model(torch.zeros(1, 5, dtype=torch.long)).shape == (1, 5, 257)
+
+
+def test_weights_of_another_shape_are_refused(tmp_path, bytes_state):
+    """DAPE over ALiBi and over NoPE has the same names, with twice the channels where there is a bias."""
+    model = random_model(position='alibi', dape_kernel=3, vocab_size=257)
+    checkpoint.save(tmp_path / 'last.pt', **checkpoint.model_state(model, bytes_state, 0))
+    with pytest.raises(ValueError, match=r'blocks.0.attn.dape.first.weight of shape \(32, 8, 1, 3\), so'):
+        checkpoint.load_model('last', tmp_path, 'cpu', position='none')
+
+
+def test_model_loaded_in_half_precision_computes_what_autocast_does(tiny_run):
+    (plain, _), (lower, _) = (checkpoint.load_model('last', tiny_run, 'cpu', dtype=dtype)
+                              for dtype in (torch.float32, torch.bfloat16))
+    idx = torch.arange(40)[None]
+    with torch.autocast('cpu', torch.bfloat16):
+        assert torch.equal(lower(idx[:, :-1], idx[:, 1:]), plain(idx[:, :-1], idx[:, 1:]))
+    assert lower.head.weight.dtype == torch.bfloat16 and lower.head_scale.dtype == torch.float32
 
 
 def test_loaded_model_can_be_changed_without_touching_its_file(out_dir, loaded):

@@ -194,3 +194,10 @@ def test_run_without_a_scale_has_no_correlation_and_no_label(tiny_run, tmp_path)
 def test_window_longer_than_the_text_is_one_line(tiny_run, tmp_path):
     line = mistake('entropy', f'--init_from={tiny_run}/last.pt', f'--out_dir={tmp_path}', '--length=100000')
     assert '100,000' in line
+
+
+def test_mistakes_are_met_before_work_in_one_line(tiny_run, tmp_path):
+    (tmp_path / 'other.json').write_text('{"stage": "passkey"}')
+    for argument, message in (('--n_samples=0', 'n_samples is 0; it must be at least 1'),
+                              (f"--compare=['{tmp_path}/other.json']", 'other.json is not a result of entropy.py')):
+        assert message in mistake('entropy', f'--init_from={tiny_run}/last.pt', f'--out_dir={tmp_path}/out', argument)

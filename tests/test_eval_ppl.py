@@ -292,10 +292,13 @@ def test_table_of_last_tokens_has_the_rows_of_the_stage_alone_beside_the_paper(t
 def test_rows_of_one_name_become_their_mean():
     rows = [{'name': 'a', 'ppl': np.array([2.0, 4.0]), 'delta_p': [None, -5.0]},
             {'name': 'a', 'ppl': np.array([3.0, 8.0]), 'delta_p': [None, 7.0]},
-            {'name': 'b', 'ppl': np.array([1.0, 1.0])}]
-    a, b = eval_ppl.merge_seeds(rows)
+            {'name': 'b', 'ppl': np.array([1.0, 1.0])},
+            {'name': 'c', 'ppl': np.array([1.0, 1.0]), 'delta_p': [None, 1.0]},
+            {'name': 'c', 'ppl': np.array([1.0, 1.0])}]
+    a, b, c = eval_ppl.merge_seeds(rows)
     assert a['ppl'].tolist() == [2.5, 6.0] and a['sd'].tolist() == pytest.approx([0.5 ** 0.5, 8 ** 0.5])
     assert np.isnan(a['delta_p'][0]) and a['delta_p'][1] == 1 and a['runs'] == rows[:2] and b is rows[2]
+    assert 'delta_p' not in c  # one of its seeds is a grid
 
 
 def test_table_leaves_out_rows_whose_files_are_missing_and_says_so(tiny_run, tmp_path):
@@ -344,6 +347,9 @@ def test_two_ranks_measure_what_one_does(tiny_run, tmp_path):
     (['--lengths=[32,40000]'], 'longer than 40000 tokens'),
     (['--protocol=position', '--lengths=[32,50000]'], '50,000'),
     (['--protocol=first'], "protocol is 'first'"),
+    (['--protocol=last', '--lengths=[-3,32]'], 'lengths is [-3, 32]; it must be at least 1'),
+    (['--protocol=last', '--last=0'], 'last is 0; it must be'),
+    (['--n_samples=0'], 'n_samples is 0; it must be'),
     (['--protocol=position', "--table=[{'name':'a'}]"], 'one model at a time'),
     (['--scale=0'], 'scale is 0'),
 ], ids=str)

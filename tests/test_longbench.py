@@ -293,7 +293,7 @@ def test_mistakes_are_one_line_before_work_starts(tiny_run, data, tmp_path):
 
     assert "tasks is ['treck']. Choose from: narrativeqa, qasper" in refused("--tasks=['treck']")
     assert "Table 3 has no row 'NoPE'. Choose from: RoPE 2K" in refused('--paper=NoPE')
-    assert 'beams 0, batch_size 2 and max_samples None must be at least 1' in refused('--beams=0')
+    assert 'beams is 0; it must be at least 1' in refused('--beams=0')
     assert 'must be at least 1' in refused('--max_samples=0')
     assert 'A context of 13 tokens leaves samsum no room' in refused('--context=13')
     assert 'qasper.jsonl. Run data/longbench/prepare.py' in refused("--tasks=['qasper']")

@@ -18,7 +18,7 @@ from conftest import ROOT, TINY, plain_transformer, random_model
 
 import model as model_file
 from model import ModelConfig, Transformer
-from position import POSITIONS, QUERY_KEY, Kerple, alibi_slopes, parse_scaling, rope_frequencies
+from position import POSITIONS, QUERY_KEY, CoPE, Kerple, alibi_slopes, parse_scaling, rope_frequencies
 
 D = 64
 
@@ -350,6 +350,22 @@ def test_dape_without_channels_is_refused():
         random_model(dape_kernel=3, dape_width=0)
 
 
+def test_a_leak_without_dape_is_refused():
+    with pytest.raises(ValueError, match='dape_cheat is a variant of DAPE'):
+        random_model(dape_cheat=True)
+
+
+def test_cope_counts_in_float32_where_its_scores_are_bfloat16():
+    cope = CoPE(ModelConfig(61, **TINY | {'n_embd': 4, 'n_head': 1, 'n_kv_head': 1}))
+    cope.e.data = (torch.arange(64) % 2)[:, None].float().expand(64, 4)  # 0 at even counts and 1 at odd ones
+    scores, i = torch.randn(1, 1, 60, 60).bfloat16(), torch.arange(60)
+    found = cope(scores, torch.full((1, 1, 60, 4), 0.25).bfloat16(), None, i, i)
+    gates = scores.double().sigmoid().tril()
+    count = gates.flip(-1).cumsum(-1).flip(-1)
+    wanted = 1 - (count % 2 - 1).abs()
+    torch.testing.assert_close(found.double().tril(), wanted.tril(), rtol=0, atol=0.01)
+
+
 @pytest.mark.parametrize('kernel', [2, -1, 4])
 def test_kernels_that_are_not_odd_are_refused(kernel):
     with pytest.raises(ValueError, match=f'dape_kernel is {kernel}; it must be odd'):
@@ -357,28 +373,29 @@ def test_kernels_that_are_not_odd_are_refused(kernel):
 
 
 @pytest.mark.skipif(not os.path.exists('/proc/self/clear_refs'), reason='needs Linux, to measure peak memory')
-def test_peak_memory_of_processing_grows_with_the_length_not_its_square():
+@pytest.mark.parametrize(('dape_kernel', 'batch', 'lengths'), [(3, 1, (512, 1024)), (0, 8, (128, 256))], ids=str)
+def test_peak_memory_in_training_grows_with_the_length_not_its_square(dape_kernel, batch, lengths):
     # small blocks go straight back to the system, so that what is resident is what is in use
     env = os.environ | {'MALLOC_MMAP_THRESHOLD_': '65536', 'MALLOC_TRIM_THRESHOLD_': '65536', 'OMP_NUM_THREADS': '1'}
     script = """
 import sys, torch
 import model
 from model import Attention, ModelConfig
-attn = Attention(ModelConfig(61, 512, 1, 12, 12, 192, 4, position='kerple', dape_kernel=3))
+attn = Attention(ModelConfig(61, 512, 1, 12, 12, 192, 4, position='kerple', dape_kernel=int(sys.argv[1])))
 def run(T, chunk):
     model.CHUNK = chunk
-    x, i = torch.randn(1, T, 192, requires_grad=True), torch.arange(T)
+    x, i = torch.randn(int(sys.argv[2]), T, 192, requires_grad=True), torch.arange(T)
     attn(x, lambda q, k: (q, k), i, i).square().mean().backward()
 def peak():
     return next(int(line.split()[1]) for line in open('/proc/self/status') if line.startswith('VmHWM'))
 run(64, 1000)  # with all that is imported on the way
 open('/proc/self/clear_refs', 'w').write('5')  # the peak starts anew
 before = peak()
-run(int(sys.argv[1]), 2 ** 18)
+run(int(sys.argv[3]), 2 ** 18)
 print(peak() - before)
 """
-    peaks = [int(subprocess.run([sys.executable, '-c', script, str(T)], cwd=ROOT, env=env, capture_output=True,
-                                text=True, check=True).stdout) for T in (512, 1024)]
+    peaks = [int(subprocess.run([sys.executable, '-c', script, *map(str, (dape_kernel, batch, T))], cwd=ROOT, env=env,
+                                capture_output=True, text=True, check=True).stdout) for T in lengths]
     assert 0 < peaks[1] < 2 * peaks[0], peaks
 
 

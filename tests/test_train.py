@@ -20,7 +20,7 @@ from pathlib import Path
 import matplotlib.image
 import pytest
 import torch
-from conftest import TINY
+from conftest import TINY, stage
 
 import checkpoint
 import train
@@ -354,7 +354,7 @@ def test_resume_names_the_settings_that_changed(runs, plain):
 @pytest.fixture(scope='module')
 def two_ranks(runs):
     """A run on two ranks that torchrun was told to stop by SIGTERM. Returns out_dir, stdout."""
-    arguments = runs.arguments('two_ranks', micro_batch_size=2, max_iters=400, eval_interval=10, log_interval=10)
+    arguments = runs.arguments('two_ranks', micro_batch_size=2, max_iters=400, eval_interval=10, log_interval=10 ** 6)
     process = subprocess.Popen([sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2',
                                 ROOT / 'train.py', *arguments], env=os.environ | {'OMP_NUM_THREADS': '1'}, text=True,
                                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
@@ -381,6 +381,11 @@ def test_two_ranks_stop_together_on_sigterm_and_one_goes_on(runs, two_ranks):
     resumed = runs.copy(out_dir, 'from_two_ranks')
     runs.train('from_two_ranks', micro_batch_size=2, max_iters=step + 5, lr_decay_iters=400, init_from='resume')
     assert list(log_rows(resumed)) == list(range(1, step + 6))
+
+
+def test_what_all_ranks_refuse_is_said_once(runs):
+    _, err = stage('train', *runs.arguments('refused_twice', batch_size=0), ranks=2, status=1)
+    assert err.count('batch_size is 0; it must be at least 1') == 1
 
 
 def sharded_run(runs, name, **settings):
@@ -488,6 +493,11 @@ def test_fine_tuning_extends_rope_by_the_ratio_of_the_lengths_and_resumes(runs):
 def test_fine_tuning_with_a_method_that_has_weights_of_its_own_is_refused(runs, plain, position):
     message = runs.refused(f'nope_{position}', init_from=plain / 'last.pt', position=position)
     assert 'has no blocks.0.attn.' in message and f'was not trained with position {position}' in message
+
+
+def test_fine_tuning_cannot_add_dape(runs, plain):
+    message = runs.refused('nope_dape', init_from=plain / 'last.pt', dape_kernel=3)
+    assert 'dape_kernel is 3, but the model was trained with 0' in message
 
 
 def test_fine_tuning_nope_with_an_extension_of_rope_is_refused(runs, plain):
@@ -637,6 +647,7 @@ def test_checkpoint_cut_short_is_refused(runs, plain, keep):
     (dict(dtype='floaty'), "dtype is 'floaty'"),
     (dict(device='gpu'), "device is 'gpu'"),
     (dict(micro_batch_size=0), 'micro_batch_size'),
+    (dict(max_iters=0), 'max_iters is 0'),
     (dict(eval_interval=0), 'eval_interval'),
     (dict(log_interval=0), 'log_interval'),
     (dict(eval_windows=0), 'eval_windows'),
