@@ -31,7 +31,7 @@ dtype = 'auto'               # auto, float32, bfloat16, float16
 
 def main():
     runtime = setup(device, dtype, seed)
-    at_least(1, globals(), 'n_samples', 'max_new_tokens')
+    at_least(0, globals(), 'n_samples', 'max_new_tokens')
     model, info = checkpoint.load_model(init_from, out_dir, runtime.device, position, rope_scaling, runtime.dtype)
     checkpoint.apply_scale(model, scale, info)
     encoding = tokenizer_from_state(info['tokenizer'])
