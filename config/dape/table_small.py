@@ -3,7 +3,7 @@
 # python eval_ppl.py config/dape/table_small.py
 out_dir = 'out/dape'
 protocol = 'last'
-lengths = [128, 256, 512, 1024, 2048, 4096]
+lengths = [128, 256, 512, 1024, 2048, 4096, 8192]
 last = 256
 n_samples = 16
 batch_tokens = 16384

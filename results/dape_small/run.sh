@@ -27,6 +27,7 @@ python eval_ppl.py config/dape/table_small.py
 
 # kernel sizes and widths (Tables 4 and 5, Appendix E), more biases (Figure 5), the leak (Figure 6)
 dape='--position=kerple --compile=False'
+train kerple_1x1_w64 $dape --dape_kernel=1 --dape_width=64
 train kerple_1x5 $dape --dape_kernel=5
 train kerple_1x7 $dape --dape_kernel=7
 for width in 10 64 21; do train kerple_1x3_w$width $dape --dape_kernel=3 --dape_width=$width; done

@@ -37,3 +37,18 @@ done
 for scale in 1.2 $nope/scale_head_1024{,_long,_long_lr0.01,_long_lr0.003,_long_vectors,_long_vectors_fast}.json; do
     python passkey.py --out_dir=$nope $options --scale=$scale
 done
+# two more seeds of the NoPE model, for what the table gives of three
+for seed in 1338 1339; do
+    nope=out/passkey/$seed/nope full=out/passkey/$seed/nope_full_1e-3
+    test -f $nope/last.pt || python train.py config/passkey_nope.py --seed=$seed --out_dir=$nope
+    tune="python tune_scale.py --out_dir=$nope --target_length=1024 --dataset=passkey_long --init_scale=1.2 --max_iters=60
+        --n_samples=4"
+    for lr in 0.01 0.003; do $tune --learning_rate=$lr --label=long_lr$lr; done
+    $tune --tune=scale,out,norm --label=long_vectors_fast
+    test -f $full/last.pt || $train --init_from=$nope/last.pt --learning_rate=1e-3 --out_dir=$full
+    python passkey.py --out_dir=$nope $options
+    for scale in 1.2 $nope/scale_head_1024_long_{lr0.01,lr0.003,vectors_fast}.json; do
+        python passkey.py --out_dir=$nope $options --scale=$scale
+    done
+    python passkey.py --out_dir=$full $options
+done
