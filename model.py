@@ -130,10 +130,11 @@ class Attention(nn.Module):
         matrix = self.content or self.dape or torch.is_grad_enabled() and q.device.type == 'cpu'
         n_maps = len(q) * self.n_head if matrix else self.n_head
         again = torch.is_grad_enabled() and n_maps * T * S > 4 * self.chunk
-        for rows, end in self.row_chunks(T, S, n_maps):
+        # the longest rows first: shorter ones then fit into the memory that they free, where a heap would grow
+        for rows, end in reversed(list(self.row_chunks(T, S, n_maps))):
             parts = q[:, :, rows], k[:, :, :end], v[:, :, :end], i[..., rows], j[..., :end]
             y.append(checkpoint(rows_of, *parts, use_reentrant=False) if again else rows_of(*parts))
-        return torch.cat(y, dim=2)
+        return torch.cat(y[::-1], dim=2)
 
     def row_chunks(self, T, S, n_maps):
         """
