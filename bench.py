@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from checkpoint import lower
+from checkpoint import cast_matrices
 from configurator import at_least, configure, run_config, settings
 from generate import by_column
 from model import ModelConfig, Transformer
@@ -204,7 +204,7 @@ def our_forward(model, T, runtime):
 
 def head_scale_only(model, runtime):
     """The model as tune_scale.py tunes it."""
-    for name, p in lower(model, runtime.dtype).named_parameters():
+    for name, p in cast_matrices(model, runtime.dtype).named_parameters():
         p.requires_grad_(name.endswith('head_scale'))
     return model
 

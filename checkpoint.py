@@ -89,7 +89,7 @@ def require_weights(model, weights, source):
                          'have weights of their own. Leave --position out.')
 
 
-def lower(model, dtype):
+def cast_matrices(model, dtype):
     """Cast the matrices of a frozen model to the type of its activations, once, where autocast would at every use."""
     for block in model.blocks:
         for part in (block.attn.qkv, block.attn.out, block.mlp):
@@ -128,7 +128,7 @@ def load_model(init_from, out_dir, device, position=None, rope_scaling=None, dty
     model.load_state_dict(weights, assign=True)
     if model.config.tied:
         model.head.weight = model.embed.weight
-    lower(model, dtype)
+    cast_matrices(model, dtype)
     state.pop('optimizer', None)
     return model.to(device).eval().requires_grad_(False), state | {'path': source}
 
