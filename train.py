@@ -337,7 +337,7 @@ def main():
             clock_start, clock_step = time.perf_counter(), step
 
         stopping = stop_signal
-        if runtime.world_size > 1:  # ranks must stop at the same step, so they ask each other: rarely on GPUs, which wait
+        if runtime.world_size > 1:  # ranks must stop at the same step, so they ask each other: on GPUs, rarely
             signals = [[]] * runtime.world_size
             if step % log_interval == 0 or runtime.device.type == 'cpu':
                 torch.distributed.all_gather_object(signals, stop_signal)
