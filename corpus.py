@@ -17,9 +17,8 @@ import math
 import os
 import re
 import shutil
-import signal
 from collections import deque
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,7 +118,8 @@ class HFTokenizer:
         self.start_token = before[0] if before else self.eot_token
 
     def encode_ordinary(self, text):
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
+        # as a batch of one: unlike encode() it keeps no offsets, and lets other threads run
+        return self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def decode(self, ids):
         """The text of ids, special tokens such as <s> left out; decode_bytes() shows them."""
@@ -188,7 +188,6 @@ def train_bpe(texts, vocab_size, path):
     tokenizer.pre_tokenizer = package.pre_tokenizers.Sequence([words, byte_level])
     tokenizer.train_from_iterator(texts, package.trainers.BpeTrainer(
         vocab_size=vocab_size - 1, initial_alphabet=byte_level.alphabet(), show_progress=False))
-    os.environ['TOKENIZERS_PARALLELISM'] = 'false'  # or it prints a warning whenever this process forks from now on
     byte_of = {char: byte for byte, char in byte_characters().items()}
     vocab = tokenizer.get_vocab()
     merged = [bytes(byte_of[c] for c in token) for token in sorted(vocab, key=vocab.get) if len(token) > 1]
@@ -240,7 +239,7 @@ def cut(document, limit):
 
 
 def chunks(splits, limit):
-    """Yield (split, [(piece, last), ...]), MIB characters or a little more at a time: the work of a process."""
+    """Yield (split, [(piece, last), ...]), MIB characters or a little more at a time: the work of a thread."""
     for split, documents in splits.items():
         chunk, size = [], 0
         for document in documents:
@@ -266,28 +265,15 @@ def encode(encoding, chunk):
     return np.array(tokens, np.uint32), np.array(ends, np.int64), n_bytes
 
 
-def start_worker(state):
-    global worker_encoding  # rebuilt from its state in each process: a spawned one inherits nothing
-    worker_encoding = tokenizer_from_state(state)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then stops its workers
-
-
-def encode_in_worker(chunk):
-    return encode(worker_encoding, chunk)
-
-
 def encode_all(stream, encoding, workers):
-    """Yield (split, encode(chunk)) in the order of the stream, of which at most 4 chunks per worker are in memory."""
-    head = list(itertools.islice(stream, 8))
-    stream = itertools.chain(head, stream)
-    if workers == 1 or len(head) < 8:  # a few MB are done before workers have started
-        for split, chunk in stream:
-            yield split, encode(encoding, chunk)
-        return
-    with ProcessPoolExecutor(workers, initializer=start_worker, initargs=(tokenizer_state(encoding),)) as pool:
+    """
+    Yield (split, encode(chunk)) in the order of the stream, of which at most 4 chunks per worker are in memory. Workers
+    are threads: tokenizers are compiled code, which runs beside Python's own.
+    """
+    with ThreadPoolExecutor(workers) as pool:
         pending = deque()
         for split, chunk in stream:
-            pending.append((split, pool.submit(encode_in_worker, chunk)))
+            pending.append((split, pool.submit(encode, encoding, chunk)))
             if len(pending) == 4 * workers:
                 first, result = pending.popleft()
                 yield first, result.result()
@@ -298,7 +284,7 @@ def encode_all(stream, encoding, workers):
 def write_corpus(folder, encoding, splits, workers=None, report=None, total_bytes=0):
     """
     Tokenize documents into folder and print a summary; the folder changes only when all is done.
-    splits: {split: iterable of documents as in cut()}. workers: processes, by default one per core. report: a dict to
+    splits: {split: iterable of documents as in cut()}. workers: threads, by default one per core. report: a dict to
     keep in meta.json. total_bytes: of text, for the progress bar; an estimate will do. Raises ValueError if a split has
     no text.
     """

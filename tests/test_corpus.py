@@ -6,8 +6,6 @@ $ python -m pytest tests/test_corpus.py
 
 import argparse
 import json
-import subprocess
-import sys
 import typing
 from pathlib import Path
 
@@ -119,6 +117,7 @@ def test_hugging_face_tokenizer_adds_nothing_cuts_nothing_and_reads_special_toke
     assert start_token(encoding) == 1 and start_token(get_tokenizer('bytes')) == 256
     ids = encoding.encode_ordinary('a bc</s> a bc a bc')
     assert 1 not in ids and 900 not in ids and len(ids) > 5
+    assert ids == encoding.tokenizer.encode('a bc</s> a bc a bc', add_special_tokens=False).ids
     assert encoding.decode(ids) == 'a bc</s> a bc a bc' == encoding.decode_bytes(ids).decode()
     assert encoding.decode([1, *ids[:2], 900]) == encoding.decode(ids[:2])  # real special tokens are no text
     assert encoding.decode_bytes([*ids[:2], 900]).decode() == encoding.decode(ids[:2]) + '</s>'
@@ -199,23 +198,16 @@ def test_large_vocabularies_are_stored_in_32_bits(tmp_path):
     assert data.tokens.dtype == np.uint32 and data.tokens.tolist() == [256 + 97 * 256 + 126, 65792]
 
 
-def test_spawned_workers_write_what_one_process_writes(tmp_path):
-    script = tmp_path / 'script.py'
-    script.write_text(f'''
-import multiprocessing, sys
-sys.path.insert(0, {str(Path(__file__).parents[1])!r})
-from corpus import get_tokenizer, write_corpus
-texts = [('line %d of some text\\n' % i) * 20_000 for i in range(33)]
-if __name__ == '__main__':
-    multiprocessing.set_start_method('spawn')
-    for folder, workers in ('one', 1), ('two', 2):
-        write_corpus({str(tmp_path)!r} + '/' + folder, get_tokenizer('bytes'), {{'train': texts}}, workers)
-''')
-    subprocess.run([sys.executable, script], check=True)
+@pytest.mark.parametrize('kind', ['bytes', 'hf'])
+def test_several_threads_write_what_one_writes(tmp_path, kind):
+    texts = [f'line {i} of some text\n' * 20_000 for i in range(33)]
+    encoding = get_tokenizer('bytes') if kind == 'bytes' else get_tokenizer(hf_json(tmp_path))
+    for folder, workers in ('one', 1), ('three', 3):
+        write_corpus(tmp_path / folder, encoding, {'train': texts}, workers)
     for name in ('train.bin', 'train_starts.bin', 'meta.json', 'tokenizer_state.json'):
-        assert (tmp_path / 'one' / name).read_bytes() == (tmp_path / 'two' / name).read_bytes()
-    ends = np.cumsum([len(f'line {i} of some text\n') * 20_000 + 1 for i in range(33)])
-    assert np.fromfile(tmp_path / 'two' / 'train_starts.bin', np.int64).tolist() == [0, *ends[:-1]]
+        assert (tmp_path / 'one' / name).read_bytes() == (tmp_path / 'three' / name).read_bytes()
+    ends = np.cumsum([len(encoding.encode_ordinary(text)) + 1 for text in texts])
+    assert np.fromfile(tmp_path / 'three' / 'train_starts.bin', np.int64).tolist() == [0, *ends[:-1]]
 
 
 def test_interrupted_preparation_leaves_the_old_dataset_and_no_other_file(tmp_path):
