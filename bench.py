@@ -381,20 +381,21 @@ def time_cost(runtime, ceiling):
 
 def growth(runtime, ceiling):
     """
-    Time and memory of steps on one sequence of T tokens, of training and of head-scale tuning, activations recomputed:
-    linear and quadratic in T, as the arithmetic of their limits says. Memory is beyond weights and optimizer.
+    Time and memory of steps on one sequence of T tokens, of head-scale tuning (ours) and of training, activations
+    recomputed: linear and quadratic in T, as the arithmetic of their limits says. Memory is beyond weights and
+    optimizer.
     """
-    model, frozen = new_model(runtime, max(contexts)), head_scale_only(new_model(runtime, max(contexts)), runtime)
-    # passes' worth of the products: forward, again, and two in backward, or one without gradients of weights
-    kinds = {'step': (model, 4), 'head-scale step': (frozen, 3)}
+    frozen, model = head_scale_only(new_model(runtime, max(contexts)), runtime), new_model(runtime, max(contexts))
+    frozen.checkpoint_activations = model.checkpoint_activations = True
     rows = []
     for T in contexts:
-        for kind, (model, passes) in kinds.items():
-            model.checkpoint_activations = True
-            matmul, attention = model.flops_per_token(T)
-            linear, quadratic = T * passes * matmul / ceiling, T * 4 * attention / ceiling
-            result = row(f'{kind}, T = {T}', {'ours': our_step(model, T, runtime, B=1)}, T, linear + quadratic, runtime)
-            rows.append(result | {'linear_seconds': linear, 'quadratic_seconds': quadratic})
+        matmul, attention = model.flops_per_token(T)
+        # passes' worth of the products: forward, again, and two in backward, or one without gradients of weights
+        linear = {'ours': T * 3 * matmul / ceiling, 'whole step': T * 4 * matmul / ceiling}
+        quadratic = T * 4 * attention / ceiling
+        works = {'ours': our_step(frozen, T, runtime, B=1), 'whole step': our_step(model, T, runtime, B=1)}
+        result = row(f'head-scale step, T = {T}', works, T, {who: x + quadratic for who, x in linear.items()}, runtime)
+        rows.append(result | {'linear_seconds': linear, 'quadratic_seconds': quadratic})
     return rows
 
 

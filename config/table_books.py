@@ -24,8 +24,8 @@ for _kind, _paper in (('pi', ''), ('ntk', ''), ('dynamic_ntk', 'RoPE NTK zero-sh
     _rows(f'RoPE, {_kind} zero-shot', 'rope', [1337], rope_scaling=_grid, paper=_paper)
 _rows('RoPE, PI fair', 'pi', paper='RoPE PI fair 8K')
 _rows('RoPE, YaRN fair', 'yarn', paper='RoPE YaRN fair 8K')
-for _kind in ('ntk', 'dynamic_ntk'):
-    _rows(f'RoPE, {_kind} fair', _kind, [1337])
+_rows('RoPE, ntk fair', 'ntk')
+_rows('RoPE, dynamic_ntk fair', 'dynamic_ntk')
 _rows('NoPE, uniform scale (grid)', 'none', [1337], scale=[1.2, 1.5, 1.8, 2.1, 2.4, 2.7])
 _rows('NoPE, uniform scale by the fit', 'none', scale_file='scale_uniform_fit.json')
 _rows('NoPE, scale', 'none', scale_file='scale_head_1024_scale.json', paper='NoPE head scale 8K')

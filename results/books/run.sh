@@ -20,14 +20,14 @@ for seed in ${SEEDS:-1337 1338 1339}; do
     for method in yarn pi; do
         train $method config/finetune_books.py config/$method.py --init_from=$out/rope/last.pt
     done
+    for method in ntk dynamic_ntk; do
+        train $method config/finetune_books.py --rope_scaling=$method --init_from=$out/rope/last.pt
+    done
 done
 out=out/books/1337  # further comparisons, with one seed: a longer target, a set for 8L, and one for each length
 tune scale_head_1280.json --target_length=1280 --max_iters=120
 tune scale_head_2048.json --target_length=2048 --max_iters=75
 tune scale_sets.json --target_lengths=[512,1024,2048] --max_iters=75
-for method in ntk dynamic_ntk; do
-    train $method config/finetune_books.py --rope_scaling=$method --init_from=$out/rope/last.pt
-done
 # position methods that a model has from training on
 train alibi config/books_nope.py --position=alibi
 train logn config/books_nope.py --position=logn

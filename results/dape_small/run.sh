@@ -32,9 +32,10 @@ train kerple_1x5 $dape --dape_kernel=5
 train kerple_1x7 $dape --dape_kernel=7
 for width in 10 64 21; do train kerple_1x3_w$width $dape --dape_kernel=3 --dape_width=$width; done
 python eval_ppl.py config/dape/table_small.py config/dape/table_kernels.py
-train kerple_1x3_cheat $dape --dape_kernel=3 --dape_cheat=True
-train alibi_1x3 --position=alibi --dape_kernel=3 --compile=False
-train fire_1x3 --position=fire --dape_kernel=3 --compile=False
+for bias in alibi fire; do train ${bias}_1x3 --position=$bias --dape_kernel=3 --compile=False; done
+for bias in kerple alibi fire; do
+    train ${bias}_1x3_cheat --position=$bias --dape_kernel=3 --dape_cheat=True --compile=False
+done
 python eval_ppl.py config/dape/table_small.py config/dape/table_bases.py
 
 # as many tokens in longer training windows (Figure 3)
