@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from checkpoint import cast_matrices
 from configurator import at_least, configure, run_config, settings
 from generate import by_column
-from model import ModelConfig, Transformer
+from model import Attention, ModelConfig, Transformer
 from runtime import ROOT, compiled, matmul_flops, optional, provenance, save_json, setup, synchronize
 
 tasks = ['train', 'scale', 'eval', 'entropy', 'prefill', 'decode']
@@ -69,13 +69,13 @@ METHODS = {  # of Table 7
 
 # ----------------------------------------------------------------------------- measuring
 
-late_graphs = []  # how many were compiled after the warm-up, of each measurement
+LATE_GRAPHS = []  # how many were compiled after the warm-up, of each measurement
 
 
 def medians(works, runtime):
     """
     Seconds per call of each function of {name: function}, which take turns, as machines are noisy, after two rounds to
-    warm up. What is compiled later is counted in late_graphs.
+    warm up. What is compiled later is counted in LATE_GRAPHS.
     """
     times = {name: [] for name in works}
     for turn in range(rounds + 2):
@@ -87,7 +87,7 @@ def medians(works, runtime):
             work()
             synchronize(runtime.device)
             times[name].append(time.perf_counter() - start)
-    late_graphs.append(torch._dynamo.utils.counters['stats']['unique_graphs'] - graphs)
+    LATE_GRAPHS.append(torch._dynamo.utils.counters['stats']['unique_graphs'] - graphs)
     return {name: statistics.median(seconds[2:]) for name, seconds in times.items()}
 
 
@@ -339,15 +339,12 @@ def decode(runtime, ceiling):
 
 # ----------------------------------------------------------------------------- tables
 
-def whole_matrix(model):
-    """Have each layer compute its whole score matrix at once, as the code of DAPE V2 does for every method."""
-    def attend_in_rows(attn, q, k, v, i, j):
-        a = attn.scores(q, k, i, j).softmax(-1, dtype=torch.float32).to(v.dtype)
-        return a @ v.repeat_interleave(n_head // n_kv_head, dim=1)
+class WholeMatrix(Attention):
+    """Attention that computes all scores at once, as the code of DAPE V2 does for every method."""
 
-    for block in model.blocks:
-        block.attn.attend_in_rows = attend_in_rows.__get__(block.attn)
-    return model
+    def attend_in_rows(self, q, k, v, i, j):
+        a = self.scores(q, k, i, j).softmax(-1, dtype=torch.float32).to(v.dtype)
+        return a @ v.repeat_interleave(n_head // n_kv_head, dim=1)
 
 
 def time_cost(runtime, ceiling):
@@ -360,7 +357,8 @@ def time_cost(runtime, ceiling):
           f"in the paper, {paper['columns'][column]}   forward")
     for method, changes in {**METHODS, 'Kerple, whole matrix': METHODS['Kerple']}.items():  # two models at a time
         model = new_model(runtime, context, **{'dape_kernel': 0} | changes)
-        model = whole_matrix(model) if 'matrix' in method else model
+        for block in model.blocks if 'matrix' in method else ():
+            block.attn = WholeMatrix(model.config).to(runtime.device)
         seconds = medians({method: our_step(model, context, runtime, B=1),
                            'forward': our_forward(model, context, runtime), **dape}, runtime)
         theirs = paper['rows'].get(method, [None] * 3)[column]
@@ -427,9 +425,9 @@ def main():
           f'a large matrix product does {ceiling / 1e12:.2f} TFLOP/s')
     todo = {table: tables[table]} if table else {task: stages[task] for task in tasks}
     results = {what: work(runtime, ceiling) for what, work in todo.items()}
-    print(f'graphs compiled after the warm-up: {sum(late_graphs)}')
+    print(f'graphs compiled after the warm-up: {sum(LATE_GRAPHS)}')
     path = Path(out_dir, f'{name or table or runtime.device.type}.json')
-    save_json(path, {'stage': 'bench', 'matmul_flops': ceiling, 'late_graphs': sum(late_graphs), 'results': results}
+    save_json(path, {'stage': 'bench', 'matmul_flops': ceiling, 'late_graphs': sum(LATE_GRAPHS), 'results': results}
               | provenance(settings(globals()), runtime, time.perf_counter() - began))
     print(f'wrote {path}')
 

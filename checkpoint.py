@@ -205,7 +205,7 @@ def save_scale(path, info, sets, method, by_length=False, **more):
     sets = [{'target_length': length} | vectors_to_json(vectors) for length, vectors in sets.items()]
     sets = {'sets': sets} if by_length or len(sets) > 1 else sets[0]
     return save_json(path, {'method': method, 'block_size': c['block_size'], 'position_method': c['position'],
-                            'weights_digest': info['digest'], **sets, **more})
+                            'rope_scaling': c['rope_scaling'], 'weights_digest': info['digest'], **sets, **more})
 
 
 def read_scale_file(path, info):
@@ -225,10 +225,11 @@ def read_scale_file(path, info):
     sets = {one['target_length']: vectors_from_json(one, path, info) for one in sets}
     if data['weights_digest'] != info['digest']:
         raise ValueError(f"{path} was tuned for other weights than {info['path']}. Tune it again for this checkpoint.")
-    read_as, tuned_as = info['model_config']['position'], data.get('position_method')
-    if tuned_as not in (read_as, None):
-        raise ValueError(f"{path} was tuned with position {tuned_as}, but {info['path']} is read with {read_as}. "
-                         f'Add --position={tuned_as}.')
+    for setting, tuned_as in (('position', data.get('position_method')), ('rope_scaling', data.get('rope_scaling'))):
+        read_as = info['model_config'][setting]
+        if tuned_as not in (read_as, None):
+            raise ValueError(f"{path} was tuned with {setting} '{tuned_as}', but {info['path']} is read with "
+                             f"'{read_as}'. Add --{setting}={tuned_as}.")
     return data, sets
 
 

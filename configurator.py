@@ -10,7 +10,6 @@ A config file is code and runs as code, in a namespace of its own; its helper va
 import ast
 import contextlib
 import difflib
-import re
 import runpy
 import sys
 import types
@@ -63,10 +62,14 @@ def configure(scope):
     """
     sys.excepthook = report
     stage, known, found = Path(scope['__file__']), settings(scope), []
-    if {'-h', '--help'} & set(sys.argv):  # the file's docstring, and the lines that assign settings with their comments
+    if {'-h', '--help'} & set(sys.argv):  # the file's docstring, and the lines from the first setting to the last
         source = stage.read_text(encoding='utf-8')
-        block = re.search(r'(?ms)^(#[^\n]*\n)*[a-z]\w*(:[^\n]+)? = .*?(?=^([A-Z_@]|# -{9}|def |class |if )|\Z)', source)
-        print((scope['__doc__'] or '').strip(), block[0].strip() if block else '', sep='\n\n')
+        rows = [node for node in ast.parse(source).body if isinstance(node, ast.Assign | ast.AnnAssign)
+                and ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target) in known]
+        lines, start = source.splitlines(), rows[0].lineno - 1 if rows else 0
+        while start and lines[start - 1].startswith('#'):
+            start -= 1
+        print((scope['__doc__'] or '').strip(), '\n'.join(lines[start:rows[-1].end_lineno if rows else 0]), sep='\n\n')
         sys.exit()
     for argument in sorted(sys.argv[1:], key=lambda argument: '=' in argument):  # files before keys
         name, equals, text = argument.partition('=')

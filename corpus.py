@@ -225,8 +225,8 @@ def cut(document, limit):
     empty document yields none. document: str, or an iterable of str, its consecutive parts. A stretch of limit
     characters with no place to cut is cut anywhere: the text stays the same, the tokens there may not.
     """
-    rest = ''
-    for part in [document] if isinstance(document, str) else document:
+    rest, parts = '', [document] if isinstance(document, str) else document
+    for part in parts if limit < math.inf else [''.join(parts)]:  # joined once: rest + part copies it all again
         text, start = rest + part, 0
         while len(text) - start > 2 * limit:
             place = CUT.search(text, start + limit, start + 2 * limit)
@@ -239,7 +239,7 @@ def cut(document, limit):
 
 
 def chunks(splits, limit):
-    """Yield (split, [(piece, last), ...]), MIB characters or a little more at a time: the work of a thread."""
+    """Yield (split, [(piece, last), ...]), MIB characters or up to a piece more at a time: the work of a thread."""
     for split, documents in splits.items():
         chunk, size = [], 0
         for document in documents:
@@ -315,19 +315,27 @@ def write_corpus(folder, encoding, splits, workers=None, report=None, total_byte
             (temporary / f'{split}_starts.bin').write_bytes(starts.astype(np.int64).tobytes())
         progress.update(progress.total)
         write_text(temporary / 'tokenizer_state.json', json.dumps(state))
-        (folder / 'meta.json').unlink(missing_ok=True)  # first, so that what is half replaced does not look whole
-        for name in ('train', 'val', 'test'):  # a split that is no more
-            (folder / f'{name}.bin').unlink(missing_ok=True)
-            (folder / f'{name}_starts.bin').unlink(missing_ok=True)
+        remove_dataset(folder)
         for new in list(temporary.iterdir()):
             os.replace(new, folder / new.name)
     finally:
         shutil.rmtree(temporary)
-    save_json(folder / 'meta.json', {
+    finish_dataset(folder, {
         'tokenizer': encoding.name, 'tokenizer_digest': tokenizer_digest(state), 'vocab_size': encoding.n_vocab,
         'dtype': dtype.name, 'splits': counts, 'report': report or {}})
-    print(f'{folder}: tokenizer {encoding.name}, vocabulary {encoding.n_vocab:,}')
-    for split, count in counts.items():
+
+
+def remove_dataset(folder):
+    """Remove what is prepared in folder, meta.json first, so that what is half removed does not look whole."""
+    for name in ('meta.json', *(f'{split}{end}.bin' for split in ('train', 'val', 'test') for end in ('', '_starts'))):
+        (folder / name).unlink(missing_ok=True)
+
+
+def finish_dataset(folder, meta):
+    """Write meta.json, with which the dataset is whole, and print a summary."""
+    save_json(folder / 'meta.json', meta)
+    print(f'{folder}: tokenizer {meta["tokenizer"]}, vocabulary {meta["vocab_size"]:,}')
+    for split, count in meta['splits'].items():
         print(f'{split:>6} {count["tokens"]:14,} tokens  {count["documents"]:10,} documents  '
               f'{count["bytes"] / count["tokens"]:.2f} bytes per token')
 

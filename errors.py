@@ -18,7 +18,8 @@ def report(kind, error, trace):
     torchrun the first rank of a node says it, and others only what is theirs alone.
     """
     last = traceback.extract_tb(trace)[-1]  # where it was raised; a ValueError out of a library or C code is a bug
-    ours = last.line.startswith('raise ') and Path(last.filename).is_relative_to(ROOT) and '.venv' not in last.filename
+    inside = Path(last.filename).is_relative_to(ROOT) and 'site-packages' not in last.filename  # a .venv lies in ROOT
+    ours = inside and last.line.startswith('raise ')
     if kind.__name__ == 'OutOfMemoryError':  # torch's, by its name: importing torch takes seconds
         error = ('out of GPU memory. Lower micro_batch_size, batch_tokens or batch_size, or set '
                  '--checkpoint_activations=True, as the stage has them; see --help.')

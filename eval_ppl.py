@@ -135,10 +135,12 @@ def open_data(info, wanted):
 
 def rows_there(table, runtime):
     """The rows of a table whose checkpoint and scale file exist; a line says which are left out."""
-    rows, keys = [], ('scale', 'position', 'rope_scaling', 'dataset', 'paper')
+    rows, keys, paper = [], ('scale', 'position', 'rope_scaling', 'dataset', 'paper'), paper_rows() if table else {}
     for row in table:
         if not {'name', 'init_from'} <= set(row) <= {'name', 'init_from', *keys}:
             raise ValueError(f"table has the row {row}. It needs name and init_from and may have {', '.join(keys)}.")
+        if row.get('paper', '') not in ('', *paper):
+            raise ValueError(f"table has the row {row['paper']} of the paper, which has: {', '.join(paper)}.")
         files = [row.get(key) for key in ('init_from', 'scale')]
         missing = [file for file in files if str(file).endswith(('.pt', '.json')) and not Path(file).exists()]
         if missing:
@@ -195,11 +197,19 @@ def merge_seeds(rows):
     return merged
 
 
+# the rows that a table is printed beside: Table 2 on PG19, or DAPE V2's Tables 4 and 9 on Books3
+PAPER = {'sliding': ('nope_table2', ['2K', '4K', '8K', '16K']),
+         'last': ('dape_table9', [128, 256, 512, 1024, 2048, 4096, 8192])}
+
+
+def paper_rows():
+    """{name of a row: its perplexities} of the paper."""
+    return json.loads((ROOT / 'results/papers.json').read_text())[PAPER[protocol][0]]['rows']
+
+
 def print_table(rows, sizes, runtime):
-    """The rows by length, beside those of the paper: Table 2 on PG19, or DAPE V2's Tables 4 and 9 on Books3."""
-    name, columns = {'sliding': ('nope_table2', ['2K', '4K', '8K', '16K']),
-                     'last': ('dape_table9', [128, 256, 512, 1024, 2048, 4096, 8192])}[protocol]
-    paper = json.loads((ROOT / 'results/papers.json').read_text())[name]['rows']
+    """The rows by length, beside those of the paper that a row's `paper` names, or else its own name."""
+    columns, paper = PAPER[protocol][1], paper_rows()
     width = max(len(row['name']) for row in rows)
     runtime.print(f'{"":{width}}     tokens' + ''.join(f'{T:>17}' for T in sizes) + '   paper:'
                   + ''.join(f'{T:>7}' for T in columns) + f"{f'   Delta P at {sizes[-1]}' * (protocol == 'last')}")
@@ -208,7 +218,7 @@ def print_table(rows, sizes, runtime):
         if 'sd' in row:
             cells = [f'{cell} ± {sd:.2f}' for cell, sd in zip(cells, row['sd'])]
         theirs = ''.join(f'{ppl:7.1f}' if ppl < 1000 else '  >10^3'
-                         for ppl in paper.get(row.get('paper'), [])[:len(columns)])
+                         for ppl in paper.get(row.get('paper', row['name']), [])[:len(columns)])
         note = f"   {', '.join(row['best'])}" if len(row['losses']) > 1 else ''
         if 'delta_p' in row:
             theirs = f"{theirs:{7 * len(columns)}}{row['delta_p'][-1]:+12.2f} {reading(row['delta_p'][-1])}"
@@ -301,11 +311,13 @@ def main():
         raise ValueError(f"protocol is '{protocol}'. Choose sliding, position or last.")
     if table and protocol == 'position':
         raise ValueError('a table is of sliding or last windows. Run --protocol=position on one model at a time.')
+    if table and (scale, position, rope_scaling) != (None, None, None):
+        raise ValueError('a table has scale, position and rope_scaling in its rows. Leave them out, or the table.')
     at_least(1, globals(), 'lengths', 'max_windows', 'n_samples', 'last')
     rows = rows_there(table, runtime)
     first = {'init_from': init_from, 'position': position} | (rows[0] if rows else {})
-    model, info = checkpoint.load_model(first['init_from'], out_dir, runtime.device, first['position'],
-                                        None if table else rope_scaling, runtime.dtype)
+    model, info = checkpoint.load_model(first['init_from'], out_dir, runtime.device, first['position'], rope_scaling,
+                                        runtime.dtype)
     scale_label = checkpoint.apply_scale(model, scale, info)
     name = label or scale_label
     L, data_name = model.config.block_size, checkpoint.dataset_of(info, dataset)
@@ -332,6 +344,7 @@ def main():
             return evaluate_last(model, samples, sizes, K, model.config.block_size, batch_tokens, runtime)
 
     if table:
+        model = None  # each row reads its own
         result['rows'] = merge_seeds([evaluate_row(row, measure, runtime) for row in rows])
         print_table(result['rows'], sizes, runtime)
     elif protocol == 'sliding':

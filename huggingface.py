@@ -342,6 +342,19 @@ def save_folder(folder, model, tokenizer, dtype, length=0):
 
 # ----------------------------------------------------------------------------- others, through transformers
 
+class ForeignCache:
+    """Keys and values as transformers keeps them, behind the calls of our KVCache."""
+
+    def __init__(self, keys, max_length):
+        self.keys, self.length, self.max_length = keys, 0, max_length
+
+    def repeat(self, n):
+        self.keys.batch_repeat_interleave(n)
+
+    def reorder(self, source, start):
+        self.keys.reorder_cache(source)
+
+
 class Foreign(nn.Module):
     """A causal model of transformers behind the calls of our Transformer. It has no scales to set."""
 
@@ -364,7 +377,7 @@ class Foreign(nn.Module):
 
     def hidden(self, idx, cache=None, last=0):
         """idx: (B, T) token ids. Returns (B, T, C), ready for the output matrix, whatever `last` asks for."""
-        c, store = self.model.config, cache or SimpleNamespace(keys=None, length=0)
+        c, store = self.model.config, cache or ForeignCache(None, None)
         end = store.length + idx.shape[1]
         if cache and end > store.max_length:
             raise ValueError(f'the KV cache holds {store.max_length} tokens but {end} are needed. Make it longer.')
@@ -378,8 +391,7 @@ class Foreign(nn.Module):
 
     def new_cache(self, batch_size, max_length, dtype=None):
         """A cache of up to max_length tokens. The other arguments are the model's own affair."""
-        keys = optional('transformers').DynamicCache(config=self.model.config)
-        return SimpleNamespace(keys=keys, length=0, max_length=max_length)
+        return ForeignCache(optional('transformers').DynamicCache(config=self.model.config), max_length)
 
     def refuse(self, *_):
         raise ValueError(f'a {self.config.position} model is read through transformers: no scale of it can be tuned or '

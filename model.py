@@ -182,9 +182,14 @@ class Attention(nn.Module):
             entropy.append(-(log_a.exp() * log_a.clamp(min=torch.finfo(log_a.dtype).min)).sum(-1))  # 0 ln 0 is 0
         return torch.cat(entropy, dim=2).clamp(min=0)
 
-    def forward(self, x, query_key, i, j, cache=None, layer=None, last=0):
-        """x: (B, T, C). Returns (B, T, C), or (B, last, C) where only the last positions are wanted."""
+    def forward(self, x, query_key, i, j, cache=None, layer=None, last=0, entropy=None):
+        """
+        x: (B, T, C). Returns (B, T, C), or (B, last, C) where only the last positions are wanted. To a list `entropy`
+        adds what entropy() gives.
+        """
         q, k, v = self.project(x, query_key)
+        if entropy is not None:
+            entropy.append(self.entropy(q, k))
         if cache is not None:
             k, v = cache.append(layer, k, v)
         return self.out(self.attend(q[:, :, -last:], k, v, i[..., -last:], j))
@@ -259,8 +264,8 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(config.n_embd, eps=config.norm_eps)
         self.mlp = SwiGLU(config)
 
-    def forward(self, x, query_key, i, j, cache=None, layer=None, last=0):
-        x = x[:, -last:] + self.attn(self.attn_norm(x), query_key, i, j, cache, layer, last)
+    def forward(self, x, query_key, i, j, cache=None, layer=None, last=0, entropy=None):
+        x = x[:, -last:] + self.attn(self.attn_norm(x), query_key, i, j, cache, layer, last, entropy)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -385,10 +390,10 @@ class Transformer(nn.Module):
         ends = [length for length in sorted(self.sets) if length < T] + [T]
         return list(zip([0, *ends], ends))
 
-    def hidden(self, idx, cache=None, last=0):
+    def hidden(self, idx, cache=None, last=0, entropy=None):
         """
         idx: (B, T) token ids. Returns (B, T, C), normed and ready for the output matrix, or the last `last` positions,
-        (B, last, C), which alone the last layer then computes.
+        (B, last, C), which alone the last layer then computes. To a list `entropy` each layer adds its own, (B, H, T).
         """
         where = self.where(idx.shape[1], idx.device, cache)
         x = self.embed(idx).to(self.norm.weight.dtype)  # (B, T, C), float32 even where matrices are in half precision
@@ -396,7 +401,7 @@ class Transformer(nn.Module):
             if self.checkpoint_activations and torch.is_grad_enabled():
                 x = checkpoint(block, x, *where, use_reentrant=False)
             else:
-                x = block(x, *where, cache, layer, last if block is self.blocks[-1] else 0)
+                x = block(x, *where, cache, layer, last if block is self.blocks[-1] else 0, entropy)
         if cache:
             cache.length += idx.shape[1]
         return self.norm(x)
@@ -434,15 +439,10 @@ class Transformer(nn.Module):
         """
         losses, entropy = [], []
         for first, end in self.passes(idx.shape[1]):
-            x, of_layers = self.embed(idx[:, :end]).to(self.norm.weight.dtype), []
-            query_key, i, j = self.where(end, idx.device)
-            for block in self.blocks:
-                q, k, v = block.attn.project(block.attn_norm(x), query_key)
-                of_layers.append(block.attn.entropy(q, k)[..., first:])
-                x = x + block.attn.out(block.attn.attend(q, k, v, i, j))
-                x = x + block.mlp(block.mlp_norm(x))
-            losses.append(self.losses(self.norm(x[:, first:]), targets[:, first:end]))
-            entropy.append(torch.stack(of_layers))
+            of_layers = []
+            x = self.hidden(idx[:, :end], entropy=of_layers)
+            losses.append(self.losses(x[:, first:], targets[:, first:end]))
+            entropy.append(torch.stack(of_layers)[..., first:])
         return torch.cat(losses, dim=1), torch.cat(entropy, dim=-1)
 
     def new_cache(self, batch_size, max_length, dtype=None):

@@ -35,7 +35,7 @@ DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch
 class Runtime:
     """Where this process runs: its device, its precision and its place among the ranks."""
     device: torch.device
-    dtype: torch.dtype   # of activations; weights, optimizer and head scales stay float32
+    dtype: torch.dtype   # of activations; head scales and what is trained stay float32
     rank: int
     world_size: int
 
@@ -104,6 +104,7 @@ def optional(package):
     try:
         return importlib.import_module(package)
     except ImportError as error:
+        package = package.partition('.')[0]
         raise ValueError(f'This needs the optional package {package}. Run: pip install {package}') from error
 
 
@@ -233,6 +234,7 @@ def load_sharded(optimizer, state):
     weights = [p for group in optimizer.param_groups for p in group['params']]
     for i, moments in state['state'].items():
         p = weights[i]
+        moments.update({name: x.clone() for name, x in moments.items()})  # or the file, which is mapped, stays in use
         if hasattr(p, 'device_mesh'):
             from torch.distributed.tensor import distribute_tensor
             moments.update({name: distribute_tensor(x.to(p.device), p.device_mesh, p.placements)
@@ -308,17 +310,16 @@ class Answers:
             dist.barrier()  # all ranks have read the same before one of them writes
         mine = self.path if runtime.is_main else self.path.with_name(f'{self.path.stem}.rank{runtime.rank}.jsonl')
         mine.parent.mkdir(parents=True, exist_ok=True)
-        fresh = not mine.exists()
-        if not fresh:  # a kill may have left half a line
-            whole = mine.read_bytes()
-            write_text(mine, whole[:whole.rfind(b'\n') + 1].decode())
+        whole = mine.read_bytes() if mine.exists() else b''
+        whole = whole[:whole.rfind(b'\n') + 1]  # a kill may have left half a line
+        write_text(mine, whole.decode())
         self.file = open(mine, 'a', encoding='utf-8')
-        if fresh:
+        if not whole:
             self.write(self.header)
 
     def read(self):
         for path in [self.path, *sorted(self.path.parent.glob(f'{self.path.stem}.rank*.jsonl'))]:
-            lines = path.read_text(encoding='utf-8').split('\n')[:-1] if path.exists() else []
+            lines = path.read_bytes().split(b'\n')[:-1] if path.exists() else []
             header, *rows = [json.loads(line) for line in lines] or [self.header]
             if header != self.header:
                 changed = sorted(key for key in header | self.header if header.get(key) != self.header.get(key))
@@ -449,8 +450,12 @@ def result_path(folder, *parts):
 
 def provenance(settings, runtime, seconds):
     """What a result needs to be made again: command, settings, commit, versions, device, time taken."""
-    git = ['git', '-C', str(ROOT), 'rev-parse', '--short', 'HEAD']
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which('git') else ''
+    commit = ''
+    if shutil.which('git'):
+        git = ['git', '-C', str(ROOT)]
+        commit = subprocess.run([*git, 'rev-parse', '--short', 'HEAD'], capture_output=True, text=True).stdout.strip()
+        changed = subprocess.run([*git, 'diff', '--quiet', 'HEAD', '--', '*.py'], capture_output=True).returncode == 1
+        commit += ' with changes' * changed
     device = torch.cuda.get_device_name(runtime.device) if runtime.device.type == 'cuda' else platform.machine()
     return {
         'command': ' '.join(['python', Path(sys.argv[0]).name, *sys.argv[1:]]),

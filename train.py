@@ -270,7 +270,7 @@ def main():
             stop_run(f'a weight became infinite or not a number at step {step}')
         save_checkpoint('last.pt', optimizer=unsharded(optimizer.state_dict()), scaler=scaler.state_dict())
 
-    losses = []  # of the steps since the last log line, still on the device: reading them would stall it
+    losses = []  # of the steps that are not in the log yet, still on the device: reading them would stall it
 
     def flush_losses():
         """Write pending losses to the log; stop if one is not finite, before any checkpoint is overwritten."""

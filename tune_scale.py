@@ -299,7 +299,7 @@ def main():
                          'longer one.')
     if method not in ('uniform', 'head'):
         raise ValueError(f"method is '{method}'. Choose uniform or head.")
-    at_least(1, globals(), 'batch_size', 'micro_batch_size', 'max_iters', 'n_samples')
+    at_least(1, globals(), 'batch_size', 'micro_batch_size', 'max_iters', 'n_samples', 'last')
     if method == 'head' and batch_size % runtime.world_size:
         raise ValueError(f'batch_size {batch_size} must be a multiple of the {runtime.world_size} ranks.')
     val = checkpoint.open_windows(info, dataset, 'val', target)
@@ -312,7 +312,8 @@ def main():
         scales = [round(first + i * step, 6) for i in range(round((end - first) / step) + 1)]
         searches = {}
         for path in [info['path'], *compare]:
-            other, other_info = checkpoint.load_model(path, out_dir, *reading)
+            ours = path == info['path']  # read already
+            other, other_info = (model, info) if ours else checkpoint.load_model(path, out_dir, *reading)
             name = f"{Path(path).stem}, step {other_info['step']}"
             searches[path if name in searches else name] = search_uniform(other, val, scales, L, runtime)
         search = next(iter(searches.values()))
@@ -345,7 +346,7 @@ def main():
             losses += tune_vectors(model, Windows(data_name, 'train', length, seed), runtime)
             sets[length] = {name: p.clone() for name, p in tuned.items()}
         scales, measured = model.head_scale, {}
-        for name, vectors in (('scale 1', base), (f'uniform {begin:.2f}', start), ('head scale', sets[target])):
+        for name, vectors in (('as loaded', base), (f'uniform {begin:.2f}', start), ('head scale', sets[target])):
             model.load_state_dict(vectors, strict=False)
             model.sets = {L: base} | sets if goals and name == 'head scale' else {}
             loss, entropy, last_entropy = curves(model, val, n_samples, batch_tokens, runtime)

@@ -11,14 +11,14 @@ max_windows = 8192           # of 256 scored tokens: 2M
 _rope = {'init_from': 'hf:TinyLlama/tinyLlama-intermediate-checkpoints@step-50k-token-105B'}
 _nope = {'init_from': 'hf:AntNLP/TinyLlama-NoPE-1.1B', 'position': 'none'}
 table = [
-    _rope | {'name': 'RoPE', 'paper': 'RoPE'},
+    _rope | {'name': 'RoPE'},
     _rope | {'name': 'RoPE, dynamic NTK', 'rope_scaling': [f'dynamic_ntk:{s}' for s in (2, 4, 8, 16)],
              'paper': 'RoPE NTK zero-shot'},
     _rope | {'name': 'RoPE, YaRN', 'rope_scaling': [f'yarn:{s}' for s in (2, 4, 8, 16)],
              'paper': 'RoPE YaRN zero-shot'},
     {'name': 'RoPE, PI fair', 'init_from': 'out/pi_8k/last.pt', 'paper': 'RoPE PI fair 8K'},  # config/finetune_8k.py
     {'name': 'RoPE, YaRN fair', 'init_from': 'out/yarn_8k/last.pt', 'paper': 'RoPE YaRN fair 8K'},
-    _nope | {'name': 'NoPE', 'paper': 'NoPE'},
+    _nope | {'name': 'NoPE'},
     *(_nope | {'name': f'NoPE, scale {s}', 'scale': s, 'paper': f'NoPE uniform {s}'} for s in (1.2, 1.5, 1.8)),
     _nope | {'name': 'NoPE, head scale 8K', 'init_from': 'hf:AntNLP/TinyLlama-NoPE-HeadScale8k',
              'paper': 'NoPE head scale 8K'},

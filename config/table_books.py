@@ -15,9 +15,9 @@ def _rows(name, run, seeds=(1337, 1338, 1339), scale_file=None, **more):
         table.append({'name': name, 'init_from': f'out/books/{seed}/{run}/last.pt'} | scale | more)
 
 
-_rows('RoPE', 'rope', paper='RoPE')
-_rows('NoPE', 'none', paper='NoPE')
-_rows('ALiBi, trained so', 'alibi', [1337], paper='ALiBi BLOOM 1.1B')
+_rows('RoPE', 'rope')
+_rows('NoPE', 'none')
+_rows('ALiBi, trained so', 'alibi', [1337], paper='BLOOM 1.1B (ALiBi)')
 _rows('NoPE with log-n queries, trained so', 'logn', [1337])
 for _kind, _paper in (('pi', ''), ('ntk', ''), ('dynamic_ntk', 'RoPE NTK zero-shot'), ('yarn', 'RoPE YaRN zero-shot')):
     _grid = [f'{_kind}:{_s}' for _s in (2, 4, 8, 16)]

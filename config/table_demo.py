@@ -11,8 +11,8 @@ def _factors(method):
 
 
 table = [
-    {'name': 'RoPE', 'init_from': _rope, 'paper': 'RoPE'},
-    {'name': 'NoPE', 'init_from': _nope, 'paper': 'NoPE'},
+    {'name': 'RoPE', 'init_from': _rope},
+    {'name': 'NoPE', 'init_from': _nope},
     {'name': 'ALiBi', 'init_from': 'out/demo/alibi/last.pt', 'paper': 'BLOOM 1.1B (ALiBi)'},
     {'name': 'NoPE trained with log-n queries', 'init_from': 'out/demo/logn/last.pt'},
     {'name': 'RoPE, uniform scale 0.8 to 1.4', 'init_from': _rope, 'scale': [0.8, 1.0, 1.2, 1.4]},

@@ -30,9 +30,11 @@ from pathlib import Path
 import numpy as np
 
 from corpus import (
+    finish_dataset,
     get_tokenizer,
     key_of,
     open_tokens,
+    remove_dataset,
     tokenizer_digest,
     tokenizer_from_state,
     tokenizer_state,
@@ -183,10 +185,7 @@ def mapper(workers):
 
 def join(folder, parts, max_tokens, report):
     """Write the dataset `folder`: of the parts, {split: [folder]}, all documents that begin before max_tokens."""
-    (folder / 'meta.json').unlink(missing_ok=True)  # first, so that what is half written does not look whole
-    for name in ('train', 'val', 'test'):  # a split that is no more
-        (folder / f'{name}.bin').unlink(missing_ok=True)
-        (folder / f'{name}_starts.bin').unlink(missing_ok=True)
+    remove_dataset(folder)
     counts, metas = {}, {part: json.loads((part / 'meta.json').read_text()) for part in sum(parts.values(), [])}
     for split in parts:
         count = counts[split] = {'tokens': 0, 'documents': 0, 'bytes': 0}
@@ -209,11 +208,7 @@ def join(folder, parts, max_tokens, report):
         if not count['tokens']:
             raise ValueError(f'No row is left for the {split} split of {folder.name}. Give it other files.')
     shutil.copy(last / 'tokenizer_state.json', folder)
-    save_json(folder / 'meta.json', metas[last] | {'splits': counts, 'report': report})
-    print(f'{folder}: tokenizer {metas[last]["tokenizer"]}, vocabulary {metas[last]["vocab_size"]:,}')
-    for split, count in counts.items():
-        print(f'{split:>6} {count["tokens"]:14,} tokens  {count["documents"]:10,} documents  '
-              f'{count["bytes"] / count["tokens"]:.2f} bytes per token')
+    finish_dataset(folder, metas[last] | {'splits': counts, 'report': report})
 
 
 def first_row(file, source):

@@ -308,9 +308,13 @@ def test_scale_file_of_another_model_is_refused(out_dir, loaded):
 def test_scale_file_of_another_position_method_is_refused(tmp_path, loaded):
     model, info = loaded
     checkpoint.save_scale(tmp_path / 'scale.json', info, {64: scale_set(SCALES)}, 'head')
-    info['model_config']['position'] = 'rope'  # the same weights, read another way
-    with pytest.raises(ValueError, match='scale.json was tuned with position none, but .* Add --position=none'):
-        checkpoint.apply_scale(model, str(tmp_path / 'scale.json'), info)
+    for setting, other in ('rope_scaling', 'yarn:4'), ('position', 'rope'):  # the same weights, read another way
+        tuned = info['model_config'][setting]
+        info['model_config'][setting] = other
+        with pytest.raises(ValueError, match=f"scale.json was tuned with {setting} '{tuned}', but .* read with "
+                                             f"'{other}'. Add --{setting}={tuned}"):
+            checkpoint.apply_scale(model, str(tmp_path / 'scale.json'), info)
+        info['model_config'][setting] = tuned
 
 
 def test_scale_file_that_does_not_exist_is_refused(loaded):

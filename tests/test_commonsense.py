@@ -182,7 +182,7 @@ def test_mistakes_are_one_line(tiny_run, monkeypatch):
         assert 'pip install lm_eval' in mistake('commonsense', *run)
     tasks = pytest.importorskip('lm_eval.tasks')
 
-    assert 'limit 0' in mistake('commonsense', *run, '--limit=0')
+    assert 'limit is 0' in mistake('commonsense', *run, '--limit=0')
     monkeypatch.setattr(tasks, 'TaskManager', partial(tasks.TaskManager, include_defaults=False))
     assert 'pika' in (line := mistake('commonsense', *run, "--tasks=['pika']")) and 'Check the names' in line
     monkeypatch.setattr(tasks.TaskManager.func, 'load', Mock(side_effect=ConnectionError('no route')))

@@ -171,7 +171,7 @@ def test_typo_on_the_command_line_is_refused_with_the_nearest_setting(project):
         "the command line sets 'max-iters', which stage.py does not have. Did you mean 'max_iters'?")
 
 
-@pytest.mark.parametrize('name', ['_private', 'CONSTANT', 'after_the_first_def', 'json', 'main', 'a'])
+@pytest.mark.parametrize('name', ['_private', 'CONSTANT', 'json', 'main'])
 def test_globals_that_are_no_settings_cannot_be_set(project, name):
     assert f"sets '{name}', which stage.py does not have" in mistake(project, f'--{name}=1')
 

@@ -6,6 +6,7 @@ $ python -m pytest tests/test_corpus.py
 
 import argparse
 import json
+import math
 import typing
 from pathlib import Path
 
@@ -174,7 +175,8 @@ def test_pieces_of_a_long_document_have_the_tokens_of_the_whole(bpe):
             assert [token for piece, _ in pieces for token in encoding.encode_ordinary(piece)] == whole
             assert [last for _, last in pieces] == [False] * (len(pieces) - 1) + [True] and len(pieces) > 5
     assert ''.join(piece for piece, _ in cut(list('x' * 1001), 100)) == 'x' * 1001  # no place to cut at all
-    assert list(cut('', 100)) == list(cut(['', ''], 100)) == []
+    assert list(cut('', 100)) == list(cut(['', ''], 100)) == list(cut(['', ''], math.inf)) == []
+    assert list(cut(iter(parts), math.inf)) == [(text, True)]
 
 
 # ----------------------------------------------------------------------------- token files

@@ -28,7 +28,6 @@ from corpus import documents, get_tokenizer, open_tokens, tokenizer_from_state
 from data import hub
 
 ROOT = Path(__file__).resolve().parents[1]
-BINS = [f'{split}{kind}.bin' for split in ('train', 'val', 'test') for kind in ('', '_starts')]
 
 
 def command(name, *arguments):

@@ -39,8 +39,23 @@ def test_demo_runs_all_stages_and_reports_their_numbers(tmp_path):
     report = json.loads((tmp_path / 'report.json').read_text())
     assert report['windows'] == 6 and report['lengths'] == [128, 256, 512]
     assert list(report['methods']) == ['NoPE', 'uniform 256', 'uniform 512', 'head 256', 'head 512', 'RoPE']
-    nope = json.loads((tmp_path / 'nope/eval_ppl_position_demo_NoPE.json').read_text())
-    rope = json.loads((tmp_path / 'rope/eval_ppl_position_demo_RoPE.json').read_text())
+    uniform = json.loads((tmp_path / 'nope/scale_uniform.json').read_text())
+    best = dict(zip(uniform['lengths'], uniform['best_by_length']))
+    scales = {'NoPE': None, 'RoPE': None} | {f'uniform {T}': best[T] for T in (256, 512)} | {
+        f'head {T}': f'{tmp_path}/nope/scale_head_{5 * T // 4}.json' for T in (256, 512)}
+    found = {}
+    for name, method in report['methods'].items():
+        folder = tmp_path / ('rope' if name == 'RoPE' else 'nope')
+        found[name] = json.loads((folder / f"eval_ppl_position_demo_{name.replace(' ', '_')}.json").read_text())
+        assert found[name]['settings']['scale'] == scales[name]
+        assert found[name]['position_method'] == ('rope' if name == 'RoPE' else 'none')
+        assert {T: cell['loss'] for T, cell in method['at'].items()} == {
+            str(row['length']): row['loss'] for row in found[name]['rows']}
+    nope, rope = found['NoPE'], found['RoPE']
+    assert report['gap_to_rope_at_L'] == pytest.approx(nope['rows'][0]['loss'] - rope['rows'][0]['loss'])
+    curve = json.loads((tmp_path / 'nope/entropy_demo_NoPE.json').read_text())
+    for slope, low, high in ('entropy_slope_before_L', 64, 128), ('entropy_slope_past_L', 128, 256):
+        assert report[slope] == pytest.approx(demo.slope(curve['position'], curve['mean_entropy'], low, high))
     pair = next(p for p in report['paired_differences'] if (p['a'], p['b'], p['length']) == ('NoPE', 'RoPE', 512))
     rows = np.subtract(nope['loss_at_by_window']['512'], rope['loss_at_by_window']['512'])
     assert pair['difference'] == pytest.approx(rows.mean(), rel=1e-4)

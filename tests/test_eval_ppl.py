@@ -351,6 +351,8 @@ def test_two_ranks_measure_what_one_does(tiny_run, tmp_path):
     (['--protocol=last', '--last=0'], 'last is 0; it must be'),
     (['--n_samples=0'], 'n_samples is 0; it must be'),
     (['--protocol=position', "--table=[{'name':'a'}]"], 'one model at a time'),
+    (["--table=[{'name':'a'}]", '--scale=1.2'], 'a table has scale, position and rope_scaling in its rows'),
+    (["--table=[{'name':'a','init_from':'b','paper':'Mamba'}]"], 'the row Mamba of the paper, which has: RoPE, NoPE'),
     (['--scale=0'], 'scale is 0'),
 ], ids=str)
 def test_mistakes_are_one_line(tiny_run, tmp_path, arguments, message):

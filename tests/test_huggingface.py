@@ -18,6 +18,7 @@ from conftest import ROOT, files_at_most, mistake, random_model, stage
 import checkpoint
 import huggingface
 from corpus import get_tokenizer, tiktoken_encoding, tokenizer_from_state, tokenizer_state, train_bpe, write_corpus
+from generate import complete
 from model import ModelConfig, Transformer
 from position import ALiBi
 
@@ -327,6 +328,8 @@ def test_a_missing_optional_package_is_asked_for(tmp_path, monkeypatch):
             call(str(tmp_path))
     with pytest.raises(ValueError, match='pip install huggingface_hub'):
         huggingface.load_folder('hf:someone/nope')
+    with pytest.raises(ValueError, match='pip install safetensors$'):
+        huggingface.save_folder(random_model(), BYTES, tmp_path / 'out', torch.float32)
 
 
 def big_llama(folder):
@@ -507,8 +510,9 @@ FOREIGN = {
 }
 
 
-def foreign(folder, kind):
-    return stock(folder, transformers.AutoConfig.for_model(kind, vocab_size=260, eos_token_id=256, **FOREIGN[kind]))
+def foreign(folder, kind, **changes):
+    sizes = {'vocab_size': 260, 'eos_token_id': 256} | FOREIGN[kind] | changes
+    return stock(folder, transformers.AutoConfig.for_model(kind, **sizes))
 
 
 @pytest.mark.parametrize('kind', FOREIGN)
@@ -523,6 +527,16 @@ def test_other_models_run_behind_our_calls(tmp_path, kind):
     assert_same_model(model, theirs, 60)
     model.logits_per_chunk = 260 * 3  # losses in chunks of three tokens
     assert_same_model(model, theirs, 60)
+
+
+@pytest.mark.parametrize('kind', FOREIGN)
+def test_beam_search_over_other_models_is_that_of_transformers(tmp_path, kind):
+    theirs, prompt = foreign(tmp_path, kind, tie_word_embeddings=False), tokens(20)  # tied, they repeat one token
+    model = huggingface.load_foreign(str(tmp_path))[0]
+    expected = theirs.generate(prompt, num_beams=4, do_sample=False, max_new_tokens=12, eos_token_id=256,
+                               pad_token_id=256, attention_mask=torch.ones_like(prompt))[0, 20:].tolist()
+    found = complete(model, prompt.tolist(), 12, beams=4, eos=(256,))[0]
+    assert found == [token for token in expected if token != 256] and len(set(found)) > 1
 
 
 @pytest.mark.parametrize('kind', ['bloom', 'mpt'])

@@ -132,6 +132,12 @@ def test_run_killed_and_two_ranks_give_the_answers_of_one_unbroken_run(whole, ti
     stage('passkey', *arguments(tiny_run, tmp_path), ranks=2)
     assert json.loads((tmp_path / 'passkey.json').read_text())['answers'] == whole[1]['answers']
     assert sum(len(p.read_text().splitlines()) - 1 for p in tmp_path.glob('*.jsonl')) == 12  # none was done twice
+    # other places of a kill: in the first line, and inside a character
+    path.write_bytes(path.read_bytes()[:20])
+    other = next(tmp_path.glob('*.rank1.jsonl'))
+    other.write_bytes(other.read_bytes() + '{"item": 11, "answer": "ä'.encode()[:-1])
+    stage('passkey', *arguments(tiny_run, tmp_path))
+    assert json.loads((tmp_path / 'passkey.json').read_text())['answers'] == whole[1]['answers']
     message = mistake('passkey', *arguments(tiny_run, tmp_path, '--seed=1'))
     assert 'passkey.jsonl holds answers of other settings (seed). Remove it' in message
 

@@ -4,11 +4,11 @@ What every stage leans on: ranks that put rows back in order, devices and precis
 $ python -m pytest tests/test_runtime.py
 """
 
+import itertools
 import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -176,15 +176,9 @@ def test_compiling_switched_off_says_nothing(monkeypatch, capsys):
     assert capsys.readouterr() == ('', '')
 
 
-def test_ceiling_of_matrix_products_is_plausible():
-    measured = matmul_flops(ONE.device, ONE.dtype, size=256, seconds=0.1)
-    a = torch.randn(256, 256)
-    start = time.perf_counter()
-    for _ in range(200):
-        a @ a
-    average = 200 * 2 * 256 ** 3 / (time.perf_counter() - start)
-    assert 1e8 < measured < 1e14
-    assert average / 10 < measured < average * 100  # other processes may slow down either
+def test_ceiling_is_the_operations_of_a_matrix_product_over_its_time(monkeypatch):
+    monkeypatch.setattr(runtime.time, 'perf_counter', itertools.count().__next__)  # a second between any two looks
+    assert matmul_flops(ONE.device, ONE.dtype, size=64, seconds=10) == 2 * 64 ** 3
 
 
 # ----------------------------------------------------------------------------- progress and results

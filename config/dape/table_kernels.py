@@ -7,4 +7,4 @@ _names = {'kerple': 'Kerple', 'kerple_1x1': 'DAPE-Kerple', 'kerple_1x1_w64': 'DA
           'kerple_1x3': 'DAPE 1x3-Kerple', 'kerple_1x5': 'DAPE 1x5-Kerple', 'kerple_1x7': 'DAPE 1x7-Kerple',
           'kerple_1x3_w10': 'DAPE 1x3-Kerple, 10 channels', 'kerple_1x3_w21': 'DAPE 1x3-Kerple, 21 channels',
           'kerple_1x3_w64': 'DAPE 1x3-Kerple, 64 channels'}
-table = [{'name': name, 'init_from': f'out/dape/{run}/last.pt', 'paper': name} for run, name in _names.items()]
+table = [{'name': name, 'init_from': f'out/dape/{run}/last.pt'} for run, name in _names.items()]

@@ -11,4 +11,4 @@ _names = {'none': 'NoPE', 'rope': 'RoPE', 't5': 'T5 bias', 'alibi': 'ALiBi', 'ke
           'cope': 'CoPE', 'xl': 'Transformer-XL', 'none_1x1': 'DAPE-NoPE', 'none_1x3': 'DAPE 1x3-NoPE',
           'rope_1x1': 'DAPE-RoPE', 'rope_1x3': 'DAPE 1x3-RoPE', 'kerple_1x1': 'DAPE-Kerple',
           'kerple_1x3': 'DAPE 1x3-Kerple'}
-table = [{'name': name, 'paper': name, 'init_from': f'out/dape/{run}/last.pt'} for run, name in _names.items()]
+table = [{'name': name, 'init_from': f'out/dape/{run}/last.pt'} for run, name in _names.items()]

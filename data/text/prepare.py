@@ -79,7 +79,7 @@ def decode(data, path, offset):
 
 
 def text_pieces(path, begin=0.0, end=1.0):
-    """Yield the text of a file, or of a share of its lines, in pieces: no file has to fit into memory."""
+    """Yield the text of a file, or of a share of its lines, about 1 MiB at a time."""
     for offset, lines in read_lines(path, begin, end):
         yield decode(b''.join(lines), path, offset)
 
