@@ -24,3 +24,10 @@ for method in ntk dynamic_ntk; do  # one seed
         --init_from=out/vectors_demo/1337/rope/last.pt --out_dir=out/vectors_demo/1337/$method
 done
 python eval_ppl.py config/table_vectors_demo.py
+# attention's entropy in windows of 4L
+for seed in 1337 1338 1339; do
+    out=out/vectors_demo/$seed/none
+    entropy="python entropy.py --init_from=$out/last.pt --length=512 --n_samples=32 --out_dir=out/vectors_demo/entropy"
+    $entropy --label=${seed}_none
+    for tune in scale scale,out,norm; do $entropy --scale=$out/scale_head_512_$tune.json --label=${seed}_$tune; done
+done
