@@ -77,7 +77,8 @@ def load(source, position=None):
                          'Use another one: best.pt, or a kept step.') from error
     if missing:
         raise ValueError(f"{path} is not a checkpoint of this project: it lacks {', '.join(sorted(missing))}.")
-    return state
+    # an older one lacks the settings that came later
+    return state | {'model_config': dataclasses.asdict(ModelConfig(**state['model_config']))}
 
 
 def require_weights(model, weights, source):

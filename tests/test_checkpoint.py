@@ -305,6 +305,15 @@ def test_scale_file_of_another_model_is_refused(out_dir, loaded):
     assert torch.equal(model.head_scale, torch.ones(2, 4))
 
 
+def test_checkpoint_older_than_a_setting_has_its_default(tiny_run, tmp_path):
+    state = torch.load(tiny_run / 'last.pt', weights_only=True)
+    config = dict(state['model_config'])
+    for name in 'dape_kernel', 'rope_scaling':
+        del state['model_config'][name]
+    torch.save(state, tmp_path / 'old.pt')
+    assert checkpoint.load(tmp_path / 'old.pt')['model_config'] == config
+
+
 def test_scale_file_of_another_position_method_is_refused(tmp_path, loaded):
     model, info = loaded
     checkpoint.save_scale(tmp_path / 'scale.json', info, {64: scale_set(SCALES)}, 'head')
