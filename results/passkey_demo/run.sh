@@ -19,25 +19,28 @@ tune='python tune_scale.py --out_dir=out/passkey/nope --target_length=1024 --dat
     --max_iters=60 --n_samples=4 --tune=scale,out,norm'
 $tune --learning_rate=0.01 --gain_learning_rate=0.002 --norm_learning_rate=0.001 --label=long_vectors
 $tune --label=long_vectors_fast
-# as many tokens for every weight, of the NoPE model and of RoPE under YaRN
+# as many tokens for every weight, of the NoPE model and of RoPE under YaRN and PI
 train='python train.py --dataset=passkey_long --block_size=1024 --batch_size=8 --micro_batch_size=8 --weight_decay=0
     --warmup_iters=6 --max_iters=60 --min_lr=0 --log_interval=20 --eval_windows=16 --seed=42'
 for lr in 4e-4 1e-3; do
     $train --init_from=$nope/last.pt --learning_rate=$lr --out_dir=out/passkey/nope_full_$lr
 done
-for lr in 1e-3 2e-3; do
-    $train --init_from=out/passkey/rope/last.pt --rope_scaling=yarn --learning_rate=$lr --out_dir=out/passkey/rope_yarn_$lr
-done
+extend_rope() {
+    for method in yarn pi; do
+        for lr in 1e-3 2e-3; do
+            run=$1_${method}_$lr
+            test -f $run/last.pt || $train --init_from=$1/last.pt --rope_scaling=$method --learning_rate=$lr --out_dir=$run
+            python passkey.py --out_dir=$run $options
+        done
+    done
+}
 options='--max_length=2048 --n_lengths=8 --n_keys=5'
-python passkey.py --out_dir=out/passkey/rope $options
-python passkey.py --out_dir=$nope $options
-for run in nope_full_4e-4 nope_full_1e-3 rope_yarn_1e-3 rope_yarn_2e-3; do
-    python passkey.py --out_dir=out/passkey/$run $options
-done
+extend_rope out/passkey/rope
+for run in rope nope nope_full_4e-4 nope_full_1e-3; do python passkey.py --out_dir=out/passkey/$run $options; done
 for scale in 1.2 $nope/scale_head_1024{,_long,_long_lr0.01,_long_lr0.003,_long_vectors,_long_vectors_fast}.json; do
     python passkey.py --out_dir=$nope $options --scale=$scale
 done
-# two more seeds of the NoPE model, for what the table gives of three
+# two more seeds, for what the table gives of three
 for seed in 1338 1339; do
     nope=out/passkey/$seed/nope full=out/passkey/$seed/nope_full_1e-3
     test -f $nope/last.pt || python train.py config/passkey_nope.py --seed=$seed --out_dir=$nope
@@ -50,5 +53,8 @@ for seed in 1338 1339; do
     for scale in 1.2 $nope/scale_head_1024_long_{lr0.01,lr0.003,vectors_fast}.json; do
         python passkey.py --out_dir=$nope $options --scale=$scale
     done
-    python passkey.py --out_dir=$full $options
+    rope=out/passkey/$seed/rope
+    test -f $rope/last.pt || python train.py config/passkey_nope.py config/passkey_rope.py --seed=$seed --out_dir=$rope
+    extend_rope $rope
+    for run in $full $rope; do python passkey.py --out_dir=$run $options; done
 done
