@@ -16,7 +16,7 @@ import torch
 
 import checkpoint
 from configurator import configure, settings
-from runtime import new_figure, provenance, result_path, save_json, save_png, setup
+from runtime import method_name, new_figure, provenance, result_path, save_json, save_png, setup
 
 out_dir = 'out/demo/nope'    # the run to read; results go there too
 init_from = 'last'           # last or best (of out_dir), a checkpoint file, a Hugging Face folder, or hf:ORG/NAME
@@ -103,7 +103,7 @@ def draw(result, path):
             axis.grid(False)
             axis.set(xlabel='key', ylabel='query', title=f'{part}, {T} tokens' + f'\n{share:.1%} on first key' * shared)
         figure.colorbar(image, ax=column, location='bottom', label='share of a cell' if shared else 'mean of a cell')
-    method = result['position_method'].replace('none', 'NoPE').replace('rope', 'RoPE') + ' + DAPE' * ('dape' in parts)
+    method = method_name(result['position_method']) + ' + DAPE' * ('dape' in parts)
     figure.suptitle(f'{method} {result["label"]}'.strip() + f': layer {result["layer"]}, head {result["head"]}')
     save_png(figure, path)
 

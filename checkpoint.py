@@ -67,8 +67,8 @@ def load(source, position=None):
         return state | {'digest': weights_digest(state['model'])}
     path = Path(source)
     if not path.is_file():
-        raise ValueError(f'{path} does not exist. Train it first (python train.py --out_dir={path.parent}), '
-                         'or name a checkpoint with --init_from=.')
+        raise ValueError(f'{path} does not exist. Train that model first, by train.py with its config, or name another '
+                         'with --out_dir= or --init_from=.')
     try:
         state = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
         missing = {'model', 'model_config', 'tokenizer', 'digest', 'step'} - set(state)

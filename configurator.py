@@ -48,7 +48,7 @@ def run_config(name):
     """Execute a config file, found from the current folder or else from the project's. Returns {name: value}."""
     path = next((path for path in (Path(name), ROOT / name) if path.is_file()), None)
     if path is None:
-        raise FileNotFoundError(f'{name} is neither in {Path.cwd()} nor in {ROOT}. Check the name of the config file.')
+        raise FileNotFoundError(f'There is no {name} in {Path.cwd()} or in the project. Check the name.')
     try:
         return settings(runpy.run_path(str(path)))
     except Exception as error:
@@ -82,7 +82,7 @@ def configure(scope):
         elif argument.endswith('.py'):
             found += [(argument, name, [value]) for name, value in run_config(argument).items()]
         else:
-            raise ValueError(f"{stage.name} cannot use '{argument}'. It takes config/FILE.py and --key=value.")
+            raise ValueError(f"'{argument}' is neither config/FILE.py nor --key=value.")
     for where, name, values in found:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)

@@ -447,7 +447,7 @@ class Windows:
             n = len(source.tokens) // (block_size + 1)
             if n == 0:
                 raise ValueError(f'Split {split} of {name} has {len(source.tokens):,} tokens, less than a window of '
-                                 f'block_size {block_size:,} + 1. Lower block_size or prepare more text.')
+                                 f'{block_size:,} + 1. Choose a shorter one or prepare more text.')
             self.blocks.append(source.tokens[:n * (block_size + 1)].reshape(n, block_size + 1))
         exact = np.array(weights) / sum(weights) * SLOTS
         slots = np.floor(exact).astype(int)

@@ -33,9 +33,14 @@ LAST = 64  # "at T" is the mean loss of the last so many positions before T
 def run(stage, *arguments):
     """Run a stage as a user would, showing the command. Stops the demo with the stage's exit status if it fails."""
     print(f"\n$ python {' '.join([stage, *arguments])}", flush=True)
-    status = subprocess.run([sys.executable, str(ROOT / stage), *arguments]).returncode
-    if status:
-        sys.exit(status)
+    child = subprocess.Popen([sys.executable, str(ROOT / stage), *arguments])
+    try:
+        child.wait()
+    except KeyboardInterrupt:  # which the stage got, too: train.py saves first
+        child.wait()
+        raise
+    if child.returncode:
+        sys.exit(child.returncode)
 
 
 def read(path):

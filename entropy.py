@@ -16,7 +16,19 @@ import torch
 
 import checkpoint
 from configurator import at_least, configure, settings
-from runtime import bin_means, new_figure, provenance, read_json, result_path, running_mean, save_json, save_png, setup
+from runtime import (
+    bin_means,
+    mark_length,
+    method_name,
+    new_figure,
+    provenance,
+    read_json,
+    result_path,
+    running_mean,
+    save_json,
+    save_png,
+    setup,
+)
 
 out_dir = 'out/demo/nope'    # the run to read; results go there too
 init_from = 'last'           # last or best (of out_dir), a checkpoint file, a Hugging Face folder, or hf:ORG/NAME
@@ -69,8 +81,7 @@ def draw_mean(result, path):
     tuned = 'spearman' in result
     figure, axes = new_figure(1, 2 + tuned, width=5.2)
     for i, curve in enumerate([result, *result['compare']]):
-        method = {'none': 'NoPE', 'rope': 'RoPE'}.get(curve['position_method'], curve['position_method'])
-        name = f"{method} {curve['label']}".strip()
+        name = f"{method_name(curve['position_method'])} {curve['label']}".strip()
         axes[0].plot(running_mean(curve['position']), running_mean(curve['loss']), color=f'C{i}', label=name)
         axes[1].plot(curve['position'], curve['mean_entropy'], color=f'C{i}')
     axes[0].set(ylabel='loss (nats per token)', title='Loss')
@@ -84,7 +95,7 @@ def draw_mean(result, path):
         axis.set(xscale='log', xlabel='position i (tokens)', xlim=(L / 8, max(ticks)))
         axis.set_xticks(ticks, [str(T) for T in ticks])
         axis.minorticks_off()
-        axis.axvline(L, color='black', ls=':', lw=1)
+        mark_length(axis, L)
     if tuned:
         last = np.array(result['entropy'])[:, :, -1]
         for layer, (x, y) in enumerate(zip(result['head_scale'], last)):

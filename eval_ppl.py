@@ -25,7 +25,19 @@ import torch
 import checkpoint
 from configurator import at_least, configure, settings
 from corpus import documents, open_tokens
-from runtime import ROOT, Progress, bin_means, new_figure, provenance, result_path, save_json, save_png, setup
+from runtime import (
+    ROOT,
+    Progress,
+    bin_means,
+    mark_length,
+    method_name,
+    new_figure,
+    provenance,
+    result_path,
+    save_json,
+    save_png,
+    setup,
+)
 
 # what to read
 out_dir = 'out/demo/nope'    # the run to read; results go there too
@@ -239,9 +251,9 @@ def draw_table(result, path):
     highest = min(max(every), 20 * min(every))  # what explodes leaves the picture
     margin = min(1.1, (highest / min(every)) ** 0.1)
     axis.set_ylim(min(every) / margin, highest * margin)
-    axis.axvline(result['block_size'], color='black', ls=':', lw=1)
+    mark_length(axis, result['block_size'])
     figure.legend(*axis.get_legend_handles_labels(), loc='outside right center',
-                  title=f"perplexity at {result['lengths'][-1]}")
+                  title=f"perplexity at {result['lengths'][-1]}", handlelength=3.5)
     save_png(figure, path)
 
 
@@ -299,9 +311,8 @@ def draw(result, path):
     else:
         axis.plot(result['position'], result['loss'])
         axis.set(xlabel='position (tokens)', ylabel='loss (nats per token)')
-    axis.axvline(L, color='black', ls=':', lw=1)
-    axis.annotate(f' L = {L}', (L, 1), xycoords=('data', 'axes fraction'), va='top', fontsize=8)
-    axis.set_title(f"{result['position_method']} {result['label']}".strip())
+    mark_length(axis, L)
+    axis.set_title(f"{method_name(result['position_method'])} {result['label']}".strip())
     save_png(figure, path)
 
 

@@ -19,7 +19,7 @@ scale: float | str | None = None  # softmax scale: a number for all heads, or a 
 position: str | None = None       # read it with another position method than it says, such as none
 rope_scaling: str | None = None   # extension of RoPE, such as yarn:4
 target_length: int | None = None  # of a scale file with several sets: the length whose set to fold, in tokens
-folder = 'out/demo/hf'     # a new folder
+folder: str | None = None  # a new folder; None: out_dir/hf
 dtype = 'bfloat16'         # of the matrices written: bfloat16, float32, float16
 
 
@@ -41,11 +41,12 @@ def main():
         raise ValueError(f'target_length chooses a set of a scale file; --scale={scale} has none. Leave it out.')
     elif isinstance(scale, str):
         length, = checkpoint.read_scale_file(scale, info)[1]  # of its one set
-    huggingface.save_folder(folder, model, info['tokenizer'], DTYPES[dtype], length or 0)
-    print(f"{info['path']} ({model.n_params():,} parameters, position={model.config.position}) is now {folder}, in "
+    target = folder or f'{out_dir}/hf'
+    huggingface.save_folder(target, model, info['tokenizer'], DTYPES[dtype], length or 0)
+    print(f"{info['path']} ({model.n_params():,} parameters, position={model.config.position}) is now {target}, in "
           f'{dtype}. To load it:\n'
-          f'  model = transformers.AutoModelForCausalLM.from_pretrained({folder!r})\n'
-          f'  tokenizer = transformers.AutoTokenizer.from_pretrained({folder!r})')
+          f'  model = transformers.AutoModelForCausalLM.from_pretrained({target!r})\n'
+          f'  tokenizer = transformers.AutoTokenizer.from_pretrained({target!r})')
 
 
 if __name__ == '__main__':

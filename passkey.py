@@ -19,7 +19,7 @@ import checkpoint
 from configurator import at_least, configure, settings
 from corpus import start_token, tokenizer_from_state
 from generate import complete
-from runtime import Answers, new_figure, provenance, result_path, save_json, save_png, setup
+from runtime import Answers, method_name, new_figure, provenance, result_path, save_json, save_png, setup
 
 # what to read
 out_dir = 'out/demo/nope'    # the run to read; results go there too
@@ -123,9 +123,9 @@ def draw(result, path):
             axis.axvline(where, color='black', ls=style, lw=1.5)
             axis.annotate(f'{name} = {T}', (where, 1), xycoords=('data', 'axes fraction'), xytext=(3, 3),
                           textcoords='offset points', fontsize=8)
-    name = {'none': 'NoPE', 'rope': 'RoPE'}.get(result['position_method'], result['position_method'])
-    name = f"{name} {result['label']}".strip()
-    axis.set_title(f"{name}: {result['accuracy_inside']:.0%} up to {result['window']} tokens", pad=16)
+    name = f"{method_name(result['position_method'])} {result['label']}".strip()
+    inside = result['accuracy_inside']
+    axis.set_title(name + (f": {inside:.0%} up to {result['window']} tokens" if inside is not None else ''), pad=16)
     figure.colorbar(image, ax=axis, label='accuracy')
     save_png(figure, path)
 
@@ -165,13 +165,14 @@ def main():
         inside = [row['correct'] for row in rows if row['length'] <= reach]
         result = {'stage': 'passkey', 'label': name, 'position_method': model.config.position, 'block_size': L,
                   'window': reach, 'lengths': lengths, 'n_depths': n_depths, 'accuracy': accuracy,
-                  'accuracy_inside': float(np.mean(inside)) if inside else 0.0, 'accuracy_of_all': accuracy.mean(),
+                  'accuracy_inside': float(np.mean(inside)) if inside else None, 'accuracy_of_all': accuracy.mean(),
                   'checkpoint': info['path'], 'weights_digest': info['digest'], 'scale': scale,
                   'answers': {'columns': list(rows[0]), 'rows': [list(row.values()) for row in rows]}}
         print('  length   accuracy')
         for length, row in zip(lengths, accuracy):
             print(f'{length:8d} {row.mean():10.0%}')
-        print(f"up to {reach} tokens {result['accuracy_inside']:.1%}, of all {result['accuracy_of_all']:.1%}")
+        up_to = f"up to {reach} tokens {result['accuracy_inside']:.1%}, " if inside else ''
+        print(f"{up_to}of all {result['accuracy_of_all']:.1%}")
         result |= provenance(settings(globals()), runtime, time.perf_counter() - began)
         draw(save_json(f'{stem}.json', result), f'{stem}.png')
         print(f'wrote {stem}.json and .png')

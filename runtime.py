@@ -419,6 +419,17 @@ def new_figure(rows=1, columns=1, width=6.4, height=4.0):
     return plt.subplots(rows, columns, figsize=(width * columns, height * rows), layout='constrained')
 
 
+def mark_length(axis, L):
+    """A dotted line at the training length."""
+    axis.axvline(L, color='black', ls=':', lw=1)
+    axis.annotate(f' L = {L}', (L, 1), xycoords=('data', 'axes fraction'), va='top', fontsize=8)
+
+
+def method_name(position):
+    """How pictures call a position method."""
+    return {'none': 'NoPE', 'rope': 'RoPE', 'alibi': 'ALiBi', 'kerple': 'Kerple'}.get(position, position)
+
+
 def save_png(figure, path):
     """Write a matplotlib figure, whole or not at all, and close it."""
     import matplotlib.pyplot as plt

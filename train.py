@@ -14,7 +14,9 @@ Writes out_dir/last.pt, best.pt, step_N.pt, config.json, log.jsonl, loss.png
 
 import json
 import math
+import os
 import signal
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -102,14 +104,14 @@ def rank_batch(windows, step, batch_size, runtime):
 def draw_loss(log_path, png_path):
     """Training and validation loss against tokens, from log.jsonl alone."""
     rows = [json.loads(line) for line in Path(log_path).read_text().splitlines()]
-    train = [(r['tokens'], r['loss']) for r in rows if 'loss' in r]
-    val = [(r['tokens'], r['val_loss']) for r in rows if 'val_loss' in r]
+    train = [(r['tokens'] / 1e6, r['loss']) for r in rows if 'loss' in r]
+    val = [(r['tokens'] / 1e6, r['val_loss']) for r in rows if 'val_loss' in r]
     figure, axis = new_figure()
     if train:
         axis.plot(*zip(*train), color='#b0c4de', lw=0.8, label='training, each step')
     if val:
         axis.plot(*zip(*val), color='#1f4e9c', marker='o', ms=3, label='validation')
-    axis.set(xlabel='tokens read', ylabel='loss (nats per token)', title='Loss')
+    axis.set(xlabel='tokens read (millions)', ylabel='loss (nats per token)', title='Loss')
     axis.legend()
     save_png(figure, png_path)
 
@@ -118,6 +120,9 @@ def check_settings(runtime):
     """Everything that can be refused before work starts."""
     at_least(1, globals(), 'batch_size', 'micro_batch_size', 'max_iters', 'eval_interval', 'log_interval',
              'eval_windows', 'block_size')
+    at_least(0, globals(), 'learning_rate', 'min_lr', 'warmup_iters', 'weight_decay', 'beta1', 'beta2', 'grad_clip')
+    if max(beta1, beta2) >= 1:
+        raise ValueError(f'beta1 is {beta1} and beta2 {beta2}; both must be below 1.')
     if init_from != 'resume' and Path(out_dir, 'last.pt').exists():
         raise ValueError(f'{out_dir} already holds a run (last.pt). Go on with --init_from=resume, choose another '
                          '--out_dir=, or remove it.')
@@ -245,8 +250,14 @@ def main():
                   f'{runtime.dtype}; steps {step} to {max_iters} of {tokens_per_step:,} tokens into {out_dir}')
 
     stop_signal = []  # filled by SIGTERM or Ctrl-C: finish the step, save, stop
+
+    def on_signal(number, frame):
+        stop_signal.append(signal.Signals(number).name)
+        signal.signal(number, signal.SIG_DFL)
+        os.write(2, b'\nfinishing this step, then saving; once more stops at once\n')  # print() is not safe here
+
     for name in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(name, lambda number, frame: stop_signal.append(signal.Signals(number).name))
+        signal.signal(name, on_signal)
 
     def write_log(**row):
         if runtime.is_main:
@@ -348,9 +359,11 @@ def main():
             runtime.print(f'{stopping[0]}: saved step {step}; go on with --init_from=resume')
             break
 
-    if runtime.is_main:
+    if runtime.is_main and step == max_iters:  # so where it stands the run is whole
         draw_loss(log_path, Path(out_dir, 'loss.png'))
     runtime.close()
+    if step < max_iters:  # as of a process that the signal ended: a script does not go on
+        sys.exit(128 + signal.Signals[stopping[0]])
 
 
 if __name__ == '__main__':

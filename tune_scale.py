@@ -160,9 +160,10 @@ def draw_uniform(result, path):
     for axis in axes[:2]:
         axis.legend(title=r'scale ($1/\sqrt{d}$)', ncols=2)
     for rank, (name, search) in enumerate(searches.items()):
+        sign = '-' if search['fit_a'] < 0 else '+'
         axes[2].plot(position, search['best_by_position'], '.', ms=3, color=f'C{rank}', label=f'{name}: best scale')
         axes[2].plot(position[beyond], 1 + search['fit_a'] * ln_s, color=f'C{rank}',
-                     label=f"1 + {search['fit_a']:.3f} ln s,  R² = {search['fit_r2'] or math.nan:.3f}")
+                     label=f"1 {sign} {abs(search['fit_a']):.3f} ln s,  R² = {search['fit_r2'] or math.nan:.3f}")
     axes[2].plot(position[beyond], (1 + 0.1 * ln_s) ** 2, color='grey', ls='--', label='YaRN: (1 + 0.1 ln s)²')
     axes[2].set(ylabel=r'best scale ($1/\sqrt{d}$)', title='Best scale per position, s = i / L (Figure 7)')
     axes[2].legend()
@@ -291,7 +292,7 @@ def main():
     model, info = checkpoint.load_model(init_from, out_dir, *reading)
     _ = model.head_scale  # a model that is read through transformers has none, and says so
     L, data_name = model.config.block_size, checkpoint.dataset_of(info, dataset)
-    goals = sorted(target_lengths) if method == 'head' else []
+    goals = sorted(set(target_lengths)) if method == 'head' else []
     target = goals[-1] if goals else target_length or (8 if method == 'uniform' else 4) * L
     shortest = goals[0] if goals else target
     if shortest < L or shortest == L and (goals or method == 'uniform'):  # both need positions beyond L
@@ -299,7 +300,8 @@ def main():
                          'longer one.')
     if method not in ('uniform', 'head'):
         raise ValueError(f"method is '{method}'. Choose uniform or head.")
-    at_least(1, globals(), 'batch_size', 'micro_batch_size', 'max_iters', 'n_samples', 'last')
+    at_least(1, globals(), 'batch_size', 'micro_batch_size', 'max_iters', 'n_samples', 'last', 'target_length')
+    at_least(0, globals(), 'learning_rate', 'gain_learning_rate', 'norm_learning_rate', 'warmup_iters', 'grad_clip')
     if method == 'head' and batch_size % runtime.world_size:
         raise ValueError(f'batch_size {batch_size} must be a multiple of the {runtime.world_size} ranks.')
     val = checkpoint.open_windows(info, dataset, 'val', target)
@@ -346,9 +348,10 @@ def main():
             losses += tune_vectors(model, Windows(data_name, 'train', length, seed), runtime)
             sets[length] = {name: p.clone() for name, p in tuned.items()}
         scales, measured = model.head_scale, {}
-        for name, vectors in (('as loaded', base), (f'uniform {begin:.2f}', start), ('head scale', sets[target])):
+        tuned_name = 'head scale' if tune == 'scale' else tune.replace(',', ', ')
+        for name, vectors in (('as loaded', base), (f'uniform {begin:.2f}', start), (tuned_name, sets[target])):
             model.load_state_dict(vectors, strict=False)
-            model.sets = {L: base} | sets if goals and name == 'head scale' else {}
+            model.sets = {L: base} | sets if goals and name == tuned_name else {}
             loss, entropy, last_entropy = curves(model, val, n_samples, batch_tokens, runtime)
             where, loss = bin_means(loss, L // 16)
             measured[name] = {'loss': loss, 'entropy': bin_means(entropy, L // 16)[1]}

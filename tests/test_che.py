@@ -275,6 +275,7 @@ def test_mistakes_are_met_before_work_in_one_line(run, tmp_path):
     assert 'test_length is 6; it must be at least 7' in refused('--test_length=6')
     assert 'seed is -1; it must be at least 0' in refused('--seed=-1')
     assert 'n_test is 0; it must be at least 1' in refused('--n_test=0')
+    assert 'learning_rate is -1.0; it must be' in refused('--learning_rate=-1')
     (tmp_path / 'other.json').write_text('{"stage": "entropy"}')
     (tmp_path / 'damaged.json').write_bytes(b'{"stage": \xff')
     for other in ('other', 'damaged'):

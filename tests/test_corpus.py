@@ -351,7 +351,7 @@ def test_mixtures_that_cannot_work_are_refused(tmp_path, bpe):
     for weight in ('x', '-1', '0', 'nan'):
         with pytest.raises(ValueError, match='NAME:WEIGHT'):
             Windows(f'{a}:1,{a}:{weight}', 'train', 3)
-    with pytest.raises(ValueError, match='train of .*a has 202 tokens.*block_size 202'):
+    with pytest.raises(ValueError, match='train of .*a has 202 tokens.*window of 202 '):
         Windows(a, 'train', 202)
     assert len(Windows(a, 'train', 201).fixed(5)) == 1  # 202 tokens are one window of 201 predictions
 

@@ -6,11 +6,17 @@ $ python -m pytest tests/test_demo.py
 
 import json
 import math
+import os
+import signal
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
-from conftest import stage
+from conftest import ROOT, stage
 
+import checkpoint
 import demo
 
 
@@ -30,6 +36,22 @@ def test_slope_of_entropy_is_per_e_fold_of_context():
 def test_smoothed_curve_is_the_mean_of_the_values_before():
     values = [4.0, 2.0, 6.0, 1.0, 3.0]
     assert demo.smooth(values, 3).tolist() == pytest.approx([4, 3, 4, 3, 10 / 3])
+
+
+@pytest.mark.skipif(sys.platform == 'win32', reason='signals differ')
+def test_ctrl_c_leaves_what_was_trained(tmp_path):
+    command = [sys.executable, str(ROOT / 'demo.py'), f'--out_dir={tmp_path}',
+               "--train_args=['--compile=False', '--n_layer=1', '--n_embd=32', '--n_hidden=48', '--log_interval=1']"]
+    pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
+    process = subprocess.Popen(command, start_new_session=True, **pipes)
+    log = tmp_path / 'nope/log.jsonl'
+    while not log.exists() or len(log.read_text().splitlines()) < 20:
+        assert process.poll() is None, 'ended too early'
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the demo and to its stage
+    out, err = process.communicate(timeout=60)
+    step = checkpoint.load(tmp_path / 'nope/last.pt')['step']
+    assert process.returncode and step >= 20 and f'SIGINT: saved step {step}' in out and 'demo.py: interrupted' in err
 
 
 def test_demo_runs_all_stages_and_reports_their_numbers(tmp_path):

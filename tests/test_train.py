@@ -301,7 +301,9 @@ def test_run_stopped_by_a_signal_saves_and_then_equals_unbroken_run(runs, name):
     os.kill(process.pid, signal.Signals[name])
     status, out, err = runs.finish(name, process)
     step = checkpoint.load(out_dir / 'last.pt')['step']
-    assert (status, err) == (0, '') and f'{name}: saved step {step}' in out and 4 < step < 150
+    assert status == 128 + signal.Signals[name] and f'{name}: saved step {step}' in out and 4 < step < 150
+    assert err.strip() == 'finishing this step, then saving; once more stops at once'
+    assert not (out_dir / 'loss.png').exists()
     assert list(log_rows(out_dir)) == list(range(1, step + 1))
     runs.train(name, init_from='resume', **settings)
     assert_same_to_the_last_bit(runs.folder / 'not_stopped', out_dir)
@@ -643,11 +645,14 @@ def test_checkpoint_cut_short_is_refused(runs, plain, keep):
     (dict(position='sinusoidal'), "position is 'sinusoidal'"),
     (dict(n_head=5), 'n_embd 32 over n_head 5'),
     (dict(n_kv_head=3), 'n_kv_head 3'),
-    (dict(block_size=10 ** 6), 'less than a window of block_size 1,000,000'),
+    (dict(block_size=10 ** 6), 'less than a window of 1,000,000'),
     (dict(dtype='floaty'), "dtype is 'floaty'"),
     (dict(device='gpu'), "device is 'gpu'"),
     (dict(micro_batch_size=0), 'micro_batch_size'),
     (dict(max_iters=0), 'max_iters is 0'),
+    (dict(learning_rate=-1), 'learning_rate is -1.0; it must be at least 0'),
+    (dict(grad_clip=-1), 'grad_clip is -1.0; it must be'),
+    (dict(beta2=1), 'beta1 is 0.9 and beta2 1.0; both must be below 1'),
     (dict(eval_interval=0), 'eval_interval'),
     (dict(log_interval=0), 'log_interval'),
     (dict(eval_windows=0), 'eval_windows'),

@@ -397,6 +397,8 @@ def test_compared_checkpoint_of_the_same_step_does_not_replace_the_first(tuned, 
     (['--method=uniform', '--target_length=32'], 'target_length is 32 but'),  # no position lies beyond L
     (['--method=layer'], "method is 'layer'"),
     (['--method=uniform', '--last=0'], 'last is 0; it must be'),
+    (['--target_length=0'], 'target_length is 0; it must be'),
+    (['--learning_rate=-1'], 'learning_rate is -1.0; it must be'),
     (['--method=uniform', '--candidate_range=[0.0,1.0,0.1]'], 'candidate_range'),
     (['--method=uniform', '--candidate_range=[2.0,1.0,0.1]'], 'candidate_range'),
     (['--method=uniform', '--candidate_range=[1.0,2.0,0.0]'], 'candidate_range'),

@@ -23,7 +23,7 @@ out_dir = ''           # where the token files go; '' for data/books
 
 
 def faulty_books(folder, books):
-    """Print a line for each book that is missing or another than the manifest says. Returns their number."""
+    """How many books are missing or others than the manifest says; prints a line for each of the first three."""
     n_faulty = 0
     for book in books:
         path = folder / book['file']
@@ -33,8 +33,9 @@ def faulty_books(folder, books):
             fault = f'differs: {path.stat().st_size:,} bytes, in the manifest {book["bytes"]:,}, or another sha256'
         else:
             continue
-        print(f'{book["file"]} {fault}')
         n_faulty += 1
+        if n_faulty <= 3:
+            print(f'{book["file"]} {fault}')
     return n_faulty
 
 
@@ -45,7 +46,8 @@ def main():
     books = json.loads(listing.read_text(encoding='utf-8'))
     n_faulty = faulty_books(folder, books)
     if n_faulty:
-        raise ValueError(f'{n_faulty} of {len(books)} books in {folder} are missing or changed. Nothing was written.')
+        raise ValueError(f'{n_faulty} of {len(books)} books in {folder} are missing or changed. Nothing was '
+                         'written. Other books: python data/text/prepare.py FOLDER --name=books')
 
     def texts(split):  # a book at a time
         return ((folder / book['file']).read_bytes().decode() for book in books if book['split'] == split)

@@ -1,15 +1,16 @@
 # What results/extension_demo shows, after `make demo`. Run it from the project's root.
 # Head scales, PI and YaRN read the same number of tokens: 120 steps of 8 windows of T.
 set -e
+test -f out/demo/nope/loss.png && test -f out/demo/rope/loss.png || { echo 'First: make demo'; exit 1; }
 for method in alibi logn; do
-    test -f out/demo/$method/last.pt || python train.py config/demo_$method.py
+    test -f out/demo/$method/loss.png || python train.py config/demo_$method.py
 done
 python tune_scale.py --method=uniform --n_samples=32
 python tune_scale.py --method=uniform --n_samples=32 --out_dir=out/demo/rope --candidate_range=[0.8,1.4,0.1]
 for T in 256 512 1024; do
     python tune_scale.py --target_length=$T --max_iters=120
     for method in pi yarn; do
-        test -f out/demo/${method}_$T/last.pt || \
+        test -f out/demo/${method}_$T/loss.png || \
             python train.py config/finetune_demo.py config/$method.py --block_size=$T --out_dir=out/demo/${method}_$T
     done
 done

@@ -5,8 +5,8 @@ python data/stdlib/prepare.py --tokenizer=bpe:1024 --out_dir=data/stdlib_bpe
 python data/passkey/prepare.py
 python data/passkey/prepare.py --min_length=700 --max_length=1000 --n_documents=2500 --seed=2 --out_dir=data/passkey_long
 nope=out/passkey/nope
-test -f $nope/last.pt || python train.py config/passkey_nope.py
-test -f out/passkey/rope/last.pt || python train.py config/passkey_nope.py config/passkey_rope.py
+test -f $nope/loss.png || python train.py config/passkey_nope.py
+test -f out/passkey/rope/loss.png || python train.py config/passkey_nope.py config/passkey_rope.py
 python tune_scale.py --out_dir=$nope --method=uniform --target_length=2048 --n_samples=16 --candidate_range=[1.0,2.0,0.2]
 python tune_scale.py --out_dir=$nope --target_length=1024 --max_iters=100 --n_samples=16
 python tune_scale.py --out_dir=$nope --target_length=1024 --dataset=passkey_long --init_scale=1.2 --learning_rate=0.05 \
@@ -29,7 +29,7 @@ extend_rope() {
     for method in yarn pi; do
         for lr in 1e-3 2e-3; do
             run=$1_${method}_$lr
-            test -f $run/last.pt || $train --init_from=$1/last.pt --rope_scaling=$method --learning_rate=$lr --out_dir=$run
+            test -f $run/loss.png || $train --init_from=$1/last.pt --rope_scaling=$method --learning_rate=$lr --out_dir=$run
             python passkey.py --out_dir=$run $options
         done
     done
@@ -43,18 +43,18 @@ done
 # two more seeds, for what the table gives of three
 for seed in 1338 1339; do
     nope=out/passkey/$seed/nope full=out/passkey/$seed/nope_full_1e-3
-    test -f $nope/last.pt || python train.py config/passkey_nope.py --seed=$seed --out_dir=$nope
+    test -f $nope/loss.png || python train.py config/passkey_nope.py --seed=$seed --out_dir=$nope
     tune="python tune_scale.py --out_dir=$nope --target_length=1024 --dataset=passkey_long --init_scale=1.2 --max_iters=60
         --n_samples=4"
     for lr in 0.01 0.003; do $tune --learning_rate=$lr --label=long_lr$lr; done
     $tune --tune=scale,out,norm --label=long_vectors_fast
-    test -f $full/last.pt || $train --init_from=$nope/last.pt --learning_rate=1e-3 --out_dir=$full
+    test -f $full/loss.png || $train --init_from=$nope/last.pt --learning_rate=1e-3 --out_dir=$full
     python passkey.py --out_dir=$nope $options
     for scale in 1.2 $nope/scale_head_1024_long_{lr0.01,lr0.003,vectors_fast}.json; do
         python passkey.py --out_dir=$nope $options --scale=$scale
     done
     rope=out/passkey/$seed/rope
-    test -f $rope/last.pt || python train.py config/passkey_nope.py config/passkey_rope.py --seed=$seed --out_dir=$rope
+    test -f $rope/loss.png || python train.py config/passkey_nope.py config/passkey_rope.py --seed=$seed --out_dir=$rope
     extend_rope $rope
     for run in $full $rope; do python passkey.py --out_dir=$run $options; done
 done
