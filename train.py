@@ -254,7 +254,8 @@ def main():
     def on_signal(number, frame):
         stop_signal.append(signal.Signals(number).name)
         signal.signal(number, signal.SIG_DFL)
-        os.write(2, b'\nfinishing this step, then saving; once more stops at once\n')  # print() is not safe here
+        if runtime.is_main:
+            os.write(2, b'\nfinishing this step, then saving; once more stops at once\n')  # print() is not safe here
 
     for name in (signal.SIGTERM, signal.SIGINT):
         signal.signal(name, on_signal)
@@ -359,7 +360,7 @@ def main():
             runtime.print(f'{stopping[0]}: saved step {step}; go on with --init_from=resume')
             break
 
-    if runtime.is_main and step == max_iters:  # so where it stands the run is whole
+    if runtime.is_main and step >= max_iters:  # so where it stands the run is whole
         draw_loss(log_path, Path(out_dir, 'loss.png'))
     runtime.close()
     if step < max_iters:  # as of a process that the signal ended: a script does not go on
