@@ -313,10 +313,11 @@ def draw(result, path):
         axis.plot(result['lengths'], np.multiply(row['accuracy'], 100), color='#1f4e9c', lw=1)
         axis.axhline(100 * row['chance'], color='#999999', ls='--', lw=1)
         axis.axvline(result['train_length'], color='black', ls=':', lw=1)
-        axis.set(title=f"{task.replace('_', ' ')}: {row['outside']:.1%} past {result['train_length']}", ylim=(-3, 103))
+        axis.set(title=f"{task.replace('_', ' ')}: {row['outside']:.1%} past {result['train_length']}", ylim=(-3, 103),
+                 xlabel='length of the input (symbols)', ylabel='accuracy (%)')
     for axis in np.ravel(axes)[len(result['tasks']):]:
         axis.set_visible(False)
-    figure.suptitle(f"{result['method']}: accuracy (%) by length of the input (symbols); dashed: chance", fontsize=11)
+    figure.suptitle(f"{result['method']}; dashed: chance", fontsize=11)
     save_png(figure, path)
 
 

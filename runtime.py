@@ -234,11 +234,12 @@ def load_sharded(optimizer, state):
     weights = [p for group in optimizer.param_groups for p in group['params']]
     for i, moments in state['state'].items():
         p = weights[i]
-        moments.update({name: x.clone() for name, x in moments.items()})  # or the file, which is mapped, stays in use
-        if hasattr(p, 'device_mesh'):
-            from torch.distributed.tensor import distribute_tensor
-            moments.update({name: distribute_tensor(x.to(p.device), p.device_mesh, p.placements)
-                            for name, x in moments.items() if x.shape == p.shape})
+        for name, x in moments.items():
+            if hasattr(p, 'device_mesh') and x.shape == p.shape:
+                from torch.distributed.tensor import distribute_tensor
+                moments[name] = distribute_tensor(x.to(p.device), p.device_mesh, p.placements)
+            else:
+                moments[name] = x.clone()  # or the file, which is mapped, stays in use
     optimizer.load_state_dict(state | {'param_groups': optimizer.state_dict()['param_groups']})
 
 

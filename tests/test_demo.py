@@ -38,7 +38,6 @@ def test_smoothed_curve_is_the_mean_of_the_values_before():
     assert demo.smooth(values, 3).tolist() == pytest.approx([4, 3, 4, 3, 10 / 3])
 
 
-@pytest.mark.skipif(sys.platform == 'win32', reason='signals differ')
 def test_ctrl_c_leaves_what_was_trained(tmp_path):
     command = [sys.executable, str(ROOT / 'demo.py'), f'--out_dir={tmp_path}',
                "--train_args=['--compile=False', '--n_layer=1', '--n_embd=32', '--n_hidden=48', '--log_interval=1']"]
