@@ -21,11 +21,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch.func import functional_call
 
 from checkpoint import cast_matrices
 from configurator import at_least, configure, run_config, settings
 from generate import by_column
-from model import Attention, ModelConfig, Transformer
+from model import Attention, ModelConfig, Transformer, matrices
 from runtime import ROOT, compiled, matmul_flops, optional, provenance, save_json, setup, synchronize
 
 tasks = ['train', 'scale', 'eval', 'entropy', 'prefill', 'decode']
@@ -188,7 +189,11 @@ def our_step(model, T, runtime, B=None):
     """A training step on random tokens, of all parameters of `model` that want gradients."""
     x, y = torch.randint(vocab_size, (2, B or batch_size, T), device=runtime.device)
     forward = compiled(model, runtime, compile)
-    return training_step([p for p in model.parameters() if p.requires_grad], lambda: forward(x, y).mean(), runtime)
+
+    def loss():
+        half = {name: p.to(runtime.dtype) for name, p in matrices(forward).items()}
+        return functional_call(forward, half, (x, y)).mean()
+    return training_step([p for p in model.parameters() if p.requires_grad], loss, runtime)
 
 
 def our_forward(model, T, runtime):

@@ -17,7 +17,7 @@ import torch
 
 import huggingface
 from corpus import Windows, tokenizer_digest
-from model import ModelConfig, Transformer
+from model import ModelConfig, Transformer, matrices
 from runtime import save_json, whole_file
 
 
@@ -92,11 +92,8 @@ def require_weights(model, weights, source):
 
 def cast_matrices(model, dtype):
     """Cast the matrices of a frozen model to the type of its activations, once, where autocast would at every use."""
-    for block in model.blocks:
-        for part in (block.attn.qkv, block.attn.out, block.mlp):
-            part.to(dtype)
-    if not model.config.tied:  # embeddings stay float32, where the sum over layers starts
-        model.head.to(dtype)
+    for p in matrices(model).values():
+        p.data = p.data.to(dtype)
     return model
 
 

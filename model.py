@@ -220,16 +220,20 @@ def matrix_attention(q, k, v, mask):
     """
     (B, H, T, D), (n_kv_head, S) = q.shape, k.shape[1:3]
     if mask is None:  # 128 query rows at a time, each time without the keys after the last of them
-        y, i = [], torch.arange(T)
+        y, i = [], torch.arange(T, dtype=torch.int32)
         for start in range(0, T, 128):
             end = min(start + 128, T)
             seen = i[:end] <= i[start:end, None]
             y.append(matrix_attention(q[:, :, start:end], k[:, :, :end], v[:, :, :end], seen))
         return torch.cat(y, dim=2)
     scores = q.reshape(B, n_kv_head, -1, D) @ k.transpose(-1, -2)  # the queries that share a key, one under the other
-    scores = scores.view(B, H, T, S).to(torch.promote_types(q.dtype, torch.float32)) / math.sqrt(D)
-    scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-    return (scores.softmax(-1).to(v.dtype).view(B, n_kv_head, -1, S) @ v).view(B, H, T, D)
+    scores = scores.view(B, H, T, S).to(torch.promote_types(q.dtype, torch.float32)) * (1 / math.sqrt(D))
+    if mask.dtype == torch.bool:  # to add -inf, unlike to fill it in, leaves backward nothing to do
+        mask = torch.zeros(mask.shape, device=q.device).masked_fill(~mask, -math.inf)
+    scores = scores + mask
+    e = (scores - scores.detach().amax(-1, keepdim=True)).exp().to(v.dtype)
+    y = (e.view(B, n_kv_head, -1, S) @ v).view(B, H, T, D)
+    return (y / e.sum(-1, keepdim=True, dtype=scores.dtype)).to(v.dtype)
 
 
 # each: q, k (B, H, T, D) float32 -> sum_j a_ij k_j, (B, H, T, D), and ln sum_j exp(s_ij), (B, H, T)
@@ -267,6 +271,15 @@ class Block(nn.Module):
     def forward(self, x, query_key, i, j, cache=None, layer=None, last=0, entropy=None):
         x = x[:, -last:] + self.attn(self.attn_norm(x), query_key, i, j, cache, layer, last, entropy)
         return x + self.mlp(self.mlp_norm(x))
+
+
+def matrices(model):
+    """
+    {name: weight} of those that half precision multiplies with, of a model that may be wrapped. All else stays float32,
+    the embedding too, where the sum over layers starts, and with it an output that is tied to it.
+    """
+    names = 'qkv.weight', 'out.weight', 'gate_up.weight', 'head.weight'
+    return {name: p for name, p in model.named_parameters() if name.endswith(names)}
 
 
 class KVCache:
@@ -421,11 +434,13 @@ class Transformer(nn.Module):
         def chunk_losses(x, targets):
             return F.cross_entropy(self.head(x).float(), targets, reduction='none')
 
+        if torch.compiler.is_compiling() and torch.is_autocast_enabled(x.device.type):
+            logits = self.head(x).float()
+            at_target = torch.arange(logits.shape[-1], dtype=torch.int32, device=x.device) == targets[..., None].int()
+            return logits.logsumexp(-1) - logits.where(at_target, 0).sum(-1)
         rows = max(1, self.logits_per_chunk // self.config.vocab_size)
         chunks = list(zip(x.flatten(0, 1).split(rows), targets.flatten().split(rows)))
-        # compiled in half precision the logits are kept as such, and float32 is only in registers: no need to save
-        half = torch.compiler.is_compiling() and torch.is_autocast_enabled(x.device.type)
-        if len(chunks) > 1 and torch.is_grad_enabled() and not half:  # backward computes each chunk's logits again
+        if len(chunks) > 1 and torch.is_grad_enabled():  # backward computes each chunk's logits again
             losses = [checkpoint(chunk_losses, *chunk, use_reentrant=False) for chunk in chunks]
         else:
             losses = [chunk_losses(*chunk) for chunk in chunks]

@@ -52,7 +52,7 @@ def rope_frequencies(D, base, scaling, L, total, device='cpu'):
         base = base * s ** (D / (D - 2))
     if kind == 'dynamic_ntk':
         base = base * max(1.0, s * total / L - (s - 1)) ** (D / (D - 2))
-    frequency = base ** (-torch.arange(0, D, 2, dtype=torch.float64, device=device) / D)
+    frequency = torch.exp(-math.log(base) / D * torch.arange(0, D, 2, dtype=torch.float64, device=device))
     if kind == 'pi':
         frequency = frequency / s
     if kind == 'yarn':

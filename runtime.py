@@ -153,6 +153,7 @@ def setup(device='auto', dtype='auto', seed=1337):
         keep_freed_memory()
         # or compiled embedding gradients are summed in another order in each run
         torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # which would cost a pass over each new tensor
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cudnn.allow_tf32 = True
     return Runtime(device, DTYPES[dtype], rank, world_size)

@@ -22,12 +22,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
 import checkpoint
 from configurator import at_least, configure, settings
 from corpus import Windows
-from model import ModelConfig, Transformer
+from model import ModelConfig, Transformer, matrices
 from runtime import (
     clock,
     compiled,
@@ -302,11 +303,13 @@ def main():
         for group in optimizer.param_groups:
             group['lr'] = lr
         step_loss = torch.zeros((), device=runtime.device)
+        # cast once, where autocast would in each micro-batch; backward leads through the cast to the float32 weights
+        half = {name: p.to(runtime.dtype) for name, p in matrices(model).items() if not fsdp}
         for i, (mx, my) in enumerate(zip(x.split(micro_batch_size), y.split(micro_batch_size))):
             if runtime.world_size > 1 and not fsdp:  # average gradients over ranks only once a step
                 model.require_backward_grad_sync = i == n_micro - 1
             with runtime.autocast():
-                loss = model(mx, my).mean() / n_micro
+                loss = functional_call(model, half, (mx, my)).mean() / n_micro
             if i == n_micro - 1 and step + 1 < max_iters:
                 x, y = rank_batch(train_windows, step + 1, batch_size, runtime)
             scaler.scale(loss).backward()
