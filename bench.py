@@ -6,14 +6,16 @@ $ python bench.py --peer=hf                        # transformers' Llama turn by
 $ python bench.py --like="['config/nope_1b.py']" --position=none --tasks="['train','scale']"   # a config's model
 $ python bench.py --table=time_cost --like="['config/dape/125m.py','config/dape/350m.py']"   # Table 7 of DAPE V2
 $ python bench.py --table=growth                   # time and memory of a training step against the context
+$ python bench.py --table=memory --like="['config/nope_1b.py']" --contexts=[4096,8192,18432]    # head-scale step alone
 
 Every figure is the median of `rounds` calls. The limit is the rate of a large matrix product, measured on the same
 device in the same precision: what the arithmetic alone would take. In decoding it is that of reading every weight and
 key once, at the measured memory bandwidth. Writes out_dir/NAME.json.
 """
 
-import ctypes
+import itertools
 import json
+import os
 import statistics
 import sys
 import time
@@ -27,10 +29,20 @@ from checkpoint import cast_matrices
 from configurator import at_least, configure, run_config, settings
 from generate import by_column
 from model import Attention, ModelConfig, Transformer, matrices
-from runtime import ROOT, compiled, matmul_flops, optional, provenance, save_json, setup, synchronize
+from runtime import (
+    ROOT,
+    compiled,
+    keep_freed_memory,
+    matmul_flops,
+    optional,
+    provenance,
+    save_json,
+    setup,
+    synchronize,
+)
 
 tasks = ['train', 'scale', 'eval', 'entropy', 'prefill', 'decode']
-table = ''                   # instead of tasks: time_cost (position methods) or growth (contexts)
+table = ''                   # instead of tasks: time_cost (position methods), growth or memory (contexts)
 peer = ''                    # hf: transformers' Llama does the same work, by turns
 out_dir = 'results/bench'
 name = ''                    # of the result; empty: the table's or cpu, cuda
@@ -49,7 +61,7 @@ dape_width = 32
 context = 1024               # T: tokens in a sequence
 batch_size = 4               # sequences in a training or tuning step
 read_context = 4096          # tokens already read in prefill, decode and entropy
-contexts = [1024, 2048, 4096, 8192, 16384, 32768]  # of the table growth
+contexts = [1024, 2048, 4096, 8192, 16384, 32768]  # of the tables growth and memory
 n_decode = 32                # tokens decoded in a round
 rounds = 3
 profile = False              # also show which operators the time of a task goes to
@@ -93,24 +105,17 @@ def medians(works, runtime):
 
 
 def peak_memory(work, runtime):
-    """Bytes that a call takes beyond what was held before it: of GPU memory, or else of resident memory (Linux)."""
+    """Bytes of tensors that a call holds at most, beyond what was held before it."""
     if runtime.device.type == 'cuda':
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         work()
         return torch.cuda.max_memory_allocated() - before
-    status, libc = Path('/proc/self/status'), ctypes.CDLL(None)
-    if not status.exists():
-        return None
-
-    def resident(which):
-        return next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith(which))
-
-    libc.malloc_trim(0)
-    Path('/proc/self/clear_refs').write_text('5')  # the high-water mark starts again
-    before = resident('VmRSS')
-    work()
-    return resident('VmHWM') - before
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        work()
+    changes = [event for event in profiler.profiler.kineto_results.events() if event.name() == '[memory]']
+    changes.sort(key=lambda event: event.start_ns())
+    return max(itertools.accumulate((event.nbytes() for event in changes), initial=0))
 
 
 def by_operator(work, runtime):
@@ -142,9 +147,8 @@ def row(task, works, tokens, limit, runtime):
                        'of_limit': limits[who] / seconds[who], 'peak_memory': peak_memory(work, runtime)}
         memory = result[who]['peak_memory']
         times = '' if who == 'ours' else f'   ours is {seconds[who] / seconds["ours"]:.2f}x as fast'
-        memory = f' {memory / 1e6:8,.0f} MB' if memory else ''
         print(f'{task:24} {who:14} {seconds[who] * 1e3:10.2f} ms {tokens / seconds[who]:12,.0f} tokens/s '
-              f'{limits[who] / seconds[who]:5.0%} of the limit{memory}{times}')
+              f'{limits[who] / seconds[who]:5.0%} of the limit {memory / 1e6:8,.0f} MB{times}')
         if profile:
             result[who]['operators'] = by_operator(work, runtime)
             for operator, taken in result[who]['operators'].items():
@@ -402,6 +406,24 @@ def growth(runtime, ceiling):
     return rows
 
 
+def memory(runtime, ceiling):
+    """
+    Peak memory of a head-scale step on one sequence of T tokens, activations recomputed, beyond the weights. One call.
+    """
+    model, rows = head_scale_only(new_model(runtime, max(contexts)), runtime), []
+    model.checkpoint_activations = True
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    keep_freed_memory(2 ** 25)  # a heap with holes would be too large for a small machine
+    print(f'head-scale step of {model.n_params():,} parameters, weights of {weights / 1e9:.2f} GB')
+    for T in contexts:
+        began, work = time.perf_counter(), our_step(model, T, runtime, B=1)
+        peak = peak_memory(work, runtime)
+        rows.append({'length': T, 'peak_memory': peak, 'per_token': peak / T, 'weights': weights,
+                     'seconds': time.perf_counter() - began})
+        print(f'{T:8,d} tokens {peak / 1e9:8.2f} GB {peak / T / 1e3:8.1f} kB a token', flush=True)
+    return rows
+
+
 def main():
     began, runtime = time.perf_counter(), setup(device, dtype, seed)
     given = {argument.partition('=')[0].removeprefix('--') for argument in sys.argv[1:]}
@@ -413,11 +435,11 @@ def main():
         globals().update({key: values[key] for key in (*MODEL_SETTINGS, 'context') if key in values.keys() - given})
     stages = {'train': train, 'scale': scale, 'eval': sliding_windows, 'entropy': entropy, 'prefill': prefill,
               'decode': decode}
-    tables = {'time_cost': time_cost, 'growth': growth}
+    tables = {'time_cost': time_cost, 'growth': growth, 'memory': memory}
     if not set(tasks) <= set(stages):
         raise ValueError(f"tasks is {tasks}. Choose from: {', '.join(stages)}.")
     if table and table not in tables:
-        raise ValueError(f"table is '{table}'. Choose {' or '.join(tables)}, or leave it empty.")
+        raise ValueError(f"table is '{table}'. Choose {', '.join(tables)}, or leave it empty.")
     if peer not in ('', 'hf'):
         raise ValueError(f"peer is '{peer}'. Choose hf, or leave it empty.")
     if runtime.world_size > 1:
@@ -425,6 +447,7 @@ def main():
     at_least(1, globals(), 'context', 'batch_size', 'read_context', 'contexts', 'n_decode', 'rounds')
     Path(out_dir).mkdir(parents=True, exist_ok=True)
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # or it would silently go on uncompiled
+    os.environ.setdefault('KINETO_LOG_LEVEL', '6')  # or each profile, of memory too, announces itself
     ceiling = matmul_flops(runtime.device, runtime.dtype)
     print(f'{runtime.device.type}, {torch.get_num_threads()} threads, torch {torch.__version__}, {runtime.dtype}: '
           f'a large matrix product does {ceiling / 1e12:.2f} TFLOP/s')

@@ -329,7 +329,7 @@ class KVCache:
 
 
 class Transformer(nn.Module):
-    logits_per_chunk = 2 ** 26  # the loss makes no more float32 logits than this at once: 256 MB
+    logits_per_chunk = 2 ** 23  # the loss makes no more float32 logits than this at once: 32 MB
 
     def __init__(self, config):
         super().__init__()

@@ -159,15 +159,16 @@ def setup(device='auto', dtype='auto', seed=1337):
     return Runtime(device, DTYPES[dtype], rank, world_size)
 
 
-def keep_freed_memory():
+def keep_freed_memory(largest=2 ** 30):
     """
-    Have the C library keep large freed blocks for the next step, where it is glibc. By default it hands them back to
-    the system, and every training step pays for their pages again: 86 to 64 ms in one trial of the demo model.
+    Have the C library keep freed blocks of up to `largest` bytes for the next step, where it is glibc. By default it
+    hands large ones back to the system, and every training step pays for their pages again: 86 to 64 ms in one trial of
+    the demo model. The price is a heap with holes, up to three times as large as what it holds.
     """
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL('libc.so.6').mallopt
         for option in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, in bytes
-            mallopt(option, 2 ** 30)
+            mallopt(option, largest)
 
 
 def can_compile(runtime, enabled):
@@ -253,7 +254,7 @@ def synchronize(device):
 
 def matmul_flops(device, dtype, size=None, seconds=0.3):
     """FLOP/s of a large square matrix product on this device in this precision: the ceiling MFU is measured by."""
-    size = size or (8192 if device.type == 'cuda' else 1024)
+    size = size or (8192 if device.type == 'cuda' else 2048)
     a = torch.randn(size, size, device=device, dtype=dtype)
     a @ a  # the first may take a second, while the library loads
     best, stop = 0.0, time.perf_counter() + seconds

@@ -41,7 +41,7 @@ def test_every_task_is_timed_beside_its_alternative_and_its_limit(tmp_path):
             assert one['tokens_per_second'] == pytest.approx(tokens[task] / one['seconds'], rel=1e-4)
             limit = row['limit_seconds'][who]
             assert limit > 0 and one['of_limit'] == pytest.approx(limit / one['seconds'], rel=1e-4)
-            assert one['peak_memory'] is None or one['peak_memory'] >= 0
+            assert one['peak_memory'] > 0
     # by hand, in each of two layers: qkv 32 x 64, out 32 x 32, MLP 3 x 32 x 48, norms; then a norm, and 32 x 61
     weights, attention = 2 * (32 * 64 + 32 * 32 + 3 * 32 * 48 + 2 * 32) + 32 + 61 * 32, 2 * 2 * 32 * 32
     wanted = (4 * weights + 3.5 * attention) / (6 * weights + 3.5 * attention)
@@ -90,6 +90,29 @@ def test_growth_table_follows_the_arithmetic_of_its_limit(tmp_path):
     assert one['limit_seconds']['ours'] == pytest.approx(tuning + one['quadratic_seconds'], rel=1e-4)
 
 
+def test_peak_memory_is_that_of_the_tensors_held_at_once():
+    def megabytes(n):
+        return torch.zeros(n * 10 ** 6, dtype=torch.uint8)
+
+    def work():
+        one, two = megabytes(3), megabytes(2)
+        del one
+        return two, megabytes(1)
+
+    kept = megabytes(7)
+    assert bench.peak_memory(work, setup('cpu', 'float32')) == pytest.approx(5e6, rel=1e-3) and len(kept)
+
+
+def test_memory_of_tuning_grows_with_the_context_and_no_faster(tmp_path):
+    _, found = run(tmp_path, '--table=memory', '--contexts=[8192, 16384]')  # in shorter ones attention is a matrix
+    one, two = found['results']['memory']
+    assert two['per_token'] == pytest.approx(one['per_token'], rel=0.1)
+    assert one['peak_memory'] == pytest.approx(8192 * one['per_token'], rel=1e-4)
+    # by hand: embedding and head 61 x 32 each, norms 2 x 2 + 1, matrices as above, a scale and a gain for each head
+    weights = 4 * (2 * 61 * 32 + 5 * 32 + 2 * (32 * 64 + 32 * 32 + 3 * 32 * 48 + 2 * 4))
+    assert one['weights'] == weights
+
+
 def test_a_training_config_gives_the_model_and_the_command_line_stays(tmp_path):
     (tmp_path / 'like.py').write_text("block_size = 48\nn_layer = 3\nlearning_rate = 1.0")
     arguments = [argument for argument in TINY if not argument.startswith(('--context', '--n_layer'))]
@@ -127,7 +150,7 @@ def test_graphs_compiled_after_the_warm_up_are_counted(monkeypatch):
 
 def test_mistakes_are_one_line():
     assert 'Choose from: train, scale' in mistake('bench', "--tasks=['trains']")
-    assert 'Choose time_cost or growth' in mistake('bench', '--table=costs')
+    assert 'Choose time_cost, growth, memory' in mistake('bench', '--table=costs')
     assert 'Choose hf' in mistake('bench', '--peer=vllm')
     assert 'rounds is 0; it must be at least 1' in mistake('bench', '--rounds=0')
     assert 'contexts is [0]; it must be' in mistake('bench', '--table=growth', '--contexts=[0]')

@@ -171,16 +171,18 @@ def test_the_last_layer_computes_the_last_positions_alone(monkeypatch):
     assert seen == [20] * (len(model.blocks) - 1) + [3]
 
 
-@pytest.mark.parametrize('T', [1, 40, 128, 300])
-def test_attention_of_training_equals_the_fused_kernel_and_its_gradients(T):
+@pytest.mark.parametrize('T, size', [(1, 1), (40, 1), (128, 1), (300, 1), (300, 300)])
+def test_attention_of_training_equals_the_fused_kernel_and_its_gradients(T, size):
+    """size: of the queries; 300 gives scores that differ by more than exp can hold, of later keys too."""
     shapes = (2, 4, T, 16), (2, 2, T, 16), (2, 2, T, 16)
-    q, k, v = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
+    q, k, v = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
+    q, k, v = (x.requires_grad_() for x in (size * q, k, v))
     ours, theirs = fused_attention(q, k, v, is_causal=True), F.scaled_dot_product_attention(
         q, k, v, is_causal=True, enable_gqa=True)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
     weight = torch.randn_like(ours)
     for one, other in zip(*(torch.autograd.grad((y * weight).sum(), (q, k, v)) for y in (ours, theirs)), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-11)
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-11 * size)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs an NVIDIA GPU')
@@ -360,6 +362,24 @@ def test_losses_in_chunks_equal_losses_at_once_with_their_gradients(rows):
     assert chunked_grads.keys() == grads.keys()
     for name in grads:
         torch.testing.assert_close(chunked_grads[name], grads[name], rtol=1e-4, atol=1e-6, msg=lambda m, n=name: n + m)
+
+
+def test_a_compiled_loss_in_bfloat16_is_the_cross_entropy_of_the_same_logits_with_its_gradients():
+    model, windows = random_model(), tokens(3, 31)
+    x = torch.randn(3, 30, model.config.n_embd)
+
+    def losses_and_gradients(losses_of):
+        of, weight = x.clone().requires_grad_(), torch.linspace(-1, 2, 90).view(3, 30)
+        with torch.autocast('cpu', torch.bfloat16):
+            losses = losses_of(of, windows[:, 1:])
+        return losses, *torch.autograd.grad((losses * weight).sum(), (of, model.head.weight))
+
+    ours = losses_and_gradients(torch.compile(model.losses, backend='aot_eager'))
+    theirs = losses_and_gradients(model.losses)
+    assert ours[0].dtype == torch.float32
+    torch.testing.assert_close(ours[0], theirs[0], rtol=0, atol=1e-5)
+    for one, other in zip(ours[1:], theirs[1:], strict=True):  # of the head's rounded to bfloat16 in both
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-3)
 
 
 def test_loss_in_chunks_never_holds_more_logits_than_a_chunk():
