@@ -21,6 +21,7 @@ import matplotlib.image
 import pytest
 import torch
 from conftest import TINY, stage
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import checkpoint
 import train
@@ -247,6 +248,34 @@ def test_micro_batches_add_up_to_the_batch(runs, plain):
         other = runs.train(f'micro_{micro_batch_size}', micro_batch_size=micro_batch_size, keep_steps=[4, 7])
         for key in 'loss', 'val_loss':
             assert log_rows(other, key) == pytest.approx(log_rows(plain, key), rel=1e-4)
+
+
+class Casts(TorchDispatchMode):
+    """Lists the shapes of what is cast to bfloat16."""
+    shapes = ()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and out.dtype == torch.bfloat16:
+            self.shapes += tuple(out.shape),
+        return out
+
+
+def test_each_weight_is_cast_once_a_step_however_many_micro_batches_it_has(runs, monkeypatch, tmp_path):
+    changes = {'dataset': str(runs.dataset), 'out_dir': str(tmp_path), 'dtype': 'bfloat16', 'micro_batch_size': 1}
+    for name, value in (SETTINGS | changes | {'max_iters': 3, 'eval_windows': 1, 'block_size': 47}).items():
+        monkeypatch.setattr(train, name, value)
+    monkeypatch.setattr(signal, 'signal', lambda *_: None)  # pytest keeps its own
+    try:
+        with Casts() as casts:
+            train.main()
+    finally:
+        torch.use_deterministic_algorithms(False)  # runtime.setup() had set it
+    weights = checkpoint.load(tmp_path / 'last.pt')['model']
+    assert all(weight.dtype == torch.float32 for weight in weights.values())
+    matrices = [tuple(w.shape) for name, w in weights.items() if w.dim() == 2 and name != 'embed.weight']
+    for shape in set(matrices):
+        assert casts.shapes.count(shape) == (3 + 1) * matrices.count(shape)  # 3 steps of 4 micro-batches, a validation
 
 
 def test_another_seed_is_another_run(runs, plain):
