@@ -214,13 +214,13 @@ def fused_attention(q, k, v, mask=None, is_causal=False):
 
 def matrix_attention(q, k, v, mask):
     """
-    fused_attention() by its formula; mask None: causal. In training on a CPU, compiled and while the scores are few, it
-    is 1.2 to 4 times as fast as the fused kernel, whose backward is slow there. Scores have the precision of q and k,
-    as where matrices are multiplied one by one; the fused kernel has float32.
+    fused_attention() by its formula, sum_j e_ij v_j / sum_j e_ij; mask None: causal. In training on a CPU, compiled and
+    while the scores are few, it is up to 4 times as fast as the fused kernel, whose backward is slow there. Scores have
+    the precision of q and k, as where matrices are multiplied one by one; the fused kernel has float32.
     """
     (B, H, T, D), (n_kv_head, S) = q.shape, k.shape[1:3]
     if mask is None:  # 128 query rows at a time, each time without the keys after the last of them
-        y, i = [], torch.arange(T, dtype=torch.int32)
+        y, i = [], torch.arange(T, dtype=torch.int32)  # twice as many to a register as of int64
         for start in range(0, T, 128):
             end = min(start + 128, T)
             seen = i[:end] <= i[start:end, None]
@@ -275,8 +275,8 @@ class Block(nn.Module):
 
 def matrices(model):
     """
-    {name: weight} of those that half precision multiplies with, of a model that may be wrapped. All else stays float32,
-    the embedding too, where the sum over layers starts, and with it an output that is tied to it.
+    {name: weight} of the products that half precision may do; the model may be compiled or DDP's. All else stays
+    float32: vectors, and the embedding, where the sum over layers starts, with an output that is tied to it.
     """
     names = 'qkv.weight', 'out.weight', 'gate_up.weight', 'head.weight'
     return {name: p for name, p in model.named_parameters() if name.endswith(names)}
@@ -435,7 +435,8 @@ class Transformer(nn.Module):
             return F.cross_entropy(self.head(x).float(), targets, reduction='none')
 
         if torch.compiler.is_compiling() and torch.is_autocast_enabled(x.device.type):
-            logits = self.head(x).float()
+            logits = self.head(x).float()  # kept as they are, float32 is only in registers; not F.cross_entropy, whose
+            # backward takes a sum over all of them once more; int32 as twice as many fit into a register
             at_target = torch.arange(logits.shape[-1], dtype=torch.int32, device=x.device) == targets[..., None].int()
             return logits.logsumexp(-1) - logits.where(at_target, 0).sum(-1)
         rows = max(1, self.logits_per_chunk // self.config.vocab_size)

@@ -52,6 +52,7 @@ def rope_frequencies(D, base, scaling, L, total, device='cpu'):
         base = base * s ** (D / (D - 2))
     if kind == 'dynamic_ntk':
         base = base * max(1.0, s * total / L - (s - 1)) ** (D / (D - 2))
+    # base^(-2k/D); of exp the compiler knows that it is slow, and keeps the angles' cos and sin for all layers
     frequency = torch.exp(-math.log(base) / D * torch.arange(0, D, 2, dtype=torch.float64, device=device))
     if kind == 'pi':
         frequency = frequency / s
