@@ -435,8 +435,9 @@ class Transformer(nn.Module):
             return F.cross_entropy(self.head(x).float(), targets, reduction='none')
 
         if torch.compiler.is_compiling() and torch.is_autocast_enabled(x.device.type):
-            logits = self.head(x).float()  # kept as they are, float32 is only in registers; not F.cross_entropy, whose
-            # backward takes a sum over all of them once more; int32 as twice as many fit into a register
+            # the logits stay in half precision, float32 is only in registers. Not F.cross_entropy, whose backward sums
+            # over all of them once more; int32, as a register holds twice as many
+            logits = self.head(x).float()
             at_target = torch.arange(logits.shape[-1], dtype=torch.int32, device=x.device) == targets[..., None].int()
             return logits.logsumexp(-1) - logits.where(at_target, 0).sum(-1)
         rows = max(1, self.logits_per_chunk // self.config.vocab_size)
