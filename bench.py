@@ -63,7 +63,7 @@ batch_size = 4               # sequences in a training or tuning step
 read_context = 4096          # tokens already read in prefill, decode and entropy
 contexts = [1024, 2048, 4096, 8192, 16384, 32768]  # of the tables growth and memory
 n_decode = 32                # tokens decoded in a round
-rounds = 3
+rounds = 7
 profile = False              # also show which operators the time of a task goes to
 # machine
 device = 'auto'              # auto, cpu, cuda
