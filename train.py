@@ -128,8 +128,11 @@ def check_settings(runtime):
         raise ValueError(f'{out_dir} already holds a run (last.pt). Go on with --init_from=resume, choose another '
                          '--out_dir=, or remove it.')
     if batch_size % (micro_batch_size * runtime.world_size):
+        fits = math.gcd(micro_batch_size, batch_size // runtime.world_size)
         raise ValueError(f'batch_size {batch_size} must be a multiple of micro_batch_size {micro_batch_size} x '
-                         f'{runtime.world_size} ranks. Change one of them.')
+                         f'{runtime.world_size} ranks. '
+                         + (f'Take --micro_batch_size={fits}.' if batch_size % runtime.world_size == 0 else
+                            'Take another batch_size.'))
     if fsdp and runtime.world_size == 1:
         raise ValueError('fsdp splits a model over the ranks of torchrun. Start it with torchrun --nproc_per_node=N, '
                          'or without --fsdp=True.')

@@ -668,7 +668,7 @@ def test_checkpoint_cut_short_is_refused(runs, plain, keep):
 
 
 @pytest.mark.parametrize('settings, message', [
-    (dict(batch_size=6), 'batch_size 6 must be a multiple of micro_batch_size 4'),
+    (dict(batch_size=6), 'must be a multiple of micro_batch_size 4 x 1 ranks. Take --micro_batch_size=2.'),
     (dict(learing_rate=1), "Did you mean 'learning_rate'?"),
     (dict(max_iters='many'), "sets 'max_iters' to 'many'"),
     (dict(position='sinusoidal'), "position is 'sinusoidal'"),
