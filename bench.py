@@ -1,5 +1,6 @@
 """
-How fast the stages run, beside what the hardware could do, and beside transformers' Llama on the same work.
+How fast the stages run, beside what the hardware could do, and beside transformers' Llama on the
+same work.
 
 $ python bench.py                                  # the CPU bench shape: 8 layers x 512, T = 1,024, vocabulary 32,000
 $ python bench.py --peer=hf                        # transformers' Llama turn by turn with ours, needs transformers
@@ -8,9 +9,10 @@ $ python bench.py --table=time_cost --like="['config/dape/125m.py','config/dape/
 $ python bench.py --table=growth                   # time and memory of a training step against the context
 $ python bench.py --table=memory --like="['config/nope_1b.py']" --contexts=[4096,8192,18432]    # head-scale step alone
 
-Every figure is the median of `rounds` calls. The limit is the rate of a large matrix product, measured on the same
-device in the same precision: what the arithmetic alone would take. In decoding it is that of reading every weight and
-key once, at the measured memory bandwidth. Writes out_dir/NAME.json.
+Every figure is the median of `rounds` calls. The limit is the rate of a large matrix product,
+measured on the same device in the same precision: what the arithmetic alone would take. In decoding
+it is that of reading every weight and key once, at the measured memory bandwidth. Writes
+out_dir/NAME.json.
 """
 
 import itertools
@@ -87,8 +89,8 @@ LATE_GRAPHS = []  # how many were compiled after the warm-up, of each measuremen
 
 def medians(works, runtime):
     """
-    Seconds per call of each function of {name: function}, which take turns, as machines are noisy, after two rounds to
-    warm up. What is compiled later is counted in LATE_GRAPHS.
+    Seconds per call of each function of {name: function}, which take turns, as machines are noisy,
+    after two rounds to warm up. What is compiled later is counted in LATE_GRAPHS.
     """
     times = {name: [] for name in works}
     for turn in range(rounds + 2):
@@ -136,8 +138,9 @@ def memory_bandwidth(runtime):
 
 def row(task, works, tokens, limit, runtime):
     """
-    Print and return the figures of a task: {name: {seconds, tokens_per_second, of_limit, peak_memory}}. limit: the
-    seconds that it cannot be faster than, or {name: seconds}. With `profile` also where the time goes, `operators`.
+    Print and return the figures of a task: {name: {seconds, tokens_per_second, of_limit,
+    peak_memory}}. limit: the seconds that it cannot be faster than, or {name: seconds}. With
+    `profile` also where the time goes, `operators`.
     """
     seconds = medians(works, runtime)
     limits = limit if isinstance(limit, dict) else dict.fromkeys(works, limit)
@@ -174,7 +177,10 @@ def new_peer(runtime, block_size):
 
 
 def training_step(parameters, loss_of, runtime):
-    """A function that does one step: loss, backward, clipping, optimizer, as train.py and tune_scale.py do it."""
+    """
+    A function that does one step: loss, backward, clipping, optimizer, as train.py and
+    tune_scale.py do it.
+    """
     parameters = list(parameters)
     fused = runtime.device.type in ('cpu', 'cuda')
     optimizer = torch.optim.AdamW(parameters, lr=1e-5, betas=(0.9, 0.95), weight_decay=0.1, fused=fused)
@@ -219,7 +225,10 @@ def head_scale_only(model, runtime):
 
 
 def reading_flops(model, T, last):
-    """FLOP of reading T tokens for the logits of the last few: for the others the last layer makes keys and values."""
+    """
+    FLOP of reading T tokens for the logits of the last few: for the others the last layer makes
+    keys and values.
+    """
     (matmul, attention), head = model.flops_per_token(T), 2 * model.head.weight.numel()
     after = 2 * sum(p.numel() for part in (model.blocks[-1].attn.out, model.blocks[-1].mlp) for p in part.parameters())
     unread = T * (matmul - head + attention) - (T - last) * after
@@ -240,8 +249,8 @@ def train(runtime, ceiling):
 
 def scale(runtime, ceiling):
     """
-    A step of head-scale tuning beside a whole training step, and the ratio by arithmetic, in which attention costs 3.5
-    times its forward pass, as where backward computes the scores again.
+    A step of head-scale tuning beside a whole training step, and the ratio by arithmetic, in which
+    attention costs 3.5 times its forward pass, as where backward computes the scores again.
     """
     model = new_model(runtime, context)
     works = {'ours': our_step(head_scale_only(new_model(runtime, context), runtime), context, runtime),
@@ -259,7 +268,10 @@ def scale(runtime, ceiling):
 
 @torch.no_grad()
 def sliding_windows(runtime, ceiling):
-    """Windows that score their last L/8 tokens: a batch, only those logits; against one by one with all logits."""
+    """
+    Windows that score their last L/8 tokens: a batch, only those logits; against one by one with
+    all logits.
+    """
     model, n = new_model(runtime, context).requires_grad_(False), 16
     idx, S = torch.randint(vocab_size, (n, context + 1), device=runtime.device), -(-context // 8)
 
@@ -276,7 +288,9 @@ def sliding_windows(runtime, ceiling):
 
 
 def entropy(runtime, ceiling):
-    """Entropy of every head of a layer, by the kernel and by the float32 matrix, written in place."""
+    """
+    Entropy of every head of a layer, by the kernel and by the float32 matrix, written in place.
+    """
     attention = new_model(runtime, context).blocks[0].attn.requires_grad_(False)
     q = torch.randn(1, n_head, read_context, n_embd // n_head, device=runtime.device)
     k = q[:, :n_kv_head].contiguous()
@@ -357,7 +371,10 @@ class WholeMatrix(Attention):
 
 
 def time_cost(runtime, ceiling):
-    """Table 7 of DAPE V2: a training step and a forward pass of each method, and their ratios to DAPE 1x3-Kerple's."""
+    """
+    Table 7 of DAPE V2: a training step and a forward pass of each method, and their ratios to DAPE
+    1x3-Kerple's.
+    """
     paper, rows = json.loads((ROOT / 'results/papers.json').read_text())['dape_table7'], []
     column = {2560: 1, 4096: 2}.get(n_embd, 0)  # by width: 2.7B, 6.7B; beside all others 350M
     dape = new_model(runtime, context, **METHODS['DAPE 1x3-Kerple'])
@@ -388,16 +405,17 @@ def time_cost(runtime, ceiling):
 
 def growth(runtime, ceiling):
     """
-    Time and memory of steps on one sequence of T tokens, of head-scale tuning (ours) and of training, activations
-    recomputed: linear and quadratic in T, as the arithmetic of their limits says. Memory is beyond weights and
-    optimizer.
+    Time and memory of steps on one sequence of T tokens, of head-scale tuning (ours) and of
+    training, activations recomputed: linear and quadratic in T, as the arithmetic of their limits
+    says. Memory is beyond weights and optimizer.
     """
     frozen, model = head_scale_only(new_model(runtime, max(contexts)), runtime), new_model(runtime, max(contexts))
     frozen.checkpoint_activations = model.checkpoint_activations = True
     rows = []
     for T in contexts:
         matmul, attention = model.flops_per_token(T)
-        # passes' worth of the products: forward, again, and two in backward, or one without gradients of weights
+        # passes' worth of the products: forward, again, and two in backward, or one without
+        # gradients of weights
         linear = {'ours': T * 3 * matmul / ceiling, 'whole step': T * 4 * matmul / ceiling}
         quadratic = T * 4 * attention / ceiling
         works = {'ours': our_step(frozen, T, runtime, B=1), 'whole step': our_step(model, T, runtime, B=1)}
@@ -408,7 +426,8 @@ def growth(runtime, ceiling):
 
 def memory(runtime, ceiling):
     """
-    Peak memory of a head-scale step on one sequence of T tokens, activations recomputed, beyond the weights. One call.
+    Peak memory of a head-scale step on one sequence of T tokens, activations recomputed, beyond the
+    weights. One call.
     """
     model, rows = head_scale_only(new_model(runtime, max(contexts)), runtime), []
     model.checkpoint_activations = True

@@ -1,9 +1,10 @@
 """
-The Chomsky-hierarchy tasks: train on inputs of up to 40 symbols, test on 41 to 500. Table 6 of "DAPE V2"; tasks of
-Deletang et al. 2023, "Neural Networks and the Chomsky Hierarchy", training and test of Ruoss et al. 2023, "Randomized
-Positional Encodings". A sequence is the input, then an `empty` token for each symbol of the answer, which is read at
-those slots in one pass. The papers' model is a bidirectional encoder; ours is the causal model of model.py, with as
-many layers and heads and about as many weights: its slots stand last, and so see the whole input.
+The Chomsky-hierarchy tasks: train on inputs of up to 40 symbols, test on 41 to 500. Table 6 of
+"DAPE V2"; tasks of Deletang et al. 2023, "Neural Networks and the Chomsky Hierarchy", training and
+test of Ruoss et al. 2023, "Randomized Positional Encodings". A sequence is the input, then an
+`empty` token for each symbol of the answer, which is read at those slots in one pass. The papers'
+model is a bidirectional encoder; ours is the causal model of model.py, with as many layers and
+heads and about as many weights: its slots stand last, and so see the whole input.
 
 $ python che.py --tasks="['even_pairs','bucket_sort']" --max_iters=1000 --test_length=100 --eval_every=10    # small
 $ python che.py --tasks=[] --position=kerple --dape_kernel=3 --max_iters=200000   # a column of Table 6, on a GPU
@@ -62,12 +63,18 @@ RUN_SETTINGS = (*MODEL_SETTINGS, 'train_length', 'batch_size', 'learning_rate', 
 # ----------------------- tasks: random generator, B samples, length n -> inputs (B, n), targets (B, m), symbols from 0
 
 def even_pairs(rng, B, n):
-    """Is the number of 01 and 10 in a binary string even (0) or odd (1)? 001110 -> 0: there is one of each."""
+    """
+    Is the number of 01 and 10 in a binary string even (0) or odd (1)? 001110 -> 0: there is one of
+    each.
+    """
     return (x := rng.integers(0, 2, (B, n))), x[:, :1] ^ x[:, -1:]  # each such pair changes the symbol
 
 
 def modular_arithmetic_simple(rng, B, n):
-    """Digits with + - * (5, 6, 7) between them, mod 5, products first; an even n is one less. 1+2*3 -> 2."""
+    """
+    Digits with + - * (5, 6, 7) between them, mod 5, products first; an even n is one less. 1+2*3 ->
+    2.
+    """
     x = np.zeros((B, n - (n % 2 == 0)), np.int64)
     x[:, ::2], x[:, 1::2] = rng.integers(0, 5, x[:, ::2].shape), rng.integers(5, 8, x[:, 1::2].shape)
     total, term = 0, x[:, 0]  # term: the product that is not yet in the sum
@@ -83,12 +90,18 @@ def parity_check(rng, B, n):
 
 
 def cycle_navigation(rng, B, n):
-    """Where on a circle of five does a walk from 0 end? 0 is a step back, 1 none, 2 a step on. 20222 -> 3."""
+    """
+    Where on a circle of five does a walk from 0 end? 0 is a step back, 1 none, 2 a step on. 20222
+    -> 3.
+    """
     return (x := rng.integers(0, 3, (B, n))), (x - 1).sum(1, keepdims=True) % 5
 
 
 def stack_manipulation(rng, B, n):
-    """A stack, its top last, then 2 to pop, 3 or 4 to push 0 or 1: what is left, top first, 2. 0110422 -> 11020000."""
+    """
+    A stack, its top last, then 2 to pop, 3 or 4 to push 0 or 1: what is left, top first, 2. 0110422
+    -> 11020000.
+    """
     given, place = rng.integers(1, max(2, n), B), np.arange(n + 1)
     x = np.where(place[:n] < given[:, None], rng.integers(0, 2, (B, n)), rng.integers(2, 5, (B, n)))
     stack, height = np.zeros((B, n + 1), np.int64), np.zeros(B, np.int64)
@@ -105,10 +118,12 @@ def reverse_string(rng, B, n):
 
 
 def expressions(rng, B, n, operators):
-    """Random texts (B, n), each operation in brackets, and values mod 5 (B, 1); operators: 2 for + -, 3 for + - *.
+    """Random texts (B, n), each operation in brackets, and values mod 5 (B, 1); operators: 2 for +
+    -, 3 for + - *.
 
-    Symbols: five digits, the operators, two brackets. Up to n = 4 a text is 1, -1, (1) or (-1); a longer one is cut at
-    an operator into two. All parts of all texts that are equally deep are written at once, and valued from the deepest.
+    Symbols: five digits, the operators, two brackets. Up to n = 4 a text is 1, -1, (1) or (-1); a
+    longer one is cut at an operator into two. All parts of all texts that are equally deep are
+    written at once, and valued from the deepest.
     """
     x, values, levels = np.zeros(B * n, np.int64), np.zeros(B * n, np.int64), []  # one text after the other
     start, end = np.arange(B) * n, np.arange(B) * n + n - 1  # first and last symbols of the parts
@@ -154,7 +169,10 @@ def duplicate_string(rng, B, n):
 
 
 def missing_duplicate(rng, B, n):
-    """A binary string twice, one symbol hidden (2): which? 01100210 -> 1. An odd n ends in a 3; n = 1 is 1 -> 1."""
+    """
+    A binary string twice, one symbol hidden (2): which? 01100210 -> 1. An odd n ends in a 3; n = 1
+    is 1 -> 1.
+    """
     if n == 1:
         return np.ones((2, B, 1), np.int64)
     x = np.pad(np.tile(rng.integers(0, 2, (B, n // 2)), 2), ((0, 0), (0, n % 2)), constant_values=3)
@@ -178,7 +196,9 @@ def random_bits(rng, B, n, refused):
 
 
 def to_numbers(x):
-    """Bits (B, n), the lowest first, as Python's integers (B,), which may be longer than numpy's."""
+    """
+    Bits (B, n), the lowest first, as Python's integers (B,), which may be longer than numpy's.
+    """
     return x.astype(object) @ (1 << np.arange(x.shape[1]).astype(object))
 
 
@@ -188,7 +208,10 @@ def to_bits(numbers, n):
 
 
 def binary_addition(rng, B, n):
-    """Sum of two numbers > 0 with a 2 between, lowest bits first (n < 3: of one). 001201101 -> 0101120000: 4 + 22."""
+    """
+    Sum of two numbers > 0 with a 2 between, lowest bits first (n < 3: of one). 001201101 ->
+    0101120000: 4 + 22.
+    """
     place, at = np.arange(n + 1), rng.integers(1, n - 1, (B, 1)) if n > 2 else np.full((B, 1), n)  # of the 2
     first, second = place[:n] < at, place[:n] > at
     x = random_bits(rng, B, n, lambda x: ~((x * first).any(1) & (x * second).any(1)) if n > 2 else x.all(1))
@@ -198,7 +221,10 @@ def binary_addition(rng, B, n):
 
 
 def compute_sqrt(rng, B, n):
-    """The square root of a number above 0, rounded down, both with the highest bit first. 100101 (37) -> 110 (6)."""
+    """
+    The square root of a number above 0, rounded down, both with the highest bit first. 100101 (37)
+    -> 110 (6).
+    """
     x = random_bits(rng, B, n, lambda x: ~x.any(1))
     roots = np.frompyfunc(math.isqrt, 1, 1)(to_numbers(x[:, ::-1]))
     return x, to_bits(roots, (n + 1) // 2)[:, ::-1].copy()
@@ -209,7 +235,8 @@ def bucket_sort(rng, B, n):
     return (x := rng.integers(0, 5, (B, n))), np.sort(x, axis=1)
 
 
-# function, level (regular, deterministic context-free, context-sensitive), symbols of input, of output, chance
+# function, level (regular, deterministic context-free, context-sensitive), symbols of input, of
+# output, chance
 TASKS = {task[0].__name__: task for task in (
     (even_pairs, 'R', 2, 2, 0.5), (modular_arithmetic_simple, 'R', 9, 5, 0.2), (parity_check, 'R', 2, 2, 0.5),
     (cycle_navigation, 'R', 3, 5, 0.2), (stack_manipulation, 'DCF', 5, 3, 0.5), (reverse_string, 'DCF', 2, 2, 0.5),
@@ -219,13 +246,17 @@ TASKS = {task[0].__name__: task for task in (
 
 
 def loss_and_accuracy(model, task, rng, batch, length):
-    """On new samples: mean cross-entropy of the answers, in nats a symbol; share of symbols right, up to the end's."""
+    """
+    On new samples: mean cross-entropy of the answers, in nats a symbol; share of symbols right, up
+    to the end's.
+    """
     make, _, empty, n_out, _ = TASKS[task]  # symbols of the input are below `empty`
     inputs, targets = make(rng, batch, length)
     tokens = np.pad(inputs, ((0, 0), (0, targets.shape[1])), constant_values=empty)
     tokens, targets = (torch.from_numpy(x).to(model.head.weight.device) for x in (tokens, targets))
     logits = model(tokens, last=targets.shape[1])[..., :n_out]
-    # answers of two tasks end in a 2, then zeros: what follows the 2, where cumsum is 1 but end is 0, does not count
+    # answers of two tasks end in a 2, then zeros: what follows the 2, where cumsum is 1 but end is
+    # 0, does not count
     end = (targets == 2).int() * (task in ('stack_manipulation', 'binary_addition'))
     counts = end.cumsum(1) == end
     right = ((logits.argmax(-1) == targets) & counts).sum() / counts.sum()
@@ -233,7 +264,10 @@ def loss_and_accuracy(model, task, rng, batch, length):
 
 
 def read_run(path, run_settings):
-    """What TASK.pt holds; where there is none, a run of no steps. Refuses a run of other settings or of more steps."""
+    """
+    What TASK.pt holds; where there is none, a run of no steps. Refuses a run of other settings or
+    of more steps.
+    """
     if not path.exists():
         return {'step': 0, 'settings': run_settings, 'test': {}}
     try:
@@ -249,7 +283,10 @@ def read_run(path, run_settings):
 
 
 def train(task, model, run, path):
-    """Train up to max_iters steps from where `run` is; keep it up to date, and save it every eval_interval steps."""
+    """
+    Train up to max_iters steps from where `run` is; keep it up to date, and save it every
+    eval_interval steps.
+    """
     weights, recent = [p for p in model.parameters() if p.requires_grad], []
     optimizer = torch.optim.Adam(weights, fused=weights[0].device.type in ('cpu', 'cuda'))
     optimizer.load_state_dict(run.get('optimizer', optimizer.state_dict()))
@@ -275,7 +312,10 @@ def train(task, model, run, path):
 
 @torch.no_grad()
 def test(task, model, run, path, lengths):
-    """{length: accuracy, a mean over batches of 64 samples}; kept in run['test'], from where a stopped test goes on."""
+    """
+    {length: accuracy, a mean over batches of 64 samples}; kept in run['test'], from where a stopped
+    test goes on.
+    """
     done, progress = run['test'].setdefault(n_test, {}), Progress(len(lengths), f'{task}, test')
     for i, length in enumerate(lengths):
         if length not in done:
@@ -289,7 +329,10 @@ def test(task, model, run, path, lengths):
 
 
 def print_table(results):
-    """Table 6's layout: a line a task; of each method the accuracy inside and past train_length, and the paper's."""
+    """
+    Table 6's layout: a line a task; of each method the accuracy inside and past train_length, and
+    the paper's.
+    """
     names, lengths = '', ''
     for result in results:
         L, end = result['train_length'], max(result['lengths'])

@@ -1,12 +1,14 @@
 """
-Seven multiple-choice tasks of common sense, zero-shot: Table 1 of "Length Generalization of Causal Transformers without
-Position Encoding". EleutherAI's lm_eval asks the questions, by its own task files and on the data sets they name.
+Seven multiple-choice tasks of common sense, zero-shot: Table 1 of "Length Generalization of Causal
+Transformers without Position Encoding". EleutherAI's lm_eval asks the questions, by its own task
+files and on the data sets they name.
 
 $ python commonsense.py --init_from=hf:AntNLP/TinyLlama-NoPE-1.1B --position=none --out_dir=out/nope_hf
 $ torchrun --nproc_per_node=8 commonsense.py --out_dir=out/nope_1b --tasks="['piqa']" --limit=100
 
-A choice scores ln p of its tokens. acc: how often the right one scores best; acc_norm: each score is first divided by
-the choice's number of characters; boolq and winogrande have acc alone. Writes out_dir/commonsense[_LABEL].json
+A choice scores ln p of its tokens. acc: how often the right one scores best; acc_norm: each score
+is first divided by the choice's number of characters; boolq and winogrande have acc alone. Writes
+out_dir/commonsense[_LABEL].json
 """
 
 import json
@@ -49,9 +51,9 @@ dtype = 'auto'               # auto, float32, bfloat16, float16
 @torch.no_grad()
 def score(model, batch, runtime):
     """
-    batch: [(context, [continuation, ...])], lists of ids, none of them empty. A context less its last token is read
-    once, into a cache that its continuations share. Returns a row for each continuation: ln p in nats, and 1 if greedy
-    decoding would give it, else 0.
+    batch: [(context, [continuation, ...])], lists of ids, none of them empty. A context less its
+    last token is read once, into a cache that its continuations share. Returns a row for each
+    continuation: ln p in nats, and 1 if greedy decoding would give it, else 0.
     """
     def padded(rows):  # on the right, where a causal model cannot see it
         return pad_sequence([torch.tensor(row, dtype=torch.long) for row in rows], batch_first=True).to(runtime.device)
@@ -80,7 +82,10 @@ class Harness(LM):
         self.model, self.encoding, self.runtime, self.n_cut = model, encoding, runtime, 0
 
     def scores(self, pairs):
-        """pairs: [(context, continuation)], lists of ids. Returns (len(pairs), 2), the rows of score(), in order."""
+        """
+        pairs: [(context, continuation)], lists of ids. Returns (len(pairs), 2), the rows of
+        score(), in order.
+        """
         alone, groups, rows = self.model.length_matters, {}, np.zeros((len(pairs), 2))
         for i, (context, _) in enumerate(pairs):
             groups.setdefault(i if alone else tuple(context), []).append(i)
@@ -94,7 +99,10 @@ class Harness(LM):
         return self.runtime.gather([rows], self.runtime.world_size).sum(0)  # other ranks have zeros for these rows
 
     def encode(self, context, continuation):
-        """As lm_eval's models: spaces in between are the continuation's; of more than L tokens the last L are read."""
+        """
+        As lm_eval's models: spaces in between are the continuation's; of more than L tokens the
+        last L are read.
+        """
         before = self.encoding.encode_ordinary(context.rstrip())
         after = self.encoding.encode_ordinary(context + continuation)[len(before):]
         before = [start_token(self.encoding)] * (add_bos or not before) + before
@@ -123,7 +131,9 @@ def load_tasks():
 
 
 def print_table(result):
-    """The scores in the layout of Table 1, and the paper's; an average only over tasks that a row has."""
+    """
+    The scores in the layout of Table 1, and the paper's; an average only over tasks that a row has.
+    """
     paper = json.loads((ROOT / 'results/papers.json').read_text())['nope_table1']
     rows = {f"{result['position_method']} {result['label']}": {n: t['score'] for n, t in result['tasks'].items()}}
     rows |= {f'paper: {name}': dict(zip(paper['columns'], row)) for name, row in paper['rows'].items()}

@@ -1,39 +1,52 @@
 """
-nanoGPT's configurator, strict. The settings of a stage are the lower-case globals of its file that are values, such as
-`max_iters = 200`. A stage calls configure(globals()) just before main().
+nanoGPT's configurator, strict. The settings of a stage are the lower-case globals of its file that
+are values, such as `max_iters = 200`. A stage calls configure(globals()) just before main().
 
-$ python STAGE.py [config/FILE.py ...] [--key=value ...]   # files in their order, then keys; --help lists the settings
+$ python STAGE.py [config/FILE.py ...] [--key=value ...]   # files in their order, then keys
+$ python STAGE.py --help                                   # lists the settings
 
-A config file is code and runs as code, in a namespace of its own; its helper variables start with an underscore.
+A config file is code and runs as code, in a namespace of its own; its helper variables start with
+an underscore.
 """
 
 import ast
 import contextlib
+import dataclasses
 import difflib
+import inspect
 import runpy
 import sys
 import types
 from pathlib import Path
 
-from errors import ROOT, report
+from lib.errors import ROOT, UserError, report
 
 
 def settings(scope):
-    """The settings of a stage or config file and their values now, {name: value} in source order. scope: globals()."""
-    return {name: value for name, value in scope.items() if name.islower() and name[0] != '_'
-            and not callable(value) and not isinstance(value, types.ModuleType)}
+    """The settings of a stage or config file and their values now, in source order."""
+    return {name: value for name, value in scope.items()
+            if name.islower() and name[0] != '_' and not callable(value)
+            and not isinstance(value, types.ModuleType)}
 
 
-def at_least(least, scope, *names):
-    """Raise ValueError unless these settings in globals(), a number or a list each, are so much; None may be."""
+def between(scope, least, *names, most=2 ** 63 - 1):
+    """
+    Raise UserError unless these settings in globals(), a number or a list each, lie in between;
+    None may be. Beyond 2^63 - 1 neither numpy nor torch takes a size.
+    """
     for name in names:
         value = scope[name]
-        if value is not None and min(value if isinstance(value, list) else [value], default=least) < least:
-            raise ValueError(f'{name} is {value}; it must be at least {least}.')
+        numbers = value if isinstance(value, list) else [value]
+        if value is not None and not all(least <= number <= most for number in numbers):
+            limit = f'at least {least}' if most > 2 ** 62 else f'from {least} to {most}'
+            raise UserError(f'{name} is {value}; it must be {limit}.')
 
 
 def fit(value, kind):
-    """value if the type `kind` (float | None, list[int], ...) takes it, an int made a float; else raises TypeError."""
+    """
+    value if the type `kind` (float | None, list[int], ...) takes it, an int made a float; else
+    raises TypeError.
+    """
     for member in kind.__args__ if isinstance(kind, types.UnionType) else [kind]:
         if type(value) is member:  # not isinstance: True is an instance of int
             return value
@@ -45,54 +58,84 @@ def fit(value, kind):
 
 
 def run_config(name):
-    """Execute a config file, found from the current folder or else from the project's. Returns {name: value}."""
+    """Execute a config file, found from the current folder or else from the project's."""
     path = next((path for path in (Path(name), ROOT / name) if path.is_file()), None)
     if path is None:
-        raise FileNotFoundError(f'There is no {name} in {Path.cwd()} or in the project. Check the name.')
+        raise UserError(f'There is no {name} in {Path.cwd()} or in the project. Check the name.')
     try:
         return settings(runpy.run_path(str(path)))
     except Exception as error:
-        raise ValueError(f'{name} stopped with {type(error).__name__}: {error}. Correct the file.') from error
+        raise UserError(f'{name} stopped with {type(error).__name__}: {error}. '
+                        'Correct the file.') from error
 
 
-def configure(scope):
-    """
-    Set the settings in a stage's globals() from its command line, and have uncaught errors shown by report().
-    Raises ValueError or FileNotFoundError naming the file or key that is wrong.
-    """
-    sys.excepthook = report
-    stage, known, found = Path(scope['__file__']), settings(scope), []
-    if {'-h', '--help'} & set(sys.argv):  # the file's docstring, and the lines from the first setting to the last
-        source = stage.read_text(encoding='utf-8')
-        rows = [node for node in ast.parse(source).body if isinstance(node, ast.Assign | ast.AnnAssign)
-                and ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target) in known]
-        lines, start = source.splitlines(), rows[0].lineno - 1 if rows else 0
-        while start and lines[start - 1].startswith('#'):
-            start -= 1
-        print((scope['__doc__'] or '').strip(), '\n'.join(lines[start:rows[-1].end_lineno if rows else 0]), sep='\n\n')
-        sys.exit()
-    for argument in sorted(sys.argv[1:], key=lambda argument: '=' in argument):  # files before keys
+def show_help(scope, known, more):
+    """Print a stage's docstring and its settings as they stand in the source, comments included."""
+    source = Path(scope['__file__']).read_text(encoding='utf-8')
+    lines, rows = source.splitlines(), []
+    for node in ast.parse(source).body:
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, 'target', None)
+        if isinstance(target, ast.Name) and target.id in known:
+            rows.append(node)
+    start = rows[0].lineno - 1 if rows else 0
+    while start and lines[start - 1].startswith('#'):
+        start -= 1
+    shown = lines[start:rows[-1].end_lineno if rows else 0]
+    for declared in more:
+        shown += [line.strip() for line in inspect.getsource(declared).splitlines()
+                  if line.partition(':')[0].strip() in known]
+    print((scope['__doc__'] or '').strip(), '\n'.join(shown), sep='\n\n')
+    sys.exit()
+
+
+def arguments(scope, known):
+    """Yield (where, name, [possible values]) for each setting that the command line gives."""
+    for argument in sorted(sys.argv[1:], key=lambda argument: '=' in argument):  # files first
         name, equals, text = argument.partition('=')
         if name.startswith('--') and equals:
-            found.append(('the command line', name[2:], [text]))
-            with contextlib.suppress(ValueError, SyntaxError):
-                found[-1][2].insert(0, ast.literal_eval(text))  # but 123 may be a str: '123'
+            values = [text]
+            with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+                values.insert(0, ast.literal_eval(text))  # but 123 may be a str: '123'
+            yield 'the command line', name[2:], values
         elif 'paths' in known and not name.startswith('-'):
             scope['paths'] = [*scope['paths'], argument]
         elif argument.endswith('.py'):
-            found += [(argument, name, [value]) for name, value in run_config(argument).items()]
+            for name, value in run_config(argument).items():
+                yield argument, name, [value]
         else:
-            raise ValueError(f"'{argument}' is neither config/FILE.py nor --key=value.")
-    for where, name, values in found:
+            raise UserError(f"'{argument}' is neither config/FILE.py nor --key=value.")
+
+
+def configure(scope, *more):
+    """
+    Set the settings in a stage's globals() from its command line, and have uncaught errors shown by
+    report(). more: dataclasses, such as position.Settings, whose fields are settings, too. Returns
+    the names that were given. Raises UserError naming the file or key that is wrong.
+    """
+    sys.excepthook = report
+    kinds = scope.get('__annotations__', {})
+    for declared in more:
+        for field in dataclasses.fields(declared):
+            scope.setdefault(field.name, field.default)
+            kinds = {field.name: field.type} | kinds
+    known, given = settings(scope), set()
+    if {'-h', '--help'} & set(sys.argv):
+        show_help(scope, known, more)
+    for where, name, values in arguments(scope, known):
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            raise ValueError(f"{where} sets '{name}', which {stage.name} does not have. "
-                             + (f"Did you mean '{near[0]}'?" if near else '--help lists its settings.'))
-        kind = scope.get('__annotations__', {}).get(name, type(known[name]))
+            advice = f"Did you mean '{near[0]}'?" if near else '--help lists its settings.'
+            stage = Path(scope['__file__']).name
+            raise UserError(f"{where} sets '{name}', which {stage} does not have. {advice}")
+        kind = kinds.get(name, type(known[name]))
         for value in values:
             with contextlib.suppress(TypeError):
                 scope[name] = fit(value, kind)
+                given.add(name)
                 break
         else:
-            wants = 'True or False' if kind is bool else f'of type {kind.__name__ if isinstance(kind, type) else kind}'
-            raise ValueError(f"{where} sets '{name}' to {values[0]!r}, but it must be {wants}.")
+            wants = f'of type {kind.__name__ if isinstance(kind, type) else kind}'
+            if kind is bool:
+                wants = 'True or False'
+            raise UserError(f"{where} sets '{name}' to {values[0]!r}, but it must be {wants}.")
+    return given

@@ -1,10 +1,12 @@
 """
-The paper's story on a laptop: train a NoPE model and its RoPE twin on the Python standard library, find the softmax
-scales that extend NoPE, and draw what they buy. It runs the stages by the commands it prints; each works alone.
+The paper's story on a laptop: train a NoPE model and its RoPE twin on the Python standard library,
+find the softmax scales that extend NoPE, and draw what they buy. It runs the stages by the commands
+it prints; each works alone.
 
 $ make demo
 
-Writes out_dir/report.png, report.json (schema in the README), and what each stage writes in out_dir/nope and /rope
+Writes out_dir/report.png, report.json (schema in the README), and what each stage writes in
+out_dir/nope and /rope
 """
 
 import json
@@ -31,7 +33,10 @@ LAST = 64  # "at T" is the mean loss of the last so many positions before T
 
 
 def run(stage, *arguments):
-    """Run a stage as a user would, showing the command. Stops the demo with the stage's exit status if it fails."""
+    """
+    Run a stage as a user would, showing the command. Stops the demo with the stage's exit status if
+    it fails.
+    """
     print(f"\n$ python {' '.join([stage, *arguments])}", flush=True)
     child = subprocess.Popen([sys.executable, str(ROOT / stage), *arguments])
     try:
@@ -48,7 +53,10 @@ def read(path):
 
 
 def reach(position, loss, L, at_L, tolerance=0.05):
-    """The position up to which, from L on, the loss stays within `tolerance` nats of that at L. Bins as in the JSON."""
+    """
+    The position up to which, from L on, the loss stays within `tolerance` nats of that at L. Bins
+    as in the JSON.
+    """
     reached = L
     for i, value in zip(position, loss):
         if i > L:
@@ -59,14 +67,20 @@ def reach(position, loss, L, at_L, tolerance=0.05):
 
 
 def slope(position, entropy, low, high):
-    """Least-squares slope of entropy against ln i, for positions low < i <= high: nats per e-fold of context."""
+    """
+    Least-squares slope of entropy against ln i, for positions low < i <= high: nats per e-fold of
+    context.
+    """
     position, entropy = np.array(position), np.array(entropy)
     inside = (position > low) & (position <= high)
     return float(np.polyfit(np.log(position[inside]), entropy[inside], 1)[0])
 
 
 def smooth(values, width):
-    """Mean of each value and the width - 1 before it (fewer at the start), as "at T" averages positions."""
+    """
+    Mean of each value and the width - 1 before it (fewer at the start), as "at T" averages
+    positions.
+    """
     sums = np.cumsum([0.0, *values])
     i = np.arange(1, len(values) + 1)
     low = np.maximum(0, i - width)
@@ -75,8 +89,9 @@ def smooth(values, width):
 
 def compare(results, curves, scales, L):
     """
-    The numbers of the report. results, curves: name -> JSON of eval_ppl.py and entropy.py, each on the same windows.
-    Returns methods, name -> numbers, and the paired differences of each two methods at each length.
+    The numbers of the report. results, curves: name -> JSON of eval_ppl.py and entropy.py, each on
+    the same windows. Returns methods, name -> numbers, and the paired differences of each two
+    methods at each length.
     """
     methods = {}
     for name, result in results.items():

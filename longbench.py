@@ -1,16 +1,16 @@
 """
-LongBench (Bai et al. 2024, arXiv:2308.14508) on a checkpoint with any softmax scale: Table 3 of "Length Generalization
-of Causal Transformers without Position Encoding", 16 tasks, beam search.
+LongBench (Bai et al. 2024, arXiv:2308.14508) on a checkpoint with any softmax scale: Table 3 of
+"Length Generalization of Causal Transformers without Position Encoding", 16 tasks, beam search.
 
 $ python data/longbench/prepare.py                                 # the data
 $ torchrun --nproc_per_node=8 longbench.py --out_dir=out/nope_1b --tasks="['trec']" --max_samples=20
 $ python longbench.py --init_from=hf:AntNLP/TinyLlama-NoPE-1.1B --position=none --paper='NoPE 2K' --out_dir=out/nope_hf
 
-Unlike the benchmark's own code: 5 beams, as in the paper, where that code is greedy; and a prompt may have
-the context less the task's longest answer, where that code has a length for each model.
+Unlike the benchmark's own code: 5 beams, as in the paper, where that code is greedy; and a prompt
+may have the context less the task's longest answer, where that code has a length for each model.
 
-Writes out_dir/longbench[_LABEL].json, and out_dir/longbench[_LABEL]/TASK.jsonl, a line a sample, from where a stopped
-run goes on
+Writes out_dir/longbench[_LABEL].json, and out_dir/longbench[_LABEL]/TASK.jsonl, a line a sample,
+from where a stopped run goes on
 """
 
 import difflib
@@ -61,7 +61,10 @@ def qa_f1(prediction, gold):
 
 
 def common_words(x, y):
-    """The set of words of a longest common subsequence of two lists, and the steps back through its table."""
+    """
+    The set of words of a longest common subsequence of two lists, and the steps back through its
+    table.
+    """
     table = [[0] * (len(y) + 1)]
     for word in x:
         above, row = table[-1], [0]
@@ -83,8 +86,9 @@ def common_words(x, y):
 
 def rouge_l(prediction, gold):
     """
-    ROUGE-L as the package `rouge` 1.0.1 has it: sentences end at '.', words at white space; the words that any sentence
-    of one shares with any of the other, in order, over the distinct words of each. Google's rouge_score differs.
+    ROUGE-L as the package `rouge` 1.0.1 has it: sentences end at '.', words at white space; the
+    words that any sentence of one shares with any of the other, in order, over the distinct words
+    of each. Google's rouge_score differs.
     """
     both = [[sentence.split() or [''] for sentence in text.split('.') if sentence] for text in (prediction, gold)]
     if not all(both):
@@ -101,7 +105,10 @@ def rouge_l(prediction, gold):
 
 
 def classification(prediction, gold, classes):
-    """1 / the number of classes named in the prediction, if gold is among them; parts of gold's name do not count."""
+    """
+    1 / the number of classes named in the prediction, if gold is among them; parts of gold's name
+    do not count.
+    """
     named = [name for name in classes if name in prediction]
     for name in named:  # removed from the list that is walked, as in the benchmark: the next one is then passed over
         if name in gold and name != gold:
@@ -122,8 +129,8 @@ def retrieval(prediction, gold):
 
 def code_similarity(prediction, gold):
     """
-    Similarity of gold and the prediction's first line without a backtick, # or //, in whole percent as fuzzywuzzy has
-    it with difflib; with python-Levenshtein it can differ by a point.
+    Similarity of gold and the prediction's first line without a backtick, # or //, in whole percent
+    as fuzzywuzzy has it with difflib; with python-Levenshtein it can differ by a point.
     """
     lines = prediction.lstrip('\n').split('\n')
     line = next((line for line in lines if not any(mark in line for mark in ('`', '#', '//'))), '')
@@ -143,7 +150,10 @@ TASKS = {  # in the order of Table 3: the name of its column, and the metric
 
 
 def score(task, prediction, answers, classes=()):
-    """The best score of a prediction over the answers, 0 to 1. classes: the names of all classes, for trec."""
+    """
+    The best score of a prediction over the answers, 0 to 1. classes: the names of all classes, for
+    trec.
+    """
     if task in ('trec', 'triviaqa', 'samsum'):  # else the model goes on with further examples
         prediction = prediction.lstrip('\n').split('\n')[0]
     metric = TASKS[task][1]
@@ -155,8 +165,8 @@ def score(task, prediction, answers, classes=()):
 
 def read_task(folder, task):
     """
-    A task's most new tokens, its samples, each a prompt, answers and classes, and a digest of all of it. Raises
-    ValueError for what is not as the benchmark has it.
+    A task's most new tokens, its samples, each a prompt, answers and classes, and a digest of all
+    of it. Raises ValueError for what is not as the benchmark has it.
     """
     try:
         text = (folder / f'{task}.jsonl').read_text(encoding='utf-8')
@@ -176,7 +186,9 @@ def read_task(folder, task):
 
 
 def prompt_ids(text, encoding, room):
-    """The ids of a prompt, its middle cut out where they are more than `room`, and how many they were."""
+    """
+    The ids of a prompt, its middle cut out where they are more than `room`, and how many they were.
+    """
     def ids_of(text):
         return [start_token(encoding), *encoding.encode_ordinary(text)]
 
@@ -185,7 +197,8 @@ def prompt_ids(text, encoding, room):
         return whole, len(whole)
     half = room // 2
     ids = ids_of(encoding.decode(whole[1:half]) + encoding.decode(whole[-half:]))
-    # as text the halves may have more tokens than before, such as where the cut went through a character
+    # as text the halves may have more tokens than before, such as where the cut went through a
+    # character
     return ids if len(ids) <= room else ids[:half] + ids[-half:], len(whole)
 
 
@@ -193,8 +206,8 @@ def prompt_ids(text, encoding, room):
 
 def run_task(model, encoding, task, source, length, answers, runtime):
     """
-    Answer and score what answers does not hold yet. source: from read_task(); length: tokens of prompt and answer
-    together. Returns the task's entry in the result, the same on every rank.
+    Answer and score what answers does not hold yet. source: from read_task(); length: tokens of
+    prompt and answer together. Returns the task's entry in the result, the same on every rank.
     """
     max_new_tokens, samples, _ = source
     room, eos, least = length - max_new_tokens, (encoding.eot_token,), 0

@@ -1,25 +1,115 @@
 """
 Position methods: what a transformer adds to NoPE so that attention knows where a token stands.
 
-NoPE ('none') adds nothing: the causal mask alone tells positions apart. The others are of three kinds, a dict each:
-  QUERY_KEY  changes q and k before they meet: RoPE turns both by an angle that grows with the position, so that
-             q_i . k_j depends on i - j; log-n scaling lengthens later queries.
-  BIASES     adds a function of the positions to the scores: ALiBi, Kerple, FIRE, T5.
-  CONTENT    adds a function of the positions and the query: CoPE, Transformer-XL.
-On top of any of them DAPE reads the scores and the bias as a feature map and adds what a small network makes of it.
-This file is plain PyTorch and imports nothing of the project, so that it can be lifted out and read alone.
+NoPE adds nothing: the causal mask alone tells positions apart. Every other method here is NoPE with
+one of its verbs changed:
+  prepare     what is computed once before the first layer: RoPE's angles.
+  turn        changes q and k before they meet: RoPE turns both by an angle that grows with the
+              position, so that q_i . k_j depends on i - j; log-n scaling lengthens later queries.
+  bias        a function of the positions, added to the scores: ALiBi, Kerple, FIRE, T5.
+  similarity  the scores before any bias: CoPE and Transformer-XL add what depends on the query too.
+  scores      what softmax sees, made of the last two: DAPE reads both as a feature map and adds
+              what a small network makes of it.
+  attend      softmax attention over these scores; by default a fused kernel.
 
-Shapes: B sequences, T queries, S keys, H heads, D = head_dim; L is the context that the model was first trained on.
-Formulas of the last three kinds: "DAPE V2" (2024), section 2 and Appendix, where not said otherwise; i is the position
-of a query, j <= i that of a key, both from 0 on.
+A new method is a class and an entry in METHODS; a new setting of a method is a line in Settings.
+Plain PyTorch; of the project it imports kernels.py alone.
+
+Shapes: B sequences, T queries, S keys, H heads, D = head_dim; L is the context that the model was
+first trained on; i is the position of a query, j <= i that of a key, both from 0 on. Formulas:
+"DAPE V2" (2024), section 2 and Appendix, where not said otherwise.
 """
 
 import math
+import warnings
+from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
 
-# ----------------------------------------------------------------------------- RoPE and its extensions
+import kernels
+from kernels import later
+
+
+@dataclass(kw_only=True)
+class Settings:
+    """The settings of all methods; every stage that trains has them, too."""
+    position: str = 'none'      # none (NoPE), rope, logn, alibi, kerple, fire, t5, cope or xl
+    rope_base: float = 10000.0  # of RoPE: the slowest pair turns once in 2 pi rope_base tokens
+    rope_scaling: str = ''      # extension of RoPE, such as yarn:4; '' for none
+    dape_kernel: int = 0        # DAPE on top of the method: 1, 3, 5 ... keys wide; 0 for none
+    dape_width: int = 32        # channels between its two convolutions
+    dape_residual: bool = True  # add the bias itself too: Eq. (3) of DAPE V2, not (2)
+    dape_cheat: bool = False    # let DAPE see later keys (section 4.5): what a leak looks like
+
+    def __post_init__(self):
+        if self.position not in METHODS:
+            raise ValueError(f"position is '{self.position}', which is unknown. "
+                             f"Choose one of: {', '.join(METHODS)}.")
+        if not 0 < self.rope_base < math.inf:
+            raise ValueError(f'rope_base is {self.rope_base}; it must be above 0.')
+        if parse_scaling(self.rope_scaling)[0] and self.position != 'rope':
+            raise ValueError(f'rope_scaling {self.rope_scaling} extends RoPE, '
+                             f"but position is '{self.position}'.")
+        if self.dape_kernel < 0 or self.dape_kernel > 0 and self.dape_kernel % 2 == 0:
+            raise ValueError(f'dape_kernel is {self.dape_kernel}; it must be odd, or 0 for none.')
+        if self.dape_width < 1:
+            raise ValueError(f'dape_width is {self.dape_width}; it must be at least 1.')
+        if self.dape_cheat and not self.dape_kernel:
+            raise ValueError('dape_cheat is a variant of DAPE. Give a --dape_kernel=, such as 3.')
+
+
+@dataclass
+class Place:
+    """Where the tokens of a pass stand."""
+    i: torch.Tensor  # positions of the queries, (T,), or (B, T) where prompts differ in length
+    j: torch.Tensor  # positions of the keys, (S,) or (B, S)
+    total: int       # tokens that the pass will hold, those still to be generated included
+    rotation: tuple | None = None  # RoPE's cos and sin for i, the same in every layer
+
+
+# ---------------------------------------------------------------------- no position encoding
+
+class NoPE(nn.Module):
+    """No position encoding, and what every other method is made from."""
+    is_plain = True             # the scores are q.k / sqrt(D) and nothing else
+    needs_equal_lengths = False  # True: prompts of different lengths cannot share a pass
+
+    def __init__(self, config):
+        super().__init__()
+
+    def prepare(self, place):
+        """Put into `place` what all layers share."""
+
+    def share(self, first):
+        """Take from the first layer's method the weights that all layers share."""
+
+    def turn(self, q, k, place):
+        """q: (B, H, T, D), k: (B, n_kv_head, T, D), of the new tokens. Returns both, changed."""
+        return q, k
+
+    def bias(self, i, j):
+        """
+        What is added to the scores: (H, T, S), or (B, H, T, S) where i and j have a B; or None.
+        """
+
+    def similarity(self, q, k, i, j):
+        """The scores before any bias, q.k / sqrt(D): (B, H, T, S)."""
+        keys = kernels.repeat_heads(k, q.shape[1])
+        return q @ keys.transpose(-1, -2) / math.sqrt(q.shape[-1])
+
+    def scores(self, q, k, i, j):
+        """What softmax sees, (B, H, T, S): -inf at later keys. q: scaled by Eq. (4)."""
+        scores, bias = self.similarity(q, k, i, j), self.bias(i, j)
+        scores = scores if bias is None else scores + bias
+        return scores.masked_fill(later(i, j), -math.inf)
+
+    def attend(self, q, k, v, i, j):
+        """Softmax attention, (B, H, T, D). q: scaled by Eq. (4); k, v: (B, n_kv_head, S, D)."""
+        return kernels.causal_attention(q, k, v, i, j)
+
+
+# ---------------------------------------------------------------------- changes of q and k
 
 SCALINGS = ('pi', 'ntk', 'dynamic_ntk', 'yarn')
 
@@ -32,241 +122,307 @@ def parse_scaling(text):
             return kind, float(factor or 1)
     except ValueError:
         pass
-    raise ValueError(f"rope_scaling is '{text}'. Write METHOD:FACTOR, such as yarn:4, the method one of "
-                     f"{', '.join(SCALINGS)} and the factor 1 or more, or '' for plain RoPE.")
+    raise ValueError(f"rope_scaling is '{text}'. Write METHOD:FACTOR, such as yarn:4, the method "
+                     f"one of {', '.join(SCALINGS)}, the factor 1 or more, or '' for plain RoPE.")
 
 
 def rope_frequencies(D, base, scaling, L, total, device='cpu'):
     """
-    The angle that each pair of a head turns by from one position to the next: (D/2,) float64, radians; and a factor on
-    cos and sin, which is YaRN's attention temperature. total: tokens that the pass will hold, for dynamic NTK.
-    RoPE: Su et al. 2021, Eq. (15). Its extensions by a factor s, for a model trained at L:
+    The angle that each pair of a head turns by from one position to the next: (D/2,) float64,
+    radians; and a factor on cos and sin, which is YaRN's attention temperature. total: tokens that
+    the pass will hold, for dynamic NTK. RoPE: Su et al. 2021, Eq. (15). Its extensions by a factor
+    s, for a model trained at L:
     pi           positions divided by s (Chen et al. 2023)
-    ntk          a larger base, so that the slowest pair turns s times slower and the fastest hardly changes
+    ntk          a larger base: the slowest pair turns s times slower, the fastest hardly changes
     dynamic_ntk  the same by s total / L - (s - 1), once the pass is longer than L
-    yarn         as pi for pairs that turn less than once in L, as RoPE for more than 32 times, a ramp between; and
-                 scores multiplied by (1 + 0.1 ln s)^2 (Peng et al. 2024, section 3)
+    yarn         as pi for pairs that turn less than once in L, as RoPE for more than 32 times, a
+                 ramp between; and scores times (1 + 0.1 ln s)^2 (Peng et al. 2024, section 3)
     """
     kind, s = parse_scaling(scaling)
-    if kind == 'ntk':
-        base = base * s ** (D / (D - 2))
     if kind == 'dynamic_ntk':
-        base = base * max(1.0, s * total / L - (s - 1)) ** (D / (D - 2))
-    # base^(-2k/D); of exp the compiler knows that it is slow, and keeps the angles' cos and sin for all layers
-    frequency = torch.exp(-math.log(base) / D * torch.arange(0, D, 2, dtype=torch.float64, device=device))
+        s = max(1.0, s * total / L - (s - 1))
+    if kind in ('ntk', 'dynamic_ntk'):
+        base = base * s ** (D / (D - 2))
+
+    # base^(-2k/D). Inductor treats exp as costly, so cos and sin are computed once and kept.
+    pair = torch.arange(0, D, 2, dtype=torch.float64, device=device)
+    frequency = torch.exp(-math.log(base) / D * pair)
     if kind == 'pi':
         frequency = frequency / s
     if kind == 'yarn':
         def pair_that_turns(times):  # in L tokens; a fraction
             return D * math.log(L / (times * 2 * math.pi)) / (2 * math.log(base))
 
-        low, high = max(0, math.floor(pair_that_turns(32))), min(D - 1, math.ceil(pair_that_turns(1)))
-        ramp = ((torch.arange(D // 2, device=device) - low) / max(high - low, 0.001)).clamp(0, 1)
+        low = max(0, math.floor(pair_that_turns(32)))
+        high = min(D - 1, math.ceil(pair_that_turns(1)))
+        ramp = (torch.arange(D // 2, device=device) - low) / max(high - low, 0.001)
+        ramp = ramp.clamp(0, 1)
         frequency = frequency * (1 - ramp + ramp / s)
     return frequency, 1 + 0.1 * math.log(s) if kind == 'yarn' else 1.0
 
 
 def rotate(x, cos, sin):
     """
-    Turn each pair (x[k], x[k + D/2]) of a head by its angle: the half-split layout of Llama checkpoints.
-    x: (B, H, T, D); cos, sin: (1, T, D/2) or (B, 1, T, D/2). Returns (B, H, T, D) in x's dtype, computed in float32.
+    Turn each pair (x[k], x[k + D/2]) of a head by its angle: the half-split layout of Llama.
+    x: (B, H, T, D); cos, sin: (1, T, D/2) or (B, 1, T, D/2). Computed in float32.
     """
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
-# ----------------------------------------------------------------------------- changes of q and k
+class RoPE(NoPE):
+    """Turns q_i and k_j by angles proportional to i and j, so that q_i . k_j depends on i - j."""
 
-def unchanged(config, position, total):
-    return lambda q, k: (q, k)
+    def __init__(self, config):
+        super().__init__(config)
+        self.D, self.L = config.head_dim, config.trained_length
+        self.base, self.scaling = config.rope_base, config.rope_scaling
+        self.needs_equal_lengths = self.scaling.startswith('dynamic')
 
+    def prepare(self, place):
+        if place.rotation is not None:  # an earlier layer's is the same
+            return
+        device = place.i.device if place.i.device.type != 'mps' else 'cpu'  # mps has no float64
+        frequency, factor = rope_frequencies(self.D, self.base, self.scaling, self.L, place.total,
+                                             device)
+        frequency = frequency.to(device=place.i.device, dtype=torch.float32)
+        angle = place.i.float()[..., None, :, None] * frequency              # (1, T, D/2)
+        place.rotation = angle.cos() * factor, angle.sin() * factor
 
-def rope(config, position, total):
-    L, D = config.rope_length or config.block_size, config.n_embd // config.n_head
-    device = position.device if position.device.type != 'mps' else 'cpu'  # mps has no float64
-    frequency, factor = rope_frequencies(D, config.rope_base, config.rope_scaling, L, total, device)
-    angle = position.float()[..., None, :, None] * frequency.to(device=position.device, dtype=torch.float32)
-    cos, sin = angle.cos() * factor, angle.sin() * factor
-    return lambda q, k: (rotate(q, cos, sin), rotate(k, cos, sin))
-
-
-def logn(config, position, total):
-    """The query that sees i keys, times ln i / ln L: attention spreads less in long contexts (Chiang & Cholak 2022)."""
-    growth = (position + 1).float().log() / math.log(config.rope_length or config.block_size)
-    growth = growth[..., None, :, None]                                      # (1, T, 1)
-    return lambda q, k: ((q * growth).to(q.dtype), k)
-
-
-# name -> f(config, position, total), which returns a function of q and k, (B, H or n_kv_head, T, D), whose tokens stand
-# at `position`, (T,) or (B, T) from 0 on, of a pass that will hold `total` tokens
-QUERY_KEY = {'none': unchanged, 'rope': rope, 'logn': logn}
+    def turn(self, q, k, place):
+        return rotate(q, *place.rotation), rotate(k, *place.rotation)
 
 
-# ----------------------------------------------------------------------------- biases
+class LogN(NoPE):
+    """The query that sees n keys, times ln n / ln L: attention spreads less (Chiang 2022)."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.L = config.trained_length
+
+    def turn(self, q, k, place):
+        growth = (place.i + 1).float().log() / math.log(self.L)
+        return (q * growth[..., None, :, None]).to(q.dtype), k
+
+
+# ---------------------------------------------------------------------- biases
+
+class Bias(NoPE):
+    """A method that adds bias(i, j) to the scores and changes nothing else."""
+    is_plain = False
+
+    def attend(self, q, k, v, i, j):
+        return kernels.attention_with_bias(self.bias, q, k, v, i, j)
+
+
+def distances(i, j):
+    """i - j of every query and key, 0 where the key is later: (T, S), or (B, T, S)."""
+    return (i[..., :, None] - j[..., None, :]).clamp(min=0)
+
 
 def alibi_slopes(n_head):
     """
-    (H,) slopes: 2^(-8/H), 2^(-16/H) ... 2^-8 for a power of two; for other H those of the power of two below, then
-    every second one of the power above. Press et al. 2022, section 3 and its code.
+    (H,) slopes: 2^(-8/H), 2^(-16/H) ... 2^-8 for a power of two; for other H those of the power of
+    two below, then every second one of the power above. Press et al. 2022, section 3 and its code.
     """
     below = 2 ** int(math.log2(n_head))
     slopes = [2 ** (-8 * (h + 1) / below) for h in range(below)]
     return slopes + [2 ** (-4 * (2 * h + 1) / below) for h in range(n_head - below)]
 
 
-class ALiBi(nn.Module):
+class ALiBi(Bias):
     """-slope_h (i - j): the further back a key, the less it counts. Fixed slopes, one per head."""
 
     def __init__(self, config):
-        super().__init__()
+        super().__init__(config)
         self.slopes = alibi_slopes(config.n_head)
 
-    def forward(self, i, j):
-        """i: (T,) positions of queries, j: (S,) of keys, or (B, T) and (B, S). Returns (H, T, S) or (B, H, T, S)."""
+    def bias(self, i, j):
         slopes = torch.tensor(self.slopes, device=i.device)
         return -slopes[:, None, None] * (i[..., None, :, None] - j[..., None, None, :])
 
 
-class Kerple(nn.Module):
-    """-p_h ln(1 + a_h (i - j)), the logarithmic Kerple (Chi et al. 2022): p, a > 0 learned for each head."""
+class Kerple(Bias):
+    """-p_h ln(1 + a_h (i - j)), the logarithmic Kerple (Chi et al. 2022): p, a > 0 learned."""
 
     def __init__(self, config):
-        super().__init__()
+        super().__init__(config)
         self.p = nn.Parameter(2 * torch.rand(config.n_head))
         self.a = nn.Parameter(torch.rand(config.n_head))
 
-    def forward(self, i, j):
-        # at least 0.01, but with the gradient of x itself: or what is below would never come back
-        p, a = ((x + (x.clamp(min=0.01) - x).detach())[:, None, None] for x in (self.p, self.a))
-        distance = (i[..., None, :, None] - j[..., None, None, :]).clamp(min=0)
-        return -p * torch.log1p(a * distance)
+    def bias(self, i, j):
+        p, a = at_least(self.p, 0.01), at_least(self.a, 0.01)
+        return -p * torch.log1p(a * distances(i, j)[..., None, :, :])
 
 
-class FIRE(nn.Module):
+def at_least(x, least):
+    """Clamp (H,) with a straight-through gradient, so that x < least can recover: (H, 1, 1)."""
+    clamped = x + (x.clamp(min=least) - x).detach()
+    return clamped[:, None, None]
+
+
+class FIRE(Bias):
     """
-    f(ln(1 + c (i - j)) / ln(1 + c max(i, mu L0)))_h (Li et al. 2024): f is a network from one number to one per head, c
-    and mu are learned, L0 = L / 2 as in the released code of DAPE. So f sees no larger input than it was trained on.
+    f(ln(1 + c (i - j)) / ln(1 + c max(i, mu L0)))_h (Li et al. 2024): f is a network from one
+    number to one per head, c and mu are learned, L0 = L / 2 as in the released code of DAPE. So f
+    sees no larger input than it was trained on.
     """
 
     def __init__(self, config):
-        super().__init__()
+        super().__init__(config)
         self.c, self.mu = nn.Parameter(torch.tensor(0.1)), nn.Parameter(torch.tensor(1.0))
-        self.L0 = (config.rope_length or config.block_size) // 2
+        self.L0 = config.trained_length // 2
         self.f = nn.Sequential(nn.Linear(1, 32), nn.ReLU(), nn.Linear(32, config.n_head))
 
-    def forward(self, i, j):
-        distance = (i[..., :, None] - j[..., None, :]).clamp(min=0)
+    def bias(self, i, j):
         longest = torch.maximum(i.float(), (self.mu * self.L0).abs())[..., None]
-        share = torch.log1p((self.c * distance).abs()) / (torch.log1p((self.c * longest).abs()) + 1e-6)  # (..., T, S)
+        near = torch.log1p((self.c * distances(i, j)).abs())
+        share = near / (torch.log1p((self.c * longest).abs()) + 1e-6)        # (T, S)
         return self.f(share[..., None]).movedim(-1, -3)
 
 
-class T5Bias(nn.Module):
+class T5Bias(Bias):
     """
-    sqrt(D) table[bucket(i - j), h] (Raffel et al. 2020): 32 buckets, one each for distances up to 15, then ever wider
-    ones up to 128, the last for all beyond. One table serves all layers.
+    sqrt(D) table[bucket(i - j), h] (Raffel et al. 2020): 32 buckets, one each for distances up to
+    15, then ever wider ones up to 128, the last for all beyond. One table serves all layers.
     """
 
     def __init__(self, config):
-        super().__init__()
+        super().__init__(config)
         self.table = nn.Parameter(nn.init.xavier_normal_(torch.empty(32, config.n_head)))
-        self.factor = math.sqrt(config.n_embd // config.n_head)
+        self.factor = math.sqrt(config.head_dim)
 
-    def forward(self, i, j):
-        distance = (i[..., :, None] - j[..., None, :]).clamp(min=0)
-        log_bucket = 16 + (torch.log(distance.clamp(min=1) / 16) / math.log(128 / 16) * 16).long()
-        bucket = torch.where(distance < 16, distance, log_bucket.clamp(max=31))
+    def share(self, first):
+        self.table = first.table
+
+    def bias(self, i, j):
+        distance = distances(i, j)
+        wider = torch.log(distance.clamp(min=1) / 16) / math.log(128 / 16)
+        wider = 16 + (16 * wider).long()
+        bucket = torch.where(distance < 16, distance, wider.clamp(max=31))
         return self.factor * self.table[bucket].movedim(-1, -3)
 
 
-BIASES = {'alibi': ALiBi, 'kerple': Kerple, 'fire': FIRE, 't5': T5Bias}
+# ---------------------------------------------------------------------- biases of the query
+
+class FromScores(NoPE):
+    """A method that needs its rows of scores whole."""
+    is_plain = False
+
+    def attend(self, q, k, v, i, j):
+        return kernels.attention_over_scores(self.scores, q, k, v, i, j)
 
 
-# ----------------------------------------------------------------------------- what depends on the query too
-
-class CoPE(nn.Module):
+class CoPE(FromScores):
     """
-    Contextual position encoding (Golovneva et al. 2024): q_i . e[p_ij], where p_ij = sum_{k=j..i} sigmoid(s_ik) counts
-    the keys from j to i that the query cares for, at most 63; between whole counts, linear. e is shared by the heads.
+    Contextual position encoding (Golovneva et al. 2024): adds q_i . e[p_ij] to the scores, where
+    p_ij = sum_{k=j..i} sigmoid(s_ik) counts the keys from j to i that the query cares for, at most
+    63; between whole counts, linear. e is shared by the heads.
     """
 
     def __init__(self, config):
-        super().__init__()
-        self.e = nn.Parameter(torch.zeros(64, config.n_embd // config.n_head))
+        super().__init__(config)
+        self.e = nn.Parameter(torch.zeros(64, config.head_dim))
 
-    def forward(self, scores, q, k, i, j):
-        """scores: (B, H, T, S) = q.k / sqrt(D), q: (B, H, T, D). Returns what to add to the scores."""
-        gates = scores.float().sigmoid().masked_fill(later(i, j), 0)  # bfloat16 counts in quarters from 32 on
-        count = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=len(self.e) - 1)
+    def similarity(self, q, k, i, j):
+        scores, most = super().similarity(q, k, i, j), len(self.e) - 1
+        # float32, as bfloat16 counts in quarters from 32 on
+        gates = scores.float().sigmoid().masked_fill(later(i, j), 0)
+        count = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=most)           # (B, H, T, S)
         below = count.floor().long()
-        at = q @ self.e.to(q.dtype).T                                        # (B, H, T, 64)
-        low, high = at.gather(-1, below), at.gather(-1, (below + 1).clamp(max=len(self.e) - 1))
-        return low + (high - low) * (count - below).to(low.dtype)
+        at_count = q @ self.e.to(q.dtype).T                                  # (B, H, T, 64)
+        low = at_count.gather(-1, below)
+        high = at_count.gather(-1, (below + 1).clamp(max=most))
+        between = (high - low) * (count - below).to(low.dtype)
+        return scores + (low + between)
 
 
-class TransformerXL(nn.Module):
+class TransformerXL(FromScores):
     """
-    (u . k_j + (q_i + v) . W r_{i-j}) / sqrt(D) (Dai et al. 2019): r is sinusoidal in the distance, u and v are learned.
+    ((q_i + u) . k_j + (q_i + v) . W r_{i-j}) / sqrt(D) (Dai et al. 2019): r is sinusoidal in the
+    distance, u and v are learned.
     """
 
     def __init__(self, config):
-        super().__init__()
-        C, H = config.n_embd, config.n_head
-        self.u, self.v = (nn.Parameter(0.02 * torch.randn(H, C // H)) for _ in range(2))
-        self.W = nn.Linear(C, C, bias=False)
+        super().__init__(config)
+        shape = config.n_head, config.head_dim
+        self.u = nn.Parameter(0.02 * torch.randn(shape))
+        self.v = nn.Parameter(0.02 * torch.randn(shape))
+        self.W = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
-    def forward(self, scores, q, k, i, j):
-        """As CoPE's; k: (B, H, S, D)."""
-        H, D = self.u.shape
-        distance = (i[..., :, None] - j[..., None, :]).clamp(min=0)          # (T, S) or (B, T, S)
-        n = scores.shape[-1]                                                 # distances are shorter than the keys
+    def similarity(self, q, k, i, j):
+        scores, (H, D) = super().similarity(q, k, i, j), self.u.shape
+        n = scores.shape[-1]                                  # distances are shorter than the keys
         frequency = 10000 ** (-torch.arange(0, H * D, 2, device=i.device) / (H * D))
         angle = torch.arange(n, device=i.device)[:, None] * frequency
-        r = self.W(torch.cat((angle.sin(), angle.cos()), dim=-1)).view(n, H, D).transpose(0, 1)  # (H, n, D)
-        by_distance = (q + self.v[:, None].to(q.dtype)) @ r.transpose(-1, -2).to(q.dtype)        # (B, H, T, n)
-        index = distance[..., None, :, :].expand(scores.shape)
-        return (by_distance.gather(-1, index) + (k @ self.u[..., None].to(k.dtype)).transpose(-1, -2)) / math.sqrt(D)
+        r = self.W(torch.cat((angle.sin(), angle.cos()), dim=-1))
+        r = r.view(n, H, D).permute(1, 2, 0).to(q.dtype)                     # (H, D, n)
+        by_distance = (q + self.v[:, None].to(q.dtype)) @ r                  # (B, H, T, n)
+        by_place = by_distance.gather(-1, distances(i, j)[..., None, :, :].expand(scores.shape))
+        by_key = kernels.repeat_heads(k, H) @ self.u[..., None].to(k.dtype)  # (B, H, S, 1)
+        return scores + (by_place + by_key.transpose(-1, -2)) / math.sqrt(D)
 
 
-CONTENT = {'cope': CoPE, 'xl': TransformerXL}
-POSITIONS = [*QUERY_KEY, *BIASES, *CONTENT]
+# ---------------------------------------------------------------------- DAPE
 
-
-def later(i, j):
-    """Which keys at positions j come after the queries at positions i: (1 or B, 1, T, S)."""
-    hidden = j[..., None, None, :] > i[..., None, :, None]
-    return hidden if hidden.dim() == 4 else hidden[None]
-
-
-# ----------------------------------------------------------------------------- DAPE
-
-class DAPE(nn.Module):
+class DAPE(FromScores):
     """
-    S + B + f([S; B]), Eq. (3): the scores S and the bias B of all heads are the channels of a feature map, and f is two
-    convolutions of 1 x kernel over the keys with a LeakyReLU between; kernel 1 is DAPE (the first), 3 and more DAPE V2.
-    Without the residual bias S + f([S; B]), Eq. (2); without a bias S + f(S), Eq. (4), of H channels (the released
-    class asks for 2H and cannot run).
-    Keys later than the query are 0 in the map, so that no convolution sees them. `cheat` leaves them in (section 4.5).
-    Unlike the released code, every row goes on in zeros at its right, where that code ends at the last key: so a row is
-    the same in a longer sequence, and cached decoding equals a full pass.
+    S + B + f([S; B]), Eq. (3): the scores S and the bias B of all heads are the channels of a
+    feature map, and f is two convolutions of 1 x kernel over the keys with a LeakyReLU between;
+    kernel 1 is DAPE (the first), 3 and more DAPE V2. Without the residual bias S + f([S; B]),
+    Eq. (2); without a bias S + f(S), Eq. (4), of H channels (the released class asks for 2H and
+    cannot run).
+    Keys later than the query are 0 in the map, so that no convolution sees them. `cheat` leaves
+    them in (section 4.5). Unlike the released code, every row goes on in zeros at its right, where
+    that code ends at the last key: so a row is the same in a longer sequence, and cached decoding
+    equals a full pass.
     """
 
-    def __init__(self, config, has_bias):
-        super().__init__()
-        H, self.kernel = config.n_head, config.dape_kernel
-        self.residual, self.cheat = config.dape_residual, config.dape_cheat
-        k = self.kernel // 2
-        self.first = nn.Conv2d(2 * H if has_bias else H, config.dape_width, (1, self.kernel), padding=(0, 2 * k))
-        self.second = nn.Conv2d(config.dape_width, H, (1, self.kernel), padding=(0, k))
+    def __init__(self, config, method):
+        super().__init__(config)
+        self.method, H, width = method, config.n_head, config.dape_width
+        self.kernel, self.cheat = config.dape_kernel, config.dape_cheat
+        self.residual = config.dape_residual
+        if self.cheat:
+            warnings.warn('dape_cheat: this model sees the tokens that it is to predict; its losses '
+                          'mean nothing', stacklevel=2)
+        self.prepare, self.turn = method.prepare, method.turn
+        self.bias, self.similarity = method.bias, method.similarity
+        # Cache slots next to each other must hold tokens next to each other.
+        self.needs_equal_lengths = method.needs_equal_lengths or self.kernel > 1
+        channels, pad = 2 * H if isinstance(method, Bias) else H, self.kernel // 2
+        self.first = nn.Conv2d(channels, width, (1, self.kernel), padding=(0, 2 * pad))
+        self.second = nn.Conv2d(width, H, (1, self.kernel), padding=(0, pad))
 
-    def forward(self, scores, bias, i, j):
-        """scores: (B, H, T, S); bias: (H, T, S), (B, H, T, S) or None; i, j: positions. Returns (B, H, T, S)."""
-        x, pad = scores, self.kernel // 2
+    def share(self, first):
+        self.method.share(first.method)
+
+    def scores(self, q, k, i, j):
+        scores, bias = self.similarity(q, k, i, j), self.bias(i, j)
+        x, pad, hidden = scores, self.kernel // 2, later(i, j)
         if bias is not None:
             bias = bias.to(scores.dtype)
             x = torch.cat((scores, bias.expand(scores.shape)), dim=1)        # (B, 2H, T, S)
         if not self.cheat:
-            x = x.masked_fill(later(i, j), 0)
-        x = nn.functional.leaky_relu(self.first(x)[..., pad:])               # (B, width, T, S + pad)
+            x = x.masked_fill(hidden, 0)
+        x = nn.functional.leaky_relu(self.first(x)[..., pad:])           # (B, width, T, S + pad)
         x = self.second(x)[..., :scores.shape[-1]]
-        return scores + x if bias is None or not self.residual else scores + bias + x
+        if bias is not None and self.residual:
+            scores = scores + bias
+        return (scores + x).masked_fill(hidden, -math.inf)
+
+    def attend(self, q, k, v, i, j):
+        return kernels.attention_over_scores(self.scores, q, k, v, i, j, all_keys=self.cheat)
+
+
+# ---------------------------------------------------------------------- all of them
+
+METHODS = {'none': NoPE, 'rope': RoPE, 'logn': LogN, 'alibi': ALiBi, 'kerple': Kerple, 'fire': FIRE,
+           't5': T5Bias, 'cope': CoPE, 'xl': TransformerXL}
+
+
+def position_method(config):
+    """The method of one layer. All weights but its own start the same with every method."""
+    with torch.random.fork_rng(devices=[]):
+        method = METHODS[config.position](config)
+        return DAPE(config, method) if config.dape_kernel else method

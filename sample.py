@@ -7,14 +7,13 @@ $ python sample.py --prompt='def ' --max_new_tokens=1000 --scale=out/demo/nope/s
 
 import torch
 
-import checkpoint
-from configurator import at_least, configure
-from corpus import start_token, tokenizer_from_state
-from generate import generate
-from runtime import setup
+from configurator import between, configure, settings
+from lib.checkpoints import Run
+from lib.generate import generate
+from lib.tokens import start_token
 
 out_dir = 'out/demo/nope'    # the run to read
-init_from = 'last'           # last or best (of out_dir), a checkpoint file, a Hugging Face folder, or hf:ORG/NAME
+init_from = 'last'           # last or best (of out_dir), a checkpoint file, or hf:ORG/NAME
 position: str | None = None  # read the checkpoint with this position method; None: as it says
 rope_scaling: str | None = None  # extend RoPE, such as yarn:4; None: as the checkpoint says
 scale: float | str | None = None  # softmax scale: a number for all heads, or a scale file
@@ -30,26 +29,29 @@ dtype = 'auto'               # auto, float32, bfloat16, float16
 
 
 def main():
-    runtime = setup(device, dtype, seed)
-    at_least(0, globals(), 'n_samples', 'max_new_tokens')
-    model, info = checkpoint.load_model(init_from, out_dir, runtime.device, position, rope_scaling, runtime.dtype)
-    checkpoint.apply_scale(model, scale, info)
-    encoding = tokenizer_from_state(info['tokenizer'])
+    between(globals(), 0, 'n_samples', 'max_new_tokens', 'temperature')
+    between(globals(), 1, 'top_k')
+    between(globals(), 0, 'top_p', most=1)
+    run = Run(settings(globals()))
+    model, encoding, dtype = run.model, run.encoding, run.runtime.dtype
     ids = [start_token(encoding), *encoding.encode_ordinary(prompt)]
-    generator = torch.Generator(runtime.device).manual_seed(seed)
+    generator = torch.Generator(run.runtime.device).manual_seed(seed)
     for i in range(n_samples):
         tokens = ids[1:]
         text = shown = encoding.decode_bytes(tokens).decode(errors='replace')
         print(shown, end='', flush=True)
-        with runtime.autocast():
-            for token in generate(model, ids, max_new_tokens, temperature, top_k, top_p, encoding.eot_token,
-                                  generator, runtime.dtype):
+        with run.runtime.autocast():
+            for token in generate(model, ids, max_new_tokens, temperature, top_k, top_p,
+                                  encoding.eot_token, generator, dtype):
                 tokens.append(token)
-                text = encoding.decode_bytes(tokens).decode(errors='replace')  # of all: a token's depends on its place
+                # All tokens are decoded again, as the text of one depends on those before it.
+                text = encoding.decode_bytes(tokens).decode(errors='replace')
                 if not text.endswith('\ufffd'):  # or the character is not whole yet
                     print(text[len(shown):], end='', flush=True)
                     shown = text
-        print(text[len(shown):] + ('\n---' if i + 1 < n_samples else ''))
+        print(text[len(shown):])
+        if i + 1 < n_samples:
+            print('---')
 
 
 if __name__ == '__main__':

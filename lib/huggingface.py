@@ -1,9 +1,11 @@
 """
-Doors to Hugging Face: Llama-type checkpoints in and out, and any other causal model read through transformers.
+Doors to Hugging Face: Llama-type checkpoints in and out, and any other causal model read through
+transformers.
 
-load_folder() gives a checkpoint in our format, save_folder() writes a folder that stock transformers loads, and Foreign
-puts a model of transformers behind the calls of ours. No code of a checkpoint is run. A source is a local folder, or
-hf:ORG/NAME or hf:ORG/NAME@REVISION, downloaded once into the hub's cache and found there without a network.
+load_folder() gives a checkpoint in our format, save_folder() writes a folder that stock
+transformers loads, and Foreign puts a model of transformers behind the calls of ours. No code of a
+checkpoint is run. A source is a local folder, or hf:ORG/NAME or hf:ORG/NAME@REVISION, downloaded
+once into the hub's cache and found there without a network.
 """
 
 import dataclasses
@@ -16,7 +18,10 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-from corpus import (
+from lib.devices import DTYPES
+from lib.errors import UserError
+from lib.results import optional, save_json, write_text
+from lib.tokens import (
     EOT,
     byte_characters,
     from_hub,
@@ -28,7 +33,6 @@ from corpus import (
 )
 from model import ModelConfig, Transformer
 from position import parse_scaling, rope_frequencies
-from runtime import DTYPES, optional, save_json, write_text
 
 # what a config.json may leave out, as its class in transformers has it
 DEFAULTS = {'llama': {'num_key_value_heads': None, 'max_position_embeddings': 2048, 'rope_theta': 10000.0,
@@ -43,14 +47,19 @@ ROPE_CONSTANTS = {'beta_fast': 32, 'beta_slow': 1, 'truncate': True, 'partial_ro
 # ----------------------------------------------------------------------------- in
 
 def files_of(source, *patterns):
-    """The folder of a source; from the hub it has the files that match the patterns. Raises ValueError if not there."""
+    """
+    The folder of a source; from the hub it has the files that match the patterns. Raises ValueError
+    if not there.
+    """
     return Path(source) if not source.startswith('hf:') else from_hub(
         source, patterns, 'put its config.json, tokenizer.json, tokenizer_config.json and *.safetensors or '
         'pytorch_model*.bin into a folder and give that, --init_from=FOLDER.')
 
 
 def model_files(source):
-    """files_of() all we read: weights as safetensors, or where there are none as pytorch_model.bin."""
+    """
+    files_of() all we read: weights as safetensors, or where there are none as pytorch_model.bin.
+    """
     folder = files_of(source, 'config.json', 'tokenizer.json', 'tokenizer_config.json', '*.safetensors',
                       '*.safetensors.index.json')
     return folder if any(folder.glob('*.safetensors')) else files_of(source, 'pytorch_model*.bin*')
@@ -60,15 +69,15 @@ def read_config(source):
     """config.json of a source, with what it leaves out."""
     path = files_of(source, 'config.json') / 'config.json'
     if path.with_name('last.pt').is_file():
-        raise ValueError(f'{source} is a run of train.py. Name its checkpoint: --init_from={source}/last.pt.')
+        raise UserError(f'{source} is a run of train.py. Name its checkpoint: --init_from={source}/last.pt.')
     try:
         config = json.loads(path.read_text(encoding='utf-8'))
         return DEFAULTS.get(config.get('model_type'), {}) | config
     except FileNotFoundError:
-        raise ValueError(f'{source} has no config.json. Give the folder of a Hugging Face model, or last, best or a '
+        raise UserError(f'{source} has no config.json. Give the folder of a Hugging Face model, or last, best or a '
                          'checkpoint file of ours.') from None
     except (ValueError, AttributeError) as error:
-        raise ValueError(f'{path} is not the config.json of a model ({error}). Get it again.') from error
+        raise UserError(f'{path} is not the config.json of a model ({error}). Get it again.') from error
 
 
 def is_ours(config):
@@ -83,11 +92,11 @@ def is_foreign(source):
 
 def our_config(config, source, position=None):
     """
-    The ModelConfig of a Llama or SmolLM3 config.json. position: None takes its word. Raises ValueError for whatever our
-    model does not do, rather than read it as something near.
+    The ModelConfig of a Llama or SmolLM3 config.json. position: None takes its word. Raises
+    ValueError for whatever our model does not do, rather than read it as something near.
     """
     if not is_ours(config):
-        raise ValueError(f"{source} has model_type '{config.get('model_type')}'; of {' and '.join(DEFAULTS)} alone we "
+        raise UserError(f"{source} has model_type '{config.get('model_type')}'; of {' and '.join(DEFAULTS)} alone we "
                          'make a model to train, tune or export. Others can only be read as they are, by eval_ppl.py '
                          'and sample.py.')
     try:
@@ -96,20 +105,20 @@ def our_config(config, source, position=None):
                      block_size=config['max_position_embeddings'])
         has_rope = [1] * sizes['n_layer'] if config['model_type'] == 'llama' else config['no_rope_layers']
     except KeyError as error:
-        raise ValueError(f'config.json of {source} lacks {error}. Get it again.') from None
+        raise UserError(f'config.json of {source} lacks {error}. Get it again.') from None
     odd = [f'{name} {size}' for name, size in sizes.items() if type(size) is not int or size < 1]
     if odd:
-        raise ValueError(f"config.json of {source} has {', '.join(odd)}; each must be a whole number. Get it again.")
+        raise UserError(f"config.json of {source} has {', '.join(odd)}; each must be a whole number. Get it again.")
     expected = {'hidden_act': 'silu', 'attention_bias': False, 'mlp_bias': False, 'partial_rotary_factor': 1,
                 'head_dim': sizes['n_embd'] // sizes['n_head'], 'layer_types': ['full_attention'] * sizes['n_layer']}
     if config.get('use_sliding_window', True):
         expected['sliding_window'] = None
     for key, value in expected.items():
         if config.get(key) not in (None, value):
-            raise ValueError(f'config.json of {source} has {key} {config[key]}; our model has {value}. '
+            raise UserError(f'config.json of {source} has {key} {config[key]}; our model has {value}. '
                              'Choose another checkpoint.')
     if has_rope not in ([0] * sizes['n_layer'], [1] * sizes['n_layer']):
-        raise ValueError(f'config.json of {source} has no_rope_layers {has_rope}; our model has RoPE in all of its '
+        raise UserError(f'config.json of {source} has no_rope_layers {has_rope}; our model has RoPE in all of its '
                          f"{sizes['n_layer']} layers or in none. Choose another checkpoint.")
     if position is None and config['model_type'] == 'llama':
         print(f'{source}: its config says Llama, read as RoPE; a checkpoint trained without position encoding says '
@@ -121,12 +130,15 @@ def our_config(config, source, position=None):
 
 
 def rope_config(config, source):
-    """rope_base, rope_scaling and rope_length, from the way transformers 5 writes them or the older one."""
+    """
+    rope_base, rope_scaling and rope_length, from the way transformers 5 writes them or the older
+    one.
+    """
     rope = config.get('rope_scaling') or config.get('rope_parameters') or {}  # of both transformers takes the first
     kind = rope.get('rope_type') or rope.get('type') or 'default'
     odd = {key: x for key, x in rope.items() if key not in ROPE_KEYS and x not in (None, ROPE_CONSTANTS.get(key))}
     if kind not in ROPE_TYPES or kind != 'default' and (rope.get('factor') or 0) < 1 or odd:
-        raise ValueError(f"config.json of {source} has RoPE of type '{kind}' with {odd or rope}; our model has "
+        raise UserError(f"config.json of {source} has RoPE of type '{kind}' with {odd or rope}; our model has "
                          f"{', '.join(ROPE_TYPES)} with a factor of 1 or more alone. Choose another checkpoint.")
     L = config.get('original_max_position_embeddings') or rope.get('original_max_position_embeddings')
     return {'rope_base': rope.get('rope_theta') or config['rope_theta'], 'rope_length': L if kind == 'yarn' else None,
@@ -134,7 +146,10 @@ def rope_config(config, source):
 
 
 def tensor_table(c):
-    """{our name: [(their name, shape), ...]}: our matrix is theirs one below the other. c: ModelConfig."""
+    """
+    {our name: [(their name, shape), ...]}: our matrix is theirs one below the other. c:
+    ModelConfig.
+    """
     C, kv = c.n_embd, c.n_embd // c.n_head * c.n_kv_head
     table = {'embed.weight': [('model.embed_tokens.weight', (c.vocab_size, C))]}
     for i in range(c.n_layer):
@@ -158,11 +173,11 @@ def read_weights(folder):
             try:
                 names = sorted(set(json.loads(index.read_text())['weight_map'].values()))
             except (ValueError, LookupError, TypeError, AttributeError) as error:
-                raise ValueError(f'{index} does not tell which file has which tensor. Get it again.') from error
+                raise UserError(f'{index} does not tell which file has which tensor. Get it again.') from error
         if index.is_file() or (folder / name).is_file():
             break
     else:
-        raise ValueError(f'{folder} has neither model.safetensors nor pytorch_model.bin. Put the weights there.')
+        raise UserError(f'{folder} has neither model.safetensors nor pytorch_model.bin. Put the weights there.')
     tensors = {}
     for path in [folder / name for name in names]:
         safetensors = optional('safetensors') if path.suffix == '.safetensors' else None
@@ -173,17 +188,20 @@ def read_weights(folder):
             else:  # the older kind of file, which is no zip, cannot be mapped
                 tensors |= torch.load(path, map_location='cpu', weights_only=True, mmap=zipfile.is_zipfile(path))
         except Exception as error:  # of safetensors, zip, unpickling or a missing shard alike
-            raise ValueError(f'{path} is missing, cut short or not a file of weights ({type(error).__name__}). '
+            raise UserError(f'{path} is missing, cut short or not a file of weights ({type(error).__name__}). '
                              'Get it again.') from error
     return {name: tensor for name, tensor in tensors.items() if not name.endswith('rotary_emb.inv_freq')}
 
 
 def our_state(tensors, c, source):
-    """Our state dict from their tensors, which it uses up one by one. Vectors become float32, matrices stay."""
+    """
+    Our state dict from their tensors, which it uses up one by one. Vectors become float32, matrices
+    stay.
+    """
     def take(name, shape):
         weight = tensors.pop(name)
         if weight.shape != shape or weight.dtype not in DTYPES.values():
-            raise ValueError(f'{name} of {source} is {tuple(weight.shape)} {weight.dtype}, but config.json calls for '
+            raise UserError(f'{name} of {source} is {tuple(weight.shape)} {weight.dtype}, but config.json calls for '
                              f"{shape} in {', '.join(DTYPES)}. Do both belong together?")
         return weight.float() if weight.dim() == 1 else weight
 
@@ -194,7 +212,7 @@ def our_state(tensors, c, source):
     missing = [*(name for parts in table.values() for name, _ in parts), *scales]
     missing = [name for name in missing if name not in tensors]
     if missing:
-        raise ValueError(f"{source} lacks {len(missing)} tensors: {', '.join(missing[:3])} ... Is it a whole Llama?")
+        raise UserError(f"{source} lacks {len(missing)} tensors: {', '.join(missing[:3])} ... Is it a whole Llama?")
     for ours, parts in table.items():
         weights = [take(*part) for part in parts]
         state[ours] = torch.cat(weights) if len(weights) > 1 else weights[0]
@@ -207,30 +225,34 @@ def our_state(tensors, c, source):
     if c.tied:
         state['head.weight'] = state['embed.weight']
         if not torch.equal(tensors.pop('lm_head.weight', state['embed.weight']), state['embed.weight']):
-            raise ValueError(f'config.json of {source} ties the output to the embedding, but lm_head.weight differs. '
+            raise UserError(f'config.json of {source} ties the output to the embedding, but lm_head.weight differs. '
                              'Set tie_word_embeddings to false there if the output was trained on its own.')
     if tensors:
-        raise ValueError(f"{source} has {len(tensors)} tensors that our model has no place for: "
+        raise UserError(f"{source} has {len(tensors)} tensors that our model has no place for: "
                          f"{', '.join(list(tensors)[:3])} ... Choose another checkpoint.")
     return state
 
 
 def load_tokenizer(folder, vocab_size):
-    """State of the folder's tokenizer. Raises ValueError if there is none, or one with more tokens than the model."""
+    """
+    State of the folder's tokenizer. Raises ValueError if there is none, or one with more tokens
+    than the model.
+    """
     path = folder / 'tokenizer.json'
     if not path.is_file():
-        raise ValueError(f'{folder} has no tokenizer.json. Put that of the model, or of the one it was trained from, '
+        raise UserError(f'{folder} has no tokenizer.json. Put that of the model, or of the one it was trained from, '
                          'there (if this is the cache of the hub: into a folder of your own, with the other files).')
     encoding = get_tokenizer(str(path))
     if encoding.n_vocab > vocab_size:
-        raise ValueError(f'{path} has {encoding.n_vocab} tokens but the model only {vocab_size}. Put its own there.')
+        raise UserError(f'{path} has {encoding.n_vocab} tokens but the model only {vocab_size}. Put its own there.')
     return tokenizer_state(encoding)
 
 
 def load_folder(source, position=None):
     """
-    A checkpoint in our format, {model, model_config, tokenizer, step, settings}, from a Llama or SmolLM3 source.
-    position: how it was trained, such as 'none' for a NoPE model whose config.json says Llama.
+    A checkpoint in our format, {model, model_config, tokenizer, step, settings}, from a Llama or
+    SmolLM3 source. position: how it was trained, such as 'none' for a NoPE model whose config.json
+    says Llama.
     """
     c, folder = our_config(read_config(source), source, position), model_files(source)
     return {'tokenizer': load_tokenizer(folder, c.vocab_size), 'model': our_state(read_weights(folder), c, source),
@@ -241,12 +263,12 @@ def load_folder(source, position=None):
 
 def their_config(c, dtype, encoding, length=0):
     """
-    A config.json: RoPE is Llama, NoPE is SmolLM3 with RoPE in no layer; encoding: the tokenizer; length: the tokens its
-    scales are for, if more than L. Raises ValueError for other methods.
+    A config.json: RoPE is Llama, NoPE is SmolLM3 with RoPE in no layer; encoding: the tokenizer;
+    length: the tokens its scales are for, if more than L. Raises ValueError for other methods.
     """
     method = f"position '{c.position}'" + (' with DAPE' if getattr(c, 'dape_kernel', 0) else '')
     if method not in ("position 'rope'", "position 'none'"):
-        raise ValueError(f'{method} changes attention in a way that no model of transformers with our other parts '
+        raise UserError(f'{method} changes attention in a way that no model of transformers with our other parts '
                          'does. Only rope and none can be exported.')
     kind, factor = parse_scaling(c.rope_scaling)
     D, L, base, rope = c.n_embd // c.n_head, c.rope_length or c.block_size, c.rope_base, None
@@ -269,7 +291,10 @@ def their_config(c, dtype, encoding, length=0):
 
 @torch.no_grad()
 def their_state(model, dtype):
-    """Their tensors from our model's, head scales folded into the rows of q, head gains into the columns of o."""
+    """
+    Their tensors from our model's, head scales folded into the rows of q, head gains into the
+    columns of o.
+    """
     tensors = {}
     for ours, parts in tensor_table(model.config).items():
         weight = model.get_parameter(ours).float()
@@ -281,18 +306,23 @@ def their_state(model, dtype):
             else:
                 weight = weight * attn.head_gain.repeat_interleave(attn.head_dim)
         for (name, _), rows in zip(parts, weight.split([shape[0] for _, shape in parts])):
-            # copies, as safetensors takes no two tensors in one memory; vectors are few and stay float32
+            # copies, as safetensors takes no two tensors in one memory; vectors are few and stay
+            # float32
             tensors[name] = rows.to(dtype if rows.dim() == 2 else torch.float32, copy=True)
     return tensors
 
 
 def tokenizer_json(state):
-    """The text of a tokenizer.json that encodes as the tokenizer of this state (corpus.tokenizer_state) does."""
+    """
+    The text of a tokenizer.json that encodes as the tokenizer of this state
+    (corpus.tokenizer_state) does.
+    """
     if state['kind'] == 'hf':
         return state['text']
     package, ranks, char = optional('tokenizers'), parse_ranks(state['text'], state['name']), byte_characters()
     text = {token: ''.join(char[byte] for byte in token) for token in ranks}
-    # tiktoken merges any two neighbours that make a token, lowest rank first: so every cut of a token is a merge
+    # tiktoken merges any two neighbours that make a token, lowest rank first: so every cut of a
+    # token is a merge
     merges = [(text[token[:i]], text[token[i:]]) for token in sorted(ranks, key=ranks.get)
               for i in range(1, len(token)) if token[:i] in ranks and token[i:] in ranks]
     vocab = {text[token]: rank for token, rank in ranks.items()}
@@ -309,20 +339,20 @@ def tokenizer_json(state):
 
 def save_folder(folder, model, tokenizer, dtype, length=0):
     """
-    Write config.json, model.safetensors, tokenizer.json and tokenizer_config.json for AutoModelForCausalLM and
-    AutoTokenizer of stock transformers: all of them or none. tokenizer: its state; dtype: of the matrices; length: the
-    tokens that the scales are for. Of scale sets the caller chooses one: model.use_set(). Raises ValueError for what
-    stock models cannot do.
+    Write config.json, model.safetensors, tokenizer.json and tokenizer_config.json for
+    AutoModelForCausalLM and AutoTokenizer of stock transformers: all of them or none. tokenizer:
+    its state; dtype: of the matrices; length: the tokens that the scales are for. Of scale sets the
+    caller chooses one: model.use_set(). Raises ValueError for what stock models cannot do.
     """
     safetensors, folder = optional('safetensors.torch'), Path(folder).resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f'{folder} exists and is not an empty folder. Remove it or choose another folder.')
+        raise UserError(f'{folder} exists and is not an empty folder. Remove it or choose another folder.')
     encoding = tokenizer_from_state(tokenizer)
     config = their_config(model.config, dtype, encoding, length)
     folder.parent.mkdir(parents=True, exist_ok=True)
     need, free = model.n_params() * dtype.itemsize + 2 ** 24, shutil.disk_usage(folder.parent).free
     if free < need:
-        raise ValueError(f'{folder} needs {need / 1e9:.2f} GB but {free / 1e9:.2f} GB are free. Free some space.')
+        raise UserError(f'{folder} needs {need / 1e9:.2f} GB but {free / 1e9:.2f} GB are free. Free some space.')
     part = folder.with_name(folder.name + '.part')
     shutil.rmtree(part, ignore_errors=True)  # of a run that was killed
     try:
@@ -356,12 +386,13 @@ class ForeignCache:
 
 
 class Foreign(nn.Module):
-    """A causal model of transformers behind the calls of our Transformer. It has no scales to set."""
+    """
+    A causal model of transformers behind the calls of our Transformer. It has no scales to set.
+    """
 
-    logits_per_chunk, sets = Transformer.logits_per_chunk, {}
-    length_matters = True  # so that prompts of unequal length are read one by one
-    forward, losses = Transformer.forward, Transformer.losses
-    passes, n_params = Transformer.passes, Transformer.n_params
+    scale_sets = None
+    needs_equal_lengths = True  # so that prompts of unequal length are read one by one
+    forward, n_params = Transformer.forward, Transformer.n_params
 
     def __init__(self, model):
         super().__init__()
@@ -376,29 +407,32 @@ class Foreign(nn.Module):
         return self.model.get_output_embeddings()
 
     def hidden(self, idx, cache=None, last=0):
-        """idx: (B, T) token ids. Returns (B, T, C), ready for the output matrix, whatever `last` asks for."""
+        """
+        idx: (B, T) token ids. Returns (B, T, C), ready for the output matrix, whatever `last` asks
+        for.
+        """
         c, store = self.model.config, cache or ForeignCache(None, None)
         end = store.length + idx.shape[1]
         if cache and end > store.max_length:
-            raise ValueError(f'the KV cache holds {store.max_length} tokens but {end} are needed. Make it longer.')
+            raise UserError(f'the KV cache holds {store.max_length} tokens but {end} are needed. Make it longer.')
         if end > getattr(c, 'n_positions', end):
-            raise ValueError(f'a {c.model_type} model has {c.n_positions} positions but {end} are needed. '
+            raise UserError(f'a {c.model_type} model has {c.n_positions} positions but {end} are needed. '
                              'Choose a shorter length.')
         if end > getattr(c, 'max_seq_len', end):
             c.max_seq_len = end  # MPT makes its ALiBi biases for so many tokens; more change nothing for fewer
         store.length = end
         return self.model.base_model(idx, past_key_values=store.keys, use_cache=bool(cache))[0]
 
-    def new_cache(self, batch_size, max_length, dtype=None):
-        """A cache of up to max_length tokens. The other arguments are the model's own affair."""
+    def new_cache(self, max_length):
+        """A cache of up to max_length tokens."""
         return ForeignCache(optional('transformers').DynamicCache(config=self.model.config), max_length)
 
     def refuse(self, *_):
-        raise ValueError(f'a {self.config.position} model is read through transformers: no scale of it can be tuned or '
+        raise UserError(f'a {self.config.position} model is read through transformers: no scale of it can be tuned or '
                          'applied, nor its entropy measured. Take a Llama-type checkpoint for that.')
 
     head_scale = property(refuse, refuse)
-    losses_and_entropy = refuse
+    probe = refuse
 
 
 def load_foreign(source, dtype=torch.float32):
@@ -409,14 +443,14 @@ def load_foreign(source, dtype=torch.float32):
         model, report = auto.from_pretrained(folder, dtype=dtype, local_files_only=True, trust_remote_code=False,
                                              output_loading_info=True)
     except Exception as error:  # of its many loaders
-        raise ValueError(f'transformers cannot read {source}: {str(error).splitlines()[0]} Choose another checkpoint, '
+        raise UserError(f'transformers cannot read {source}: {str(error).splitlines()[0]} Choose another checkpoint, '
                          'or get its files again.') from error
     if report['missing_keys']:  # transformers would go on with random weights
-        raise ValueError(f"{source} lacks weights: {', '.join(sorted(report['missing_keys'])[:3])} ... Get it again.")
+        raise UserError(f"{source} lacks weights: {', '.join(sorted(report['missing_keys'])[:3])} ... Get it again.")
     model, idx = Foreign(model.eval()), torch.tensor([[0, 1]])
     with torch.no_grad():  # some types change logits after the output matrix, which forward() would miss
         if not torch.allclose(model(idx), model.model(idx).logits, rtol=1e-3, atol=1e-4):
-            raise ValueError(f'{source}: the logits of a {model.config.position} model are more than its output matrix '
+            raise UserError(f'{source}: the logits of a {model.config.position} model are more than its output matrix '
                              'times its last state, which we do not read. Choose another checkpoint.')
     return model, {'model_config': vars(model.config), 'tokenizer': load_tokenizer(folder, model.config.vocab_size),
                    'step': 0, 'settings': {}}

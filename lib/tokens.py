@@ -25,12 +25,14 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-from runtime import ROOT, Progress, optional, save_json, write_text
+from lib.errors import ROOT, UserError
+from lib.results import optional, progress_bar, save_json, write_text
 
 MIB = 2 ** 20
 EOT = '<|endoftext|>'
-# How text is cut into words before BPE merges anything, for every .tiktoken file: GPT-4's way, in a form that tiktoken
-# and tokenizers both read. Contractions, words, up to 3 digits, punctuation, line ends, other white space.
+# How text is cut into words before BPE merges anything, for every .tiktoken file: GPT-4's way, in a
+# form that tiktoken and tokenizers both read. Contractions, words, up to 3 digits, punctuation,
+# line ends, other white space.
 PATTERN = (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
            r'|\s*[\r\n]+|\s+(?!\S)|\s+')
 
@@ -39,9 +41,10 @@ PATTERN = (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{
 
 def get_tokenizer(name):
     """
-    A tiktoken.Encoding, or an HFTokenizer, which has those of its methods that we use. name: 'gpt2'; 'bytes', 256 bytes
-    and end-of-text; FILE.tiktoken, a base64 token and its rank per line, end-of-text being one past the highest rank;
-    FILE.json, a Hugging Face tokenizer.json; 'hf:ORG/NAME' or 'hf:ORG/NAME@REVISION', the same downloaded.
+    A tiktoken.Encoding, or an HFTokenizer, which has those of its methods that we use. name:
+    'gpt2'; 'bytes', 256 bytes and end-of-text; FILE.tiktoken, a base64 token and its rank per line,
+    end-of-text being one past the highest rank; FILE.json, a Hugging Face tokenizer.json;
+    'hf:ORG/NAME' or 'hf:ORG/NAME@REVISION', the same downloaded.
     """
     if name == 'bytes':
         return tiktoken_encoding(name, {bytes([byte]): byte for byte in range(256)}, r'[\s\S]{1,64}', 256)
@@ -49,23 +52,23 @@ def get_tokenizer(name):
         try:
             return tiktoken.get_encoding(name)
         except OSError as error:
-            raise ValueError('The ranks of gpt2 could not be downloaded; it needs the network once. Connect, or take '
+            raise UserError('The ranks of gpt2 could not be downloaded; it needs the network once. Connect, or take '
                              '--tokenizer=bytes or a local .tiktoken file.') from error
     path = Path(name)
     if name.startswith('hf:'):
         path = from_hub(name, ['tokenizer.json', 'tokenizer_config.json'],
                         'give a file that you have: --tokenizer=FOLDER/tokenizer.json.') / 'tokenizer.json'
     if path.suffix not in ('.tiktoken', '.json'):
-        raise ValueError(f"There is no tokenizer '{name}'. Take gpt2, bytes, FILE.tiktoken, FILE.json, hf:ORG/NAME.")
+        raise UserError(f"There is no tokenizer '{name}'. Take gpt2, bytes, FILE.tiktoken, FILE.json, hf:ORG/NAME.")
     if not path.is_file():
-        raise FileNotFoundError(f'There is no tokenizer file {path}. Check the name.')
+        raise UserError(f'There is no tokenizer file {path}. Check the name.')
     if path.suffix == '.json':
         config = path.with_name('tokenizer_config.json')
         try:
             eos = json.loads(config.read_text(encoding='utf-8')).get('eos_token') if config.is_file() else None
             eos = eos['content'] if isinstance(eos, dict) else eos
         except (ValueError, LookupError, AttributeError) as error:
-            raise ValueError(f'{config} is not a tokenizer_config.json ({error}). Get it again.') from error
+            raise UserError(f'{config} is not a tokenizer_config.json ({error}). Get it again.') from error
         return HFTokenizer(name if name.startswith('hf:') else path.name, path.read_text(encoding='utf-8'), eos)
     ranks = parse_ranks(path.read_text(encoding='utf-8'), name)
     return tiktoken_encoding(path.name, ranks, PATTERN, max(ranks.values()) + 1)
@@ -83,9 +86,9 @@ def parse_ranks(text, where):
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except ValueError as error:
-            raise ValueError(f'{where}, line {number}, is not a base64 token and its rank. Check the file.') from error
+            raise UserError(f'{where}, line {number}, is not a base64 token and its rank. Check the file.') from error
     if not all(bytes([byte]) in ranks for byte in range(256)) or len(set(ranks.values())) < len(ranks):
-        raise ValueError(f'{where} lacks one of the 256 single bytes or has a rank twice. Is the file whole?')
+        raise UserError(f'{where} lacks one of the 256 single bytes or has a rank twice. Is the file whole?')
     return ranks
 
 
@@ -97,13 +100,16 @@ class HFTokenizer:
     """A Hugging Face tokenizer.json under the names that tiktoken.Encoding uses."""
 
     def __init__(self, name, text, eos):
-        """text: of tokenizer.json. eos: the token that ends a text, or None to look for the usual ones."""
+        """
+        text: of tokenizer.json. eos: the token that ends a text, or None to look for the usual
+        ones.
+        """
         self.name, self.text = name, text
         package = optional('tokenizers')
         try:
             self.tokenizer = package.Tokenizer.from_str(text)
         except Exception as error:  # the package raises nothing more special
-            raise ValueError(f'{name} is not a tokenizer.json: {error}. Check the file.') from error
+            raise UserError(f'{name} is not a tokenizer.json: {error}. Check the file.') from error
         self.tokenizer.encode_special_tokens = True  # '</s>' in a document is text, not the end of it
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
@@ -111,7 +117,7 @@ class HFTokenizer:
         self.n_vocab = max(vocab.values()) + 1  # not their number: some ids may be unused
         self.eos = next((token for token in (eos, '</s>', EOT, '<|end_of_text|>', '<eos>') if token in vocab), None)
         if self.eos is None:
-            raise ValueError(f'{name} has no end-of-text token that we know. Set eos_token in tokenizer_config.json.')
+            raise UserError(f'{name} has no end-of-text token that we know. Set eos_token in tokenizer_config.json.')
         self.eot_token = vocab[self.eos]
         plain, whole = (self.tokenizer.encode('a', add_special_tokens=special).ids for special in (False, True))
         before = whole[:whole.index(plain[0])]  # such as <s>
@@ -130,14 +136,18 @@ class HFTokenizer:
 
 
 def start_token(encoding):
-    """The token that stands before a text: a Hugging Face tokenizer's own, such as <s>, or else end-of-text."""
+    """
+    The token that stands before a text: a Hugging Face tokenizer's own, such as <s>, or else
+    end-of-text.
+    """
     return getattr(encoding, 'start_token', encoding.eot_token)
 
 
 def from_hub(source, patterns, advice):
     """
-    The folder that has the files of 'hf:ORG/NAME' or 'hf:ORG/NAME@REVISION' that match the patterns, downloaded once
-    into the hub's cache. Raises ValueError, which says why and ends in the advice, where they cannot be had.
+    The folder that has the files of 'hf:ORG/NAME' or 'hf:ORG/NAME@REVISION' that match the
+    patterns, downloaded once into the hub's cache. Raises ValueError, which says why and ends in
+    the advice, where they cannot be had.
     """
     hub, (repo, _, revision) = optional('huggingface_hub'), source.removeprefix('hf:').partition('@')
     try:
@@ -146,11 +156,14 @@ def from_hub(source, patterns, advice):
         why = {'RepositoryNotFoundError': f'there is no {repo}, or it is private',
                'RevisionNotFoundError': f'{repo} has no revision {revision}'}.get(
                    type(error).__name__, f'{type(error).__name__}: check name, revision and network')
-        raise ValueError(f'{source} could not be had: {why}. Or {advice}') from error
+        raise UserError(f'{source} could not be had: {why}. Or {advice}') from error
 
 
 def tokenizer_state(encoding):
-    """All that a tokenizer is, as a dict of str and int, from which tokenizer_from_state needs no file or network."""
+    """
+    All that a tokenizer is, as a dict of str and int, from which tokenizer_from_state needs no file
+    or network.
+    """
     if isinstance(encoding, HFTokenizer):
         return {'kind': 'hf', 'name': encoding.name, 'text': encoding.text, 'eos': encoding.eos}
     return {'kind': 'tiktoken', 'name': encoding.name, 'text': format_ranks(encoding._mergeable_ranks),
@@ -171,16 +184,22 @@ def tokenizer_digest(state):
 
 
 def byte_characters():
-    """{byte: character}: how tokenizer.json writes bytes, as itself where that is printable, else the next from 256."""
+    """
+    {byte: character}: how tokenizer.json writes bytes, as itself where that is printable, else the
+    next from 256.
+    """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
 
 
 def train_bpe(texts, vocab_size, path):
-    """Train a byte-level BPE of vocab_size tokens, end-of-text included, on an iterable of str; save and return it."""
+    """
+    Train a byte-level BPE of vocab_size tokens, end-of-text included, on an iterable of str; save
+    and return it.
+    """
     if vocab_size < 257:
-        raise ValueError(f'A BPE of {vocab_size} tokens cannot hold the 256 bytes and end-of-text. Take 257 or more.')
+        raise UserError(f'A BPE of {vocab_size} tokens cannot hold the 256 bytes and end-of-text. Take 257 or more.')
     package = optional('tokenizers')
     tokenizer = package.Tokenizer(package.models.BPE())
     words = package.pre_tokenizers.Split(package.Regex(PATTERN), 'isolated')
@@ -198,14 +217,15 @@ def train_bpe(texts, vocab_size, path):
 
 def tokenizer_for(name, documents, folder, total_bytes=0):
     """
-    get_tokenizer(name), or for 'bpe:8192' a BPE of that vocabulary, trained on documents (as in write_corpus) and kept
-    in folder. Of more than 200 MB, by total_bytes, evenly chosen pieces have to do.
+    get_tokenizer(name), or for 'bpe:8192' a BPE of that vocabulary, trained on documents (as in
+    write_corpus) and kept in folder. Of more than 200 MB, by total_bytes, evenly chosen pieces have
+    to do.
     """
     kind, _, vocab_size = name.partition(':')
     if kind != 'bpe':
         return get_tokenizer(name)
     if not vocab_size.isdecimal():
-        raise ValueError(f"tokenizer is '{name}'. Write bpe: and the size of its vocabulary, as in bpe:8192.")
+        raise UserError(f"tokenizer is '{name}'. Write bpe: and the size of its vocabulary, as in bpe:8192.")
     print(f'training a BPE of {vocab_size} tokens')
     pieces = (piece for document in documents for piece, _ in cut(document, MIB))
     pieces = itertools.islice(pieces, 0, None, math.ceil(total_bytes / 2e8) or 1)
@@ -214,16 +234,18 @@ def tokenizer_for(name, documents, folder, total_bytes=0):
 
 # ----------------------------------------------------------------------------- writing token files
 
-# Where a long document may be cut into pieces: before a space that follows a non-space, and after a lone line end. No
-# word of PATTERN or of gpt2's reaches across, or is cut otherwise for what comes after: so the tokens stay the same.
+# Where a long document may be cut into pieces: before a space that follows a non-space, and after a
+# lone line end. No word of PATTERN or of gpt2's reaches across, or is cut otherwise for what comes
+# after: so the tokens stay the same.
 CUT = re.compile(r'(?<=\S)(?= )|(?<=\S\n)(?=\S)')
 
 
 def cut(document, limit):
     """
-    Yield (piece, last), the document in pieces of limit to 2 * limit characters; last is True on its last piece. An
-    empty document yields none. document: str, or an iterable of str, its consecutive parts. A stretch of limit
-    characters with no place to cut is cut anywhere: the text stays the same, the tokens there may not.
+    Yield (piece, last), the document in pieces of limit to 2 * limit characters; last is True on
+    its last piece. An empty document yields none. document: str, or an iterable of str, its
+    consecutive parts. A stretch of limit characters with no place to cut is cut anywhere: the text
+    stays the same, the tokens there may not.
     """
     rest, parts = '', [document] if isinstance(document, str) else document
     for part in parts if limit < math.inf else [''.join(parts)]:  # joined once: rest + part copies it all again
@@ -239,7 +261,10 @@ def cut(document, limit):
 
 
 def chunks(splits, limit):
-    """Yield (split, [(piece, last), ...]), MIB characters or up to a piece more at a time: the work of a thread."""
+    """
+    Yield (split, [(piece, last), ...]), MIB characters or up to a piece more at a time: the work of
+    a thread.
+    """
     for split, documents in splits.items():
         chunk, size = [], 0
         for document in documents:
@@ -254,7 +279,10 @@ def chunks(splits, limit):
 
 
 def encode(encoding, chunk):
-    """Returns the tokens of a chunk (uint32), the places in them just after each document, and its bytes of text."""
+    """
+    Returns the tokens of a chunk (uint32), the places in them just after each document, and its
+    bytes of text.
+    """
     tokens, ends, n_bytes = [], [], 0
     for piece, last in chunk:
         tokens += encoding.encode_ordinary(piece)
@@ -267,8 +295,9 @@ def encode(encoding, chunk):
 
 def encode_all(stream, encoding, workers):
     """
-    Yield (split, encode(chunk)) in the order of the stream, of which at most 4 chunks per worker are in memory. Workers
-    are threads: tokenizers are compiled code, which runs beside Python's own.
+    Yield (split, encode(chunk)) in the order of the stream, of which at most 4 chunks per worker
+    are in memory. Workers are threads: tokenizers are compiled code, which runs beside Python's
+    own.
     """
     with ThreadPoolExecutor(workers) as pool:
         pending = deque()
@@ -284,16 +313,16 @@ def encode_all(stream, encoding, workers):
 def write_corpus(folder, encoding, splits, workers=None, report=None, total_bytes=0):
     """
     Tokenize documents into folder and print a summary; the folder changes only when all is done.
-    splits: {split: iterable of documents as in cut()}. workers: threads, by default one per core. report: a dict to
-    keep in meta.json. total_bytes: of text, for the progress bar; an estimate will do. Raises ValueError if a split has
-    no text.
+    splits: {split: iterable of documents as in cut()}. workers: threads, by default one per core.
+    report: a dict to keep in meta.json. total_bytes: of text, for the progress bar; an estimate
+    will do. Raises ValueError if a split has no text.
     """
     folder, state = Path(folder), tokenizer_state(encoding)
     dtype = np.dtype(np.uint16 if encoding.n_vocab <= 2 ** 16 else np.uint32)
     limit = MIB if state['kind'] == 'tiktoken' else math.inf  # others may begin each text with a space: never cut
     counts = {split: {'tokens': 0, 'documents': 0, 'bytes': 0} for split in splits}
     ends = {split: [] for split in splits}
-    progress, done = Progress(total_bytes, f'tokenizing {folder.name}', enabled=total_bytes > 8 * MIB), 0
+    bar = progress_bar(total_bytes, f'tokenizing {folder.name}', enabled=total_bytes > 8 * MIB)
     temporary = folder / 'tokens.unfinished'
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -306,14 +335,13 @@ def write_corpus(folder, encoding, splits, workers=None, report=None, total_byte
             count['tokens'] += len(tokens)
             count['documents'] += len(after)
             count['bytes'] += n_bytes
-            done += n_bytes
-            progress.update(min(done, progress.total - 1))
+            bar.update(n_bytes)
         for split in splits:
             if not ends[split]:
-                raise ValueError(f'No document is left for the {split} split of {folder.name}. Give it more text.')
+                raise UserError(f'No document is left for the {split} split of {folder.name}. Give it more text.')
             starts = np.concatenate([[0], *ends[split]])[:-1]  # a document starts where the one before it ended
             (temporary / f'{split}_starts.bin').write_bytes(starts.astype(np.int64).tobytes())
-        progress.update(progress.total)
+        bar.close()
         write_text(temporary / 'tokenizer_state.json', json.dumps(state))
         remove_dataset(folder)
         for new in list(temporary.iterdir()):
@@ -326,7 +354,10 @@ def write_corpus(folder, encoding, splits, workers=None, report=None, total_byte
 
 
 def remove_dataset(folder):
-    """Remove what is prepared in folder, meta.json first, so that what is half removed does not look whole."""
+    """
+    Remove what is prepared in folder, meta.json first, so that what is half removed does not look
+    whole.
+    """
     for name in ('meta.json', *(f'{split}{end}.bin' for split in ('train', 'val', 'test') for end in ('', '_starts'))):
         (folder / name).unlink(missing_ok=True)
 
@@ -341,7 +372,10 @@ def finish_dataset(folder, meta):
 
 
 def split_by_hash(identity, val_fraction, test_fraction):
-    """'train', 'val' or 'test': by identity alone, so a document stays where it is when others come and go."""
+    """
+    'train', 'val' or 'test': by identity alone, so a document stays where it is when others come
+    and go.
+    """
     u = key_of(identity) / 2 ** 64
     return 'val' if u < val_fraction else 'test' if u < val_fraction + test_fraction else 'train'
 
@@ -358,17 +392,18 @@ class TokenFile:
 
 def open_tokens(dataset, split):
     """
-    dataset: the name of a folder in data/, or the path of one; split: 'train', 'val' or 'test'. Returns a TokenFile.
-    Raises FileNotFoundError if it is not prepared or has no such split, ValueError if a file is damaged.
+    dataset: the name of a folder in data/, or the path of one; split: 'train', 'val' or 'test'.
+    Returns a TokenFile. Raises FileNotFoundError if it is not prepared or has no such split,
+    ValueError if a file is damaged.
     """
     folder = ROOT / 'data' / dataset
     folder = folder if folder.is_dir() else Path(dataset)
     if not (folder / 'meta.json').is_file():
         if (folder / 'prepare.py').is_file():
             prepare = os.path.relpath(folder / 'prepare.py')
-            raise FileNotFoundError(f'Dataset {dataset} is not prepared. Run: python {prepare}')
+            raise UserError(f'Dataset {dataset} is not prepared. Run: python {prepare}')
         prepared = sorted(path.parent.name for path in (ROOT / 'data').glob('*/meta.json'))
-        raise FileNotFoundError(f'There is no dataset {dataset}. Prepared are: {", ".join(prepared) or "none"}.')
+        raise UserError(f'There is no dataset {dataset}. Prepared are: {", ".join(prepared) or "none"}.')
     try:
         meta = json.loads((folder / 'meta.json').read_text(encoding='utf-8'))
         state = json.loads((folder / 'tokenizer_state.json').read_text(encoding='utf-8'))
@@ -377,24 +412,30 @@ def open_tokens(dataset, split):
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         whole = False
     if not whole:
-        raise ValueError(f'{folder}: meta.json or tokenizer_state.json is damaged. Prepare the dataset again.')
+        raise UserError(f'{folder}: meta.json or tokenizer_state.json is damaged. Prepare the dataset again.')
     if split not in counts:
-        raise FileNotFoundError(f'Dataset {dataset} has no split {split}. It has {", ".join(counts)}.')
+        raise UserError(f'Dataset {dataset} has no split {split}. It has {", ".join(counts)}.')
     n_tokens, n_documents = counts[split]
     tokens = map_array(folder / f'{split}.bin', dtype, n_tokens)
     return TokenFile(tokens, map_array(folder / f'{split}_starts.bin', np.dtype(np.int64), n_documents), meta, state)
 
 
 def map_array(path, dtype, count):
-    """The array of count numbers in a file, mapped, not read. Raises ValueError if the file has another size."""
+    """
+    The array of count numbers in a file, mapped, not read. Raises ValueError if the file has
+    another size.
+    """
     found, expected = path.stat().st_size if path.is_file() else 0, count * dtype.itemsize
     if found != expected:
-        raise ValueError(f'{path} has {found:,} bytes, by meta.json it should have {expected:,}. Prepare it again.')
+        raise UserError(f'{path} has {found:,} bytes, by meta.json it should have {expected:,}. Prepare it again.')
     return np.memmap(path, dtype, 'r')
 
 
 def documents(data):
-    """Yield (start, end) for each document of a TokenFile: data.tokens[start:end] is its text, end-of-text left out."""
+    """
+    Yield (start, end) for each document of a TokenFile: data.tokens[start:end] is its text,
+    end-of-text left out.
+    """
     for start, after in itertools.pairwise(itertools.chain(data.starts, [len(data.tokens)])):
         yield int(start), int(after) - 1
 
@@ -411,15 +452,18 @@ def key_of(*parts):
 
 @functools.lru_cache(maxsize=8)
 def shuffled(n, key):
-    """range(n) in an order that key alone decides, (n,) int64: numpy never changes what Philox's raw numbers are."""
+    """
+    range(n) in an order that key alone decides, (n,) int64: numpy never changes what Philox's raw
+    numbers are.
+    """
     return np.random.Philox(key=key).random_raw(n).argsort(kind='stable')
 
 
 @functools.lru_cache(maxsize=4)
 def mixture_cycle(slots, key):
     """
-    The sources of SLOTS samples in a row, shuffled by key. slots: how many of them each source has. Returns source
-    (SLOTS,) and ordinal (SLOTS,): how many of that source's came before it.
+    The sources of SLOTS samples in a row, shuffled by key. slots: how many of them each source has.
+    Returns source (SLOTS,) and ordinal (SLOTS,): how many of that source's came before it.
     """
     source, ordinal = np.repeat(np.arange(len(slots)), slots)[shuffled(SLOTS, key)], np.empty(SLOTS, np.int64)
     for s, count in enumerate(slots):
@@ -429,9 +473,10 @@ def mixture_cycle(slots, key):
 
 class Windows:
     """
-    Training and evaluation windows of a dataset, or of a mixture by weight such as 'slimpajama:0.694,starcoder:0.306',
-    of which val and test are the first source's.
-    A window is a block of block_size + 1 consecutive tokens, that is block_size predictions; blocks do not overlap.
+    Training and evaluation windows of a dataset, or of a mixture by weight such as
+    'slimpajama:0.694,starcoder:0.306', of which val and test are the first source's. A window is a
+    block of block_size + 1 consecutive tokens, that is block_size predictions; blocks do not
+    overlap.
     """
 
     def __init__(self, dataset, split, block_size, seed=0):
@@ -443,25 +488,25 @@ class Windows:
         for name, source in zip(names, sources, strict=True):
             if source.meta['tokenizer_digest'] != first.meta['tokenizer_digest']:
                 one, other = (f'{s.meta["tokenizer"]} {s.meta["tokenizer_digest"]}' for s in (first, source))
-                raise ValueError(f'{names[0]} has tokenizer {one}, {name} has {other}. Prepare both with the same one.')
+                raise UserError(f'{names[0]} has tokenizer {one}, {name} has {other}. Prepare both with the same one.')
             n = len(source.tokens) // (block_size + 1)
             if n == 0:
-                raise ValueError(f'Split {split} of {name} has {len(source.tokens):,} tokens, less than a window of '
+                raise UserError(f'Split {split} of {name} has {len(source.tokens):,} tokens, less than a window of '
                                  f'{block_size:,} + 1. Choose a shorter one or prepare more text.')
             self.blocks.append(source.tokens[:n * (block_size + 1)].reshape(n, block_size + 1))
         exact = np.array(weights) / sum(weights) * SLOTS
         slots = np.floor(exact).astype(int)
         slots[np.argsort(slots - exact, kind='stable')[:SLOTS - slots.sum()]] += 1  # to the largest remainders
         if not all(slots):
-            raise ValueError(f'A part of {dataset} has hardly any weight, no sample in {SLOTS:,}. Leave it out.')
+            raise UserError(f'A part of {dataset} has hardly any weight, no sample in {SLOTS:,}. Leave it out.')
         self.slots = tuple(slots.tolist())
         self.vocab_size, self.tokenizer_state = first.meta['vocab_size'], first.tokenizer_state
 
     def batch(self, step, batch_size, rows=slice(None)):
         """
-        The windows of a step, (n_rows, block_size + 1) int64: a function of (seed, split, step) alone. rows: a slice of
-        them, for this rank or micro-batch. Each source is read epoch after epoch, each block once in each, every time
-        in another order.
+        The windows of a step, (n_rows, block_size + 1) int64: a function of (seed, split, step)
+        alone. rows: a slice of them, for this rank or micro-batch. Each source is read epoch after
+        epoch, each block once in each, every time in another order.
         """
         windows = []
         for sample in range(step * batch_size, (step + 1) * batch_size)[rows]:
@@ -475,8 +520,9 @@ class Windows:
 
     def fixed(self, n, spacing=None):
         """
-        For evaluation: n windows evenly spaced over the split, in order, or fewer if they would start less than
-        `spacing` tokens apart (None: no overlap). Returns (n, block_size + 1) int64.
+        For evaluation: n windows evenly spaced over the split, in order, or fewer if they would
+        start less than `spacing` tokens apart (None: no overlap). Returns (n, block_size + 1)
+        int64.
         """
         tokens, size = self.blocks[0].reshape(-1), self.block_size + 1
         spacing = spacing or size
@@ -490,5 +536,5 @@ def parse_part(part):
     """('slimpajama', 0.694) from 'slimpajama:0.694', the weight being 1 where there is none."""
     name, _, weight = part.strip().partition(':')
     if not name or not re.fullmatch(r'|\d*\.?\d+([eE]-?\d+)?', weight) or float(weight or 1) == 0:
-        raise ValueError(f"dataset has the part '{part}'. Write NAME:WEIGHT, the weight being a number above 0.")
+        raise UserError(f"dataset has the part '{part}'. Write NAME:WEIGHT, the weight being a number above 0.")
     return name, float(weight or 1)

@@ -1,0 +1,148 @@
+"""
+What one attention head sees, in pictures: its scores, the position bias, what DAPE adds and the
+attention itself, by length: Figures 8-22 of "DAPE V2"; and how much each head attends to the first
+key, the sink that Appendix K speaks of.
+
+$ python attention_maps.py                              # the demo model, windows of L, 4L and 16L
+$ python attention_maps.py --out_dir=out/dape/kerple_1x3 --layer=2 --head=3 --lengths=[128,512,2048]
+
+Writes out_dir/attention[_LABEL].json and .png
+"""
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from configurator import between, configure, settings
+from kernels import row_chunks
+from lib.checkpoints import Run
+from lib.errors import UserError
+
+out_dir = 'out/demo/nope'    # the run to read; results go there too
+init_from = 'last'           # last or best (of out_dir), a checkpoint file, or hf:ORG/NAME
+position: str | None = None  # read the checkpoint with this position method; None: as it says
+rope_scaling: str | None = None  # extend RoPE, such as yarn:4; None: as the checkpoint says
+scale: float | str | None = None  # softmax scale: a number for all heads, or a scale file
+dataset: str | None = None   # a folder of data/; None: the one the model was trained on
+split = 'test'
+layer: int | None = None     # counted from 0; None: the middle one
+head = 0                     # counted from 0
+lengths: list[int] | None = None  # tokens in a window, a row of the picture each; None: L, 4L, 16L
+n_samples = 4                # windows of each length, evenly spaced; the pictures show their mean
+label = ''                   # name of the result; empty: the scale's
+device = 'auto'              # auto, cpu, cuda, mps
+dtype = 'float32'            # auto, float32, bfloat16, float16; half precision rounds q and k
+
+CELLS = 64  # a map has at most 64 x 64 cells: the JSON of three lengths stays below 300 KB
+
+
+def parts_of(method, q, k, i, j, head):
+    """
+    {part: (rows, keys)} of one head: score, q.k / sqrt(D) and what CoPE or Transformer-XL add;
+    bias, B; dape, f([S; B]) of Eq. (3); attention, after softmax.
+    """
+    score, bias = method.similarity(q, k, i, j)[0, head], method.bias(i, j)
+    seen = method.scores(q, k, i, j)[0, head]
+    parts, rest = {'score': score}, seen - score
+    if bias is not None:
+        parts['bias'] = bias[head]
+    if hasattr(method, 'method'):  # DAPE
+        if bias is not None and method.residual:
+            rest = rest - bias[head]
+        parts['dape'] = rest
+    return parts | {'attention': seen.softmax(-1)}
+
+
+def head_maps(attention, q, k, place, head):
+    """
+    What one head's attention over a window is made of. q: (1, H, T, D) scaled queries; k: (1,
+    n_kv_head, T, D). Returns {part: (n, n) map}, a row for each cell of queries, a column for one
+    of keys: the mean over keys j <= i, but of attention the sum over a cell's keys, as a single
+    weight shrinks with T. Also by_distance, (bins,): the share that queries of the second half give
+    to keys at distances i - j of 0, 1, 2-3, 4-7 ... tokens.
+    """
+    H, T = q.shape[1:3]
+    # (T, n), 1 where a token lies in a cell: so in_cell.T @ map @ in_cell sums a map over its cells
+    in_cell = F.one_hot(place.i // -(-T // CELLS)).float()
+    edges = 2 ** place.i[:(T - 1).bit_length()]  # 1, 2, 4 ...: the first distances of all bins but 0
+    maps, by_distance = 0, 0
+    for rows, end in row_chunks(T, T, H, q.device):
+        i, j = place.i[rows], place.j[:end]
+        with torch.autocast(q.device.type, enabled=False):
+            chunk = q[:, :, rows].float(), k[:, :, :end].float()
+            parts = parts_of(attention.position, *chunk, i, j, head)
+        values = torch.stack(list(parts.values())).masked_fill(j > i[:, None], 0)
+        maps += in_cell[rows].T @ values @ in_cell[:end]  # sums, (parts, n, n)
+        # Later keys fall into the first bin, with no attention.
+        bins = torch.bucketize(i[:, None] - j, edges, right=True).flatten()
+        late = values[-1] * (i >= T // 2)[:, None]
+        by_distance += torch.bincount(bins, late.flatten(), len(edges) + 1)
+
+    # How many keys not after their query a cell has: all, and on the diagonal half.
+    size = in_cell.sum(0)
+    pairs = (size[:, None] * size).tril() - (size * (size - 1) / 2).diag()
+    means = {}
+    for part, summed in zip(parts, maps):
+        means[part] = summed / (size[:, None] if part == 'attention' else pairs)
+    return means | {'by_distance': by_distance / (T - T // 2)}
+
+
+def measure(model, tokens, layer, head):
+    """
+    A pass over one window, tokens: (1, T). Returns head_maps() of one head, and first_key
+    (n_layer, H): how much of its attention each head gives to the window's first key, a mean over
+    the queries of the second half.
+    """
+    found = {}
+
+    def look(number, attention, q, k, place):
+        if number == layer:
+            found.update(head_maps(attention, q, k, place, head))
+        first = torch.zeros_like(k)
+        first[:, :, 0] = 1  # attention over these values is the share of the first key itself
+        share = attention.position.attend(q, k, first, place.i, place.j)
+        return share[0, :, tokens.shape[1] // 2:, 0].float().mean(1)  # (H,)
+
+    with model.probe(look) as shares:
+        model(tokens, last=1)
+    return found | {'first_key': torch.stack(shares)}
+
+
+def measure_length(run, windows, at):
+    """The result's entry for windows of one length: means over them."""
+    samples = torch.from_numpy(windows.fixed(n_samples)[:, None, :-1]).to(run.runtime.device)
+    with torch.no_grad(), run.runtime.autocast():
+        found = [measure(run.model, window, at, head) for window in samples]
+    mean = {}
+    for part in found[0]:
+        mean[part] = np.mean([one[part].numpy(force=True) for one in found], axis=0)
+    share, by_distance, maps = mean.pop('first_key'), mean.pop('by_distance'), {}
+    for part, rows in mean.items():  # 3 digits, and no keys after their query
+        maps[part] = [[float(f'{x:.3g}') for x in row[:r + 1]] for r, row in enumerate(rows)]
+    T = windows.block_size
+    run.runtime.print(f'{T:8,d} tokens: {share[at, head]:.1%} on the first key; '
+                      f'mean of all heads {share.mean():.1%}')
+    return {'length': T, 'n_windows': len(found), 'first_key': share, 'by_distance': by_distance,
+            'maps': maps}
+
+
+def main():
+    between(globals(), 2, 'lengths')
+    between(globals(), 1, 'n_samples')
+    run = Run(settings(globals()))
+    L, (n_layer, H) = run.L, run.model.head_scale.shape
+    at = n_layer // 2 if layer is None else layer
+    for what, number, n in (('layer', at, n_layer), ('head', head, H)):
+        if not 0 <= number < n:
+            raise UserError(f"{what} is {number}, but {run.info['path']} has {n}. "
+                            f'Choose one of 0 to {n - 1}.')
+    # All are opened before the work, so that a text too short is met first.
+    opened = [run.windows(split, T) for T in lengths or [L, 4 * L, 16 * L]]
+    run.write('attention', {
+        'dape_kernel': run.model.config.dape_kernel, 'dataset': opened[0].dataset, 'layer': at,
+        'head': head, 'lengths': [measure_length(run, windows, at) for windows in opened]})
+
+
+if __name__ == '__main__':
+    configure(globals())
+    main()

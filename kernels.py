@@ -1,0 +1,258 @@
+"""
+Attention made fast or small: the same numbers as the plain formula, computed in other ways.
+
+Whoever reads the code for the first time may skip this file and take causal_attention() for what it
+says: softmax(q k^T / sqrt(D)) v, each query seeing the keys up to its own position. Everything here
+is about how to get that without the whole T x T matrix, or without slow backward kernels. Nothing
+here changes a result beyond rounding. Plain PyTorch; imports nothing of the project.
+
+Shapes: B sequences, T queries, S keys, H heads of queries, D their size; keys and values may have
+fewer heads, each shared by H / n_kv_head queries. Positions i of queries and j of keys are (T,) and
+(S,), or (B, T) and (B, S) where they differ between sequences.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+SCORES_AT_ONCE = 2 ** 22  # where scores are made some rows at a time; on a GPU 16 times as many
+LOGITS_AT_ONCE = 2 ** 23  # the loss makes no more float32 logits than this at once: 32 MB
+
+
+def later(i, j):
+    """Which keys at positions j come after the queries at positions i: (1 or B, 1, T, S)."""
+    hidden = j[..., None, None, :] > i[..., None, :, None]
+    return hidden if hidden.dim() == 4 else hidden[None]
+
+
+def repeat_heads(x, n_head):
+    """
+    Keys or values (B, n_kv_head, S, D), each head once for every query head that shares it: (B, H,
+    S, D).
+    """
+    return x.repeat_interleave(n_head // x.shape[1], dim=1)
+
+
+# ---------------------------------------------------------------------- softmax attention
+
+def causal_attention(q, k, v, i, j):
+    """Softmax attention over the keys that are not later than the query, (B, H, T, D)."""
+    T, S = q.shape[2], k.shape[2]
+    if T == S:
+        return attention(q, k, v, is_causal=True)
+    if T == 1 and i.dim() == 1:  # the newest token sees every key
+        return attention(q, k, v)
+    return attention(q, k, v, mask=~later(i, j))
+
+
+def attention(q, k, v, mask=None, is_causal=False):
+    """
+    Softmax attention with grouped queries, (B, H, T, D), by the fastest kernel that does not need
+    the whole matrix. mask: (1 or B, 1 or H, T, S), a bias to add to the scores, or True where a key
+    is seen.
+    """
+    n_scores = q[..., 0].numel() * k.shape[2]
+    if q.device.type == 'cpu' and torch.is_grad_enabled() and n_scores <= 2 ** 26:
+        if is_causal or mask is not None:
+            return matrix_attention(q, k, v, mask)
+    if q.device.type == 'cuda' and q.shape[1] > k.shape[1] and not flash_can_share_heads(q, mask):
+        if q.shape[2] == 1 and mask is not None and mask.shape[1] == 1:
+            # One query a head: the heads that share a key become rows of one head, and no key is
+            # repeated.
+            rows = q.reshape(len(q), k.shape[1], -1, q.shape[3])
+            return F.scaled_dot_product_attention(rows, k, v, mask).reshape(q.shape)
+        k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
+    shared = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, enable_gqa=shared)
+
+
+def flash_can_share_heads(q, mask):
+    """
+    Only FlashAttention handles grouped queries, and only on newer GPUs, in half precision and
+    without a mask; with any other kernel PyTorch would compute the whole matrix, so there keys and
+    values are repeated.
+    """
+    new_enough = torch.cuda.get_device_properties(q.device).major >= 8
+    return mask is None and q.dtype != torch.float32 and new_enough
+
+
+def matrix_attention(q, k, v, mask):
+    """
+    attention() by its formula, sum_j e_ij v_j / sum_j e_ij; mask None: causal. For training on a
+    CPU while the scores are few, as the fused kernel's backward is slow there: compiled, a training
+    step of bench.py's shape took 1.35 s with this and 1.45 s with the fused kernel on two cores
+    with AMX. Scores have the precision of q and k.
+    """
+    (B, H, T, D), (n_kv_head, S) = q.shape, k.shape[1:3]
+    if mask is None:
+        # 128 query rows at a time, each time without the keys after the last of them. int32, as a
+        # register holds twice as many of them as of int64.
+        y, i = [], torch.arange(T, dtype=torch.int32)
+        for start in range(0, T, 128):
+            end = min(start + 128, T)
+            seen = i[:end] <= i[start:end, None]
+            y.append(matrix_attention(q[:, :, start:end], k[:, :, :end], v[:, :, :end], seen))
+        return torch.cat(y, dim=2)
+
+    # The queries that share a key stand one under the other, so that each key head is one matrix
+    # product.
+    scores = q.reshape(B, n_kv_head, -1, D) @ k.transpose(-1, -2)
+    scores = scores.view(B, H, T, S).to(torch.promote_types(q.dtype, torch.float32))
+    scores = scores * (1 / math.sqrt(D))
+    if mask.dtype == torch.bool:  # adding -inf, unlike filling it in, leaves backward nothing to do
+        mask = torch.zeros(mask.shape, device=q.device).masked_fill(~mask, -math.inf)
+    scores = scores + mask
+    e = (scores - scores.detach().amax(-1, keepdim=True)).exp().to(v.dtype)
+    y = (e.view(B, n_kv_head, -1, S) @ v).view(B, H, T, D)
+    return (y / e.sum(-1, keepdim=True, dtype=scores.dtype)).to(v.dtype)
+
+
+# ---------------------------------------------------------------------- some rows at a time
+
+def scores_at_once(device):
+    return SCORES_AT_ONCE if device.type == 'cpu' else 16 * SCORES_AT_ONCE
+
+
+def row_chunks(T, S, n_maps, device, all_keys=False):
+    """
+    Cut T queries, the last of S tokens, into chunks: yields (rows, a slice, and how many keys they
+    need). A chunk has at most scores_at_once() scores in n_maps maps, and at most an eighth of the
+    rows (or 32), as early rows need no late keys. Keys come in whole eighths, as a convolution
+    makes a plan for each new shape.
+    """
+    eighth = -(-S // 8)  # of the keys, rounded up
+    n_rows = max(1, min(scores_at_once(device) // (n_maps * S), max(32, T // 8)))
+    for start in range(0, T, n_rows):
+        stop = min(start + n_rows, T)
+        last_key = S - T + stop
+        seen = -(-last_key // eighth) * eighth
+        yield slice(start, stop), S if all_keys else min(S, seen)
+
+
+def in_rows(rows_of, q, k, v, i, j, n_maps, all_keys=False):
+    """
+    rows_of(q, k, v, i, j) -> (B, H, rows, D), called for some query rows at a time, each chunk
+    without the keys long after its last row. Where the scores are too many, backward computes each
+    chunk again, so that memory grows with T and not with T^2. n_maps: matrices of scores that a
+    call makes.
+    """
+    T, S = q.shape[2], k.shape[2]
+    recompute = torch.is_grad_enabled() and n_maps * T * S > 4 * scores_at_once(q.device)
+    y = []
+    # The longest rows first: shorter ones then fit into the memory that they free, where a heap
+    # would grow.
+    for rows, end in reversed(list(row_chunks(T, S, n_maps, q.device, all_keys))):
+        parts = q[:, :, rows], k[:, :, :end], v[:, :, :end], i[..., rows], j[..., :end]
+        y.append(checkpoint(rows_of, *parts, use_reentrant=False) if recompute else rows_of(*parts))
+    return torch.cat(y[::-1], dim=2)
+
+
+def attention_with_bias(bias, q, k, v, i, j):
+    """
+    Softmax attention with bias(i, j), (H, T, S) or (B, H, T, S), added to the scores: (B, H, T, D).
+    """
+    def rows_of(q, k, v, i, j):
+        mask = bias(i, j).masked_fill(later(i, j), -math.inf)  # 4-D, as fused kernels want it
+        return attention(q, k, v, mask.to(q.dtype))
+
+    # The CPU's training path makes a matrix of scores for each sequence; elsewhere one bias serves
+    # them all.
+    n_maps = q.shape[1]
+    if torch.is_grad_enabled() and q.device.type == 'cpu':
+        n_maps = len(q) * n_maps
+    return in_rows(rows_of, q, k, v, i, j, n_maps)
+
+
+def attention_over_scores(scores, q, k, v, i, j, all_keys=False):
+    """
+    Softmax attention whose scores are scores(q, k, i, j), (B, H, T, S), -inf at later keys: (B, H,
+    T, D).
+    """
+    def rows_of(q, k, v, i, j):
+        weights = scores(q, k, i, j).softmax(-1, dtype=torch.float32).to(v.dtype)
+        return weights @ repeat_heads(v, q.shape[1])
+
+    return in_rows(rows_of, q, k, v, i, j, n_maps=len(q) * q.shape[1], all_keys=all_keys)
+
+
+# ---------------------------------------------------------------------- entropy
+
+def mean_key_cpu(q, k):
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, k, 0.0, True)
+
+
+def mean_key_cuda(q, k):
+    attend = torch.ops.aten._scaled_dot_product_efficient_attention
+    mean_k, log_sum_exp, *_ = attend(q, k, k, None, True, 0.0, True)
+    return mean_k, log_sum_exp[..., :q.shape[2]]  # the kernel pads rows
+
+
+# each: q, k (B, H, T, D) float32 -> sum_j a_ij k_j, (B, H, T, D), and ln sum_j exp(s_ij), (B, H, T)
+MEAN_KEY = {'cpu': mean_key_cpu, 'cuda': mean_key_cuda}
+
+
+def entropy(q, k):
+    """
+    Entropy of each query's causal attention over q.k / sqrt(D), in nats, without the T x T matrix.
+    Eq. (2) of arXiv:2404.12224 is H_i = ln sum_j exp(s_ij) - sum_j a_ij s_ij, and its last sum is
+    q_i . (sum_j a_ij k_j) / sqrt(D): so one fused attention call with the keys as values, and its
+    log-sum-exp, are enough. q: (B, H, T, D) scaled queries; k: (B, n_kv_head, T, D). Returns (B, H,
+    T) float32, from 0 to ln(i + 1). Raises ValueError where a gradient is wanted: the kernel's
+    log-sum-exp has none. attention_entropy() has one.
+    """
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
+        raise ValueError('entropy() has no gradient: use attention_entropy(), or torch.no_grad().')
+    q, k = q.float(), repeat_heads(k.float(), q.shape[1])  # float32, as the two terms nearly cancel
+    mean_k, log_sum_exp = MEAN_KEY[q.device.type](q, k)
+    return (log_sum_exp - (q * mean_k).sum(-1) / math.sqrt(q.shape[-1])).clamp(min=0)
+
+
+def attention_entropy(layer, attention, q, k, place):
+    """
+    A probe of Transformer.probe(): the entropy of each query's attention in nats, (B, H, T)
+    float32, for every position method, with the right gradient where one is wanted: by entropy()
+    where that can, else by rows of the matrix.
+    """
+    (B, H, T, _), method, rows = q.shape, attention.position, []
+    differentiable = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
+    with torch.autocast(q.device.type, enabled=False):  # entropy is float32 always
+        if method.is_plain and not differentiable and q.device.type in MEAN_KEY:
+            return entropy(q, k)
+        q, k = q.float(), k.float()
+        for chunk, end in row_chunks(T, T, B * H, q.device):
+            i, j = place.i[chunk], place.j[:end]
+            log_a = method.scores(q[:, :, chunk], k[:, :, :end], i, j).log_softmax(-1)
+            finite = log_a.clamp(min=torch.finfo(log_a.dtype).min)  # 0 ln 0 is 0
+            rows.append(-(log_a.exp() * finite).sum(-1))
+    return torch.cat(rows, dim=2).clamp(min=0)
+
+
+# ---------------------------------------------------------------------- loss
+
+def cross_entropy(x, head, targets):
+    """
+    Loss of each target, -ln p(target) in nats, (B, K) float32, without float32 logits of the whole
+    batch. x: (B, K, C), ready for the output matrix; head: that matrix, a module; targets: (B, K)
+    ids.
+    """
+    def of_chunk(x, targets):
+        return F.cross_entropy(head(x).float(), targets, reduction='none')
+
+    if torch.compiler.is_compiling() and torch.is_autocast_enabled(x.device.type):
+        # The logits stay in half precision, float32 is only in registers. F.cross_entropy is not
+        # used, as its backward sums over all logits once more; int32, as a register holds twice as
+        # many.
+        logits = head(x).float()
+        ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=x.device)
+        at_target = ids == targets[..., None].int()
+        return logits.logsumexp(-1) - logits.where(at_target, 0).sum(-1)
+
+    rows = max(1, LOGITS_AT_ONCE // head.weight.shape[0])
+    chunks = list(zip(x.flatten(0, 1).split(rows), targets.flatten().split(rows)))
+    if len(chunks) > 1 and torch.is_grad_enabled():  # backward computes each chunk's logits again
+        losses = [checkpoint(of_chunk, *chunk, use_reentrant=False) for chunk in chunks]
+    else:
+        losses = [of_chunk(*chunk) for chunk in chunks]
+    return torch.cat(losses).view(targets.shape)

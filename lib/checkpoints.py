@@ -1,0 +1,305 @@
+"""
+Checkpoints: save, load, and open one for a stage.
+
+A checkpoint is one file of tensors and plain values, read with weights_only=True, so that opening a
+stranger's file runs none of his code.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import os
+import re
+import shutil
+import struct
+import time
+import zipfile
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from lib import huggingface, plots
+from lib.devices import setup
+from lib.errors import UserError, as_user_error
+from lib.results import provenance, result_path, save_json, whole_file
+from lib.scales import apply_scale
+from lib.tokens import Windows, tokenizer_digest, tokenizer_from_state
+from model import ModelConfig, Transformer, matrices
+
+
+def old_name(name):
+    """The name that a weight has in checkpoints older than position.py's methods as modules."""
+    name = re.sub(r'position\.(first|second)\.', r'dape.\1.', name)
+    name = re.sub(r'position\.(method\.)?(e|u|v|W\.weight)$', r'content.\2', name)
+    return re.sub(r'position\.(method\.)?', 'bias.', name)
+
+
+def weights_digest(state):
+    """
+    SHA-256 over old names, shapes and up to 4,096 evenly spaced values of each weight matrix in a
+    state dict. Vectors (head scales, norms) are left out: tuning them must not change whose scale
+    file it is.
+    """
+    digest = hashlib.sha256()
+    for name, weight in sorted((old_name(name), weight) for name, weight in state.items()):
+        if weight.dim() >= 2:
+            n = weight.numel()
+            places = torch.linspace(0, n - 1, min(n, 4096), dtype=torch.float64).long()
+            values = weight.flatten()[places.to(weight.device)].float().cpu().numpy()
+            digest.update(f'{name} {tuple(weight.shape)}'.encode() + values.tobytes())
+    return digest.hexdigest()
+
+
+# ---------------------------------------------------------------------- save
+
+def checkpoint_state(model, tokenizer, step, weights=None, **more):
+    """What every checkpoint holds. weights: the model's state dict, where it is sharded."""
+    weights = model.state_dict() if weights is None else weights
+    return {'model': weights, 'model_config': dataclasses.asdict(model.config),
+            'tokenizer': tokenizer, 'digest': weights_digest(weights), 'step': step, **more}
+
+
+def save(path, **state):
+    """Write a checkpoint whole or not at all: a kill or a full disk leaves the file before it."""
+    try:
+        with whole_file(path) as part, open(part, 'wb') as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+    except (OSError, RuntimeError) as error:  # torch turns a failed write into a RuntimeError
+        raise OSError(f'could not write {path} ({error}); the file before it, if any, is untouched. '
+                      'Is the disk full? Free some space and go on (train.py: with '
+                      '--init_from=resume).') from error
+
+
+def require_space(folder, n_bytes):
+    """Raise UserError unless checkpoints of n_bytes in all have room in `folder`."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    there = sum(file.stat().st_size for file in Path(folder).glob('*.pt'))
+    free = shutil.disk_usage(folder).free + there
+    if free < n_bytes:
+        raise UserError(f'checkpoints in {folder} need {n_bytes / 1e9:.2f} GB but {free / 1e9:.2f} GB '
+                        'are free. Free some space or choose another out_dir.')
+
+
+# ---------------------------------------------------------------------- load
+
+def load(source, position=None, optimizer=True):
+    """
+    Read a checkpoint into CPU memory: a file of ours, its tensors mapped, or a Hugging Face folder
+    or hf:ORG/NAME. Returns a dict of model, model_config, tokenizer, digest, step, settings and
+    more. optimizer: False leaves out the optimizer's moments, which then cost no time to check.
+    Raises UserError if it is not whole.
+    """
+    if str(source).startswith('hf:') or Path(source).is_dir():
+        state = huggingface.load_folder(str(source), position)
+        return state | {'digest': weights_digest(state['model'])}
+    path = Path(source)
+    if not path.is_file():
+        raise UserError(f'{path} does not exist. Train that model first, by train.py with its config, '
+                        'or name another with --out_dir= or --init_from=.')
+    open(path, 'rb').close()  # for want of permission, say, this raises: the file may be whole
+    advice = 'Use another one: best.pt, or a kept step.'
+    try:
+        state = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
+        missing = {'model', 'model_config', 'tokenizer', 'digest', 'step'} - set(state)
+    except Exception as error:  # zip, unpickling and type errors alike
+        raise UserError(f'{path} is cut short or not a checkpoint of this project '
+                        f'({type(error).__name__}). {advice}') from error
+    if missing:
+        raise UserError(f"{path} is not a checkpoint of this project: it lacks "
+                        f"{', '.join(sorted(missing))}.")
+    if not optimizer:
+        state.pop('optimizer', None)
+    require_checksums(path, state, advice)
+    with as_user_error():  # an older one lacks the settings that came later
+        return state | {'model_config': dataclasses.asdict(ModelConfig(**state['model_config']))}
+
+
+def tensors_in(value):
+    """Yield the tensors that nested dicts and lists hold."""
+    if torch.is_tensor(value):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(item)
+
+
+def checksum_of(storage):
+    """(bytes, CRC-32) of the memory behind a tensor."""
+    data = torch.empty(0, dtype=torch.uint8).set_(storage)
+    return len(data), zlib.crc32(data.numpy())
+
+
+def written_checksums(path):
+    """
+    {(bytes, CRC-32)} of what torch.save() wrote to a zip file. Raises BadZipFile for a damaged one.
+    """
+    with zipfile.ZipFile(path) as archive, open(path, 'rb') as file:
+        entries = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
+        ends = [entry.header_offset for entry in entries[1:]] + [archive.start_dir]
+        for entry, end in zip(entries, ends):
+            # The header before a record says how long it is itself. One that is damaged may lead
+            # torch.load() to another record, but what follows the right one is 24 bytes at most.
+            file.seek(entry.header_offset + 26)
+            start = entry.header_offset + 30 + sum(struct.unpack('<HH', file.read(4)))
+            if not 0 <= end - start - entry.file_size <= 24:
+                raise zipfile.BadZipFile(entry.filename)
+            if entry.filename.endswith(('/data.pkl', '/byteorder')):
+                archive.read(entry)  # compares its checksum
+        return {(entry.file_size, entry.CRC) for entry in entries}
+
+
+def require_checksums(path, state, advice):
+    """
+    Raise UserError, ending in the advice, unless `state` is what torch.save() wrote to the zip file
+    `path`: torch.load() does not compare the checksums that the zip keeps of each tensor. Entries
+    that were dropped from `state` are not read, as checking costs time.
+    """
+    try:
+        storages = [tensor.untyped_storage() for tensor in tensors_in(state)]
+        storages = {storage.data_ptr(): storage for storage in storages}  # tied weights share one
+        written = written_checksums(path)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            whole = written.issuperset(pool.map(checksum_of, storages.values()))
+    except Exception:  # zipfile has no common class for all that can be wrong in a zip
+        whole = False
+    if not whole:
+        raise UserError(f'{path} is damaged: its bytes differ from their checksums. {advice}')
+
+
+def named_for(model, weights, source):
+    """
+    Weights under the names that this model gives them. Raises UserError unless they are its own, no
+    more and no less.
+    """
+    ours = model.state_dict()
+    names = {old_name(name): name for name in ours}
+    weights = {names.get(name, name): weight for name, weight in weights.items()}
+    for name in sorted(ours.keys() | weights.keys()):
+        has = f'no {name}'
+        if name in weights:
+            has = f'{name} of shape {tuple(weights[name].shape)}'
+        if name not in ours or name not in weights or ours[name].shape != weights[name].shape:
+            raise UserError(f'{source} has {has}, so it was not trained with position '
+                            f'{model.config.position}: methods have weights of their own. Leave '
+                            '--position out.')
+    return weights
+
+
+def cast_matrices(model, dtype):
+    """Cast a frozen model's matrices once to the type that autocast would give them at each use."""
+    for p in matrices(model).values():
+        p.data = p.data.to(dtype)
+    return model
+
+
+def load_model(init_from, out_dir, device, position=None, rope_scaling=None, dtype=torch.float32):
+    """
+    init_from: 'last' or 'best' (of out_dir), a checkpoint file, a Hugging Face folder or
+    hf:ORG/NAME. position, rope_scaling: read it with another method than it says. dtype: that of
+    the activations. Returns the model in eval mode, and the checkpoint's other entries:
+    model_config, tokenizer, digest, step, settings, path ...
+    """
+    source = str(Path(out_dir, f'{init_from}.pt') if init_from in ('last', 'best') else init_from)
+    if huggingface.is_foreign(source):
+        if position is not None or rope_scaling is not None:
+            raise UserError(f'{source} is read through transformers: it takes no position or '
+                            'rope_scaling of ours.')
+        model, state = huggingface.load_foreign(source, dtype)
+        state |= {'digest': weights_digest(model.state_dict()), 'path': source}
+        return model.to(device).eval().requires_grad_(False), state
+
+    state = load(source, position, optimizer=False)
+    config = state['model_config']
+    if position is not None:
+        config |= {'position': position}
+        if position != 'rope':
+            config |= {'rope_scaling': ''}
+    if rope_scaling is not None:
+        config |= {'rope_scaling': rope_scaling}
+    with as_user_error(), torch.device('meta'):
+        model = Transformer(ModelConfig(**config))
+    weights = named_for(model, state.pop('model'), source)
+    if any(weight.dtype not in (dtype, torch.float32) for weight in weights.values()):
+        weights = {name: weight.float() for name, weight in weights.items()}
+    model.load_state_dict(weights, assign=True)
+    if model.config.tied:
+        model.head.weight = model.embed.weight
+    cast_matrices(model, dtype)
+    return model.to(device).eval().requires_grad_(False), state | {'path': source}
+
+
+def require_tokenizer(info, tokenizer, dataset):
+    """Raise UserError unless a data set's tokenizer encodes as that of the checkpoint `info`."""
+    if tokenizer_digest(info['tokenizer']) != tokenizer_digest(tokenizer):
+        raise UserError(f"{info['path']} was trained with tokenizer {info['tokenizer']['name']}, but "
+                        f"data set {dataset} has {tokenizer['name']}. Prepare the data with the "
+                        "checkpoint's tokenizer.")
+
+
+def dataset_of(info, wanted=None):
+    """The data set to read: the one asked for, or the one that the checkpoint was trained on."""
+    name = wanted or info['settings'].get('dataset')
+    if not name:
+        raise UserError(f"{info['path']} does not say what it was trained on. Give a data set with "
+                        '--dataset=NAME.')
+    return name
+
+
+def open_windows(info, wanted, split, length):
+    """Windows of dataset_of(info, wanted). Raises UserError if its tokenizer is another."""
+    windows = Windows(dataset_of(info, wanted), split, length)
+    require_tokenizer(info, windows.tokenizer_state, windows.dataset)
+    return windows
+
+
+# ---------------------------------------------------------------------- open one for a stage
+
+class Run:
+    """
+    A trained model as the settings of a stage ask for it, and the results that it writes.
+    settings: the stage's, {name: value}; of these it reads out_dir, init_from, position,
+    rope_scaling, scale, label, device, dtype, seed, as the stage has them.
+    """
+
+    def __init__(self, settings):
+        self.settings, self.began = settings, time.perf_counter()
+        self.runtime = setup(settings['device'], settings['dtype'], settings.get('seed', 1337))
+        self.model, self.info = load_model(
+            settings['init_from'], settings['out_dir'], self.runtime.device, settings['position'],
+            settings['rope_scaling'], self.runtime.dtype)
+        self.scale = settings['scale']
+        scale_label = apply_scale(self.model, self.scale, self.info, self.runtime.print)
+        self.label = settings.get('label') or scale_label
+        self.L = self.model.config.block_size
+
+    @functools.cached_property
+    def encoding(self):
+        return tokenizer_from_state(self.info['tokenizer'])
+
+    def windows(self, split, length):
+        """Windows of the data set that the settings name, or of the one it was trained on."""
+        return open_windows(self.info, self.settings['dataset'], split, length)
+
+    def path(self, *kind):
+        """OUT_DIR/KIND[_LABEL], without a suffix."""
+        return result_path(self.settings['out_dir'], *kind, self.label)
+
+    def write(self, stage, result, *kind):
+        """
+        Write OUT_DIR/STAGE[_KIND][_LABEL].json: the result, what was measured, and what is needed
+        to measure it again; and its picture. The stage ends here, on every rank.
+        """
+        runtime, config = self.runtime, self.model.config
+        if runtime.is_main:
+            what = {'stage': stage, 'label': self.label, 'position_method': config.position,
+                    'block_size': self.L, 'checkpoint': self.info['path'],
+                    'weights_digest': self.info['digest'], 'scale': self.scale}
+            seconds = time.perf_counter() - self.began
+            path = self.path(stage, *kind) + '.json'
+            save_json(path, what | result | provenance(self.settings, runtime, seconds))
+            print('wrote', path, *plots.draw(path))
+        runtime.close()

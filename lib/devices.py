@@ -1,0 +1,317 @@
+"""Where a stage runs: device, precision, ranks, and what is compiled or sharded there."""
+
+import contextlib
+import ctypes
+import datetime
+import math
+import os
+import shutil
+import signal
+import sys
+import sysconfig
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from lib.errors import UserError
+from lib.results import progress_bar
+
+DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
+
+
+@dataclass
+class Runtime:
+    """Where this process runs: its device, its precision and its place among the ranks."""
+    device: torch.device
+    dtype: torch.dtype   # of activations; head scales and what is trained stay float32
+    rank: int = 0
+    world_size: int = 1
+
+    @property
+    def is_main(self):
+        return self.rank == 0
+
+    def autocast(self):
+        if self.dtype == torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self.dtype)
+
+    def print(self, *args):
+        if self.is_main:
+            print(*args, flush=True)
+
+    def shard(self, items):
+        """This rank's share of a list of work: every world_size-th item."""
+        return items[self.rank::self.world_size]
+
+    def gather(self, rows, n, finite=True):
+        """
+        Put rows computed for shard(range(n)) back in order. Returns (n, ...) float64, the same on
+        every rank, so that sums over it do not depend on the number of ranks. finite: raise
+        UserError where a number is infinite or NaN, before a result is made of it.
+        """
+        whole = rows = np.array(rows, dtype=np.float64)
+        if self.world_size > 1:
+            parts = [None] * self.world_size
+            dist.all_gather_object(parts, rows)
+            shape = next(part.shape[1:] for part in parts if len(part))
+            whole = np.empty((n, *shape))
+            for rank, part in enumerate(parts):
+                if len(part):
+                    whole[rank::self.world_size] = part
+        odd = whole[~np.isfinite(whole)]
+        if finite and len(odd):
+            raise UserError(f'{len(odd)} of {whole.size} numbers measured are not finite, the first '
+                            f'is {odd[0]}; no result was written. Are the weights or scales damaged? '
+                            'Take another --init_from=, --scale= or --dtype=.')
+        return whole
+
+    @torch.no_grad()
+    def over_windows(self, windows, batch_tokens, measure, label=None, finite=True):
+        """
+        Measure every window, in batches of about batch_tokens tokens, split over the ranks.
+        windows: (n, T + 1) int64 ids; measure(inputs, targets), each (B, T), returns an array or
+        tensor of B rows. Returns the rows of all windows in order, (n, ...) float64, on every rank;
+        for finite see gather().
+        """
+        n, windows, rows = len(windows), self.shard(torch.as_tensor(windows)), []
+        size = max(1, batch_tokens // (windows.shape[1] - 1))
+        with progress_bar(len(windows), label, self.is_main and label is not None) as bar:
+            for batch in windows.split(size) if len(windows) else ():
+                batch = batch.to(self.device)
+                with self.autocast():
+                    result = measure(batch[:, :-1], batch[:, 1:])
+                rows += list(result.cpu().numpy() if torch.is_tensor(result) else result)
+                bar.update(len(batch))
+        return self.gather(rows, n, finite)
+
+    def wait_for_all(self):
+        if self.world_size > 1:
+            dist.barrier()
+
+    def close(self):
+        """The end of a stage: every rank waits here, as one may still send another something."""
+        if self.world_size > 1:
+            dist.barrier()
+            dist.destroy_process_group()
+
+
+def has_bfloat16(device):
+    """True where bfloat16 arithmetic is in hardware; elsewhere it is slower than float32."""
+    if device.type == 'cuda':
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type == 'cpu':
+        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return False
+
+
+def choose_device(device, world_size):
+    """The torch.device of a --device= setting. Raises UserError for one that is not here."""
+    if device == 'auto':
+        has_mps = torch.backends.mps.is_available()
+        device = 'cuda' if torch.cuda.is_available() else 'mps' if has_mps else 'cpu'
+    if device.startswith('cuda') and not torch.cuda.is_available():
+        raise UserError(f"device is '{device}' but this PyTorch sees no CUDA device. "
+                        'Use --device=cpu.')
+    if device.startswith('mps') and not torch.backends.mps.is_available():
+        raise UserError("device is 'mps' but this PyTorch has no MPS. Use --device=cpu.")
+    if world_size > 1 and device.startswith('cuda'):
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+    try:
+        device = torch.device(device)
+    except RuntimeError:
+        raise UserError(f"device is '{device}'. Choose auto, cpu, cuda, cuda:1 or mps.") from None
+    if device.type == 'cuda' and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"device is '{device}' but there are {torch.cuda.device_count()}, from "
+                        'cuda:0 on. Choose another, or lower --nproc_per_node.')
+    return device
+
+
+def setup(device='auto', dtype='auto', seed=1337):
+    """
+    Choose the device, the precision and, under torchrun, this process's rank. Returns a Runtime.
+    device: 'auto', 'cpu', 'cuda', 'cuda:1', 'mps'. dtype: 'auto' or a key of DTYPES.
+    """
+    rank, world_size = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
+    device = choose_device(device, world_size)
+    if dtype == 'auto':
+        half = 'float16' if device.type == 'cuda' else 'float32'
+        dtype = 'bfloat16' if has_bfloat16(device) else half
+    if dtype not in DTYPES:
+        raise UserError(f"dtype is '{dtype}'. Choose auto, {', '.join(DTYPES)}.")
+    if dtype == 'float16' and device.type == 'cpu':
+        raise UserError("dtype is 'float16', which needs a GPU. Use --dtype=float32 or bfloat16.")
+    if not 0 <= seed < 2 ** 32:
+        raise UserError(f'seed is {seed}; it must be from 0 to 2^32 - 1.')
+
+    if device.type == 'cuda':
+        torch.cuda.set_device(device.index or 0)
+    if world_size > 1 and not dist.is_initialized():
+        # Saving a large checkpoint may take longer than NCCL's 10 minutes.
+        backend = 'nccl' if device.type == 'cuda' else 'gloo'
+        dist.init_process_group(backend, timeout=datetime.timedelta(hours=2))
+    torch.manual_seed(seed)
+    if device.type == 'cpu':
+        keep_freed_memory()
+        # Compiled embedding gradients are otherwise summed in another order in each run. New
+        # tensors are not filled, which would cost a pass over each.
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+    # TF32 would round the products of entropies and score maps to 10-bit mantissas. Off, it slows
+    # down no half precision. PyTorch's newer switch, fp32_precision, cannot be mixed with this one.
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    return Runtime(device, DTYPES[dtype], rank, world_size)
+
+
+def keep_freed_memory(largest=2 ** 30):
+    """
+    Have the C library keep freed blocks of up to `largest` bytes for the next step, where it is
+    glibc. By default it hands large ones back to the system, and every training step pays for their
+    pages again: 86 to 64 ms in one trial of the demo model. The price is a heap with holes, up to
+    three times as large as what it holds.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL('libc.so.6').mallopt
+        for option in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, in bytes
+            mallopt(option, largest)
+
+
+# ---------------------------------------------------------------------- compile and shard
+
+def can_compile(runtime, enabled):
+    """True where torch.compile was asked for and can be done; if not, one line says why."""
+    if not enabled or runtime.device.type == 'mps':  # torch.compile for mps is young
+        return False
+    compiler = os.environ.get('CXX', 'clang++' if sys.platform == 'darwin' else 'g++')
+    missing = None
+    if not shutil.which(compiler):
+        missing = f'the C++ compiler {compiler} (Debian, Ubuntu: apt-get install g++)'
+    elif not Path(sysconfig.get_paths()['include'], 'Python.h').exists():
+        missing = 'Python.h (Debian, Ubuntu: apt-get install python3-dev)'
+    if missing:  # a GPU's kernels need both, too
+        runtime.print(f'torch.compile needs {missing}; going on uncompiled, which is slower.')
+        return False
+    # Of lengths or models: beyond this limit a call would silently go uncompiled.
+    torch._dynamo.config.recompile_limit = 64
+    return True
+
+
+def compiled(model, runtime, enabled):
+    """torch.compile(model), once per shape, or the model as it is where that cannot be done."""
+    return torch.compile(model, dynamic=False) if can_compile(runtime, enabled) else model
+
+
+def sharded(model, runtime, compile):
+    """
+    Split weights, gradients and optimizer state over the ranks (FSDP): a block's weights are whole
+    only while it runs. They stay float32, head scales too; autocast lowers the products. Blocks are
+    compiled one by one.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard  # here, as it takes a second to import
+    if model.config.position in ('t5', 'fire'):
+        raise UserError(f'fsdp cannot split position {model.config.position}: PyTorch shards neither '
+                        'a table that all layers share nor a single number. Leave out --fsdp=True.')
+    # Nobody changes the losses in place, which this warns of.
+    warnings.filterwarnings('ignore', message='.*returned a view tensor')
+    mesh = init_device_mesh(runtime.device.type, (runtime.world_size,))
+    by_blocks = can_compile(runtime, compile)
+    for block in model.blocks:
+        if by_blocks:
+            block.compile(dynamic=False)
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def unsharded(state):
+    """A state dict whose sharded tensors the first rank puts together in CPU memory. Call it on
+    every rank."""
+    if isinstance(state, dict):
+        return {name: unsharded(value) for name, value in state.items()}
+    if isinstance(state, list):
+        return [unsharded(value) for value in state]
+    if not hasattr(state, 'full_tensor'):  # a plain tensor or number
+        return state
+    tensor = state.full_tensor()  # all ranks take part; the others need not keep it
+    return tensor.cpu() if dist.get_rank() == 0 else None
+
+
+def load_sharded(optimizer, state):
+    """
+    Give an optimizer the moments of a saved one, whole tensors; its parameters may be sharded.
+    Rates and the like stay its own.
+    """
+    weights = [p for group in optimizer.param_groups for p in group['params']]
+    for i, moments in state['state'].items():
+        p = weights[i]
+        for name, x in moments.items():
+            if hasattr(p, 'device_mesh') and x.shape == p.shape:
+                from torch.distributed.tensor import distribute_tensor
+                moments[name] = distribute_tensor(x.to(p.device), p.device_mesh, p.placements)
+            else:
+                moments[name] = x.clone()  # or the file, which is mapped, stays in use
+    own = optimizer.state_dict()['param_groups']
+    optimizer.load_state_dict(state | {'param_groups': own})
+
+
+def learning_rate_at(step, peak, floor, warmup, decay):
+    """Linear warm-up, then a cosine from peak to floor that ends at step `decay`."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    share = min(1.0, (step - warmup) / max(1, decay - warmup))
+    return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * share))
+
+
+# ---------------------------------------------------------------------- speed
+
+def synchronize(device):
+    if device.type == 'cuda':
+        torch.cuda.synchronize(device)
+    elif device.type == 'mps':
+        torch.mps.synchronize()
+
+
+def matmul_flops(device, dtype, seconds=0.3):
+    """FLOP/s of a large square matrix product in this precision: the ceiling MFU is measured by."""
+    size = 8192 if device.type == 'cuda' else 2048
+    a = torch.randn(size, size, device=device, dtype=dtype)
+    a @ a  # the first may take a second, while the library loads
+    best, stop = 0.0, time.perf_counter() + seconds
+    while time.perf_counter() < stop:
+        synchronize(device)
+        start = time.perf_counter()
+        a @ a
+        synchronize(device)
+        best = max(best, 2 * size ** 3 / (time.perf_counter() - start))
+    return best
+
+
+class StopSignal:
+    """
+    SIGTERM or Ctrl-C while this is in use: finish the step, save, stop. Once more stops at once.
+    """
+
+    def __init__(self, runtime):
+        self.runtime, self.received = runtime, None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.on_signal)
+
+    def on_signal(self, number, frame):
+        self.received = signal.Signals(number)
+        signal.signal(number, signal.SIG_DFL)
+        if self.runtime.is_main:  # print() is not safe here
+            os.write(2, b'\nfinishing this step, then saving; once more stops at once\n')
+
+    def on_any_rank(self):
+        """The signal that some rank got, or None. All ranks must ask at the same step."""
+        if self.runtime.world_size == 1:
+            return self.received
+        received = [None] * self.runtime.world_size
+        dist.all_gather_object(received, self.received)
+        return next((one for one in received if one), None)

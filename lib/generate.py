@@ -1,0 +1,245 @@
+"""
+Text from a model over a KV cache: greedy, sampled with temperature, top-k and top-p, or by beam
+search.
+"""
+
+import math
+
+import torch
+
+from position import Place
+
+
+class KVCache:
+    """
+    Keys and values of the tokens read so far, in each layer (B, n_kv_head, max_length, D), for a
+    pass that will hold max_length tokens.
+    """
+    PADDING = 2 ** 30  # the position of padding: later than any query, so that none sees it
+
+    def __init__(self, model, batch_size, max_length, dtype=None):
+        c, weight = model.config, model.head.weight
+        shape = batch_size, c.n_kv_head, max_length, c.head_dim
+        kind = {'device': weight.device, 'dtype': dtype or weight.dtype}
+        self.k = [torch.empty(shape, **kind) for _ in range(c.n_layer)]
+        self.v = [torch.empty(shape, **kind) for _ in range(c.n_layer)]
+        self.length, self.max_length = 0, max_length  # slots used, slots
+        self.prompt_lengths = self.padded = None
+
+    def append(self, layer, k, v):
+        """Add the new tokens' keys and values. Returns those of all tokens so far."""
+        end = self.length + k.shape[2]
+        if end > self.max_length:
+            raise ValueError(f'the KV cache holds {self.max_length} tokens but {end} are needed. '
+                             'Make it longer.')
+        self.k[layer][:, :, self.length:end] = k
+        self.v[layer][:, :, self.length:end] = v
+        return self.k[layer][:, :, :end], self.v[layer][:, :, :end]
+
+    def place(self, T):
+        """Where the next T tokens and all keys with them stand."""
+        j = torch.arange(self.length + T, device=self.k[0].device)
+        # A prompt of 3 tokens in 5 slots, then two new tokens: slots 0 1 2 3 4 5 6 are positions
+        # 0 1 2 PADDING PADDING 3 4.
+        if self.prompt_lengths is not None:
+            new = j - self.padded + self.prompt_lengths
+            after = torch.where(j < self.padded, self.PADDING, new)
+            j = torch.where(j < self.prompt_lengths, j, after)
+        return Place(j[..., self.length:], j, self.max_length)
+
+    def set_prompt_lengths(self, lengths):
+        """After prompts padded on the right were read: how many tokens of each are real, (B,)."""
+        self.prompt_lengths, self.padded = lengths[:, None], self.length
+
+    def repeat(self, n):
+        """Each sequence n times, one copy after the other."""
+        self.k = [x.repeat_interleave(n, dim=0) for x in self.k]
+        self.v = [x.repeat_interleave(n, dim=0) for x in self.v]
+        if self.prompt_lengths is not None:
+            self.prompt_lengths = self.prompt_lengths.repeat_interleave(n, dim=0)
+
+    def reorder(self, source, start):
+        """Sequence b becomes a copy of source[b] from slot `start` on, the same before."""
+        for x in (*self.k, *self.v):
+            x[:, :, start:self.length] = x[source, :, start:self.length]
+
+
+def new_cache(model, batch_size, max_length, dtype=None):
+    """
+    A cache for a pass that will hold max_length tokens; of scale sets the one for such a pass is
+    put into the model. A model read through transformers brings a cache of its own.
+    """
+    if model.scale_sets:
+        model.scale_sets.use(max_length)
+    if hasattr(model, 'new_cache'):
+        return model.new_cache(max_length)
+    return KVCache(model, batch_size, max_length, dtype)
+
+
+# ---------------------------------------------------------------------- one sequence
+
+def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
+    """
+    Draw the next token. logits: (B, V). Returns (B, 1) ids.
+    temperature: 0 takes the likeliest; top_k: only the k likeliest; top_p: only the fewest whose
+    mass reaches p.
+    """
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    logits = logits.float() / temperature
+    if top_k is not None:
+        # Among equals the first, as argmax does.
+        kept = logits.argsort(descending=True, stable=True)[:, :top_k]
+        logits = torch.full_like(logits, -math.inf).scatter(-1, kept, logits.gather(-1, kept))
+    if top_p is not None:
+        ordered, order = logits.softmax(-1).sort(descending=True)
+        # The mass of the tokens likelier than this one: 0 for the first, which so always stays.
+        before = ordered.cumsum(-1) - ordered
+        dropped = (before >= top_p).gather(-1, order.argsort(-1))
+        logits = logits.masked_fill(dropped, -math.inf)
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator)
+
+
+def store_by_column(model):
+    """
+    Store float32 matrices on a CPU by column; no value changes. The product with one token is up to
+    2.5 times as fast so, as PyTorch's library goes about it, and that with many tokens as fast as
+    before.
+    """
+    for module in model.modules():
+        weight = getattr(module, 'weight', None)
+        if not isinstance(module, torch.nn.Linear) or weight.device.type != 'cpu':
+            continue
+        if weight.dtype == torch.float32:
+            weight.data = weight.data.t().contiguous().t()
+
+
+@torch.no_grad()
+def generate(model, prompt, max_new_tokens, temperature=0.0, top_k=None, top_p=None, eos=None,
+             generator=None, cache_dtype=None):
+    """
+    Yield the ids that continue a prompt, a list of ids: max_new_tokens of them, or those before
+    `eos`. The prompt is read in one pass that computes logits for its last position only.
+    """
+    store_by_column(model)
+    cache = new_cache(model, 1, len(prompt) + max_new_tokens, cache_dtype)
+    token = torch.tensor([prompt], device=model.head.weight.device)
+    for _ in range(max_new_tokens):
+        logits = model(token, last=1, cache=cache)[:, -1]  # (1, V)
+        token = sample_token(logits, temperature, top_k, top_p, generator)
+        if token.item() == eos:
+            return
+        yield token.item()
+
+
+# ---------------------------------------------------------------------- many sequences
+
+def read_prompts(model, prompts, max_new_tokens, cache_dtype=None):
+    """
+    Read a batch of prompts, lists of ids of any lengths from 1 on, in one pass: padded on the
+    right, which a causal model cannot see. Returns the logits after each prompt, (B, V), and the
+    cache, with room for max_new_tokens more.
+    """
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    padded = torch.zeros(len(prompts), lengths.max(), dtype=torch.long)
+    for row, prompt in zip(padded, prompts):
+        row[:len(prompt)] = torch.tensor(prompt)
+    store_by_column(model)
+    cache = new_cache(model, len(prompts), padded.shape[1] + max_new_tokens, cache_dtype)
+    device = model.head.weight.device
+    x = model.hidden(padded.to(device), cache)  # (B, T, C)
+    if lengths.min() < lengths.max():
+        cache.set_prompt_lengths(lengths.to(device))
+    return model.head(x[torch.arange(len(prompts)), lengths - 1]), cache
+
+
+@torch.no_grad()
+def complete(model, prompts, max_new_tokens, beams=1, eos=(), min_new_tokens=0, cache_dtype=None):
+    """
+    Continue each prompt, a list of ids. Returns lists of at most max_new_tokens new ids, the end
+    token left out. A batch gives what each prompt alone would. beams: 1 for greedy, or the width of
+    a beam search; eos: ids that end a sequence, once it has min_new_tokens.
+    """
+    if max_new_tokens == 0:
+        return [[] for _ in prompts]
+    how = max_new_tokens, beams, eos, min_new_tokens, cache_dtype
+    if needs_equal_lengths(model) and len({len(prompt) for prompt in prompts}) > 1:
+        return [complete(model, [prompt], *how)[0] for prompt in prompts]
+    search = greedy if beams == 1 else beam_search
+    return search(model, prompts, *how)
+
+
+def needs_equal_lengths(model):
+    """True where a token is read otherwise beside a prompt of another length."""
+    return bool(model.needs_equal_lengths or model.scale_sets)
+
+
+def greedy(model, prompts, max_new_tokens, beams, eos, min_new_tokens, cache_dtype):
+    """The likeliest token each time; beams is not used."""
+    logits, cache = read_prompts(model, prompts, max_new_tokens, cache_dtype)
+    new, unfinished = [[] for _ in prompts], set(range(len(prompts)))
+    for step in range(max_new_tokens):
+        if step < min_new_tokens:
+            logits[:, list(eos)] = -math.inf
+        token = logits.argmax(-1, keepdim=True)
+        for b, t in enumerate(token[:, 0].tolist()):
+            if t in eos:
+                unfinished.discard(b)
+            elif b in unfinished:
+                new[b].append(t)
+        if not unfinished or step + 1 == max_new_tokens:
+            break
+        logits = model(token, last=1, cache=cache)[:, -1]
+    return new
+
+
+def beam_search(model, prompts, max_new_tokens, beams, eos, min_new_tokens, cache_dtype):
+    """
+    The likeliest continuation that a search over `beams` unfinished ones at a time finds, by the
+    default rules of transformers: a finished one is judged by its log-probability over its number
+    of tokens, end token included; each step looks at the (1 + number of end tokens) * beams
+    likeliest next tokens, of which an end token counts only among the first `beams`; and a prompt
+    is done when its best unfinished continuation, judged so, is no better than the worst of `beams`
+    finished ones.
+    """
+    logits, cache = read_prompts(model, prompts, max_new_tokens, cache_dtype)
+    cache.repeat(beams)
+    start, B, V = cache.length, len(prompts), logits.shape[-1]
+    logits = logits.repeat_interleave(beams, dim=0)               # (B * beams, V)
+    scores = logits.new_full((B, beams), -1e9, dtype=torch.float32)
+    scores[:, 0] = 0                                              # at first all beams are the same
+    running = [[[]] * beams for _ in prompts]                     # ids of unfinished ones
+    finished, done = [[] for _ in prompts], [False] * B           # finished: [(score, ids)]
+    for step in range(max_new_tokens):
+        last_step = step + 1 == max_new_tokens
+        log_p = logits.float().log_softmax(-1)
+        if step < min_new_tokens:
+            log_p[:, list(eos)] = -math.inf
+        total = (scores[:, :, None] + log_p.view(B, beams, V)).flatten(1)
+        best, index = total.topk(max(2, 1 + len(eos)) * beams)    # (B, candidates)
+        best, index = best.tolist(), index.tolist()
+        source, tokens = [], []
+        for b in range(B):
+            kept = []                                             # (score, beam, token)
+            for rank, (score, i) in enumerate(zip(best[b], index[b])):
+                beam, token = divmod(i, V)
+                ends = token in eos or last_step
+                if ends and rank < beams and not done[b]:
+                    ids = running[b][beam] + ([] if token in eos else [token])
+                    finished[b].append((score / (step + 1), ids))
+                elif not ends and len(kept) < beams:
+                    kept.append((score, beam, token))
+            finished[b] = sorted(finished[b], key=lambda one: -one[0])[:beams]
+            if kept:
+                worst = finished[b][-1][0] if len(finished[b]) == beams else -math.inf
+                done[b] |= kept[0][0] / (step + 1) <= worst
+                running[b] = [running[b][beam] + [token] for _, beam, token in kept]
+                scores[b] = torch.tensor([score for score, _, _ in kept])
+                source += [b * beams + beam for _, beam, _ in kept]
+                tokens += [token for _, _, token in kept]
+        if all(done) or last_step:
+            break
+        cache.reorder(torch.tensor(source, device=logits.device), start)
+        tokens = torch.tensor(tokens, device=logits.device)[:, None]
+        logits = model(tokens, last=1, cache=cache)[:, -1]
+    return [one[0][1] for one in finished]

@@ -1,0 +1,290 @@
+"""
+Results on disk: JSON with what is needed to make it again, progress, answers that survive a stop.
+"""
+
+import contextlib
+import functools
+import importlib
+import json
+import math
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from lib.errors import ROOT, UserError
+
+try:
+    import fcntl
+except ImportError:  # on Windows; there, nothing is locked
+    fcntl = None
+
+
+def optional(package):
+    """An optional package, imported. Raises UserError with the command that installs it."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        name = package.partition('.')[0]
+        raise UserError(f'This needs the optional package {name}. Run: pip install {name}') from error
+
+
+@functools.cache
+def note(line):
+    """Print a line, once however often it is asked for, by the first rank alone."""
+    if int(os.environ.get('RANK', 0)) == 0:
+        print(line, flush=True)
+
+
+def progress_bar(total, label, enabled=True):
+    """A bar on a terminal; in a log file a new state each half minute. Call its update(n)."""
+    pause = 0.1 if sys.stderr.isatty() else 30
+    return tqdm(total=total, desc=label, disable=not enabled, mininterval=pause, ncols=100)
+
+
+# ---------------------------------------------------------------------- files
+
+@contextlib.contextmanager
+def whole_file(path):
+    """
+    Give a temporary name to write to, and rename it to `path` at the end: a reader, a crash or a
+    full disk never leaves half a file there. An error on the way removes what was written.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + '.part')
+    try:
+        yield part
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write_text(path, text):
+    with whole_file(path) as part:
+        part.write_text(text, encoding='utf-8')
+
+
+def lock_file(path, runtime):
+    """
+    Let no other process write to `path` until unlock_file(), which takes what this returns. Call it
+    on every rank: the first one locks PATH.lock, which the operating system unlocks when the
+    process ends, however it ends. Raises UserError, on every rank, with the process that holds it.
+    """
+    lock, holder = None, [None]
+    if runtime.is_main and fcntl:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = open(path.with_name(path.name + '.lock'), 'a+')
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock.truncate(0)
+            lock.write(f'process {os.getpid()} on {platform.node()}')
+            lock.flush()
+        except BlockingIOError:
+            lock.seek(0)
+            holder = [lock.read() or 'another process']
+        except OSError as error:  # some network file systems
+            print(f'{lock.name} cannot be locked ({error}). Start no second run that writes there.')
+    if runtime.world_size > 1:
+        dist.broadcast_object_list(holder)
+    if holder[0]:
+        raise UserError(f'{holder[0]} is writing to {path} now. Wait until it has ended, or choose '
+                        'another --out_dir=.')
+    return lock
+
+
+def unlock_file(lock):
+    if lock:
+        Path(lock.name).unlink(missing_ok=True)
+        lock.close()
+
+
+def json_value(value, digits=None):
+    """What JSON can hold: arrays as lists of numbers of 6 digits, more than any measurement here
+    has; NaN as None."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        return json_value(value.tolist(), digits=6)
+    if isinstance(value, dict):
+        return {str(key): json_value(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_value(item, digits) for item in value]
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            return None
+        return float(f'{value:.{digits}g}') if digits else value
+    return value
+
+
+def save_json(path, data):
+    """
+    Write JSON that a person can read: a key a line, a list of numbers on one line. Returns what a
+    reader gets.
+    """
+    def on_one_line(numbers):
+        return f"[{' '.join(numbers[0][1:-1].split())}]"
+
+    text = json.dumps(json_value(data), indent=1)
+    text = re.sub(r'\[\n[^][{}"]*\]', on_one_line, text)
+    write_text(path, text + '\n')
+    return json.loads(text)
+
+
+def read_json(path, stage, *curves):
+    """
+    The JSON that a stage wrote, such as 'entropy'. curves: keys of lists that are to be drawn.
+    Raises UserError for any other file, and where a curve has null, which was not finite.
+    """
+    try:
+        result = json.loads(Path(path).read_text(encoding='utf-8'))
+        ours, gaps = result['stage'] == stage, [key for key in curves if None in result[key]]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        ours = False
+    if not ours:
+        raise UserError(f'{path} is not a result of {stage}.py. Give the .json that it wrote.')
+    if gaps:
+        raise UserError(f'{path} has null in {gaps[0]}, where a number was not finite. '
+                        'Measure it again, or leave it out.')
+    return result
+
+
+def result_path(folder, *parts):
+    """folder/PART_PART..., empty parts left out: a result without .json. A str, as scale1.2 has no
+    suffix."""
+    return str(Path(folder, '_'.join(part for part in parts if part)))
+
+
+def provenance(settings, runtime, seconds):
+    """What a result needs to be made again: command, settings, commit, versions, device, time."""
+    commit = ''
+    if shutil.which('git'):
+        git = ['git', '-C', str(ROOT)]
+        commit = subprocess.run([*git, 'rev-parse', '--short', 'HEAD'], capture_output=True,
+                                text=True).stdout.strip()
+        changed = subprocess.run([*git, 'diff', '--quiet', 'HEAD', '--', '*.py'],
+                                 capture_output=True).returncode == 1
+        if changed:
+            commit += ' with changes'
+    device = platform.machine()
+    if runtime.device.type == 'cuda':
+        device = torch.cuda.get_device_name(runtime.device)
+    return {
+        'command': ' '.join(['python', Path(sys.argv[0]).name, *sys.argv[1:]]),
+        'settings': settings,
+        'commit': commit or None,
+        'versions': {'python': platform.python_version(), 'torch': torch.__version__,
+                     'numpy': np.__version__},
+        'device': f'{runtime.device.type} ({device}, {torch.get_num_threads()} threads, '
+                  f'{runtime.world_size} ranks)',
+        'dtype': str(runtime.dtype).removeprefix('torch.'),
+        'seconds': round(seconds, 1),
+    }
+
+
+def bin_means(values, width):
+    """
+    Means over bins of `width` positions, so that a curve over thousands of positions is smooth and
+    its JSON short. values: (..., T). Returns the mean position (1-based) of each bin, (bins,), and
+    the means, (..., bins).
+    """
+    values, width = np.asarray(values), max(1, width)
+    bins = values.shape[-1] // width
+    means = values[..., :bins * width].reshape(*values.shape[:-1], bins, width).mean(-1)
+    return np.arange(bins) * width + (width + 1) / 2, means
+
+
+# ---------------------------------------------------------------------- answers that survive a stop
+
+class Answers:
+    """
+    Work done item by item, a JSON line each, so that a stopped run goes on where it was, also with
+    another number of ranks. path: of the .jsonl; each rank but the first has a file of its own
+    beside it. settings: what the answers depend on. Raises UserError where the file holds answers
+    of other settings.
+    """
+
+    def __init__(self, path, settings, runtime):
+        self.path, self.runtime = Path(path), runtime
+        self.header = json.loads(json.dumps(settings))
+        self.lock = lock_file(self.path, runtime)
+        self.done = {row['item'] for row in self.read()}
+        runtime.wait_for_all()  # all ranks have read the same before one of them writes
+        own = self.path
+        if not runtime.is_main:
+            own = self.path.with_name(f'{self.path.stem}.rank{runtime.rank}.jsonl')
+        own.parent.mkdir(parents=True, exist_ok=True)
+        whole = own.read_bytes() if own.exists() else b''
+        whole = whole[:whole.rfind(b'\n') + 1]  # a kill may have left half a line
+        write_text(own, whole.decode())
+        self.file = open(own, 'a', encoding='utf-8')
+        if not whole:
+            self.write(self.header)
+
+    def read(self):
+        others = sorted(self.path.parent.glob(f'{self.path.stem}.rank*.jsonl'))
+        for path in [self.path, *others]:
+            lines = path.read_bytes().split(b'\n')[:-1] if path.exists() else []
+            header, *rows = read_rows(path, lines) or [self.header]
+            changed = [key for key in header | self.header
+                       if header.get(key) != self.header.get(key)]
+            if changed:
+                raise UserError(f"{path} holds answers of other settings ({', '.join(changed)}). "
+                                'Remove it, or give this run another --label=.')
+            yield from rows
+
+    def write(self, row):
+        self.file.write(json.dumps(row, ensure_ascii=False) + '\n')
+        self.file.flush()
+
+    def batches(self, items, size, batch_tokens):
+        """
+        Yield this rank's share of what is left, in lists of at most batch_tokens tokens.
+        size(item): in tokens.
+        """
+        todo = self.runtime.shard([item for item in items if item not in self.done])
+        batch = []
+        with progress_bar(len(todo), self.path.stem, self.runtime.is_main) as bar:
+            for item in todo:
+                longest = max(map(size, [*batch, item]))
+                if batch and (len(batch) + 1) * longest > batch_tokens:
+                    yield batch
+                    bar.update(len(batch))
+                    batch = []
+                batch.append(item)
+            if batch:
+                yield batch
+            bar.update(len(batch))
+
+    def add(self, item, **row):
+        self.write({'item': item, **row})
+
+    def finish(self):
+        """The answers of all ranks, in the order of their items. Call it on every rank."""
+        self.file.close()
+        self.runtime.wait_for_all()
+        rows = sorted(self.read(), key=lambda row: row['item'])
+        self.runtime.wait_for_all()
+        unlock_file(self.lock)
+        return rows
+
+
+def read_rows(path, lines):
+    """The rows of a .jsonl of answers, its header first. Raises UserError naming a bad line."""
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict) or number > 1 and 'item' not in row:
+            raise UserError(f'line {number} of {path} cannot be read. Remove that line, and its item '
+                            'is answered again, or remove the file.')
+        rows.append(row)
+    return rows

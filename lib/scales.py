@@ -1,0 +1,211 @@
+"""
+Scale files: softmax scales and other small vectors tuned for one length or several, as JSON that a
+person can read.
+
+A file holds one set of vectors, or under 'sets' several, each tuned for passes of its target_length
+tokens: head_scale and head_gain, (n_layer, n_head), and norm, {parameter: values}. It names the
+weights that it was tuned for.
+"""
+
+import hashlib
+import json
+import math
+import warnings
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from lib.errors import UserError
+from lib.results import save_json
+
+HEADS = 'head_scale', 'head_gain'
+
+
+# ---------------------------------------------------------------------- files
+
+def vectors_to_json(vectors):
+    """{parameter name: tensor} as the entries of a scale file."""
+    rows = {name: [round(x, 6) for x in vector.tolist()] for name, vector in vectors.items()}
+    data = {kind: [row for name, row in rows.items() if name.endswith(kind)] for kind in HEADS}
+    data['norm'] = {name: row for name, row in rows.items() if 'norm' in name}
+    return {kind: value for kind, value in data.items() if value}
+
+
+def vectors_from_json(data, path, info):
+    """The inverse: {parameter name: float32 tensor}. Raises UserError for what does not fit."""
+    c, vectors = info['model_config'], {}
+    for kind in HEADS:
+        shape = c['n_layer'], c['n_head']
+        rows = finite(data.get(kind, np.ones(shape)), shape, f'{kind} in {path}')
+        vectors |= {f'blocks.{layer}.attn.{kind}': row for layer, row in enumerate(rows)}
+    norms = data.get('norm', {})
+    if not isinstance(norms, dict):
+        raise UserError(f'norm in {path} must be a vector for each name of a parameter.')
+    names = {'norm.weight'}
+    for layer in range(c['n_layer']):
+        names |= {f'blocks.{layer}.attn_norm.weight', f'blocks.{layer}.mlp_norm.weight'}
+    for name, values in norms.items():
+        if name not in names:
+            raise UserError(f'norm in {path} has {name}, which this model does not have.')
+        vectors[name] = finite(values, (c['n_embd'],), f'{name} in {path}')
+    return vectors
+
+
+def finite(values, shape, what):
+    """A float32 tensor of that shape. Raises UserError where it is another or not finite there."""
+    try:
+        tensor = torch.from_numpy(np.array(values, dtype=float)).float()
+    except (TypeError, ValueError):
+        tensor = torch.empty(0)
+    if tensor.shape != shape or not tensor.isfinite().all():
+        size = ' x '.join(map(str, shape))
+        raise UserError(f'{what} must be {size} numbers that float32 can hold.')
+    return tensor
+
+
+def save_scale(path, info, sets, method, by_length=False, **more):
+    """
+    Write a scale file; returns what a reader gets. sets: {L': vectors by parameter name}, L' being
+    the context in tokens that they are for; info: of the checkpoint. One set is for every pass,
+    unless by_length: then it too leaves those of L tokens alone.
+    """
+    c = info['model_config']
+    sets = [{'target_length': T} | vectors_to_json(vectors) for T, vectors in sets.items()]
+    sets = {'sets': sets} if by_length or len(sets) > 1 else sets[0]
+    what = {'method': method, 'block_size': c['block_size'], 'position_method': c['position'],
+            'rope_scaling': c['rope_scaling'], 'weights_digest': info['digest']}
+    return save_json(path, what | sets | more)
+
+
+def read_scale_file(path, info):
+    """
+    Read a scale file of the model that `info` describes. Returns its JSON and {L': vectors}. Raises
+    UserError for another model's.
+    """
+    try:
+        data = json.loads(Path(path).read_text(encoding='utf-8'))
+    except FileNotFoundError:
+        raise UserError(f'scale file {path} does not exist. Make one with tune_scale.py, or give a '
+                        'number.') from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f'{path} is not a scale file: {error}.') from None
+    sets = data.get('sets', [data]) if isinstance(data, dict) else []
+    whole = sets and isinstance(sets, list) and 'weights_digest' in data
+    for one in sets if whole else ():
+        length = one.get('target_length') if isinstance(one, dict) else None
+        whole = whole and type(length) is int and length > 0 and 'head_scale' in one
+    if not whole:
+        raise UserError(f'{path} is not a scale file: it needs head_scale, weights_digest and '
+                        'target_length.')
+    sets = {one['target_length']: vectors_from_json(one, path, info) for one in sets}
+    if data['weights_digest'] != info['digest']:
+        raise UserError(f"{path} was tuned for other weights than {info['path']}. Tune it again for "
+                        'this checkpoint.')
+    for setting, key in (('position', 'position_method'), ('rope_scaling', 'rope_scaling')):
+        tuned_as, read_as = data.get(key), info['model_config'][setting]
+        if tuned_as not in (read_as, None):
+            raise UserError(f"{path} was tuned with {setting} '{tuned_as}', but {info['path']} is read "
+                            f"with '{read_as}'. Add --{setting}={tuned_as}.")
+    return data, sets
+
+
+# ---------------------------------------------------------------------- in a model
+
+class ScaleSets:
+    """
+    Vectors for several lengths. Before each pass the one for the tokens that it will hold is put
+    into the model: between two lengths linear in ln T, past the last that one; up to L, the model's
+    own vectors.
+    """
+
+    def __init__(self, model, sets):
+        names = {name for vectors in sets.values() for name in vectors}
+        own = {name: model.get_parameter(name).clone() for name in names}
+        L, self.model = model.config.block_size, model
+        self.sets = {L: own}
+        for length, vectors in sorted(sets.items()):
+            if length > L:
+                self.sets[length] = {name: x.to(own[name].device) for name, x in vectors.items()}
+        model.scale_sets = self
+        self.hook = model.register_forward_pre_hook(self.before_pass, with_kwargs=True)
+
+    def before_pass(self, model, args, kwargs):
+        cache = kwargs.get('cache')
+        self.use(cache.max_length if cache is not None else args[0].shape[1])
+
+    @torch.no_grad()
+    def use(self, total):
+        """Take the vectors for passes of `total` tokens."""
+        lengths = list(self.sets)
+        if total > lengths[-1]:
+            warnings.warn(f'no scales for more than {lengths[-1]} tokens: those serve beyond, too',
+                          stacklevel=2)
+        total = min(max(total, lengths[0]), lengths[-1])
+        after = next(length for length in lengths if length >= total)
+        before = max((length for length in lengths if length < after), default=after)
+        share = 1.0
+        if before < after:
+            share = math.log(total / before) / math.log(after / before)
+        for name, vector in self.sets[after].items():
+            if share < 1:
+                vector = torch.lerp(self.sets[before][name], vector, share)
+            self.model.get_parameter(name).copy_(vector)
+
+    def remove(self):
+        """Leave the model with the vectors it has now, whatever the length."""
+        self.hook.remove()
+        self.model.scale_sets = None
+
+
+def by_position(model, inputs, targets, probe=None):
+    """
+    Losses (B, T) in nats, and what a probe returns for each layer, (n_layer, B, H, T), each
+    position as in the pass that ends nearest after it: a pass for each of the scale sets, one where
+    there are none. inputs, targets: (B, T) ids.
+    """
+    T, losses, seen, first = inputs.shape[1], [], [], 0
+    lengths = list(model.scale_sets.sets) if model.scale_sets else []
+    for end in [*(length for length in lengths if length < T), T]:
+        if probe is None:
+            losses.append(model(inputs[:, :end], targets[:, first:end]))
+        else:
+            with model.probe(probe) as of_layers:
+                losses.append(model(inputs[:, :end], targets[:, first:end]))
+            seen.append(torch.stack(of_layers)[..., first:])
+        first = end
+    return torch.cat(losses, dim=1), torch.cat(seen, dim=-1) if seen else None
+
+
+def apply_scale(model, scale, info, say=print):
+    """
+    Set the model's softmax scales from a stage's --scale: None (as trained), a number for all
+    heads, or a scale file. Returns the label of the result: '', 'scale1.2' or the file's name,
+    after the extension of RoPE if any.
+    """
+    label = [model.config.rope_scaling.replace(':', '')] if model.config.rope_scaling else []
+    if scale is None:
+        return '_'.join(label)
+    if (model.head_scale != 1).any():
+        say(f"--scale={scale} replaces the head scales that {info['path']} brings")
+    if isinstance(scale, str):
+        data, sets = read_scale_file(scale, info)
+        label.append(Path(scale).stem)
+        if 'sets' in data:
+            ScaleSets(model, sets)
+        else:
+            model.load_state_dict(*sets.values(), strict=False)
+    else:
+        if not scale > 0:
+            raise UserError(f'scale is {scale}; a softmax scale must be above 0.')
+        model.head_scale = finite(scale, (), f'scale {scale}')
+        label.append(f'scale{scale:g}')
+    return '_'.join(label)
+
+
+def identity(model, scale, info):
+    """What a model's answers depend on, its scale file by content: for a file of answers."""
+    if isinstance(scale, str):
+        scale = hashlib.sha256(Path(scale).read_bytes()).hexdigest()
+    return {'weights_digest': info['digest'], 'position': model.config.position,
+            'rope_scaling': model.config.rope_scaling, 'scale': scale}
