@@ -91,12 +91,10 @@ class Runtime:
         return self.gather(rows, len(windows))
 
     def close(self):
-        """The end of a stage. With several ranks it ends the process, once every rank has come here."""
+        """The end of a stage, on every rank: each waits for the others, as one of them may still send it something."""
         if self.world_size > 1:
             dist.barrier()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(0)  # an orderly exit was sometimes aborted here, after all was written; why, we do not know
+            dist.destroy_process_group()
 
 
 def optional(package):
