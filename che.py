@@ -23,7 +23,19 @@ import torch.nn.functional as F
 import checkpoint
 from configurator import at_least, configure, settings
 from model import ModelConfig, Transformer
-from runtime import ROOT, Progress, new_figure, provenance, read_json, result_path, save_json, save_png, setup
+from runtime import (
+    ROOT,
+    Progress,
+    lock_file,
+    new_figure,
+    provenance,
+    read_json,
+    result_path,
+    save_json,
+    save_png,
+    setup,
+    unlock_file,
+)
 
 # what to run
 tasks: list[str] = ['even_pairs']  # keys of TASKS; []: all
@@ -209,18 +221,18 @@ def bucket_sort(rng, B, n):
     return (x := rng.integers(0, 5, (B, n))), np.sort(x, axis=1)
 
 
-# function, level (regular, deterministic context-free, context-sensitive), symbols of input, of output, chance
+# function, level (regular, deterministic context-free, context-sensitive), symbols of input, of output
 TASKS = {task[0].__name__: task for task in (
-    (even_pairs, 'R', 2, 2, 0.5), (modular_arithmetic_simple, 'R', 9, 5, 0.2), (parity_check, 'R', 2, 2, 0.5),
-    (cycle_navigation, 'R', 3, 5, 0.2), (stack_manipulation, 'DCF', 5, 3, 0.5), (reverse_string, 'DCF', 2, 2, 0.5),
-    (modular_arithmetic, 'DCF', 11, 5, 0.2), (solve_equation, 'DCF', 11, 5, 0.2), (duplicate_string, 'CS', 2, 2, 0.5),
-    (missing_duplicate, 'CS', 4, 2, 0.5), (odds_first, 'CS', 2, 2, 0.5), (binary_addition, 'CS', 3, 3, 0.5),
-    (compute_sqrt, 'CS', 2, 2, 0.5), (bucket_sort, 'CS', 5, 5, 0.2))}  # in the order of Table 6
+    (even_pairs, 'R', 2, 2), (modular_arithmetic_simple, 'R', 9, 5), (parity_check, 'R', 2, 2),
+    (cycle_navigation, 'R', 3, 5), (stack_manipulation, 'DCF', 5, 3), (reverse_string, 'DCF', 2, 2),
+    (modular_arithmetic, 'DCF', 11, 5), (solve_equation, 'DCF', 11, 5), (duplicate_string, 'CS', 2, 2),
+    (missing_duplicate, 'CS', 4, 2), (odds_first, 'CS', 2, 2), (binary_addition, 'CS', 3, 3),
+    (compute_sqrt, 'CS', 2, 2), (bucket_sort, 'CS', 5, 5))}  # in the order of Table 6
 
 
 def loss_and_accuracy(model, task, rng, batch, length):
     """On new samples: mean cross-entropy of the answers, in nats a symbol; share of symbols right, up to the end's."""
-    make, _, empty, n_out, _ = TASKS[task]  # symbols of the input are below `empty`
+    make, _, empty, n_out = TASKS[task]  # symbols of the input are below `empty`
     inputs, targets = make(rng, batch, length)
     tokens = np.pad(inputs, ((0, 0), (0, targets.shape[1])), constant_values=empty)
     tokens, targets = (torch.from_numpy(x).to(model.head.weight.device) for x in (tokens, targets))
@@ -296,13 +308,13 @@ def print_table(results):
         names += f"{result['method']:>28}"
         lengths += f"{f'1-{L}':>8}{f'{L + 1}-{end}':>10}   Table 6"
     print(f'{"accuracy (%)":29} chance{names}\n{"":36}{lengths}')
-    for task, (_, level, _, _, chance) in TASKS.items():
+    for task, (_, level, _, n_out) in TASKS.items():
         cells, rows = '', [result['tasks'].get(task) for result in results]
         for row in rows:
             paper = f"{row['paper']:.2f}" if row and row['paper'] else '-'
             cells += f"{100 * row['inside']:8.2f}{100 * row['outside']:10.2f}{paper:>10}" if row else f"{'-':>28}"
         if any(rows):
-            print(f'{level:4}{task:25} {100 * chance:6.0f}{cells}')
+            print(f'{level:4}{task:25} {100 / n_out:6.0f}{cells}')
 
 
 def draw(result, path):
@@ -338,19 +350,24 @@ def main():
     named = {'none': 'NoPE', 'rope': 'RoPE', 'xl': 'Relative', 'alibi': 'ALiBi', 'kerple': 'Kerple', 'fire': 'FIRE'}
     method = f'DAPE 1x{dape_kernel} ' * bool(dape_kernel) + named.get(position, position)  # as Table 6 calls it
     rows, table = {}, json.loads((ROOT / 'results/papers.json').read_text())['dape_table6']
-    for task, run in runs.items():
-        make, level, n_in, n_out, chance = TASKS[task]
+    configs = {}  # all first, as a setting may be refused here
+    for task in runs:
+        make, _, n_in, n_out = TASKS[task]
         slots = sum(x.shape[1] for x in make(np.random.default_rng(0), 1, train_length))
+        configs[task] = ModelConfig(max(n_in + 1, n_out), slots, n_kv_head=n_head,
+                                    **{name: run_settings[name] for name in MODEL_SETTINGS})
+    locks = [lock_file(folder / f'{task}.pt', runtime) for task in runs]
+    for task, run in runs.items():
+        _, level, _, n_out = TASKS[task]
         torch.manual_seed(seed)  # the same weights, whatever was trained before
-        model = Transformer(ModelConfig(max(n_in + 1, n_out), slots, n_kv_head=n_head,
-                                        **{name: run_settings[name] for name in MODEL_SETTINGS}))
+        model = Transformer(configs[task])
         model.init_weights().load_state_dict(run.get('model', model.state_dict()))
         path = folder / f'{task}.pt'
         print(f"{task}: {method}, {model.n_params():,} parameters; steps {run['step']} to {max_iters} into {path}")
         train(task, model.to(runtime.device), run, path)
         by_length = test(task, model, run, path, lengths)
         inside, outside = (np.mean([by_length[n] for n in lengths if (n <= train_length) == short]) for short in (1, 0))
-        rows[task] = {'level': level, 'inside': inside, 'outside': outside, 'chance': chance,
+        rows[task] = {'level': level, 'inside': inside, 'outside': outside, 'chance': 1 / n_out,
                       'paper': dict(zip(table['columns'], table['rows'][task])).get(method),
                       'accuracy': [*by_length.values()]}
     stem = result_path(folder, 'che', label)
@@ -358,6 +375,8 @@ def main():
               'tasks': rows} | provenance(settings(globals()), runtime, time.perf_counter() - began)
     print_table([result, *others])
     draw(save_json(f'{stem}.json', result), f'{stem}.png')
+    for lock in locks:
+        unlock_file(lock)
     print(f'wrote {stem}.json and .png')
 
 

@@ -26,6 +26,11 @@ import torch.distributed as dist
 
 from errors import ROOT
 
+try:
+    import fcntl
+except ImportError:  # on Windows; there, nothing is locked
+    fcntl = None
+
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 
 
@@ -306,6 +311,7 @@ class Answers:
     def __init__(self, path, settings, runtime):
         self.path, self.runtime = Path(path), runtime
         self.header = json.loads(json.dumps(settings))
+        self.lock = lock_file(self.path, runtime)
         self.done = {row['item'] for row in self.read()}
         if runtime.world_size > 1:
             dist.barrier()  # all ranks have read the same before one of them writes
@@ -354,7 +360,24 @@ class Answers:
         self.file.close()
         if self.runtime.world_size > 1:
             dist.barrier()
-        return sorted(self.read(), key=lambda row: row['item'])
+        rows = sorted(self.read(), key=lambda row: row['item'])
+        unlock_file(self.lock)
+        return rows
+
+
+def read_rows(path, lines):
+    """The rows of a .jsonl of answers, its header first. Raises ValueError naming the line that is not one."""
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict) or number > 1 and 'item' not in row:
+            raise ValueError(f'line {number} of {path} cannot be read. Remove that line, and its item is '
+                             'answered again, or remove the file.')
+        rows.append(row)
+    return rows
 
 
 @contextlib.contextmanager
@@ -371,6 +394,41 @@ def whole_file(path):
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def lock_file(path, runtime):
+    """
+    Let no other process write to `path` until unlock_file(), which takes what this returns. Call it on
+    every rank. The first one locks PATH.lock, which the operating system unlocks when the process ends,
+    however it ends; the file that is left then does no harm. Raises ValueError, on every rank, with the
+    process that holds it.
+    """
+    lock, holder = None, [None]
+    if runtime.is_main and fcntl:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = open(path.with_name(path.name + '.lock'), 'a+')
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock.truncate(0)
+            lock.write(f'process {os.getpid()} on {platform.node()}')
+            lock.flush()
+        except BlockingIOError:
+            lock.seek(0)
+            holder = [lock.read() or 'another process']
+        except OSError as error:  # some network file systems
+            print(f'{lock.name} cannot be locked ({error}). Start no second run that writes there.')
+    if runtime.world_size > 1:
+        dist.broadcast_object_list(holder)
+    if holder[0]:
+        raise ValueError(f'{holder[0]} is writing to {path} now. Wait until it has ended, or choose '
+                         'another --out_dir=.')
+    return lock
+
+
+def unlock_file(lock):
+    if lock:
+        Path(lock.name).unlink(missing_ok=True)
+        lock.close()
 
 
 def write_text(path, text):

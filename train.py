@@ -34,12 +34,14 @@ from runtime import (
     compiled,
     learning_rate_at,
     load_sharded,
+    lock_file,
     matmul_flops,
     new_figure,
     save_json,
     save_png,
     setup,
     sharded,
+    unlock_file,
     unsharded,
     write_text,
 )
@@ -233,6 +235,7 @@ def main():
     # each kept step have the weights alone
     checkpoint.require_space(out_dir, 4 * model.n_params() * (2 * 3 + 1 + len(keep_steps)))
     log_path = Path(out_dir, 'log.jsonl')
+    lock = lock_file(log_path, runtime)
     if runtime.is_main:
         save_json(Path(out_dir, 'config.json'), run_settings)
         for part in Path(out_dir).glob('*.pt.part'):  # a kill while writing left it
@@ -368,6 +371,7 @@ def main():
 
     if runtime.is_main and step >= max_iters:  # so where it stands the run is whole
         draw_loss(log_path, Path(out_dir, 'loss.png'))
+    unlock_file(lock)
     runtime.close()
     if step < max_iters:  # as of a process that the signal ended: a script does not go on
         sys.exit(128 + signal.Signals[stopping[0]])
