@@ -327,7 +327,7 @@ class Answers:
     def read(self):
         for path in [self.path, *sorted(self.path.parent.glob(f'{self.path.stem}.rank*.jsonl'))]:
             lines = path.read_bytes().split(b'\n')[:-1] if path.exists() else []
-            header, *rows = [json.loads(line) for line in lines] or [self.header]
+            header, *rows = read_rows(path, lines) or [self.header]
             if header != self.header:
                 changed = sorted(key for key in header | self.header if header.get(key) != self.header.get(key))
                 raise ValueError(f"{path} holds answers of other settings ({', '.join(changed)}). Remove it, or give "

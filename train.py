@@ -165,15 +165,19 @@ def finetune_position(config):
 
 
 def lines_until(log_path, step):
-    """The lines of a log up to a step; a kill may have left steps after the checkpoint, or half a line."""
-    kept = []
-    for line in log_path.read_text().splitlines() if log_path.exists() else []:
+    """
+    The lines of a log up to a step, since a kill may have left steps after the checkpoint. And the
+    numbers of the lines that cannot be read, as a full disk or a kill leaves them.
+    """
+    kept, unreadable = [], []
+    lines = log_path.read_bytes().splitlines() if log_path.exists() else []
+    for number, line in enumerate(lines, start=1):
         try:
             if json.loads(line)['step'] <= step:
-                kept.append(line)
-        except ValueError:
-            break
-    return kept
+                kept.append(line.decode())
+        except (ValueError, LookupError, TypeError):  # no JSON, no step in it, or none that is a number
+            unreadable.append(number)
+    return kept, unreadable
 
 
 def main():
@@ -240,7 +244,10 @@ def main():
         save_json(Path(out_dir, 'config.json'), run_settings)
         for part in Path(out_dir).glob('*.pt.part'):  # a kill while writing left it
             part.unlink()
-        write_text(log_path, ''.join(f'{line}\n' for line in lines_until(log_path, step if step else -1)))
+        lines, unreadable = lines_until(log_path, step if step else -1)
+        write_text(log_path, ''.join(f'{line}\n' for line in lines))
+        if unreadable:
+            print(f'{log_path}: dropped what could not be read, line {", ".join(map(str, unreadable))}')
 
     if not fsdp:
         model = compiled(model, runtime, compile)

@@ -370,6 +370,19 @@ def test_resume_goes_on_after_a_log_line_was_cut_short(runs, plain):
     assert list(log_rows(out_dir)) == list(range(1, 15))
 
 
+def test_resume_keeps_every_line_that_can_be_read_and_names_the_others(runs, plain):
+    out_dir = runs.copy(plain, 'bad_lines')
+    log = out_dir / 'log.jsonl'
+    lines = log.read_bytes().splitlines()
+    bad = [b'{"step": 5, "tok', b'\xff', b'[5]', b'{}', b'{"step": "5"}']
+    log.write_bytes(b'\n'.join([*lines[:6], *bad, *lines[6:]]) + b'\n')
+    runs.train('bad_lines', micro_batch_size=2, keep_steps=[4, 7], init_from='resume', max_iters=14)
+    assert log.read_bytes().splitlines()[:len(lines)] == lines
+    assert list(log_rows(out_dir)) == list(range(1, 15))
+    (note,) = [line for line in out_dir.with_suffix('.out').read_text().splitlines() if 'dropped' in line]
+    assert str(log) in note and note.endswith('line 7, 8, 9, 10, 11')
+
+
 def test_resume_names_the_settings_that_changed(runs, plain):
     runs.copy(plain, 'changed')
     out_dir = runs.train('changed', micro_batch_size=2, init_from='resume', weight_decay=0.2, max_iters=13)
