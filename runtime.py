@@ -61,29 +61,34 @@ class Runtime:
         """This rank's share of a list of work: every world_size-th item."""
         return items[self.rank::self.world_size]
 
-    def gather(self, rows, n):
+    def gather(self, rows, n, finite=True):
         """
         Put rows computed by mine(range(n)) back in order. rows: (len(mine), ...) array. Returns (n, ...) float64,
         the same on every rank, so that sums over it do not depend on the number of ranks.
+        finite: raise ValueError where a number is infinite or NaN, before a result is made of it.
         """
-        rows = np.array(rows, dtype=np.float64)
-        if self.world_size == 1:
-            return rows
-        parts = [None] * self.world_size
-        dist.all_gather_object(parts, rows)
-        shape = next(part.shape[1:] for part in parts if len(part))
-        whole = np.empty((n, *shape))
-        for rank, part in enumerate(parts):
-            if len(part):
-                whole[rank::self.world_size] = part
+        whole = rows = np.array(rows, dtype=np.float64)
+        if self.world_size > 1:
+            parts = [None] * self.world_size
+            dist.all_gather_object(parts, rows)
+            shape = next(part.shape[1:] for part in parts if len(part))
+            whole = np.empty((n, *shape))
+            for rank, part in enumerate(parts):
+                if len(part):
+                    whole[rank::self.world_size] = part
+        not_finite = whole[~np.isfinite(whole)]
+        if finite and len(not_finite):
+            raise ValueError(f'{len(not_finite)} of {whole.size} numbers measured are not finite, the '
+                             f'first is {not_finite[0]}; no result was written. Are the weights or scales '
+                             'damaged? Take another --init_from=, --scale= or --dtype=.')
         return whole
 
     @torch.no_grad()
-    def over_windows(self, windows, batch_tokens, measure, label=None):
+    def over_windows(self, windows, batch_tokens, measure, label=None, finite=True):
         """
         Measure every window, in batches of about batch_tokens tokens, split over ranks.
         windows: (n, T + 1) int64 ids; measure(inputs, targets), each (B, T), returns an array or tensor of B rows.
-        Returns the rows of all windows in order, (n, ...) float64, on every rank.
+        Returns the rows of all windows in order, (n, ...) float64, on every rank; for finite see gather().
         """
         mine, rows = self.mine(torch.as_tensor(windows)), []
         progress = Progress(len(mine), label, enabled=self.is_main and label is not None)
@@ -93,7 +98,7 @@ class Runtime:
                 result = measure(batch[:, :-1], batch[:, 1:])
             rows += list(result.cpu().numpy() if torch.is_tensor(result) else result)
             progress.update(len(rows))
-        return self.gather(rows, len(windows))
+        return self.gather(rows, len(windows), finite)
 
     def close(self):
         """The end of a stage, on every rank: each waits for the others, as one of them may still send it something."""

@@ -350,7 +350,8 @@ def main():
         if step % eval_interval == 0 or step == max_iters or step in keep_steps:
             flush_losses()
             val_losses = runtime.over_windows(val_tokens, micro_batch_size * block_size,
-                                              lambda inputs, targets: raw_model(inputs, targets).mean(1))
+                                              lambda inputs, targets: raw_model(inputs, targets).mean(1),
+                                              finite=False)  # what is not, stop_run() reports
             val_loss = float(val_losses[:n_val].mean())
             if not math.isfinite(val_loss):
                 stop_run(f'the validation loss became {val_loss} at step {step}')

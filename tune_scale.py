@@ -347,17 +347,22 @@ def main():
                           f'({max_iters * batch_size * length:,} tokens in all)')
             losses += tune_vectors(model, Windows(data_name, 'train', length, seed), runtime)
             sets[length] = {name: p.clone() for name, p in tuned.items()}
-        scales, measured = model.head_scale, {}
+        scales, measured, mean_losses = model.head_scale, {}, []
         tuned_name = 'head scale' if tune == 'scale' else tune.replace(',', ', ')
         for name, vectors in (('as loaded', base), (f'uniform {begin:.2f}', start), (tuned_name, sets[target])):
             model.load_state_dict(vectors, strict=False)
             model.sets = {L: base} | sets if goals and name == tuned_name else {}
             loss, entropy, last_entropy = curves(model, val, n_samples, batch_tokens, runtime)
+            mean_losses.append(float(loss.mean()))
             where, loss = bin_means(loss, L // 16)
             measured[name] = {'loss': loss, 'entropy': bin_means(entropy, L // 16)[1]}
         runtime.print(f'scales {scales.min():.3f} to {scales.max():.3f}, mean {scales.mean():.3f}')
+        _, before, after = mean_losses
+        if after > before:
+            runtime.print(f'the validation loss rose from {before:.4f} to {after:.4f}: what was tuned '
+                          'is worse than its start. Lower learning_rate.')
         more |= {'init_scale': begin, 'losses': losses, 'curve_length': target, 'position': where,
-                 'curves': measured, 'last_entropy': last_entropy}
+                 'curves': measured, 'last_entropy': last_entropy, 'worse_than_start': after > before}
         more['tuning_tokens'] = max_iters * batch_size * sum(goals or [target])
         stem, draw = 'scale_sets' if goals else f'scale_head_{target}', draw_head
 
