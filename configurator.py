@@ -58,6 +58,7 @@ def run_config(name):
 def configure(scope):
     """
     Set the settings in a stage's globals() from its command line, and have uncaught errors shown by report().
+    Returns the names of those that were given.
     Raises ValueError or FileNotFoundError naming the file or key that is wrong.
     """
     sys.excepthook = report
@@ -96,3 +97,4 @@ def configure(scope):
         else:
             wants = 'True or False' if kind is bool else f'of type {kind.__name__ if isinstance(kind, type) else kind}'
             raise ValueError(f"{where} sets '{name}' to {values[0]!r}, but it must be {wants}.")
+    return {name for _, name, _ in found}

@@ -152,9 +152,6 @@ def resume_differences(old, new):
 
 def finetune_position(config):
     """What our settings change in the position method of a model that is given, whose config this is."""
-    if dape_kernel not in (0, config['dape_kernel']):
-        raise ValueError(f"dape_kernel is {dape_kernel}, but the model was trained with {config['dape_kernel']}; DAPE "
-                         'cannot be added or changed. Leave it out.')
     L = config['rope_length'] or config['block_size']
     change = {'position': position or config['position'], 'rope_length': L}
     if rope_scaling:
@@ -162,6 +159,16 @@ def finetune_position(config):
     elif rope_scaling == '' or change['position'] != 'rope':
         change['rope_scaling'] = ''
     return change
+
+
+def require_own_settings(given, run_settings, config, path):
+    """Refuse a setting that the user gave where the model in `path`, whose config this is, has another."""
+    may_change = 'position', 'rope_scaling', 'block_size'
+    for name in MODEL_SETTINGS:
+        own = name in given and name not in may_change
+        if own and run_settings[name] != config[name]:
+            raise ValueError(f'{name} is {run_settings[name]}, but the model was trained with '
+                             f'{config[name]}: {path}. Leave {name} out; the model keeps its own.')
 
 
 def lines_until(log_path, step):
@@ -180,7 +187,8 @@ def lines_until(log_path, step):
     return kept, unreadable
 
 
-def main():
+def main(given=()):
+    """given: the names of the settings that the user gave."""
     runtime = setup(device, dtype, seed)
     check_settings(runtime)
     run_settings = settings(globals())
@@ -205,9 +213,9 @@ def main():
             run_settings['init_from'] = state['settings']['init_from']  # where the run began
         config = state['model_config'] | {'block_size': block_size}
         if run_settings['init_from'] != 'scratch':  # a model that was given has the sizes it has
-            if init_from != 'resume':
-                config |= finetune_position(state['model_config'])
+            config |= finetune_position(state['model_config'])
             config = asdict(ModelConfig(**config))
+            require_own_settings(given, run_settings, config, path)
             run_settings |= {name: config[name] for name in MODEL_SETTINGS}
             runtime.print('the model is as in', path, *(f'{name}={config[name]}' for name in MODEL_SETTINGS))
         if init_from == 'resume':
@@ -386,5 +394,4 @@ def main():
 
 
 if __name__ == '__main__':
-    configure(globals())
-    main()
+    main(configure(globals()))

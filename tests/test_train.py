@@ -613,6 +613,22 @@ def test_fine_tuning_cannot_add_dape(runs, plain):
     assert 'dape_kernel is 3, but the model was trained with 0' in message
 
 
+@pytest.mark.parametrize('name, value', [('n_layer', 8), ('rope_base', 5e5), ('dape_width', 64), ('n_head', 8)])
+def test_fine_tuning_and_its_resumption_refuse_a_size_that_the_model_does_not_have(runs, plain, name, value):
+    message = runs.refused(f'other_{name}', init_from=plain / 'last.pt', **{name: value})
+    assert f'{name} is {value}, but' in message and str(plain / 'last.pt') in message
+    tuned = runs.folder / 'tuned_to_resume'
+    if not tuned.exists():
+        runs.train(tuned.name, init_from=plain / 'last.pt', max_iters=1)
+    message = runs.refused(tuned.name, init_from='resume', **{name: value})
+    assert f'{name} is {value}, but' in message
+
+
+def test_resuming_a_fine_tuned_run_with_another_position_method_is_refused(runs, plain):
+    runs.train('tuned_without', init_from=plain / 'last.pt', max_iters=1)
+    assert 'position is rope but' in runs.refused('tuned_without', init_from='resume', position='rope')
+
+
 def test_fine_tuning_nope_with_an_extension_of_rope_is_refused(runs, plain):
     message = runs.refused('nope_yarn', init_from=plain / 'last.pt', rope_scaling='yarn:2')
     assert "rope_scaling yarn:2 extends RoPE, but position is 'none'" in message
