@@ -206,7 +206,8 @@ def fused_attention(q, k, v, mask=None, is_causal=False):
         # flash alone of the fused kernels shares keys, on newer GPUs, without mask or float32; otherwise PyTorch would
         # compute the whole matrix
         if q.shape[2] == 1 and mask is not None and mask.shape[1] == 1:  # heads of one key, one under the other
-            return F.scaled_dot_product_attention(q.reshape(len(q), -1, shared, q.shape[3]), k, v, mask).view_as(q)
+            y = F.scaled_dot_product_attention(q.reshape(len(q), -1, shared, q.shape[3]), k, v, mask)
+            return y.reshape(q.shape)  # not view(): the memory-efficient kernel may return its heads transposed
         k, v = (x.repeat_interleave(shared, dim=1) for x in (k, v))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal,
                                           enable_gqa=q.shape[1] != k.shape[1])
