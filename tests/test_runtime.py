@@ -124,7 +124,7 @@ def test_setup_takes_cpu_and_float32_where_there_is_nothing_better():
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_float32_products_are_not_rounded_to_tf32(dtype):
-    torch.backends.cuda.matmul.allow_tf32 = True  # as another program in the process might have left it
+    torch.backends.cuda.matmul.allow_tf32 = True  # as other code in the process may have left it
     setup('cpu', dtype)
     assert not torch.backends.cuda.matmul.allow_tf32 and not torch.backends.cudnn.allow_tf32
 
