@@ -31,7 +31,7 @@ lengths: list[int] | None = None  # tokens in a window, a row of the picture eac
 n_samples = 4                # windows of each length, evenly spaced over the split; the pictures show their mean
 label = ''                   # name of the result; empty: the scale's
 device = 'auto'              # auto, cpu, cuda, mps
-dtype = 'float32'            # of the model: auto, float32, bfloat16, float16; the maps are float32 always
+dtype = 'float32'            # auto, float32, bfloat16, float16; half precision rounds q and k
 
 CELLS = 64  # a map has at most 64 x 64 cells: the JSON of three lengths stays below 300 KB
 

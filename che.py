@@ -337,7 +337,7 @@ def main():
     began, runtime = time.perf_counter(), setup(device, 'float32', seed)
     at_least(1, globals(), 'train_length', 'batch_size', 'max_iters', 'eval_interval', 'eval_every', 'n_test')
     at_least(train_length + 1, globals(), 'test_length')
-    at_least(0, globals(), 'seed', 'learning_rate', 'warmup_iters', 'grad_clip')
+    at_least(0, globals(), 'learning_rate', 'warmup_iters', 'grad_clip')
     if runtime.world_size > 1:
         raise ValueError('che.py runs on one device: without torchrun. Start a process for some of the tasks on each.')
     if set(tasks) - set(TASKS):

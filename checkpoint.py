@@ -173,6 +173,14 @@ def vectors_to_json(vectors):
     return {key: value for key, value in (heads | {'norm': norms}).items() if value}
 
 
+def to_float32(numbers, what):
+    """Numbers as a float32 tensor. Raises ValueError, naming `what`, where one is not finite."""
+    tensor = torch.as_tensor(numbers, dtype=torch.float32)
+    if not tensor.isfinite().all():
+        raise ValueError(f'{what} must be finite in float32, below 3.4e38. Give smaller numbers.')
+    return tensor
+
+
 def vectors_from_json(data, path, info):
     """The inverse: {parameter name: float32 tensor}. Raises ValueError for what does not fit the model of `info`."""
     c = info['model_config']
@@ -182,14 +190,16 @@ def vectors_from_json(data, path, info):
             rows = np.array(data.get(kind, np.ones(shape)), dtype=float)
         except (TypeError, ValueError):
             rows = np.zeros(0)
-        if rows.shape != shape or not np.isfinite(rows).all():  # below 0 too, where nothing constrained the tuning
+        if rows.shape != shape:
             raise ValueError(f'{kind} in {path} must be {shape[0]} rows of {shape[1]} numbers.')
-        vectors |= {f'blocks.{i}.attn.{kind}': torch.tensor(row, dtype=torch.float32) for i, row in enumerate(rows)}
+        # they may be below 0, where nothing constrained the tuning
+        rows = to_float32(rows, f'{kind} in {path}')
+        vectors |= {f'blocks.{i}.attn.{kind}': row for i, row in enumerate(rows)}
     names = {'norm.weight', *(f'blocks.{i}.{n}_norm.weight' for i in range(c['n_layer']) for n in ('attn', 'mlp'))}
     for name, values in data.get('norm', {}).items():
         if name not in names or len(values) != c['n_embd']:
             raise ValueError(f"norm in {path} has {name} of {len(values)} numbers, which this model does not have.")
-        vectors[name] = torch.tensor(values, dtype=torch.float32)
+        vectors[name] = to_float32(values, f'norm {name} in {path}')
     return vectors
 
 
@@ -257,8 +267,13 @@ def apply_scale(model, scale, info):
         else:
             model.load_state_dict(*sets.values(), strict=False)
     elif scale is not None:
-        if scale <= 0:
+        number = to_float32(scale, f'scale is {scale}; it')
+        if number <= 0:
             raise ValueError(f'scale is {scale}; a softmax scale must be above 0.')
-        model.head_scale = scale
+        own = model.head_scale
+        if not (own == 1).all() and int(os.environ.get('RANK', 0)) == 0:  # once, not on every rank
+            print(f"{info['path']} has head scales of its own, {own.min():.3f} to {own.max():.3f}; "
+                  f'scale {scale:g} takes their place', flush=True)
+        model.head_scale = number
         label.append(f'scale{scale:g}')
     return '_'.join(label)

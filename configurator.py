@@ -24,12 +24,20 @@ def settings(scope):
             and not callable(value) and not isinstance(value, types.ModuleType)}
 
 
-def at_least(least, scope, *names):
-    """Raise ValueError unless these settings in globals(), a number or a list each, are so much; None may be."""
+def at_least(least, scope, *names, below=2 ** 63):
+    """
+    Raise ValueError unless these settings in globals(), a number or a list each, are at least
+    `least` and less than `below`; None may be. From 2^63 on neither numpy nor torch takes a size.
+    """
     for name in names:
         value = scope[name]
-        if value is not None and min(value if isinstance(value, list) else [value], default=least) < least:
+        numbers = value if isinstance(value, list) else [value]
+        if value is None:
+            continue
+        if any(number < least for number in numbers):
             raise ValueError(f'{name} is {value}; it must be at least {least}.')
+        if not all(number < below for number in numbers):  # nan is not, either
+            raise ValueError(f'{name} is {value}; it must be below {below}.')
 
 
 def fit(value, kind):

@@ -44,7 +44,7 @@ bits = False                 # report bits, as the paper's code does, instead of
 batch_tokens = 16384         # tokens in one forward pass; lower it when memory runs out
 label = ''                   # name of the result; empty: the scale's
 device = 'auto'              # auto, cpu, cuda, mps
-dtype = 'auto'               # of the model: auto, float32, bfloat16, float16; the entropy itself is float32 always
+dtype = 'float32'            # auto, float32, bfloat16, float16; half precision rounds q and k
 
 
 def spearman(x, y):
@@ -132,11 +132,12 @@ def draw_heads(result, path):
 def main():
     began, runtime = time.perf_counter(), setup(device, dtype)
     at_least(1, globals(), 'length', 'n_samples')
-    others = [read_json(path, 'entropy') for path in compare]
+    others = [read_json(path, 'entropy', 'position', 'loss', 'mean_entropy') for path in compare]
     model, info = checkpoint.load_model(init_from, out_dir, runtime.device, position, rope_scaling, runtime.dtype)
     name = checkpoint.apply_scale(model, scale, info)
     name = label or name
     L = model.config.block_size
+    at_least(L // 16, globals(), 'length')  # the width of a bin
     windows = checkpoint.open_windows(info, dataset, split, length or 8 * L)
     positions, loss, entropy = measure_entropy(model, windows, n_samples, batch_tokens, L // 16, runtime)
     unit = math.log(2) if bits else 1.0

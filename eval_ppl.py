@@ -90,6 +90,8 @@ def sliding_windows(start, end, length, first_end, stride, rule):
             hi, before = min(hi + stride, end), hi
             windows.append((hi - length, hi, hi - before))
         return windows
+    if rule not in ('same', 'paper'):
+        raise ValueError(f"rule is '{rule}'. Choose same, paper or classic.")
     first = start + (first_end if rule == 'same' else length)
     return [(hi - length, hi, stride) for hi in range(first, end, stride)]
 
@@ -338,8 +340,6 @@ def main():
               'weights_digest': info['digest'], 'scale': scale}
     if protocol == 'sliding':
         S = min(256, L // 8) if stride is None else stride
-        if rule not in ('same', 'paper', 'classic'):
-            raise ValueError(f"rule is '{rule}'. Choose same, paper or classic.")
         if not 0 < S < sizes[0]:
             raise ValueError(f'stride is {S}; it must be at least 1 and below the shortest length, {sizes[0]}.')
         result |= {'rule': rule, 'stride': S, 'lengths': sizes}
@@ -348,6 +348,10 @@ def main():
             return evaluate_sliding(model, open_data(info, wanted), sizes, S, rule, max_windows, batch_tokens, runtime)
     elif protocol == 'last':
         K = last or min(256, L)
+        short = [T for T in sizes if T < K and T != L]  # L itself is the least that a model reads
+        if short:
+            raise ValueError(f'last is {K}, but lengths has {short[0]}, a window of fewer tokens. '
+                             'Choose longer ones, or a smaller last.')
         result |= {'last': K, 'lengths': sizes}
 
         def measure(model, info, wanted):
@@ -373,6 +377,7 @@ def main():
             runtime.print(f"{r['length']:8d} {r['ppl']:19.3f} {delta}")
     else:
         n_last = last or 64
+        at_least(L // 16, {'lengths': sizes[-1]}, 'lengths')  # the width of a bin
         windows = checkpoint.open_windows(info, dataset, split, sizes[-1])
         samples = windows.fixed(n_samples, spacing=n_last)  # may overlap, but no token is scored twice at one length
 

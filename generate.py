@@ -118,6 +118,8 @@ def beam_search(model, prompts, max_new_tokens, beams, eos, min_new_tokens=0, ca
     finished ones.
     """
     logits, cache = read_prompts(model, prompts, max_new_tokens, cache_dtype)
+    if max_new_tokens == 0:
+        return [[] for _ in prompts]
     cache.repeat(beams)
     start, B, V = cache.length, len(prompts), logits.shape[-1]
     logits = logits.repeat_interleave(beams, dim=0)                       # (B * beams, V)

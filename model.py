@@ -50,6 +50,8 @@ class ModelConfig:
                 raise ValueError(f'{name} is {getattr(self, name)}; it must be at least 1.')
         if self.n_embd % self.n_head or (self.n_embd // self.n_head) % 2:
             raise ValueError(f'n_embd {self.n_embd} over n_head {self.n_head} must give an even whole head size.')
+        if not 1 < self.rope_base < math.inf:
+            raise ValueError(f'rope_base is {self.rope_base}; it must be above 1, such as 10000.')
         if self.n_head % self.n_kv_head:
             raise ValueError(f'n_head {self.n_head} must be a multiple of n_kv_head {self.n_kv_head}.')
         if self.dape_kernel < 0 or self.dape_kernel and self.dape_kernel % 2 == 0:
@@ -167,19 +169,23 @@ class Attention(nn.Module):
         Entropy of each query's attention, in nats, without the T x T matrix: Eq. (2) of the paper as
         H_i = ln sum_j exp(s_ij) - sum_j a_ij s_ij, where the last sum is q_i . (sum_j a_ij k_j) / sqrt(D). So one fused
         attention call with the keys as values, and its log-sum-exp, are enough. Where the scores are more than that, or
-        no kernel gives its log-sum-exp, some rows of the matrix at a time.
+        no kernel gives its log-sum-exp, some rows of the matrix at a time; so too where a gradient
+        is wanted, as the log-sum-exp of these kernels has none.
         q: (B, H, T, D) scaled queries; k: (B, n_kv_head, T, D). Returns (B, H, T) float32, between 0 and ln(i + 1).
         """
         (B, H, T, D), entropy = q.shape, []
         q, k = q.float(), k.float()  # float32: the two terms nearly cancel
-        if q.device.type in ENTROPY_KERNELS and not (self.bias or self.content or self.dape):
+        wants_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
+        more_than_qk = self.bias or self.content or self.dape
+        if q.device.type in ENTROPY_KERNELS and not more_than_qk and not wants_gradient:
             mean_k, lse = ENTROPY_KERNELS[q.device.type](q, k.repeat_interleave(H // k.shape[1], dim=1))
             return (lse - (q * mean_k).sum(-1) / math.sqrt(D)).clamp(min=0)
         position = torch.arange(T, device=q.device)
         for rows, end in self.row_chunks(T, T, B * H):
             with torch.autocast(q.device.type, enabled=False):
                 log_a = self.scores(q[:, :, rows], k[:, :, :end], position[rows], position[:end]).log_softmax(-1)
-            entropy.append(-(log_a.exp() * log_a.clamp(min=torch.finfo(log_a.dtype).min)).sum(-1))  # 0 ln 0 is 0
+            finite = log_a.masked_fill(log_a.isneginf(), 0)  # as 0 ln 0 is 0
+            entropy.append(-(log_a.exp() * finite).sum(-1))
         return torch.cat(entropy, dim=2).clamp(min=0)
 
     def forward(self, x, query_key, i, j, cache=None, layer=None, last=0, entropy=None):
@@ -206,7 +212,9 @@ def fused_attention(q, k, v, mask=None, is_causal=False):
         # flash alone of the fused kernels shares keys, on newer GPUs, without mask or float32; otherwise PyTorch would
         # compute the whole matrix
         if q.shape[2] == 1 and mask is not None and mask.shape[1] == 1:  # heads of one key, one under the other
-            return F.scaled_dot_product_attention(q.reshape(len(q), -1, shared, q.shape[3]), k, v, mask).view_as(q)
+            groups = q.reshape(len(q), -1, shared, q.shape[3])
+            # not view(): the memory-efficient kernel may return its heads transposed
+            return F.scaled_dot_product_attention(groups, k, v, mask).reshape(q.shape)
         k, v = (x.repeat_interleave(shared, dim=1) for x in (k, v))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal,
                                           enable_gqa=q.shape[1] != k.shape[1])

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from configurator import at_least
 from errors import ROOT
 
 try:
@@ -130,6 +131,7 @@ def setup(device='auto', dtype='auto', seed=1337):
     Choose the device, the precision and, under torchrun, this process's rank. Returns a Runtime.
     device: 'auto', 'cpu', 'cuda', 'cuda:1', 'mps'. dtype: 'auto' or a key of DTYPES.
     """
+    at_least(0, {'seed': seed}, 'seed', below=2 ** 32)  # what numpy's RandomState takes
     if device == 'auto':
         device = 'cuda' if torch.cuda.is_available() else 'mps' if torch.backends.mps.is_available() else 'cpu'
     if device.startswith('cuda') and not torch.cuda.is_available():
@@ -162,8 +164,10 @@ def setup(device='auto', dtype='auto', seed=1337):
         # or compiled embedding gradients are summed in another order in each run
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # which would cost a pass over each new tensor
-    torch.backends.cuda.matmul.allow_tf32 = True
-    torch.backends.cudnn.allow_tf32 = True
+    # TF32 would round the products of entropies and score maps to 10-bit mantissas; half precision
+    # does not use it. PyTorch's newer switch, fp32_precision, cannot be mixed with these two.
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
     return Runtime(device, DTYPES[dtype], rank, world_size)
 
 
@@ -462,15 +466,22 @@ def save_json(path, data):
     return json.loads(text)
 
 
-def read_json(path, stage):
-    """The JSON that a stage wrote, such as 'entropy'. Raises ValueError for any other file."""
+def read_json(path, stage, *curves):
+    """
+    The JSON that a stage wrote, such as 'entropy'. curves: keys of lists that are to be drawn.
+    Raises ValueError for any other file, and where a curve has null, which was not finite.
+    """
     try:
         result = json.loads(Path(path).read_text(encoding='utf-8'))
-        if result['stage'] == stage:
-            return result
+        ours, gaps = result['stage'] == stage, [key for key in curves if None in result[key]]
     except (ValueError, LookupError, TypeError):
-        pass
-    raise ValueError(f'{path} is not a result of {stage}.py. Give the .json that it wrote.')
+        ours = False
+    if not ours:
+        raise ValueError(f'{path} is not a result of {stage}.py. Give the .json that it wrote.')
+    if gaps:
+        raise ValueError(f'{path} has null in {gaps[0]}, where a number was not finite. '
+                         'Measure it again, or leave it out.')
+    return result
 
 
 def new_figure(rows=1, columns=1, width=6.4, height=4.0):

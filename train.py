@@ -123,9 +123,8 @@ def check_settings(runtime):
     """Everything that can be refused before work starts."""
     at_least(1, globals(), 'batch_size', 'micro_batch_size', 'max_iters', 'eval_interval', 'log_interval',
              'eval_windows', 'block_size')
-    at_least(0, globals(), 'learning_rate', 'min_lr', 'warmup_iters', 'weight_decay', 'beta1', 'beta2', 'grad_clip')
-    if max(beta1, beta2) >= 1:
-        raise ValueError(f'beta1 is {beta1} and beta2 {beta2}; both must be below 1.')
+    at_least(0, globals(), 'learning_rate', 'min_lr', 'warmup_iters', 'weight_decay', 'grad_clip')
+    at_least(0, globals(), 'beta1', 'beta2', below=1)
     if init_from != 'resume' and Path(out_dir, 'last.pt').exists():
         raise ValueError(f'{out_dir} already holds a run (last.pt). Go on with --init_from=resume, choose another '
                          '--out_dir=, or remove it.')

@@ -80,7 +80,8 @@ def curves(model, windows, n_samples, batch_tokens, runtime, label=None):
     """
     Loss and attention entropy by position, and the entropy of each head at the end of the window.
     Returns loss (T,) and mean entropy (T,) in nats, means over samples (and heads), and entropy (n_layer, n_head) of
-    the last L / 64 positions.
+    the last L / 64 positions. In half precision q and k are rounded before their entropy is taken:
+    close enough for the pictures of this stage; entropy.py measures in float32.
     """
     tail = max(1, model.config.block_size // 64)
 
@@ -302,6 +303,11 @@ def main():
         raise ValueError(f"method is '{method}'. Choose uniform or head.")
     at_least(1, globals(), 'batch_size', 'micro_batch_size', 'max_iters', 'n_samples', 'last', 'target_length')
     at_least(0, globals(), 'learning_rate', 'gain_learning_rate', 'norm_learning_rate', 'warmup_iters', 'grad_clip')
+    at_least(0, globals(), 'beta1', 'beta2', below=1)
+    for name in ('init_scale', 'min_scale', 'candidate_range'):
+        value = globals()[name]
+        if isinstance(value, (float, list)):
+            checkpoint.to_float32(value, f'{name} is {value}; it')
     if method == 'head' and batch_size % runtime.world_size:
         raise ValueError(f'batch_size {batch_size} must be a multiple of the {runtime.world_size} ranks.')
     val = checkpoint.open_windows(info, dataset, 'val', target)
@@ -311,6 +317,9 @@ def main():
         if len(candidate_range) != 3 or min(candidate_range) <= 0 or candidate_range[0] >= candidate_range[1]:
             raise ValueError(f'candidate_range is {candidate_range}; give first, last and step, as [1.0, 2.0, 0.1].')
         first, end, step = candidate_range
+        if (end - first) / step > 10_000:
+            raise ValueError(f'candidate_range is {candidate_range}, more than 10,000 candidates, '
+                             'each of which is measured. Give a larger step.')
         scales = [round(first + i * step, 6) for i in range(round((end - first) / step) + 1)]
         searches = {}
         for path in [info['path'], *compare]:
