@@ -1,10 +1,9 @@
 """
-The Chomsky-hierarchy tasks: train on inputs of up to 40 symbols, test on 41 to 500. Table 6 of
-"DAPE V2"; tasks of Deletang et al. 2023, "Neural Networks and the Chomsky Hierarchy", training and
-test of Ruoss et al. 2023, "Randomized Positional Encodings". A sequence is the input, then an
-`empty` token for each symbol of the answer, which is read at those slots in one pass. The papers'
-model is a bidirectional encoder; ours is the causal model of model.py, with as many layers and
-heads and about as many weights: its slots stand last, and so see the whole input.
+The Chomsky-hierarchy tasks: train on inputs of up to 40 symbols, test on 41 to 500. Table 6 of "DAPE V2"; tasks of
+Deletang et al. 2023, "Neural Networks and the Chomsky Hierarchy", training and test of Ruoss et al. 2023, "Randomized
+Positional Encodings". A sequence is the input, then an `empty` token for each symbol of the answer, which is read at
+those slots in one pass. The papers' model is a bidirectional encoder; ours is the causal model of model.py, with as
+many layers and heads and about as many weights: its slots stand last, and so see the whole input.
 
 $ python che.py --tasks="['even_pairs','bucket_sort']" --max_iters=1000 --test_length=100 --eval_every=10    # small
 $ python che.py --tasks=[] --position=kerple --dape_kernel=3 --max_iters=200000   # a column of Table 6, on a GPU
@@ -21,10 +20,22 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-import checkpoint
+from lib import checkpoints
 from configurator import at_least, configure, settings
 from model import ModelConfig, Transformer
-from runtime import ROOT, Progress, new_figure, provenance, read_json, result_path, save_json, save_png, setup
+from runtime import (
+    ROOT,
+    Progress,
+    lock_file,
+    new_figure,
+    provenance,
+    read_json,
+    result_path,
+    save_json,
+    save_png,
+    setup,
+    unlock_file,
+)
 
 # what to run
 tasks: list[str] = ['even_pairs']  # keys of TASKS; []: all
@@ -63,18 +74,12 @@ RUN_SETTINGS = (*MODEL_SETTINGS, 'train_length', 'batch_size', 'learning_rate', 
 # ----------------------- tasks: random generator, B samples, length n -> inputs (B, n), targets (B, m), symbols from 0
 
 def even_pairs(rng, B, n):
-    """
-    Is the number of 01 and 10 in a binary string even (0) or odd (1)? 001110 -> 0: there is one of
-    each.
-    """
+    """Is the number of 01 and 10 in a binary string even (0) or odd (1)? 001110 -> 0: there is one of each."""
     return (x := rng.integers(0, 2, (B, n))), x[:, :1] ^ x[:, -1:]  # each such pair changes the symbol
 
 
 def modular_arithmetic_simple(rng, B, n):
-    """
-    Digits with + - * (5, 6, 7) between them, mod 5, products first; an even n is one less. 1+2*3 ->
-    2.
-    """
+    """Digits with + - * (5, 6, 7) between them, mod 5, products first; an even n is one less. 1+2*3 -> 2."""
     x = np.zeros((B, n - (n % 2 == 0)), np.int64)
     x[:, ::2], x[:, 1::2] = rng.integers(0, 5, x[:, ::2].shape), rng.integers(5, 8, x[:, 1::2].shape)
     total, term = 0, x[:, 0]  # term: the product that is not yet in the sum
@@ -90,18 +95,12 @@ def parity_check(rng, B, n):
 
 
 def cycle_navigation(rng, B, n):
-    """
-    Where on a circle of five does a walk from 0 end? 0 is a step back, 1 none, 2 a step on. 20222
-    -> 3.
-    """
+    """Where on a circle of five does a walk from 0 end? 0 is a step back, 1 none, 2 a step on. 20222 -> 3."""
     return (x := rng.integers(0, 3, (B, n))), (x - 1).sum(1, keepdims=True) % 5
 
 
 def stack_manipulation(rng, B, n):
-    """
-    A stack, its top last, then 2 to pop, 3 or 4 to push 0 or 1: what is left, top first, 2. 0110422
-    -> 11020000.
-    """
+    """A stack, its top last, then 2 to pop, 3 or 4 to push 0 or 1: what is left, top first, 2. 0110422 -> 11020000."""
     given, place = rng.integers(1, max(2, n), B), np.arange(n + 1)
     x = np.where(place[:n] < given[:, None], rng.integers(0, 2, (B, n)), rng.integers(2, 5, (B, n)))
     stack, height = np.zeros((B, n + 1), np.int64), np.zeros(B, np.int64)
@@ -118,12 +117,10 @@ def reverse_string(rng, B, n):
 
 
 def expressions(rng, B, n, operators):
-    """Random texts (B, n), each operation in brackets, and values mod 5 (B, 1); operators: 2 for +
-    -, 3 for + - *.
+    """Random texts (B, n), each operation in brackets, and values mod 5 (B, 1); operators: 2 for + -, 3 for + - *.
 
-    Symbols: five digits, the operators, two brackets. Up to n = 4 a text is 1, -1, (1) or (-1); a
-    longer one is cut at an operator into two. All parts of all texts that are equally deep are
-    written at once, and valued from the deepest.
+    Symbols: five digits, the operators, two brackets. Up to n = 4 a text is 1, -1, (1) or (-1); a longer one is cut at
+    an operator into two. All parts of all texts that are equally deep are written at once, and valued from the deepest.
     """
     x, values, levels = np.zeros(B * n, np.int64), np.zeros(B * n, np.int64), []  # one text after the other
     start, end = np.arange(B) * n, np.arange(B) * n + n - 1  # first and last symbols of the parts
@@ -169,10 +166,7 @@ def duplicate_string(rng, B, n):
 
 
 def missing_duplicate(rng, B, n):
-    """
-    A binary string twice, one symbol hidden (2): which? 01100210 -> 1. An odd n ends in a 3; n = 1
-    is 1 -> 1.
-    """
+    """A binary string twice, one symbol hidden (2): which? 01100210 -> 1. An odd n ends in a 3; n = 1 is 1 -> 1."""
     if n == 1:
         return np.ones((2, B, 1), np.int64)
     x = np.pad(np.tile(rng.integers(0, 2, (B, n // 2)), 2), ((0, 0), (0, n % 2)), constant_values=3)
@@ -196,9 +190,7 @@ def random_bits(rng, B, n, refused):
 
 
 def to_numbers(x):
-    """
-    Bits (B, n), the lowest first, as Python's integers (B,), which may be longer than numpy's.
-    """
+    """Bits (B, n), the lowest first, as Python's integers (B,), which may be longer than numpy's."""
     return x.astype(object) @ (1 << np.arange(x.shape[1]).astype(object))
 
 
@@ -208,10 +200,7 @@ def to_bits(numbers, n):
 
 
 def binary_addition(rng, B, n):
-    """
-    Sum of two numbers > 0 with a 2 between, lowest bits first (n < 3: of one). 001201101 ->
-    0101120000: 4 + 22.
-    """
+    """Sum of two numbers > 0 with a 2 between, lowest bits first (n < 3: of one). 001201101 -> 0101120000: 4 + 22."""
     place, at = np.arange(n + 1), rng.integers(1, n - 1, (B, 1)) if n > 2 else np.full((B, 1), n)  # of the 2
     first, second = place[:n] < at, place[:n] > at
     x = random_bits(rng, B, n, lambda x: ~((x * first).any(1) & (x * second).any(1)) if n > 2 else x.all(1))
@@ -221,10 +210,7 @@ def binary_addition(rng, B, n):
 
 
 def compute_sqrt(rng, B, n):
-    """
-    The square root of a number above 0, rounded down, both with the highest bit first. 100101 (37)
-    -> 110 (6).
-    """
+    """The square root of a number above 0, rounded down, both with the highest bit first. 100101 (37) -> 110 (6)."""
     x = random_bits(rng, B, n, lambda x: ~x.any(1))
     roots = np.frompyfunc(math.isqrt, 1, 1)(to_numbers(x[:, ::-1]))
     return x, to_bits(roots, (n + 1) // 2)[:, ::-1].copy()
@@ -235,28 +221,23 @@ def bucket_sort(rng, B, n):
     return (x := rng.integers(0, 5, (B, n))), np.sort(x, axis=1)
 
 
-# function, level (regular, deterministic context-free, context-sensitive), symbols of input, of
-# output, chance
+# function, level (regular, deterministic context-free, context-sensitive), symbols of input, of output
 TASKS = {task[0].__name__: task for task in (
-    (even_pairs, 'R', 2, 2, 0.5), (modular_arithmetic_simple, 'R', 9, 5, 0.2), (parity_check, 'R', 2, 2, 0.5),
-    (cycle_navigation, 'R', 3, 5, 0.2), (stack_manipulation, 'DCF', 5, 3, 0.5), (reverse_string, 'DCF', 2, 2, 0.5),
-    (modular_arithmetic, 'DCF', 11, 5, 0.2), (solve_equation, 'DCF', 11, 5, 0.2), (duplicate_string, 'CS', 2, 2, 0.5),
-    (missing_duplicate, 'CS', 4, 2, 0.5), (odds_first, 'CS', 2, 2, 0.5), (binary_addition, 'CS', 3, 3, 0.5),
-    (compute_sqrt, 'CS', 2, 2, 0.5), (bucket_sort, 'CS', 5, 5, 0.2))}  # in the order of Table 6
+    (even_pairs, 'R', 2, 2), (modular_arithmetic_simple, 'R', 9, 5), (parity_check, 'R', 2, 2),
+    (cycle_navigation, 'R', 3, 5), (stack_manipulation, 'DCF', 5, 3), (reverse_string, 'DCF', 2, 2),
+    (modular_arithmetic, 'DCF', 11, 5), (solve_equation, 'DCF', 11, 5), (duplicate_string, 'CS', 2, 2),
+    (missing_duplicate, 'CS', 4, 2), (odds_first, 'CS', 2, 2), (binary_addition, 'CS', 3, 3),
+    (compute_sqrt, 'CS', 2, 2), (bucket_sort, 'CS', 5, 5))}  # in the order of Table 6
 
 
 def loss_and_accuracy(model, task, rng, batch, length):
-    """
-    On new samples: mean cross-entropy of the answers, in nats a symbol; share of symbols right, up
-    to the end's.
-    """
-    make, _, empty, n_out, _ = TASKS[task]  # symbols of the input are below `empty`
+    """On new samples: mean cross-entropy of the answers, in nats a symbol; share of symbols right, up to the end's."""
+    make, _, empty, n_out = TASKS[task]  # symbols of the input are below `empty`
     inputs, targets = make(rng, batch, length)
     tokens = np.pad(inputs, ((0, 0), (0, targets.shape[1])), constant_values=empty)
     tokens, targets = (torch.from_numpy(x).to(model.head.weight.device) for x in (tokens, targets))
     logits = model(tokens, last=targets.shape[1])[..., :n_out]
-    # answers of two tasks end in a 2, then zeros: what follows the 2, where cumsum is 1 but end is
-    # 0, does not count
+    # answers of two tasks end in a 2, then zeros: what follows the 2, where cumsum is 1 but end is 0, does not count
     end = (targets == 2).int() * (task in ('stack_manipulation', 'binary_addition'))
     counts = end.cumsum(1) == end
     right = ((logits.argmax(-1) == targets) & counts).sum() / counts.sum()
@@ -264,10 +245,7 @@ def loss_and_accuracy(model, task, rng, batch, length):
 
 
 def read_run(path, run_settings):
-    """
-    What TASK.pt holds; where there is none, a run of no steps. Refuses a run of other settings or
-    of more steps.
-    """
+    """What TASK.pt holds; where there is none, a run of no steps. Refuses a run of other settings or of more steps."""
     if not path.exists():
         return {'step': 0, 'settings': run_settings, 'test': {}}
     try:
@@ -283,10 +261,7 @@ def read_run(path, run_settings):
 
 
 def train(task, model, run, path):
-    """
-    Train up to max_iters steps from where `run` is; keep it up to date, and save it every
-    eval_interval steps.
-    """
+    """Train up to max_iters steps from where `run` is; keep it up to date, and save it every eval_interval steps."""
     weights, recent = [p for p in model.parameters() if p.requires_grad], []
     optimizer = torch.optim.Adam(weights, fused=weights[0].device.type in ('cpu', 'cuda'))
     optimizer.load_state_dict(run.get('optimizer', optimizer.state_dict()))
@@ -312,10 +287,7 @@ def train(task, model, run, path):
 
 @torch.no_grad()
 def test(task, model, run, path, lengths):
-    """
-    {length: accuracy, a mean over batches of 64 samples}; kept in run['test'], from where a stopped
-    test goes on.
-    """
+    """{length: accuracy, a mean over batches of 64 samples}; kept in run['test'], from where a stopped test goes on."""
     done, progress = run['test'].setdefault(n_test, {}), Progress(len(lengths), f'{task}, test')
     for i, length in enumerate(lengths):
         if length not in done:
@@ -329,23 +301,20 @@ def test(task, model, run, path, lengths):
 
 
 def print_table(results):
-    """
-    Table 6's layout: a line a task; of each method the accuracy inside and past train_length, and
-    the paper's.
-    """
+    """Table 6's layout: a line a task; of each method the accuracy inside and past train_length, and the paper's."""
     names, lengths = '', ''
     for result in results:
         L, end = result['train_length'], max(result['lengths'])
         names += f"{result['method']:>28}"
         lengths += f"{f'1-{L}':>8}{f'{L + 1}-{end}':>10}   Table 6"
     print(f'{"accuracy (%)":29} chance{names}\n{"":36}{lengths}')
-    for task, (_, level, _, _, chance) in TASKS.items():
+    for task, (_, level, _, n_out) in TASKS.items():
         cells, rows = '', [result['tasks'].get(task) for result in results]
         for row in rows:
             paper = f"{row['paper']:.2f}" if row and row['paper'] else '-'
             cells += f"{100 * row['inside']:8.2f}{100 * row['outside']:10.2f}{paper:>10}" if row else f"{'-':>28}"
         if any(rows):
-            print(f'{level:4}{task:25} {100 * chance:6.0f}{cells}')
+            print(f'{level:4}{task:25} {100 / n_out:6.0f}{cells}')
 
 
 def draw(result, path):
@@ -368,7 +337,7 @@ def main():
     began, runtime = time.perf_counter(), setup(device, 'float32', seed)
     at_least(1, globals(), 'train_length', 'batch_size', 'max_iters', 'eval_interval', 'eval_every', 'n_test')
     at_least(train_length + 1, globals(), 'test_length')
-    at_least(0, globals(), 'seed', 'learning_rate', 'warmup_iters', 'grad_clip')
+    at_least(0, globals(), 'learning_rate', 'warmup_iters', 'grad_clip')
     if runtime.world_size > 1:
         raise ValueError('che.py runs on one device: without torchrun. Start a process for some of the tasks on each.')
     if set(tasks) - set(TASKS):
@@ -381,19 +350,24 @@ def main():
     named = {'none': 'NoPE', 'rope': 'RoPE', 'xl': 'Relative', 'alibi': 'ALiBi', 'kerple': 'Kerple', 'fire': 'FIRE'}
     method = f'DAPE 1x{dape_kernel} ' * bool(dape_kernel) + named.get(position, position)  # as Table 6 calls it
     rows, table = {}, json.loads((ROOT / 'results/papers.json').read_text())['dape_table6']
-    for task, run in runs.items():
-        make, level, n_in, n_out, chance = TASKS[task]
+    configs = {}  # all first, as a setting may be refused here
+    for task in runs:
+        make, _, n_in, n_out = TASKS[task]
         slots = sum(x.shape[1] for x in make(np.random.default_rng(0), 1, train_length))
+        configs[task] = ModelConfig(max(n_in + 1, n_out), slots, n_kv_head=n_head,
+                                    **{name: run_settings[name] for name in MODEL_SETTINGS})
+    locks = [lock_file(folder / f'{task}.pt', runtime) for task in runs]
+    for task, run in runs.items():
+        _, level, _, n_out = TASKS[task]
         torch.manual_seed(seed)  # the same weights, whatever was trained before
-        model = Transformer(ModelConfig(max(n_in + 1, n_out), slots, n_kv_head=n_head,
-                                        **{name: run_settings[name] for name in MODEL_SETTINGS}))
+        model = Transformer(configs[task])
         model.init_weights().load_state_dict(run.get('model', model.state_dict()))
         path = folder / f'{task}.pt'
         print(f"{task}: {method}, {model.n_params():,} parameters; steps {run['step']} to {max_iters} into {path}")
         train(task, model.to(runtime.device), run, path)
         by_length = test(task, model, run, path, lengths)
         inside, outside = (np.mean([by_length[n] for n in lengths if (n <= train_length) == short]) for short in (1, 0))
-        rows[task] = {'level': level, 'inside': inside, 'outside': outside, 'chance': chance,
+        rows[task] = {'level': level, 'inside': inside, 'outside': outside, 'chance': 1 / n_out,
                       'paper': dict(zip(table['columns'], table['rows'][task])).get(method),
                       'accuracy': [*by_length.values()]}
     stem = result_path(folder, 'che', label)
@@ -401,6 +375,8 @@ def main():
               'tasks': rows} | provenance(settings(globals()), runtime, time.perf_counter() - began)
     print_table([result, *others])
     draw(save_json(f'{stem}.json', result), f'{stem}.png')
+    for lock in locks:
+        unlock_file(lock)
     print(f'wrote {stem}.json and .png')
 
 

@@ -9,6 +9,7 @@ once into the hub's cache and found there without a network.
 """
 
 import dataclasses
+import itertools
 import json
 import shutil
 import zipfile
@@ -120,9 +121,6 @@ def our_config(config, source, position=None):
     if has_rope not in ([0] * sizes['n_layer'], [1] * sizes['n_layer']):
         raise UserError(f'config.json of {source} has no_rope_layers {has_rope}; our model has RoPE in all of its '
                          f"{sizes['n_layer']} layers or in none. Choose another checkpoint.")
-    if position is None and config['model_type'] == 'llama':
-        print(f'{source}: its config says Llama, read as RoPE; a checkpoint trained without position encoding says '
-              'the same: if its card says NoPE, add --position=none', flush=True)
     position = position or ('rope' if has_rope[0] else 'none')
     return ModelConfig(**sizes, n_kv_head=config['num_key_value_heads'] or sizes['n_head'], position=position,
                        tied=config['tie_word_embeddings'], norm_eps=config['rms_norm_eps'],
@@ -254,22 +252,51 @@ def load_folder(source, position=None):
     SmolLM3 source. position: how it was trained, such as 'none' for a NoPE model whose config.json
     says Llama.
     """
-    c, folder = our_config(read_config(source), source, position), model_files(source)
-    return {'tokenizer': load_tokenizer(folder, c.vocab_size), 'model': our_state(read_weights(folder), c, source),
+    config = read_config(source)
+    c, folder = our_config(config, source, position), model_files(source)
+    tokenizer, tensors = load_tokenizer(folder, c.vocab_size), read_weights(folder)
+    if position is None and config['model_type'] == 'llama':
+        if any(name.endswith('.self_attn.scale_param') for name in tensors):
+            raise UserError(f"{source} has head scales (scale_param), which the paper's code gives "
+                             'to models without position encoding, but its config says Llama. '
+                             'Add --position=none, or --position=rope if it was trained with RoPE.')
+        print(f'{source}: its config says Llama, read as RoPE; a checkpoint trained without position encoding says '
+              'the same: if its card says NoPE, add --position=none', flush=True)
+    return {'tokenizer': tokenizer, 'model': our_state(tensors, c, source),
             'model_config': dataclasses.asdict(c), 'step': 0, 'settings': {}}
 
 
 # ----------------------------------------------------------------------------- out
 
-def their_config(c, dtype, encoding, length=0):
-    """
-    A config.json: RoPE is Llama, NoPE is SmolLM3 with RoPE in no layer; encoding: the tokenizer;
-    length: the tokens its scales are for, if more than L. Raises ValueError for other methods.
-    """
+# what of a ModelConfig a config.json says; without dape_kernel, the rest of DAPE's says nothing
+EXPORTED = ('vocab_size', 'block_size', 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'n_hidden',
+            'position', 'rope_base', 'rope_scaling', 'rope_length', 'tied', 'norm_eps',
+            'dape_width', 'dape_residual', 'dape_cheat')
+
+
+def require_exportable(model):
+    """Raise ValueError if a model has a setting or a weight that a stock model has no place for."""
+    c = model.config
     method = f"position '{c.position}'" + (' with DAPE' if getattr(c, 'dape_kernel', 0) else '')
     if method not in ("position 'rope'", "position 'none'"):
         raise UserError(f'{method} changes attention in a way that no model of transformers with our other parts '
                          'does. Only rope and none can be exported.')
+    odd = [f'{field.name} {getattr(c, field.name)}' for field in dataclasses.fields(c)
+           if field.name not in EXPORTED and getattr(c, field.name) != field.default]
+    known = {*tensor_table(c), 'head.weight'}
+    folded = '.attn.head_scale', '.attn.head_gain'
+    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+    odd += [name for name, _ in tensors if name not in known and not name.endswith(folded)]
+    if odd:
+        raise UserError(f"the model has {', '.join(odd[:3])}, for which a model of transformers has "
+                         'no place that we know: the folder would be another model. Export one without.')
+
+
+def their_config(c, dtype, encoding, length=0):
+    """
+    A config.json: RoPE is Llama, NoPE is SmolLM3 with RoPE in no layer; encoding: the tokenizer;
+    length: the tokens its scales are for, if more than L.
+    """
     kind, factor = parse_scaling(c.rope_scaling)
     D, L, base, rope = c.n_embd // c.n_head, c.rope_length or c.block_size, c.rope_base, None
     if kind == 'ntk':  # nothing but a larger base, which the second frequency, base^(-2/D), tells
@@ -309,6 +336,9 @@ def their_state(model, dtype):
             # copies, as safetensors takes no two tensors in one memory; vectors are few and stay
             # float32
             tensors[name] = rows.to(dtype if rows.dim() == 2 else torch.float32, copy=True)
+            if not tensors[name].isfinite().all():
+                raise UserError(f'{name} is not finite in {tensors[name].dtype}, with its scales. '
+                                 'Export with a larger --dtype, such as float32, or smaller scales.')
     return tensors
 
 
@@ -347,6 +377,7 @@ def save_folder(folder, model, tokenizer, dtype, length=0):
     safetensors, folder = optional('safetensors.torch'), Path(folder).resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f'{folder} exists and is not an empty folder. Remove it or choose another folder.')
+    require_exportable(model)
     encoding = tokenizer_from_state(tokenizer)
     config = their_config(model.config, dtype, encoding, length)
     folder.parent.mkdir(parents=True, exist_ok=True)

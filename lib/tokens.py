@@ -479,7 +479,8 @@ class Windows:
     overlap.
     """
 
-    def __init__(self, dataset, split, block_size, seed=0):
+    def __init__(self, dataset, split, block_size, seed=0, check=False):
+        self.checksums = None
         self.dataset, self.split, self.block_size, self.seed = dataset, split, block_size, seed
         parts = dataset.split(',') if split == 'train' else dataset.split(',')[:1]  # others may have no such split
         names, weights = zip(*(parse_part(part) for part in parts), strict=True)

@@ -360,6 +360,36 @@ def test_scale_file_whose_rows_do_not_fit_the_model_is_refused(tmp_path, loaded,
     assert torch.equal(model.head_scale, torch.ones(2, 4))
 
 
+@pytest.mark.parametrize('kind, row', [('head_scale', 1), ('head_gain', 0),
+                                       ('norm', 'norm.weight')])
+def test_scale_file_beyond_float32_is_refused_whichever_vector_it_is(tmp_path, loaded, kind, row):
+    """1e39 is finite in JSON, and infinite once it is in the model."""
+    path, (model, info) = tmp_path / 'edited.json', loaded
+    checkpoint.save_scale(path, info, {64: vectors(1.5, model)}, 'head')
+    data = json.loads(path.read_text())
+    data[kind][row][0] = 1e39
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=f'{kind}.* in .*edited.json'):
+        checkpoint.apply_scale(model, str(path), info)
+    assert all(torch.equal(p, torch.ones_like(p)) for p in model.parameters() if p.dim() == 1)
+
+
+def test_number_that_replaces_scales_of_the_checkpoint_says_so_once(loaded, capsys, monkeypatch):
+    model, info = loaded
+    checkpoint.apply_scale(model, 1.2, info)
+    assert capsys.readouterr().out == ''  # every scale was 1: nothing is lost
+    model.head_scale = SCALES
+    checkpoint.apply_scale(model, None, info)
+    assert capsys.readouterr().out == ''
+    checkpoint.apply_scale(model, 1.2, info)
+    line, = capsys.readouterr().out.splitlines()
+    assert info['path'] in line and '-0.070 to 3.000' in line and '1.2' in line
+    monkeypatch.setenv('RANK', '1')
+    model.head_scale = SCALES
+    checkpoint.apply_scale(model, 1.2, info)
+    assert capsys.readouterr().out == ''
+
+
 # ----------------------------------------------------------------------------- scale sets
 
 def vectors(value, model):

@@ -197,6 +197,18 @@ def test_head_scales_inside_a_checkpoint_are_read(tmp_path, capsys):
         ours(tmp_path, 'none')
 
 
+def test_head_scales_under_a_llama_config_are_not_taken_for_rope(tmp_path):
+    llama(tmp_path)
+    weights = safetensors_torch.load_file(tmp_path / 'model.safetensors')
+    weights |= {f'model.layers.{i}.self_attn.scale_param': torch.full((4,), 1.5) for i in range(2)}
+    safetensors_torch.save_file(weights, tmp_path / 'model.safetensors')
+    with pytest.raises(ValueError, match='--position=none'):
+        ours(tmp_path)
+    for position in ('none', 'rope'):  # the caller knows
+        model = ours(tmp_path, position)
+        assert model.config.position == position and (model.head_scale == 1.5).all()
+
+
 def test_a_tokenizer_comes_along(tmp_path):
     llama(tmp_path)
     encoding = tokenizer_from_state(huggingface.load_folder(str(tmp_path), 'rope')['tokenizer'])
@@ -427,6 +439,33 @@ def test_methods_without_a_stock_model_are_not_exported(tmp_path, position):
     with pytest.raises(ValueError, match=f"position '{position}' .* Only rope and none"):
         huggingface.save_folder(tmp_path / 'hf', random_model(vocab_size=257, position=position), BYTES, torch.float32)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_part_that_stock_models_do_not_have_is_not_exported(tmp_path):
+    @dataclasses.dataclass
+    class LaterConfig(ModelConfig):
+        window: int = 0
+
+    model = random_model(vocab_size=257)
+    model.config = LaterConfig(**dataclasses.asdict(model.config), window=16)
+    with pytest.raises(ValueError, match='window 16'):
+        huggingface.save_folder(tmp_path / 'hf', model, BYTES, torch.float32)
+    model.config.window = 0
+    for add in torch.nn.Module.register_parameter, torch.nn.Module.register_buffer:
+        model = random_model(vocab_size=257)
+        add(model.blocks[1].attn, 'sink', torch.nn.Parameter(torch.zeros(4)))
+        with pytest.raises(ValueError, match='blocks.1.attn.sink'):
+            huggingface.save_folder(tmp_path / 'hf', model, BYTES, torch.float32)
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_are_exported_only_in_a_type_that_holds_them(tmp_path):
+    model = random_model(vocab_size=257)
+    model.head_scale = 1e6
+    with pytest.raises(ValueError, match='model.layers.0.self_attn.q_proj.weight .*float16'):
+        huggingface.save_folder(tmp_path / 'hf', model, BYTES, torch.float16)
+    assert not list(tmp_path.iterdir())
+    huggingface.save_folder(tmp_path / 'hf', model, BYTES, torch.bfloat16)
 
 
 def test_a_folder_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
