@@ -224,7 +224,7 @@ def attention_entropy(layer, attention, q, k, place):
         for chunk, end in row_chunks(T, T, B * H, q.device):
             i, j = place.i[chunk], place.j[:end]
             log_a = method.scores(q[:, :, chunk], k[:, :, :end], i, j).log_softmax(-1)
-            finite = log_a.clamp(min=torch.finfo(log_a.dtype).min)  # 0 ln 0 is 0
+            finite = log_a.masked_fill(log_a.isneginf(), 0)  # as 0 ln 0 is 0
             rows.append(-(log_a.exp() * finite).sum(-1))
     return torch.cat(rows, dim=2).clamp(min=0)
 

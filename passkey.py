@@ -105,9 +105,9 @@ def build_prompt(encoding, length, place, key, protocol):
     text = prompt(before, after)
     prompt_ids, whole = ids(text), ids(f'{text} {key}')
     if len(prompt_ids) > budget:
-        raise UserError(f'a prompt without filler has {len(ids(prompt(0, 0)))} tokens and its answer '
-                        f'{answer}: the length {length} is too short. Raise max_length or lower '
-                        'n_lengths.')
+        raise UserError(f'a prompt without filler has {len(ids(prompt(0, 0)))} tokens and its '
+                        f'answer {answer}: the length {length} is too short. Raise max_length or '
+                        'lower n_lengths.')
     assert whole[:len(prompt_ids)] == prompt_ids, 'the answer changed the tokens of the prompt'
 
     # The key line may change the last tokens ahead of it, so they are compared, then decoded.

@@ -69,8 +69,8 @@ def save(path, **state):
             file.flush()
             os.fsync(file.fileno())
     except (OSError, RuntimeError) as error:  # torch turns a failed write into a RuntimeError
-        raise OSError(f'could not write {path} ({error}); the file before it, if any, is untouched. '
-                      'Is the disk full? Free some space and go on (train.py: with '
+        raise OSError(f'could not write {path} ({error}); the file before it, if any, is '
+                      'untouched. Is the disk full? Free some space and go on (train.py: with '
                       '--init_from=resume).') from error
 
 
@@ -80,8 +80,8 @@ def require_space(folder, n_bytes):
     there = sum(file.stat().st_size for file in Path(folder).glob('*.pt'))
     free = shutil.disk_usage(folder).free + there
     if free < n_bytes:
-        raise UserError(f'checkpoints in {folder} need {n_bytes / 1e9:.2f} GB but {free / 1e9:.2f} GB '
-                        'are free. Free some space or choose another out_dir.')
+        raise UserError(f'checkpoints in {folder} need {n_bytes / 1e9:.2f} GB but {free / 1e9:.2f} '
+                        'GB are free. Free some space or choose another out_dir.')
 
 
 # ---------------------------------------------------------------------- load
@@ -98,8 +98,8 @@ def load(source, position=None, optimizer=True):
         return state | {'digest': weights_digest(state['model'])}
     path = Path(source)
     if not path.is_file():
-        raise UserError(f'{path} does not exist. Train that model first, by train.py with its config, '
-                        'or name another with --out_dir= or --init_from=.')
+        raise UserError(f'{path} does not exist. Train that model first, by train.py with its '
+                        'config, or name another with --out_dir= or --init_from=.')
     open(path, 'rb').close()  # for want of permission, say, this raises: the file may be whole
     advice = 'Use another one: best.pt, or a kept step.'
     try:
@@ -235,9 +235,9 @@ def load_model(init_from, out_dir, device, position=None, rope_scaling=None, dty
 def require_tokenizer(info, tokenizer, dataset):
     """Raise UserError unless a data set's tokenizer encodes as that of the checkpoint `info`."""
     if tokenizer_digest(info['tokenizer']) != tokenizer_digest(tokenizer):
-        raise UserError(f"{info['path']} was trained with tokenizer {info['tokenizer']['name']}, but "
-                        f"data set {dataset} has {tokenizer['name']}. Prepare the data with the "
-                        "checkpoint's tokenizer.")
+        raise UserError(f"{info['path']} was trained with tokenizer {info['tokenizer']['name']}, "
+                        f"but data set {dataset} has {tokenizer['name']}. Prepare the data with "
+                        "the checkpoint's tokenizer.")
 
 
 def dataset_of(info, wanted=None):

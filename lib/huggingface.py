@@ -53,8 +53,9 @@ def files_of(source, *patterns):
     if not there.
     """
     return Path(source) if not source.startswith('hf:') else from_hub(
-        source, patterns, 'put its config.json, tokenizer.json, tokenizer_config.json and *.safetensors or '
-        'pytorch_model*.bin into a folder and give that, --init_from=FOLDER.')
+        source, patterns, 'put its config.json, tokenizer.json, tokenizer_config.json and '
+                          '*.safetensors or pytorch_model*.bin into a folder and give that, '
+                          '--init_from=FOLDER.')
 
 
 def model_files(source):
@@ -70,15 +71,17 @@ def read_config(source):
     """config.json of a source, with what it leaves out."""
     path = files_of(source, 'config.json') / 'config.json'
     if path.with_name('last.pt').is_file():
-        raise UserError(f'{source} is a run of train.py. Name its checkpoint: --init_from={source}/last.pt.')
+        raise UserError(f'{source} is a run of train.py. Name its checkpoint: '
+                        f'--init_from={source}/last.pt.')
     try:
         config = json.loads(path.read_text(encoding='utf-8'))
         return DEFAULTS.get(config.get('model_type'), {}) | config
     except FileNotFoundError:
-        raise UserError(f'{source} has no config.json. Give the folder of a Hugging Face model, or last, best or a '
-                         'checkpoint file of ours.') from None
+        raise UserError(f'{source} has no config.json. Give the folder of a Hugging Face model, or '
+                        'last, best or a checkpoint file of ours.') from None
     except (ValueError, AttributeError) as error:
-        raise UserError(f'{path} is not the config.json of a model ({error}). Get it again.') from error
+        raise UserError(f'{path} is not the config.json of a model ({error}). Get it '
+                        'again.') from error
 
 
 def is_ours(config):
@@ -97,9 +100,9 @@ def our_config(config, source, position=None):
     ValueError for whatever our model does not do, rather than read it as something near.
     """
     if not is_ours(config):
-        raise UserError(f"{source} has model_type '{config.get('model_type')}'; of {' and '.join(DEFAULTS)} alone we "
-                         'make a model to train, tune or export. Others can only be read as they are, by eval_ppl.py '
-                         'and sample.py.')
+        raise UserError(f"{source} has model_type '{config.get('model_type')}'; of "
+                        f"{' and '.join(DEFAULTS)} alone we make a model to train, tune or export. "
+                        'Others can only be read as they are, by eval_ppl.py and sample.py.')
     try:
         sizes = dict(vocab_size=config['vocab_size'], n_layer=config['num_hidden_layers'], n_embd=config['hidden_size'],
                      n_head=config['num_attention_heads'], n_hidden=config['intermediate_size'],
@@ -109,18 +112,20 @@ def our_config(config, source, position=None):
         raise UserError(f'config.json of {source} lacks {error}. Get it again.') from None
     odd = [f'{name} {size}' for name, size in sizes.items() if type(size) is not int or size < 1]
     if odd:
-        raise UserError(f"config.json of {source} has {', '.join(odd)}; each must be a whole number. Get it again.")
+        raise UserError(f"config.json of {source} has {', '.join(odd)}; each must be a whole "
+                        'number. Get it again.')
     expected = {'hidden_act': 'silu', 'attention_bias': False, 'mlp_bias': False, 'partial_rotary_factor': 1,
                 'head_dim': sizes['n_embd'] // sizes['n_head'], 'layer_types': ['full_attention'] * sizes['n_layer']}
     if config.get('use_sliding_window', True):
         expected['sliding_window'] = None
     for key, value in expected.items():
         if config.get(key) not in (None, value):
-            raise UserError(f'config.json of {source} has {key} {config[key]}; our model has {value}. '
-                             'Choose another checkpoint.')
+            raise UserError(f'config.json of {source} has {key} {config[key]}; our model has '
+                            f'{value}. Choose another checkpoint.')
     if has_rope not in ([0] * sizes['n_layer'], [1] * sizes['n_layer']):
-        raise UserError(f'config.json of {source} has no_rope_layers {has_rope}; our model has RoPE in all of its '
-                         f"{sizes['n_layer']} layers or in none. Choose another checkpoint.")
+        raise UserError(f'config.json of {source} has no_rope_layers {has_rope}; our model has '
+                        f"RoPE in all of its {sizes['n_layer']} layers or in none. Choose another "
+                        'checkpoint.')
     position = position or ('rope' if has_rope[0] else 'none')
     return ModelConfig(**sizes, n_kv_head=config['num_key_value_heads'] or sizes['n_head'], position=position,
                        tied=config['tie_word_embeddings'], norm_eps=config['rms_norm_eps'],
@@ -136,8 +141,9 @@ def rope_config(config, source):
     kind = rope.get('rope_type') or rope.get('type') or 'default'
     odd = {key: x for key, x in rope.items() if key not in ROPE_KEYS and x not in (None, ROPE_CONSTANTS.get(key))}
     if kind not in ROPE_TYPES or kind != 'default' and (rope.get('factor') or 0) < 1 or odd:
-        raise UserError(f"config.json of {source} has RoPE of type '{kind}' with {odd or rope}; our model has "
-                         f"{', '.join(ROPE_TYPES)} with a factor of 1 or more alone. Choose another checkpoint.")
+        raise UserError(f"config.json of {source} has RoPE of type '{kind}' with {odd or rope}; "
+                        f"our model has {', '.join(ROPE_TYPES)} with a factor of 1 or more alone. "
+                        'Choose another checkpoint.')
     L = config.get('original_max_position_embeddings') or rope.get('original_max_position_embeddings')
     return {'rope_base': rope.get('rope_theta') or config['rope_theta'], 'rope_length': L if kind == 'yarn' else None,
             'rope_scaling': '' if kind == 'default' else f"{ROPE_TYPES[kind]}:{rope['factor']}"}
@@ -171,11 +177,13 @@ def read_weights(folder):
             try:
                 names = sorted(set(json.loads(index.read_text())['weight_map'].values()))
             except (ValueError, LookupError, TypeError, AttributeError) as error:
-                raise UserError(f'{index} does not tell which file has which tensor. Get it again.') from error
+                raise UserError(f'{index} does not tell which file has which tensor. Get it '
+                                'again.') from error
         if index.is_file() or (folder / name).is_file():
             break
     else:
-        raise UserError(f'{folder} has neither model.safetensors nor pytorch_model.bin. Put the weights there.')
+        raise UserError(f'{folder} has neither model.safetensors nor pytorch_model.bin. Put the '
+                        'weights there.')
     tensors = {}
     for path in [folder / name for name in names]:
         safetensors = optional('safetensors') if path.suffix == '.safetensors' else None
@@ -186,8 +194,8 @@ def read_weights(folder):
             else:  # the older kind of file, which is no zip, cannot be mapped
                 tensors |= torch.load(path, map_location='cpu', weights_only=True, mmap=zipfile.is_zipfile(path))
         except Exception as error:  # of safetensors, zip, unpickling or a missing shard alike
-            raise UserError(f'{path} is missing, cut short or not a file of weights ({type(error).__name__}). '
-                             'Get it again.') from error
+            raise UserError(f'{path} is missing, cut short or not a file of weights '
+                            f'({type(error).__name__}). Get it again.') from error
     return {name: tensor for name, tensor in tensors.items() if not name.endswith('rotary_emb.inv_freq')}
 
 
@@ -199,8 +207,9 @@ def our_state(tensors, c, source):
     def take(name, shape):
         weight = tensors.pop(name)
         if weight.shape != shape or weight.dtype not in DTYPES.values():
-            raise UserError(f'{name} of {source} is {tuple(weight.shape)} {weight.dtype}, but config.json calls for '
-                             f"{shape} in {', '.join(DTYPES)}. Do both belong together?")
+            raise UserError(f'{name} of {source} is {tuple(weight.shape)} {weight.dtype}, but '
+                            f"config.json calls for {shape} in {', '.join(DTYPES)}. Do both belong "
+                            'together?')
         return weight.float() if weight.dim() == 1 else weight
 
     table, state = tensor_table(c), {}
@@ -210,7 +219,8 @@ def our_state(tensors, c, source):
     missing = [*(name for parts in table.values() for name, _ in parts), *scales]
     missing = [name for name in missing if name not in tensors]
     if missing:
-        raise UserError(f"{source} lacks {len(missing)} tensors: {', '.join(missing[:3])} ... Is it a whole Llama?")
+        raise UserError(f"{source} lacks {len(missing)} tensors: {', '.join(missing[:3])} ... Is "
+                        'it a whole Llama?')
     for ours, parts in table.items():
         weights = [take(*part) for part in parts]
         state[ours] = torch.cat(weights) if len(weights) > 1 else weights[0]
@@ -219,12 +229,14 @@ def our_state(tensors, c, source):
         state[f'blocks.{i}.attn.head_gain'] = torch.ones(c.n_head)
     if scales:
         values = torch.cat([state[f'blocks.{i}.attn.head_scale'] for i in range(c.n_layer)])
-        print(f'{source} has head scales of its own, {values.min():.3f} to {values.max():.3f}', flush=True)
+        print(f'{source} has head scales of its own, {values.min():.3f} to '
+              f'{values.max():.3f}', flush=True)
     if c.tied:
         state['head.weight'] = state['embed.weight']
         if not torch.equal(tensors.pop('lm_head.weight', state['embed.weight']), state['embed.weight']):
-            raise UserError(f'config.json of {source} ties the output to the embedding, but lm_head.weight differs. '
-                             'Set tie_word_embeddings to false there if the output was trained on its own.')
+            raise UserError(f'config.json of {source} ties the output to the embedding, but '
+                            'lm_head.weight differs. Set tie_word_embeddings to false there if the '
+                            'output was trained on its own.')
     if tensors:
         raise UserError(f"{source} has {len(tensors)} tensors that our model has no place for: "
                          f"{', '.join(list(tensors)[:3])} ... Choose another checkpoint.")
@@ -238,11 +250,13 @@ def load_tokenizer(folder, vocab_size):
     """
     path = folder / 'tokenizer.json'
     if not path.is_file():
-        raise UserError(f'{folder} has no tokenizer.json. Put that of the model, or of the one it was trained from, '
-                         'there (if this is the cache of the hub: into a folder of your own, with the other files).')
+        raise UserError(f'{folder} has no tokenizer.json. Put that of the model, or of the one it '
+                        'was trained from, there (if this is the cache of the hub: into a folder '
+                        'of your own, with the other files).')
     encoding = get_tokenizer(str(path))
     if encoding.n_vocab > vocab_size:
-        raise UserError(f'{path} has {encoding.n_vocab} tokens but the model only {vocab_size}. Put its own there.')
+        raise UserError(f'{path} has {encoding.n_vocab} tokens but the model only {vocab_size}. '
+                        'Put its own there.')
     return tokenizer_state(encoding)
 
 
@@ -260,8 +274,9 @@ def load_folder(source, position=None):
             raise UserError(f"{source} has head scales (scale_param), which the paper's code gives "
                              'to models without position encoding, but its config says Llama. '
                              'Add --position=none, or --position=rope if it was trained with RoPE.')
-        print(f'{source}: its config says Llama, read as RoPE; a checkpoint trained without position encoding says '
-              'the same: if its card says NoPE, add --position=none', flush=True)
+        print(f'{source}: its config says Llama, read as RoPE; a checkpoint trained without '
+              'position encoding says the same: if its card says NoPE, add '
+              '--position=none', flush=True)
     return {'tokenizer': tokenizer, 'model': our_state(tensors, c, source),
             'model_config': dataclasses.asdict(c), 'step': 0, 'settings': {}}
 
@@ -279,8 +294,8 @@ def require_exportable(model):
     c = model.config
     method = f"position '{c.position}'" + (' with DAPE' if getattr(c, 'dape_kernel', 0) else '')
     if method not in ("position 'rope'", "position 'none'"):
-        raise UserError(f'{method} changes attention in a way that no model of transformers with our other parts '
-                         'does. Only rope and none can be exported.')
+        raise UserError(f'{method} changes attention in a way that no model of transformers with '
+                        'our other parts does. Only rope and none can be exported.')
     odd = [f'{field.name} {getattr(c, field.name)}' for field in dataclasses.fields(c)
            if field.name not in EXPORTED and getattr(c, field.name) != field.default]
     known = {*tensor_table(c), 'head.weight'}
@@ -288,8 +303,9 @@ def require_exportable(model):
     tensors = itertools.chain(model.named_parameters(), model.named_buffers())
     odd += [name for name, _ in tensors if name not in known and not name.endswith(folded)]
     if odd:
-        raise UserError(f"the model has {', '.join(odd[:3])}, for which a model of transformers has "
-                         'no place that we know: the folder would be another model. Export one without.')
+        raise UserError(f"the model has {', '.join(odd[:3])}, for which a model of transformers "
+                        'has no place that we know: the folder would be another model. Export one '
+                        'without.')
 
 
 def their_config(c, dtype, encoding, length=0):
@@ -338,7 +354,7 @@ def their_state(model, dtype):
             tensors[name] = rows.to(dtype if rows.dim() == 2 else torch.float32, copy=True)
             if not tensors[name].isfinite().all():
                 raise UserError(f'{name} is not finite in {tensors[name].dtype}, with its scales. '
-                                 'Export with a larger --dtype, such as float32, or smaller scales.')
+                                'Export with a larger --dtype, such as float32, or smaller scales.')
     return tensors
 
 
@@ -376,14 +392,16 @@ def save_folder(folder, model, tokenizer, dtype, length=0):
     """
     safetensors, folder = optional('safetensors.torch'), Path(folder).resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f'{folder} exists and is not an empty folder. Remove it or choose another folder.')
+        raise UserError(f'{folder} exists and is not an empty folder. Remove it or choose another '
+                        'folder.')
     require_exportable(model)
     encoding = tokenizer_from_state(tokenizer)
     config = their_config(model.config, dtype, encoding, length)
     folder.parent.mkdir(parents=True, exist_ok=True)
     need, free = model.n_params() * dtype.itemsize + 2 ** 24, shutil.disk_usage(folder.parent).free
     if free < need:
-        raise UserError(f'{folder} needs {need / 1e9:.2f} GB but {free / 1e9:.2f} GB are free. Free some space.')
+        raise UserError(f'{folder} needs {need / 1e9:.2f} GB but {free / 1e9:.2f} GB are free. '
+                        'Free some space.')
     part = folder.with_name(folder.name + '.part')
     shutil.rmtree(part, ignore_errors=True)  # of a run that was killed
     try:
@@ -445,10 +463,11 @@ class Foreign(nn.Module):
         c, store = self.model.config, cache or ForeignCache(None, None)
         end = store.length + idx.shape[1]
         if cache and end > store.max_length:
-            raise UserError(f'the KV cache holds {store.max_length} tokens but {end} are needed. Make it longer.')
+            raise UserError(f'the KV cache holds {store.max_length} tokens but {end} are needed. '
+                            'Make it longer.')
         if end > getattr(c, 'n_positions', end):
-            raise UserError(f'a {c.model_type} model has {c.n_positions} positions but {end} are needed. '
-                             'Choose a shorter length.')
+            raise UserError(f'a {c.model_type} model has {c.n_positions} positions but {end} are '
+                            'needed. Choose a shorter length.')
         if end > getattr(c, 'max_seq_len', end):
             c.max_seq_len = end  # MPT makes its ALiBi biases for so many tokens; more change nothing for fewer
         store.length = end
@@ -459,8 +478,9 @@ class Foreign(nn.Module):
         return ForeignCache(optional('transformers').DynamicCache(config=self.model.config), max_length)
 
     def refuse(self, *_):
-        raise UserError(f'a {self.config.position} model is read through transformers: no scale of it can be tuned or '
-                         'applied, nor its entropy measured. Take a Llama-type checkpoint for that.')
+        raise UserError(f'a {self.config.position} model is read through transformers: no scale of '
+                        'it can be tuned or applied, nor its entropy measured. Take a Llama-type '
+                        'checkpoint for that.')
 
     head_scale = property(refuse, refuse)
     probe = refuse
@@ -474,14 +494,16 @@ def load_foreign(source, dtype=torch.float32):
         model, report = auto.from_pretrained(folder, dtype=dtype, local_files_only=True, trust_remote_code=False,
                                              output_loading_info=True)
     except Exception as error:  # of its many loaders
-        raise UserError(f'transformers cannot read {source}: {str(error).splitlines()[0]} Choose another checkpoint, '
-                         'or get its files again.') from error
+        raise UserError(f'transformers cannot read {source}: {str(error).splitlines()[0]} Choose '
+                        'another checkpoint, or get its files again.') from error
     if report['missing_keys']:  # transformers would go on with random weights
-        raise UserError(f"{source} lacks weights: {', '.join(sorted(report['missing_keys'])[:3])} ... Get it again.")
+        raise UserError(f"{source} lacks weights: {', '.join(sorted(report['missing_keys'])[:3])} "
+                        '... Get it again.')
     model, idx = Foreign(model.eval()), torch.tensor([[0, 1]])
     with torch.no_grad():  # some types change logits after the output matrix, which forward() would miss
         if not torch.allclose(model(idx), model.model(idx).logits, rtol=1e-3, atol=1e-4):
-            raise UserError(f'{source}: the logits of a {model.config.position} model are more than its output matrix '
-                             'times its last state, which we do not read. Choose another checkpoint.')
+            raise UserError(f'{source}: the logits of a {model.config.position} model are more '
+                            'than its output matrix times its last state, which we do not read. '
+                            'Choose another checkpoint.')
     return model, {'model_config': vars(model.config), 'tokenizer': load_tokenizer(folder, model.config.vocab_size),
                    'step': 0, 'settings': {}}

@@ -568,7 +568,8 @@ def draw_report(result, path):
         f'NoPE, head scales\n{low:.2f} to {high:.2f}': head,
         'RoPE': methods['RoPE'],
     }
-    figure, axes = panels(f"{result['settings']['out_dir']}: one NoPE model and its RoPE twin", 2, 2)
+    figure, axes = panels(f"{result['settings']['out_dir']}: one NoPE model and its RoPE "
+                          'twin', 2, 2)
     left, right = axes
     for name, method in shown.items():
         curve(left, result['position'], method['loss_curve'], name, lw=2)

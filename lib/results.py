@@ -34,7 +34,8 @@ def optional(package):
         return importlib.import_module(package)
     except ImportError as error:
         name = package.partition('.')[0]
-        raise UserError(f'This needs the optional package {name}. Run: pip install {name}') from error
+        raise UserError(f'This needs the optional package {name}. Run: pip install '
+                        f'{name}') from error
 
 
 @functools.cache
@@ -284,7 +285,7 @@ def read_rows(path, lines):
         except ValueError:
             row = None
         if not isinstance(row, dict) or number > 1 and 'item' not in row:
-            raise UserError(f'line {number} of {path} cannot be read. Remove that line, and its item '
-                            'is answered again, or remove the file.')
+            raise UserError(f'line {number} of {path} cannot be read. Remove that line, and its '
+                            'item is answered again, or remove the file.')
         rows.append(row)
     return rows

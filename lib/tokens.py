@@ -52,14 +52,17 @@ def get_tokenizer(name):
         try:
             return tiktoken.get_encoding(name)
         except OSError as error:
-            raise UserError('The ranks of gpt2 could not be downloaded; it needs the network once. Connect, or take '
-                             '--tokenizer=bytes or a local .tiktoken file.') from error
+            raise UserError('The ranks of gpt2 could not be downloaded; it needs the network once. '
+                            'Connect, or take --tokenizer=bytes or a local .tiktoken '
+                            'file.') from error
     path = Path(name)
     if name.startswith('hf:'):
         path = from_hub(name, ['tokenizer.json', 'tokenizer_config.json'],
-                        'give a file that you have: --tokenizer=FOLDER/tokenizer.json.') / 'tokenizer.json'
+                        'give a file that you have: '
+                        '--tokenizer=FOLDER/tokenizer.json.') / 'tokenizer.json'
     if path.suffix not in ('.tiktoken', '.json'):
-        raise UserError(f"There is no tokenizer '{name}'. Take gpt2, bytes, FILE.tiktoken, FILE.json, hf:ORG/NAME.")
+        raise UserError(f"There is no tokenizer '{name}'. Take gpt2, bytes, FILE.tiktoken, "
+                        'FILE.json, hf:ORG/NAME.')
     if not path.is_file():
         raise UserError(f'There is no tokenizer file {path}. Check the name.')
     if path.suffix == '.json':
@@ -68,7 +71,8 @@ def get_tokenizer(name):
             eos = json.loads(config.read_text(encoding='utf-8')).get('eos_token') if config.is_file() else None
             eos = eos['content'] if isinstance(eos, dict) else eos
         except (ValueError, LookupError, AttributeError) as error:
-            raise UserError(f'{config} is not a tokenizer_config.json ({error}). Get it again.') from error
+            raise UserError(f'{config} is not a tokenizer_config.json ({error}). Get it '
+                            'again.') from error
         return HFTokenizer(name if name.startswith('hf:') else path.name, path.read_text(encoding='utf-8'), eos)
     ranks = parse_ranks(path.read_text(encoding='utf-8'), name)
     return tiktoken_encoding(path.name, ranks, PATTERN, max(ranks.values()) + 1)
@@ -86,9 +90,11 @@ def parse_ranks(text, where):
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except ValueError as error:
-            raise UserError(f'{where}, line {number}, is not a base64 token and its rank. Check the file.') from error
+            raise UserError(f'{where}, line {number}, is not a base64 token and its rank. Check '
+                            'the file.') from error
     if not all(bytes([byte]) in ranks for byte in range(256)) or len(set(ranks.values())) < len(ranks):
-        raise UserError(f'{where} lacks one of the 256 single bytes or has a rank twice. Is the file whole?')
+        raise UserError(f'{where} lacks one of the 256 single bytes or has a rank twice. Is the '
+                        'file whole?')
     return ranks
 
 
@@ -117,7 +123,8 @@ class HFTokenizer:
         self.n_vocab = max(vocab.values()) + 1  # not their number: some ids may be unused
         self.eos = next((token for token in (eos, '</s>', EOT, '<|end_of_text|>', '<eos>') if token in vocab), None)
         if self.eos is None:
-            raise UserError(f'{name} has no end-of-text token that we know. Set eos_token in tokenizer_config.json.')
+            raise UserError(f'{name} has no end-of-text token that we know. Set eos_token in '
+                            'tokenizer_config.json.')
         self.eot_token = vocab[self.eos]
         plain, whole = (self.tokenizer.encode('a', add_special_tokens=special).ids for special in (False, True))
         before = whole[:whole.index(plain[0])]  # such as <s>
@@ -155,7 +162,8 @@ def from_hub(source, patterns, advice):
     except Exception as error:  # of the name, the network, the proxy, the disk: they share no class
         why = {'RepositoryNotFoundError': f'there is no {repo}, or it is private',
                'RevisionNotFoundError': f'{repo} has no revision {revision}'}.get(
-                   type(error).__name__, f'{type(error).__name__}: check name, revision and network')
+                   type(error).__name__, f'{type(error).__name__}: check name, revision and '
+                                         'network')
         raise UserError(f'{source} could not be had: {why}. Or {advice}') from error
 
 
@@ -199,7 +207,8 @@ def train_bpe(texts, vocab_size, path):
     and return it.
     """
     if vocab_size < 257:
-        raise UserError(f'A BPE of {vocab_size} tokens cannot hold the 256 bytes and end-of-text. Take 257 or more.')
+        raise UserError(f'A BPE of {vocab_size} tokens cannot hold the 256 bytes and end-of-text. '
+                        'Take 257 or more.')
     package = optional('tokenizers')
     tokenizer = package.Tokenizer(package.models.BPE())
     words = package.pre_tokenizers.Split(package.Regex(PATTERN), 'isolated')
@@ -225,7 +234,8 @@ def tokenizer_for(name, documents, folder, total_bytes=0):
     if kind != 'bpe':
         return get_tokenizer(name)
     if not vocab_size.isdecimal():
-        raise UserError(f"tokenizer is '{name}'. Write bpe: and the size of its vocabulary, as in bpe:8192.")
+        raise UserError(f"tokenizer is '{name}'. Write bpe: and the size of its vocabulary, as in "
+                        'bpe:8192.')
     print(f'training a BPE of {vocab_size} tokens')
     pieces = (piece for document in documents for piece, _ in cut(document, MIB))
     pieces = itertools.islice(pieces, 0, None, math.ceil(total_bytes / 2e8) or 1)
@@ -338,7 +348,8 @@ def write_corpus(folder, encoding, splits, workers=None, report=None, total_byte
             bar.update(n_bytes)
         for split in splits:
             if not ends[split]:
-                raise UserError(f'No document is left for the {split} split of {folder.name}. Give it more text.')
+                raise UserError(f'No document is left for the {split} split of {folder.name}. Give '
+                                'it more text.')
             starts = np.concatenate([[0], *ends[split]])[:-1]  # a document starts where the one before it ended
             (temporary / f'{split}_starts.bin').write_bytes(starts.astype(np.int64).tobytes())
         bar.close()
@@ -403,7 +414,8 @@ def open_tokens(dataset, split):
             prepare = os.path.relpath(folder / 'prepare.py')
             raise UserError(f'Dataset {dataset} is not prepared. Run: python {prepare}')
         prepared = sorted(path.parent.name for path in (ROOT / 'data').glob('*/meta.json'))
-        raise UserError(f'There is no dataset {dataset}. Prepared are: {", ".join(prepared) or "none"}.')
+        raise UserError(f'There is no dataset {dataset}. Prepared are: '
+                        f'{", ".join(prepared) or "none"}.')
     try:
         meta = json.loads((folder / 'meta.json').read_text(encoding='utf-8'))
         state = json.loads((folder / 'tokenizer_state.json').read_text(encoding='utf-8'))
@@ -412,7 +424,8 @@ def open_tokens(dataset, split):
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         whole = False
     if not whole:
-        raise UserError(f'{folder}: meta.json or tokenizer_state.json is damaged. Prepare the dataset again.')
+        raise UserError(f'{folder}: meta.json or tokenizer_state.json is damaged. Prepare the '
+                        'dataset again.')
     if split not in counts:
         raise UserError(f'Dataset {dataset} has no split {split}. It has {", ".join(counts)}.')
     n_tokens, n_documents = counts[split]
@@ -427,7 +440,8 @@ def map_array(path, dtype, count):
     """
     found, expected = path.stat().st_size if path.is_file() else 0, count * dtype.itemsize
     if found != expected:
-        raise UserError(f'{path} has {found:,} bytes, by meta.json it should have {expected:,}. Prepare it again.')
+        raise UserError(f'{path} has {found:,} bytes, by meta.json it should have {expected:,}. '
+                        'Prepare it again.')
     return np.memmap(path, dtype, 'r')
 
 
@@ -488,18 +502,22 @@ class Windows:
         first, self.blocks = sources[0], []
         for name, source in zip(names, sources, strict=True):
             if source.meta['tokenizer_digest'] != first.meta['tokenizer_digest']:
-                one, other = (f'{s.meta["tokenizer"]} {s.meta["tokenizer_digest"]}' for s in (first, source))
-                raise UserError(f'{names[0]} has tokenizer {one}, {name} has {other}. Prepare both with the same one.')
+                one, other = (f'{s.meta["tokenizer"]} '
+                              f'{s.meta["tokenizer_digest"]}' for s in (first, source))
+                raise UserError(f'{names[0]} has tokenizer {one}, {name} has {other}. Prepare both '
+                                'with the same one.')
             n = len(source.tokens) // (block_size + 1)
             if n == 0:
-                raise UserError(f'Split {split} of {name} has {len(source.tokens):,} tokens, less than a window of '
-                                 f'{block_size:,} + 1. Choose a shorter one or prepare more text.')
+                raise UserError(f'Split {split} of {name} has {len(source.tokens):,} tokens, less '
+                                f'than a window of {block_size:,} + 1. Choose a shorter one or '
+                                'prepare more text.')
             self.blocks.append(source.tokens[:n * (block_size + 1)].reshape(n, block_size + 1))
         exact = np.array(weights) / sum(weights) * SLOTS
         slots = np.floor(exact).astype(int)
         slots[np.argsort(slots - exact, kind='stable')[:SLOTS - slots.sum()]] += 1  # to the largest remainders
         if not all(slots):
-            raise UserError(f'A part of {dataset} has hardly any weight, no sample in {SLOTS:,}. Leave it out.')
+            raise UserError(f'A part of {dataset} has hardly any weight, no sample in {SLOTS:,}. '
+                            'Leave it out.')
         self.slots = tuple(slots.tolist())
         self.vocab_size, self.tokenizer_state = first.meta['vocab_size'], first.tokenizer_state
 
@@ -537,5 +555,6 @@ def parse_part(part):
     """('slimpajama', 0.694) from 'slimpajama:0.694', the weight being 1 where there is none."""
     name, _, weight = part.strip().partition(':')
     if not name or not re.fullmatch(r'|\d*\.?\d+([eE]-?\d+)?', weight) or float(weight or 1) == 0:
-        raise UserError(f"dataset has the part '{part}'. Write NAME:WEIGHT, the weight being a number above 0.")
+        raise UserError(f"dataset has the part '{part}'. Write NAME:WEIGHT, the weight being a "
+                        'number above 0.')
     return name, float(weight or 1)
