@@ -18,7 +18,7 @@ import torch
 import huggingface
 from corpus import Windows, tokenizer_digest
 from model import ModelConfig, Transformer, matrices
-from runtime import save_json, whole_file
+from runtime import require_checksums, save_json, whole_file
 
 
 def weights_digest(state):
@@ -56,10 +56,11 @@ def require_space(folder, n_bytes):
                          'Free some space or choose another out_dir.')
 
 
-def load(source, position=None):
+def load(source, position=None, optimizer=True):
     """
     Read a checkpoint into CPU memory: a file of ours, its tensors mapped, or a Hugging Face folder or hf:ORG/NAME; for
     those see huggingface.py. Returns a dict of model, model_config, tokenizer, digest, step, settings and more.
+    optimizer: False leaves out the optimizer's moments, which then cost no time to check.
     Raises ValueError if it is not whole.
     """
     if str(source).startswith('hf:') or Path(source).is_dir():
@@ -69,6 +70,7 @@ def load(source, position=None):
     if not path.is_file():
         raise ValueError(f'{path} does not exist. Train that model first, by train.py with its config, or name another '
                          'with --out_dir= or --init_from=.')
+    open(path, 'rb').close()  # for want of permission, say, it raises OSError: the file may be whole
     try:
         state = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
         missing = {'model', 'model_config', 'tokenizer', 'digest', 'step'} - set(state)
@@ -77,6 +79,9 @@ def load(source, position=None):
                          'Use another one: best.pt, or a kept step.') from error
     if missing:
         raise ValueError(f"{path} is not a checkpoint of this project: it lacks {', '.join(sorted(missing))}.")
+    if not optimizer:
+        state.pop('optimizer', None)
+    require_checksums(path, state, 'Use another one: best.pt, or a kept step.')
     # an older one lacks the settings that came later
     return state | {'model_config': dataclasses.asdict(ModelConfig(**state['model_config']))}
 
@@ -111,7 +116,7 @@ def load_model(init_from, out_dir, device, position=None, rope_scaling=None, dty
         model, state = huggingface.load_foreign(source, dtype)
         state |= {'digest': weights_digest(model.state_dict()), 'path': source}
         return model.to(device).eval().requires_grad_(False), state
-    state = load(source, position)
+    state = load(source, position, optimizer=False)
     config = state['model_config']
     if position is not None:
         config |= {'position': position} | ({'rope_scaling': ''} if position != 'rope' else {})
@@ -127,7 +132,6 @@ def load_model(init_from, out_dir, device, position=None, rope_scaling=None, dty
     if model.config.tied:
         model.head.weight = model.embed.weight
     cast_matrices(model, dtype)
-    state.pop('optimizer', None)
     return model.to(device).eval().requires_grad_(False), state | {'path': source}
 
 

@@ -9,7 +9,6 @@ hf:ORG/NAME or hf:ORG/NAME@REVISION, downloaded once into the hub's cache and fo
 import dataclasses
 import json
 import shutil
-import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,7 +27,7 @@ from corpus import (
 )
 from model import ModelConfig, Transformer
 from position import parse_scaling, rope_frequencies
-from runtime import DTYPES, optional, save_json, write_text
+from runtime import DTYPES, optional, require_checksums, save_json, write_text
 
 # what a config.json may leave out, as its class in transformers has it
 DEFAULTS = {'llama': {'num_key_value_heads': None, 'max_position_embeddings': 2048, 'rope_theta': 10000.0,
@@ -150,32 +149,52 @@ def tensor_table(c):
     return table if c.tied else table | {'head.weight': [('lm_head.weight', (c.vocab_size, C))]}
 
 
-def read_weights(folder):
-    """{name: tensor} of all weight files, mapped: a tensor takes memory only once it is used."""
+def weight_files(folder):
+    """
+    The files of a folder that hold its weights. Raises ValueError for an index that names anything
+    but regular files of this folder; the hub's own cache has links to such files there.
+    """
     for name in ('model.safetensors', 'pytorch_model.bin'):
         index, names = folder / f'{name}.index.json', [name]
         if index.is_file():
             try:
                 names = sorted(set(json.loads(index.read_text())['weight_map'].values()))
-            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                names = [str(name) for name in names]
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
                 raise ValueError(f'{index} does not tell which file has which tensor. Get it again.') from error
         if index.is_file() or (folder / name).is_file():
             break
     else:
         raise ValueError(f'{folder} has neither model.safetensors nor pytorch_model.bin. Put the weights there.')
+    for name in names:
+        if Path(name).name != name:
+            raise ValueError(f"{index} names '{name}', which is not a file of its own folder. Get it again.")
+        if not (folder / name).is_file():  # a missing one, or a device such as /dev/zero, which has no end
+            raise ValueError(f'{folder / name} is missing or not a file of weights. Get it again.')
+    return [folder / name for name in names]
+
+
+def read_weights(folder):
+    """{name: tensor} of all weight files, mapped: a tensor takes memory only once it is used."""
     tensors = {}
-    for path in [folder / name for name in names]:
+    for path in weight_files(folder):
         safetensors = optional('safetensors') if path.suffix == '.safetensors' else None
+        with open(path, 'rb') as file:  # an OSError, such as for permissions, names the file by itself
+            is_zip = file.read(4) == b'PK\x03\x04'
         try:
             if safetensors:
                 with safetensors.safe_open(path, 'pt') as file:
-                    tensors |= {name: file.get_tensor(name) for name in file.keys()}
+                    part = {name: file.get_tensor(name) for name in file.keys()}
             else:  # the older kind of file, which is no zip, cannot be mapped
-                tensors |= torch.load(path, map_location='cpu', weights_only=True, mmap=zipfile.is_zipfile(path))
-        except Exception as error:  # of safetensors, zip, unpickling or a missing shard alike
+                part = torch.load(path, map_location='cpu', weights_only=True, mmap=is_zip)
+            tensors |= part
+        except Exception as error:  # of safetensors, zip or unpickling alike
             raise ValueError(f'{path} is missing, cut short or not a file of weights ({type(error).__name__}). '
                              'Get it again.') from error
-    return {name: tensor for name, tensor in tensors.items() if not name.endswith('rotary_emb.inv_freq')}
+        if is_zip:
+            require_checksums(path, part, 'Get it again.')
+    return {name: tensor for name, tensor in tensors.items()
+            if torch.is_tensor(tensor) and not name.endswith('rotary_emb.inv_freq')}
 
 
 def our_state(tensors, c, source):

@@ -193,7 +193,7 @@ def main():
         model = Transformer(config).init_weights()
     else:
         path = Path(out_dir, 'last.pt') if init_from == 'resume' else init_from
-        state = checkpoint.load(path, position)
+        state = checkpoint.load(path, position, optimizer=init_from == 'resume')
         checkpoint.require_tokenizer(state | {'path': path}, tokenizer, dataset)
         if init_from == 'resume':
             run_settings['init_from'] = state['settings']['init_from']  # where the run began
