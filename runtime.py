@@ -5,6 +5,7 @@ What every stage needs around the model: device and precision, ranks, progress, 
 import contextlib
 import ctypes
 import datetime
+import functools
 import importlib
 import json
 import math
@@ -382,6 +383,13 @@ def whole_file(path):
 def write_text(path, text):
     with whole_file(path) as part:
         part.write_text(text, encoding='utf-8')
+
+
+@functools.cache
+def note(line):
+    """Print a line, once however often it is asked for, by the first rank alone."""
+    if int(os.environ.get('RANK', 0)) == 0:
+        print(line, flush=True)
 
 
 def tensors_in(value):
