@@ -36,6 +36,7 @@ from runtime import (
     load_sharded,
     matmul_flops,
     new_figure,
+    note,
     save_json,
     save_png,
     setup,
@@ -148,6 +149,19 @@ def resume_differences(old, new):
     return changed
 
 
+def require_same_data(old, new):
+    """Refuse to resume on other text. old, new: {source: checksum of its tokens}; older checkpoints have None."""
+    if old is None:
+        note(f'{out_dir}/last.pt does not say which text it was trained on; it is taken to be the same')
+        return
+    for one, other in (new, old), (old, new):
+        for name, checksum in one.items():
+            if checksum not in other.values():
+                raise ValueError(f'dataset {name} has other tokens now than when {out_dir}/last.pt was trained, or was '
+                                 'not part of it then. Prepare it as it was, or train into another --out_dir=, with '
+                                 f'--init_from={out_dir}/last.pt.')
+
+
 def finetune_position(config):
     """What our settings change in the position method of a model that is given, whose config this is."""
     if dape_kernel not in (0, config['dape_kernel']):
@@ -178,7 +192,8 @@ def main():
     runtime = setup(device, dtype, seed)
     check_settings(runtime)
     run_settings = settings(globals())
-    train_windows, val_windows = (Windows(dataset, split, block_size, seed) for split in ('train', 'val'))
+    train_windows, val_windows = (Windows(dataset, split, block_size, seed, check=True)
+                                  for split in ('train', 'val'))
     val_tokens = val_windows.fixed(eval_windows)
     n_val = len(val_tokens)
     if fsdp:  # its ranks go through each pass together: so many windows for each, some again
@@ -205,6 +220,7 @@ def main():
             run_settings |= {name: config[name] for name in MODEL_SETTINGS}
             runtime.print('the model is as in', path, *(f'{name}={config[name]}' for name in MODEL_SETTINGS))
         if init_from == 'resume':
+            require_same_data(state.get('data'), train_windows.checksums)
             for name in resume_differences(state['settings'], run_settings):
                 runtime.print(f"resuming with {name} = {run_settings[name]} (was {state['settings'][name]})")
         model = Transformer(ModelConfig(**config))
@@ -273,7 +289,8 @@ def main():
         weights = unsharded(raw_model.state_dict())
         if runtime.is_main:
             checkpoint.save(Path(out_dir, name), **checkpoint.model_state(
-                raw_model, tokenizer, step, weights, best_val_loss=best_val_loss, settings=run_settings, **more))
+                raw_model, tokenizer, step, weights, best_val_loss=best_val_loss, settings=run_settings,
+                data=train_windows.checksums, **more))
 
     def stop_run(what):
         last_path = Path(out_dir, 'last.pt')
