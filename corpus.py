@@ -5,7 +5,8 @@ A prepared dataset is a folder, data/NAME, that needs nothing from outside:
     train.bin, val.bin, test.bin  the tokens of a split, one flat array; each document is followed by end-of-text
     train_starts.bin, ...         where its documents start, int64
     tokenizer_state.json          the whole tokenizer, as checkpoints carry it
-    meta.json                     what the files hold, and their checksums; written last, so where it stands the rest is whole
+    meta.json                     what the files hold, and their checksums;
+                                  written last, so where it stands the rest is whole
 """
 
 import base64
@@ -65,11 +66,21 @@ def get_tokenizer(name):
         try:
             eos = json.loads(config.read_text(encoding='utf-8')).get('eos_token') if config.is_file() else None
             eos = eos['content'] if isinstance(eos, dict) else eos
-        except (ValueError, LookupError, AttributeError) as error:
+            if not isinstance(eos, str | None):
+                raise ValueError(f'eos_token is {eos}')
+        except (ValueError, LookupError, AttributeError, RecursionError) as error:
             raise ValueError(f'{config} is not a tokenizer_config.json ({error}). Get it again.') from error
-        return HFTokenizer(name if name.startswith('hf:') else path.name, path.read_text(encoding='utf-8'), eos)
-    ranks = parse_ranks(path.read_text(encoding='utf-8'), name)
+        return HFTokenizer(name if name.startswith('hf:') else path.name, read_utf8(path), eos)
+    ranks = parse_ranks(read_utf8(path), name)
     return tiktoken_encoding(path.name, ranks, PATTERN, max(ranks.values()) + 1)
+
+
+def read_utf8(path):
+    """The text of a file. Raises ValueError that names it if it is not UTF-8."""
+    try:
+        return path.read_text(encoding='utf-8')
+    except UnicodeDecodeError as error:
+        raise ValueError(f'{path} is not UTF-8: {error}. Get it again, or convert it.') from error
 
 
 def tiktoken_encoding(name, ranks, pattern, eot_token):
@@ -92,6 +103,14 @@ def parse_ranks(text, where):
 
 def format_ranks(ranks):
     return ''.join(f'{base64.b64encode(token).decode()} {rank}\n' for token, rank in ranks.items())
+
+
+def without_half_pairs(text):
+    """
+    The text with each half of a surrogate pair replaced. JSON can hold one, UTF-8 and tokenizers
+    cannot; tiktoken replaces it by itself.
+    """
+    return re.sub('[\ud800-\udfff]', '\N{REPLACEMENT CHARACTER}', text)
 
 
 class HFTokenizer:
@@ -120,7 +139,7 @@ class HFTokenizer:
 
     def encode_ordinary(self, text):
         # as a batch of one: unlike encode() it keeps no offsets, and lets other threads run
-        return self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return self.tokenizer.encode_batch_fast([without_half_pairs(text)], add_special_tokens=False)[0].ids
 
     def decode(self, ids):
         """The text of ids, special tokens such as <s> left out; decode_bytes() shows them."""
@@ -187,7 +206,7 @@ def train_bpe(texts, vocab_size, path):
     words = package.pre_tokenizers.Split(package.Regex(PATTERN), 'isolated')
     byte_level = package.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = package.pre_tokenizers.Sequence([words, byte_level])
-    tokenizer.train_from_iterator(texts, package.trainers.BpeTrainer(
+    tokenizer.train_from_iterator(map(without_half_pairs, texts), package.trainers.BpeTrainer(
         vocab_size=vocab_size - 1, initial_alphabet=byte_level.alphabet(), show_progress=False))
     byte_of = {char: byte for byte, char in byte_characters().items()}
     vocab = tokenizer.get_vocab()
@@ -461,7 +480,8 @@ SLOTS = 10_000  # each cycle of so many samples holds the weights of a mixture e
 
 def key_of(*parts):
     """A 64-bit number from anything that prints; unlike hash(), the same in every process."""
-    return int.from_bytes(hashlib.sha256('/'.join(map(str, parts)).encode()).digest()[:8], 'big')
+    text = '/'.join(map(str, parts)).encode(errors='surrogatepass')  # a file name may be no UTF-8
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], 'big')
 
 
 @functools.lru_cache(maxsize=8)

@@ -164,6 +164,27 @@ def test_wrong_tokenizers_are_refused_with_a_reason(bpe, tmp_path):
         parse_ranks('\n'.join([*lines, 'AAAA 7']), 'x.tiktoken')
 
 
+@pytest.mark.parametrize('name', ['tokenizer.json', 'ranks.tiktoken'])
+def test_tokenizer_file_that_is_not_utf8_is_named(tmp_path, name):
+    (tmp_path / name).write_bytes(b'{"version": "\xff"}')
+    with pytest.raises(ValueError, match=f'{name} is not UTF-8'):
+        get_tokenizer(str(tmp_path / name))
+
+
+@pytest.mark.parametrize('text', ['[' * 200_000, '{"eos_token": [1]}', '{"eos_token": 5}', '[]', 'null'])
+def test_odd_tokenizer_config_is_named(tmp_path, text):
+    path = hf_json(tmp_path)
+    (tmp_path / 'tokenizer_config.json').write_text(text)
+    with pytest.raises(ValueError, match='tokenizer_config.json'):
+        get_tokenizer(path)
+
+
+def test_half_a_surrogate_pair_is_replaced_before_a_hugging_face_tokenizer_sees_it(tmp_path):
+    encoding = get_tokenizer(hf_json(tmp_path))
+    half, replaced = (f'a {x} bc' for x in ('\udc00', '\N{REPLACEMENT CHARACTER}'))
+    assert encoding.encode_ordinary(half) == encoding.encode_ordinary(replaced)
+
+
 def test_pieces_of_a_long_document_have_the_tokens_of_the_whole(bpe):
     from tiktoken_ext.openai_public import r50k_pat_str
     ranks = parse_ranks(bpe[1].read_text(), 'small')
