@@ -74,6 +74,7 @@ def load(source, position=None, optimizer=True):
     try:
         state = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
         missing = {'model', 'model_config', 'tokenizer', 'digest', 'step'} - set(state)
+        held = sum(weight.numel() for weight in state.get('model', {}).values())
     except Exception as error:  # zip, unpickling and type errors alike: the file is not one of ours, or not whole
         raise ValueError(f'{path} is cut short or not a checkpoint of this project ({type(error).__name__}). '
                          'Use another one: best.pt, or a kept step.') from error
@@ -82,8 +83,14 @@ def load(source, position=None, optimizer=True):
     if not optimizer:
         state.pop('optimizer', None)
     require_checksums(path, state, 'Use another one: best.pt, or a kept step.')
-    # an older one lacks the settings that came later
-    return state | {'model_config': dataclasses.asdict(ModelConfig(**state['model_config']))}
+    try:
+        config = ModelConfig(**state['model_config'])  # an older one lacks the settings that came later
+    except (TypeError, ValueError) as error:
+        raise ValueError(f'{path} has model settings that are not ours: {error}') from error
+    if config.n_layer > len(state['model']) or config.least_params() > held:
+        raise ValueError(f'{path} holds {held:,} weights, but its settings, such as n_layer={config.n_layer} and '
+                         f'n_embd={config.n_embd}, call for {config.least_params():,} or more. Use another one.')
+    return state | {'model_config': dataclasses.asdict(config)}
 
 
 def require_weights(model, weights, source):
@@ -184,17 +191,20 @@ def vectors_from_json(data, path, info):
     for kind in ('head_scale', 'head_gain'):
         try:
             rows = np.array(data.get(kind, np.ones(shape)), dtype=float)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             rows = np.zeros(0)
         if rows.shape != shape or not np.isfinite(rows).all():  # below 0 too, where nothing constrained the tuning
             raise ValueError(f'{kind} in {path} must be {shape[0]} rows of {shape[1]} numbers.')
         vectors |= {f'blocks.{i}.attn.{kind}': torch.tensor(row, dtype=torch.float32) for i, row in enumerate(rows)}
     names = {'norm.weight', *(f'blocks.{i}.{n}_norm.weight' for i in range(c['n_layer']) for n in ('attn', 'mlp'))}
-    for name, values in data.get('norm', {}).items():
-        if name not in names or len(values) != c['n_embd']:
-            raise ValueError(f"norm in {path} has {name} of {len(values)} numbers, which this model does not have.")
-        vectors[name] = torch.tensor(values, dtype=torch.float32)
-    return vectors
+    try:
+        norms = {name: torch.tensor(values, dtype=torch.float32) for name, values in data.get('norm', {}).items()}
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f'norm in {path} must be lists of numbers, each by the name of a weight: {error}.') from error
+    for name, vector in norms.items():
+        if name not in names or vector.shape != (c['n_embd'],) or not vector.isfinite().all():
+            raise ValueError(f'norm in {path} has {name} of {vector.numel()} numbers, which this model does not have.')
+    return vectors | norms
 
 
 def save_scale(path, info, sets, method, by_length=False, **more):
@@ -219,10 +229,12 @@ def read_scale_file(path, info):
         data = json.loads(Path(path).read_text())
     except FileNotFoundError:
         raise ValueError(f"scale file {path} does not exist. Make one with tune_scale.py, or give a number.") from None
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise ValueError(f'{path} is not a scale file: {error}.') from None
     sets = data.get('sets', [data]) if isinstance(data, dict) else []
-    if not sets or 'weights_digest' not in data or not all({'head_scale', 'target_length'} <= set(one) for one in sets):
+    whole = isinstance(sets, list) and sets and 'weights_digest' in data and all(
+        isinstance(one, dict) and 'head_scale' in one and type(one.get('target_length')) is int for one in sets)
+    if not whole or not isinstance(data.get('tuning_tokens', 0), int | float):
         raise ValueError(f'{path} is not a scale file: it needs head_scale, weights_digest and target_length.')
     sets = {one['target_length']: vectors_from_json(one, path, info) for one in sets}
     if data['weights_digest'] != info['digest']:

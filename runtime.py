@@ -385,6 +385,15 @@ def write_text(path, text):
         part.write_text(text, encoding='utf-8')
 
 
+def require_memory(n_bytes, what):
+    """Raise ValueError if that is more memory than this machine has, where its system tells."""
+    if hasattr(os, 'sysconf'):
+        memory = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+        if n_bytes > memory:
+            raise ValueError(f'{what} takes {n_bytes / 1e9:,.2f} GB of memory, but this machine has '
+                             f'{memory / 1e9:,.2f} GB. Choose a smaller one.')
+
+
 @functools.cache
 def note(line):
     """Print a line, once however often it is asked for, by the first rank alone."""
@@ -469,7 +478,7 @@ def read_json(path, stage):
         result = json.loads(Path(path).read_text(encoding='utf-8'))
         if result['stage'] == stage:
             return result
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         pass
     raise ValueError(f'{path} is not a result of {stage}.py. Give the .json that it wrote.')
 

@@ -37,6 +37,7 @@ from runtime import (
     matmul_flops,
     new_figure,
     note,
+    require_memory,
     save_json,
     save_png,
     setup,
@@ -205,6 +206,7 @@ def main():
     state = None
     if init_from == 'scratch':
         config = ModelConfig(vocab_size=train_windows.vocab_size, **{k: run_settings[k] for k in MODEL_SETTINGS})
+        require_memory(4 * config.least_params(), f'a model of n_layer={n_layer}, n_embd={n_embd}, n_hidden={n_hidden}')
         model = Transformer(config).init_weights()
     else:
         path = Path(out_dir, 'last.pt') if init_from == 'resume' else init_from

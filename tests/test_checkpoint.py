@@ -389,6 +389,29 @@ def test_checkpoint_older_than_a_setting_has_its_default(tiny_run, tmp_path):
     assert checkpoint.load(tmp_path / 'old.pt')['model_config'] == config
 
 
+@pytest.mark.parametrize('changes, named', [
+    ({'n_layer': 10 ** 9}, 'n_layer=1000000000'), ({'n_embd': 10 ** 9}, 'n_embd=1000000000'),
+    ({'vocab_size': 10 ** 9}, 'holds .* weights'), ({'n_hidden': 10 ** 18}, 'holds .* weights'),
+    ({'dape_kernel': 3, 'dape_width': 10 ** 9}, 'holds .* weights'),
+    ({'n_layer': None}, 'n_layer is None'), ({'n_embd': '16'}, "n_embd is '16'"),
+    ({'norm_eps': 'small'}, "norm_eps is 'small'"), ({'rope_base': [1]}, 'rope_base'),
+    ({'learning_rate': 1}, 'learning_rate')], ids=str)
+def test_model_settings_that_are_not_those_of_the_weights_are_refused(out_dir, changes, named):
+    state = torch.load(out_dir / 'last.pt', weights_only=True)
+    state['model_config'] |= changes
+    checkpoint.save(out_dir / 'odd.pt', **state)
+    with pytest.raises(ValueError, match=f'odd.pt .*{named}'):
+        checkpoint.load_model(out_dir / 'odd.pt', None, 'cpu')
+
+
+@pytest.mark.parametrize('changes', [{'model': None}, {'model': [1]}, {'model': {'w': 1}}, {'model_config': None}],
+                         ids=str)
+def test_entry_of_the_wrong_kind_in_a_checkpoint_is_refused(out_dir, changes):
+    checkpoint.save(out_dir / 'odd.pt', **torch.load(out_dir / 'last.pt', weights_only=True) | changes)
+    with pytest.raises(ValueError, match='odd.pt'):
+        checkpoint.load(out_dir / 'odd.pt')
+
+
 def test_scale_file_of_another_position_method_is_refused(tmp_path, loaded):
     model, info = loaded
     checkpoint.save_scale(tmp_path / 'scale.json', info, {64: scale_set(SCALES)}, 'head')
@@ -409,13 +432,29 @@ def test_scale_file_that_does_not_exist_is_refused(loaded):
 
 
 @pytest.mark.parametrize('text', ['', '{"head_scale": [[1', '[]', '{}', '"text"', '{"head_scale": [[1, 1, 1, 1]]}',
-                                  '\x80\x81'])
+                                  '\x80\x81', '[' * 200_000],
+                         ids=lambda text: text[:20])
 def test_file_that_is_no_scale_file_is_refused(tmp_path, loaded, text):
     path = tmp_path / 'broken.json'
     path.write_bytes(text.encode('latin-1'))
     with pytest.raises(ValueError, match='broken.json is not a scale file') as caught:
         checkpoint.apply_scale(*loaded[:1], str(path), loaded[1])
     assert '\n' not in str(caught.value)
+
+
+@pytest.mark.parametrize('changes', [
+    {'sets': None}, {'sets': 5}, {'sets': [5]}, {'sets': [None]}, {'sets': {}}, {'target_length': None},
+    {'target_length': '64'}, {'target_length': [64]}, {'norm': None}, {'norm': [1]}, {'norm': {'norm.weight': None}},
+    {'norm': {'norm.weight': 5}}, {'norm': {'norm.weight': ['a'] * 16}}, {'norm': {'norm.weight': [[1.0]] * 16}},
+    {'norm': {'norm.weight': [math.nan] * 16}}, {'head_scale': None}, {'head_scale': {}}, {'head_gain': None},
+    {'head_scale': [[10 ** 400] * 4] * 2}, {'tuning_tokens': 'many'}], ids=lambda changes: str(changes)[:40])
+def test_entry_of_the_wrong_kind_in_a_scale_file_is_refused(tmp_path, loaded, changes):
+    path, (model, info) = tmp_path / 'odd.json', loaded
+    checkpoint.save_scale(path, info, {64: scale_set(SCALES)}, 'head')
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(ValueError, match='odd.json'):
+        checkpoint.apply_scale(model, str(path), info)
+    assert torch.equal(model.head_scale, torch.ones(2, 4))
 
 
 def test_folder_is_no_scale_file(out_dir, loaded):
