@@ -18,7 +18,7 @@ import torch
 import huggingface
 from corpus import Windows, tokenizer_digest
 from model import ModelConfig, Transformer, matrices
-from runtime import save_json, whole_file
+from runtime import require_checksums, save_json, whole_file
 
 
 def weights_digest(state):
@@ -56,10 +56,11 @@ def require_space(folder, n_bytes):
                          'Free some space or choose another out_dir.')
 
 
-def load(source, position=None):
+def load(source, position=None, optimizer=True):
     """
     Read a checkpoint into CPU memory: a file of ours, its tensors mapped, or a Hugging Face folder or hf:ORG/NAME; for
     those see huggingface.py. Returns a dict of model, model_config, tokenizer, digest, step, settings and more.
+    optimizer: False leaves out the optimizer's moments, which then cost no time to check.
     Raises ValueError if it is not whole.
     """
     if str(source).startswith('hf:') or Path(source).is_dir():
@@ -69,16 +70,27 @@ def load(source, position=None):
     if not path.is_file():
         raise ValueError(f'{path} does not exist. Train that model first, by train.py with its config, or name another '
                          'with --out_dir= or --init_from=.')
+    open(path, 'rb').close()  # for want of permission, say, it raises OSError: the file may be whole
     try:
         state = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
         missing = {'model', 'model_config', 'tokenizer', 'digest', 'step'} - set(state)
+        held = sum(weight.numel() for weight in state.get('model', {}).values())
     except Exception as error:  # zip, unpickling and type errors alike: the file is not one of ours, or not whole
         raise ValueError(f'{path} is cut short or not a checkpoint of this project ({type(error).__name__}). '
                          'Use another one: best.pt, or a kept step.') from error
     if missing:
         raise ValueError(f"{path} is not a checkpoint of this project: it lacks {', '.join(sorted(missing))}.")
-    # an older one lacks the settings that came later
-    return state | {'model_config': dataclasses.asdict(ModelConfig(**state['model_config']))}
+    if not optimizer:
+        state.pop('optimizer', None)
+    require_checksums(path, state, 'Use another one: best.pt, or a kept step.')
+    try:
+        config = ModelConfig(**state['model_config'])  # an older one lacks the settings that came later
+    except (TypeError, ValueError) as error:
+        raise ValueError(f'{path} has model settings that are not ours: {error}') from error
+    if config.n_layer > len(state['model']) or config.least_params() > held:
+        raise ValueError(f'{path} holds {held:,} weights, but its settings, such as n_layer={config.n_layer} and '
+                         f'n_embd={config.n_embd}, call for {config.least_params():,} or more. Use another one.')
+    return state | {'model_config': dataclasses.asdict(config)}
 
 
 def require_weights(model, weights, source):
@@ -111,7 +123,7 @@ def load_model(init_from, out_dir, device, position=None, rope_scaling=None, dty
         model, state = huggingface.load_foreign(source, dtype)
         state |= {'digest': weights_digest(model.state_dict()), 'path': source}
         return model.to(device).eval().requires_grad_(False), state
-    state = load(source, position)
+    state = load(source, position, optimizer=False)
     config = state['model_config']
     if position is not None:
         config |= {'position': position} | ({'rope_scaling': ''} if position != 'rope' else {})
@@ -127,7 +139,6 @@ def load_model(init_from, out_dir, device, position=None, rope_scaling=None, dty
     if model.config.tied:
         model.head.weight = model.embed.weight
     cast_matrices(model, dtype)
-    state.pop('optimizer', None)
     return model.to(device).eval().requires_grad_(False), state | {'path': source}
 
 
@@ -188,7 +199,7 @@ def vectors_from_json(data, path, info):
     for kind in ('head_scale', 'head_gain'):
         try:
             rows = np.array(data.get(kind, np.ones(shape)), dtype=float)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             rows = np.zeros(0)
         if rows.shape != shape:
             raise ValueError(f'{kind} in {path} must be {shape[0]} rows of {shape[1]} numbers.')
@@ -196,10 +207,17 @@ def vectors_from_json(data, path, info):
         rows = to_float32(rows, f'{kind} in {path}')
         vectors |= {f'blocks.{i}.attn.{kind}': row for i, row in enumerate(rows)}
     names = {'norm.weight', *(f'blocks.{i}.{n}_norm.weight' for i in range(c['n_layer']) for n in ('attn', 'mlp'))}
-    for name, values in data.get('norm', {}).items():
-        if name not in names or len(values) != c['n_embd']:
-            raise ValueError(f"norm in {path} has {name} of {len(values)} numbers, which this model does not have.")
-        vectors[name] = to_float32(values, f'norm {name} in {path}')
+    norms = data.get('norm', {})
+    if not isinstance(norms, dict):
+        raise ValueError(f'norm in {path} must be lists of numbers, each by the name of a weight.')
+    for name, values in norms.items():
+        try:
+            vector = to_float32(values, f'norm {name} in {path}')
+        except (TypeError, RuntimeError) as error:
+            raise ValueError(f'norm in {path} must be lists of numbers, each by the name of a weight.') from error
+        if name not in names or vector.shape != (c['n_embd'],):
+            raise ValueError(f'norm in {path} has {name} of {vector.numel()} numbers, which this model does not have.')
+        vectors[name] = vector
     return vectors
 
 
@@ -225,10 +243,12 @@ def read_scale_file(path, info):
         data = json.loads(Path(path).read_text())
     except FileNotFoundError:
         raise ValueError(f"scale file {path} does not exist. Make one with tune_scale.py, or give a number.") from None
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise ValueError(f'{path} is not a scale file: {error}.') from None
     sets = data.get('sets', [data]) if isinstance(data, dict) else []
-    if not sets or 'weights_digest' not in data or not all({'head_scale', 'target_length'} <= set(one) for one in sets):
+    whole = isinstance(sets, list) and sets and 'weights_digest' in data and all(
+        isinstance(one, dict) and 'head_scale' in one and type(one.get('target_length')) is int for one in sets)
+    if not whole or not isinstance(data.get('tuning_tokens', 0), int | float):
         raise ValueError(f'{path} is not a scale file: it needs head_scale, weights_digest and target_length.')
     sets = {one['target_length']: vectors_from_json(one, path, info) for one in sets}
     if data['weights_digest'] != info['digest']:

@@ -12,7 +12,7 @@ Shapes: B sequences, T tokens in this call, C = n_embd, H = n_head, D = head_dim
 
 import math
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn as nn
@@ -43,6 +43,11 @@ class ModelConfig:
     norm_eps: float = 1e-5
 
     def __post_init__(self):
+        for field in fields(self):
+            value, kind = getattr(self, field.name), field.type
+            if not isinstance(value, int | float if kind is float else kind):
+                kind = getattr(kind, '__name__', kind)  # int | None has no name
+                raise ValueError(f'{field.name} is {value!r}; it must be of type {kind}.')
         if self.position not in POSITIONS:
             raise ValueError(f"position is '{self.position}', which is unknown. Choose one of: {', '.join(POSITIONS)}.")
         for name in ('vocab_size', 'block_size', 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'n_hidden'):
@@ -62,6 +67,14 @@ class ModelConfig:
             raise ValueError(f'dape_width is {self.dape_width}; it must be at least 1.')
         if parse_scaling(self.rope_scaling)[0] and self.position != 'rope':
             raise ValueError(f"rope_scaling {self.rope_scaling} extends RoPE, but position is '{self.position}'.")
+
+
+    def least_params(self):
+        """Parameters that a model of these sizes has at least: a position method and norms add more."""
+        C, kv = self.n_embd, self.n_embd // self.n_head * self.n_kv_head
+        layer = 2 * C * (C + kv) + 3 * C * self.n_hidden
+        layer += 2 * self.dape_kernel * self.dape_width * self.n_head
+        return self.n_layer * layer + (1 if self.tied else 2) * self.vocab_size * C
 
 
 CHUNK = 2 ** 22  # scores computed at a time, where they are computed some rows at a time; on a GPU 16 times as many

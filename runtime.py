@@ -5,6 +5,7 @@ What every stage needs around the model: device and precision, ranks, progress, 
 import contextlib
 import ctypes
 import datetime
+import functools
 import importlib
 import json
 import math
@@ -12,11 +13,15 @@ import os
 import platform
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import sysconfig
 import time
 import warnings
+import zipfile
+import zlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -445,6 +450,72 @@ def write_text(path, text):
         part.write_text(text, encoding='utf-8')
 
 
+def require_memory(n_bytes, what):
+    """Raise ValueError if that is more memory than this machine has, where its system tells."""
+    if hasattr(os, 'sysconf'):
+        memory = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+        if n_bytes > memory:
+            raise ValueError(f'{what} takes {n_bytes / 1e9:,.2f} GB of memory, but this machine has '
+                             f'{memory / 1e9:,.2f} GB. Choose a smaller one.')
+
+
+@functools.cache
+def note(line):
+    """Print a line, once however often it is asked for, by the first rank alone."""
+    if int(os.environ.get('RANK', 0)) == 0:
+        print(line, flush=True)
+
+
+def tensors_in(value):
+    """Yield the tensors that nested dicts and lists hold."""
+    if torch.is_tensor(value):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(item)
+
+
+def checksum_of(storage):
+    """(bytes, CRC-32) of the memory behind a tensor."""
+    data = torch.empty(0, dtype=torch.uint8).set_(storage)
+    return len(data), zlib.crc32(data.numpy())
+
+
+def written_checksums(path):
+    """{(bytes, CRC-32)} of the records that torch.save() wrote to a zip file. Raises BadZipFile if it is damaged."""
+    with zipfile.ZipFile(path) as archive, open(path, 'rb') as file:
+        entries = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
+        ends = [entry.header_offset for entry in entries[1:]] + [archive.start_dir]
+        for entry, end in zip(entries, ends):
+            # The header before a record says how long it is itself. One that is damaged may lead
+            # torch.load() to another record, but what follows the right one is 24 bytes at most.
+            file.seek(entry.header_offset + 26)
+            start = entry.header_offset + 30 + sum(struct.unpack('<HH', file.read(4)))
+            if not 0 <= end - start - entry.file_size <= 24:
+                raise zipfile.BadZipFile(entry.filename)
+            if entry.filename.endswith(('/data.pkl', '/byteorder')):
+                archive.read(entry)  # compares its checksum
+        return {(entry.file_size, entry.CRC) for entry in entries}
+
+
+def require_checksums(path, state, advice):
+    """
+    Raise ValueError, ending in the advice, unless `state` is what torch.save() wrote to the zip
+    file `path`. torch.load() does not compare the checksums that the zip keeps of each tensor.
+    Entries that were dropped from `state` are not read: checking costs time.
+    """
+    try:
+        storages = [tensor.untyped_storage() for tensor in tensors_in(state)]
+        storages = {storage.data_ptr(): storage for storage in storages}  # tied weights share one
+        written = written_checksums(path)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            whole = written.issuperset(pool.map(checksum_of, storages.values()))
+    except Exception:  # zipfile has no common class for all that can be wrong in a zip
+        whole = False
+    if not whole:
+        raise ValueError(f'{path} is damaged: its bytes differ from their checksums. {advice}')
+
+
 def plain(value, digits=None):
     """What JSON can hold: arrays as lists of numbers of 6 digits, more than any measurement here has; NaN as None."""
     if isinstance(value, (np.ndarray, np.generic)):
@@ -474,7 +545,7 @@ def read_json(path, stage, *curves):
     try:
         result = json.loads(Path(path).read_text(encoding='utf-8'))
         ours, gaps = result['stage'] == stage, [key for key in curves if None in result[key]]
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         ours = False
     if not ours:
         raise ValueError(f'{path} is not a result of {stage}.py. Give the .json that it wrote.')

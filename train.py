@@ -37,6 +37,8 @@ from runtime import (
     lock_file,
     matmul_flops,
     new_figure,
+    note,
+    require_memory,
     save_json,
     save_png,
     setup,
@@ -149,6 +151,19 @@ def resume_differences(old, new):
     return changed
 
 
+def require_same_data(old, new):
+    """Refuse to resume on other text. old, new: {source: checksum of its tokens}; older checkpoints have None."""
+    if old is None:
+        note(f'{out_dir}/last.pt does not say which text it was trained on; it is taken to be the same')
+        return
+    for one, other in (new, old), (old, new):
+        for name, checksum in one.items():
+            if checksum not in other.values():
+                raise ValueError(f'dataset {name} has other tokens now than when {out_dir}/last.pt was trained, or was '
+                                 'not part of it then. Prepare it as it was, or train into another --out_dir=, with '
+                                 f'--init_from={out_dir}/last.pt.')
+
+
 def finetune_position(config):
     """What our settings change in the position method of a model that is given, whose config this is."""
     L = config['rope_length'] or config['block_size']
@@ -191,7 +206,8 @@ def main(given=()):
     runtime = setup(device, dtype, seed)
     check_settings(runtime)
     run_settings = settings(globals())
-    train_windows, val_windows = (Windows(dataset, split, block_size, seed) for split in ('train', 'val'))
+    train_windows, val_windows = (Windows(dataset, split, block_size, seed, check=True)
+                                  for split in ('train', 'val'))
     val_tokens = val_windows.fixed(eval_windows)
     n_val = len(val_tokens)
     if fsdp:  # its ranks go through each pass together: so many windows for each, some again
@@ -203,10 +219,11 @@ def main(given=()):
     state = None
     if init_from == 'scratch':
         config = ModelConfig(vocab_size=train_windows.vocab_size, **{k: run_settings[k] for k in MODEL_SETTINGS})
+        require_memory(4 * config.least_params(), f'a model of n_layer={n_layer}, n_embd={n_embd}, n_hidden={n_hidden}')
         model = Transformer(config).init_weights()
     else:
         path = Path(out_dir, 'last.pt') if init_from == 'resume' else init_from
-        state = checkpoint.load(path, position)
+        state = checkpoint.load(path, position, optimizer=init_from == 'resume')
         checkpoint.require_tokenizer(state | {'path': path}, tokenizer, dataset)
         if init_from == 'resume':
             run_settings['init_from'] = state['settings']['init_from']  # where the run began
@@ -218,6 +235,7 @@ def main(given=()):
             run_settings |= {name: config[name] for name in MODEL_SETTINGS}
             runtime.print('the model is as in', path, *(f'{name}={config[name]}' for name in MODEL_SETTINGS))
         if init_from == 'resume':
+            require_same_data(state.get('data'), train_windows.checksums)
             for name in resume_differences(state['settings'], run_settings):
                 runtime.print(f"resuming with {name} = {run_settings[name]} (was {state['settings'][name]})")
         model = Transformer(ModelConfig(**config))
@@ -290,7 +308,8 @@ def main(given=()):
         weights = unsharded(raw_model.state_dict())
         if runtime.is_main:
             checkpoint.save(Path(out_dir, name), **checkpoint.model_state(
-                raw_model, tokenizer, step, weights, best_val_loss=best_val_loss, settings=run_settings, **more))
+                raw_model, tokenizer, step, weights, best_val_loss=best_val_loss, settings=run_settings,
+                data=train_windows.checksums, **more))
 
     def stop_run(what):
         last_path = Path(out_dir, 'last.pt')

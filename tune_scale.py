@@ -191,9 +191,17 @@ def first_scale(init_scale, folder, info, target_length):
     if not path.exists():
         raise ValueError(f'{path} does not exist. Run tune_scale.py --method=uniform first, or give --init_scale=1.2.')
     data, _ = checkpoint.read_scale_file(path, info)
-    if target_length > max(data['lengths']):
+    try:
+        lengths, scales = (np.array(data[key], float) for key in ('lengths', 'best_by_length'))
+        whole = lengths.shape == scales.shape == (len(lengths),) and min(*lengths, *scales) > 0
+    except (LookupError, TypeError, ValueError):
+        whole = False
+    if not whole:
+        raise ValueError(f'{path} needs lengths and best_by_length, a number above 0 for each. Make it again, with '
+                         'tune_scale.py --method=uniform.')
+    if target_length > max(lengths):
         print(f"{path} ends at {max(data['lengths'])} tokens: tuning for {target_length} starts from its last scale")
-    return float(np.interp(math.log(target_length), np.log(data['lengths']), data['best_by_length']))
+    return float(np.interp(math.log(target_length), np.log(lengths), scales))
 
 
 def vectors_to_tune(model):
