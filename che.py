@@ -30,6 +30,7 @@ from runtime import (
     new_figure,
     provenance,
     read_json,
+    require_checksums,
     result_path,
     save_json,
     save_png,
@@ -248,6 +249,7 @@ def read_run(path, run_settings):
     """What TASK.pt holds; where there is none, a run of no steps. Refuses a run of other settings or of more steps."""
     if not path.exists():
         return {'step': 0, 'settings': run_settings, 'test': {}}
+    open(path, 'rb').close()  # raises OSError where the file may be whole but cannot be read
     try:
         run = torch.load(path, map_location='cpu', weights_only=True)
         changed = [f'{name} {run["settings"][name]}, not {run_settings[name]}' for name in RUN_SETTINGS
@@ -255,6 +257,7 @@ def read_run(path, run_settings):
         changed += [f'step {run["step"]}, not at most {max_iters}'] * (run['step'] > max_iters)
     except Exception as error:  # zip, unpickling and key errors alike
         raise ValueError(f'{path} is cut short or not a run of che.py ({type(error).__name__}). Remove it.') from error
+    require_checksums(path, run, 'Remove it.')
     if changed:
         raise ValueError(f'{path} is another run: {"; ".join(changed)}. Choose another --out_dir=, or remove it.')
     return run

@@ -146,6 +146,7 @@ def open_model(windows, chosen, given, runtime):
     """
     if init_from == 'scratch':
         config = new_config(chosen, windows.vocab_size)
+        checkpoints.require_memory(config)
         return Transformer(config).init_weights(), None, chosen
     resumes = init_from == 'resume'
     path = Path(out_dir, 'last.pt') if resumes else init_from

@@ -212,11 +212,18 @@ def first_scale(info, target):
         raise UserError(f'{path} does not exist. Run tune_scale.py --method=uniform first, or give '
                         '--init_scale=1.2.')
     data, _ = read_scale_file(path, info)
-    if target > max(data['lengths']):
-        print(f"{path} ends at {max(data['lengths'])} tokens: tuning for {target} starts from its "
-              'last scale')
-    lengths = np.log(data['lengths'])
-    return float(np.interp(math.log(target), lengths, data['best_by_length']))
+    try:
+        lengths, scales = (np.array(data[key], float) for key in ('lengths', 'best_by_length'))
+        whole = lengths.shape == scales.shape == (len(lengths),) and min(*lengths, *scales) > 0
+    except (LookupError, TypeError, ValueError):
+        whole = False
+    if not whole:
+        raise UserError(f'{path} needs lengths and best_by_length, a number above 0 for each. Make '
+                        'it again, with tune_scale.py --method=uniform.')
+    if target > max(lengths):
+        print(f'{path} ends at {max(lengths):g} tokens: tuning for {target} starts from its last '
+              'scale')
+    return float(np.interp(math.log(target), np.log(lengths), scales))
 
 
 def objective(model, inputs, targets):

@@ -12,7 +12,6 @@ import dataclasses
 import itertools
 import json
 import shutil
-import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,6 +33,7 @@ from lib.tokens import (
 )
 from model import ModelConfig, Transformer
 from position import parse_scaling, rope_frequencies
+from lib.checksums import require_checksums
 
 # what a config.json may leave out, as its class in transformers has it
 DEFAULTS = {'llama': {'num_key_value_heads': None, 'max_position_embeddings': 2048, 'rope_theta': 10000.0,
@@ -71,17 +71,15 @@ def read_config(source):
     """config.json of a source, with what it leaves out."""
     path = files_of(source, 'config.json') / 'config.json'
     if path.with_name('last.pt').is_file():
-        raise UserError(f'{source} is a run of train.py. Name its checkpoint: '
-                        f'--init_from={source}/last.pt.')
+        raise UserError(f'{source} is a run of train.py. Name its checkpoint: --init_from={source}/last.pt.')
+    if not path.is_file():
+        raise UserError(f'{source} has no config.json. Give the folder of a Hugging Face model, or last, best or a '
+                         'checkpoint file of ours.')
     try:
         config = json.loads(path.read_text(encoding='utf-8'))
         return DEFAULTS.get(config.get('model_type'), {}) | config
-    except FileNotFoundError:
-        raise UserError(f'{source} has no config.json. Give the folder of a Hugging Face model, or '
-                        'last, best or a checkpoint file of ours.') from None
-    except (ValueError, AttributeError) as error:
-        raise UserError(f'{path} is not the config.json of a model ({error}). Get it '
-                        'again.') from error
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f'{path} is not the config.json of a model ({error}). Get it again.') from error
 
 
 def is_ours(config):
@@ -107,7 +105,7 @@ def our_config(config, source, position=None):
         sizes = dict(vocab_size=config['vocab_size'], n_layer=config['num_hidden_layers'], n_embd=config['hidden_size'],
                      n_head=config['num_attention_heads'], n_hidden=config['intermediate_size'],
                      block_size=config['max_position_embeddings'])
-        has_rope = [1] * sizes['n_layer'] if config['model_type'] == 'llama' else config['no_rope_layers']
+        rope_layers = None if config['model_type'] == 'llama' else config['no_rope_layers']
     except KeyError as error:
         raise UserError(f'config.json of {source} lacks {error}. Get it again.') from None
     odd = [f'{name} {size}' for name, size in sizes.items() if type(size) is not int or size < 1]
@@ -115,21 +113,32 @@ def our_config(config, source, position=None):
         raise UserError(f"config.json of {source} has {', '.join(odd)}; each must be a whole "
                         'number. Get it again.')
     expected = {'hidden_act': 'silu', 'attention_bias': False, 'mlp_bias': False, 'partial_rotary_factor': 1,
-                'head_dim': sizes['n_embd'] // sizes['n_head'], 'layer_types': ['full_attention'] * sizes['n_layer']}
+                'head_dim': sizes['n_embd'] // sizes['n_head']}
+    if not same_in_all(config.get('layer_types'), 'full_attention', sizes['n_layer']):
+        expected['layer_types'] = 'full_attention for each layer'
     if config.get('use_sliding_window', True):
         expected['sliding_window'] = None
     for key, value in expected.items():
         if config.get(key) not in (None, value):
-            raise UserError(f'config.json of {source} has {key} {config[key]}; our model has '
-                            f'{value}. Choose another checkpoint.')
-    if has_rope not in ([0] * sizes['n_layer'], [1] * sizes['n_layer']):
-        raise UserError(f'config.json of {source} has no_rope_layers {has_rope}; our model has '
-                        f"RoPE in all of its {sizes['n_layer']} layers or in none. Choose another "
-                        'checkpoint.')
-    position = position or ('rope' if has_rope[0] else 'none')
-    return ModelConfig(**sizes, n_kv_head=config['num_key_value_heads'] or sizes['n_head'], position=position,
-                       tied=config['tie_word_embeddings'], norm_eps=config['rms_norm_eps'],
-                       **(rope_config(config, source) if position == 'rope' else {}))
+            raise UserError(f'config.json of {source} has {key} {config[key]}; our model has {value}. '
+                             'Choose another checkpoint.')
+    is_llama = config['model_type'] == 'llama'
+    has_rope = is_llama or same_in_all(rope_layers, 1, sizes['n_layer'])
+    if not has_rope and not same_in_all(rope_layers, 0, sizes['n_layer']):
+        raise UserError(f'config.json of {source} has no_rope_layers {rope_layers}; our model has RoPE in all of its '
+                         f"{sizes['n_layer']} layers or in none. Choose another checkpoint.")
+    position = position or ('rope' if has_rope else 'none')
+    rope = rope_config(config, source) if position == 'rope' else {}
+    try:
+        return ModelConfig(**sizes, n_kv_head=config['num_key_value_heads'] or sizes['n_head'], position=position,
+                           tied=config['tie_word_embeddings'], norm_eps=config['rms_norm_eps'], **rope)
+    except ValueError as error:
+        raise UserError(f'config.json of {source}: {error}') from error
+
+
+def same_in_all(layers, kind, n_layer):
+    """True if `layers` lists that kind for each layer. No list is made for it: n_layer may be any number."""
+    return isinstance(layers, list) and len(layers) == n_layer and all(layer == kind for layer in layers)
 
 
 def rope_config(config, source):
@@ -169,34 +178,52 @@ def tensor_table(c):
     return table if c.tied else table | {'head.weight': [('lm_head.weight', (c.vocab_size, C))]}
 
 
-def read_weights(folder):
-    """{name: tensor} of all weight files, mapped: a tensor takes memory only once it is used."""
+def weight_files(folder):
+    """
+    The files of a folder that hold its weights. Raises ValueError for an index that names anything
+    but regular files of this folder; the hub's own cache has links to such files there.
+    """
     for name in ('model.safetensors', 'pytorch_model.bin'):
         index, names = folder / f'{name}.index.json', [name]
         if index.is_file():
             try:
                 names = sorted(set(json.loads(index.read_text())['weight_map'].values()))
-            except (ValueError, LookupError, TypeError, AttributeError) as error:
-                raise UserError(f'{index} does not tell which file has which tensor. Get it '
-                                'again.') from error
+                names = [str(name) for name in names]
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+                raise UserError(f'{index} does not tell which file has which tensor. Get it again.') from error
         if index.is_file() or (folder / name).is_file():
             break
     else:
-        raise UserError(f'{folder} has neither model.safetensors nor pytorch_model.bin. Put the '
-                        'weights there.')
+        raise UserError(f'{folder} has neither model.safetensors nor pytorch_model.bin. Put the weights there.')
+    for name in names:
+        if Path(name).name != name:
+            raise UserError(f"{index} names '{name}', which is not a file of its own folder. Get it again.")
+        if not (folder / name).is_file():  # a missing one, or a device such as /dev/zero, which has no end
+            raise UserError(f'{folder / name} is missing or not a file of weights. Get it again.')
+    return [folder / name for name in names]
+
+
+def read_weights(folder):
+    """{name: tensor} of all weight files, mapped: a tensor takes memory only once it is used."""
     tensors = {}
-    for path in [folder / name for name in names]:
+    for path in weight_files(folder):
         safetensors = optional('safetensors') if path.suffix == '.safetensors' else None
+        with open(path, 'rb') as file:  # an OSError, such as for permissions, names the file by itself
+            is_zip = file.read(4) == b'PK\x03\x04'
         try:
             if safetensors:
                 with safetensors.safe_open(path, 'pt') as file:
-                    tensors |= {name: file.get_tensor(name) for name in file.keys()}
+                    part = {name: file.get_tensor(name) for name in file.keys()}
             else:  # the older kind of file, which is no zip, cannot be mapped
-                tensors |= torch.load(path, map_location='cpu', weights_only=True, mmap=zipfile.is_zipfile(path))
-        except Exception as error:  # of safetensors, zip, unpickling or a missing shard alike
-            raise UserError(f'{path} is missing, cut short or not a file of weights '
-                            f'({type(error).__name__}). Get it again.') from error
-    return {name: tensor for name, tensor in tensors.items() if not name.endswith('rotary_emb.inv_freq')}
+                part = torch.load(path, map_location='cpu', weights_only=True, mmap=is_zip)
+            tensors |= part
+        except Exception as error:  # of safetensors, zip or unpickling alike
+            raise UserError(f'{path} is missing, cut short or not a file of weights ({type(error).__name__}). '
+                             'Get it again.') from error
+        if is_zip:
+            require_checksums(path, part, 'Get it again.')
+    return {name: tensor for name, tensor in tensors.items()
+            if torch.is_tensor(tensor) and not name.endswith('rotary_emb.inv_freq')}
 
 
 def our_state(tensors, c, source):
@@ -212,6 +239,9 @@ def our_state(tensors, c, source):
                             'together?')
         return weight.float() if weight.dim() == 1 else weight
 
+    if c.n_layer > len(tensors):
+        raise UserError(f'config.json of {source} calls for {c.n_layer} layers, but its weights are only '
+                         f'{len(tensors)} tensors. Do both belong together?')
     table, state = tensor_table(c), {}
     # head scales, as the paper's own code keeps them: of all layers, or of none
     scales = [f'model.layers.{i}.self_attn.scale_param' for i in range(c.n_layer)]
@@ -267,7 +297,11 @@ def load_folder(source, position=None):
     says Llama.
     """
     config = read_config(source)
-    c, folder = our_config(config, source, position), model_files(source)
+    try:
+        c = our_config(config, source, position)
+    except (TypeError, AttributeError) as error:  # such as null where a number or a list should be
+        raise UserError(f'config.json of {source} has an entry of the wrong kind: {error}. Get it again.') from error
+    folder = model_files(source)
     tokenizer, tensors = load_tokenizer(folder, c.vocab_size), read_weights(folder)
     if position is None and config['model_type'] == 'llama':
         if any(name.endswith('.self_attn.scale_param') for name in tensors):
@@ -490,6 +524,19 @@ def load_foreign(source, dtype=torch.float32):
     """A Foreign model, and the rest of a checkpoint as in load_folder(). dtype: of its weights."""
     auto, folder = optional('transformers').AutoModelForCausalLM, model_files(source)
     optional('transformers.utils.logging').disable_progress_bar()
+    tensors = read_weights(folder)  # mapped; transformers itself checks neither their files nor their checksums
+    held = sum(tensor.numel() for tensor in tensors.values())
+    try:
+        config = optional('transformers').AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        sizes = {name: getattr(config, name, 0) for name in ('num_hidden_layers', 'hidden_size', 'vocab_size')}
+        too_large = sizes['num_hidden_layers'] > len(tensors) or max(sizes.values()) > held
+    except Exception as error:
+        raise UserError(f'transformers cannot read config.json of {source} ({type(error).__name__}: {error}). '
+                         'Choose another checkpoint, or get its files again.') from error
+    if too_large:
+        raise UserError(f'config.json of {source} calls for {sizes}, but its weights are {len(tensors)} tensors of '
+                         f'{held:,} numbers in all. Do both belong together?')
+    del tensors
     try:
         model, report = auto.from_pretrained(folder, dtype=dtype, local_files_only=True, trust_remote_code=False,
                                              output_loading_info=True)

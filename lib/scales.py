@@ -56,7 +56,7 @@ def finite(values, shape, what):
     """A float32 tensor of that shape. Raises UserError where it is another or not finite there."""
     try:
         tensor = torch.from_numpy(np.array(values, dtype=float)).float()
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         tensor = torch.empty(0)
     if tensor.shape != shape or not tensor.isfinite().all():
         size = ' x '.join(map(str, shape))
@@ -95,7 +95,7 @@ def read_scale_file(path, info):
     for one in sets if whole else ():
         length = one.get('target_length') if isinstance(one, dict) else None
         whole = whole and type(length) is int and length > 0 and 'head_scale' in one
-    if not whole:
+    if not whole or not isinstance(data.get('tuning_tokens', 0), int | float):
         raise UserError(f'{path} is not a scale file: it needs head_scale, weights_digest and '
                         'target_length.')
     sets = {one['target_length']: vectors_from_json(one, path, info) for one in sets}

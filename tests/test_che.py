@@ -307,7 +307,8 @@ def test_mistakes_are_met_before_work_in_one_line(run, tmp_path):
     assert 'learning_rate is -1.0; it must be' in refused('--learning_rate=-1')
     (tmp_path / 'other.json').write_text('{"stage": "entropy"}')
     (tmp_path / 'damaged.json').write_bytes(b'{"stage": \xff')
-    for other in ('other', 'damaged'):
+    (tmp_path / 'deep.json').write_text('[' * 200_000)
+    for other in ('other', 'damaged', 'deep'):
         assert f'{other}.json is not a result of che.py' in refused(f"--compare=['{tmp_path}/{other}.json']")
     assert "position is 'kerpel', which is unknown" in refused('--position=kerpel')
     line = refused('--seed=7', '--learning_rate=0.01', out_dir=run[0])
@@ -318,3 +319,7 @@ def test_mistakes_are_met_before_work_in_one_line(run, tmp_path):
 def test_damaged_run_is_named(run, tmp_path):
     (tmp_path / 'even_pairs.pt').write_bytes((run[0] / 'even_pairs.pt').read_bytes()[:999])
     assert 'even_pairs.pt is cut short or not a run of che.py' in mistake('che', *arguments(tmp_path, '--max_iters=30'))
+    content = bytearray((run[0] / 'even_pairs.pt').read_bytes())
+    content[len(content) // 2] ^= 1
+    (tmp_path / 'even_pairs.pt').write_bytes(content)
+    assert 'even_pairs.pt is damaged' in mistake('che', *arguments(tmp_path, '--max_iters=30'))

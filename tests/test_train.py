@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 
 import matplotlib.image
@@ -287,6 +288,52 @@ def test_a_mixture_of_datasets_trains_one_model(runs, corpus_dir):
     other = shutil.copytree(corpus_dir, runs.folder / 'other_data')
     out_dir = runs.train('mixture', dataset=f'{corpus_dir}:0.7,{other}:0.3')
     assert list(log_rows(out_dir)) == list(range(1, 13))
+
+
+def test_checkpoint_says_which_text_it_was_trained_on(runs, plain, corpus_dir):
+    checksum = f'{zlib.crc32((corpus_dir / "train.bin").read_bytes()):08x}'
+    for name in ('last.pt', 'best.pt', 'step_4.pt'):
+        assert checkpoint.load(plain / name)['data'] == {str(corpus_dir): checksum}
+
+
+@pytest.fixture
+def other_text(runs, corpus_dir, tmp_path):
+    """A dataset of the same tokenizer."""
+    splits = {split: ['other text ' * 500] for split in ('train', 'val')}
+    write_corpus(tmp_path / 'data', get_tokenizer('bytes'), splits)
+    return tmp_path / 'data'
+
+
+@pytest.mark.parametrize('mixture', ['{other}', '{corpus}:0.7,{other}:0.3'])
+def test_resuming_on_other_text_is_refused(runs, plain, corpus_dir, other_text, mixture):
+    name = f'other_text_{len(mixture)}'
+    runs.copy(plain, name)
+    dataset = mixture.format(corpus=corpus_dir, other=other_text)
+    line = runs.refused(name, init_from='resume', dataset=dataset, micro_batch_size=2, keep_steps=[4, 7])
+    assert f'dataset {other_text} has other tokens' in line and f'{runs.folder / name}/last.pt' in line
+
+
+def test_resuming_after_the_same_folder_was_prepared_from_other_text_is_refused(runs, corpus_dir, other_text):
+    dataset = Path(shutil.copytree(corpus_dir, runs.folder / 'anew'))
+    runs.train('anew_run', dataset=dataset, max_iters=1, lr_decay_iters=2)
+    shutil.copytree(other_text, dataset, dirs_exist_ok=True)
+    line = runs.refused('anew_run', dataset=dataset, max_iters=2, lr_decay_iters=2, init_from='resume')
+    assert f'dataset {dataset} has other tokens' in line
+
+
+def test_resuming_where_a_copy_of_the_same_text_lies_goes_on(runs, plain, corpus_dir):
+    out_dir, copied = runs.copy(plain, 'moved'), shutil.copytree(corpus_dir, runs.folder / 'moved_data')
+    runs.train('moved', dataset=copied, micro_batch_size=2, max_iters=13, init_from='resume')
+    assert list(log_rows(out_dir)) == list(range(1, 14))
+
+
+def test_checkpoint_from_before_text_was_kept_resumes_with_a_note(runs, plain):
+    out_dir = runs.copy(plain, 'no_text')
+    state = torch.load(out_dir / 'last.pt', weights_only=True)
+    del state['data']
+    checkpoint.save(out_dir / 'last.pt', **state)
+    runs.train('no_text', micro_batch_size=2, max_iters=13, init_from='resume')
+    assert f'{out_dir}/last.pt does not say which text' in out_dir.with_suffix('.out').read_text()
 
 
 def test_rope_trains_and_resumes_like_nope(runs):
