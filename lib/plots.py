@@ -1,0 +1,569 @@
+"""
+Every picture of the project, drawn from the JSON of a stage alone.
+
+$ python -m lib.plots FILE.json [FILE.json ...]   # draws FILE.png beside each
+
+A stage calls draw(path) after it has written its JSON, and train.py calls draw_log(). In every
+picture a method has the same colour, a curve has its name at its right end, and a dotted line
+stands at L, the length that the model was trained at.
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from errors import report
+
+# What pictures call the position methods.
+NAMES = {
+    'none': 'NoPE',
+    'logn': 'NoPE with log-n queries',
+    'rope': 'RoPE',
+    'alibi': 'ALiBi',
+    'kerple': 'Kerple',
+    'fire': 'FIRE',
+    't5': 'T5 bias',
+    'cope': 'CoPE',
+    'xl': 'Transformer-XL',
+}
+
+# The colour of a curve belongs to the first of these patterns that its name matches. The palettes
+# are Okabe and Ito's and Paul Tol's, which colour-blind readers can tell apart.
+BLACK = '#000000'
+BLUE = '#0072B2'
+ORANGE = '#E69F00'
+SKY = '#56B4E9'
+COLORS = {
+    r'dape': '#AA4499',
+    r'alibi': '#44AA99',
+    r'kerple': '#117733',
+    r'fire': '#CC6677',
+    r'\bt5': '#661100',
+    r'\bcope': '#6699CC',
+    r'transformer-xl|relative': '#555555',
+    r'dynamic': '#332288',
+    r'ntk': '#999933',
+    r'yarn': '#882255',
+    r'\bpi': '#CC79A7',
+    r'rope': '#D55E00',
+    r'log-?n': '#888888',
+    r'every weight|full_': '#009E73',
+    r'norm|vectors|\bout\b': SKY,
+    r'uniform|scale\d': ORANGE,
+    r'as loaded|scale 1$': BLACK,
+    r'head|scale|without': BLUE,  # an ablation of head scale is called "without ..."
+    r'': BLACK,
+}
+DASHES = ['-', '--', ':', '-.']
+MARKERS = 'os^vDPX*'  # where points are few
+MOST = 8  # rows of a table in one panel
+
+STYLE = {'font.size': 9, 'axes.titlesize': 10, 'axes.titlepad': 16, 'figure.titlesize': 11,
+         'axes.grid': True, 'grid.alpha': 0.3, 'axes.spines.top': False,
+         'axes.spines.right': False}
+
+
+# ----------------------------------------------------------------------------- figures
+
+def panels(title, n, columns, width=6.8, height=3.8):
+    """A figure of n panels, `columns` in a row, and the list of their axes. It needs no screen."""
+    import matplotlib
+    from matplotlib.figure import Figure
+    matplotlib.rcParams.update(STYLE)
+    columns = min(n, columns)
+    rows = -(-n // columns)
+    figure = Figure(figsize=(width * columns, height * rows), layout='constrained')
+    figure.suptitle(title)
+    return figure, [figure.add_subplot(rows, columns, i + 1) for i in range(n)]
+
+
+def save(figure, path):
+    """Write a figure, whole or not at all."""
+    from runtime import whole_file
+    with whole_file(path) as part:
+        figure.savefig(part, format='png', dpi=115)
+
+
+def curve_name(result):
+    """The position method of a result and its label, which says what was done to the model."""
+    name = NAMES.get(result['position_method'], result['position_method'])
+    if result.get('dape_kernel'):
+        name += ' + DAPE'
+    label = result.get('label') or result.get('settings', {}).get('label')
+    return f'{name}, {label}' if label else name
+
+
+def run_name(result):
+    """Which run a result is of: the curve's name and the folder of the checkpoint."""
+    checkpoint = Path(result['checkpoint'])
+    folder = checkpoint.parent if checkpoint.suffix == '.pt' else checkpoint
+    return f"{curve_name(result)} ({'/'.join(folder.parts[-3:])})"
+
+
+# ----------------------------------------------------------------------------- curves
+
+def color_of(name):
+    for pattern, color in COLORS.items():
+        if re.search(pattern, name, re.IGNORECASE):
+            return color
+
+
+def named_lines(axis):
+    """The curves of a panel. matplotlib begins the names of other lines with an underscore."""
+    return [line for line in axis.get_lines() if not line.get_label().startswith('_')]
+
+
+def curve(axis, x, y, name, error=None, color=None, **style):
+    """
+    Plot y against x in the colour of the name. Curves of one colour differ by their dashes, and
+    where points are few by their markers. error: half the length of each bar. None is left out.
+    """
+    color = color or color_of(name)
+    before = sum(line.get_color() == color for line in named_lines(axis))
+    style = {'lw': 1.6, 'ls': DASHES[before % len(DASHES)]} | style
+    if len(x) <= 12:
+        style = {'marker': MARKERS[before % len(MARKERS)], 'ms': 4} | style
+    y = np.array(y, float)
+    axis.plot(x, y, color=color, label=name, **style)
+    if error is not None:
+        axis.errorbar(x, y, np.array(error, float), fmt='none', ecolor=color)
+
+
+def running_mean(values, bins=8):
+    """
+    Means of `bins` neighbours, for a smoother curve; its positions go through it, too. A bin is
+    of L / 16 positions, so 8 of them are L / 2.
+    """
+    values = np.array(values, float)
+    if len(values) <= 2 * bins:
+        return values
+    return np.convolve(values, np.ones(bins) / bins, 'valid')
+
+
+def number(value):
+    return f'{value:,.0f}' if 1000 <= value < 1e6 else f'{value:.3g}'
+
+
+def spread(heights, gap):
+    """Sorted heights, moved apart until neighbours differ by `gap`."""
+    heights = np.array(heights)
+    for _ in range(200):
+        for i in range(len(heights) - 1):
+            overlap = max(0, gap - heights[i + 1] + heights[i])
+            heights[i] -= overlap / 2
+            heights[i + 1] += overlap / 2
+    return heights
+
+
+def label_ends(axis, values=False):
+    """
+    Write the name of each curve at its right end, and with values=True what it ends at. Points
+    above the panel become arrows at its edge, and the name then says how high the curve goes.
+    """
+    _, top = axis.set_ylim(axis.get_ylim())
+    share_of_panel = axis.transData - axis.transAxes
+    ends = []
+    for line in named_lines(axis):
+        points = line.get_xydata()
+        points = points[np.isfinite(points[:, 1])]
+        if len(points) == 0:
+            continue
+        text, highest = line.get_label(), points[:, 1].max()
+        if highest > top:
+            text += f'  ↑ {number(highest)}'
+            outside = points[points[:, 1] > top, 0]
+            axis.plot(outside, np.full(len(outside), top), '^', color=line.get_color(),
+                      clip_on=False)
+        elif values:
+            text += f'  {number(points[-1, 1])}'
+        right, height = share_of_panel.transform(points[-1])
+        ends.append((min(height, 1), right, text, line))
+
+    ends.sort(key=lambda end: end[0])
+    heights = spread([end[0] for end in ends], gap=0.065)
+    for text_height, (height, right, text, line) in zip(heights, ends):
+        leader = {'arrowstyle': '-', 'color': line.get_color(), 'ls': line.get_linestyle(),
+                  'relpos': (0, 0.5)}
+        axis.annotate(text, (right, height), (1.07, text_height), xycoords='axes fraction',
+                      textcoords='axes fraction', va='center', arrowprops=leader)
+
+
+def mark_length(axis, x, text, color='black'):
+    """A dotted vertical line with a text above the panel."""
+    axis.axvline(x, color=color, ls=':', lw=1.2)
+    axis.annotate(text, (x, 1), (0, 3), xycoords=('data', 'axes fraction'), ha='center',
+                  textcoords='offset points', fontsize=8)
+
+
+def length_axis(axis, lengths, L):
+    """A logarithmic axis with a plain number at each length, and the line at L."""
+    axis.set_xscale('log')
+    axis.set_xticks(lengths, [f'{length:g}' for length in lengths])
+    axis.minorticks_off()
+    mark_length(axis, L, f'L = {L}')
+
+
+def position_axis(axis, L, ylabel, title='', unit='tokens'):
+    """What all curves by position share: an axis from L / 4 on, and their names."""
+    last = max(line.get_xdata()[-1] for line in named_lines(axis))
+    first = min(L, last) / 4
+    ticks = [T for T in L * 2.0 ** np.arange(-12, 30) if first <= T <= 1.1 * last]
+    length_axis(axis, ticks, L)
+    axis.set(xlim=(first, max(L, last, ticks[-1])), xlabel=f'position ({unit})', ylabel=ylabel,
+             title=title)
+    label_ends(axis)
+
+
+def draw_bound(axis, position, unit='nats'):
+    """The entropy of equal weights on i positions, which no head exceeds."""
+    bound = np.log(position) if unit == 'nats' else np.log2(position)
+    curve(axis, position, bound, 'upper bound log i', color=BLACK, ls='--', lw=1)
+
+
+def loss_and_entropy(axes, curves, L, unit='nats'):
+    """Two panels by position. curves: rows of a name, its position, loss, entropy, and colour."""
+    for name, position, loss, entropy, color in curves:
+        curve(axes[0], running_mean(position), running_mean(loss), name, color=color)
+        curve(axes[1], position, entropy, name, color=color)
+    draw_bound(axes[1], position, unit)
+    position_axis(axes[0], L, 'loss (nats per token, running mean)', 'Loss')
+    position_axis(axes[1], L, f'mean attention entropy ({unit})', 'Entropy')
+
+
+# ----------------------------------------------------------------------------- training
+
+def draw_log(log_path, png_path):
+    """Training and validation loss against tokens, from the lines of train.py's log.jsonl."""
+    log_path = Path(log_path)
+    rows = [json.loads(line) for line in log_path.read_text().splitlines()]
+    figure, [axis] = panels(f"Training: {'/'.join(log_path.parts[-4:-1])}", 1, 1)
+    for key, name, color in (('loss', 'training', SKY), ('val_loss', 'validation', BLUE)):
+        measured = [row for row in rows if key in row]
+        curve(axis, [row['tokens'] / 1e6 for row in measured], [row[key] for row in measured],
+              name, color=color, lw=1)
+    axis.set(xlabel='tokens read (millions)', ylabel='loss (nats per token)')
+    label_ends(axis, values=True)
+    save(figure, png_path)
+
+
+# ----------------------------------------------------------------------------- scales
+
+def draw_uniform(result):
+    """Figure 2: loss and entropy under candidates. Figure 7: the best scale at each position."""
+    from matplotlib import colormaps
+    L, searches = result['block_size'], result['searches']
+    figure, axes = panels(f'Uniform scales: {run_name(result)}', 3, 3, width=6)
+    search = next(iter(searches.values()))
+    position = np.array(search['position'])  # the same in all searches
+
+    measured = [i for i, entropy in enumerate(search['entropy']) if entropy is not None]
+    curves = []
+    for i in measured[::-(-len(measured) // 6)]:  # at most six
+        curves.append((f"scale {search['candidates'][i]:g}", position, search['loss'][i],
+                       search['entropy'][i], colormaps['viridis'](i / len(search['loss']))))
+    curve(axes[0], running_mean(position), running_mean(search['best_loss_by_position']),
+          'best at each', color=BLACK, ls='--')
+    loss_and_entropy(axes, curves, L)
+
+    beyond = position[position > L]
+    ln_s = np.log(beyond / L)
+    for k, (name, search) in enumerate(searches.items()):
+        color = [ORANGE, BLUE, SKY, BLACK][k % 4]
+        axes[2].scatter(position, search['best_by_position'], s=4, color=color)
+        name += f": a = {search['fit_a']:.3f}, R² = {np.float64(search['fit_r2']):.2f}"
+        curve(axes[2], beyond, 1 + search['fit_a'] * ln_s, name, color=color)
+    curve(axes[2], beyond, (1 + 0.1 * ln_s) ** 2, 'YaRN: (1 + 0.1 ln(i / L))²', ls='--')
+    position_axis(axes[2], L, r'best scale ($1/\sqrt{d}$)', 'Best scale and fit, 1 + a ln(i / L)')
+    return figure
+
+
+def scatter_heads(axis, scales, entropy, layers, ylabel):
+    """Figure 5: the scale of each head against its entropy. layers: what to call each layer."""
+    from matplotlib import colormaps
+    n_layer, n_head = np.shape(scales)
+    points = axis.scatter(scales, np.array(entropy, float), s=16, vmin=-0.5, vmax=n_layer - 0.5,
+                          c=np.arange(n_layer).repeat(n_head),
+                          cmap=colormaps['viridis'].resampled(n_layer))
+    bar = axis.get_figure().colorbar(points, ax=axis, label='layer')
+    bar.set_ticks(range(n_layer), labels=layers)
+    axis.set(xlabel=r'scale ($1/\sqrt{d}$)', ylabel=ylabel, title='Scale and entropy of each head')
+
+
+def draw_head(result):
+    """Figure 4: loss and entropy by position. Figure 5. And the tuned scales of all heads."""
+    last = result['sets'][-1] if 'sets' in result else result
+    target, scales = last['target_length'], np.array(last['head_scale'], float)
+    title = f'Head scales tuned at {target} tokens: {run_name(result)}'
+    figure, axes = panels(title, 4, 2, width=6.2, height=3.5)
+    curves = []
+    for name, measured in result['curves'].items():
+        curves.append((name, result['position'], measured['loss'], measured['entropy'], None))
+    loss_and_entropy(axes, curves, result['block_size'])
+    for axis in axes[:2]:
+        mark_length(axis, target, f'tuned at {target}')
+    scatter_heads(axes[2], scales, result['last_entropy'], range(len(scales)),
+                  f"entropy at position {result['curve_length']} (nats)")
+    image = axes[3].imshow(scales, aspect='auto', cmap='cividis')
+    axes[3].set(xlabel='head', ylabel='layer', title='Tuned scales')
+    axes[3].grid(False)
+    figure.colorbar(image, ax=axes[3], label=r'scale ($1/\sqrt{d}$)')
+    return figure
+
+
+# ----------------------------------------------------------------------------- perplexity
+
+def families(rows):
+    """{title: rows} of the panels of a table: all in one, or in families of at most MOST rows."""
+    if len(rows) <= MOST:
+        return {'': rows}
+    found = {'NoPE': [], 'RoPE': [], 'Other methods': []}
+    for row in rows:
+        family = re.search('NoPE|RoPE', row['name'])
+        found[family[0] if family else 'Other methods'].append(row)
+    parts = {}
+    for family, members in found.items():
+        n = -(-len(members) // MOST)
+        for part in range(n):
+            title = f'{family}, part {part + 1} of {n}' if n > 1 else family
+            size = -(-len(members) // n)
+            parts[title] = members[part * size:(part + 1) * size]
+    return parts
+
+
+def ppl_axis(axis, ppl):
+    """A logarithmic axis with plain numbers. What explodes, past 20 times the least, leaves it."""
+    from matplotlib.ticker import LogLocator
+    low, high = min(ppl), min(max(ppl), 20 * min(ppl))
+    margin = np.clip((high / low) ** 0.1, 1.01, 1.1)
+    axis.set(yscale='log', ylim=(low / margin, high * margin), ylabel='perplexity')
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5, 7)))
+    axis.yaxis.set_major_formatter('{x:g}')
+    axis.minorticks_off()
+
+
+def draw_ppl(result):
+    """Perplexity by window length, of one model or of each row of a table."""
+    rows, about = result['rows'], run_name(result)
+    if 'name' in rows[0]:
+        about = f"{result['settings']['out_dir']} {result['label']}"
+    else:
+        columns = {key: [row.get(key) for row in rows] for key in rows[0]}
+        rows = [columns | {'name': curve_name(result)}]
+    title = f"Perplexity on {Path(result['dataset']).name}, protocol {result['protocol']}: {about}"
+    seeds = max(len(row.get('runs', [])) for row in rows)
+    if seeds:
+        title += f'\nbars: standard deviation over {seeds} seeds, where a row has them'
+
+    every = [ppl for row in rows for ppl in row['ppl'] if ppl is not None]
+    groups = families(rows)
+    figure, axes = panels(title, len(groups), 2, width=7.4, height=3.6)
+    for axis, (family, members) in zip(axes, groups.items()):
+        for row in members:
+            error = row.get('sd')
+            if 'standard_error' in row:  # that of the loss, whose exponential is the perplexity
+                error = np.array(row['standard_error'], float) * np.array(row['ppl'], float)
+            curve(axis, result['lengths'], row['ppl'], row['name'], error)
+        ppl_axis(axis, every or [1])
+        length_axis(axis, result['lengths'], result['block_size'])
+        axis.set(xlabel='window length (tokens)', title=family)
+        label_ends(axis, values=True)
+    return figure
+
+
+def draw_positions(result):
+    """Loss by position, and its standard error over windows at the lengths that were asked for."""
+    title = f"Loss on {Path(result['dataset']).name}: {run_name(result)}\n" \
+            f"dots: mean of the last {result['last']} positions, with its standard error"
+    figure, [axis] = panels(title, 1, 1)
+    curve(axis, result['position'], result['loss'], 'bins of L / 16', color=SKY, lw=1)
+    for row in result['rows']:
+        axis.errorbar(row['length'], row['loss'], row['standard_error'], fmt='.', color=BLACK)
+    position_axis(axis, result['block_size'], 'loss (nats per token)')
+    return figure
+
+
+# ----------------------------------------------------------------------------- attention
+
+def draw_entropy(result):
+    """
+    Figure 1: loss and mean entropy by position. Figure 5, where scales are tuned, with the rank
+    correlation ρ of scale and entropy in each layer.
+    """
+    n = 3 if 'spearman' in result else 2
+    figure, axes = panels(f'Attention entropy: {run_name(result)}', n, n, width=6)
+    curves = []
+    for one in [*result['compare'], result]:
+        curves.append((curve_name(one), one['position'], one['loss'], one['mean_entropy'], None))
+    loss_and_entropy(axes, curves, result['block_size'], result['unit'])
+    if 'spearman' in result:
+        layers = []
+        for layer, rho in enumerate(np.array(result['spearman'], float)):
+            layers.append(f'{layer}: ρ = {rho:.2f}')
+        last = np.array(result['entropy'], float)[:, :, -1]
+        scatter_heads(axes[2], result['head_scale'], last, layers,
+                      f"entropy at position {result['position'][-1]:.0f} ({result['unit']})")
+    return figure
+
+
+def draw_heads(result):
+    """Figures 3 and 10-12: the entropy of every head by position, a panel a layer."""
+    layers, position = np.array(result['entropy'], float), result['position']
+    title = f'Attention entropy of each head: {run_name(result)}'
+    figure, axes = panels(title, len(layers), 4, width=4.2, height=2.6)
+    for layer, (axis, heads) in enumerate(zip(axes, layers)):
+        axis.plot(position, heads.T, color=SKY, lw=0.7)
+        curve(axis, position, heads.mean(0), 'mean', color=BLUE)
+        draw_bound(axis, position, result['unit'])
+        axis.set_ylim(bottom=0)
+        position_axis(axis, result['block_size'], f"entropy ({result['unit']})", f'layer {layer}')
+    return figure
+
+
+def draw_map(axis, lines, T, L, **colors):
+    """One map of T tokens, later keys white. lines: cells of a query each, up to its own key."""
+    cells = np.array([line + [np.nan] * (len(lines) - len(line)) for line in lines])
+    image = axis.imshow(cells.clip(min=colors['clim'][0]), extent=(0, T, T, 0), **colors)
+    end = min(L, T)
+    axis.plot([0, end], [end, end], color=BLACK, ls=':', lw=1)
+    axis.annotate(f'L = {L}', (end, end), (3, 0), textcoords='offset points', fontsize=8)
+    axis.grid(False)
+    axis.set(xlabel='key', ylabel='query')
+    return image
+
+
+def draw_maps(result):
+    """What one head sees: a row of panels for each length, a column for each part of its scores."""
+    rows, parts = result['lengths'], list(result['lengths'][0]['maps'])
+    title = f"Layer {result['layer']}, head {result['head']}: {run_name(result)}"
+    figure, axes = panels(title, len(rows) * len(parts), len(parts), width=3.6, height=3.2)
+    for i, part in enumerate(parts):
+        column = axes[i::len(parts)]
+        values = np.concatenate([line for row in rows for line in row['maps'][part]])
+        colors = {'norm': 'linear', 'clim': np.percentile(values, [1, 99])}
+        if part == 'attention':
+            # Attention spans powers of ten. Its colours are the same in every picture, so that
+            # two models can be compared.
+            colors = {'norm': 'log', 'clim': (1e-4, 1)}
+        for axis, row in zip(column, rows):
+            T, share = row['length'], row['first_key'][result['layer']][result['head']]
+            image = draw_map(axis, row['maps'][part], T, result['block_size'], **colors)
+            note = f'\n{share:.1%} on the first key' if part == 'attention' else ''
+            axis.set_title(f'{part}, {T} tokens{note}', pad=4)
+        figure.colorbar(image, ax=column, location='bottom', label='mean of a cell')
+    return figure
+
+
+# ----------------------------------------------------------------------------- tasks
+
+def draw_passkey(result):
+    """Figure 6: accuracy by the length of the prompt and the depth of the key."""
+    lengths, n_depths, window = result['lengths'], result['n_depths'], result['window']
+    inside = np.float64(result['accuracy_inside'])  # nan where all prompts are longer
+    title = f'Passkey: {run_name(result)}\n{inside:.0%} right up to {window} tokens'
+    figure, [axis] = panels(title, 1, 1)
+    accuracy = np.array(result['accuracy'], float).T
+    image = axis.imshow(accuracy, vmin=0, vmax=1, cmap='cividis', aspect='auto')
+    axis.set_xticks(range(len(lengths)), lengths, rotation=45, ha='right')
+    axis.set_yticks(range(n_depths), [f'{depth / n_depths:.0%}' for depth in range(n_depths)])
+    axis.set(xlabel='length of the prompt (tokens)', ylabel='depth of the key')
+    axis.grid(False)
+    for length, name in {window: 'window', result['block_size']: 'L'}.items():
+        if lengths[0] <= length < lengths[-1]:
+            right_edge = np.interp(length, lengths, range(len(lengths))) + 0.5
+            mark_length(axis, right_edge, f'{name} = {length}', color='white')
+    figure.colorbar(image, ax=axis, label='accuracy')
+    return figure
+
+
+def draw_tasks(result):
+    """Accuracy by length, a panel a task of che.py."""
+    title = f"Algorithmic tasks: {result['method']} {result['label']} (dashed: chance)"
+    figure, axes = panels(title, len(result['tasks']), 3, width=5, height=2.8)
+    for axis, (task, row) in zip(axes, result['tasks'].items()):
+        accuracy = 100 * np.array(row['accuracy'], float)
+        curve(axis, result['lengths'], accuracy, result['method'])
+        axis.axhline(100 * row['chance'], color='#888888', ls='--', lw=1)
+        axis.set(ylim=(-3, 103), xlabel='length of the input (symbols)', ylabel='accuracy (%)',
+                 title=f"{task.replace('_', ' ')}: {row['outside']:.1%} past L")
+        mark_length(axis, result['train_length'], f"L = {result['train_length']}")
+    return figure
+
+
+def draw_report(result):
+    """The picture of the demo: loss and entropy by position, of NoPE, its scales, and RoPE."""
+    L, target, position = result['block_size'], result['target_length'], result['position']
+    out_dir, n = result['settings']['out_dir'], result['settings']['curve_samples']
+    title = f"{out_dir}: curves over {n} windows, dots over {result['windows']}, ± standard error"
+    figure, [left, right] = panels(title, 2, 2)
+    shown = {'NoPE': 'NoPE', 'NoPE, uniform scale': f'uniform {target}',
+             'NoPE, head scales to': f'head {target}', 'RoPE': 'RoPE'}
+    for name, key in shown.items():
+        method = result['methods'][key]
+        if key != name:
+            name += f" {method['scale'][1]:.2f}"  # the largest
+        curve(left, position, method['loss_curve'], name)
+        curve(right, position, method['entropy_curve'], name)
+        for T, row in method['at'].items():
+            left.errorbar(int(T), row['loss'], row['standard_error'], fmt='.',
+                          color=color_of(name))
+    draw_bound(right, position)
+    right.set_ylim(bottom=0)
+    position_axis(left, L, 'log-perplexity (nats per byte)',
+                  'Past its training length L, a NoPE model fails ...', 'bytes')
+    position_axis(right, L, 'mean attention entropy (nats)',
+                  '... because its attention spreads; scaling refocuses it', 'bytes')
+    return figure
+
+
+# ----------------------------------------------------------------------------- any result
+
+PICTURES = {
+    'attention': draw_maps,
+    'che': draw_tasks,
+    'entropy': draw_entropy,
+    'eval_ppl last': draw_ppl,
+    'eval_ppl position': draw_positions,
+    'eval_ppl sliding': draw_ppl,
+    'passkey': draw_passkey,
+    'report': draw_report,
+    'tune_scale head': draw_head,
+    'tune_scale uniform': draw_uniform,
+}
+
+
+def kind_of(result):
+    """The key in PICTURES of a result: its stage, and what tells the pictures of a stage apart."""
+    if 'paired_differences' in result:
+        return 'report'
+    stage = result.get('stage', '')
+    parts = {'eval_ppl': 'protocol', 'tune_scale': 'method'}
+    return f'{stage} {result[parts[stage]]}' if stage in parts else stage
+
+
+def draw(path):
+    """Draw the picture of a stage's JSON beside it. Raises ValueError where it has none."""
+    path = Path(path)
+    result = json.loads(path.read_text(encoding='utf-8'))
+    kind = kind_of(result)
+    if kind not in PICTURES:
+        raise ValueError(f"{path} has no picture. These have one: {', '.join(PICTURES)}.")
+    save(PICTURES[kind](result), path.with_suffix('.png'))
+    if kind == 'entropy' and path.stem.startswith('entropy'):
+        heads = path.stem.replace('entropy', 'entropy_heads', 1)
+        save(draw_heads(result), path.with_name(f'{heads}.png'))
+
+
+def main():
+    sys.excepthook = report
+    if not sys.argv[1:]:
+        raise ValueError('Give the results to draw: python -m lib.plots FILE.json [FILE.json ...]')
+    for path in sys.argv[1:]:
+        draw(path)
+        print(f"wrote {Path(path).with_suffix('.png')}")
+
+
+if __name__ == '__main__':
+    main()
