@@ -84,7 +84,7 @@ def save(figure, path):
     """Write a figure, whole or not at all."""
     from runtime import whole_file
     with whole_file(path) as part:
-        figure.savefig(part, format='png', dpi=115)
+        figure.savefig(part, format='png', dpi=110, bbox_inches='tight')
 
 
 def curve_name(result):
@@ -359,7 +359,7 @@ def draw_ppl(result):
 
     every = [ppl for row in rows for ppl in row['ppl'] if ppl is not None]
     groups = families(rows)
-    figure, axes = panels(title, len(groups), 2, width=7.4, height=3.6)
+    figure, axes = panels(title, len(groups), 2, width=7, height=3.2)
     for axis, (family, members) in zip(axes, groups.items()):
         for row in members:
             error = row.get('sd')
@@ -428,7 +428,8 @@ def draw_map(axis, lines, T, L, **colors):
     image = axis.imshow(cells.clip(min=colors['clim'][0]), extent=(0, T, T, 0), **colors)
     end = min(L, T)
     axis.plot([0, end], [end, end], color=BLACK, ls=':', lw=1)
-    axis.annotate(f'L = {L}', (end, end), (3, 0), textcoords='offset points', fontsize=8)
+    axis.annotate(f'L = {L}', (end, end), (8, 0), textcoords='offset points', va='top',
+                  fontsize=8)
     axis.grid(False)
     axis.set(xlabel='key', ylabel='query')
     return image
@@ -473,7 +474,7 @@ def draw_passkey(result):
     for length, name in {window: 'window', result['block_size']: 'L'}.items():
         if lengths[0] <= length < lengths[-1]:
             right_edge = np.interp(length, lengths, range(len(lengths))) + 0.5
-            mark_length(axis, right_edge, f'{name} = {length}', color='white')
+            mark_length(axis, right_edge, f'{name} = {length}', color='#D55E00')
     figure.colorbar(image, ax=axis, label='accuracy')
     return figure
 
