@@ -55,7 +55,8 @@ COLORS = {
     r'uniform|scale\d': ORANGE,
     r'as loaded|scale 1$': BLACK,
     r'head|scale|without': BLUE,  # an ablation of head scale is called "without ..."
-    r'': BLACK,
+    r'nope': BLACK,
+    r'': '#777777',
 }
 DASHES = ['-', '--', ':', '-.']
 MARKERS = 'os^vDPX*'  # where points are few
@@ -411,8 +412,8 @@ def draw_entropy(result):
 def draw_heads(result):
     """Figures 3 and 10-12: the entropy of every head by position, a panel a layer."""
     layers, position = np.array(result['entropy'], float), result['position']
-    title = f'Attention entropy of each head: {run_name(result)}'
-    figure, axes = panels(title, len(layers), 4, width=4.2, height=2.6)
+    title = f'Attention entropy of each head, a thin line each: {run_name(result)}'
+    figure, axes = panels(title, len(layers), 4, width=4.2, height=3)
     for layer, (axis, heads) in enumerate(zip(axes, layers)):
         axis.plot(position, heads.T, color=SKY, lw=0.7)
         curve(axis, position, heads.mean(0), 'mean', color=BLUE)
@@ -547,8 +548,11 @@ def kind_of(result):
 def draw(path):
     """Draw the picture of a stage's JSON beside it. Raises ValueError where it has none."""
     path = Path(path)
-    result = json.loads(path.read_text(encoding='utf-8'))
-    kind = kind_of(result)
+    try:
+        result = json.loads(path.read_text(encoding='utf-8'))
+        kind = kind_of(result)
+    except (ValueError, LookupError, TypeError, AttributeError):
+        kind = 'not a result'
     if kind not in PICTURES:
         raise ValueError(f"{path} has no picture. These have one: {', '.join(PICTURES)}.")
     save(PICTURES[kind](result), path.with_suffix('.png'))

@@ -76,13 +76,13 @@ def test_entropy_draws_its_heads_beside_it(tmp_path):
 
 def test_one_method_has_one_colour():
     assert plots.color_of('NoPE, uniform scale 1.8') == plots.color_of('NoPE, scale_uniform_fit')
-    assert plots.color_of('RoPE, YaRN fair') == plots.color_of('RoPE, yarn4')
 
 
-def test_a_result_without_a_picture_is_refused(tmp_path):
-    with pytest.raises(ValueError, match='bench.json has no picture'):
-        plots.draw(write(tmp_path, 'bench', {'stage': 'bench'}))
-    assert not (tmp_path / 'bench.png').exists()
+@pytest.mark.parametrize('result', [{'stage': 'bench'}, [1]])
+def test_a_result_without_a_picture_is_refused(tmp_path, result):
+    with pytest.raises(ValueError, match='x.json has no picture'):
+        plots.draw(write(tmp_path, 'x', result))
+    assert not (tmp_path / 'x.png').exists()
 
 
 def test_a_log_draws_with_and_without_validation(tmp_path):
