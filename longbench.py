@@ -27,7 +27,7 @@ from configurator import between, configure, settings
 from lib.checkpoints import Run
 from lib.errors import ROOT, UserError
 from lib.generate import complete
-from lib.results import Answers, optional
+from lib.results import Answers, optional, paper_table, print_scores
 from lib.scales import identity
 from lib.tokens import start_token
 
@@ -99,7 +99,7 @@ def classification(prediction, gold, classes):
 
 def number_share(prediction, gold):
     """The share of the numbers in the prediction that are gold's, '12' or 'Paragraph 12'."""
-    wanted, numbers = re.search(r'\d+', gold)[0], re.findall(r'\d+', prediction)
+    wanted, numbers = re.search(r'\d+', str(gold))[0], re.findall(r'\d+', prediction)
     return numbers.count(wanted) / max(1, len(numbers))
 
 
@@ -151,19 +151,20 @@ def read_task(folder, name):
     try:
         text = read(f'{name}.jsonl')
         template = json.loads(read('dataset2prompt.json'))[name]
-        max_new_tokens = json.loads(read('dataset2maxlen.json'))[name]
+        max_new_tokens = int(json.loads(read('dataset2maxlen.json'))[name])
         records = [json.loads(line) for line in text.split('\n') if line]
         samples = [(template.format(**record), record['answers']) for record in records]
         if not samples:
             raise ValueError('no samples')
         classes = records[-1]['all_classes']  # The benchmark takes the last record's for all.
         for _, answers in samples:
-            score(name, '', answers, classes)  # What cannot be scored is refused before the work.
+            score(name, 'any', answers, classes)  # What cannot be scored is refused at once.
     except UserError:  # A metric needs a package.
         raise
     except Exception as error:  # The files, the JSON and the fields in it fail in many ways.
-        raise UserError(f'{name} in {folder} is not as in LongBench: {error!r}. Run '
-                        'data/longbench/prepare.py, or name the folder with --data=.') from error
+        raise UserError(f'{name} in {folder} is not as in LongBench ({type(error).__name__}: '
+                        f'{error}). Run data/longbench/prepare.py, or name the folder with '
+                        '--data=.') from error
     digest = hashlib.sha256(f'{template}{max_new_tokens}{text}'.encode()).hexdigest()
     return Task(max_new_tokens, samples[:max_samples], classes, digest)
 
@@ -205,34 +206,21 @@ def answer_task(run, name, task, length, answers):
                            run.runtime.dtype)
         for i, ids, gold, prompt_tokens in zip(batch, new, golds, lengths):
             prediction = encoding.decode(ids)
-            answers.add(i, prediction=prediction, answers=gold, prompt_tokens=prompt_tokens,
-                        score=score(name, prediction, gold, task.classes))
+            answers.add(i, prediction=prediction, answers=gold,
+                        score=score(name, prediction, gold, task.classes),
+                        prompt_tokens=prompt_tokens)
     rows = [row for row in answers.finish() if row['item'] < n]  # A run before may have had more.
     return {'score': round(100 * sum(row['score'] for row in rows) / n, 2), 'samples': n,
             'cut': sum(row['prompt_tokens'] > room for row in rows),
             'max_prompt_tokens': room, 'max_new_tokens': task.max_new_tokens}
 
 
-def average(scores):
-    """The plain mean over the tasks, as in Table 3."""
-    return round(sum(scores.values()) / len(scores), 2)
-
-
-def print_table(say, ours, theirs):
-    """Scores {task: percent}, and beside them the paper's, {} for none."""
-    say(f"{'':20} {'score':>8} {paper:>20}")
-    for name, score in ours.items():
-        say(f"{name:20} {score:8.2f} {theirs.get(name, ''):>20}")
-    mean = average(theirs) if theirs else ''
-    say(f"{'average':20} {average(ours):8.2f} {mean:>20}")
-
-
 def main():
-    table = json.loads((ROOT / 'results/papers/tables.json').read_text())['nope_table3']
+    table = paper_table('nope_table3')
     if not set(tasks) <= set(TASKS):
         raise UserError(f"tasks is {tasks}. Choose from: {', '.join(TASKS)}.")
-    if paper and paper not in table['rows']:
-        raise UserError(f"Table 3 has no row '{paper}'. Choose from: {', '.join(table['rows'])}.")
+    if paper and paper not in table:
+        raise UserError(f"Table 3 has no row '{paper}'. Choose from: {', '.join(table)}.")
     between(globals(), 1, 'beams', 'batch_size', 'max_samples')
     folder = Path(data) if Path(data).is_dir() else ROOT / data
     asked = {name: read_task(folder, name) for name in TASKS if name in (tasks or TASKS)}
@@ -251,11 +239,11 @@ def main():
                           made_with | {'data': task.digest}, run.runtime)
         results[name] = answer_task(run, name, task, length, answers)
     scores = {name: result['score'] for name, result in results.items()}
-    row = dict(zip(table['columns'], table['rows'].get(paper, [])))
-    theirs = {name: row[name] for name in scores if paper}
-    print_table(run.runtime.print, scores, theirs)
+    theirs = {paper: {name: table[paper][name] for name in scores}} if paper else {}
+    print_scores(run.runtime.print, scores, theirs)
+    average = round(sum(scores.values()) / len(scores), 2)
     run.write('longbench', {'context': length, 'beams': beams, 'tasks': results,
-                            'average': average(scores), 'paper': theirs})
+                            'average': average, 'paper': theirs.get(paper, {})})
 
 
 if __name__ == '__main__':
