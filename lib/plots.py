@@ -367,10 +367,11 @@ def ppl_axis(axis, every):
 
 def draw_ppl(result, path):
     """Perplexity by window length, of one model or of each row of a table."""
-    rows, about = result['rows'], run_name(result)
+    rows = result['rows']
     if 'name' in rows[0]:
         about = ' '.join([result['settings']['out_dir'], result['label']])
     else:
+        about = run_name(result)
         one = {key: [row.get(key) for row in rows] for key in rows[0]}
         rows = [one | {'name': curve_name(result)}]
     windows = 'sliding windows'
