@@ -176,8 +176,10 @@ def provenance(settings, runtime, seconds):
     device = platform.machine()
     if runtime.device.type == 'cuda':
         device = torch.cuda.get_device_name(runtime.device)
+    module = sys.modules['__main__'].__spec__  # None where a file is run
+    program = f'-m {module.name}' if module else Path(sys.argv[0]).name
     return {
-        'command': ' '.join(['python', Path(sys.argv[0]).name, *sys.argv[1:]]),
+        'command': ' '.join(['python', program, *sys.argv[1:]]),
         'settings': settings,
         'commit': commit or None,
         'versions': {'python': platform.python_version(), 'torch': torch.__version__,
