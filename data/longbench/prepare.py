@@ -47,14 +47,15 @@ def download():
     """{name: bytes} of the three files. Raises UserError for another digest."""
     files = {}
     for name, (address, digest) in SOURCES.items():
-        print(f'downloading {name}', flush=True)
+        print(f'downloading {name}')
         try:
             with urllib.request.urlopen(address + name, timeout=60) as response:
                 files[name] = response.read()
         except Exception as error:  # The errors of the network share no class.
             raise UserError(f'{name} could not be downloaded ({error}). Put dataset2prompt.json '
-                            f'and dataset2maxlen.json from {CONFIG} and data.zip from {DATA} into '
-                            'a folder, then run: python data/longbench/prepare.py FOLDER') from error
+                            f'and dataset2maxlen.json from {CONFIG} and data.zip from {DATA} '
+                            'into a folder, then run: python data/longbench/prepare.py FOLDER'
+                            ) from error
         found = hashlib.sha256(files[name]).hexdigest()
         if found != digest:
             raise UserError(f'{name} has sha256 {found}, not {digest}. Nothing was written; get it '
