@@ -3,7 +3,7 @@ Seven multiple-choice tasks of common sense, zero-shot: Table 1 of "Length Gener
 Transformers without Position Encoding". EleutherAI's lm_eval asks the questions, by its own task
 files and on the data sets they name.
 
-$ python commonsense.py --init_from=hf:AntNLP/TinyLlama-NoPE-1.1B --position=none
+$ python commonsense.py --init_from=hf:AntNLP/TinyLlama-NoPE-1.1B --position=none --out_dir=out/hf
 $ torchrun --nproc_per_node=8 commonsense.py --out_dir=out/nope_1b --tasks="['piqa']" --limit=100
 
 A choice scores ln p of its tokens. acc: how often the right one scores best; acc_norm: each score

@@ -3,7 +3,8 @@ LongBench (Bai et al. 2024, arXiv:2308.14508) on a checkpoint with any softmax s
 "Length Generalization of Causal Transformers without Position Encoding", 16 tasks, beam search.
 
 $ python data/longbench/prepare.py                                 # the data
-$ python longbench.py --out_dir=out/nope_1b --paper='NoPE 2K'      # with the paper's row below
+$ python longbench.py --out_dir=out/nope_1b --paper='NoPE 2K'      # with the paper's row beside
+$ python longbench.py --init_from=hf:AntNLP/TinyLlama-NoPE-1.1B --position=none --out_dir=out/hf
 $ torchrun --nproc_per_node=8 longbench.py --out_dir=out/nope_1b --tasks="['trec']" --max_samples=20
 
 Unlike the benchmark's own code: 5 beams, as in the paper, where that code is greedy; and a prompt
@@ -59,7 +60,7 @@ def qa_f1(prediction, gold):
 def rouge_l(prediction, gold):
     """
     ROUGE-L by the package `rouge`, as in the benchmark, which counts 0 where the package fails: on
-    a text without words, and on texts so long that its recursion is deeper than Python allows.
+    an empty text, and on texts so long that its recursion goes deeper than Python allows.
     """
     package, limit = optional('rouge'), sys.getrecursionlimit()
     # Python allows 1000 nested calls, and the benchmark calls the package from the third. Allow it
