@@ -1,4 +1,5 @@
-# make demo, make test, make bench: each sets up what it needs. An active virtual environment, or PYTHON=..., is used as it is.
+# make demo, make test, make test-all, make bench: each sets up what it needs. An active virtual
+# environment, or PYTHON=..., is used as it is.
 ifdef PYTHON
   SETUP :=
 else ifdef VIRTUAL_ENV
@@ -8,17 +9,22 @@ else
   PYTHON := .venv/bin/python
   SETUP := .venv/ready
 endif
+DEV := $(if $(SETUP),.venv/ready-dev)
 
-.PHONY: demo test bench
+.PHONY: demo test test-all bench
 demo: $(SETUP)
 	$(PYTHON) demo.py
 
-bench: $(if $(SETUP),.venv/ready-dev)
+bench: $(DEV)
 	$(PYTHON) bench.py --peer=hf
 
-test: $(if $(SETUP),.venv/ready-dev)
+test: $(DEV)
 	$(PYTHON) -m ruff check .
-	$(PYTHON) -m pytest
+	$(PYTHON) -m pytest -n 2
+
+test-all: $(DEV)
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m pytest -n 2 -m ''
 
 .venv/ready: requirements.txt
 	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo 'python3 must be 3.11 or newer: make PYTHON=...'; exit 1; }

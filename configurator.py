@@ -114,6 +114,8 @@ def configure(scope, *more):
     the names that were given. Raises UserError naming the file or key that is wrong.
     """
     sys.excepthook = report
+    if hasattr(sys.stdout, 'reconfigure'):  # a file name that is not UTF-8 can be printed, too
+        sys.stdout.reconfigure(errors='backslashreplace')
     kinds = scope.get('__annotations__', {})
     for declared in more:
         for field in dataclasses.fields(declared):

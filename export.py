@@ -36,8 +36,9 @@ def choose_set(model, L):
         return None
     lengths = ', '.join(map(str, sets.sets))
     if target_length is None or not L <= target_length <= max(sets.sets):
-        raise UserError(f'target_length is {target_length}, and {scale} has sets for {lengths} tokens, '
-                        'of which a folder can hold one. Choose one, or a length in between.')
+        raise UserError(f'target_length is {target_length}, and {scale} has sets for {lengths} '
+                        'tokens, of which a folder can hold one. Choose one, or a length in '
+                        'between.')
     sets.use(target_length)
     sets.remove()
     return target_length

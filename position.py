@@ -46,8 +46,8 @@ class Settings:
         if self.position not in METHODS:
             raise ValueError(f"position is '{self.position}', which is unknown. "
                              f"Choose one of: {', '.join(METHODS)}.")
-        if not 0 < self.rope_base < math.inf:
-            raise ValueError(f'rope_base is {self.rope_base}; it must be above 0.')
+        if not 1 < self.rope_base < math.inf:
+            raise ValueError(f'rope_base is {self.rope_base}; it must be above 1, such as 10000.')
         if parse_scaling(self.rope_scaling)[0] and self.position != 'rope':
             raise ValueError(f'rope_scaling {self.rope_scaling} extends RoPE, '
                              f"but position is '{self.position}'.")
@@ -384,8 +384,8 @@ class DAPE(FromScores):
         self.kernel, self.cheat = config.dape_kernel, config.dape_cheat
         self.residual = config.dape_residual
         if self.cheat:
-            warnings.warn('dape_cheat: this model sees the tokens that it is to predict; its losses '
-                          'mean nothing', stacklevel=2)
+            warnings.warn('dape_cheat: this model sees the tokens that it is to predict; its '
+                          'losses mean nothing', stacklevel=2)
         self.prepare, self.turn = method.prepare, method.turn
         self.bias, self.similarity = method.bias, method.similarity
         # Cache slots next to each other must hold tokens next to each other.

@@ -13,10 +13,9 @@ Writes out_dir/last.pt, best.pt, step_N.pt, config.json, log.jsonl, loss.png
 """
 
 import dataclasses
-import json
+import functools
 import math
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -26,7 +25,6 @@ import position as methods
 from configurator import between, configure, settings
 from lib import checkpoints, plots
 from lib.devices import (
-    StopSignal,
     compiled,
     learning_rate_at,
     load_sharded,
@@ -36,7 +34,7 @@ from lib.devices import (
     unsharded,
 )
 from lib.errors import UserError, as_user_error
-from lib.results import lock_file, note, save_json, unlock_file, write_text
+from lib.runs import Recorder, Speed, StopSignal, require_same_data, require_same_model
 from lib.tokens import Windows
 from model import ModelConfig, Transformer
 
@@ -114,20 +112,6 @@ def rank_batch(windows, step, runtime):
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def require_same_data(old, new):
-    """Refuse to resume on other text. old, new: {source: checksum of its tokens}."""
-    if old is None:
-        note(f'{out_dir}/last.pt does not say which text it was trained on; it is taken to be the '
-             'same')
-        return
-    for one, other in ((new, old), (old, new)):
-        for name, checksum in one.items():
-            if checksum not in other.values():
-                raise UserError(f'dataset {name} has other tokens now than when {out_dir}/last.pt was '
-                                'trained, or was not part of it then. Prepare it as it was, or train '
-                                'into another --out_dir=.')
-
-
 # ---------------------------------------------------------------------- model
 
 def new_config(chosen, vocab_size):
@@ -143,8 +127,8 @@ def finetuned_config(old, chosen, given, path):
     may_change = {'position', 'rope_scaling', 'block_size'}
     for name in set(given) & {*SIZES, *METHOD} - may_change:
         if chosen[name] != old[name]:
-            raise UserError(f'{name} is {chosen[name]}, but the model was trained with {old[name]}: '
-                            f'{path}. Leave {name} out; the model keeps its own.')
+            raise UserError(f'{name} is {chosen[name]}, but the model was trained with '
+                            f'{old[name]}: {path}. Leave {name} out; the model keeps its own.')
     L = old['rope_length'] or old['block_size']
     new = old | {'block_size': chosen['block_size'], 'rope_length': L}
     new |= {name: chosen[name] for name in ('position', 'rope_scaling') if name in given}
@@ -156,18 +140,6 @@ def finetuned_config(old, chosen, given, path):
         return ModelConfig(**new)
 
 
-def changed_settings(old, new):
-    """Refuse to resume into another model; return the names of other settings that changed."""
-    changed = [name for name in new if name in old and old[name] != new[name]
-               and name not in ('init_from', 'out_dir')]
-    for name in changed:
-        if name in (*SIZES, *METHOD):
-            raise UserError(f'{name} is {new[name]} but {out_dir}/last.pt was trained with '
-                            f'{old[name]}. Resume with --{name}={old[name]}, or train into another '
-                            '--out_dir=.')
-    return changed
-
-
 def open_model(windows, chosen, given, runtime):
     """
     The model: new, resumed, or started from another's weights. Returns it, the checkpoint to resume
@@ -175,6 +147,7 @@ def open_model(windows, chosen, given, runtime):
     """
     if init_from == 'scratch':
         config = new_config(chosen, windows.vocab_size)
+        checkpoints.require_memory(config)
         return Transformer(config).init_weights(), None, chosen
     resumes = init_from == 'resume'
     path = Path(out_dir, 'last.pt') if resumes else init_from
@@ -191,94 +164,26 @@ def open_model(windows, chosen, given, runtime):
         runtime.print('the model is as in', path, shown)
     chosen = chosen | {'init_from': began_with}
     if resumes:
-        require_same_data(state.get('data'), windows.checksums)
-        for name in changed_settings(state['settings'], chosen):
+        require_same_data(out_dir, state.get('data'), windows.checksums)
+        for name in require_same_model(out_dir, state['settings'], chosen, (*SIZES, *METHOD)):
             runtime.print(f"resuming with {name} = {chosen[name]} (was {state['settings'][name]})")
     model = Transformer(config)
     model.load_state_dict(checkpoints.named_for(model, state['model'], path))
     return model, state if resumes else None, chosen
 
 
-# ---------------------------------------------------------------------- log and checkpoints
-
-def lines_until(log_path, step):
-    """
-    The lines of a log up to a step, since a kill may have left steps after the checkpoint. And the
-    numbers of the lines that cannot be read, as a full disk or a kill leaves them.
-    """
-    kept, unreadable = [], []
-    lines = log_path.read_bytes().splitlines() if log_path.exists() else []
-    for number, line in enumerate(lines, start=1):
-        try:
-            if json.loads(line)['step'] <= step:
-                kept.append(line.decode())
-        except (ValueError, LookupError, TypeError):  # no JSON, or no step that is a number in it
-            unreadable.append(number)
-    return kept, unreadable
-
-
-class Recorder:
-    """What a run leaves in out_dir: log.jsonl, whose losses are read from the device in groups, and
-    checkpoints."""
-
-    def __init__(self, model, optimizer, scaler, windows, chosen, runtime, step):
-        self.model, self.optimizer, self.scaler, self.runtime = model, optimizer, scaler, runtime
-        self.weights = [p for p in model.parameters() if p.requires_grad]
-        self.more = {'settings': chosen, 'data': windows.checksums}
-        self.tokenizer = windows.tokenizer_state
-        self.pending = []  # losses of the latest steps, still on the device: reading stalls it
-        self.log_path = Path(out_dir, 'log.jsonl')
-        if not runtime.is_main:
-            return
-        save_json(Path(out_dir, 'config.json'), chosen)
-        for part in Path(out_dir).glob('*.pt.part'):  # a kill while writing left it
-            part.unlink()
-        lines, unreadable = lines_until(self.log_path, step if step else -1)
-        write_text(self.log_path, ''.join(f'{line}\n' for line in lines))
-        if unreadable:
-            numbers = ', '.join(map(str, unreadable))
-            print(f'{self.log_path}: dropped what could not be read, line {numbers}')
-
-    def log(self, **row):
-        row = {'step': row['step'], 'tokens': row['step'] * batch_size * block_size} | row
-        if self.runtime.is_main:
-            with open(self.log_path, 'a') as file:
-                file.write(json.dumps(row) + '\n')
-
-    def flush(self, step):
-        """
-        Write the pending losses to the log; stop if one is not finite, before any checkpoint is
-        overwritten. Returns them.
-        """
-        values = torch.stack(self.pending).tolist() if self.pending else []
-        self.pending.clear()
-        for number, loss in enumerate(values, start=step - len(values) + 1):
-            if not math.isfinite(loss):
-                self.stop(f'the loss became {loss} at step {number}')
-            self.log(step=number, loss=loss)
-        return values
-
-    def stop(self, what):
-        last_path, good = Path(out_dir, 'last.pt'), 'Start again'
-        if last_path.exists():
-            good = f'{last_path} holds the last good state: resume from it'
-        raise UserError(f'{what}. {good} with a lower learning_rate or grad_clip.')
-
-    def save(self, name, step, **more):
-        weights = unsharded(self.model.state_dict())
-        if self.runtime.is_main:
-            state = checkpoints.checkpoint_state(self.model, self.tokenizer, step, weights,
-                                                 **self.more, **more)
-            checkpoints.save(Path(out_dir, name), **state)
-
-    def save_last(self, step, best_val_loss):
-        finite = [weight.isfinite().all() for weight in self.weights]
-        if fsdp:  # every rank must see every shard's
-            finite = [flag.full_tensor() for flag in finite]
-        if not all(finite):
-            self.stop(f'a weight became infinite or not a number at step {step}')
-        self.save('last.pt', step, best_val_loss=best_val_loss, scaler=self.scaler.state_dict(),
-                  optimizer=unsharded(self.optimizer.state_dict()))
+def place_model(model, runtime):
+    """Put the model on its device. Returns it, sharded if so asked, and as it is called in
+    training: compiled, and under DDP with several ranks."""
+    if fsdp:
+        model = sharded(model, runtime, compile)
+        return model, model
+    called = compiled(model.to(runtime.device), runtime, compile)
+    if runtime.world_size > 1:  # the view saves a second copy of all gradients
+        device_ids = [runtime.device] if runtime.device.type == 'cuda' else None
+        called = DistributedDataParallel(called, gradient_as_bucket_view=True,
+                                         device_ids=device_ids)
+    return model, called
 
 
 # ---------------------------------------------------------------------- training
@@ -316,32 +221,22 @@ def train_step(model, optimizer, scaler, weights, batch, next_batch, runtime):
     return step_loss, batch
 
 
-def validate(model, tokens, n, runtime):
-    """Mean loss in nats over the first n of these windows."""
+def validate(model, tokens, runtime):
+    """Mean loss in nats over validation windows."""
+    n = len(tokens)
+    if fsdp:  # its ranks go through each pass together: so many windows for each, some again
+        whole = range(n + -n % runtime.world_size)
+        tokens = tokens.take(whole, axis=0, mode='wrap')
     losses = runtime.over_windows(tokens, micro_batch_size * block_size,
                                   lambda inputs, targets: model(inputs, targets).mean(1),
-                                  finite=False)  # what is not finite, Recorder.stop() reports
+                                  finite=False)  # what is not finite, the recorder reports
     return float(losses[:n].mean())
 
 
-class Speed:
-    """
-    Tokens a second since the last line on screen, the first step and its compilation left out.
-    """
-
-    def __init__(self, step, flops_per_step, ceiling):
-        self.flops, self.ceiling, self.started = flops_per_step, ceiling, False
-        self.restart(step)
-
-    def restart(self, step):
-        self.step, self.time = step, time.perf_counter()
-
-    def line(self, step):
-        seconds = (time.perf_counter() - self.time) / max(1, step - self.step)
-        self.restart(step)
-        left = time.strftime('%H:%M:%S', time.gmtime(seconds * (max_iters - step)))
-        return (f'{batch_size * block_size / seconds:9,.0f} tokens/s  '
-                f'MFU {self.flops / seconds / self.ceiling:4.0%}  {left} left')
+def save_last(recorder, model, optimizer, scaler, step, best_val_loss):
+    """Write last.pt, from which a run goes on."""
+    recorder.save('last.pt', model, step, best_val_loss=best_val_loss, scaler=scaler.state_dict(),
+                  optimizer=unsharded(optimizer.state_dict()))
 
 
 def main(given=()):
@@ -351,23 +246,14 @@ def main(given=()):
 
     # data
     windows = Windows(dataset, 'train', block_size, seed, check=runtime.is_main)
-    val_tokens = Windows(dataset, 'val', block_size, seed, check=runtime.is_main).fixed(eval_windows)
-    n_val = len(val_tokens)
-    if fsdp:  # its ranks go through each pass together: so many windows for each, some again
-        whole = range(n_val + -n_val % runtime.world_size)
-        val_tokens = val_tokens.take(whole, axis=0, mode='wrap')
+    val_tokens = Windows(dataset, 'val', block_size, seed, runtime.is_main).fixed(eval_windows)
 
     # model
     raw_model, state, chosen = open_model(windows, settings(globals()), given, runtime)
     raw_model.checkpoint_activations = checkpoint_activations
-    lock = lock_file(Path(out_dir, 'log.jsonl'), runtime)
-    if fsdp:
-        model = raw_model = sharded(raw_model, runtime, compile)
-    else:
-        model = compiled(raw_model.to(runtime.device), runtime, compile)
-    if runtime.world_size > 1 and not fsdp:  # one copy of all gradients, not two
-        device_ids = [runtime.device] if runtime.device.type == 'cuda' else None
-        model = DistributedDataParallel(model, gradient_as_bucket_view=True, device_ids=device_ids)
+    recorder = Recorder(out_dir, runtime, chosen, batch_size * block_size, windows.tokenizer_state,
+                        data=windows.checksums)
+    raw_model, model = place_model(raw_model, runtime)
 
     # optimizer
     weights = [p for p in raw_model.parameters() if p.requires_grad]  # all but the head scales
@@ -387,47 +273,48 @@ def main(given=()):
     # written; best.pt and each kept step have the weights alone.
     copies = 2 * 3 + 1 + len(keep_steps)
     checkpoints.require_space(out_dir, 4 * raw_model.n_params() * copies)
-    recorder = Recorder(raw_model, optimizer, scaler, windows, chosen, runtime, step)
-    flops = 3 * sum(raw_model.flops_per_token(block_size))  # backward costs two forwards
-    ceiling = matmul_flops(runtime.device, runtime.dtype) * runtime.world_size
-    warmup = warmup_iters if warmup_iters >= 1 else round(warmup_iters * max_iters)
+    recorder.begin(step)
     runtime.print(f"{raw_model.n_params():,} parameters, position={chosen['position']}, "
                   f'{runtime.device.type}, {runtime.dtype}; steps {step} to {max_iters} of '
                   f'{batch_size * block_size:,} tokens into {out_dir}')
 
     # loop
+    flops = 3 * sum(raw_model.flops_per_token(block_size))  # backward costs two forwards
+    ceiling = matmul_flops(runtime.device, runtime.dtype) * runtime.world_size
+    speed = Speed(step, max_iters, batch_size * block_size, flops, ceiling)
+    first, warmup = step, warmup_iters if warmup_iters >= 1 else round(warmup_iters * max_iters)
     stop, stopped_by = StopSignal(runtime), None
-    speed = Speed(step, flops * batch_size * block_size, ceiling)
     batch = rank_batch(windows, step, runtime)
     while step < max_iters and not stopped_by:
         lr = learning_rate_at(step, learning_rate, min_lr, warmup, lr_decay_iters or max_iters)
         for group in optimizer.param_groups:
             group['lr'] = lr
-        loss, batch = train_step(model, optimizer, scaler, weights, batch,
-                                 lambda: rank_batch(windows, step + 1, runtime), runtime)
-        step += 1
+        next_batch = functools.partial(rank_batch, windows, step + 1, runtime)
+        loss, batch = train_step(model, optimizer, scaler, weights, batch, next_batch, runtime)
         recorder.pending.append(loss)
+        step += 1
+        if step == first + 1 and log_interval > 1:
+            speed.restart(step)  # the first step compiles
 
         if step % log_interval == 0 or step == max_iters:
-            values = recorder.flush(step)
-            mean = sum(values) / len(values)
-            runtime.print(f'step {step:6d}  loss {mean:.4f}  lr {lr:.2e}  {speed.line(step)}')
+            loss = recorder.flush(step)
+            runtime.print(f'step {step:6d}  loss {loss:.4f}  lr {lr:.2e}  {speed.line(step)}')
 
         if step % eval_interval == 0 or step == max_iters or step in keep_steps:
             recorder.flush(step)
-            val_loss = validate(raw_model, val_tokens, n_val, runtime)
-            if not math.isfinite(val_loss):
-                recorder.stop(f'the validation loss became {val_loss} at step {step}')
-            recorder.log(step=step, val_loss=val_loss)
+            val_loss = validate(raw_model, val_tokens, runtime)
+            recorder.require_finite(val_loss, f'the validation loss became {val_loss} at step '
+                                              f'{step}')
+            recorder.log(step, val_loss=val_loss)
             runtime.print(f'step {step:6d}  validation loss {val_loss:.4f}  '
                           f'ppl {math.exp(min(val_loss, 700)):.2f}')
             if val_loss < best_val_loss:
                 best_val_loss = val_loss
-                recorder.save('best.pt', step, best_val_loss=best_val_loss)
+                recorder.save('best.pt', raw_model, step, best_val_loss=best_val_loss)
             if step in keep_steps:
-                recorder.save(f'step_{step}.pt', step, best_val_loss=best_val_loss)
+                recorder.save(f'step_{step}.pt', raw_model, step, best_val_loss=best_val_loss)
             # After the others: a run killed in between comes back here and writes them again.
-            recorder.save_last(step, best_val_loss)
+            save_last(recorder, raw_model, optimizer, scaler, step, best_val_loss)
             speed.restart(step)
 
         # Ranks must stop at the same step, so they ask each other: on GPUs, rarely.
@@ -436,11 +323,11 @@ def main(given=()):
 
     if stopped_by:
         recorder.flush(step)
-        recorder.save_last(step, best_val_loss)
+        save_last(recorder, raw_model, optimizer, scaler, step, best_val_loss)
         runtime.print(f'{stopped_by.name}: saved step {step}; go on with --init_from=resume')
     elif runtime.is_main:  # so where it stands the run is whole
         plots.draw_log(recorder.log_path, Path(out_dir, 'loss.png'))
-    unlock_file(lock)
+    recorder.close()
     runtime.close()
     if stopped_by:  # as of a process that the signal ended: a script does not go on
         sys.exit(128 + stopped_by)

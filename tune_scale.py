@@ -116,8 +116,8 @@ def candidates():
                         '[1.0, 2.0, 0.1].')
     first, end, step = candidate_range
     if not (end - first) / step <= 10_000:
-        raise UserError(f'candidate_range is {candidate_range}, more than 10,000 candidates, each of '
-                        'which is measured. Give a larger step.')
+        raise UserError(f'candidate_range is {candidate_range}, more than 10,000 candidates, each '
+                        'of which is measured. Give a larger step.')
     finite(candidate_range, (3,), f'candidate_range {candidate_range}')
     return [round(first + i * step, 6) for i in range(round((end - first) / step) + 1)]
 
@@ -212,11 +212,18 @@ def first_scale(info, target):
         raise UserError(f'{path} does not exist. Run tune_scale.py --method=uniform first, or give '
                         '--init_scale=1.2.')
     data, _ = read_scale_file(path, info)
-    if target > max(data['lengths']):
-        print(f"{path} ends at {max(data['lengths'])} tokens: tuning for {target} starts from its "
-              'last scale')
-    lengths = np.log(data['lengths'])
-    return float(np.interp(math.log(target), lengths, data['best_by_length']))
+    try:
+        lengths, scales = (np.array(data[key], float) for key in ('lengths', 'best_by_length'))
+        whole = lengths.shape == scales.shape == (len(lengths),) and min(*lengths, *scales) > 0
+    except (LookupError, TypeError, ValueError):
+        whole = False
+    if not whole:
+        raise UserError(f'{path} needs lengths and best_by_length, a number above 0 for each. Make '
+                        'it again, with tune_scale.py --method=uniform.')
+    if target > max(lengths):
+        print(f'{path} ends at {max(lengths):g} tokens: tuning for {target} starts from its last '
+              'scale')
+    return float(np.interp(math.log(target), np.log(lengths), scales))
 
 
 def objective(model, inputs, targets):
@@ -268,8 +275,8 @@ def tune_vectors(model, windows, runtime):
             model.head_scale = model.head_scale.clamp(min=min_scale)
         losses.append(step_loss.item())
         if not math.isfinite(losses[-1]):
-            raise UserError(f'the loss became {losses[-1]} at step {step + 1}; nothing was written. '
-                            'Lower learning_rate, or start from a uniform scale.')
+            raise UserError(f'the loss became {losses[-1]} at step {step + 1}; nothing was '
+                            'written. Lower learning_rate, or start from a uniform scale.')
         bar.set_postfix_str(f'loss {losses[-1]:.4f}, mean scale {model.head_scale.mean():.3f}')
         bar.update()
     bar.close()
@@ -298,7 +305,8 @@ def head(run, targets):
 
     scales, measured, means = model.head_scale, {}, []
     name = 'head scale' if tune == 'scale' else tune.replace(',', ', ')
-    for what, vectors in (('as loaded', base), (f'uniform {begin:.2f}', start), (name, sets[target])):
+    for what, vectors in (('as '
+                           'loaded', base), (f'uniform {begin:.2f}', start), (name, sets[target])):
         model.load_state_dict(vectors, strict=False)
         if by_length and what == name:
             model.load_state_dict(base, strict=False)
@@ -310,8 +318,8 @@ def head(run, targets):
     runtime.print(f'scales {scales.min():.3f} to {scales.max():.3f}, mean {scales.mean():.3f}')
     _, before, after = means
     if after > before:
-        runtime.print(f'the validation loss rose from {before:.4f} to {after:.4f}: what was tuned is '
-                      'worse than its start. Lower learning_rate.')
+        runtime.print(f'the validation loss rose from {before:.4f} to {after:.4f}: what was tuned '
+                      'is worse than its start. Lower learning_rate.')
     more = {'init_scale': begin, 'losses': losses, 'curve_length': target, 'position': middle,
             'curves': measured, 'last_entropy': last_entropy, 'worse_than_start': after > before,
             'tuning_tokens': max_iters * batch_size * sum(targets)}

@@ -11,16 +11,13 @@ import hashlib
 import os
 import re
 import shutil
-import struct
 import time
-import zipfile
-import zlib
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 from lib import huggingface, plots
+from lib.checksums import require_checksums
 from lib.devices import setup
 from lib.errors import UserError, as_user_error
 from lib.results import provenance, result_path, save_json, whole_file
@@ -69,8 +66,8 @@ def save(path, **state):
             file.flush()
             os.fsync(file.fileno())
     except (OSError, RuntimeError) as error:  # torch turns a failed write into a RuntimeError
-        raise OSError(f'could not write {path} ({error}); the file before it, if any, is untouched. '
-                      'Is the disk full? Free some space and go on (train.py: with '
+        raise OSError(f'could not write {path} ({error}); the file before it, if any, is '
+                      'untouched. Is the disk full? Free some space and go on (train.py: with '
                       '--init_from=resume).') from error
 
 
@@ -80,8 +77,8 @@ def require_space(folder, n_bytes):
     there = sum(file.stat().st_size for file in Path(folder).glob('*.pt'))
     free = shutil.disk_usage(folder).free + there
     if free < n_bytes:
-        raise UserError(f'checkpoints in {folder} need {n_bytes / 1e9:.2f} GB but {free / 1e9:.2f} GB '
-                        'are free. Free some space or choose another out_dir.')
+        raise UserError(f'checkpoints in {folder} need {n_bytes / 1e9:.2f} GB but {free / 1e9:.2f} '
+                        'GB are free. Free some space or choose another out_dir.')
 
 
 # ---------------------------------------------------------------------- load
@@ -98,8 +95,8 @@ def load(source, position=None, optimizer=True):
         return state | {'digest': weights_digest(state['model'])}
     path = Path(source)
     if not path.is_file():
-        raise UserError(f'{path} does not exist. Train that model first, by train.py with its config, '
-                        'or name another with --out_dir= or --init_from=.')
+        raise UserError(f'{path} does not exist. Train that model first, by train.py with its '
+                        'config, or name another with --out_dir= or --init_from=.')
     open(path, 'rb').close()  # for want of permission, say, this raises: the file may be whole
     advice = 'Use another one: best.pt, or a kept step.'
     try:
@@ -114,60 +111,46 @@ def load(source, position=None, optimizer=True):
     if not optimizer:
         state.pop('optimizer', None)
     require_checksums(path, state, advice)
-    with as_user_error():  # an older one lacks the settings that came later
-        return state | {'model_config': dataclasses.asdict(ModelConfig(**state['model_config']))}
+    config = config_from(state['model_config'], path)
+    held = sum(weight.numel() for weight in state['model'].values())
+    if config.n_layer > len(state['model']) or least_params(config) > held:
+        raise UserError(f'{path} holds {held:,} weights, but its settings, such as '
+                        f'n_layer={config.n_layer} and n_embd={config.n_embd}, call for '
+                        f'{least_params(config):,} or more. {advice}')
+    return state | {'model_config': dataclasses.asdict(config)}
 
 
-def tensors_in(value):
-    """Yield the tensors that nested dicts and lists hold."""
-    if torch.is_tensor(value):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(item)
-
-
-def checksum_of(storage):
-    """(bytes, CRC-32) of the memory behind a tensor."""
-    data = torch.empty(0, dtype=torch.uint8).set_(storage)
-    return len(data), zlib.crc32(data.numpy())
-
-
-def written_checksums(path):
-    """
-    {(bytes, CRC-32)} of what torch.save() wrote to a zip file. Raises BadZipFile for a damaged one.
-    """
-    with zipfile.ZipFile(path) as archive, open(path, 'rb') as file:
-        entries = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
-        ends = [entry.header_offset for entry in entries[1:]] + [archive.start_dir]
-        for entry, end in zip(entries, ends):
-            # The header before a record says how long it is itself. One that is damaged may lead
-            # torch.load() to another record, but what follows the right one is 24 bytes at most.
-            file.seek(entry.header_offset + 26)
-            start = entry.header_offset + 30 + sum(struct.unpack('<HH', file.read(4)))
-            if not 0 <= end - start - entry.file_size <= 24:
-                raise zipfile.BadZipFile(entry.filename)
-            if entry.filename.endswith(('/data.pkl', '/byteorder')):
-                archive.read(entry)  # compares its checksum
-        return {(entry.file_size, entry.CRC) for entry in entries}
-
-
-def require_checksums(path, state, advice):
-    """
-    Raise UserError, ending in the advice, unless `state` is what torch.save() wrote to the zip file
-    `path`: torch.load() does not compare the checksums that the zip keeps of each tensor. Entries
-    that were dropped from `state` are not read, as checking costs time.
-    """
+def config_from(values, path):
+    """The ModelConfig of a file; an older one lacks the settings that came later."""
     try:
-        storages = [tensor.untyped_storage() for tensor in tensors_in(state)]
-        storages = {storage.data_ptr(): storage for storage in storages}  # tied weights share one
-        written = written_checksums(path)
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            whole = written.issuperset(pool.map(checksum_of, storages.values()))
-    except Exception:  # zipfile has no common class for all that can be wrong in a zip
-        whole = False
-    if not whole:
-        raise UserError(f'{path} is damaged: its bytes differ from their checksums. {advice}')
+        config = ModelConfig(**values)
+        for field in dataclasses.fields(config):
+            value, kind = getattr(config, field.name), field.type
+            if not isinstance(value, int | float if kind is float else kind):
+                raise TypeError(f'{field.name} is {value!r}')
+    except (TypeError, ValueError) as error:
+        raise UserError(f'{path} has model settings that are not ours: {error}') from error
+    return config
+
+
+def least_params(config):
+    """Weights that a model of these sizes has at least: a position method and norms add more."""
+    c, heads = config, config.n_embd + 2 * config.head_dim * config.n_kv_head  # rows of qkv
+    layer = c.n_embd * (heads + c.n_embd + 3 * c.n_hidden)
+    layer += 2 * c.dape_kernel * c.dape_width * c.n_head
+    return c.n_layer * layer + (1 if c.tied else 2) * c.vocab_size * c.n_embd
+
+
+def require_memory(config):
+    """Raise UserError if the weights of a new model are more than this machine's memory holds."""
+    if not hasattr(os, 'sysconf'):  # on Windows
+        return
+    memory = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+    needed = 4 * least_params(config)
+    if needed > memory:
+        raise UserError(f'a model of n_layer={config.n_layer}, n_embd={config.n_embd}, '
+                        f'n_hidden={config.n_hidden} takes {needed / 1e9:,.2f} GB of memory, but '
+                        f'this machine has {memory / 1e9:,.2f} GB. Choose a smaller one.')
 
 
 def named_for(model, weights, source):
@@ -235,9 +218,9 @@ def load_model(init_from, out_dir, device, position=None, rope_scaling=None, dty
 def require_tokenizer(info, tokenizer, dataset):
     """Raise UserError unless a data set's tokenizer encodes as that of the checkpoint `info`."""
     if tokenizer_digest(info['tokenizer']) != tokenizer_digest(tokenizer):
-        raise UserError(f"{info['path']} was trained with tokenizer {info['tokenizer']['name']}, but "
-                        f"data set {dataset} has {tokenizer['name']}. Prepare the data with the "
-                        "checkpoint's tokenizer.")
+        raise UserError(f"{info['path']} was trained with tokenizer {info['tokenizer']['name']}, "
+                        f"but data set {dataset} has {tokenizer['name']}. Prepare the data with "
+                        "the checkpoint's tokenizer.")
 
 
 def dataset_of(info, wanted=None):

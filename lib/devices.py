@@ -6,7 +6,6 @@ import datetime
 import math
 import os
 import shutil
-import signal
 import sys
 import sysconfig
 import time
@@ -66,9 +65,9 @@ class Runtime:
                     whole[rank::self.world_size] = part
         odd = whole[~np.isfinite(whole)]
         if finite and len(odd):
-            raise UserError(f'{len(odd)} of {whole.size} numbers measured are not finite, the first '
-                            f'is {odd[0]}; no result was written. Are the weights or scales damaged? '
-                            'Take another --init_from=, --scale= or --dtype=.')
+            raise UserError(f'{len(odd)} of {whole.size} numbers measured are not finite, the '
+                            f'first is {odd[0]}; no result was written. Are the weights or scales '
+                            'damaged? Take another --init_from=, --scale= or --dtype=.')
         return whole
 
     @torch.no_grad()
@@ -216,8 +215,9 @@ def sharded(model, runtime, compile):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard  # here, as it takes a second to import
     if model.config.position in ('t5', 'fire'):
-        raise UserError(f'fsdp cannot split position {model.config.position}: PyTorch shards neither '
-                        'a table that all layers share nor a single number. Leave out --fsdp=True.')
+        raise UserError(f'fsdp cannot split position {model.config.position}: PyTorch shards '
+                        'neither a table that all layers share nor a single number. Leave out '
+                        '--fsdp=True.')
     # Nobody changes the losses in place, which this warns of.
     warnings.filterwarnings('ignore', message='.*returned a view tensor')
     mesh = init_device_mesh(runtime.device.type, (runtime.world_size,))
@@ -290,28 +290,3 @@ def matmul_flops(device, dtype, seconds=0.3):
         synchronize(device)
         best = max(best, 2 * size ** 3 / (time.perf_counter() - start))
     return best
-
-
-class StopSignal:
-    """
-    SIGTERM or Ctrl-C while this is in use: finish the step, save, stop. Once more stops at once.
-    """
-
-    def __init__(self, runtime):
-        self.runtime, self.received = runtime, None
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self.on_signal)
-
-    def on_signal(self, number, frame):
-        self.received = signal.Signals(number)
-        signal.signal(number, signal.SIG_DFL)
-        if self.runtime.is_main:  # print() is not safe here
-            os.write(2, b'\nfinishing this step, then saving; once more stops at once\n')
-
-    def on_any_rank(self):
-        """The signal that some rank got, or None. All ranks must ask at the same step."""
-        if self.runtime.world_size == 1:
-            return self.received
-        received = [None] * self.runtime.world_size
-        dist.all_gather_object(received, self.received)
-        return next((one for one in received if one), None)

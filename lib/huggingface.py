@@ -9,9 +9,9 @@ once into the hub's cache and found there without a network.
 """
 
 import dataclasses
+import itertools
 import json
 import shutil
-import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,6 +33,7 @@ from lib.tokens import (
 )
 from model import ModelConfig, Transformer
 from position import parse_scaling, rope_frequencies
+from lib.checksums import require_checksums
 
 # what a config.json may leave out, as its class in transformers has it
 DEFAULTS = {'llama': {'num_key_value_heads': None, 'max_position_embeddings': 2048, 'rope_theta': 10000.0,
@@ -52,8 +53,9 @@ def files_of(source, *patterns):
     if not there.
     """
     return Path(source) if not source.startswith('hf:') else from_hub(
-        source, patterns, 'put its config.json, tokenizer.json, tokenizer_config.json and *.safetensors or '
-        'pytorch_model*.bin into a folder and give that, --init_from=FOLDER.')
+        source, patterns, 'put its config.json, tokenizer.json, tokenizer_config.json and '
+                          '*.safetensors or pytorch_model*.bin into a folder and give that, '
+                          '--init_from=FOLDER.')
 
 
 def model_files(source):
@@ -70,13 +72,13 @@ def read_config(source):
     path = files_of(source, 'config.json') / 'config.json'
     if path.with_name('last.pt').is_file():
         raise UserError(f'{source} is a run of train.py. Name its checkpoint: --init_from={source}/last.pt.')
+    if not path.is_file():
+        raise UserError(f'{source} has no config.json. Give the folder of a Hugging Face model, or last, best or a '
+                         'checkpoint file of ours.')
     try:
         config = json.loads(path.read_text(encoding='utf-8'))
         return DEFAULTS.get(config.get('model_type'), {}) | config
-    except FileNotFoundError:
-        raise UserError(f'{source} has no config.json. Give the folder of a Hugging Face model, or last, best or a '
-                         'checkpoint file of ours.') from None
-    except (ValueError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f'{path} is not the config.json of a model ({error}). Get it again.') from error
 
 
@@ -96,37 +98,47 @@ def our_config(config, source, position=None):
     ValueError for whatever our model does not do, rather than read it as something near.
     """
     if not is_ours(config):
-        raise UserError(f"{source} has model_type '{config.get('model_type')}'; of {' and '.join(DEFAULTS)} alone we "
-                         'make a model to train, tune or export. Others can only be read as they are, by eval_ppl.py '
-                         'and sample.py.')
+        raise UserError(f"{source} has model_type '{config.get('model_type')}'; of "
+                        f"{' and '.join(DEFAULTS)} alone we make a model to train, tune or export. "
+                        'Others can only be read as they are, by eval_ppl.py and sample.py.')
     try:
         sizes = dict(vocab_size=config['vocab_size'], n_layer=config['num_hidden_layers'], n_embd=config['hidden_size'],
                      n_head=config['num_attention_heads'], n_hidden=config['intermediate_size'],
                      block_size=config['max_position_embeddings'])
-        has_rope = [1] * sizes['n_layer'] if config['model_type'] == 'llama' else config['no_rope_layers']
+        rope_layers = None if config['model_type'] == 'llama' else config['no_rope_layers']
     except KeyError as error:
         raise UserError(f'config.json of {source} lacks {error}. Get it again.') from None
     odd = [f'{name} {size}' for name, size in sizes.items() if type(size) is not int or size < 1]
     if odd:
-        raise UserError(f"config.json of {source} has {', '.join(odd)}; each must be a whole number. Get it again.")
+        raise UserError(f"config.json of {source} has {', '.join(odd)}; each must be a whole "
+                        'number. Get it again.')
     expected = {'hidden_act': 'silu', 'attention_bias': False, 'mlp_bias': False, 'partial_rotary_factor': 1,
-                'head_dim': sizes['n_embd'] // sizes['n_head'], 'layer_types': ['full_attention'] * sizes['n_layer']}
+                'head_dim': sizes['n_embd'] // sizes['n_head']}
+    if not same_in_all(config.get('layer_types'), 'full_attention', sizes['n_layer']):
+        expected['layer_types'] = 'full_attention for each layer'
     if config.get('use_sliding_window', True):
         expected['sliding_window'] = None
     for key, value in expected.items():
         if config.get(key) not in (None, value):
             raise UserError(f'config.json of {source} has {key} {config[key]}; our model has {value}. '
                              'Choose another checkpoint.')
-    if has_rope not in ([0] * sizes['n_layer'], [1] * sizes['n_layer']):
-        raise UserError(f'config.json of {source} has no_rope_layers {has_rope}; our model has RoPE in all of its '
+    is_llama = config['model_type'] == 'llama'
+    has_rope = is_llama or same_in_all(rope_layers, 1, sizes['n_layer'])
+    if not has_rope and not same_in_all(rope_layers, 0, sizes['n_layer']):
+        raise UserError(f'config.json of {source} has no_rope_layers {rope_layers}; our model has RoPE in all of its '
                          f"{sizes['n_layer']} layers or in none. Choose another checkpoint.")
-    if position is None and config['model_type'] == 'llama':
-        print(f'{source}: its config says Llama, read as RoPE; a checkpoint trained without position encoding says '
-              'the same: if its card says NoPE, add --position=none', flush=True)
-    position = position or ('rope' if has_rope[0] else 'none')
-    return ModelConfig(**sizes, n_kv_head=config['num_key_value_heads'] or sizes['n_head'], position=position,
-                       tied=config['tie_word_embeddings'], norm_eps=config['rms_norm_eps'],
-                       **(rope_config(config, source) if position == 'rope' else {}))
+    position = position or ('rope' if has_rope else 'none')
+    rope = rope_config(config, source) if position == 'rope' else {}
+    try:
+        return ModelConfig(**sizes, n_kv_head=config['num_key_value_heads'] or sizes['n_head'], position=position,
+                           tied=config['tie_word_embeddings'], norm_eps=config['rms_norm_eps'], **rope)
+    except ValueError as error:
+        raise UserError(f'config.json of {source}: {error}') from error
+
+
+def same_in_all(layers, kind, n_layer):
+    """True if `layers` lists that kind for each layer. No list is made for it: n_layer may be any number."""
+    return isinstance(layers, list) and len(layers) == n_layer and all(layer == kind for layer in layers)
 
 
 def rope_config(config, source):
@@ -138,8 +150,9 @@ def rope_config(config, source):
     kind = rope.get('rope_type') or rope.get('type') or 'default'
     odd = {key: x for key, x in rope.items() if key not in ROPE_KEYS and x not in (None, ROPE_CONSTANTS.get(key))}
     if kind not in ROPE_TYPES or kind != 'default' and (rope.get('factor') or 0) < 1 or odd:
-        raise UserError(f"config.json of {source} has RoPE of type '{kind}' with {odd or rope}; our model has "
-                         f"{', '.join(ROPE_TYPES)} with a factor of 1 or more alone. Choose another checkpoint.")
+        raise UserError(f"config.json of {source} has RoPE of type '{kind}' with {odd or rope}; "
+                        f"our model has {', '.join(ROPE_TYPES)} with a factor of 1 or more alone. "
+                        'Choose another checkpoint.')
     L = config.get('original_max_position_embeddings') or rope.get('original_max_position_embeddings')
     return {'rope_base': rope.get('rope_theta') or config['rope_theta'], 'rope_length': L if kind == 'yarn' else None,
             'rope_scaling': '' if kind == 'default' else f"{ROPE_TYPES[kind]}:{rope['factor']}"}
@@ -165,32 +178,52 @@ def tensor_table(c):
     return table if c.tied else table | {'head.weight': [('lm_head.weight', (c.vocab_size, C))]}
 
 
-def read_weights(folder):
-    """{name: tensor} of all weight files, mapped: a tensor takes memory only once it is used."""
+def weight_files(folder):
+    """
+    The files of a folder that hold its weights. Raises ValueError for an index that names anything
+    but regular files of this folder; the hub's own cache has links to such files there.
+    """
     for name in ('model.safetensors', 'pytorch_model.bin'):
         index, names = folder / f'{name}.index.json', [name]
         if index.is_file():
             try:
                 names = sorted(set(json.loads(index.read_text())['weight_map'].values()))
-            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                names = [str(name) for name in names]
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
                 raise UserError(f'{index} does not tell which file has which tensor. Get it again.') from error
         if index.is_file() or (folder / name).is_file():
             break
     else:
         raise UserError(f'{folder} has neither model.safetensors nor pytorch_model.bin. Put the weights there.')
+    for name in names:
+        if Path(name).name != name:
+            raise UserError(f"{index} names '{name}', which is not a file of its own folder. Get it again.")
+        if not (folder / name).is_file():  # a missing one, or a device such as /dev/zero, which has no end
+            raise UserError(f'{folder / name} is missing or not a file of weights. Get it again.')
+    return [folder / name for name in names]
+
+
+def read_weights(folder):
+    """{name: tensor} of all weight files, mapped: a tensor takes memory only once it is used."""
     tensors = {}
-    for path in [folder / name for name in names]:
+    for path in weight_files(folder):
         safetensors = optional('safetensors') if path.suffix == '.safetensors' else None
+        with open(path, 'rb') as file:  # an OSError, such as for permissions, names the file by itself
+            is_zip = file.read(4) == b'PK\x03\x04'
         try:
             if safetensors:
                 with safetensors.safe_open(path, 'pt') as file:
-                    tensors |= {name: file.get_tensor(name) for name in file.keys()}
+                    part = {name: file.get_tensor(name) for name in file.keys()}
             else:  # the older kind of file, which is no zip, cannot be mapped
-                tensors |= torch.load(path, map_location='cpu', weights_only=True, mmap=zipfile.is_zipfile(path))
-        except Exception as error:  # of safetensors, zip, unpickling or a missing shard alike
+                part = torch.load(path, map_location='cpu', weights_only=True, mmap=is_zip)
+            tensors |= part
+        except Exception as error:  # of safetensors, zip or unpickling alike
             raise UserError(f'{path} is missing, cut short or not a file of weights ({type(error).__name__}). '
                              'Get it again.') from error
-    return {name: tensor for name, tensor in tensors.items() if not name.endswith('rotary_emb.inv_freq')}
+        if is_zip:
+            require_checksums(path, part, 'Get it again.')
+    return {name: tensor for name, tensor in tensors.items()
+            if torch.is_tensor(tensor) and not name.endswith('rotary_emb.inv_freq')}
 
 
 def our_state(tensors, c, source):
@@ -201,10 +234,14 @@ def our_state(tensors, c, source):
     def take(name, shape):
         weight = tensors.pop(name)
         if weight.shape != shape or weight.dtype not in DTYPES.values():
-            raise UserError(f'{name} of {source} is {tuple(weight.shape)} {weight.dtype}, but config.json calls for '
-                             f"{shape} in {', '.join(DTYPES)}. Do both belong together?")
+            raise UserError(f'{name} of {source} is {tuple(weight.shape)} {weight.dtype}, but '
+                            f"config.json calls for {shape} in {', '.join(DTYPES)}. Do both belong "
+                            'together?')
         return weight.float() if weight.dim() == 1 else weight
 
+    if c.n_layer > len(tensors):
+        raise UserError(f'config.json of {source} calls for {c.n_layer} layers, but its weights are only '
+                         f'{len(tensors)} tensors. Do both belong together?')
     table, state = tensor_table(c), {}
     # head scales, as the paper's own code keeps them: of all layers, or of none
     scales = [f'model.layers.{i}.self_attn.scale_param' for i in range(c.n_layer)]
@@ -212,7 +249,8 @@ def our_state(tensors, c, source):
     missing = [*(name for parts in table.values() for name, _ in parts), *scales]
     missing = [name for name in missing if name not in tensors]
     if missing:
-        raise UserError(f"{source} lacks {len(missing)} tensors: {', '.join(missing[:3])} ... Is it a whole Llama?")
+        raise UserError(f"{source} lacks {len(missing)} tensors: {', '.join(missing[:3])} ... Is "
+                        'it a whole Llama?')
     for ours, parts in table.items():
         weights = [take(*part) for part in parts]
         state[ours] = torch.cat(weights) if len(weights) > 1 else weights[0]
@@ -221,12 +259,14 @@ def our_state(tensors, c, source):
         state[f'blocks.{i}.attn.head_gain'] = torch.ones(c.n_head)
     if scales:
         values = torch.cat([state[f'blocks.{i}.attn.head_scale'] for i in range(c.n_layer)])
-        print(f'{source} has head scales of its own, {values.min():.3f} to {values.max():.3f}', flush=True)
+        print(f'{source} has head scales of its own, {values.min():.3f} to '
+              f'{values.max():.3f}', flush=True)
     if c.tied:
         state['head.weight'] = state['embed.weight']
         if not torch.equal(tensors.pop('lm_head.weight', state['embed.weight']), state['embed.weight']):
-            raise UserError(f'config.json of {source} ties the output to the embedding, but lm_head.weight differs. '
-                             'Set tie_word_embeddings to false there if the output was trained on its own.')
+            raise UserError(f'config.json of {source} ties the output to the embedding, but '
+                            'lm_head.weight differs. Set tie_word_embeddings to false there if the '
+                            'output was trained on its own.')
     if tensors:
         raise UserError(f"{source} has {len(tensors)} tensors that our model has no place for: "
                          f"{', '.join(list(tensors)[:3])} ... Choose another checkpoint.")
@@ -240,11 +280,13 @@ def load_tokenizer(folder, vocab_size):
     """
     path = folder / 'tokenizer.json'
     if not path.is_file():
-        raise UserError(f'{folder} has no tokenizer.json. Put that of the model, or of the one it was trained from, '
-                         'there (if this is the cache of the hub: into a folder of your own, with the other files).')
+        raise UserError(f'{folder} has no tokenizer.json. Put that of the model, or of the one it '
+                        'was trained from, there (if this is the cache of the hub: into a folder '
+                        'of your own, with the other files).')
     encoding = get_tokenizer(str(path))
     if encoding.n_vocab > vocab_size:
-        raise UserError(f'{path} has {encoding.n_vocab} tokens but the model only {vocab_size}. Put its own there.')
+        raise UserError(f'{path} has {encoding.n_vocab} tokens but the model only {vocab_size}. '
+                        'Put its own there.')
     return tokenizer_state(encoding)
 
 
@@ -254,22 +296,57 @@ def load_folder(source, position=None):
     SmolLM3 source. position: how it was trained, such as 'none' for a NoPE model whose config.json
     says Llama.
     """
-    c, folder = our_config(read_config(source), source, position), model_files(source)
-    return {'tokenizer': load_tokenizer(folder, c.vocab_size), 'model': our_state(read_weights(folder), c, source),
+    config = read_config(source)
+    try:
+        c = our_config(config, source, position)
+    except (TypeError, AttributeError) as error:  # such as null where a number or a list should be
+        raise UserError(f'config.json of {source} has an entry of the wrong kind: {error}. Get it again.') from error
+    folder = model_files(source)
+    tokenizer, tensors = load_tokenizer(folder, c.vocab_size), read_weights(folder)
+    if position is None and config['model_type'] == 'llama':
+        if any(name.endswith('.self_attn.scale_param') for name in tensors):
+            raise UserError(f"{source} has head scales (scale_param), which the paper's code gives "
+                             'to models without position encoding, but its config says Llama. '
+                             'Add --position=none, or --position=rope if it was trained with RoPE.')
+        print(f'{source}: its config says Llama, read as RoPE; a checkpoint trained without '
+              'position encoding says the same: if its card says NoPE, add '
+              '--position=none', flush=True)
+    return {'tokenizer': tokenizer, 'model': our_state(tensors, c, source),
             'model_config': dataclasses.asdict(c), 'step': 0, 'settings': {}}
 
 
 # ----------------------------------------------------------------------------- out
 
+# what of a ModelConfig a config.json says; without dape_kernel, the rest of DAPE's says nothing
+EXPORTED = ('vocab_size', 'block_size', 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'n_hidden',
+            'position', 'rope_base', 'rope_scaling', 'rope_length', 'tied', 'norm_eps',
+            'dape_width', 'dape_residual', 'dape_cheat')
+
+
+def require_exportable(model):
+    """Raise ValueError if a model has a setting or a weight that a stock model has no place for."""
+    c = model.config
+    method = f"position '{c.position}'" + (' with DAPE' if getattr(c, 'dape_kernel', 0) else '')
+    if method not in ("position 'rope'", "position 'none'"):
+        raise UserError(f'{method} changes attention in a way that no model of transformers with '
+                        'our other parts does. Only rope and none can be exported.')
+    odd = [f'{field.name} {getattr(c, field.name)}' for field in dataclasses.fields(c)
+           if field.name not in EXPORTED and getattr(c, field.name) != field.default]
+    known = {*tensor_table(c), 'head.weight'}
+    folded = '.attn.head_scale', '.attn.head_gain'
+    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+    odd += [name for name, _ in tensors if name not in known and not name.endswith(folded)]
+    if odd:
+        raise UserError(f"the model has {', '.join(odd[:3])}, for which a model of transformers "
+                        'has no place that we know: the folder would be another model. Export one '
+                        'without.')
+
+
 def their_config(c, dtype, encoding, length=0):
     """
     A config.json: RoPE is Llama, NoPE is SmolLM3 with RoPE in no layer; encoding: the tokenizer;
-    length: the tokens its scales are for, if more than L. Raises ValueError for other methods.
+    length: the tokens its scales are for, if more than L.
     """
-    method = f"position '{c.position}'" + (' with DAPE' if getattr(c, 'dape_kernel', 0) else '')
-    if method not in ("position 'rope'", "position 'none'"):
-        raise UserError(f'{method} changes attention in a way that no model of transformers with our other parts '
-                         'does. Only rope and none can be exported.')
     kind, factor = parse_scaling(c.rope_scaling)
     D, L, base, rope = c.n_embd // c.n_head, c.rope_length or c.block_size, c.rope_base, None
     if kind == 'ntk':  # nothing but a larger base, which the second frequency, base^(-2/D), tells
@@ -309,6 +386,9 @@ def their_state(model, dtype):
             # copies, as safetensors takes no two tensors in one memory; vectors are few and stay
             # float32
             tensors[name] = rows.to(dtype if rows.dim() == 2 else torch.float32, copy=True)
+            if not tensors[name].isfinite().all():
+                raise UserError(f'{name} is not finite in {tensors[name].dtype}, with its scales. '
+                                'Export with a larger --dtype, such as float32, or smaller scales.')
     return tensors
 
 
@@ -346,13 +426,16 @@ def save_folder(folder, model, tokenizer, dtype, length=0):
     """
     safetensors, folder = optional('safetensors.torch'), Path(folder).resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f'{folder} exists and is not an empty folder. Remove it or choose another folder.')
+        raise UserError(f'{folder} exists and is not an empty folder. Remove it or choose another '
+                        'folder.')
+    require_exportable(model)
     encoding = tokenizer_from_state(tokenizer)
     config = their_config(model.config, dtype, encoding, length)
     folder.parent.mkdir(parents=True, exist_ok=True)
     need, free = model.n_params() * dtype.itemsize + 2 ** 24, shutil.disk_usage(folder.parent).free
     if free < need:
-        raise UserError(f'{folder} needs {need / 1e9:.2f} GB but {free / 1e9:.2f} GB are free. Free some space.')
+        raise UserError(f'{folder} needs {need / 1e9:.2f} GB but {free / 1e9:.2f} GB are free. '
+                        'Free some space.')
     part = folder.with_name(folder.name + '.part')
     shutil.rmtree(part, ignore_errors=True)  # of a run that was killed
     try:
@@ -414,10 +497,11 @@ class Foreign(nn.Module):
         c, store = self.model.config, cache or ForeignCache(None, None)
         end = store.length + idx.shape[1]
         if cache and end > store.max_length:
-            raise UserError(f'the KV cache holds {store.max_length} tokens but {end} are needed. Make it longer.')
+            raise UserError(f'the KV cache holds {store.max_length} tokens but {end} are needed. '
+                            'Make it longer.')
         if end > getattr(c, 'n_positions', end):
-            raise UserError(f'a {c.model_type} model has {c.n_positions} positions but {end} are needed. '
-                             'Choose a shorter length.')
+            raise UserError(f'a {c.model_type} model has {c.n_positions} positions but {end} are '
+                            'needed. Choose a shorter length.')
         if end > getattr(c, 'max_seq_len', end):
             c.max_seq_len = end  # MPT makes its ALiBi biases for so many tokens; more change nothing for fewer
         store.length = end
@@ -428,8 +512,9 @@ class Foreign(nn.Module):
         return ForeignCache(optional('transformers').DynamicCache(config=self.model.config), max_length)
 
     def refuse(self, *_):
-        raise UserError(f'a {self.config.position} model is read through transformers: no scale of it can be tuned or '
-                         'applied, nor its entropy measured. Take a Llama-type checkpoint for that.')
+        raise UserError(f'a {self.config.position} model is read through transformers: no scale of '
+                        'it can be tuned or applied, nor its entropy measured. Take a Llama-type '
+                        'checkpoint for that.')
 
     head_scale = property(refuse, refuse)
     probe = refuse
@@ -439,18 +524,33 @@ def load_foreign(source, dtype=torch.float32):
     """A Foreign model, and the rest of a checkpoint as in load_folder(). dtype: of its weights."""
     auto, folder = optional('transformers').AutoModelForCausalLM, model_files(source)
     optional('transformers.utils.logging').disable_progress_bar()
+    tensors = read_weights(folder)  # mapped; transformers itself checks neither their files nor their checksums
+    held = sum(tensor.numel() for tensor in tensors.values())
+    try:
+        config = optional('transformers').AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        sizes = {name: getattr(config, name, 0) for name in ('num_hidden_layers', 'hidden_size', 'vocab_size')}
+        too_large = sizes['num_hidden_layers'] > len(tensors) or max(sizes.values()) > held
+    except Exception as error:
+        raise UserError(f'transformers cannot read config.json of {source} ({type(error).__name__}: {error}). '
+                         'Choose another checkpoint, or get its files again.') from error
+    if too_large:
+        raise UserError(f'config.json of {source} calls for {sizes}, but its weights are {len(tensors)} tensors of '
+                         f'{held:,} numbers in all. Do both belong together?')
+    del tensors
     try:
         model, report = auto.from_pretrained(folder, dtype=dtype, local_files_only=True, trust_remote_code=False,
                                              output_loading_info=True)
     except Exception as error:  # of its many loaders
-        raise UserError(f'transformers cannot read {source}: {str(error).splitlines()[0]} Choose another checkpoint, '
-                         'or get its files again.') from error
+        raise UserError(f'transformers cannot read {source}: {str(error).splitlines()[0]} Choose '
+                        'another checkpoint, or get its files again.') from error
     if report['missing_keys']:  # transformers would go on with random weights
-        raise UserError(f"{source} lacks weights: {', '.join(sorted(report['missing_keys'])[:3])} ... Get it again.")
+        raise UserError(f"{source} lacks weights: {', '.join(sorted(report['missing_keys'])[:3])} "
+                        '... Get it again.')
     model, idx = Foreign(model.eval()), torch.tensor([[0, 1]])
     with torch.no_grad():  # some types change logits after the output matrix, which forward() would miss
         if not torch.allclose(model(idx), model.model(idx).logits, rtol=1e-3, atol=1e-4):
-            raise UserError(f'{source}: the logits of a {model.config.position} model are more than its output matrix '
-                             'times its last state, which we do not read. Choose another checkpoint.')
+            raise UserError(f'{source}: the logits of a {model.config.position} model are more '
+                            'than its output matrix times its last state, which we do not read. '
+                            'Choose another checkpoint.')
     return model, {'model_config': vars(model.config), 'tokenizer': load_tokenizer(folder, model.config.vocab_size),
                    'step': 0, 'settings': {}}

@@ -34,7 +34,8 @@ def optional(package):
         return importlib.import_module(package)
     except ImportError as error:
         name = package.partition('.')[0]
-        raise UserError(f'This needs the optional package {name}. Run: pip install {name}') from error
+        raise UserError(f'This needs the optional package {name}. Run: pip install '
+                        f'{name}') from error
 
 
 @functools.cache
@@ -190,6 +191,25 @@ def provenance(settings, runtime, seconds):
     }
 
 
+def paper_table(name):
+    """A table of a paper in results/papers/tables.json as {row: {column: number}}."""
+    table = json.loads((ROOT / 'results/papers/tables.json').read_text())[name]
+    return {row: dict(zip(table['columns'], values)) for row, values in table['rows'].items()}
+
+
+def print_scores(say, ours, theirs):
+    """
+    Our scores {task: percent}, beside them rows of a paper's table, {name: {task: percent}}, nan
+    where there is no number; and the plain means over the tasks.
+    """
+    columns = {'here': ours} | theirs
+    rows = {task: [column.get(task, math.nan) for column in columns.values()] for task in ours}
+    rows['average'] = np.mean(list(rows.values()), axis=0)
+    say(' ' * 22 + ''.join(f'{name:>22}' for name in columns))
+    for task, scores in rows.items():
+        say(f'{task:22}' + ''.join(f'{score:22.2f}' for score in scores))
+
+
 def bin_means(values, width):
     """
     Means over bins of `width` positions, so that a curve over thousands of positions is smooth and
@@ -286,7 +306,7 @@ def read_rows(path, lines):
         except ValueError:
             row = None
         if not isinstance(row, dict) or number > 1 and 'item' not in row:
-            raise UserError(f'line {number} of {path} cannot be read. Remove that line, and its item '
-                            'is answered again, or remove the file.')
+            raise UserError(f'line {number} of {path} cannot be read. Remove that line, and its '
+                            'item is answered again, or remove the file.')
         rows.append(row)
     return rows

@@ -56,7 +56,7 @@ def finite(values, shape, what):
     """A float32 tensor of that shape. Raises UserError where it is another or not finite there."""
     try:
         tensor = torch.from_numpy(np.array(values, dtype=float)).float()
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         tensor = torch.empty(0)
     if tensor.shape != shape or not tensor.isfinite().all():
         size = ' x '.join(map(str, shape))
@@ -95,18 +95,18 @@ def read_scale_file(path, info):
     for one in sets if whole else ():
         length = one.get('target_length') if isinstance(one, dict) else None
         whole = whole and type(length) is int and length > 0 and 'head_scale' in one
-    if not whole:
+    if not whole or not isinstance(data.get('tuning_tokens', 0), int | float):
         raise UserError(f'{path} is not a scale file: it needs head_scale, weights_digest and '
                         'target_length.')
     sets = {one['target_length']: vectors_from_json(one, path, info) for one in sets}
     if data['weights_digest'] != info['digest']:
-        raise UserError(f"{path} was tuned for other weights than {info['path']}. Tune it again for "
-                        'this checkpoint.')
+        raise UserError(f"{path} was tuned for other weights than {info['path']}. Tune it again "
+                        'for this checkpoint.')
     for setting, key in (('position', 'position_method'), ('rope_scaling', 'rope_scaling')):
         tuned_as, read_as = data.get(key), info['model_config'][setting]
         if tuned_as not in (read_as, None):
-            raise UserError(f"{path} was tuned with {setting} '{tuned_as}', but {info['path']} is read "
-                            f"with '{read_as}'. Add --{setting}={tuned_as}.")
+            raise UserError(f"{path} was tuned with {setting} '{tuned_as}', but {info['path']} is "
+                            f"read with '{read_as}'. Add --{setting}={tuned_as}.")
     return data, sets
 
 
@@ -196,9 +196,10 @@ def apply_scale(model, scale, info, say=print):
         else:
             model.load_state_dict(*sets.values(), strict=False)
     else:
-        if not scale > 0:
+        number = finite(scale, (), f'scale {scale}')
+        if not number > 0:
             raise UserError(f'scale is {scale}; a softmax scale must be above 0.')
-        model.head_scale = finite(scale, (), f'scale {scale}')
+        model.head_scale = number
         label.append(f'scale{scale:g}')
     return '_'.join(label)
 

@@ -5,7 +5,8 @@ A prepared dataset is a folder, data/NAME, that needs nothing from outside:
     train.bin, val.bin, test.bin  the tokens of a split, one flat array; each document is followed by end-of-text
     train_starts.bin, ...         where its documents start, int64
     tokenizer_state.json          the whole tokenizer, as checkpoints carry it
-    meta.json                     what the files hold; written last, so where it stands the rest is whole
+    meta.json                     what the files hold, and their checksums;
+                                  written last, so where it stands the rest is whole
 """
 
 import base64
@@ -17,6 +18,7 @@ import math
 import os
 import re
 import shutil
+import zlib
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,7 +28,7 @@ import numpy as np
 import tiktoken
 
 from lib.errors import ROOT, UserError
-from lib.results import optional, progress_bar, save_json, write_text
+from lib.results import note, optional, progress_bar, save_json, write_text
 
 MIB = 2 ** 20
 EOT = '<|endoftext|>'
@@ -52,14 +54,17 @@ def get_tokenizer(name):
         try:
             return tiktoken.get_encoding(name)
         except OSError as error:
-            raise UserError('The ranks of gpt2 could not be downloaded; it needs the network once. Connect, or take '
-                             '--tokenizer=bytes or a local .tiktoken file.') from error
+            raise UserError('The ranks of gpt2 could not be downloaded; it needs the network once. '
+                            'Connect, or take --tokenizer=bytes or a local .tiktoken '
+                            'file.') from error
     path = Path(name)
     if name.startswith('hf:'):
         path = from_hub(name, ['tokenizer.json', 'tokenizer_config.json'],
-                        'give a file that you have: --tokenizer=FOLDER/tokenizer.json.') / 'tokenizer.json'
+                        'give a file that you have: '
+                        '--tokenizer=FOLDER/tokenizer.json.') / 'tokenizer.json'
     if path.suffix not in ('.tiktoken', '.json'):
-        raise UserError(f"There is no tokenizer '{name}'. Take gpt2, bytes, FILE.tiktoken, FILE.json, hf:ORG/NAME.")
+        raise UserError(f"There is no tokenizer '{name}'. Take gpt2, bytes, FILE.tiktoken, "
+                        'FILE.json, hf:ORG/NAME.')
     if not path.is_file():
         raise UserError(f'There is no tokenizer file {path}. Check the name.')
     if path.suffix == '.json':
@@ -67,11 +72,21 @@ def get_tokenizer(name):
         try:
             eos = json.loads(config.read_text(encoding='utf-8')).get('eos_token') if config.is_file() else None
             eos = eos['content'] if isinstance(eos, dict) else eos
-        except (ValueError, LookupError, AttributeError) as error:
+            if not isinstance(eos, str | None):
+                raise UserError(f'eos_token is {eos}')
+        except (ValueError, LookupError, AttributeError, RecursionError) as error:
             raise UserError(f'{config} is not a tokenizer_config.json ({error}). Get it again.') from error
-        return HFTokenizer(name if name.startswith('hf:') else path.name, path.read_text(encoding='utf-8'), eos)
-    ranks = parse_ranks(path.read_text(encoding='utf-8'), name)
+        return HFTokenizer(name if name.startswith('hf:') else path.name, read_utf8(path), eos)
+    ranks = parse_ranks(read_utf8(path), name)
     return tiktoken_encoding(path.name, ranks, PATTERN, max(ranks.values()) + 1)
+
+
+def read_utf8(path):
+    """The text of a file. Raises ValueError that names it if it is not UTF-8."""
+    try:
+        return path.read_text(encoding='utf-8')
+    except UnicodeDecodeError as error:
+        raise UserError(f'{path} is not UTF-8: {error}. Get it again, or convert it.') from error
 
 
 def tiktoken_encoding(name, ranks, pattern, eot_token):
@@ -86,14 +101,24 @@ def parse_ranks(text, where):
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except ValueError as error:
-            raise UserError(f'{where}, line {number}, is not a base64 token and its rank. Check the file.') from error
+            raise UserError(f'{where}, line {number}, is not a base64 token and its rank. Check '
+                            'the file.') from error
     if not all(bytes([byte]) in ranks for byte in range(256)) or len(set(ranks.values())) < len(ranks):
-        raise UserError(f'{where} lacks one of the 256 single bytes or has a rank twice. Is the file whole?')
+        raise UserError(f'{where} lacks one of the 256 single bytes or has a rank twice. Is the '
+                        'file whole?')
     return ranks
 
 
 def format_ranks(ranks):
     return ''.join(f'{base64.b64encode(token).decode()} {rank}\n' for token, rank in ranks.items())
+
+
+def without_half_pairs(text):
+    """
+    The text with each half of a surrogate pair replaced. JSON can hold one, UTF-8 and tokenizers
+    cannot; tiktoken replaces it by itself.
+    """
+    return re.sub('[\ud800-\udfff]', '\N{REPLACEMENT CHARACTER}', text)
 
 
 class HFTokenizer:
@@ -117,7 +142,8 @@ class HFTokenizer:
         self.n_vocab = max(vocab.values()) + 1  # not their number: some ids may be unused
         self.eos = next((token for token in (eos, '</s>', EOT, '<|end_of_text|>', '<eos>') if token in vocab), None)
         if self.eos is None:
-            raise UserError(f'{name} has no end-of-text token that we know. Set eos_token in tokenizer_config.json.')
+            raise UserError(f'{name} has no end-of-text token that we know. Set eos_token in '
+                            'tokenizer_config.json.')
         self.eot_token = vocab[self.eos]
         plain, whole = (self.tokenizer.encode('a', add_special_tokens=special).ids for special in (False, True))
         before = whole[:whole.index(plain[0])]  # such as <s>
@@ -125,7 +151,7 @@ class HFTokenizer:
 
     def encode_ordinary(self, text):
         # as a batch of one: unlike encode() it keeps no offsets, and lets other threads run
-        return self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return self.tokenizer.encode_batch_fast([without_half_pairs(text)], add_special_tokens=False)[0].ids
 
     def decode(self, ids):
         """The text of ids, special tokens such as <s> left out; decode_bytes() shows them."""
@@ -155,7 +181,8 @@ def from_hub(source, patterns, advice):
     except Exception as error:  # of the name, the network, the proxy, the disk: they share no class
         why = {'RepositoryNotFoundError': f'there is no {repo}, or it is private',
                'RevisionNotFoundError': f'{repo} has no revision {revision}'}.get(
-                   type(error).__name__, f'{type(error).__name__}: check name, revision and network')
+                   type(error).__name__, f'{type(error).__name__}: check name, revision and '
+                                         'network')
         raise UserError(f'{source} could not be had: {why}. Or {advice}') from error
 
 
@@ -199,13 +226,14 @@ def train_bpe(texts, vocab_size, path):
     and return it.
     """
     if vocab_size < 257:
-        raise UserError(f'A BPE of {vocab_size} tokens cannot hold the 256 bytes and end-of-text. Take 257 or more.')
+        raise UserError(f'A BPE of {vocab_size} tokens cannot hold the 256 bytes and end-of-text. '
+                        'Take 257 or more.')
     package = optional('tokenizers')
     tokenizer = package.Tokenizer(package.models.BPE())
     words = package.pre_tokenizers.Split(package.Regex(PATTERN), 'isolated')
     byte_level = package.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = package.pre_tokenizers.Sequence([words, byte_level])
-    tokenizer.train_from_iterator(texts, package.trainers.BpeTrainer(
+    tokenizer.train_from_iterator(map(without_half_pairs, texts), package.trainers.BpeTrainer(
         vocab_size=vocab_size - 1, initial_alphabet=byte_level.alphabet(), show_progress=False))
     byte_of = {char: byte for byte, char in byte_characters().items()}
     vocab = tokenizer.get_vocab()
@@ -225,7 +253,8 @@ def tokenizer_for(name, documents, folder, total_bytes=0):
     if kind != 'bpe':
         return get_tokenizer(name)
     if not vocab_size.isdecimal():
-        raise UserError(f"tokenizer is '{name}'. Write bpe: and the size of its vocabulary, as in bpe:8192.")
+        raise UserError(f"tokenizer is '{name}'. Write bpe: and the size of its vocabulary, as in "
+                        'bpe:8192.')
     print(f'training a BPE of {vocab_size} tokens')
     pieces = (piece for document in documents for piece, _ in cut(document, MIB))
     pieces = itertools.islice(pieces, 0, None, math.ceil(total_bytes / 2e8) or 1)
@@ -338,7 +367,8 @@ def write_corpus(folder, encoding, splits, workers=None, report=None, total_byte
             bar.update(n_bytes)
         for split in splits:
             if not ends[split]:
-                raise UserError(f'No document is left for the {split} split of {folder.name}. Give it more text.')
+                raise UserError(f'No document is left for the {split} split of {folder.name}. Give '
+                                'it more text.')
             starts = np.concatenate([[0], *ends[split]])[:-1]  # a document starts where the one before it ended
             (temporary / f'{split}_starts.bin').write_bytes(starts.astype(np.int64).tobytes())
         bar.close()
@@ -364,7 +394,9 @@ def remove_dataset(folder):
 
 def finish_dataset(folder, meta):
     """Write meta.json, with which the dataset is whole, and print a summary."""
-    save_json(folder / 'meta.json', meta)
+    names = [f'{split}{end}.bin' for split in meta['splits'] for end in ('', '_starts')]
+    checksums = {name: read_through(folder / name, np.uint8)[0] for name in names}
+    save_json(folder / 'meta.json', meta | {'checksums': checksums})
     print(f'{folder}: tokenizer {meta["tokenizer"]}, vocabulary {meta["vocab_size"]:,}')
     for split, count in meta['splits'].items():
         print(f'{split:>6} {count["tokens"]:14,} tokens  {count["documents"]:10,} documents  '
@@ -382,19 +414,23 @@ def split_by_hash(identity, val_fraction, test_fraction):
 
 # ----------------------------------------------------------------------------- reading token files
 
+CHECKED_AT_OPEN = 2 ** 30  # bytes of a token file, above which only train.py reads it through first
+
+
 @dataclass
 class TokenFile:
     tokens: np.memmap  # (n,) uint16 or uint32; each document is followed by end-of-text
     starts: np.memmap  # (documents,) int64, where each begins
     meta: dict         # meta.json
     tokenizer_state: dict
+    checksum: str | None = None  # of the file of tokens, where it was read through
 
 
-def open_tokens(dataset, split):
+def open_tokens(dataset, split, check=False):
     """
-    dataset: the name of a folder in data/, or the path of one; split: 'train', 'val' or 'test'.
-    Returns a TokenFile. Raises FileNotFoundError if it is not prepared or has no such split,
-    ValueError if a file is damaged.
+    dataset: the name of a folder in data/, or the path of one; split: 'train', 'val' or 'test'. Returns a TokenFile.
+    check: True compares a large file with its checksum too, which takes a second for each GB or two.
+    Raises FileNotFoundError if it is not prepared or has no such split, ValueError if a file is damaged.
     """
     folder = ROOT / 'data' / dataset
     folder = folder if folder.is_dir() else Path(dataset)
@@ -403,21 +439,70 @@ def open_tokens(dataset, split):
             prepare = os.path.relpath(folder / 'prepare.py')
             raise UserError(f'Dataset {dataset} is not prepared. Run: python {prepare}')
         prepared = sorted(path.parent.name for path in (ROOT / 'data').glob('*/meta.json'))
-        raise UserError(f'There is no dataset {dataset}. Prepared are: {", ".join(prepared) or "none"}.')
+        raise UserError(f'There is no dataset {dataset}. Prepared are: '
+                        f'{", ".join(prepared) or "none"}.')
     try:
         meta = json.loads((folder / 'meta.json').read_text(encoding='utf-8'))
         state = json.loads((folder / 'tokenizer_state.json').read_text(encoding='utf-8'))
         dtype, whole = np.dtype(meta['dtype']), tokenizer_digest(state) == meta['tokenizer_digest']
         counts = {split: (count['tokens'], count['documents']) for split, count in meta['splits'].items()}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        sizes = [meta['vocab_size'], *itertools.chain(*counts.values())]
+        whole = whole and dtype in (np.uint16, np.uint32) and type(meta['tokenizer']) is str
+        whole = whole and type(meta.get('checksums', {})) is dict  # a data set of long ago has none
+        whole = whole and all(type(size) is int and size > 0 for size in sizes)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         whole = False
     if not whole:
-        raise UserError(f'{folder}: meta.json or tokenizer_state.json is damaged. Prepare the dataset again.')
+        raise UserError(f'{folder}: meta.json or tokenizer_state.json is damaged. Prepare the '
+                        'dataset again.')
     if split not in counts:
         raise UserError(f'Dataset {dataset} has no split {split}. It has {", ".join(counts)}.')
     n_tokens, n_documents = counts[split]
     tokens = map_array(folder / f'{split}.bin', dtype, n_tokens)
-    return TokenFile(tokens, map_array(folder / f'{split}_starts.bin', np.dtype(np.int64), n_documents), meta, state)
+    starts = map_array(folder / f'{split}_starts.bin', np.dtype(np.int64), n_documents)
+    if starts[0] != 0 or starts[-1] >= n_tokens or (starts[1:] <= starts[:-1]).any():
+        raise UserError(f'{folder}/{split}_starts.bin is damaged: where documents start must rise from 0 to less than '
+                         f'{n_tokens:,}. Prepare the dataset again.')
+    data = TokenFile(tokens, starts, meta, state)
+    if check or tokens.nbytes < CHECKED_AT_OPEN:
+        data.checksum = require_whole(folder, split, data)
+    return data
+
+
+def require_whole(folder, split, data):
+    """The checksum of a split's tokens. Raises ValueError if a file is not what was written."""
+    checksums = data.meta.get('checksums', {})
+    if not checksums:
+        note(f'{folder} was prepared before token files had checksums: damage to it may go unnoticed.')
+    if data.tokens.nbytes >= CHECKED_AT_OPEN:
+        note(f'reading {folder}/{split}.bin through, {data.tokens.nbytes / 1e9:.1f} GB, to find damage')
+    found, highest = read_through(folder / f'{split}.bin', data.tokens.dtype)
+    if highest >= data.meta['vocab_size']:
+        raise UserError(f'{folder}/{split}.bin is damaged: it has token {highest}, but the vocabulary ends before '
+                         f"{data.meta['vocab_size']}. Prepare the dataset again.")
+    starts_found, _ = read_through(folder / f'{split}_starts.bin', data.starts.dtype)
+    for name, checksum in ((f'{split}.bin', found), (f'{split}_starts.bin', starts_found)):
+        if checksums and checksums.get(name) != checksum:
+            raise UserError(f'{folder}/{name} is damaged: its checksum is {checksum}, by meta.json it should be '
+                             f'{checksums.get(name)}. Prepare the dataset again.')
+    return found
+
+
+def read_through(path, dtype):
+    """CRC-32 of a file of numbers, as 8 hex digits, and the highest of them; read again only once it has changed."""
+    stat = path.stat()
+    return read_version(path, dtype, stat.st_size, stat.st_mtime_ns, stat.st_ino)
+
+
+@functools.lru_cache(maxsize=64)
+def read_version(path, dtype, *version):
+    """read_through() of one version of a file: a stage may open the same one for each length and row of a table."""
+    checksum, highest = 0, 0
+    with open(path, 'rb') as file:
+        while part := file.read(16 * MIB):
+            checksum = zlib.crc32(part, checksum)
+            highest = max(highest, int(np.frombuffer(part, dtype).max()))
+    return f'{checksum:08x}', highest
 
 
 def map_array(path, dtype, count):
@@ -427,7 +512,8 @@ def map_array(path, dtype, count):
     """
     found, expected = path.stat().st_size if path.is_file() else 0, count * dtype.itemsize
     if found != expected:
-        raise UserError(f'{path} has {found:,} bytes, by meta.json it should have {expected:,}. Prepare it again.')
+        raise UserError(f'{path} has {found:,} bytes, by meta.json it should have {expected:,}. '
+                        'Prepare it again.')
     return np.memmap(path, dtype, 'r')
 
 
@@ -447,7 +533,8 @@ SLOTS = 10_000  # each cycle of so many samples holds the weights of a mixture e
 
 def key_of(*parts):
     """A 64-bit number from anything that prints; unlike hash(), the same in every process."""
-    return int.from_bytes(hashlib.sha256('/'.join(map(str, parts)).encode()).digest()[:8], 'big')
+    text = '/'.join(map(str, parts)).encode(errors='surrogatepass')  # a file name may be no UTF-8
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], 'big')
 
 
 @functools.lru_cache(maxsize=8)
@@ -473,32 +560,37 @@ def mixture_cycle(slots, key):
 
 class Windows:
     """
-    Training and evaluation windows of a dataset, or of a mixture by weight such as
-    'slimpajama:0.694,starcoder:0.306', of which val and test are the first source's. A window is a
-    block of block_size + 1 consecutive tokens, that is block_size predictions; blocks do not
-    overlap.
+    Training and evaluation windows of a dataset, or of a mixture by weight such as 'slimpajama:0.694,starcoder:0.306',
+    of which val and test are the first source's.
+    A window is a block of block_size + 1 consecutive tokens, that is block_size predictions; blocks do not overlap.
+    check: as in open_tokens(); checksums: {source: checksum of its tokens}, by which its text can be told from others.
     """
 
-    def __init__(self, dataset, split, block_size, seed=0):
+    def __init__(self, dataset, split, block_size, seed=0, check=False):
         self.dataset, self.split, self.block_size, self.seed = dataset, split, block_size, seed
         parts = dataset.split(',') if split == 'train' else dataset.split(',')[:1]  # others may have no such split
         names, weights = zip(*(parse_part(part) for part in parts), strict=True)
-        sources = [open_tokens(name, split) for name in names]
+        sources = [open_tokens(name, split, check) for name in names]
+        self.checksums = {name: source.checksum for name, source in zip(names, sources, strict=True)}
         first, self.blocks = sources[0], []
         for name, source in zip(names, sources, strict=True):
             if source.meta['tokenizer_digest'] != first.meta['tokenizer_digest']:
-                one, other = (f'{s.meta["tokenizer"]} {s.meta["tokenizer_digest"]}' for s in (first, source))
-                raise UserError(f'{names[0]} has tokenizer {one}, {name} has {other}. Prepare both with the same one.')
+                one, other = (f'{s.meta["tokenizer"]} '
+                              f'{s.meta["tokenizer_digest"]}' for s in (first, source))
+                raise UserError(f'{names[0]} has tokenizer {one}, {name} has {other}. Prepare both '
+                                'with the same one.')
             n = len(source.tokens) // (block_size + 1)
             if n == 0:
-                raise UserError(f'Split {split} of {name} has {len(source.tokens):,} tokens, less than a window of '
-                                 f'{block_size:,} + 1. Choose a shorter one or prepare more text.')
+                raise UserError(f'Split {split} of {name} has {len(source.tokens):,} tokens, less '
+                                f'than a window of {block_size:,} + 1. Choose a shorter one or '
+                                'prepare more text.')
             self.blocks.append(source.tokens[:n * (block_size + 1)].reshape(n, block_size + 1))
         exact = np.array(weights) / sum(weights) * SLOTS
         slots = np.floor(exact).astype(int)
         slots[np.argsort(slots - exact, kind='stable')[:SLOTS - slots.sum()]] += 1  # to the largest remainders
         if not all(slots):
-            raise UserError(f'A part of {dataset} has hardly any weight, no sample in {SLOTS:,}. Leave it out.')
+            raise UserError(f'A part of {dataset} has hardly any weight, no sample in {SLOTS:,}. '
+                            'Leave it out.')
         self.slots = tuple(slots.tolist())
         self.vocab_size, self.tokenizer_state = first.meta['vocab_size'], first.tokenizer_state
 
@@ -536,5 +628,6 @@ def parse_part(part):
     """('slimpajama', 0.694) from 'slimpajama:0.694', the weight being 1 where there is none."""
     name, _, weight = part.strip().partition(':')
     if not name or not re.fullmatch(r'|\d*\.?\d+([eE]-?\d+)?', weight) or float(weight or 1) == 0:
-        raise UserError(f"dataset has the part '{part}'. Write NAME:WEIGHT, the weight being a number above 0.")
+        raise UserError(f"dataset has the part '{part}'. Write NAME:WEIGHT, the weight being a "
+                        'number above 0.')
     return name, float(weight or 1)

@@ -1,6 +1,6 @@
 """
-What several test files need: a small real corpus, a model trained on it for a few steps, a way to run a stage, and
-a second, slower implementation of the whole transformer.
+What several test files need: a small real corpus, a model trained on it for a few steps, a way to
+run a stage, and a second, slower implementation of the whole transformer.
 """
 
 import contextlib
@@ -18,10 +18,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from corpus import get_tokenizer, write_corpus
+from lib.devices import Runtime
+from lib.tokens import get_tokenizer, write_corpus
 from model import ModelConfig, Transformer
-from position import BIASES
-from runtime import Runtime, new_figure
+from position import METHODS, Bias
 
 ROOT = Path(__file__).resolve().parents[1]
 torch.set_num_threads(1)  # on tensors this small, threads only wait for each other
@@ -29,7 +29,10 @@ TINY = dict(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_hidden=64, block_size
 
 
 def stage(name, *arguments, ranks=1, status=0):
-    """Run a stage of the project, `python NAME.py ARGUMENTS`, as a user does. Returns what it printed: (out, err)."""
+    """
+    Run a stage of the project, `python NAME.py ARGUMENTS`, as a user does. Returns what it printed:
+    (out, err).
+    """
     launcher = ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={ranks}'] if ranks > 1 else []
     run = subprocess.run([sys.executable, *launcher, str(ROOT / f'{name}.py'), *arguments], capture_output=True,
                          text=True, encoding='utf-8', env=os.environ | {'OMP_NUM_THREADS': '1', 'PYTHONUTF8': '1'})
@@ -39,8 +42,9 @@ def stage(name, *arguments, ranks=1, status=0):
 
 def mistake(name, *arguments):
     """
-    Run a stage that should refuse its arguments, with exit status 1 and nothing on stderr but one line. Returns it.
-    In this process, as importing torch again takes seconds; what ends an uncaught error is called as Python does.
+    Run a stage that should refuse its arguments, with exit status 1 and nothing on stderr but one
+    line. Returns it. In this process, as importing torch again takes seconds; what ends an uncaught
+    error is called as Python does.
     """
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as err:
         patch.setattr(sys, 'argv', [f'{name}.py', *arguments])
@@ -51,7 +55,7 @@ def mistake(name, *arguments):
         except Exception as error:
             sys.excepthook(type(error), error, error.__traceback__)
         finally:
-            torch.use_deterministic_algorithms(False)  # runtime.setup() had set it
+            torch.use_deterministic_algorithms(False)  # setup() had set it
     line = err.getvalue()
     assert len(line.splitlines()) == 1 and line.startswith(f'{name}.py: '), line
     return line.strip()
@@ -59,7 +63,10 @@ def mistake(name, *arguments):
 
 @pytest.fixture(scope='session')
 def corpus_dir(tmp_path_factory):
-    """A dataset folder: bytes of Python's own email (train, val) and json packages (test), one document a module."""
+    """
+    A dataset folder: bytes of Python's own email (train, val) and json packages (test), one
+    document a module.
+    """
     folder = tmp_path_factory.mktemp('corpus') / 'bytes'
     package = Path(email.__file__).parent
     held_out = [package / 'message.py', package / 'header.py']
@@ -73,7 +80,10 @@ def corpus_dir(tmp_path_factory):
 
 @pytest.fixture(scope='session')
 def tiny_run(tmp_path_factory, corpus_dir):
-    """out_dir of a run: 20 steps of a model of TINY's shape on corpus_dir. A test that writes copies its last.pt."""
+    """
+    out_dir of a run: 20 steps of a model of TINY's shape on corpus_dir. A test that writes copies
+    its last.pt.
+    """
     out_dir = tmp_path_factory.mktemp('runs') / 'tiny'
     sizes = [f'--{name}={value}' for name, value in TINY.items()]
     stage('train', *sizes, f'--dataset={corpus_dir}', f'--out_dir={out_dir}', '--max_iters=20', '--batch_size=8',
@@ -91,7 +101,7 @@ def cpu():
 @contextlib.contextmanager
 def files_at_most(n_bytes):
     """No file can grow past n_bytes here, as on a full disk; pytest's own output either."""
-    new_figure()  # matplotlib writes a cache when it is first imported: before the limit
+    import matplotlib.pyplot  # noqa: F401, as it writes a cache when it is first imported
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
     try:
@@ -102,8 +112,8 @@ def files_at_most(n_bytes):
 
 def random_model(seed=0, **changes):
     """
-    A small Transformer in which nothing is trivial: norms and head scales differ from 1, and q and k are large enough
-    that attention is far from uniform.
+    A small Transformer in which nothing is trivial: norms and head scales differ from 1, and q and
+    k are large enough that attention is far from uniform.
     """
     generator = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)  # some position methods start from it
@@ -111,7 +121,7 @@ def random_model(seed=0, **changes):
     for name, p in model.named_parameters():
         if p.dim() == 1:
             p.data.uniform_(0.5, 1.5, generator=generator)
-        elif name.endswith('content.e'):
+        elif name.endswith('position.e'):
             p.data.normal_(std=0.3, generator=generator)
         elif name.endswith(('qkv.weight', 'out.weight', 'embed.weight')):
             p.data.mul_(3)
@@ -119,15 +129,17 @@ def random_model(seed=0, **changes):
 
 
 def scale_set(rows):
-    """The vectors of a scale set, {parameter name: tensor}, from a list of head scales per layer."""
+    """
+    The vectors of a scale set, {parameter name: tensor}, from a list of head scales per layer.
+    """
     return {f'blocks.{i}.attn.head_scale': torch.tensor(row, dtype=torch.float32) for i, row in enumerate(rows)}
 
 
 def plain_transformer(model, idx, head_scale=None):
     """
-    The architecture written down a second time, in float64, one head at a time, with the whole matrix of scores.
-    idx: (B, T) ids; head_scale: (n_layer, n_head), the model's own by default. Returns logits (B, T, V) and attention
-    (n_layer, B, H, T, T).
+    The architecture written down a second time, in float64, one head at a time, with the whole
+    matrix of scores. idx: (B, T) ids; head_scale: (n_layer, n_head), the model's own by default.
+    Returns logits (B, T, V) and attention (n_layer, B, H, T, T).
     """
     c, state = model.config, {name: weight.detach().double() for name, weight in model.state_dict().items()}
     head_scale = torch.as_tensor(model.head_scale if head_scale is None else head_scale, dtype=torch.float64)
@@ -147,7 +159,8 @@ def plain_transformer(model, idx, head_scale=None):
     for layer in range(c.n_layer):
         y = norm(x, f'blocks.{layer}.attn_norm.weight') @ state[f'blocks.{layer}.attn.qkv.weight'].T
         heads = [y[..., i * D:(i + 1) * D] for i in range(c.n_head + 2 * c.n_kv_head)]
-        own = {name.removeprefix(f'blocks.{layer}.attn.'): p for name, p in state.items()}
+        own = {name.removeprefix(f'blocks.{layer}.attn.').replace('position.method.', 'position.'): p
+               for name, p in state.items()}
         q = [head_scale[layer, h] * turn(heads[h]) for h in range(c.n_head)]
         groups = [h * c.n_kv_head // c.n_head for h in range(c.n_head)]
         k, v = ([heads[c.n_head + i * c.n_kv_head + group] for group in groups] for i in (0, 1))
@@ -167,27 +180,28 @@ def plain_transformer(model, idx, head_scale=None):
 
 def plain_position(c, own, scores, q, k):
     """
-    Scores (B, H, T, T) as a position method and DAPE change them, from the papers' formulas, a query and a key at a
-    time where that is short. own: the attention's parameters in float64; q, k: a list of (B, T, D), one a head.
+    Scores (B, H, T, T) as a position method and DAPE change them, from the papers' formulas, a
+    query and a key at a time where that is short. own: the attention's parameters in float64; q, k:
+    a list of (B, T, D), one a head.
     """
     B, H, T, _ = scores.shape
     D, bias, L0 = q[0].shape[-1], torch.zeros(H, T, T, dtype=torch.float64), c.block_size // 2
     relu = torch.relu
-    for i in range(T if c.position in BIASES else 0):
+    for i in range(T if issubclass(METHODS[c.position], Bias) else 0):
         for j in range(i + 1):
             d = i - j
             if c.position == 'alibi':  # 4 heads: slopes 1/4, 1/16, 1/64, 1/256
                 bias[:, i, j] = -d * torch.tensor([4.0 ** -(h + 1) for h in range(H)])
             elif c.position == 'kerple':
-                bias[:, i, j] = -own['bias.p'] * torch.log(1 + own['bias.a'] * d)
+                bias[:, i, j] = -own['position.p'] * torch.log(1 + own['position.a'] * d)
             elif c.position == 'fire':
-                cut = max(i, abs(own['bias.mu'].item() * L0))
-                x = math.log(1 + own['bias.c'] * d) / (math.log(1 + own['bias.c'] * cut) + 1e-6)
-                hidden = relu(own['bias.f.0.weight'][:, 0] * x + own['bias.f.0.bias'])
-                bias[:, i, j] = own['bias.f.2.weight'] @ hidden + own['bias.f.2.bias']
+                cut = max(i, abs(own['position.mu'].item() * L0))
+                x = math.log(1 + own['position.c'] * d) / (math.log(1 + own['position.c'] * cut) + 1e-6)
+                hidden = relu(own['position.f.0.weight'][:, 0] * x + own['position.f.0.bias'])
+                bias[:, i, j] = own['position.f.2.weight'] @ hidden + own['position.f.2.bias']
             elif c.position == 't5':
                 bucket = d if d < 16 else min(31, 16 + int(math.log(d / 16) / math.log(8) * 16))
-                bias[:, i, j] = math.sqrt(D) * own['bias.table'][bucket]
+                bias[:, i, j] = math.sqrt(D) * own['position.table'][bucket]
     if c.position == 'logn':
         scores = scores * (torch.arange(1, T + 1).double().log() / math.log(c.block_size))[:, None]
     if c.position == 'cope':
@@ -195,7 +209,7 @@ def plain_position(c, own, scores, q, k):
         for i in range(T):
             for j in range(i + 1):
                 p = torch.sigmoid(scores[:, :, i, j:i + 1]).sum(-1).clamp(max=63)          # (B, H)
-                at = torch.stack([head[:, i] @ own['content.e'].T for head in q], dim=1)   # (B, H, 64)
+                at = torch.stack([head[:, i] @ own['position.e'].T for head in q], dim=1)   # (B, H, 64)
                 low, high = (at.gather(-1, f(p).long()[..., None])[..., 0] for f in (torch.floor, torch.ceil))
                 more[:, :, i, j] = low + (p - p.floor()) * (high - low)
         scores = scores + more
@@ -203,15 +217,15 @@ def plain_position(c, own, scores, q, k):
         C = H * D
         frequency = torch.tensor([10000 ** (-n / C) for n in range(0, C, 2)], dtype=torch.float64)
         for d in range(T):
-            r = own['content.W.weight'] @ torch.cat(((d * frequency).sin(), (d * frequency).cos()))
+            r = own['position.W.weight'] @ torch.cat(((d * frequency).sin(), (d * frequency).cos()))
             for h in range(H):
                 for i in range(d, T):
-                    by_place = (q[h][:, i] + own['content.v'][h]) @ r[h * D:(h + 1) * D]
-                    scores[:, h, i, i - d] += (k[h][:, i - d] @ own['content.u'][h] + by_place) / math.sqrt(D)
+                    by_place = (q[h][:, i] + own['position.v'][h]) @ r[h * D:(h + 1) * D]
+                    scores[:, h, i, i - d] += (k[h][:, i - d] @ own['position.u'][h] + by_place) / math.sqrt(D)
     if not c.dape_kernel:
         return scores + bias
-    maps = torch.cat((scores, bias.expand(scores.shape)), dim=1) if c.position in BIASES else scores
-    w1, b1, w2, b2 = (own[f'dape.{name}'] for name in ('first.weight', 'first.bias', 'second.weight', 'second.bias'))
+    maps = torch.cat((scores, bias.expand(scores.shape)), dim=1) if issubclass(METHODS[c.position], Bias) else scores
+    w1, b1, w2, b2 = (own[f'position.{name}'] for name in ('first.weight', 'first.bias', 'second.weight', 'second.bias'))
     p, change = c.dape_kernel // 2, torch.zeros_like(scores)
     for i in range(T):
         row = torch.zeros(B, maps.shape[1], T + 4 * p, dtype=torch.float64)  # key j stands at j + 2 p, zeros around
@@ -226,7 +240,10 @@ def plain_position(c, own, scores, q, k):
 
 
 def plain_losses(model, tokens, head_scale=None):
-    """-ln p of each token after the first, by plain_transformer. tokens: (B, T + 1) ids. Returns (B, T) float64."""
+    """
+    -ln p of each token after the first, by plain_transformer. tokens: (B, T + 1) ids. Returns (B,
+    T) float64.
+    """
     logits, _ = plain_transformer(model, tokens[:, :-1], head_scale)
     log_p = logits - logits.logsumexp(-1, keepdim=True)
     return -log_p.gather(-1, tokens[:, 1:, None])[..., 0]

@@ -5,14 +5,17 @@ $ python -m pytest tests/test_che.py
 """
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT, mistake, stage
 
-from che import TASKS, loss_and_accuracy
+from che import TASKS, loss_and_accuracy, print_table
 from model import ModelConfig, Transformer
 
 LENGTHS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 20, 39, 40]
@@ -148,7 +151,7 @@ def test_all_inputs_and_answers_that_should_occur_do():
     outer = {next(k for k in range(2, 9) if 5 <= x[k] <= 7 and x[:k].count(8) - x[:k].count(9) == 1)
              for x in seen('modular_arithmetic', 9)}
     assert outer == {2, 3, 4, 5, 6}
-    for task, (_, _, _, n_out, _) in TASKS.items():
+    for task, (_, _, _, n_out) in TASKS.items():
         assert {s for answer in seen(task, 12, answers=True) for s in answer} == set(range(n_out)), task
 
 
@@ -203,12 +206,25 @@ def test_result_has_all_lengths_by_value_and_the_papers_accuracy_beside_ours(run
     for task, row in result['tasks'].items():
         assert row['inside'] == pytest.approx(np.mean(row['accuracy'][:6]))
         assert row['outside'] == pytest.approx(np.mean(row['accuracy'][6:]))
+        assert row['chance'] == 1 / SIZES[task][1]
         assert row['paper'] == table['rows'][task][table['columns'].index('DAPE 1x3 Kerple')]
         line = next(line for line in printed.splitlines() if line.split()[1:2] == [task])
         assert line.split() == [row['level'], task, f"{100 * row['chance']:.0f}", *(
             f'{x:.2f}' for x in (100 * row['inside'], 100 * row['outside'], row['paper']))]
     assert result['settings']['position'] == 'kerple' and result['command'].startswith('python che.py')
     assert (out_dir / 'che.png').read_bytes()[:4] == b'\x89PNG'
+
+
+def test_chance_is_a_guess_among_the_symbols_that_an_answer_really_has(capsys):
+    row = {'inside': 1.0, 'outside': 1.0, 'paper': None}
+    print_table([{'method': 'NoPE', 'train_length': 40, 'lengths': [500], 'tasks': dict.fromkeys(TASKS, row)}])
+    shown = {line.split()[1]: line.split()[2] for line in capsys.readouterr().out.splitlines()[2:]}
+    for task, (make, *_) in TASKS.items():
+        _, targets = make(np.random.default_rng(0), 500, 12)
+        if task in ('stack_manipulation', 'binary_addition'):  # what follows the 2 that ends an answer does not count
+            targets = targets[np.cumsum(targets == 2, axis=1) - (targets == 2) == 0]
+        assert shown[task] == f'{100 / len(np.unique(targets)):.0f}', task
+    assert shown['stack_manipulation'] == shown['binary_addition'] == '33'
 
 
 def test_methods_stand_side_by_side(run, tmp_path):
@@ -252,6 +268,19 @@ def test_finished_task_is_neither_trained_nor_tested_again(run, tmp_path):
     assert 'loss' not in out and (tmp_path / 'copy/even_pairs.pt').read_bytes() == before
 
 
+def test_a_task_that_another_process_trains_is_refused_and_other_tasks_are_not(tmp_path):
+    more = '--max_iters=1000000', '--eval_interval=1000000'
+    command = [sys.executable, '-u', str(ROOT / 'che.py'), *arguments(tmp_path, *more)]
+    with subprocess.Popen(command, env=os.environ | {'OMP_NUM_THREADS': '1'}, stdout=subprocess.PIPE) as first:
+        first.stdout.readline()  # now it trains
+        line = mistake('che', *arguments(tmp_path, '--max_iters=30'))
+        stage('che', *arguments(tmp_path, "--tasks=['parity_check']", '--max_iters=1', '--label=other'))
+        first.kill()
+    assert f'process {first.pid} ' in line and 'even_pairs.pt' in line
+    stage('che', *arguments(tmp_path, '--max_iters=1'))  # the lock ended with the process
+    assert not list(tmp_path.glob('*.lock'))
+
+
 def test_model_learns_even_pairs():
     torch.manual_seed(1)
     model = Transformer(ModelConfig(3, 7, 2, 2, 2, 32, 32, 'kerple', dape_kernel=3)).init_weights()
@@ -278,7 +307,8 @@ def test_mistakes_are_met_before_work_in_one_line(run, tmp_path):
     assert 'learning_rate is -1.0; it must be' in refused('--learning_rate=-1')
     (tmp_path / 'other.json').write_text('{"stage": "entropy"}')
     (tmp_path / 'damaged.json').write_bytes(b'{"stage": \xff')
-    for other in ('other', 'damaged'):
+    (tmp_path / 'deep.json').write_text('[' * 200_000)
+    for other in ('other', 'damaged', 'deep'):
         assert f'{other}.json is not a result of che.py' in refused(f"--compare=['{tmp_path}/{other}.json']")
     assert "position is 'kerpel', which is unknown" in refused('--position=kerpel')
     line = refused('--seed=7', '--learning_rate=0.01', out_dir=run[0])
@@ -289,3 +319,7 @@ def test_mistakes_are_met_before_work_in_one_line(run, tmp_path):
 def test_damaged_run_is_named(run, tmp_path):
     (tmp_path / 'even_pairs.pt').write_bytes((run[0] / 'even_pairs.pt').read_bytes()[:999])
     assert 'even_pairs.pt is cut short or not a run of che.py' in mistake('che', *arguments(tmp_path, '--max_iters=30'))
+    content = bytearray((run[0] / 'even_pairs.pt').read_bytes())
+    content[len(content) // 2] ^= 1
+    (tmp_path / 'even_pairs.pt').write_bytes(content)
+    assert 'even_pairs.pt is damaged' in mistake('che', *arguments(tmp_path, '--max_iters=30'))

@@ -5,10 +5,12 @@ not fit.
 $ python -m pytest tests/test_checkpoint.py
 """
 
+import errno
 import json
 import math
 import os
 import pickle
+import random
 import shutil
 import signal
 import subprocess
@@ -121,6 +123,79 @@ def test_checkpoint_cut_short_is_refused(out_dir, keep):
     size = (out_dir / 'last.pt').stat().st_size
     os.truncate(out_dir / 'last.pt', keep if isinstance(keep, int) else int(keep * size))
     with pytest.raises(ValueError, match='last.pt is cut short or not a checkpoint'):
+        checkpoint.load(out_dir / 'last.pt')
+
+
+def flip(path, place):
+    """Turn over a bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1 << place % 8
+    path.write_bytes(content)
+
+
+def equal(one, other):
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(equal(one[key], other[key]) for key in one)
+    return torch.equal(one, other) if torch.is_tensor(one) else one == other
+
+
+def test_bit_that_flips_in_a_checkpoint_changes_nothing_that_is_read(out_dir):
+    """It is refused, or lies in what only fills up the file."""
+    path, places, n_refused = out_dir / 'last.pt', random.Random(0), 0
+    whole, state = path.read_bytes(), checkpoint.load(path)
+    for _ in range(300):
+        flip(path, places.randrange(len(whole)))
+        try:
+            assert equal(checkpoint.load(path), state)
+        except ValueError as error:
+            assert str(path) in str(error)
+            n_refused += 1
+        path.write_bytes(whole)
+    assert n_refused > 200
+
+
+def test_bit_that_flips_in_any_weight_is_refused(out_dir):
+    path, weights = out_dir / 'last.pt', tiny_model(seed=7).state_dict()
+    whole = path.read_bytes()
+    for weight in weights.values():
+        flip(path, whole.index(weight.numpy().tobytes()) + weight.nbytes // 2)
+        with pytest.raises(ValueError, match='last.pt is damaged'):
+            checkpoint.load_model('last', out_dir, 'cpu')
+        path.write_bytes(whole)
+
+
+def test_header_that_leads_to_another_record_is_refused(out_dir):
+    """Both records are whole; where the second begins, the header before the first one says."""
+    path = out_dir / 'x.pt'
+    more = [torch.full((16,), 0.375), torch.full((16,), 0.625)]
+    checkpoint.save(path, **checkpoint.load(out_dir / 'last.pt'), more=more)
+    content = bytearray(path.read_bytes())
+    first, second = (content.index(tensor.numpy().tobytes()) for tensor in more)
+    header = content.rindex(b'PK\x03\x04', 0, first)
+    length = int.from_bytes(content[header + 28:header + 30], 'little') + second - first
+    content[header + 28:header + 30] = length.to_bytes(2, 'little')
+    path.write_bytes(content)
+    assert torch.load(path, mmap=True)['more'][0][0] == 0.625, 'it was not led to the other'
+    with pytest.raises(ValueError, match='x.pt is damaged'):
+        checkpoint.load(path)
+
+
+def test_damaged_moments_matter_only_to_who_reads_them(out_dir):
+    path, moment = out_dir / 'x.pt', torch.full((99,), 0.25)
+    checkpoint.save(path, **checkpoint.load(out_dir / 'last.pt'), optimizer={'state': [moment]})
+    flip(path, path.read_bytes().index(moment.numpy().tobytes()))
+    with pytest.raises(ValueError, match='x.pt is damaged'):
+        checkpoint.load(path)
+    assert 'optimizer' not in checkpoint.load(path, optimizer=False)
+    checkpoint.load_model(path, out_dir, 'cpu')
+
+
+def test_checkpoint_that_cannot_be_opened_says_why_in_the_words_of_the_system(out_dir, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), 'last.pt')
+
+    monkeypatch.setattr('builtins.open', refuse)
+    with pytest.raises(PermissionError, match='last.pt'):
         checkpoint.load(out_dir / 'last.pt')
 
 
@@ -314,6 +389,29 @@ def test_checkpoint_older_than_a_setting_has_its_default(tiny_run, tmp_path):
     assert checkpoint.load(tmp_path / 'old.pt')['model_config'] == config
 
 
+@pytest.mark.parametrize('changes, named', [
+    ({'n_layer': 10 ** 9}, 'n_layer=1000000000'), ({'n_embd': 10 ** 9}, 'n_embd=1000000000'),
+    ({'vocab_size': 10 ** 9}, 'holds .* weights'), ({'n_hidden': 10 ** 18}, 'holds .* weights'),
+    ({'dape_kernel': 3, 'dape_width': 10 ** 9}, 'holds .* weights'),
+    ({'n_layer': None}, 'n_layer is None'), ({'n_embd': '16'}, "n_embd is '16'"),
+    ({'norm_eps': 'small'}, "norm_eps is 'small'"), ({'rope_base': [1]}, 'rope_base'),
+    ({'learning_rate': 1}, 'learning_rate')], ids=str)
+def test_model_settings_that_are_not_those_of_the_weights_are_refused(out_dir, changes, named):
+    state = torch.load(out_dir / 'last.pt', weights_only=True)
+    state['model_config'] |= changes
+    checkpoint.save(out_dir / 'odd.pt', **state)
+    with pytest.raises(ValueError, match=f'odd.pt .*{named}'):
+        checkpoint.load_model(out_dir / 'odd.pt', None, 'cpu')
+
+
+@pytest.mark.parametrize('changes', [{'model': None}, {'model': [1]}, {'model': {'w': 1}}, {'model_config': None}],
+                         ids=str)
+def test_entry_of_the_wrong_kind_in_a_checkpoint_is_refused(out_dir, changes):
+    checkpoint.save(out_dir / 'odd.pt', **torch.load(out_dir / 'last.pt', weights_only=True) | changes)
+    with pytest.raises(ValueError, match='odd.pt'):
+        checkpoint.load(out_dir / 'odd.pt')
+
+
 def test_scale_file_of_another_position_method_is_refused(tmp_path, loaded):
     model, info = loaded
     checkpoint.save_scale(tmp_path / 'scale.json', info, {64: scale_set(SCALES)}, 'head')
@@ -334,13 +432,29 @@ def test_scale_file_that_does_not_exist_is_refused(loaded):
 
 
 @pytest.mark.parametrize('text', ['', '{"head_scale": [[1', '[]', '{}', '"text"', '{"head_scale": [[1, 1, 1, 1]]}',
-                                  '\x80\x81'])
+                                  '\x80\x81', '[' * 200_000],
+                         ids=lambda text: text[:20])
 def test_file_that_is_no_scale_file_is_refused(tmp_path, loaded, text):
     path = tmp_path / 'broken.json'
     path.write_bytes(text.encode('latin-1'))
     with pytest.raises(ValueError, match='broken.json is not a scale file') as caught:
         checkpoint.apply_scale(*loaded[:1], str(path), loaded[1])
     assert '\n' not in str(caught.value)
+
+
+@pytest.mark.parametrize('changes', [
+    {'sets': None}, {'sets': 5}, {'sets': [5]}, {'sets': [None]}, {'sets': {}}, {'target_length': None},
+    {'target_length': '64'}, {'target_length': [64]}, {'norm': None}, {'norm': [1]}, {'norm': {'norm.weight': None}},
+    {'norm': {'norm.weight': 5}}, {'norm': {'norm.weight': ['a'] * 16}}, {'norm': {'norm.weight': [[1.0]] * 16}},
+    {'norm': {'norm.weight': [math.nan] * 16}}, {'head_scale': None}, {'head_scale': {}}, {'head_gain': None},
+    {'head_scale': [[10 ** 400] * 4] * 2}, {'tuning_tokens': 'many'}], ids=lambda changes: str(changes)[:40])
+def test_entry_of_the_wrong_kind_in_a_scale_file_is_refused(tmp_path, loaded, changes):
+    path, (model, info) = tmp_path / 'odd.json', loaded
+    checkpoint.save_scale(path, info, {64: scale_set(SCALES)}, 'head')
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(ValueError, match='odd.json'):
+        checkpoint.apply_scale(model, str(path), info)
+    assert torch.equal(model.head_scale, torch.ones(2, 4))
 
 
 def test_folder_is_no_scale_file(out_dir, loaded):
@@ -358,6 +472,36 @@ def test_scale_file_whose_rows_do_not_fit_the_model_is_refused(tmp_path, loaded,
     with pytest.raises(ValueError, match='edited.json'):
         checkpoint.apply_scale(model, str(path), info)
     assert torch.equal(model.head_scale, torch.ones(2, 4))
+
+
+@pytest.mark.parametrize('kind, row', [('head_scale', 1), ('head_gain', 0),
+                                       ('norm', 'norm.weight')])
+def test_scale_file_beyond_float32_is_refused_whichever_vector_it_is(tmp_path, loaded, kind, row):
+    """1e39 is finite in JSON, and infinite once it is in the model."""
+    path, (model, info) = tmp_path / 'edited.json', loaded
+    checkpoint.save_scale(path, info, {64: vectors(1.5, model)}, 'head')
+    data = json.loads(path.read_text())
+    data[kind][row][0] = 1e39
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=f'{kind}.* in .*edited.json'):
+        checkpoint.apply_scale(model, str(path), info)
+    assert all(torch.equal(p, torch.ones_like(p)) for p in model.parameters() if p.dim() == 1)
+
+
+def test_number_that_replaces_scales_of_the_checkpoint_says_so_once(loaded, capsys, monkeypatch):
+    model, info = loaded
+    checkpoint.apply_scale(model, 1.2, info)
+    assert capsys.readouterr().out == ''  # every scale was 1: nothing is lost
+    model.head_scale = SCALES
+    checkpoint.apply_scale(model, None, info)
+    assert capsys.readouterr().out == ''
+    checkpoint.apply_scale(model, 1.2, info)
+    line, = capsys.readouterr().out.splitlines()
+    assert info['path'] in line and '-0.070 to 3.000' in line and '1.2' in line
+    monkeypatch.setenv('RANK', '1')
+    model.head_scale = SCALES
+    checkpoint.apply_scale(model, 1.2, info)
+    assert capsys.readouterr().out == ''
 
 
 # ----------------------------------------------------------------------------- scale sets

@@ -8,12 +8,14 @@ import argparse
 import json
 import math
 import typing
+import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import corpus
 from corpus import (
     PATTERN,
     SLOTS,
@@ -162,6 +164,27 @@ def test_wrong_tokenizers_are_refused_with_a_reason(bpe, tmp_path):
         parse_ranks('\n'.join([*lines, 'AAAA 7']), 'x.tiktoken')
 
 
+@pytest.mark.parametrize('name', ['tokenizer.json', 'ranks.tiktoken'])
+def test_tokenizer_file_that_is_not_utf8_is_named(tmp_path, name):
+    (tmp_path / name).write_bytes(b'{"version": "\xff"}')
+    with pytest.raises(ValueError, match=f'{name} is not UTF-8'):
+        get_tokenizer(str(tmp_path / name))
+
+
+@pytest.mark.parametrize('text', ['[' * 200_000, '{"eos_token": [1]}', '{"eos_token": 5}', '[]', 'null'])
+def test_odd_tokenizer_config_is_named(tmp_path, text):
+    path = hf_json(tmp_path)
+    (tmp_path / 'tokenizer_config.json').write_text(text)
+    with pytest.raises(ValueError, match='tokenizer_config.json'):
+        get_tokenizer(path)
+
+
+def test_half_a_surrogate_pair_is_replaced_before_a_hugging_face_tokenizer_sees_it(tmp_path):
+    encoding = get_tokenizer(hf_json(tmp_path))
+    half, replaced = (f'a {x} bc' for x in ('\udc00', '\N{REPLACEMENT CHARACTER}'))
+    assert encoding.encode_ordinary(half) == encoding.encode_ordinary(replaced)
+
+
 def test_pieces_of_a_long_document_have_the_tokens_of_the_whole(bpe):
     from tiktoken_ext.openai_public import r50k_pat_str
     ranks = parse_ranks(bpe[1].read_text(), 'small')
@@ -266,6 +289,87 @@ def test_what_is_missing_or_damaged_is_named(tmp_path):
                 open_tokens(str(folder), 'train')
         (folder / damaged).write_text(whole)
     open_tokens(str(folder), 'train')
+
+
+@pytest.fixture
+def prepared(tmp_path):
+    return Path(write(tmp_path, ['some text', 'and more', 'of it']))
+
+
+@pytest.mark.parametrize('name', ['train.bin', 'train_starts.bin'])
+def test_bit_that_flips_in_a_token_file_is_refused(prepared, name):
+    whole = (prepared / name).read_bytes()
+    for place in range(len(whole)):
+        content = bytearray(whole)
+        content[place] ^= 1
+        (prepared / name).write_bytes(content)
+        with pytest.raises(ValueError, match=f'{name} is damaged'):
+            open_tokens(str(prepared), 'train')
+    (prepared / name).write_bytes(whole)
+    assert open_tokens(str(prepared), 'train').checksum == f'{zlib.crc32((prepared / "train.bin").read_bytes()):08x}'
+
+
+def edit_meta(folder, **changes):
+    meta = json.loads((folder / 'meta.json').read_text())
+    meta = {key: value for key, value in (meta | changes).items() if value != 'gone'}
+    (folder / 'meta.json').write_text(json.dumps(meta))
+
+
+@pytest.mark.parametrize('starts', [[0, 9, -2 ** 62], [0, 9, 9], [0, 18, 9], [1, 9, 18], [0, 9, 25]])
+def test_document_starts_that_do_not_rise_within_the_file_are_refused(prepared, starts):
+    edit_meta(prepared, checksums='gone')
+    np.array(starts, np.int64).tofile(prepared / 'train_starts.bin')
+    with pytest.raises(ValueError, match='train_starts.bin is damaged'):
+        open_tokens(str(prepared), 'train')
+
+
+def test_token_outside_the_vocabulary_is_refused(prepared):
+    edit_meta(prepared, checksums='gone', vocab_size=100)
+    with pytest.raises(ValueError, match='train.bin is damaged: it has token 256'):
+        open_tokens(str(prepared), 'train')
+
+
+def test_dataset_without_checksums_is_read_with_a_note(prepared, capsys):
+    edit_meta(prepared, checksums='gone')
+    for split in ('train', 'val', 'train'):
+        assert len(open_tokens(str(prepared), split).starts) == 3
+    assert capsys.readouterr().out.count(f'{prepared} was prepared before token files had checksums') == 1
+
+
+def test_large_file_is_read_through_only_where_that_is_asked_for(prepared, monkeypatch, capsys):
+    monkeypatch.setattr(corpus, 'CHECKED_AT_OPEN', 8)
+    (prepared / 'train.bin').write_bytes(bytes((prepared / 'train.bin').stat().st_size))
+    assert open_tokens(str(prepared), 'train').checksum is None
+    Windows(str(prepared), 'train', 3)
+    for check in (open_tokens, lambda *arguments, check: Windows(*arguments, 3, check=check)):
+        with pytest.raises(ValueError, match='train.bin is damaged'):
+            check(str(prepared), 'train', check=True)
+    assert f'reading {prepared}/train.bin through' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('changes', [
+    {'splits': None}, {'splits': {'train': None}}, {'splits': {'train': {'tokens': None, 'documents': 3}}},
+    {'splits': {'train': {'tokens': 24, 'documents': -3}}}, {'vocab_size': None}, {'vocab_size': '257'},
+    {'dtype': None}, {'dtype': 'object'}, {'dtype': 'float16'}, {'tokenizer': None}, {'checksums': None},
+    {'checksums': ['x']}], ids=str)
+def test_entry_of_the_wrong_kind_in_meta_json_is_refused(prepared, changes):
+    edit_meta(prepared, **changes)
+    with pytest.raises(ValueError, match='meta.json or tokenizer_state.json is damaged'):
+        open_tokens(str(prepared), 'train')
+
+
+@pytest.mark.parametrize('name', ['meta.json', 'tokenizer_state.json'])
+def test_json_nested_too_deep_is_refused(prepared, name):
+    (prepared / name).write_text('[' * 200_000)
+    with pytest.raises(ValueError, match='meta.json or tokenizer_state.json is damaged'):
+        open_tokens(str(prepared), 'train')
+
+
+def test_file_that_cannot_be_read_is_not_called_damaged(prepared):
+    (prepared / 'tokenizer_state.json').unlink()
+    (prepared / 'tokenizer_state.json').mkdir()
+    with pytest.raises(IsADirectoryError, match='tokenizer_state.json'):
+        open_tokens(str(prepared), 'train')
 
 
 def test_a_document_stays_in_its_split_when_others_come():

@@ -7,6 +7,7 @@ $ python -m pytest tests/test_data.py
 import gzip
 import hashlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,9 +19,12 @@ from corpus import documents, open_tokens, tokenizer_from_state
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def command(name, *arguments):
+    return [sys.executable, ROOT / 'data' / name / 'prepare.py', *map(str, arguments)]
+
+
 def prepare(name, *arguments):
-    command = [sys.executable, ROOT / 'data' / name / 'prepare.py', *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True)
+    return subprocess.run(command(name, *arguments), capture_output=True, text=True)
 
 
 def prepared(name, out, *arguments):
@@ -110,6 +114,84 @@ def test_splits_that_are_named_are_taken_as_they_are(tmp_path):
     assert not (tmp_path / 'out' / 'test.bin').exists()
 
 
+def files(folder, *names):
+    folder.mkdir(parents=True)
+    for name in names:
+        (folder / name).write_text(f'text of {name}', errors='replace')
+    return folder
+
+
+@pytest.mark.parametrize('named', ['in/b', 'link', 'in/../in/b', 'held', 'linked'])
+def test_file_named_for_val_goes_nowhere_else(tmp_path, named):
+    """Be it by its name, through a link or by a folder of links."""
+    files(tmp_path / 'in', 'a', 'b', 'c')
+    (tmp_path / 'link').symlink_to(tmp_path / 'in' / 'b')
+    (tmp_path / 'held').mkdir()
+    (tmp_path / 'held' / 'x').symlink_to(tmp_path / 'in' / 'b')
+    (tmp_path / 'linked').symlink_to(tmp_path / 'held')
+    options = f"--val=['{tmp_path / named}']", '--test_fraction=0'
+    prepared('text', tmp_path / 'out', tmp_path / 'in', *options)
+    assert texts(tmp_path / 'out', 'train') == ['text of a', 'text of c']
+    assert texts(tmp_path / 'out', 'val') == ['text of b']
+
+
+def test_folder_named_for_test_goes_nowhere_else(tmp_path):
+    files(tmp_path / 'in', 'a', 'b')
+    files(tmp_path / 'in' / 'deep', 'c', 'd')
+    options = f"--test=['{tmp_path}/in/deep']", f"--val=['{tmp_path}/in/b']"
+    prepared('text', tmp_path / 'out', tmp_path / 'in', *options)
+    assert [texts(tmp_path / 'out', split) for split in ('train', 'val', 'test')] == [
+        ['text of a'], ['text of b'], ['text of c', 'text of d']]
+
+
+def test_file_that_two_paths_lead_to_is_read_once(tmp_path):
+    """Its two names could fall into train and val."""
+    folder = files(tmp_path / 'in', 'a', 'b')
+    options = '--val_fraction=0', '--test_fraction=0'
+    prepared('text', tmp_path / 'out', folder, folder / 'a', *options)
+    assert texts(tmp_path / 'out', 'train') == ['text of a', 'text of b']
+
+
+def test_file_named_for_val_and_for_test_is_refused(tmp_path):
+    folder, out = files(tmp_path / 'in', 'a', 'b'), f'--out_dir={tmp_path}/out'
+    line = refused('text', folder, out, f"--val=['{folder}/a']", f"--test=['{folder}/a']")
+    assert f'{folder}/a is named for val and for test' in line
+
+
+def test_file_of_one_line_is_refused_before_work_where_it_must_be_cut(tmp_path):
+    (tmp_path / 'one.txt').write_text('word ' * 1000)
+    (tmp_path / 'two.txt').write_text('word ' * 900 + '\n' + 'word ' * 100)  # no line begins in the last part
+    out = f'--out_dir={tmp_path}/out'
+    for name in ('one.txt', 'two.txt'):
+        line = refused('text', tmp_path / name, out, '--tokenizer=bpe:300')
+        assert f'{tmp_path / name} cannot be cut for' in line and '_fraction=0' in line
+    assert not (tmp_path / 'out').exists()
+    prepared('text', tmp_path / 'out', tmp_path / 'one.txt', '--val_fraction=0', '--test_fraction=0')
+    assert texts(tmp_path / 'out', 'train') == ['word ' * 1000]
+
+
+@pytest.mark.skipif(not sys.platform.startswith('linux'), reason='other systems refuse such names')
+def test_file_name_that_is_not_utf8_is_as_good_as_any(tmp_path):
+    files(tmp_path / 'in', 'a.txt', 'b.txt', 'odd\udcff.txt')
+    out = os.fsdecode(os.fsencode(tmp_path) + b'/out\xff')
+    options = f'--out_dir={out}', '--val_fraction=0', '--test_fraction=0'
+    run = subprocess.run(command('text', tmp_path / 'in', *options), capture_output=True,
+                         env=os.environ | {'PYTHONIOENCODING': 'utf-8:strict'})
+    assert run.returncode == 0, run.stderr
+    assert len(texts(out, 'train')) == 3 and 'text of odd?.txt' in texts(out, 'train')
+
+
+def test_half_a_surrogate_pair_in_json_is_replaced_for_every_tokenizer(tmp_path):
+    pytest.importorskip('tokenizers')
+    lines = [f'{{"text": "half \\ud800 a pair, {i}"}}' for i in range(50)]
+    (tmp_path / 'half.jsonl').write_text('\n'.join(lines))
+    for tokenizer in ('bytes', 'bpe:300'):
+        options = f'--tokenizer={tokenizer}', '--val_fraction=0', '--test_fraction=0'
+        prepared('text', tmp_path / tokenizer, tmp_path / 'half.jsonl', *options)
+        found = texts(tmp_path / tokenizer, 'train')
+        assert found == [f'half \N{REPLACEMENT CHARACTER} a pair, {i}' for i in range(50)]
+
+
 def test_bpe_is_trained_and_kept_with_the_data(tmp_path):
     pytest.importorskip('tokenizers')
     text = Path(json.__file__).read_text(encoding='utf-8')
@@ -126,9 +208,11 @@ def test_text_that_cannot_be_read_is_named(tmp_path):
     out = f'--out_dir={tmp_path / "out"}'
     assert 'nothing to read' in refused('text', out)
     assert 'no file or folder nowhere.txt' in refused('text', 'nowhere.txt', out)
-    (tmp_path / 'latin.txt').write_bytes(b'x' * 3000 + b'\n\xe4\n')
+    (tmp_path / 'latin.txt').write_bytes((b'x' * 99 + b'\n') * 30 + b'x\xe4\n')
     assert 'latin.txt is not UTF-8: byte 3,001 is 0xe4' in refused('text', tmp_path / 'latin.txt', out)
-    for line, complaint in (('{"body": "x", "id": 1}', "line 2, has no text in 'text', but the fields body, id"),
+    deep = '[' * 100_000
+    for line, complaint in ((deep, 'line 2, is not JSON'),
+                            ('{"body": "x", "id": 1}', "line 2, has no text in 'text', but the fields body, id"),
                             ('{"text": ', 'line 2, is not JSON'), ('[1]', 'but list')):
         (tmp_path / 'x.jsonl').write_text('{"text": "fine"}\n' + line)
         assert complaint in refused('text', tmp_path / 'x.jsonl', out, '--val_fraction=0', '--test_fraction=0')

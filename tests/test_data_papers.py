@@ -87,6 +87,8 @@ def test_slimpajama_leaves_out_github_and_refuses_rows_that_do_not_say(tmp_path)
     prepare('slimpajama', f'--local={tmp_path}/in', f'--out_dir={tmp_path}/out')
     assert sorted(texts(tmp_path / 'out', 'train')) == sorted(train)
     assert texts(tmp_path / 'out', 'val') == ['kept']
+    checksums = open_tokens(str(tmp_path / 'out'), 'train').meta['checksums']
+    assert sorted(checksums) == ['train.bin', 'train_starts.bin', 'val.bin', 'val_starts.bin']
     assert not (tmp_path / 'out' / 'parts.part').exists()
 
     write_rows(tmp_path / 'bare' / 'train.parquet', [{'text': 'may be code'}])

@@ -102,6 +102,19 @@ def test_queries_of_zero_have_the_greatest_entropy():
     torch.testing.assert_close(attention_entropy(torch.zeros(2, 6, 70, 16), k), bound)
 
 
+@pytest.mark.parametrize('place', PLACES)
+@pytest.mark.parametrize('of', ['q', 'k'])
+def test_gradient_of_entropy_equals_finite_differences_in_float64(place, of):
+    tensors, step = dict(zip('qk', random_qk(20, n_head=4))), 1e-5
+    weight, way = torch.randn(2, 4, 20, dtype=torch.float64), torch.randn_like(tensors[of])
+    ahead, behind = (plain_entropy(**tensors | {of: tensors[of].double() + change * way})
+                     for change in (step, -step))
+    expected = ((ahead - behind) * weight).sum() / (2 * step)
+    tensors[of].requires_grad_()
+    (entropy_at(place, **tensors).double() * weight).sum().backward()
+    assert (tensors[of].grad * way).sum().item() == pytest.approx(expected.item(), rel=1e-3)
+
+
 # ----------------------------------------------------------------------------- a whole model
 
 def test_measure_entropy_equals_the_plain_model_bin_by_bin(cpu, tiny_run, corpus_dir):
@@ -183,6 +196,23 @@ def test_run_in_bits_reports_nats_over_ln_2(tiny_run, corpus_dir, cpu, tmp_path)
         assert float(row[1]) == pytest.approx(result['mean_entropy'][T // width - 1], abs=6e-4)
 
 
+def test_the_stage_finds_the_entropy_of_the_float64_matrix_by_default(
+        tiny_run, corpus_dir, tmp_path):
+    """Also where auto would be bfloat16, which under such large scales is tenths of a nat off."""
+    _, info = checkpoint.load_model('last', tiny_run, 'cpu')
+    scales = [[0.5, 2, 4, 8], [3, 6, 9, 12]]
+    checkpoint.save_scale(tmp_path / 'mine.json', info, {256: scale_set(scales)}, 'head')
+    stage('entropy', f'--init_from={tiny_run}/last.pt', f'--out_dir={tmp_path}', '--device=cpu',
+          '--n_samples=3', '--length=64', f'--scale={tmp_path}/mine.json')
+    model, _ = checkpoint.load_model('last', tiny_run, 'cpu')
+    model.head_scale = scales
+    tokens = torch.from_numpy(Windows(str(corpus_dir), 'test', 64).fixed(3))
+    attention = plain_transformer(model, tokens[:, :-1])[1]
+    expected = torch.special.entr(attention).sum(-1).mean(1).unflatten(-1, (32, 2)).mean(-1)
+    found = json.loads((tmp_path / 'entropy_mine.json').read_text())['entropy']
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
 def test_run_without_a_scale_has_no_correlation_and_no_label(tiny_run, tmp_path):
     run(tiny_run, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ['entropy.json', 'entropy.png', 'entropy_heads.png']
@@ -198,6 +228,9 @@ def test_window_longer_than_the_text_is_one_line(tiny_run, tmp_path):
 
 def test_mistakes_are_met_before_work_in_one_line(tiny_run, tmp_path):
     (tmp_path / 'other.json').write_text('{"stage": "passkey"}')
+    gap = {'stage': 'entropy', 'position': [1, 2], 'loss': [3, None], 'mean_entropy': [1, 2]}
+    (tmp_path / 'gap.json').write_text(json.dumps(gap))
     for argument, message in (('--n_samples=0', 'n_samples is 0; it must be at least 1'),
-                              (f"--compare=['{tmp_path}/other.json']", 'other.json is not a result of entropy.py')):
+                              (f"--compare=['{tmp_path}/other.json']", 'other.json is not a result of entropy.py'),
+                              (f"--compare=['{tmp_path}/gap.json']", 'gap.json has null in loss')):
         assert message in mistake('entropy', f'--init_from={tiny_run}/last.pt', f'--out_dir={tmp_path}/out', argument)

@@ -89,6 +89,11 @@ def test_document_no_longer_than_the_longest_window_contributes_nothing():
     assert len(sliding_windows(0, 17, 8, 16, 4, 'same')) == 1
 
 
+def test_an_unknown_rule_is_refused_by_name():
+    with pytest.raises(ValueError, match="'published'"):
+        sliding_windows(0, 26, 8, 16, 4, 'published')
+
+
 # ----------------------------------------------------------------------------- their losses
 
 def plain_sums(model, tokens, windows):
@@ -254,18 +259,21 @@ def test_curve_under_scale_sets_takes_each_position_from_the_pass_that_ends_near
 
 
 def test_last_tokens_and_the_gain_from_context_equal_a_plain_computation(tiny_run, corpus_dir, tmp_path):
-    _, result, out = run(tiny_run, tmp_path, '--protocol=last', '--n_samples=7', '--lengths=[16,32,128]', '--last=20')
-    windows = torch.from_numpy(Windows(str(corpus_dir), 'test', 128, 0).fixed(7, spacing=20))
+    _, result, out = run(tiny_run, tmp_path, '--protocol=last', '--n_samples=7',
+                         '--lengths=[32,64,128]', '--last=40')
+    windows = torch.from_numpy(Windows(str(corpus_dir), 'test', 128, 0).fixed(7, spacing=40))
     model, _ = checkpoint.load_model('last', tiny_run, 'cpu')
 
     def ppl(T, n):
         return math.exp(plain_losses(model, windows[:, -T - 1:])[:, -n:].mean())
 
-    assert [row['ppl'] for row in result['rows']] == pytest.approx([ppl(16, 16), ppl(32, 20), ppl(128, 20)], rel=1e-4)
-    assert ['delta_p' in row for row in result['rows']] == [False, False, True]
+    expected = [ppl(32, 32), ppl(64, 40), ppl(128, 40)]  # all of L, where it is shorter than `last`
+    assert [row['ppl'] for row in result['rows']] == pytest.approx(expected, rel=1e-4)
+    assert ['delta_p' in row for row in result['rows']] == [False, True, True]
     delta = ppl(32, 32) - ppl(128, 32)
     assert result['rows'][2]['delta_p'] == pytest.approx(delta, rel=1e-2)
-    assert result['rows'][2]['reading'] == ('helps' if delta > 0 else 'hurts') and f'{delta:+.2f}'[:5] in out
+    assert result['rows'][2]['reading'] == ('helps' if delta > 0 else 'hurts')
+    assert f"{result['rows'][2]['delta_p']:+.3f}" in out
 
 
 def test_table_of_last_tokens_has_the_rows_of_the_stage_alone_beside_the_paper(tiny_run, tmp_path):
@@ -273,7 +281,7 @@ def test_table_of_last_tokens_has_the_rows_of_the_stage_alone_beside_the_paper(t
     table = [{'name': 'Kerple', 'init_from': last, 'paper': 'Kerple'},
              {'name': 'wide', 'init_from': last, 'scale': 2.0}]
     (tmp_path / 'table.py').write_text(f'table = {table}')
-    arguments = ['--protocol=last', '--n_samples=7', '--lengths=[16,32,128]']
+    arguments = ['--protocol=last', '--n_samples=7', '--lengths=[16,32,128]', '--last=16']
     _, result, out = run(tiny_run, tmp_path, str(tmp_path / 'table.py'), *arguments)
     (tmp_path / 'eval_ppl_table.json').unlink()
     for row, more in zip(result['rows'], ([], ['--scale=2.0']), strict=True):

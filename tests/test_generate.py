@@ -207,6 +207,11 @@ def test_storing_matrices_by_column_changes_no_value_and_is_done_once():
     assert model.head.weight.stride() == (1, model.config.vocab_size)
 
 
+@pytest.mark.parametrize('beams', [1, 3])
+def test_completions_of_no_tokens_are_empty(beams):
+    assert complete(random_model(), [[1, 2], [3, 4]], 0, beams=beams) == [[], []]
+
+
 def test_beam_search_reads_the_prompt_once_and_then_one_token_a_beam(monkeypatch):
     model, read = random_model(), []
     hidden = model.hidden

@@ -1,9 +1,13 @@
 """$ python -m pytest tests/test_huggingface.py"""
 
+import contextlib
 import dataclasses
+import errno
 import functools
 import http.server
 import json
+import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -197,6 +201,18 @@ def test_head_scales_inside_a_checkpoint_are_read(tmp_path, capsys):
         ours(tmp_path, 'none')
 
 
+def test_head_scales_under_a_llama_config_are_not_taken_for_rope(tmp_path):
+    llama(tmp_path)
+    weights = safetensors_torch.load_file(tmp_path / 'model.safetensors')
+    weights |= {f'model.layers.{i}.self_attn.scale_param': torch.full((4,), 1.5) for i in range(2)}
+    safetensors_torch.save_file(weights, tmp_path / 'model.safetensors')
+    with pytest.raises(ValueError, match='--position=none'):
+        ours(tmp_path)
+    for position in ('none', 'rope'):  # the caller knows
+        model = ours(tmp_path, position)
+        assert model.config.position == position and (model.head_scale == 1.5).all()
+
+
 def test_a_tokenizer_comes_along(tmp_path):
     llama(tmp_path)
     encoding = tokenizer_from_state(huggingface.load_folder(str(tmp_path), 'rope')['tokenizer'])
@@ -204,6 +220,21 @@ def test_a_tokenizer_comes_along(tmp_path):
 
 
 # ----------------------------------------------------------------------------- what cannot be read
+
+@contextlib.contextmanager
+def memory_at_most(n_bytes):
+    """The process can ask for so much address space more, no further; where /proc tells how much it has."""
+    if not Path('/proc/self/statm').exists():
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path('/proc/self/statm').read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + n_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
 
 @pytest.mark.parametrize('changes, message', [
     ({'model_type': 'bloom'}, "model_type 'bloom'; of llama and smollm3 alone"),
@@ -234,6 +265,105 @@ def test_what_our_model_does_not_do_is_refused_by_name(tmp_path, changes, messag
     edit_config(tmp_path, **changes)
     with pytest.raises(ValueError, match=message):
         huggingface.load_folder(str(tmp_path))
+
+
+@pytest.mark.parametrize('changes', [
+    {'num_hidden_layers': 10 ** 9}, {'hidden_size': 10 ** 9}, {'vocab_size': 10 ** 15},
+    {'num_key_value_heads': 'two'}, {'rms_norm_eps': 'small'}, {'rms_norm_eps': None}, {'tie_word_embeddings': None},
+    {'rope_parameters': 'yes'}, {'rope_parameters': [1]}, {'rope_parameters': ROPE | {'rope_type': ['linear']}},
+    {'rope_parameters': ROPE | {'rope_type': 'linear', 'factor': 'four'}},
+    {'rope_parameters': {'rope_theta': 'high'}}, {'layer_types': 5}, {'layer_types': ['sliding_attention'] * 2},
+    {'head_dim': 'x'}, {'original_max_position_embeddings': 'x', 'rope_parameters': YARN}], ids=str)
+def test_sizes_no_machine_holds_and_entries_of_the_wrong_kind_are_refused(tmp_path, changes):
+    """Before memory is asked for: a list of 10^9 layers alone would take 8 GB."""
+    llama(tmp_path)
+    edit_config(tmp_path, **changes)
+    with memory_at_most(2 ** 30), pytest.raises(ValueError, match=f'config.json of {tmp_path}|calls for'):
+        huggingface.load_folder(str(tmp_path), 'rope')
+
+
+@pytest.mark.parametrize('text', ['[' * 200_000, '{"model_type": ["llama"]}', 'null', '5', '{"model_type": {}}'],
+                         ids=lambda text: text[:20])
+def test_config_json_of_another_kind_is_named(tmp_path, text):
+    llama(tmp_path)
+    (tmp_path / 'config.json').write_text(text)
+    with pytest.raises(ValueError, match='config.json is not the config.json of a model'):
+        checkpoint.load_model(str(tmp_path), None, 'cpu')
+
+
+def test_bit_that_flips_in_pickled_weights_is_refused(tmp_path):
+    llama(tmp_path)
+    weights, path = safetensors_torch.load_file(tmp_path / 'model.safetensors'), tmp_path / 'pytorch_model.bin'
+    (tmp_path / 'model.safetensors').unlink()
+    torch.save(weights, path)
+    content = bytearray(path.read_bytes())
+    content[content.index(weights['lm_head.weight'].numpy().tobytes()) + 1000] ^= 4
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match='pytorch_model.bin is damaged'):
+        huggingface.load_folder(str(tmp_path), 'rope')
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    """A folder of weights in shards, and a function that puts another name for one of them into its index."""
+    folder = tmp_path / 'shards'
+    stock(folder, transformers.LlamaConfig(**SIZES), max_shard_size='20KB')
+    index = folder / 'model.safetensors.index.json'
+
+    def rename(first):
+        weight_map = json.loads(index.read_text())['weight_map']
+        weight_map['lm_head.weight'] = first
+        index.write_text(json.dumps({'weight_map': weight_map}))
+
+    return folder, rename
+
+
+@pytest.mark.parametrize('name', ['../other.safetensors', '{tmp}/other.safetensors', 'deep/x.safetensors',
+                                  '..', '.', '', '/dev/zero', None, 5])
+def test_index_that_leads_out_of_its_folder_is_refused(sharded, tmp_path, name):
+    folder, rename = sharded
+    safetensors_torch.save_file({'lm_head.weight': torch.zeros(260, 64)}, tmp_path / 'other.safetensors')
+    shutil.copytree(folder, folder / 'deep')
+    shutil.copy(tmp_path / 'other.safetensors', folder / 'deep/x.safetensors')
+    rename(name.format(tmp=tmp_path) if isinstance(name, str) else name)
+    with memory_at_most(2 ** 30), pytest.raises(ValueError, match=str(folder)):
+        huggingface.load_folder(str(folder), 'rope')
+
+
+@pytest.mark.parametrize('suffix', ['safetensors', 'bin'])
+def test_link_to_a_device_is_refused(sharded, suffix):
+    folder, rename = sharded
+    (folder / f'x.{suffix}').symlink_to('/dev/zero')
+    rename(f'x.{suffix}')
+    with memory_at_most(2 ** 30), pytest.raises(ValueError, match=f'x.{suffix} is missing or not a file'):
+        huggingface.load_folder(str(folder), 'rope')
+    (folder / 'config.json').unlink()
+    (folder / 'config.json').symlink_to('/dev/zero')
+    with memory_at_most(2 ** 30), pytest.raises(ValueError, match='has no config.json'):
+        huggingface.load_folder(str(folder), 'rope')
+
+
+def test_links_of_the_hubs_cache_are_followed(sharded):
+    folder, _ = sharded
+    expected = huggingface.load_folder(str(folder), 'rope')['model']
+    blobs = folder.with_name('blobs')
+    folder.rename(blobs)
+    folder.mkdir()
+    for path in blobs.iterdir():
+        (folder / path.name).symlink_to(f'../blobs/{path.name}')
+    found = huggingface.load_folder(str(folder), 'rope')['model']
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_weights_that_cannot_be_read_are_not_called_damaged(tmp_path, monkeypatch):
+    llama(tmp_path)
+
+    def refuse(path, *_):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(huggingface, 'open', refuse, raising=False)
+    with pytest.raises(PermissionError, match='model.safetensors'):
+        huggingface.load_folder(str(tmp_path), 'rope')
 
 
 def test_a_folder_that_is_not_whole_is_refused(tmp_path):
@@ -429,6 +559,33 @@ def test_methods_without_a_stock_model_are_not_exported(tmp_path, position):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_part_that_stock_models_do_not_have_is_not_exported(tmp_path):
+    @dataclasses.dataclass
+    class LaterConfig(ModelConfig):
+        window: int = 0
+
+    model = random_model(vocab_size=257)
+    model.config = LaterConfig(**dataclasses.asdict(model.config), window=16)
+    with pytest.raises(ValueError, match='window 16'):
+        huggingface.save_folder(tmp_path / 'hf', model, BYTES, torch.float32)
+    model.config.window = 0
+    for add in torch.nn.Module.register_parameter, torch.nn.Module.register_buffer:
+        model = random_model(vocab_size=257)
+        add(model.blocks[1].attn, 'sink', torch.nn.Parameter(torch.zeros(4)))
+        with pytest.raises(ValueError, match='blocks.1.attn.sink'):
+            huggingface.save_folder(tmp_path / 'hf', model, BYTES, torch.float32)
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_are_exported_only_in_a_type_that_holds_them(tmp_path):
+    model = random_model(vocab_size=257)
+    model.head_scale = 1e6
+    with pytest.raises(ValueError, match='model.layers.0.self_attn.q_proj.weight .*float16'):
+        huggingface.save_folder(tmp_path / 'hf', model, BYTES, torch.float16)
+    assert not list(tmp_path.iterdir())
+    huggingface.save_folder(tmp_path / 'hf', model, BYTES, torch.bfloat16)
+
+
 def test_a_folder_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     model = random_model(vocab_size=257)
     with files_at_most(20000), pytest.raises(OSError, match='Is the disk full'):
@@ -566,6 +723,28 @@ def test_other_models_say_what_they_cannot_do(tmp_path):
         huggingface.load_foreign(str(tmp_path))
     edit_config(tmp_path, model_type='unheard_of')
     with pytest.raises(ValueError, match='transformers cannot read .*unheard_of'):
+        huggingface.load_foreign(str(tmp_path))
+
+
+@pytest.mark.parametrize('changes', [{'n_layer': 10 ** 9}, {'hidden_size': 10 ** 9}, {'vocab_size': 10 ** 15},
+                                     {'n_layer': 'two'}, {'vocab_size': None}], ids=str)
+def test_sizes_of_other_models_that_no_machine_holds_are_refused(tmp_path, changes):
+    foreign(tmp_path, 'bloom')
+    edit_config(tmp_path, **changes)
+    with pytest.raises(ValueError, match=str(tmp_path)):
+        huggingface.load_foreign(str(tmp_path))
+
+
+def test_bit_that_flips_in_pickled_weights_of_other_models_is_refused(tmp_path):
+    weights = foreign(tmp_path, 'bloom').state_dict()
+    (tmp_path / 'model.safetensors').unlink()
+    path = tmp_path / 'pytorch_model.bin'
+    torch.save(weights, path)
+    huggingface.load_foreign(str(tmp_path))
+    content = bytearray(path.read_bytes())
+    content[content.index(weights['transformer.h.1.mlp.dense_h_to_4h.weight'].numpy().tobytes())] ^= 4
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match='pytorch_model.bin is damaged'):
         huggingface.load_foreign(str(tmp_path))
 
 

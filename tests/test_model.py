@@ -205,6 +205,29 @@ def test_attention_on_a_gpu_equals_the_formula_and_needs_no_whole_matrix(kind, d
     torch.testing.assert_close(found.float()[:, :, rows], expected[:, :, rows], rtol=0, atol=atol)
 
 
+class SaysItIsOnAGPU(torch.Tensor):
+    """A tensor on the CPU for which fused_attention() goes the way of a GPU."""
+
+    device = torch.device('cuda')
+
+
+def test_decoding_takes_heads_that_a_gpu_kernel_returns_transposed(monkeypatch):
+    attention = F.scaled_dot_product_attention
+
+    def memory_efficient_kernel(*tensors):
+        """On CUDA it returns token by token, then head by head: strides (2048, 64, 256, 1) here."""
+        y = attention(*(x.as_subclass(torch.Tensor) for x in tensors))
+        return y.transpose(1, 2).contiguous().transpose(1, 2)
+
+    q, k, v = (torch.randn(2, n_head, T, 64) for n_head, T in ((32, 1), (4, 40), (4, 40)))
+    lengths = torch.tensor([40, 33])  # prompts of unequal length
+    seen = torch.arange(40) < lengths[:, None, None, None]
+    expected = attention(q, k, v, seen, enable_gqa=True)
+    monkeypatch.setattr(model_file.F, 'scaled_dot_product_attention', memory_efficient_kernel)
+    found = fused_attention(*(x.as_subclass(SaysItIsOnAGPU) for x in (q, k, v)), seen)
+    torch.testing.assert_close(found.as_subclass(torch.Tensor), expected)
+
+
 # ----------------------------------------------------------------------------- head scale
 
 class AttentionWithoutScale(Attention):

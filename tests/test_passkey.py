@@ -142,6 +142,22 @@ def test_run_killed_and_two_ranks_give_the_answers_of_one_unbroken_run(whole, ti
     assert 'passkey.jsonl holds answers of other settings (seed). Remove it' in message
 
 
+def test_a_second_run_into_the_answers_of_a_living_one_is_refused(whole, tiny_run, tmp_path):
+    command = [sys.executable, str(ROOT / 'passkey.py'), *arguments(tiny_run, tmp_path, '--batch_tokens=1')]
+    first = subprocess.Popen(command, env=os.environ | {'OMP_NUM_THREADS': '1'}, stdout=subprocess.DEVNULL)
+    path = tmp_path / 'passkey.jsonl'
+    while not path.exists() or path.read_bytes().count(b'\n') < 4:
+        assert first.poll() is None, 'ended too early'
+        time.sleep(0.002)
+    first.send_signal(signal.SIGSTOP)  # or it may end before the second comes
+    line = mistake('passkey', *arguments(tiny_run, tmp_path))
+    assert f'process {first.pid} ' in line and 'passkey.jsonl' in line
+    first.send_signal(signal.SIGCONT)
+    assert first.wait() == 0
+    assert json.loads((tmp_path / 'passkey.json').read_text())['answers'] == whole[1]['answers']
+    assert not list(tmp_path.glob('*.lock'))
+
+
 def test_title_counts_what_the_scales_are_tuned_for(tiny_run, tmp_path):
     text = json.dumps({'method': 'head', 'target_length': 300, 'head_scale': [[1.1] * 4] * 2, 'weights_digest': ''})
     out, _ = stage('passkey', *arguments(tiny_run, tmp_path, '--n_keys=1', '--n_depths=1'))

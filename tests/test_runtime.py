@@ -122,6 +122,20 @@ def test_setup_takes_cpu_and_float32_where_there_is_nothing_better():
     assert torch.are_deterministic_algorithms_enabled()
 
 
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_float32_products_are_not_rounded_to_tf32(dtype):
+    torch.backends.cuda.matmul.allow_tf32 = True  # as other code in the process may have left it
+    setup('cpu', dtype)
+    assert not torch.backends.cuda.matmul.allow_tf32 and not torch.backends.cudnn.allow_tf32
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs an NVIDIA GPU')
+def test_float32_products_on_a_gpu_have_float32_precision():
+    device = setup('cuda', 'bfloat16').device
+    a = torch.randn(256, 256, device=device)
+    torch.testing.assert_close((a @ a).double(), a.double() @ a.double(), rtol=0, atol=1e-4)
+
+
 def test_setup_seeds():
     numbers = []
     for seed in 1, 1, 2:

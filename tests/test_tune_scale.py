@@ -276,6 +276,16 @@ def test_head_scales_start_at_the_best_uniform_scale_of_the_target_length(tuned)
     assert start == uniform['best_by_length'][1]  # at 2L
 
 
+def test_tuning_that_raised_the_validation_loss_says_so_and_one_that_lowered_it_does_not(tuned):
+    out_dir, _, printed = tuned
+    out, _ = stage('tune_scale', *arguments(out_dir, *HEAD, '--learning_rate=1e6', '--label=far'))
+    for name, worse, text in ('scale_head_64', False, printed), ('scale_head_64_far', True, out):
+        data = json.loads((out_dir / f'{name}.json').read_text())
+        _, before, after = (np.mean(curve['loss']) for curve in data['curves'].values())
+        assert data['worse_than_start'] == worse == bool(after > before)
+        assert ('the validation loss rose' in text) == worse
+
+
 def test_sets_are_tuned_one_from_the_other(tuned):
     out_dir, _, _ = tuned
     more = [*HEAD[:-1], '--init_scale=1.5', '--tune=scale,out,norm']
@@ -320,6 +330,11 @@ def test_start_is_interpolated_in_ln_of_the_length(tuned, tmp_path):
     found = [first_scale('uniform', tmp_path, info, T) for T in (32, 64, 64 * 2 ** 0.5, 128)]
     assert found == pytest.approx([1.0, 1.2, 1.4, 1.6])
     assert first_scale(1.35, tmp_path, info, 64) == 1.35
+    for lengths in ([32, 64], 'many', None, [], [32, 64, 0], [[32], [64], [128]]):
+        checkpoint.save_scale(tmp_path / 'scale_uniform.json', info, {128: scale_set(np.ones((2, 4)))}, 'uniform',
+                              lengths=lengths, best_by_length=[1.0, 1.2, 1.6])
+        with pytest.raises(ValueError, match='scale_uniform.json needs lengths and best_by_length'):
+            first_scale('uniform', tmp_path, info, 64)
 
 
 def test_scale_file_gives_a_fresh_model_the_tuned_scales(tuned):

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from configurator import configure
+from configurator import at_least, configure
 from corpus import get_tokenizer, write_corpus
 from passkey import build_prompt
 from runtime import ROOT
@@ -34,6 +34,7 @@ def documents(encoding, n, key):
 
 
 def main():
+    at_least(0, globals(), 'seed')
     encoding = get_tokenizer(tokenizer)
     sizes = {'train': n_documents, 'val': n_documents // 100, 'test': n_documents // 100}
     write_corpus(Path(out_dir) if out_dir else ROOT / 'data' / 'passkey', encoding,

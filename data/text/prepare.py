@@ -2,7 +2,7 @@
 Your own text: UTF-8 files of any kind and .jsonl with a text field, also gzipped (.gz), and folders of them.
 A file, or a line of .jsonl, is a document; a hash of its path, or of the line, says whether it goes to train, val or
 test. Of a single plain text file the end is cut off for val and test. Splits of your own are taken as they are: a
-folder with subfolders train/, val/ and test/, or --val="['FILE_OR_FOLDER']".
+folder with subfolders train/, val/ and test/, or --val="['FILE_OR_FOLDER']". What is named there goes nowhere else.
 
 $ python data/text/prepare.py book.txt                                           # a token per byte
 $ python data/text/prepare.py corpus/ more.jsonl.gz --name=mine --tokenizer=bpe:8192   # a BPE trained on it
@@ -49,6 +49,22 @@ def list_files(paths, split=None):
     return found
 
 
+def each_once(sources):
+    """
+    The sources, each file once whatever links and folders lead to it: if it is for val or test,
+    it goes nowhere else. Raises ValueError if it is named for both.
+    """
+    held_out, kept = {}, {}
+    for split, _, path in sources:
+        if split in ('val', 'test') and held_out.setdefault(path.resolve(), split) != split:
+            raise ValueError(f'{path} is named for val and for test. Name it for one of them.')
+    for source in sources:
+        split, path = source[0], source[2].resolve()
+        if held_out.get(path, split) == split:
+            kept.setdefault(path, source)
+    return list(kept.values())
+
+
 def is_jsonl(path):
     return path.name.endswith(('.jsonl', '.jsonl.gz'))
 
@@ -78,6 +94,14 @@ def decode(data, path, offset):
         raise ValueError(f'{path} is not UTF-8: {where}. Convert the file or leave it out.') from error
 
 
+def require_lines(path, parts):
+    """Raise ValueError unless a line begins in each part but the first: a file is cut between lines."""
+    for split, (begin, end) in parts.items():
+        if 0 < begin < end and next(read_lines(path, begin, end), None) is None:
+            raise ValueError(f'{path} cannot be cut for {split}: no line begins between {begin:.0%} and {end:.0%} of '
+                             f'it. Break it into lines, set --{split}_fraction=0, or name another file for {split}.')
+
+
 def text_pieces(path, begin=0.0, end=1.0):
     """Yield the text of a file, or of a share of its lines, about 1 MiB at a time."""
     for offset, lines in read_lines(path, begin, end):
@@ -94,7 +118,7 @@ def json_texts(path, wanted):
                 continue
             try:
                 record = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f'{path}, line {number}, is not JSON: {error}. Correct or drop it.') from error
             if not isinstance(record, dict) or not isinstance(record.get(field), str):
                 has = f'the fields {", ".join(record)}' if isinstance(record, dict) else type(record).__name__
@@ -103,7 +127,7 @@ def json_texts(path, wanted):
 
 
 def main():
-    sources = list_files(paths) + list_files(val, 'val') + list_files(test, 'test')
+    sources = each_once(list_files(paths) + list_files(val, 'val') + list_files(test, 'test'))
     if not sum(path.stat().st_size for *_, path in sources):
         raise ValueError('There is nothing to read. Name files or folders that hold text.')
     given = {split for split, *_ in sources}
@@ -114,6 +138,9 @@ def main():
     splits = [split for split, (begin, end) in parts.items() if split in given or begin < end]
     hashed = [path for split, _, path in sources if not split]
     only = hashed[0] if len(hashed) == 1 and not is_jsonl(hashed[0]) and hashed[0].suffix != '.gz' else None
+
+    if only:
+        require_lines(only, parts)
 
     def split_of(source, line=None):
         return source[0] or split_by_hash(line or source[1], val_share, test_share)

@@ -1,0 +1,175 @@
+"""A training run on disk: its log, its checkpoints, and what is asked before it goes on."""
+
+import json
+import math
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from lib import checkpoints
+from lib.devices import unsharded
+from lib.errors import UserError
+from lib.results import lock_file, note, save_json, unlock_file, write_text
+
+# ---------------------------------------------------------------------- before a run goes on
+
+def require_same_data(folder, old, new):
+    """Refuse to resume on other text. old, new: {source: checksum of its tokens}."""
+    if old is None:
+        note(f'{folder}/last.pt does not say which text it was trained on; it is taken to be the '
+             'same')
+        return
+    for one, other in ((new, old), (old, new)):
+        for name, checksum in one.items():
+            if checksum not in other.values():
+                raise UserError(f'dataset {name} has other tokens now than when {folder}/last.pt '
+                                'was trained, or was not part of it then. Prepare it as it was, or '
+                                'train into another --out_dir=.')
+
+
+def require_same_model(folder, old, new, fixed):
+    """
+    Refuse to resume with another value of a `fixed` setting. Returns the names of others that
+    changed. old, new: {setting: value}.
+    """
+    changed = [name for name in new if name in old and old[name] != new[name]
+               and name not in ('init_from', 'out_dir')]
+    for name in changed:
+        if name in fixed:
+            raise UserError(f'{name} is {new[name]} but {folder}/last.pt was trained with '
+                            f'{old[name]}. Resume with --{name}={old[name]}, or train into another '
+                            '--out_dir=.')
+    return changed
+
+
+def lines_until(log_path, step):
+    """
+    The lines of a log up to a step, since a kill may have left steps after the checkpoint. And the
+    numbers of the lines that cannot be read, as a full disk or a kill leaves them.
+    """
+    kept, unreadable = [], []
+    lines = log_path.read_bytes().splitlines() if log_path.exists() else []
+    for number, line in enumerate(lines, start=1):
+        try:
+            if json.loads(line)['step'] <= step:
+                kept.append(line.decode())
+        except (ValueError, LookupError, TypeError):  # no JSON, or no step that is a number in it
+            unreadable.append(number)
+    return kept, unreadable
+
+
+# ---------------------------------------------------------------------- while it goes on
+
+class Recorder:
+    """
+    What a run leaves in its folder: log.jsonl, config.json and checkpoints. No other process may
+    write there at the same time. settings: as they turned out; more: entries of every checkpoint.
+    """
+
+    def __init__(self, folder, runtime, settings, tokens_per_step, tokenizer, **more):
+        self.folder, self.runtime, self.settings = Path(folder), runtime, settings
+        self.tokens_per_step, self.tokenizer, self.more = tokens_per_step, tokenizer, more
+        self.pending = []  # losses of the latest steps, still on the device: reading stalls it
+        self.log_path = self.folder / 'log.jsonl'
+        self.lock = lock_file(self.log_path, runtime)
+
+    def begin(self, step):
+        """Make the folder as it was at a step, 0 for a new run."""
+        if not self.runtime.is_main:
+            return
+        save_json(self.folder / 'config.json', self.settings)
+        for part in self.folder.glob('*.pt.part'):  # a kill while writing left it
+            part.unlink()
+        lines, unreadable = lines_until(self.log_path, step if step else -1)
+        write_text(self.log_path, ''.join(f'{line}\n' for line in lines))
+        if unreadable:
+            numbers = ', '.join(map(str, unreadable))
+            print(f'{self.log_path}: dropped what could not be read, line {numbers}')
+
+    def log(self, step, **row):
+        row = {'step': step, 'tokens': step * self.tokens_per_step} | row
+        if self.runtime.is_main:
+            with open(self.log_path, 'a') as file:
+                file.write(json.dumps(row) + '\n')
+
+    def flush(self, step):
+        """
+        Write the pending losses to the log; stop if one is not finite, before any checkpoint is
+        overwritten. Returns their mean.
+        """
+        losses = torch.stack(self.pending).tolist() if self.pending else []
+        self.pending.clear()
+        for number, loss in enumerate(losses, start=step - len(losses) + 1):
+            self.require_finite(loss, f'the loss became {loss} at step {number}')
+            self.log(number, loss=loss)
+        return sum(losses) / max(1, len(losses))
+
+    def require_finite(self, value, what):
+        if math.isfinite(value):
+            return
+        last_path, good = self.folder / 'last.pt', 'Start again'
+        if last_path.exists():
+            good = f'{last_path} holds the last good state: resume from it'
+        raise UserError(f'{what}. {good} with a lower learning_rate or grad_clip.')
+
+    def save(self, name, model, step, **more):
+        """Write a checkpoint, unless a weight is not finite. Call it on every rank."""
+        weights = unsharded(model.state_dict())
+        if self.runtime.is_main:
+            for weight_name, weight in weights.items():
+                what = f'{weight_name} became infinite or not a number at step {step}'
+                self.require_finite(float(weight.sum()), what)
+            checkpoints.save(self.folder / name, **checkpoints.checkpoint_state(
+                model, self.tokenizer, step, weights, settings=self.settings, **self.more, **more))
+
+    def close(self):
+        unlock_file(self.lock)
+
+
+class Speed:
+    """Tokens a second since the last line on screen, and the time that is left."""
+
+    def __init__(self, step, last_step, tokens_per_step, flops_per_token, ceiling):
+        self.last_step, self.tokens, self.ceiling = last_step, tokens_per_step, ceiling
+        self.flops = flops_per_token * tokens_per_step
+        self.restart(step)
+
+    def restart(self, step):
+        self.step, self.time = step, time.perf_counter()
+
+    def line(self, step):
+        seconds = (time.perf_counter() - self.time) / max(1, step - self.step)
+        self.restart(step)
+        minutes, s = divmod(int(seconds * (self.last_step - step)), 60)
+        return (f'{self.tokens / seconds:9,.0f} tokens/s  '
+                f'MFU {self.flops / seconds / self.ceiling:4.0%}  '
+                f'{minutes // 60}:{minutes % 60:02d}:{s:02d} left')
+
+
+class StopSignal:
+    """
+    SIGTERM or Ctrl-C while this is in use: finish the step, save, stop. Once more stops at once.
+    """
+
+    def __init__(self, runtime):
+        self.runtime, self.received = runtime, None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.on_signal)
+
+    def on_signal(self, number, frame):
+        self.received = signal.Signals(number)
+        signal.signal(number, signal.SIG_DFL)
+        if self.runtime.is_main:  # print() is not safe here
+            os.write(2, b'\nfinishing this step, then saving; once more stops at once\n')
+
+    def on_any_rank(self):
+        """The signal that some rank got, or None. All ranks must ask at the same step."""
+        if self.runtime.world_size == 1:
+            return self.received
+        received = [None] * self.runtime.world_size
+        dist.all_gather_object(received, self.received)
+        return next((one for one in received if one), None)
