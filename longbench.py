@@ -24,19 +24,13 @@ from collections import Counter, namedtuple
 from pathlib import Path
 
 from configurator import between, configure, settings
-from lib.checkpoints import Run
+from lib.checkpoints import Reading, Run
 from lib.errors import ROOT, UserError
 from lib.generate import complete
 from lib.results import Answers, optional, paper_table, print_scores
 from lib.scales import identity
 from lib.tokens import start_token
 
-# what to read
-out_dir = 'out/demo/nope'    # the run to read; results go there too
-init_from = 'last'           # last or best (of out_dir), a checkpoint file, or hf:ORG/NAME
-position: str | None = None  # read the checkpoint with this position method; None: as it says
-rope_scaling: str | None = None  # extend RoPE, such as yarn:4; None: as the checkpoint says
-scale: float | str | None = None  # softmax scale: a number for all heads, or a scale file
 # prompts and answers
 data = 'data/longbench'      # the folder that data/longbench/prepare.py wrote
 tasks: list[str] = []        # some of the 16; empty: all
@@ -45,10 +39,6 @@ beams = 5                    # sequences kept in beam search; 1: greedy
 batch_size = 4               # samples read at once, each with all its beams
 max_samples: int | None = None  # the first so many of each task; None: all
 paper = ''                   # a row of Table 3 to print beside, such as 'NoPE 2K'
-label = ''                   # name of the result; empty: the scale's
-# machine
-device = 'auto'              # auto, cpu, cuda, mps
-dtype = 'auto'               # auto, float32, bfloat16, float16
 
 
 # ---------------------------------------------------------------------- metrics, each from 0 to 1
@@ -225,7 +215,7 @@ def main():
     folder = Path(data) if Path(data).is_dir() else ROOT / data
     asked = {name: read_task(folder, name) for name in TASKS if name in (tasks or TASKS)}
     run = Run(settings(globals()))
-    length, made_with = context or run.L, identity(run.model, scale, run.info)
+    length, made_with = context or run.L, identity(run.model, run.scale, run.info)
     made_with |= {'beams': beams, 'context': length, 'dtype': str(run.runtime.dtype)}
     for name, task in asked.items():
         if length < task.max_new_tokens + 2:  # a first and a last token
@@ -247,5 +237,5 @@ def main():
 
 
 if __name__ == '__main__':
-    configure(globals())
+    configure(globals(), Reading)
     main()

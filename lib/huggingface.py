@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
+from lib.checksums import require_checksums
 from lib.devices import DTYPES
 from lib.errors import UserError
 from lib.results import optional, save_json, write_text
@@ -33,7 +34,6 @@ from lib.tokens import (
 )
 from model import ModelConfig, Transformer
 from position import parse_scaling, rope_frequencies
-from lib.checksums import require_checksums
 
 # what a config.json may leave out, as its class in transformers has it
 DEFAULTS = {'llama': {'num_key_value_heads': None, 'max_position_embeddings': 2048, 'rope_theta': 10000.0,
