@@ -612,14 +612,17 @@ def kind_of(result):
 
 
 def draw(path):
-    """Draw the picture of a stage's JSON beside it. Raises ValueError where there is none."""
+    """
+    Draw the picture of a stage's JSON beside it. Returns the paths written, none where a stage has
+    no picture.
+    """
     path = Path(path)
     result = json.loads(path.read_text(encoding='utf-8'))
-    kind = kind_of(result)
+    kind, picture = kind_of(result), path.with_suffix('.png')
     if kind not in PICTURES:
-        raise ValueError(f'{path} has no picture: its stage is {kind}. Those with one: '
-                         f"{', '.join(PICTURES)}.")
-    PICTURES[kind](result, path.with_suffix('.png'))
+        return []
+    PICTURES[kind](result, picture)
+    return [picture]
 
 
 def main():
@@ -627,7 +630,8 @@ def main():
     if not sys.argv[1:]:
         raise ValueError('Give the JSON files to draw: python -m lib.plots FILE.json ...')
     for path in sys.argv[1:]:
-        draw(path)
+        if not draw(path):
+            raise ValueError(f"{path} has no picture. Stages with one: {', '.join(PICTURES)}.")
         print(f"wrote {Path(path).with_suffix('.png')}")
 
 
