@@ -11,6 +11,7 @@ import math
 import os
 import resource
 import runpy
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ import pytest
 import torch
 
 from lib.devices import Runtime
+from lib.results import note
 from lib.tokens import get_tokenizer, write_corpus
 from model import ModelConfig, Transformer
 from position import METHODS, Bias
@@ -40,25 +42,49 @@ def stage(name, *arguments, ranks=1, status=0):
     return run.stdout, run.stderr
 
 
-def mistake(name, *arguments):
+@contextlib.contextmanager
+def as_stage(name, arguments):
     """
-    Run a stage that should refuse its arguments, with exit status 1 and nothing on stderr but one
-    line. Returns it. In this process, as importing torch again takes seconds; what ends an uncaught
-    error is called as Python does.
+    This process as one that was started as a stage, and afterwards as it was before: its arguments,
+    its excepthook, its signal handlers, torch's modes, and which notes were already printed.
     """
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as err:
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    note.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, 'argv', [f'{name}.py', *arguments])
         patch.setattr(sys, 'excepthook', sys.excepthook)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(False)  # setup() had set it
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+
+def stage_here(name, *arguments):
+    """
+    Run a stage in this process, as importing torch again takes seconds. Returns what it printed.
+    """
+    out = io.StringIO()
+    with as_stage(name, arguments), contextlib.redirect_stdout(out):
+        runpy.run_path(str(ROOT / f'{name}.py'), run_name='__main__')
+    return out.getvalue()
+
+
+def mistake(name, *arguments):
+    """
+    Run a stage that should refuse its arguments, with nothing on stderr but one line that begins
+    with its name. Returns the line. In this process; an uncaught error ends as Python would end it.
+    """
+    with as_stage(name, arguments), contextlib.redirect_stderr(io.StringIO()) as err:
         try:
             runpy.run_path(str(ROOT / f'{name}.py'), run_name='__main__')
             pytest.fail(f'{name}.py {arguments} was not refused')
         except Exception as error:
             sys.excepthook(type(error), error, error.__traceback__)
-        finally:
-            torch.use_deterministic_algorithms(False)  # setup() had set it
-    line = err.getvalue()
-    assert len(line.splitlines()) == 1 and line.startswith(f'{name}.py: '), line
-    return line.strip()
+    lines = [line for line in err.getvalue().splitlines() if line.startswith(f'{name}.py: ')]
+    assert len(lines) == 1 and 'Traceback' not in err.getvalue(), err.getvalue()
+    return lines[0]
 
 
 @pytest.fixture(scope='session')
