@@ -64,7 +64,7 @@ def head_maps(attention, q, k, place, head):
     H, T = q.shape[1:3]
     # (T, n), 1 where a token lies in a cell: so in_cell.T @ map @ in_cell sums a map over its cells
     in_cell = F.one_hot(place.i // -(-T // CELLS)).float()
-    edges = 2 ** place.i[:(T - 1).bit_length()]  # 1, 2, 4 ...: the first distances of all bins but 0
+    edges = 2 ** place.i[:(T - 1).bit_length()]  # 1, 2, 4 ...: where all bins but that of 0 begin
     maps, by_distance = 0, 0
     for rows, end in row_chunks(T, T, H, q.device):
         i, j = place.i[rows], place.j[:end]

@@ -72,18 +72,19 @@ def run_config(name):
 def show_help(scope, known, more):
     """Print a stage's docstring and its settings as they stand in the source, comments included."""
     source = Path(scope['__file__']).read_text(encoding='utf-8')
-    lines, rows = source.splitlines(), []
+    lines, rows, own = source.splitlines(), [], set()
     for node in ast.parse(source).body:
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, 'target', None)
         if isinstance(target, ast.Name) and target.id in known:
             rows.append(node)
+            own.add(target.id)
     start = rows[0].lineno - 1 if rows else 0
     while start and lines[start - 1].startswith('#'):
         start -= 1
     shown = lines[start:rows[-1].end_lineno if rows else 0]
     for declared in more:
         shown += [line.strip() for line in inspect.getsource(declared).splitlines()
-                  if line.partition(':')[0].strip() in known]
+                  if line.partition(':')[0].strip() in known.keys() - own]
     print((scope['__doc__'] or '').strip(), '\n'.join(shown), sep='\n\n')
     sys.exit()
 

@@ -153,11 +153,17 @@ def open_data(info, wanted, split):
     return data
 
 
-def sliding(run, sizes):
-    S = min(256, run.L // 8) if stride is None else stride
+def checked_stride(stride, L, sizes):
+    """The stride, None standing for 256, or L / 8 where that is less. Refuses one too long."""
+    S = min(256, L // 8) if stride is None else stride
     if not 0 < S < sizes[0]:
         raise UserError(f'stride is {S}; it must be at least 1 and below the shortest length, '
                         f'{sizes[0]}.')
+    return S
+
+
+def sliding(run, sizes):
+    S = checked_stride(stride, run.L, sizes)
     data = open_data(run.info, dataset, split)
     rows, by_window = evaluate_sliding(run.model, data, sizes, S, rule, max_windows, batch_tokens,
                                        run.runtime)
@@ -227,12 +233,18 @@ def what_context_does(delta_p):
     return 'helps' if delta_p > 0 else 'hurts'
 
 
-def last_tokens(run, sizes):
-    K, L = last or min(256, run.L), run.L
+def checked_last(last, L, sizes):
+    """The tokens to score, None standing for 256, or L where that is less. Refuses too many."""
+    K = last or min(256, L)
     short = [T for T in sizes if T < K and T != L]  # L itself is the least that a model reads
     if short:
         raise UserError(f'last is {K}, but lengths has {short[0]}, a window of fewer tokens. '
                         'Choose longer ones, or a smaller last.')
+    return K
+
+
+def last_tokens(run, sizes):
+    K, L = checked_last(last, run.L, sizes), run.L
     samples = run.windows(split, sizes[-1]).fixed(n_samples, spacing=K)
     rows = evaluate_last(run.model, samples, sizes, K, L, batch_tokens, run.runtime)
     say = run.runtime.print

@@ -53,19 +53,21 @@ def attention(q, k, v, mask=None, is_causal=False):
     the whole matrix. mask: (1 or B, 1 or H, T, S), a bias to add to the scores, or True where a key
     is seen.
     """
-    n_scores = q[..., 0].numel() * k.shape[2]
-    if q.device.type == 'cpu' and torch.is_grad_enabled() and n_scores <= 2 ** 26:
-        if is_causal or mask is not None:
+    (B, H, T, D), (n_kv_head, S) = q.shape, k.shape[1:3]
+    sees_all = mask is None and not is_causal
+    if q.device.type == 'cpu' and torch.is_grad_enabled() and not sees_all:
+        if B * H * T * S <= 2 ** 26:
             return matrix_attention(q, k, v, mask)
-    if q.device.type == 'cuda' and q.shape[1] > k.shape[1] and not flash_can_share_heads(q, mask):
-        if q.shape[2] == 1 and mask is not None and mask.shape[1] == 1:
+    if q.device.type == 'cuda' and H > n_kv_head and not flash_can_share_heads(q, mask):
+        if T == 1 and mask is not None and mask.shape[1] == 1:
             # One query a head: the heads that share a key become rows of one head, and no key is
-            # repeated.
-            rows = q.reshape(len(q), k.shape[1], -1, q.shape[3])
+            # repeated. The kernel may return heads transposed, which a view() would refuse.
+            rows = q.reshape(B, n_kv_head, -1, D)
             return F.scaled_dot_product_attention(rows, k, v, mask).reshape(q.shape)
-        k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
-    shared = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, enable_gqa=shared)
+        k, v = repeat_heads(k, H), repeat_heads(v, H)
+        n_kv_head = H
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal,
+                                          enable_gqa=H > n_kv_head)
 
 
 def flash_can_share_heads(q, mask):
@@ -92,8 +94,9 @@ def matrix_attention(q, k, v, mask):
         y, i = [], torch.arange(T, dtype=torch.int32)
         for start in range(0, T, 128):
             end = min(start + 128, T)
+            rows, keys, values = q[:, :, start:end], k[:, :, :end], v[:, :, :end]
             seen = i[:end] <= i[start:end, None]
-            y.append(matrix_attention(q[:, :, start:end], k[:, :, :end], v[:, :, :end], seen))
+            y.append(matrix_attention(rows, keys, values, seen))
         return torch.cat(y, dim=2)
 
     # The queries that share a key stand one under the other, so that each key head is one matrix
@@ -144,8 +147,12 @@ def in_rows(rows_of, q, k, v, i, j, n_maps, all_keys=False):
     # The longest rows first: shorter ones then fit into the memory that they free, where a heap
     # would grow.
     for rows, end in reversed(list(row_chunks(T, S, n_maps, q.device, all_keys))):
-        parts = q[:, :, rows], k[:, :, :end], v[:, :, :end], i[..., rows], j[..., :end]
-        y.append(checkpoint(rows_of, *parts, use_reentrant=False) if recompute else rows_of(*parts))
+        parts = q[:, :, rows], k[:, :, :end], v[:, :, :end]
+        places = i[..., rows], j[..., :end]
+        if recompute:
+            y.append(checkpoint(rows_of, *parts, *places, use_reentrant=False))
+        else:
+            y.append(rows_of(*parts, *places))
     return torch.cat(y[::-1], dim=2)
 
 

@@ -3,8 +3,8 @@ LongBench (Bai et al. 2024, arXiv:2308.14508) on a checkpoint with any softmax s
 "Length Generalization of Causal Transformers without Position Encoding", 16 tasks, beam search.
 
 $ python data/longbench/prepare.py                                 # the data
+$ python longbench.py --out_dir=out/nope_1b --paper='NoPE 2K'      # with the paper's row below
 $ torchrun --nproc_per_node=8 longbench.py --out_dir=out/nope_1b --tasks="['trec']" --max_samples=20
-$ python longbench.py --init_from=hf:AntNLP/TinyLlama-NoPE-1.1B --position=none --paper='NoPE 2K' --out_dir=out/nope_hf
 
 Unlike the benchmark's own code: 5 beams, as in the paper, where that code is greedy; and a prompt
 may have the context less the task's longest answer, where that code has a length for each model.
@@ -13,24 +13,27 @@ Writes out_dir/longbench[_LABEL].json, and out_dir/longbench[_LABEL]/TASK.jsonl,
 from where a stopped run goes on
 """
 
-import difflib
 import hashlib
+import inspect
 import json
 import re
 import string
-import time
-from collections import Counter
+import sys
+import warnings
+from collections import Counter, namedtuple
 from pathlib import Path
 
-import checkpoint
-from configurator import at_least, configure, settings
-from corpus import start_token, tokenizer_from_state
-from generate import complete
-from runtime import ROOT, Answers, provenance, result_path, save_json, setup
+from configurator import between, configure, settings
+from lib.checkpoints import Run
+from lib.errors import ROOT, UserError
+from lib.generate import complete
+from lib.results import Answers, optional, paper_table, print_scores
+from lib.scales import identity
+from lib.tokens import start_token
 
 # what to read
 out_dir = 'out/demo/nope'    # the run to read; results go there too
-init_from = 'last'           # last or best (of out_dir), a checkpoint file, a Hugging Face folder, or hf:ORG/NAME
+init_from = 'last'           # last or best (of out_dir), a checkpoint file, or hf:ORG/NAME
 position: str | None = None  # read the checkpoint with this position method; None: as it says
 rope_scaling: str | None = None  # extend RoPE, such as yarn:4; None: as the checkpoint says
 scale: float | str | None = None  # softmax scale: a number for all heads, or a scale file
@@ -48,232 +51,199 @@ device = 'auto'              # auto, cpu, cuda, mps
 dtype = 'auto'               # auto, float32, bfloat16, float16
 
 
-# ----------------------------------------------------------------------------- metrics, each from 0 to 1
+# ---------------------------------------------------------------------- metrics, each from 0 to 1
+
+def bag_of_words(text):
+    """How often each word occurs, without case, ASCII punctuation and articles."""
+    text = text.lower().translate(str.maketrans('', '', string.punctuation))
+    return Counter(re.sub(r'\b(a|an|the)\b', ' ', text).split())
+
 
 def qa_f1(prediction, gold):
-    """F1 of the two bags of words, without case, ASCII punctuation and articles."""
-    words = []
-    for text in (prediction, gold):
-        text = ''.join(char for char in text.lower() if char not in string.punctuation)
-        words.append(Counter(re.sub(r'\b(a|an|the)\b', ' ', text).split()))
-    common = (words[0] & words[1]).total()
-    return 2 * common / (words[0].total() + words[1].total()) if common else 0.0
-
-
-def common_words(x, y):
-    """
-    The set of words of a longest common subsequence of two lists, and the steps back through its
-    table.
-    """
-    table = [[0] * (len(y) + 1)]
-    for word in x:
-        above, row = table[-1], [0]
-        for j, other in enumerate(y):
-            row.append(above[j] + 1 if word == other else max(above[j + 1], row[j]))
-        table.append(row)
-    i, j, words, steps = len(x), len(y), set(), 0
-    while i and j:
-        steps += 1
-        if x[i - 1] == y[j - 1]:
-            words.add(x[i - 1])
-            i, j = i - 1, j - 1
-        elif table[i - 1][j] > table[i][j - 1]:  # of several longest, the one that the package `rouge` finds
-            i -= 1
-        else:
-            j -= 1
-    return words, steps
+    """F1 of the two bags of words."""
+    ours, theirs = bag_of_words(prediction), bag_of_words(gold)
+    words = ours.total() + theirs.total()
+    return 2 * (ours & theirs).total() / max(1, words)
 
 
 def rouge_l(prediction, gold):
     """
-    ROUGE-L as the package `rouge` 1.0.1 has it: sentences end at '.', words at white space; the
-    words that any sentence of one shares with any of the other, in order, over the distinct words
-    of each. Google's rouge_score differs.
+    ROUGE-L by the package `rouge`, as in the benchmark, which counts 0 where the package fails: on
+    a text without words, and on texts so long that its recursion is deeper than Python allows.
     """
-    both = [[sentence.split() or [''] for sentence in text.split('.') if sentence] for text in (prediction, gold)]
-    if not all(both):
+    package, limit = optional('rouge'), sys.getrecursionlimit()
+    # Python allows 1000 nested calls, and the benchmark calls the package from the third. Allow it
+    # as many from here, whatever the limit is: torch's compiler raises it.
+    sys.setrecursionlimit(len(inspect.stack(0)) + 997)
+    try:
+        scores = package.Rouge(['rouge-l']).get_scores([prediction], [gold], avg=True)
+    except (ValueError, RecursionError):
         return 0.0
-    shared = set()
-    for reference in both[1]:
-        for sentence in both[0]:
-            words, steps = common_words(reference, sentence)
-            if steps > 990:  # the package recurses at each step, and LongBench counts its RecursionError as 0
-                return 0.0
-            shared |= words
-    precision, recall = (len(shared) / len({word for words in text for word in words}) for text in both)
-    return 2 * precision * recall / (precision + recall + 1e-8)
+    finally:
+        sys.setrecursionlimit(limit)
+    return scores['rouge-l']['f']
 
 
 def classification(prediction, gold, classes):
     """
-    1 / the number of classes named in the prediction, if gold is among them; parts of gold's name
-    do not count.
+    1 / the number of classes named in the prediction, if gold is among them. A class whose name is
+    part of gold's does not count.
     """
     named = [name for name in classes if name in prediction]
-    for name in named:  # removed from the list that is walked, as in the benchmark: the next one is then passed over
+    # As in the benchmark, the loop removes from the list it walks, and so skips the next name.
+    for name in named:
         if name in gold and name != gold:
             named.remove(name)
     return 1 / len(named) if gold in named else 0.0
 
 
-def count(prediction, gold):
-    """The share of the numbers in the prediction that are gold."""
-    numbers = re.findall(r'\d+', prediction)
-    return numbers.count(str(gold)) / len(numbers) if numbers else 0.0
-
-
-def retrieval(prediction, gold):
-    """The same for a paragraph's number; gold: such as 'Paragraph 7'."""
-    return count(prediction, re.search(r'Paragraph (\d+)', gold)[1])
+def number_share(prediction, gold):
+    """The share of the numbers in the prediction that are gold's, '12' or 'Paragraph 12'."""
+    wanted, numbers = re.search(r'\d+', str(gold))[0], re.findall(r'\d+', prediction)
+    return numbers.count(wanted) / max(1, len(numbers))
 
 
 def code_similarity(prediction, gold):
     """
-    Similarity of gold and the prediction's first line without a backtick, # or //, in whole percent
-    as fuzzywuzzy has it with difflib; with python-Levenshtein it can differ by a point.
+    Similarity of gold and the prediction's first line without a backtick, # or //, by the package
+    `fuzzywuzzy`. Where python-Levenshtein is installed too, it can differ by a point.
     """
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')  # The package recommends python-Levenshtein, for speed.
+        fuzz = optional('fuzzywuzzy.fuzz')
     lines = prediction.lstrip('\n').split('\n')
-    line = next((line for line in lines if not any(mark in line for mark in ('`', '#', '//'))), '')
-    if line == gold or not (line and gold):
-        return float(line == gold)
-    return round(100 * difflib.SequenceMatcher(None, line, gold).ratio()) / 100
+    code = [line for line in lines if not re.search('`|#|//', line)]
+    return fuzz.ratio(code[0] if code else '', gold) / 100
 
 
-TASKS = {  # in the order of Table 3: the name of its column, and the metric
-    'narrativeqa': ('NQA', qa_f1), 'qasper': ('Qsp', qa_f1), 'multifieldqa_en': ('MulF', qa_f1),
-    'hotpotqa': ('HpQA', qa_f1), '2wikimqa': ('2WQA', qa_f1), 'musique': ('Musq', qa_f1),
-    'gov_report': ('GRpt', rouge_l), 'qmsum': ('QSum', rouge_l), 'multi_news': ('MulN', rouge_l),
-    'trec': ('TREC', classification), 'triviaqa': ('TrQA', qa_f1), 'samsum': ('SSum', rouge_l),
-    'passage_count': ('PsgC', count), 'passage_retrieval_en': ('PsgR', retrieval),
-    'lcc': ('Lcc', code_similarity), 'repobench-p': ('Re-P', code_similarity),
+TASKS = {  # in the order of Table 3
+    'narrativeqa': qa_f1, 'qasper': qa_f1, 'multifieldqa_en': qa_f1,
+    'hotpotqa': qa_f1, '2wikimqa': qa_f1, 'musique': qa_f1,
+    'gov_report': rouge_l, 'qmsum': rouge_l, 'multi_news': rouge_l,
+    'trec': classification, 'triviaqa': qa_f1, 'samsum': rouge_l,
+    'passage_count': number_share, 'passage_retrieval_en': number_share,
+    'lcc': code_similarity, 'repobench-p': code_similarity,
 }
 
 
-def score(task, prediction, answers, classes=()):
+def score(name, prediction, answers, classes=None):
     """
     The best score of a prediction over the answers, 0 to 1. classes: the names of all classes, for
     trec.
     """
-    if task in ('trec', 'triviaqa', 'samsum'):  # else the model goes on with further examples
+    if name in ('trec', 'triviaqa', 'samsum'):  # The model may go on with further examples.
         prediction = prediction.lstrip('\n').split('\n')[0]
-    metric = TASKS[task][1]
-    more = [classes] if metric is classification else []
-    return max((metric(prediction, answer, *more) for answer in answers), default=0.0)
+    more = [classes] if name == 'trec' else []
+    return max([TASKS[name](prediction, gold, *more) for gold in answers], default=0.0)
 
 
-# ----------------------------------------------------------------------------- prompts
+# ---------------------------------------------------------------------- prompts
 
-def read_task(folder, task):
-    """
-    A task's most new tokens, its samples, each a prompt, answers and classes, and a digest of all
-    of it. Raises ValueError for what is not as the benchmark has it.
-    """
+# samples: [(prompt, answers)]; digest: of all that is read from files
+Task = namedtuple('Task', 'max_new_tokens samples classes digest')
+
+
+def read_task(folder, name):
+    """Read a Task. Raises UserError for what is not as the benchmark has it."""
+    def read(file):
+        return (folder / file).read_text(encoding='utf-8')
+
     try:
-        text = (folder / f'{task}.jsonl').read_text(encoding='utf-8')
-        template, max_new_tokens = (json.loads((folder / f'dataset2{kind}.json').read_text(encoding='utf-8'))[task]
-                                    for kind in ('prompt', 'maxlen'))
+        text = read(f'{name}.jsonl')
+        template = json.loads(read('dataset2prompt.json'))[name]
+        max_new_tokens = int(json.loads(read('dataset2maxlen.json'))[name])
         records = [json.loads(line) for line in text.split('\n') if line]
-        classes = records[-1]['all_classes'] if task == 'trec' else []  # the benchmark takes the last row's for all
-        samples = [(template.format(**record), record['answers'], classes) for record in records]
+        samples = [(template.format(**record), record['answers']) for record in records]
         if not samples:
             raise ValueError('no samples')
-    except FileNotFoundError as error:
-        raise ValueError(f'There is no {error.filename}. Run data/longbench/prepare.py or name --data=.') from None
-    except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise ValueError(f'{task} in {folder} is not as in LongBench: {error!r}. Prepare it again.') from None
+        classes = records[-1]['all_classes']  # The benchmark takes the last record's for all.
+        for _, answers in samples:
+            score(name, 'any', answers, classes)  # What cannot be scored is refused at once.
+    except UserError:  # A metric needs a package.
+        raise
+    except Exception as error:  # The files, the JSON and the fields in it fail in many ways.
+        raise UserError(f'{name} in {folder} is not as in LongBench ({type(error).__name__}: '
+                        f'{error}). Run data/longbench/prepare.py, or name the folder with '
+                        '--data=.') from error
     digest = hashlib.sha256(f'{template}{max_new_tokens}{text}'.encode()).hexdigest()
-    return max_new_tokens, samples[:max_samples], digest
+    return Task(max_new_tokens, samples[:max_samples], classes, digest)
 
 
 def prompt_ids(text, encoding, room):
     """
-    The ids of a prompt, its middle cut out where they are more than `room`, and how many they were.
+    Ids of a prompt, at most `room`, the middle of a longer one cut out; and how many they were.
     """
-    def ids_of(text):
+    def ids(text):
         return [start_token(encoding), *encoding.encode_ordinary(text)]
 
-    whole = ids_of(text)
-    if len(whole) <= room:
-        return whole, len(whole)
+    whole = cut = ids(text)
     half = room // 2
-    ids = ids_of(encoding.decode(whole[1:half]) + encoding.decode(whole[-half:]))
-    # as text the halves may have more tokens than before, such as where the cut went through a
-    # character
-    return ids if len(ids) <= room else ids[:half] + ids[-half:], len(whole)
+    if len(whole) > room:
+        cut = ids(encoding.decode(whole[1:half]) + encoding.decode(whole[-half:]))
+    # The halves, tokenized anew, may have more tokens than before, as where a character was cut.
+    if len(cut) > room:
+        cut = cut[:half] + cut[-half:]
+    return cut, len(whole)
 
 
-# ----------------------------------------------------------------------------- the stage
+# ---------------------------------------------------------------------- the stage
 
-def run_task(model, encoding, task, source, length, answers, runtime):
+def answer_task(run, name, task, length, answers):
     """
-    Answer and score what answers does not hold yet. source: from read_task(); length: tokens of
-    prompt and answer together. Returns the task's entry in the result, the same on every rank.
+    Answer and score the samples that `answers` does not hold yet. length: tokens of prompt and
+    answer together. Returns the task's entry in the result, the same on every rank.
     """
-    max_new_tokens, samples, _ = source
-    room, eos, least = length - max_new_tokens, (encoding.eot_token,), 0
-    if task == 'samsum':  # the benchmark's one exception: a summary is one line
-        eos, least = (*eos, encoding.encode_ordinary('\n')[-1]), 1
-    for batch in answers.batches(range(len(samples)), lambda i: 1, batch_size):
-        prompts, lengths = zip(*(prompt_ids(samples[i][0], encoding, room) for i in batch))
-        with runtime.autocast():
-            new = complete(model, prompts, max_new_tokens, beams, eos, least, cache_dtype=runtime.dtype)
-        for i, ids, prompt_tokens in zip(batch, new, lengths):
-            prediction, (_, golds, classes) = encoding.decode(ids), samples[i]
-            answers.add(i, prediction=prediction, answers=golds, score=score(task, prediction, golds, classes),
+    encoding, n, room = run.encoding, len(task.samples), length - task.max_new_tokens
+    eos, min_new_tokens = [encoding.eot_token], 0
+    if name == 'samsum':  # the benchmark's one exception: a summary is one line
+        eos.append(encoding.encode_ordinary('\n')[-1])
+        min_new_tokens = 1
+    for batch in answers.batches(range(n), lambda i: 1, batch_size):
+        texts, golds = zip(*[task.samples[i] for i in batch])
+        prompts, lengths = zip(*[prompt_ids(text, encoding, room) for text in texts])
+        with run.runtime.autocast():
+            new = complete(run.model, prompts, task.max_new_tokens, beams, eos, min_new_tokens,
+                           run.runtime.dtype)
+        for i, ids, gold, prompt_tokens in zip(batch, new, golds, lengths):
+            prediction = encoding.decode(ids)
+            answers.add(i, prediction=prediction, answers=gold,
+                        score=score(name, prediction, gold, task.classes),
                         prompt_tokens=prompt_tokens)
-    rows = [row for row in answers.finish() if row['item'] < len(samples)]  # there may be more, from a run on more
-    return {'score': round(100 * sum(row['score'] for row in rows) / len(rows), 2), 'samples': len(rows),
-            'cut': sum(row['prompt_tokens'] > room for row in rows), 'max_prompt_tokens': room,
-            'max_new_tokens': max_new_tokens}
-
-
-def print_table(result):
-    """The scores in the layout of Table 3, and the paper's below."""
-    rows = {f"{result['position_method']} {result['label']}".strip(): [v['score'] for v in result['tasks'].values()]}
-    if result['paper']:
-        rows[f'paper: {paper}'] = list(result['paper'].values())
-    width = max(map(len, rows))
-    print(f'{"":{width}}    avg' + ''.join(f'{TASKS[task][0]:>6}' for task in result['tasks']))
-    for name, scores in rows.items():
-        print(f'{name:{width}} {sum(scores) / len(scores):6.2f}' + ''.join(f'{x:6.1f}' for x in scores))
+    rows = [row for row in answers.finish() if row['item'] < n]  # A run before may have had more.
+    return {'score': round(100 * sum(row['score'] for row in rows) / n, 2), 'samples': n,
+            'cut': sum(row['prompt_tokens'] > room for row in rows),
+            'max_prompt_tokens': room, 'max_new_tokens': task.max_new_tokens}
 
 
 def main():
-    began, runtime = time.perf_counter(), setup(device, dtype)
-    table = json.loads((ROOT / 'results/papers.json').read_text())['nope_table3']
+    table = paper_table('nope_table3')
     if not set(tasks) <= set(TASKS):
-        raise ValueError(f"tasks is {tasks}. Choose from: {', '.join(TASKS)}.")
-    if paper and paper not in table['rows']:
-        raise ValueError(f"Table 3 has no row '{paper}'. Choose from: {', '.join(table['rows'])}.")
-    at_least(1, globals(), 'beams', 'batch_size', 'max_samples')
+        raise UserError(f"tasks is {tasks}. Choose from: {', '.join(TASKS)}.")
+    if paper and paper not in table:
+        raise UserError(f"Table 3 has no row '{paper}'. Choose from: {', '.join(table)}.")
+    between(globals(), 1, 'beams', 'batch_size', 'max_samples')
     folder = Path(data) if Path(data).is_dir() else ROOT / data
-    sources = {task: read_task(folder, task) for task in TASKS if task in (tasks or TASKS)}
-    model, info = checkpoint.load_model(init_from, out_dir, runtime.device, position, rope_scaling, runtime.dtype)
-    scale_label = checkpoint.apply_scale(model, scale, info)
-    encoding, length = tokenizer_from_state(info['tokenizer']), context or model.config.block_size
-    for task, (max_new_tokens, *_) in sources.items():
-        if length < max_new_tokens + 2:  # a first and a last token
-            raise ValueError(f'A context of {length} tokens leaves {task} no room for a prompt: its answers have up to '
-                             f'{max_new_tokens}. Set a longer --context=, or --tasks= without it.')
+    asked = {name: read_task(folder, name) for name in TASKS if name in (tasks or TASKS)}
+    run = Run(settings(globals()))
+    length, made_with = context or run.L, identity(run.model, scale, run.info)
+    made_with |= {'beams': beams, 'context': length, 'dtype': str(run.runtime.dtype)}
+    for name, task in asked.items():
+        if length < task.max_new_tokens + 2:  # a first and a last token
+            raise UserError(f'A context of {length} tokens leaves {name} no room for a prompt: its '
+                            f'answers have up to {task.max_new_tokens}. Set a longer --context=, '
+                            'or --tasks= without it.')
 
-    name = label or scale_label
-    stem = result_path(out_dir, 'longbench', name)
-    made_with = checkpoint.identity(model, scale, info) | {'beams': beams, 'context': length,
-                                                           'dtype': str(runtime.dtype)}
-    answers = {task: Answers(f'{stem}/{task}.jsonl', made_with | {'data': sources[task][-1]}, runtime)
-               for task in sources}
-    scores = {task: run_task(model, encoding, task, sources[task], length, answers[task], runtime) for task in sources}
-    if runtime.is_main:
-        row = dict(zip(table['columns'], table['rows'].get(paper, [])))
-        result = {'stage': 'longbench', 'label': name, 'position_method': model.config.position, 'context': length,
-                  'block_size': model.config.block_size, 'beams': beams, 'checkpoint': info['path'],
-                  'weights_digest': info['digest'], 'scale': scale, 'tasks': scores,
-                  'average': round(sum(task['score'] for task in scores.values()) / len(scores), 2),
-                  'paper': {task: row[task] for task in sources if row}}
-        print_table(result)
-        save_json(f'{stem}.json', result | provenance(settings(globals()), runtime, time.perf_counter() - began))
-        print(f'wrote {stem}.json')
-    runtime.close()
+    results = {}
+    for name, task in asked.items():
+        answers = Answers(f"{run.path('longbench')}/{name}.jsonl",
+                          made_with | {'data': task.digest}, run.runtime)
+        results[name] = answer_task(run, name, task, length, answers)
+    scores = {name: result['score'] for name, result in results.items()}
+    theirs = {paper: {name: table[paper][name] for name in scores}} if paper else {}
+    print_scores(run.runtime.print, scores, theirs)
+    average = round(sum(scores.values()) / len(scores), 2)
+    run.write('longbench', {'context': length, 'beams': beams, 'tasks': results,
+                            'average': average, 'paper': theirs.get(paper, {})})
 
 
 if __name__ == '__main__':

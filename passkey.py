@@ -5,7 +5,8 @@ Position Encoding"; the task is Mohtashami and Jaggi's (2023), the texts those o
 run_pass.py of AntNLP/nope_head_scale.
 
 $ python passkey.py --out_dir=out/passkey/nope --max_length=1024 --n_lengths=8
-$ torchrun --nproc_per_node=8 passkey.py --out_dir=out/nope_1b --scale=out/nope_1b/scale_head_8192.json
+$ torchrun --nproc_per_node=8 passkey.py --out_dir=out/nope_1b \\
+    --scale=out/nope_1b/scale_head_8192.json
 
 Writes out_dir/passkey[_LABEL].json and .png; what is answered so far is in .jsonl, from where a
 stopped run goes on
@@ -46,7 +47,8 @@ seed = 42                    # of keys and their places
 
 TASK = ('There is an important info hidden inside a lot of irrelevant text. Find it and memorize '
         'them. I will quiz you about the important information there.\n')
-FILLER = ' The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.'
+FILLER = (' The grass is green. The sky is blue. The sun is yellow. Here we go. '
+          'There and back again.')
 KEY = '\nThe pass key is {key}. Remember it. {key} is the pass key.\n'
 QUESTION = '\nWhat is the pass key? The pass key is'
 

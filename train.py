@@ -13,6 +13,7 @@ Writes out_dir/last.pt, best.pt, step_N.pt, config.json, log.jsonl, loss.png
 """
 
 import dataclasses
+import functools
 import math
 import sys
 from pathlib import Path
@@ -288,8 +289,8 @@ def main(given=()):
         lr = learning_rate_at(step, learning_rate, min_lr, warmup, lr_decay_iters or max_iters)
         for group in optimizer.param_groups:
             group['lr'] = lr
-        loss, batch = train_step(model, optimizer, scaler, weights, batch,
-                                 lambda: rank_batch(windows, step + 1, runtime), runtime)
+        next_batch = functools.partial(rank_batch, windows, step + 1, runtime)
+        loss, batch = train_step(model, optimizer, scaler, weights, batch, next_batch, runtime)
         recorder.pending.append(loss)
         step += 1
         if step == first + 1 and log_interval > 1:

@@ -1,6 +1,8 @@
-# Fine-tune TinyLlama at 50K steps for 8K tokens, as the paper does ("fair": 200 steps, 13M tokens). Then the method:
+# Fine-tune TinyLlama at 50K steps for 8K tokens, as the paper does ("fair": 200 steps, 13M tokens).
+# The method is given after it:
 # torchrun --nproc_per_node=8 train.py config/finetune_8k.py config/yarn.py --out_dir=out/yarn_8k
-# torchrun --nproc_per_node=8 train.py config/finetune_8k.py config/pi.py config/raw.py --out_dir=out/pi_8k_raw
+# torchrun --nproc_per_node=8 train.py config/finetune_8k.py config/pi.py config/raw.py \
+#     --out_dir=out/pi_8k_raw
 out_dir = 'out/finetune_8k'
 init_from = 'hf:TinyLlama/tinyLlama-intermediate-checkpoints@step-50k-token-105B'
 dataset = 'slimpajama:0.693584,starcoder:0.306416'

@@ -1,4 +1,5 @@
-# Fine-tune the 5M RoPE model of the books study at 4L with as many tokens as its twin's vectors are tuned with
+# Fine-tune the 5M RoPE model of the books study at 4L, with as many tokens as the vectors of its
+# NoPE twin are tuned with
 init_from = 'out/books/1337/rope/last.pt'
 dataset = 'books'
 block_size = 1024

@@ -1,4 +1,5 @@
-# The paper's model: TinyLlama 1.1B without position encoding, 50K steps of 2M tokens, 105B in all (Section 4.1).
+# The paper's model (Section 4.1): TinyLlama 1.1B without position encoding, 50K steps of 2M tokens,
+# 105B in all
 # torchrun --nproc_per_node=8 train.py config/nope_1b.py
 out_dir = 'out/nope_1b'
 dataset = 'slimpajama:0.693584,starcoder:0.306416'
@@ -13,10 +14,12 @@ n_hidden = 5632
 learning_rate = 3.5e-4       # NoPE's; its twin with RoPE takes 4e-4
 min_lr = 3.5e-5
 warmup_iters = 2000
-lr_decay_iters = 1430512     # TinyLlama's cosine over 3T tokens: at 50K steps the rate is still 99.7% of its peak
+# TinyLlama's cosine is over 3T tokens: at 50K steps the rate is still 99.7% of its peak.
+lr_decay_iters = 1430512
 max_iters = 50000
 keep_steps = [10000, 50000]  # Figure 7 fits the scale of both
 eval_interval = 1000
 eval_windows = 1024
-log_interval = 5             # ranks agree to stop at these steps: torchrun allows 30 s after SIGTERM
+# Ranks agree to stop at these steps, and torchrun allows them 30 s after SIGTERM.
+log_interval = 5
 seed = 3407

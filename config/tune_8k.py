@@ -1,6 +1,7 @@
-# Appendix A: 704 scales of the 1.1B NoPE model for 8K tokens (13.1M tokens of tuning). First, the uniform search:
-# python tune_scale.py config/tune_8k.py --method=uniform --target_length=16384 --candidate_range=[1.0,2.0,0.01] \
-#     --n_samples=64
+# Appendix A: 704 scales of the 1.1B NoPE model for 8K tokens (13.1M tokens of tuning). First, the
+# uniform search:
+# python tune_scale.py config/tune_8k.py --method=uniform --target_length=16384 \
+#     --candidate_range=[1.0,2.0,0.01] --n_samples=64
 # torchrun --nproc_per_node=8 tune_scale.py config/tune_8k.py
 out_dir = 'out/nope_1b'
 target_length = 8192

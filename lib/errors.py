@@ -35,7 +35,7 @@ def report(kind, error, trace):
     A sys.excepthook. Under torchrun the first rank of a node prints what all ranks met, and the
     others only what is theirs alone.
     """
-    if kind.__name__ == 'OutOfMemoryError':  # torch's, by its name, as importing torch takes seconds
+    if kind.__name__ == 'OutOfMemoryError':  # torch's, by its name: importing torch takes seconds
         error = ('out of GPU memory. Lower micro_batch_size, batch_tokens or batch_size, or set '
                  '--checkpoint_activations=True, as the stage has them; see --help.')
     elif kind is KeyboardInterrupt:

@@ -3,9 +3,9 @@ Every picture of the project, drawn from the JSON of a stage alone.
 
 $ python -m lib.plots FILE.json [FILE.json ...]   # draws FILE.png beside each
 
-A stage calls draw(path) after it has written its JSON; train.py calls draw_log(). In every picture
-a method has the same colour, a curve its name at its right end, and a dotted line stands at L, the
-length that the model was trained at.
+A stage calls draw(path) after it has written its JSON, and train.py calls draw_log(). In every
+picture a method has the same colour, a curve has its name at its right end, and a dotted line
+stands at L, the length that the model was trained at.
 """
 
 import json
@@ -15,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from lib.errors import report
+from lib.errors import UserError, report
+from lib.results import whole_file
 
 # What pictures call the position methods.
 NAMES = {
@@ -30,8 +31,12 @@ NAMES = {
     'xl': 'Transformer-XL',
 }
 
-# The colour of a curve is that of the first pattern found in its name. The palettes are those of
-# Okabe and Ito and of Paul Tol, whose colours colour-blind readers can tell apart.
+# The colour of a curve belongs to the first of these patterns that its name matches. The palettes
+# are Okabe and Ito's and Paul Tol's, which colour-blind readers can tell apart.
+BLACK = '#000000'
+BLUE = '#0072B2'
+ORANGE = '#E69F00'
+SKY = '#56B4E9'
 COLORS = {
     r'dape': '#AA4499',
     r'alibi': '#44AA99',
@@ -47,61 +52,53 @@ COLORS = {
     r'rope': '#D55E00',
     r'log-?n': '#888888',
     r'every weight|full_': '#009E73',
-    r'norm|vectors|\bout\b': '#56B4E9',
-    r'uniform|scale\d': '#E69F00',
-    r'as loaded|scale 1$|bound': '#000000',
-    r'head|scale|without': '#0072B2',  # the ablations of head scale are called "without ..."
-    r'nope': '#000000',
+    r'norm|vectors|\bout\b': SKY,
+    r'uniform|scale\d': ORANGE,
+    r'as loaded|scale 1$': BLACK,
+    r'head|scale|without': BLUE,  # an ablation of head scale is called "without ..."
+    r'nope': BLACK,
+    r'': '#777777',
 }
 DASHES = ['-', '--', ':', '-.']
-MARKERS = ['o', 's', '^', 'v', 'D', 'P', 'X', '*']
-MOST = 8  # curves in one panel
+MARKERS = 'os^vDPX*'  # where points are few
+MOST = 8  # rows of a table in one panel
 
-SIZES = {'font.size': 9, 'axes.titlesize': 10, 'axes.titlepad': 16, 'figure.titlesize': 11}
-LOOK = {'axes.grid': True, 'grid.alpha': 0.3, 'axes.spines.top': False, 'axes.spines.right': False}
+STYLE = {'font.size': 9, 'axes.titlesize': 10, 'axes.titlepad': 16, 'figure.titlesize': 11,
+         'axes.grid': True, 'grid.alpha': 0.3, 'axes.spines.top': False,
+         'axes.spines.right': False}
 
 
 # ----------------------------------------------------------------------------- figures
 
-def new_figure(title, rows=1, columns=1, width=6.8, height=3.8):
-    """A figure for a file, for which no screen is needed, and its (rows, columns) axes."""
+def panels(title, n, columns, width=6.8, height=3.8):
+    """A figure of n panels, `columns` in a row, and the list of their axes. It needs no screen."""
     import matplotlib
     from matplotlib.figure import Figure
-    matplotlib.rcParams.update(SIZES | LOOK)
+    matplotlib.rcParams.update(STYLE)
+    columns = min(n, columns)
+    rows = -(-n // columns)
     figure = Figure(figsize=(width * columns, height * rows), layout='constrained')
     figure.suptitle(title)
-    return figure, figure.subplots(rows, columns, squeeze=False)
-
-
-def panels(title, n, columns, **size):
-    """A figure of n panels, `columns` in a row. Returns the figure and a list of n axes."""
-    columns = min(n, columns)
-    figure, axes = new_figure(title, -(-n // columns), columns, **size)
-    for axis in axes.flat[n:]:
-        axis.set_visible(False)
-    return figure, list(axes.flat[:n])
+    return figure, [figure.add_subplot(rows, columns, i + 1) for i in range(n)]
 
 
 def save(figure, path):
-    """Write the figure, whole or not at all."""
-    from lib.results import whole_file
+    """Write a figure, whole or not at all."""
     with whole_file(path) as part:
-        figure.savefig(part, format='png', dpi=120)
+        figure.savefig(part, format='png', dpi=110, bbox_inches='tight')
 
 
 def curve_name(result):
-    """The position method of a result, and its label, which says how it was changed."""
+    """The position method of a result and its label, which says what was done to the model."""
     name = NAMES.get(result['position_method'], result['position_method'])
     if result.get('dape_kernel'):
         name += ' + DAPE'
-    if result.get('rope_scaling'):
-        name += ' ' + result['rope_scaling']
     label = result.get('label') or result.get('settings', {}).get('label')
     return f'{name}, {label}' if label else name
 
 
 def run_name(result):
-    """Which run a result is of: method, label and the folder of its checkpoint."""
+    """Which run a result is of: the curve's name and the folder of the checkpoint."""
     checkpoint = Path(result['checkpoint'])
     folder = checkpoint.parent if checkpoint.suffix == '.pt' else checkpoint
     return f"{curve_name(result)} ({'/'.join(folder.parts[-3:])})"
@@ -113,24 +110,23 @@ def color_of(name):
     for pattern, color in COLORS.items():
         if re.search(pattern, name, re.IGNORECASE):
             return color
-    return '#555555'
 
 
 def named_lines(axis):
-    """The curves of a panel that have a name; matplotlib begins the labels of others with _."""
+    """The curves of a panel. matplotlib begins the names of other lines with an underscore."""
     return [line for line in axis.get_lines() if not line.get_label().startswith('_')]
 
 
 def curve(axis, x, y, name, error=None, color=None, **style):
     """
-    Plot y against x, in the colour of its name. Curves of one colour differ by dashes, and where
-    points are few by markers. y and error, the half of a bar's length, may hold None.
+    Plot y against x in the colour of the name. Curves of one colour differ by their dashes, and
+    where points are few by their markers. error: half the length of each bar. None is left out.
     """
     color = color or color_of(name)
     before = sum(line.get_color() == color for line in named_lines(axis))
     style = {'lw': 1.6, 'ls': DASHES[before % len(DASHES)]} | style
     if len(x) <= 12:
-        style |= {'marker': MARKERS[before % len(MARKERS)], 'ms': 4}
+        style = {'marker': MARKERS[before % len(MARKERS)], 'ms': 4} | style
     y = np.array(y, float)
     axis.plot(x, y, color=color, label=name, **style)
     if error is not None:
@@ -139,8 +135,8 @@ def curve(axis, x, y, name, error=None, color=None, **style):
 
 def running_mean(values, bins=8):
     """
-    Means of `bins` neighbours, for a smoother curve; positions go through it, too. Bins are of
-    L / 16 positions, so 8 of them are L / 2.
+    Means of `bins` neighbours, for a smoother curve; its positions go through it, too. A bin is
+    of L / 16 positions, so 8 of them are L / 2.
     """
     values = np.array(values, float)
     if len(values) <= 2 * bins:
@@ -153,80 +149,89 @@ def number(value):
 
 
 def spread(heights, gap):
-    """Sorted heights between 0 and 1, moved until neighbours are at least `gap` apart."""
-    heights = list(heights)
-    for i in range(1, len(heights)):
-        heights[i] = max(heights[i], heights[i - 1] + gap)
-    limit = 1.0
-    for i in reversed(range(len(heights))):
-        heights[i] = min(heights[i], limit)
-        limit = heights[i] - gap
+    """Sorted heights, moved apart until neighbours differ by `gap`."""
+    heights = np.array(heights)
+    for _ in range(200):
+        for i in range(len(heights) - 1):
+            overlap = max(0, gap - heights[i + 1] + heights[i])
+            heights[i] -= overlap / 2
+            heights[i + 1] += overlap / 2
     return heights
 
 
 def label_ends(axis, values=False):
     """
-    Write each curve's name at its right end, with a thin line between them, which has the curve's
-    dashes. values: write where it ends, too. Points above the picture become arrows at its edge,
-    and the name says how high the curve goes.
+    Write the name of each curve at its right end, and with values=True what it ends at. Points
+    above the panel become arrows at its edge, and the name then says how high the curve goes.
     """
-    axis.set_xlim(axis.get_xlim())
-    low, top = axis.set_ylim(axis.get_ylim())
-    to_share = axis.transData + axis.transAxes.inverted()  # from data to shares of the panel
+    _, top = axis.set_ylim(axis.get_ylim())
+    share_of_panel = axis.transData - axis.transAxes
     ends = []
     for line in named_lines(axis):
-        x, y = line.get_data()
-        x, y = np.array(x)[np.isfinite(y)], y[np.isfinite(y)]
-        if len(y) == 0:
+        points = line.get_xydata()
+        points = points[np.isfinite(points[:, 1])]
+        if len(points) == 0:
             continue
-        text = line.get_label()
-        if values:
-            text += f'  {number(y[-1])}'
-        outside = y > top
-        if outside.any():
-            text += f' (up to {number(y.max())} ↑)'
-            axis.plot(x[outside], np.ones(outside.sum()), '^', color=line.get_color(), ms=6,
-                      transform=axis.get_xaxis_transform(), clip_on=False)
-        right, height = to_share.transform((x[-1], min(y[-1], top)))
-        ends.append((height, right, text, line))
+        text, highest = line.get_label(), points[:, 1].max()
+        if highest > top:
+            text += f'  ↑ {number(highest)}'
+            outside = points[points[:, 1] > top, 0]
+            axis.plot(outside, np.full(len(outside), top), '^', color=line.get_color(),
+                      clip_on=False)
+        elif values:
+            text += f'  {number(points[-1, 1])}'
+        right, height = share_of_panel.transform(points[-1])
+        ends.append((min(height, 1), right, text, line))
+
     ends.sort(key=lambda end: end[0])
-
-    rows = max([text.count('\n') for _, _, text, _ in ends], default=0) + 1
-    gap = 0.16 * rows / axis.get_figure().get_figheight() * axis.get_gridspec().nrows
-    places = spread([height for height, _, _, _ in ends], gap * 1.3)
-    for place, (height, right, text, line) in zip(places, ends):
-        leader = {'arrowstyle': '-', 'color': line.get_color(), 'ls': line.get_linestyle()}
-        axis.annotate(text, (right, height), (1.07, place), xycoords='axes fraction',
-                      textcoords='axes fraction', va='center', arrowprops=leader | {'shrinkA': 1})
+    heights = spread([end[0] for end in ends], gap=0.065)
+    for text_height, (height, right, text, line) in zip(heights, ends):
+        leader = {'arrowstyle': '-', 'color': line.get_color(), 'ls': line.get_linestyle(),
+                  'relpos': (0, 0.5)}
+        axis.annotate(text, (right, height), (1.07, text_height), xycoords='axes fraction',
+                      textcoords='axes fraction', va='center', arrowprops=leader)
 
 
-def mark_length(axis, length, name='L'):
-    """A dotted line at the training length or another, with its name above the panel."""
-    axis.axvline(length, color='black', ls=':', lw=1)
-    axis.annotate(f'{name} = {length}', (length, 1), (0, 3), xycoords=('data', 'axes fraction'),
-                  textcoords='offset points', ha='center', fontsize=8)
+def mark_length(axis, x, text, color='black'):
+    """A dotted vertical line with a text above the panel."""
+    axis.axvline(x, color=color, ls=':', lw=1.2)
+    axis.annotate(text, (x, 1), (0, 3), xycoords=('data', 'axes fraction'), ha='center',
+                  textcoords='offset points', fontsize=8)
 
 
 def length_axis(axis, lengths, L):
-    """A logarithmic axis of lengths or positions, with a plain number at each that has room."""
+    """A logarithmic axis with a plain number at each length, and the line at L."""
     axis.set_xscale('log')
-    ticks = []
-    for length in sorted(lengths):
-        if not ticks or length > 1.2 * ticks[-1]:
-            ticks.append(length)
-    axis.set_xticks(ticks, [f'{tick:g}' for tick in ticks])
+    axis.set_xticks(lengths, [f'{length:g}' for length in lengths])
     axis.minorticks_off()
-    mark_length(axis, L)
+    mark_length(axis, L, f'L = {L}')
 
 
-def finish_positions(axis, L, ylabel, title='', unit='tokens'):
-    """What curves by position share: a logarithmic axis from L / 4 on, and names at their ends."""
-    last = max([L, *(line.get_xdata()[-1] for line in named_lines(axis))])
-    first = min(L, min(line.get_xdata()[-1] for line in named_lines(axis))) / 4
-    lengths = [L * 2.0 ** power for power in range(-2, 30)]
-    length_axis(axis, [T for T in lengths if first <= T <= 1.1 * last], L)
-    axis.set(xlim=(first, last), xlabel=f'position ({unit})', ylabel=ylabel, title=title)
+def position_axis(axis, L, ylabel, title='', unit='tokens'):
+    """What all curves by position share: an axis from L / 4 on, and their names."""
+    last = max(line.get_xdata()[-1] for line in named_lines(axis))
+    first = min(L, last) / 4
+    ticks = [T for T in L * 2.0 ** np.arange(-12, 30) if first <= T <= 1.1 * last]
+    length_axis(axis, ticks, L)
+    axis.set(xlim=(first, max(L, last, ticks[-1])), xlabel=f'position ({unit})', ylabel=ylabel,
+             title=title)
     label_ends(axis)
+
+
+def draw_bound(axis, position, unit='nats'):
+    """The entropy of equal weights on i positions, which no head exceeds."""
+    bound = np.log(position) if unit == 'nats' else np.log2(position)
+    curve(axis, position, bound, 'upper bound log i', color=BLACK, ls='--', lw=1)
+
+
+def loss_and_entropy(axes, curves, L, unit='nats'):
+    """Two panels by position. curves: rows of a name, its position, loss, entropy, and colour."""
+    for name, position, loss, entropy, color in curves:
+        curve(axes[0], running_mean(position), running_mean(loss), name, color=color)
+        curve(axes[1], position, entropy, name, color=color)
+    draw_bound(axes[1], position, unit)
+    position_axis(axes[0], L, 'loss (nats per token, running mean)', 'Loss')
+    position_axis(axes[1], L, f'mean attention entropy ({unit})', 'Entropy')
 
 
 # ----------------------------------------------------------------------------- training
@@ -235,12 +240,11 @@ def draw_log(log_path, png_path):
     """Training and validation loss against tokens, from the lines of train.py's log.jsonl."""
     log_path = Path(log_path)
     rows = [json.loads(line) for line in log_path.read_text().splitlines()]
-    figure, [[axis]] = new_figure(f"Training: {'/'.join(log_path.parts[-4:-1])}")
-    for key, name, color in (('loss', 'training', '#56B4E9'), ('val_loss', 'validation', '#000000')):
-        kept = [row for row in rows if key in row]
-        if kept:
-            tokens = [row['tokens'] / 1e6 for row in kept]
-            curve(axis, tokens, [row[key] for row in kept], name, color=color, lw=1)
+    figure, [axis] = panels(f"Training: {'/'.join(log_path.parts[-4:-1])}", 1, 1)
+    for key, name, color in (('loss', 'training', SKY), ('val_loss', 'validation', BLUE)):
+        measured = [row for row in rows if key in row]
+        curve(axis, [row['tokens'] / 1e6 for row in measured], [row[key] for row in measured],
+              name, color=color, lw=1)
     axis.set(xlabel='tokens read (millions)', ylabel='loss (nats per token)')
     label_ends(axis, values=True)
     save(figure, png_path)
@@ -248,11 +252,8 @@ def draw_log(log_path, png_path):
 
 # ----------------------------------------------------------------------------- scales
 
-def draw_uniform(result, path):
-    """
-    Figure 2: loss and entropy by position under up to six of the candidates. Figure 7: the best
-    scale at each position, and its fit.
-    """
+def draw_uniform(result):
+    """Figure 2: loss and entropy under candidates. Figure 7: the best scale at each position."""
     from matplotlib import colormaps
     L, searches = result['block_size'], result['searches']
     figure, axes = panels(f'Uniform scales: {run_name(result)}', 3, 3, width=6)
@@ -260,69 +261,57 @@ def draw_uniform(result, path):
     position = np.array(search['position'])  # the same in all searches
 
     measured = [i for i, entropy in enumerate(search['entropy']) if entropy is not None]
-    shown = np.unique(np.linspace(0, len(measured) - 1, 6).round().astype(int))
-    for share, i in zip(np.linspace(0, 0.9, len(shown)), [measured[k] for k in shown]):
-        name, color = f"scale {search['candidates'][i]:g}", colormaps['viridis'](share)
-        loss = running_mean(search['loss'][i])
-        curve(axes[0], running_mean(position), loss, name, color=color)
-        curve(axes[1], position, search['entropy'][i], name, color=color)
-    best = running_mean(search['best_loss_by_position'])
-    curve(axes[0], running_mean(position), best, 'best scale\nat each position', color='black',
-          ls='--')
-    finish_positions(axes[0], L, 'loss (nats per token, running mean)', 'Loss (Figure 2)')
-    finish_positions(axes[1], L, 'mean attention entropy (nats)', 'Entropy (Figure 2)')
+    curves = []
+    for i in measured[::-(-len(measured) // 6)]:  # at most six
+        curves.append((f"scale {search['candidates'][i]:g}", position, search['loss'][i],
+                       search['entropy'][i], colormaps['viridis'](i / len(search['loss']))))
+    curve(axes[0], running_mean(position), running_mean(search['best_loss_by_position']),
+          'best at each', color=BLACK, ls='--')
+    loss_and_entropy(axes, curves, L)
 
     beyond = position[position > L]
-    s = beyond / L
-    for color, (name, search) in zip(['#E69F00', '#0072B2', '#009E73', '#CC79A7'] * 2,
-                                     searches.items()):
-        axes[2].plot(position, search['best_by_position'], '.', ms=4, color=color)
-        fit = f"{name}:\n1 {search['fit_a']:+.3f} ln s"
-        if search['fit_r2'] is not None:
-            fit += f", R² {search['fit_r2']:.2f}"
-        curve(axes[2], beyond, 1 + search['fit_a'] * np.log(s), fit, color=color)
-    curve(axes[2], beyond, (1 + 0.1 * np.log(s)) ** 2, 'YaRN:\n(1 + 0.1 ln s)²', ls='--')
-    finish_positions(axes[2], L, r'best scale ($1/\sqrt{d}$)', 'Best scale, s = i / L (Figure 7)')
-    save(figure, path)
+    ln_s = np.log(beyond / L)
+    for k, (name, search) in enumerate(searches.items()):
+        color = [ORANGE, BLUE, SKY, BLACK][k % 4]
+        axes[2].scatter(position, search['best_by_position'], s=4, color=color)
+        name += f": a = {search['fit_a']:.3f}, R² = {np.float64(search['fit_r2']):.2f}"
+        curve(axes[2], beyond, 1 + search['fit_a'] * ln_s, name, color=color)
+    curve(axes[2], beyond, (1 + 0.1 * ln_s) ** 2, 'YaRN: (1 + 0.1 ln(i / L))²', ls='--')
+    position_axis(axes[2], L, r'best scale ($1/\sqrt{d}$)', 'Best scale and fit, 1 + a ln(i / L)')
+    return figure
 
 
-def scatter_heads(axis, scales, entropy, layers, unit, position):
-    """Figure 5: the scale of each head against its entropy. layers: the name of each layer."""
+def scatter_heads(axis, scales, entropy, layers, ylabel):
+    """Figure 5: the scale of each head against its entropy. layers: what to call each layer."""
     from matplotlib import colormaps
     n_layer, n_head = np.shape(scales)
-    colors = colormaps['viridis'].resampled(n_layer)
-    points = axis.scatter(scales, entropy, c=np.arange(n_layer).repeat(n_head), s=16, cmap=colors,
-                          vmin=-0.5, vmax=n_layer - 0.5)
+    points = axis.scatter(scales, np.array(entropy, float), s=16, vmin=-0.5, vmax=n_layer - 0.5,
+                          c=np.arange(n_layer).repeat(n_head),
+                          cmap=colormaps['viridis'].resampled(n_layer))
     bar = axis.get_figure().colorbar(points, ax=axis, label='layer')
     bar.set_ticks(range(n_layer), labels=layers)
-    axis.set(xlabel=r'scale ($1/\sqrt{d}$)', title='Scale and entropy of each head (Figure 5)',
-             ylabel=f'entropy at position {position:.0f} ({unit})')
+    axis.set(xlabel=r'scale ($1/\sqrt{d}$)', ylabel=ylabel, title='Scale and entropy of each head')
 
 
-def draw_head(result, path):
-    """Figure 4: loss and entropy by position. Figure 5, and the tuned scales of all heads."""
+def draw_head(result):
+    """Figure 4: loss and entropy by position. Figure 5. And the tuned scales of all heads."""
     last = result['sets'][-1] if 'sets' in result else result
-    L, target = result['block_size'], last['target_length']
-    scales = np.array(last['head_scale'], float)
+    target, scales = last['target_length'], np.array(last['head_scale'], float)
     title = f'Head scales tuned at {target} tokens: {run_name(result)}'
-    figure, ((left, right), (below, heat)) = new_figure(title, 2, 2, width=6.2, height=3.6)
-    position = result['position']
+    figure, axes = panels(title, 4, 2, width=6.2, height=3.5)
+    curves = []
     for name, measured in result['curves'].items():
-        curve(left, running_mean(position), running_mean(measured['loss']), name)
-        curve(right, position, measured['entropy'], name)
-    finish_positions(left, L, 'loss (nats per token, running mean)', 'Loss (Figure 4)')
-    finish_positions(right, L, 'mean attention entropy (nats)', 'Entropy (Figure 4)')
-    for axis in (left, right):
-        mark_length(axis, target, 'tuned')
-
-    layers = range(len(scales))
-    scatter_heads(below, scales, np.array(result['last_entropy'], float), layers, 'nats',
-                  result['curve_length'])
-    image = heat.imshow(scales, aspect='auto', cmap='cividis')
-    heat.set(xlabel='head', ylabel='layer', title='Tuned scales')
-    heat.grid(False)
-    figure.colorbar(image, ax=heat, label=r'scale ($1/\sqrt{d}$)')
-    save(figure, path)
+        curves.append((name, result['position'], measured['loss'], measured['entropy'], None))
+    loss_and_entropy(axes, curves, result['block_size'])
+    for axis in axes[:2]:
+        mark_length(axis, target, f'tuned at {target}')
+    scatter_heads(axes[2], scales, result['last_entropy'], range(len(scales)),
+                  f"entropy at position {result['curve_length']} (nats)")
+    image = axes[3].imshow(scales, aspect='auto', cmap='cividis')
+    axes[3].set(xlabel='head', ylabel='layer', title='Tuned scales')
+    axes[3].grid(False)
+    figure.colorbar(image, ax=axes[3], label=r'scale ($1/\sqrt{d}$)')
+    return figure
 
 
 # ----------------------------------------------------------------------------- perplexity
@@ -331,259 +320,204 @@ def families(rows):
     """{title: rows} of the panels of a table: all in one, or in families of at most MOST rows."""
     if len(rows) <= MOST:
         return {'': rows}
-    found = {'NoPE and its scales': [], 'RoPE and its extensions': [], 'Other methods': []}
+    found = {'NoPE': [], 'RoPE': [], 'Other methods': []}
     for row in rows:
-        if 'nope' in row['name'].lower():
-            found['NoPE and its scales'].append(row)
-        elif 'rope' in row['name'].lower():
-            found['RoPE and its extensions'].append(row)
-        else:
-            found['Other methods'].append(row)
-    result = {}
+        family = re.search('NoPE|RoPE', row['name'])
+        found[family[0] if family else 'Other methods'].append(row)
+    parts = {}
     for family, members in found.items():
         n = -(-len(members) // MOST)
         for part in range(n):
+            title = f'{family}, part {part + 1} of {n}' if n > 1 else family
             size = -(-len(members) // n)
-            title = f'{family}, {part + 1} of {n}' if n > 1 else family
-            result[title] = members[part * size:(part + 1) * size]
-    return result
+            parts[title] = members[part * size:(part + 1) * size]
+    return parts
 
 
-def ppl_axis(axis, every):
+def ppl_axis(axis, ppl):
     """A logarithmic axis with plain numbers. What explodes, past 20 times the least, leaves it."""
-    from matplotlib.ticker import MaxNLocator
-    low, high = min(every), min(max(every), 20 * min(every))
+    from matplotlib.ticker import LogLocator
+    low, high = min(ppl), min(max(ppl), 20 * min(ppl))
     margin = np.clip((high / low) ** 0.1, 1.01, 1.1)
-    low, high = low / margin, high * margin
-    ticks = [t for t in (1, 1.5, 2, 3, 5, 7, 10, 15, 20, 30, 50, 70, 100, 200, 500, 1000)
-             if low < t < high]
-    if len(ticks) < 4:
-        ticks = [t for t in MaxNLocator(6).tick_values(low, high) if low < t < high]
-    axis.set(yscale='log', ylabel='perplexity')
-    axis.set_yticks(ticks, [f'{tick:g}' for tick in ticks])
+    axis.set(yscale='log', ylim=(low / margin, high * margin), ylabel='perplexity')
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5, 7)))
+    axis.yaxis.set_major_formatter('{x:g}')
     axis.minorticks_off()
-    axis.set_ylim(low, high)
 
 
-def draw_ppl(result, path):
+def draw_ppl(result):
     """Perplexity by window length, of one model or of each row of a table."""
     rows, about = result['rows'], run_name(result)
     if 'name' in rows[0]:
-        about = ' '.join([result['settings']['out_dir'], result['label']])
+        about = f"{result['settings']['out_dir']} {result['label']}"
     else:
-        one = {key: [row.get(key) for row in rows] for key in rows[0]}
-        rows = [one | {'name': curve_name(result)}]
-    windows = 'sliding windows'
-    if result['protocol'] == 'last':
-        windows = f"the last {result['last']} tokens"
-    title = f"Perplexity on {Path(result['dataset']).name}, {windows}: {about}"
+        columns = {key: [row.get(key) for row in rows] for key in rows[0]}
+        rows = [columns | {'name': curve_name(result)}]
+    title = f"Perplexity on {Path(result['dataset']).name}, protocol {result['protocol']}: {about}"
     seeds = max(len(row.get('runs', [])) for row in rows)
     if seeds:
-        title += f'\nerror bars: standard deviation of {seeds} seeds, where a method has them'
+        title += f'\nbars: standard deviation over {seeds} seeds, where a row has them'
 
     every = [ppl for row in rows for ppl in row['ppl'] if ppl is not None]
     groups = families(rows)
-    figure, axes = panels(title, len(groups), 2, width=7.6)
+    figure, axes = panels(title, len(groups), 2, width=7, height=3.2)
     for axis, (family, members) in zip(axes, groups.items()):
         for row in members:
             error = row.get('sd')
-            if 'standard_error' in row:  # of the loss, whose exponential is the perplexity
+            if 'standard_error' in row:  # that of the loss, whose exponential is the perplexity
                 error = np.array(row['standard_error'], float) * np.array(row['ppl'], float)
             curve(axis, result['lengths'], row['ppl'], row['name'], error)
-        if every:
-            ppl_axis(axis, every)
+        ppl_axis(axis, every or [1])
         length_axis(axis, result['lengths'], result['block_size'])
         axis.set(xlabel='window length (tokens)', title=family)
         label_ends(axis, values=True)
-    save(figure, path)
+    return figure
 
 
-def draw_positions(result, path):
+def draw_positions(result):
     """Loss by position, and its standard error over windows at the lengths that were asked for."""
-    rows, L = result['rows'], result['block_size']
-    title = f"Loss on {Path(result['dataset']).name}: {run_name(result)}"
-    figure, [[axis]] = new_figure(title)
-    curve(axis, result['position'], result['loss'], 'each position', color='#56B4E9', lw=1)
-    curve(axis, [row['length'] for row in rows], [row['loss'] for row in rows],
-          f"mean of the last {result['last']}\n± one standard error",
-          [row['standard_error'] for row in rows], color='black', ls='none')
-    finish_positions(axis, L, 'loss (nats per token)')
-    save(figure, path)
+    title = f"Loss on {Path(result['dataset']).name}: {run_name(result)}\n" \
+            f"dots: mean of the last {result['last']} positions, with its standard error"
+    figure, [axis] = panels(title, 1, 1)
+    curve(axis, result['position'], result['loss'], 'bins of L / 16', color=SKY, lw=1)
+    for row in result['rows']:
+        axis.errorbar(row['length'], row['loss'], row['standard_error'], fmt='.', color=BLACK)
+    position_axis(axis, result['block_size'], 'loss (nats per token)')
+    return figure
 
 
 # ----------------------------------------------------------------------------- attention
 
-def draw_entropy(result, path):
+def draw_entropy(result):
     """
-    Figure 1: loss and mean entropy by position. Figure 5, for tuned scales. Then Figures 3 and
-    10-12, the entropy of each head, in a file of its own.
+    Figure 1: loss and mean entropy by position. Figure 5, where scales are tuned, with the rank
+    correlation ρ of scale and entropy in each layer.
     """
-    L, unit = result['block_size'], result['unit']
-    tuned = 'spearman' in result
-    figure, axes = panels(f'Attention entropy: {run_name(result)}', 2 + tuned, 3, width=6)
-    for one in [result, *result['compare']]:
-        name = curve_name(one)
-        curve(axes[0], running_mean(one['position']), running_mean(one['loss']), name)
-        curve(axes[1], one['position'], one['mean_entropy'], name)
-    draw_bound(axes[1], result)
-    finish_positions(axes[0], L, 'loss (nats per token, running mean)', 'Loss')
-    finish_positions(axes[1], L, f'attention entropy ({unit})', 'Mean attention entropy')
-    if tuned:
+    n = 3 if 'spearman' in result else 2
+    figure, axes = panels(f'Attention entropy: {run_name(result)}', n, n, width=6)
+    curves = []
+    for one in [*result['compare'], result]:
+        curves.append((curve_name(one), one['position'], one['loss'], one['mean_entropy'], None))
+    loss_and_entropy(axes, curves, result['block_size'], result['unit'])
+    if 'spearman' in result:
         layers = []
-        for layer, value in enumerate(result['spearman']):
-            layers.append(f'{layer}' if value is None else f'{layer}: {value:+.2f}')
-        scatter_heads(axes[2], result['head_scale'], np.array(result['entropy'], float)[..., -1],
-                      layers, unit, result['position'][-1])
-    save(figure, path)
-    draw_heads(result, heads_path(path))
+        for layer, rho in enumerate(np.array(result['spearman'], float)):
+            layers.append(f'{layer}: ρ = {rho:.2f}')
+        last = np.array(result['entropy'], float)[:, :, -1]
+        scatter_heads(axes[2], result['head_scale'], last, layers,
+                      f"entropy at position {result['position'][-1]:.0f} ({result['unit']})")
+    return figure
 
 
-def draw_bound(axis, result):
-    """The upper bound of entropy at position i, ln i nats, which equal weights reach."""
-    bound = 'ln i' if result['unit'] == 'nats' else 'log2 i'
-    curve(axis, result['position'], result['bound'], f'upper bound {bound}', ls='--', lw=1)
-
-
-def heads_path(path):
-    """entropy_LABEL.png has its heads in entropy_heads_LABEL.png."""
-    if path.name.startswith('entropy'):
-        return path.with_name(f'entropy_heads{path.name.removeprefix("entropy")}')
-    return path.with_name(f'{path.stem}_heads.png')
-
-
-def draw_heads(result, path):
+def draw_heads(result):
     """Figures 3 and 10-12: the entropy of every head by position, a panel a layer."""
-    layers = np.array(result['entropy'], float)
-    title = f'Attention entropy of each head: {run_name(result)}'
-    figure, axes = panels(title, len(layers), 4, width=4.6, height=2.8)
+    layers, position = np.array(result['entropy'], float), result['position']
+    title = f'Attention entropy of each head, a thin line each: {run_name(result)}'
+    figure, axes = panels(title, len(layers), 4, width=4.2, height=3)
     for layer, (axis, heads) in enumerate(zip(axes, layers)):
-        axis.plot(result['position'], heads.T, color='#56B4E9', lw=0.7)
-        curve(axis, result['position'], heads.mean(0), 'mean', color='#0072B2')
-        draw_bound(axis, result)
-        axis.set_ylim(0, 1.03 * max(result['bound']))
-        finish_positions(axis, result['block_size'], f"entropy ({result['unit']})",
-                         f'layer {layer}')
-    save(figure, path)
+        axis.plot(position, heads.T, color=SKY, lw=0.7)
+        curve(axis, position, heads.mean(0), 'mean', color=BLUE)
+        draw_bound(axis, position, result['unit'])
+        axis.set_ylim(bottom=0)
+        position_axis(axis, result['block_size'], f"entropy ({result['unit']})", f'layer {layer}')
+    return figure
 
 
-def draw_maps(result, path):
-    """
-    A row of panels for each length, a column with one colour scale for each part of the attention;
-    keys that come later stay white, and a dotted line stands at L.
-    """
-    rows, parts = result['lengths'], list(result['lengths'][0]['maps'])
-    layer, head = result['layer'], result['head']
-    title = f'Layer {layer}, head {head}: {run_name(result)}'
-    figure, axes = new_figure(title, len(rows), len(parts), width=3.6, height=3.2)
-    for part, column in zip(parts, axes.T):
-        # Attention spans powers of ten. Its colours mean the same in all pictures, so that two
-        # models can be compared.
-        norm, low, high, what = 'log', 1e-4, 1, 'share of a cell'
-        if part != 'attention':
-            values = [value for row in rows for line in row['maps'][part] for value in line]
-            norm, what = 'linear', 'mean of a cell'
-            low, high = np.percentile(values, [1, 99])
-        for axis, row in zip(column, rows):
-            image = draw_map(axis, row['maps'][part], row['length'], result['block_size'],
-                             norm=norm, clim=(low, high))
-            name = f"{part}, {row['length']} tokens"
-            if part == 'attention':
-                name += f"\n{row['first_key'][layer][head]:.1%} on the first key"
-            axis.set_title(name, pad=4)
-        figure.colorbar(image, ax=column, location='bottom', label=what)
-    save(figure, path)
-
-
-def draw_map(axis, lines, T, L, norm, clim):
-    """One map. lines: one for each row of queries, of the cells up to the query itself."""
-    cells = np.full((len(lines), len(lines)), np.nan)
-    for i, line in enumerate(lines):
-        cells[i, :len(line)] = line
-    image = axis.imshow(cells.clip(min=clim[0]), norm=norm, clim=clim, extent=(0, T, T, 0),
-                        cmap='viridis', interpolation='nearest')
+def draw_map(axis, lines, T, L, **colors):
+    """One map of T tokens, later keys white. lines: cells of a query each, up to its own key."""
+    cells = np.array([line + [np.nan] * (len(lines) - len(line)) for line in lines])
+    image = axis.imshow(cells.clip(min=colors['clim'][0]), extent=(0, T, T, 0), **colors)
     end = min(L, T)
-    axis.plot([0, end], [end, end], color='black', ls=':', lw=1)
-    axis.annotate(f'L = {L}', (end, end), (3, 0), textcoords='offset points', fontsize=8)
+    axis.plot([0, end], [end, end], color=BLACK, ls=':', lw=1)
+    axis.annotate(f'L = {L}', (end, end), (8, 0), textcoords='offset points', va='top',
+                  fontsize=8)
     axis.grid(False)
     axis.set(xlabel='key', ylabel='query')
     return image
 
 
+def draw_maps(result):
+    """What one head sees: a row of panels for each length, a column for each part of its scores."""
+    rows, parts = result['lengths'], list(result['lengths'][0]['maps'])
+    title = f"Layer {result['layer']}, head {result['head']}: {run_name(result)}"
+    figure, axes = panels(title, len(rows) * len(parts), len(parts), width=3.6, height=3.2)
+    for i, part in enumerate(parts):
+        column = axes[i::len(parts)]
+        values = np.concatenate([line for row in rows for line in row['maps'][part]])
+        colors = {'norm': 'linear', 'clim': np.percentile(values, [1, 99])}
+        if part == 'attention':
+            # Attention spans powers of ten. Its colours are the same in every picture, so that
+            # two models can be compared.
+            colors = {'norm': 'log', 'clim': (1e-4, 1)}
+        for axis, row in zip(column, rows):
+            T, share = row['length'], row['first_key'][result['layer']][result['head']]
+            image = draw_map(axis, row['maps'][part], T, result['block_size'], **colors)
+            note = f'\n{share:.1%} on the first key' if part == 'attention' else ''
+            axis.set_title(f'{part}, {T} tokens{note}', pad=4)
+        figure.colorbar(image, ax=column, location='bottom', label='mean of a cell')
+    return figure
+
+
 # ----------------------------------------------------------------------------- tasks
 
-def draw_passkey(result, path):
+def draw_passkey(result):
     """Figure 6: accuracy by the length of the prompt and the depth of the key."""
-    title, lengths, L = f'Passkey: {run_name(result)}', result['lengths'], result['block_size']
-    if result['accuracy_inside'] is not None:
-        title += f"\n{result['accuracy_inside']:.0%} right up to {result['window']} tokens"
-    figure, [[axis]] = new_figure(title, width=7.5)
-    image = axis.imshow(np.array(result['accuracy'], float).T, vmin=0, vmax=1, cmap='cividis',
-                        aspect='auto')
+    lengths, n_depths, window = result['lengths'], result['n_depths'], result['window']
+    inside = np.float64(result['accuracy_inside'])  # nan where all prompts are longer
+    title = f'Passkey: {run_name(result)}\n{inside:.0%} right up to {window} tokens'
+    figure, [axis] = panels(title, 1, 1)
+    accuracy = np.array(result['accuracy'], float).T
+    image = axis.imshow(accuracy, vmin=0, vmax=1, cmap='cividis', aspect='auto')
     axis.set_xticks(range(len(lengths)), lengths, rotation=45, ha='right')
-    depths = [f"{depth / result['n_depths']:.0%}" for depth in range(result['n_depths'])]
-    axis.set_yticks(range(len(depths)), depths)
+    axis.set_yticks(range(n_depths), [f'{depth / n_depths:.0%}' for depth in range(n_depths)])
     axis.set(xlabel='length of the prompt (tokens)', ylabel='depth of the key')
     axis.grid(False)
-    named = {L: 'L', result['window']: 'L' if result['window'] == L else 'window'}
-    for length, name in named.items():
+    for length, name in {window: 'window', result['block_size']: 'L'}.items():
         if lengths[0] <= length < lengths[-1]:
-            # Columns are equally wide, and a line stands at the right edge of its column.
-            where = np.interp(length, lengths, range(len(lengths))) + 0.5
-            axis.axvline(where, color='white', ls=':', lw=2)
-            axis.annotate(f'{name} = {length}', (where, 1), (0, 3), ha='center', fontsize=8,
-                          xycoords=('data', 'axes fraction'), textcoords='offset points')
+            right_edge = np.interp(length, lengths, range(len(lengths))) + 0.5
+            mark_length(axis, right_edge, f'{name} = {length}', color='#D55E00')
     figure.colorbar(image, ax=axis, label='accuracy')
-    save(figure, path)
+    return figure
 
 
-def draw_tasks(result, path):
+def draw_tasks(result):
     """Accuracy by length, a panel a task of che.py."""
-    title = f"Algorithmic tasks: {result['method']}"
-    if result['label']:
-        title += f", {result['label']}"
-    L, lengths = result['train_length'], result['lengths']
-    figure, axes = panels(title, len(result['tasks']), 3, width=5.4, height=2.8)
+    title = f"Algorithmic tasks: {result['method']} {result['label']} (dashed: chance)"
+    figure, axes = panels(title, len(result['tasks']), 3, width=5, height=2.8)
     for axis, (task, row) in zip(axes, result['tasks'].items()):
         accuracy = 100 * np.array(row['accuracy'], float)
-        curve(axis, lengths, accuracy, result['method'])
-        chance = np.full(len(lengths), 100 * row['chance'])
-        curve(axis, lengths, chance, 'chance', color='#888888', ls='--', lw=1, marker='')
+        curve(axis, result['lengths'], accuracy, result['method'])
+        axis.axhline(100 * row['chance'], color='#888888', ls='--', lw=1)
         axis.set(ylim=(-3, 103), xlabel='length of the input (symbols)', ylabel='accuracy (%)',
                  title=f"{task.replace('_', ' ')}: {row['outside']:.1%} past L")
-        mark_length(axis, L)
-        label_ends(axis)
-    save(figure, path)
+        mark_length(axis, result['train_length'], f"L = {result['train_length']}")
+    return figure
 
 
-# ----------------------------------------------------------------------------- demo
-
-def draw_report(result, path):
+def draw_report(result):
     """The picture of the demo: loss and entropy by position, of NoPE, its scales, and RoPE."""
-    L, target, methods = result['block_size'], result['target_length'], result['methods']
-    uniform, head = methods[f'uniform {target}'], methods[f'head {target}']
-    low, high = head['scale']
-    shown = {
-        'NoPE': methods['NoPE'],
-        f"NoPE, uniform\nscale {uniform['scale'][0]:g}": uniform,
-        f'NoPE, head scales\n{low:.2f} to {high:.2f}': head,
-        'RoPE': methods['RoPE'],
-    }
-    figure, axes = panels(f"{result['settings']['out_dir']}: one NoPE model and its RoPE "
-                          'twin', 2, 2)
-    left, right = axes
-    for name, method in shown.items():
-        curve(left, result['position'], method['loss_curve'], name, lw=2)
-        curve(right, result['position'], method['entropy_curve'], name, lw=2)
-        at = {int(length): row for length, row in method['at'].items()}
-        left.errorbar(list(at), [row['loss'] for row in at.values()],
-                      [row['standard_error'] for row in at.values()], fmt='.', color=color_of(name))
-    draw_bound(right, result | {'unit': 'nats', 'bound': np.log(result['position'])})
+    L, target, position = result['block_size'], result['target_length'], result['position']
+    out_dir, n = result['settings']['out_dir'], result['settings']['curve_samples']
+    title = f"{out_dir}: curves over {n} windows, dots over {result['windows']}, ± standard error"
+    figure, [left, right] = panels(title, 2, 2)
+    shown = {'NoPE': 'NoPE', 'NoPE, uniform scale': f'uniform {target}',
+             'NoPE, head scales to': f'head {target}', 'RoPE': 'RoPE'}
+    for name, key in shown.items():
+        method = result['methods'][key]
+        if key != name:
+            name += f" {method['scale'][1]:.2f}"  # the largest
+        curve(left, position, method['loss_curve'], name)
+        curve(right, position, method['entropy_curve'], name)
+        for T, row in method['at'].items():
+            left.errorbar(int(T), row['loss'], row['standard_error'], fmt='.',
+                          color=color_of(name))
+    draw_bound(right, position)
     right.set_ylim(bottom=0)
-    finish_positions(left, L, 'log-perplexity (nats per byte)',
-                     'Past its training length L, a NoPE model fails ...', 'bytes')
-    finish_positions(right, L, 'mean attention entropy (nats)',
-                     '... because its attention spreads; scaling refocuses it', 'bytes')
-    save(figure, path)
+    position_axis(left, L, 'log-perplexity (nats per byte)',
+                  'Past its training length L, a NoPE model fails ...', 'bytes')
+    position_axis(right, L, 'mean attention entropy (nats)',
+                  '... because its attention spreads; scaling refocuses it', 'bytes')
+    return figure
 
 
 # ----------------------------------------------------------------------------- any result
@@ -603,32 +537,41 @@ PICTURES = {
 
 
 def kind_of(result):
-    """The key in PICTURES of a result: its stage, and where a stage has several pictures, more."""
+    """The key in PICTURES of a result: its stage, and what tells the pictures of a stage apart."""
     if 'paired_differences' in result:
         return 'report'
-    kind = str(result.get('stage'))
-    more = {'eval_ppl': 'protocol', 'tune_scale': 'method'}.get(kind)
-    return f'{kind} {result[more]}' if more else kind
+    stage = result.get('stage', '')
+    parts = {'eval_ppl': 'protocol', 'tune_scale': 'method'}
+    return f'{stage} {result[parts[stage]]}' if stage in parts else stage
 
 
 def draw(path):
-    """Draw the picture of a stage's JSON beside it. Raises ValueError where there is none."""
-    path = Path(path)
-    result = json.loads(path.read_text(encoding='utf-8'))
-    kind = kind_of(result)
-    if kind not in PICTURES:
-        raise ValueError(f'{path} has no picture: its stage is {kind}. Those with one: '
-                         f"{', '.join(PICTURES)}.")
-    PICTURES[kind](result, path.with_suffix('.png'))
+    """Draw the pictures of a stage's JSON beside it. Returns their paths, none where it has none."""
+    path, drawn = Path(path), []
+    try:
+        result = json.loads(path.read_text(encoding='utf-8'))
+        kind = kind_of(result)
+    except (ValueError, LookupError, TypeError, AttributeError):
+        kind = 'not a result'
+    if kind in PICTURES:
+        drawn.append(path.with_suffix('.png'))
+        save(PICTURES[kind](result), drawn[0])
+    if kind == 'entropy' and path.stem.startswith('entropy'):
+        heads = path.stem.replace('entropy', 'entropy_heads', 1)
+        drawn.append(path.with_name(f'{heads}.png'))
+        save(draw_heads(result), drawn[1])
+    return drawn
 
 
 def main():
     sys.excepthook = report
     if not sys.argv[1:]:
-        raise ValueError('Give the JSON files to draw: python -m lib.plots FILE.json ...')
+        raise UserError('Give the results to draw: python -m lib.plots FILE.json [FILE.json ...]')
     for path in sys.argv[1:]:
-        draw(path)
-        print(f"wrote {Path(path).with_suffix('.png')}")
+        drawn = draw(path)
+        if not drawn:
+            raise UserError(f"{path} has no picture. These have one: {', '.join(PICTURES)}.")
+        print('wrote', *drawn)
 
 
 if __name__ == '__main__':

@@ -176,8 +176,10 @@ def provenance(settings, runtime, seconds):
     device = platform.machine()
     if runtime.device.type == 'cuda':
         device = torch.cuda.get_device_name(runtime.device)
+    module = sys.modules['__main__'].__spec__  # None where a file is run
+    program = f'-m {module.name}' if module else Path(sys.argv[0]).name
     return {
-        'command': ' '.join(['python', Path(sys.argv[0]).name, *sys.argv[1:]]),
+        'command': ' '.join(['python', program, *sys.argv[1:]]),
         'settings': settings,
         'commit': commit or None,
         'versions': {'python': platform.python_version(), 'torch': torch.__version__,
@@ -187,6 +189,25 @@ def provenance(settings, runtime, seconds):
         'dtype': str(runtime.dtype).removeprefix('torch.'),
         'seconds': round(seconds, 1),
     }
+
+
+def paper_table(name):
+    """A table of a paper in results/papers/tables.json as {row: {column: number}}."""
+    table = json.loads((ROOT / 'results/papers/tables.json').read_text())[name]
+    return {row: dict(zip(table['columns'], values)) for row, values in table['rows'].items()}
+
+
+def print_scores(say, ours, theirs):
+    """
+    Our scores {task: percent}, beside them rows of a paper's table, {name: {task: percent}}, nan
+    where there is no number; and the plain means over the tasks.
+    """
+    columns = {'here': ours} | theirs
+    rows = {task: [column.get(task, math.nan) for column in columns.values()] for task in ours}
+    rows['average'] = np.mean(list(rows.values()), axis=0)
+    say(' ' * 22 + ''.join(f'{name:>22}' for name in columns))
+    for task, scores in rows.items():
+        say(f'{task:22}' + ''.join(f'{score:22.2f}' for score in scores))
 
 
 def bin_means(values, width):

@@ -15,7 +15,6 @@ from lib.devices import unsharded
 from lib.errors import UserError
 from lib.results import lock_file, note, save_json, unlock_file, write_text
 
-
 # ---------------------------------------------------------------------- before a run goes on
 
 def require_same_data(folder, old, new):

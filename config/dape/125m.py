@@ -1,6 +1,8 @@
-# DAPE V2, Table 8: 125M on Pile ArXiv at L = 512, 6.6B tokens. The position method is given after it:
+# DAPE V2, Table 8: 125M on Pile ArXiv at L = 512, 6.6B tokens. The position method is given after
+# it:
 # python data/arxiv/prepare.py --tokenizer=gpt2
-# torchrun --nproc_per_node=8 train.py config/dape/125m.py --position=kerple --dape_kernel=3 --out_dir=out/dape/125m_1x3
+# torchrun --nproc_per_node=8 train.py config/dape/125m.py --position=kerple --dape_kernel=3 \
+#     --out_dir=out/dape/125m_1x3
 # python eval_ppl.py --protocol=last --out_dir=out/dape/125m_1x3 --lengths=[512,1024,2048,4096,8192]
 dataset = 'arxiv'
 block_size = 512
@@ -10,7 +12,7 @@ n_layer = 12
 n_head = 12
 n_kv_head = 12
 n_embd = 768
-n_hidden = 2048              # so that the parameters are as many as those of the paper's GELU block, 162M untied
+n_hidden = 2048              # as many parameters as with the paper's GELU block, 162M untied
 learning_rate = 6e-4
 min_lr = 6e-5
 warmup_iters = 500

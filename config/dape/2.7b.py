@@ -1,5 +1,5 @@
-# The 2.7B shape of DAPE V2, Table 3. Give it after config/dape/125m.py. No recipe is published: the rate is that of the
-# released stock config, steps and batch are the 125M model's
+# The 2.7B shape of DAPE V2, Table 3. Give it after config/dape/125m.py. No recipe is published: the
+# rate is that of the released stock config, steps and batch are the 125M model's
 n_layer = 32
 n_head = 32
 n_kv_head = 32

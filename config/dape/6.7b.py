@@ -1,4 +1,5 @@
-# The 6.7B shape of DAPE V2, Table 7 (time only). Give it after config/dape/125m.py. No recipe is published
+# The 6.7B shape of DAPE V2, Table 7 (time only). Give it after config/dape/125m.py. No recipe is
+# published
 n_layer = 32
 n_head = 32
 n_kv_head = 32

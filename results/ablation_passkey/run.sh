@@ -6,7 +6,7 @@ tune="python tune_scale.py --out_dir=$nope --dataset=stdlib_bpe --target_length=
 $tune --label=full --init_scale=1.6
 $tune --label=no_min --init_scale=1.6 --min_scale=None
 $tune --label=from_1 --init_scale=1.0
-python eval_ppl.py config/table_ablation.py
+python -m results.ablation_passkey.table
 read="python passkey.py --out_dir=$nope --max_length=768 --n_lengths=6 --n_keys=3"
 for label in full no_min from_1; do
     $read --scale=$nope/scale_head_768_$label.json

@@ -1,2 +1,2 @@
 # What results/attention_demo shows, after `make demo`. Run it from the project's root.
-python attention.py --lengths=[128,512,2048]
+python attention_maps.py --lengths=[128,512,2048]

@@ -31,7 +31,7 @@ tune scale_sets.json --target_lengths=[512,1024,2048] --max_iters=75
 # position methods that a model has from training on
 train alibi config/books_nope.py --position=alibi
 train logn config/books_nope.py --position=logn
-python eval_ppl.py config/table_books.py
+python -m results.books.table
 # Figure 7: the best scale by position at a fifth of training and at its end
 tune scale_uniform_fig7.json --method=uniform --candidate_range=[1.0,3.2,0.02] --label=fig7 \
     --compare="['$out/none/step_560.pt']"

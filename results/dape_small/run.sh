@@ -23,7 +23,7 @@ train xl --position=xl
 train cope --position=cope
 train none_1x1 --dape_kernel=1 --compile=False
 train rope_1x1 --position=rope --dape_kernel=1 --compile=False
-python eval_ppl.py config/dape/table_small.py
+python -m results.dape_small.table
 
 # kernel sizes and widths (Tables 4 and 5, Appendix E), more biases (Figure 5), the leak (Figure 6)
 dape='--position=kerple --compile=False'
@@ -31,19 +31,19 @@ train kerple_1x1_w64 $dape --dape_kernel=1 --dape_width=64
 train kerple_1x5 $dape --dape_kernel=5
 train kerple_1x7 $dape --dape_kernel=7
 for width in 10 64 21; do train kerple_1x3_w$width $dape --dape_kernel=3 --dape_width=$width; done
-python eval_ppl.py config/dape/table_small.py config/dape/table_kernels.py
+python -m results.dape_small.table kernels
 for bias in alibi fire; do train ${bias}_1x3 --position=$bias --dape_kernel=3 --compile=False; done
 for bias in kerple alibi fire; do
     train ${bias}_1x3_cheat --position=$bias --dape_kernel=3 --dape_cheat=True --compile=False
 done
-python eval_ppl.py config/dape/table_small.py config/dape/table_bases.py
+python -m results.dape_small.table bases
 
 # as many tokens in longer training windows (Figure 3)
 train kerple_1x3_256 $dape --dape_kernel=3 --block_size=256 --batch_size=8 --micro_batch_size=8
 train kerple_1x3_512 $dape --dape_kernel=3 --block_size=512 --batch_size=4 --micro_batch_size=4
 train kerple_256 --position=kerple --block_size=256 --batch_size=8 --micro_batch_size=8
 train kerple_512 --position=kerple --block_size=512 --batch_size=4 --micro_batch_size=4
-python eval_ppl.py config/dape/table_small.py config/dape/table_equal_tokens.py
+python -m results.dape_small.table equal_tokens
 
 # head scales on top of other methods: does tuning them help there, too? Scales for 4L, 100 steps of 8 windows
 for run in none alibi kerple rope; do
@@ -52,4 +52,4 @@ for run in none alibi kerple rope; do
     python tune_scale.py --out_dir=out/dape/$run --target_length=512 --init_scale=1.0 --min_scale=None \
         --max_iters=100 --n_samples=32 $more
 done
-python eval_ppl.py config/dape/table_head_scale.py
+python -m results.dape_small.table head_scale

@@ -15,7 +15,7 @@ for T in 256 512 1024; do
     done
 done
 python tune_scale.py --target_lengths=[256,512,1024] --max_iters=120
-python eval_ppl.py config/table_demo.py
+python -m results.extension_demo.table
 # Figure 1, beside what make demo has measured on the same windows
 demo=out/demo/nope/entropy_demo
 python entropy.py --out_dir=out/demo/rope --rope_scaling=dynamic_ntk:2 --n_samples=96 \

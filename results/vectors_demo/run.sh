@@ -23,7 +23,7 @@ for method in ntk dynamic_ntk; do  # one seed
     test -f out/vectors_demo/1337/$method/loss.png || python train.py config/finetune_demo.py --rope_scaling=$method \
         --init_from=out/vectors_demo/1337/rope/last.pt --out_dir=out/vectors_demo/1337/$method
 done
-python eval_ppl.py config/table_vectors_demo.py
+python -m results.vectors_demo.table
 # attention's entropy in windows of 4L
 for seed in 1337 1338 1339; do
     out=out/vectors_demo/$seed/none

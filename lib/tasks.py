@@ -1,0 +1,302 @@
+"""
+The algorithmic tasks of the Chomsky hierarchy: random inputs, and their answers.
+
+A generator takes numpy's random generator, a number of samples B and a length n, and returns inputs
+(B, n) and answers (B, m), int64 symbols counted from 0. The tasks are those of Deletang et al.
+2023, "Neural Networks and the Chomsky Hierarchy", with the alphabets of Ruoss et al. 2023,
+"Randomized Positional Encodings". An arrow in a docstring stands between an input and its answer.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+
+def random_bits(rng, B, n):
+    return rng.integers(0, 2, (B, n))
+
+
+# ---------------------------------------------------------------------- regular
+
+def even_pairs(rng, B, n):
+    """
+    Is the number of 01 and 10 in a binary string even (0) or odd (1)? 001110 -> 0, as there is one
+    of each.
+    """
+    x = random_bits(rng, B, n)
+    return x, x[:, :1] ^ x[:, -1:]  # each such pair changes the symbol
+
+
+def modular_arithmetic_simple(rng, B, n):
+    """
+    The value mod 5 of digits with + - * (5, 6, 7) between them, products first. 1+2*3 -> 2. An even
+    n is made one less.
+    """
+    n_digits = (n + 1) // 2
+    digits = rng.integers(0, 5, (B, n_digits))
+    operators = rng.integers(5, 8, (B, n_digits - 1))
+    x = np.empty((B, 2 * n_digits - 1), np.int64)
+    x[:, ::2] = digits
+    x[:, 1::2] = operators
+
+    total = np.zeros(B, np.int64)
+    term = digits[:, 0]  # the product that is not yet in the total
+    for operator, digit in zip(operators.T, digits[:, 1:].T):
+        total = np.where(operator == 7, total, total + term)
+        term = np.choose(operator - 5, (digit, -digit, term * digit)) % 5
+    total = (total + term) % 5
+    return x, total[:, None]
+
+
+def parity_check(rng, B, n):
+    """Is the number of ones even (0) or odd (1)? 1010100 -> 1."""
+    x = random_bits(rng, B, n)
+    return x, x.sum(1, keepdims=True) % 2
+
+
+def cycle_navigation(rng, B, n):
+    """
+    Where on a circle of five does a walk from 0 end? 0 is a step back, 1 none, 2 a step on.
+    20222 -> 3.
+    """
+    x = rng.integers(0, 3, (B, n))
+    steps = x - 1
+    return x, steps.sum(1, keepdims=True) % 5
+
+
+# ---------------------------------------------------------------------- deterministic context-free
+
+END = 2  # the end of an answer whose length varies; zeros follow
+
+
+def stack_manipulation(rng, B, n):
+    """
+    A stack, its top last, then orders: 2 pops, 3 and 4 push 0 and 1. The answer is what is left,
+    the top first, and END. 0110422 -> 11020000.
+    """
+    height = rng.integers(1, max(2, n), (B, 1))
+    symbols, orders = random_bits(rng, B, n), rng.integers(2, 5, (B, n))
+    x = np.where(np.arange(n) < height, symbols, orders)
+
+    answers = np.zeros((B, n + 1), np.int64)
+    for row, answer in zip(x.tolist(), answers):
+        stack = []
+        for symbol in row:
+            if symbol != 2:
+                stack.append(symbol % 3)  # 3 pushes 0, 4 pushes 1
+            elif stack:
+                stack.pop()
+        answer[:len(stack) + 1] = [*reversed(stack), END]
+    return x, answers
+
+
+def reverse_string(rng, B, n):
+    """A binary string backwards. 1101 -> 1011."""
+    x = random_bits(rng, B, n)
+    return x, x[:, ::-1].copy()  # PyTorch takes no reversed view
+
+
+def expressions(rng, B, n, n_operators):
+    """
+    Random arithmetic with every operation in brackets, (B, n), and its values mod 5, (B, 1).
+    n_operators: 2 for + and -, 3 for * too. Symbols: five digits, + (5), - (6), perhaps * (7), then
+    the two brackets.
+
+    A part of up to four symbols is a digit: 1, -1, (1) or (-1). A longer one is two parts with an
+    operator between them, in brackets. Parts that are equally deep, of all texts, are written at
+    once.
+    """
+    text = np.zeros(B * n, np.int64)   # all texts, one after the other
+    value = np.zeros(B * n, np.int64)  # of each part, kept where it starts
+    start = np.arange(B) * n           # the first symbol of each part
+    end = start + n - 1                # and the last
+    operations = []
+    while len(start):
+        size = end - start + 1
+        in_brackets = size > 2
+        text[start[in_brackets]] = 5 + n_operators
+        text[end[in_brackets]] = 6 + n_operators
+
+        # short parts: a digit, perhaps with a minus before it
+        short = size <= 4
+        place = np.where(in_brackets, end - 1, end)[short]
+        negative = size[short] % 2 == 0
+        digit = rng.integers(0, 5, len(place))
+        text[place] = digit
+        text[place[negative] - 1] = 6
+        value[start[short]] = np.where(negative, -digit, digit) % 5
+
+        # long parts: an operator somewhere, with two parts around it
+        start, end = start[~short], end[~short]
+        middle = rng.integers(start + 2, end - 1)
+        operator = rng.integers(0, n_operators, len(middle))
+        text[middle] = 5 + operator
+        operations.append((start, middle, operator))
+        start = np.concatenate((start + 1, middle + 1))
+        end = np.concatenate((middle - 1, end - 1))
+
+    # the innermost operations first
+    for start, middle, operator in reversed(operations):
+        left, right = value[start + 1], value[middle + 1]
+        value[start] = np.choose(operator, (left + right, left - right, left * right)) % 5
+    return text.reshape(B, n), value[::n, None].copy()
+
+
+def modular_arithmetic(rng, B, n):
+    """The value of an expression in brackets of + - *, mod 5. ((-2)*(4-1)) -> 4."""
+    return expressions(rng, B, n, n_operators=3)
+
+
+def solve_equation(rng, B, n):
+    """
+    Which digit is x (9) in an equation of + and -, mod 5? (x-(-4))=2 -> 3. For n < 3 all is zero.
+    """
+    answers = np.zeros((B, 1), np.int64)
+    if n < 3:
+        return np.zeros((B, n), np.int64), answers
+    x, value = expressions(rng, B, n - 2, n_operators=2)
+    places = rng.integers(0, n - 2, B)
+    for row, place in enumerate(places):
+        while x[row, place] >= 5:  # the first digit from here on, once round
+            place = (place + 1) % (n - 2)
+        answers[row] = x[row, place]
+        x[row, place] = 9
+    equals = np.full((B, 1), 10)
+    return np.concatenate((x, equals, value), axis=1), answers
+
+
+# ---------------------------------------------------------------------- context-sensitive
+
+def duplicate_string(rng, B, n):
+    """A binary string twice. 101 -> 101101."""
+    x = random_bits(rng, B, n)
+    return x, np.tile(x, 2)
+
+
+def missing_duplicate(rng, B, n):
+    """
+    A binary string twice, with one symbol hidden (2): which? 01100210 -> 1. An odd n ends in a 3;
+    for n = 1 it is 1 -> 1.
+    """
+    if n == 1:
+        ones = np.ones((B, 1), np.int64)
+        return ones, ones
+    half = n // 2
+    x = np.full((B, n), 3)
+    x[:, :2 * half] = np.tile(random_bits(rng, B, half), 2)
+    rows = np.arange(B)
+    hidden = rng.integers(0, 2 * half, B)
+    answers = x[rows, hidden]
+    x[rows, hidden] = 2
+    return x, answers[:, None]
+
+
+def odds_first(rng, B, n):
+    """The symbols at odd places, counted from 0, then those at even ones. 00110101 -> 01110100."""
+    x = random_bits(rng, B, n)
+    return x, np.concatenate((x[:, 1::2], x[:, ::2]), axis=1)
+
+
+def bits_without(refused, rng, B, n):
+    """Random bits (B, n); rows for which refused(bits), (B,), is true are drawn again."""
+    x = random_bits(rng, B, n)
+    again = refused(x)
+    while again.any():
+        x[again] = random_bits(rng, B, n)[again]
+        again = refused(x)
+    return x
+
+
+def to_number(bits):
+    """A Python integer, as long as need be, from its bits, the lowest first."""
+    return sum(bit << place for place, bit in enumerate(bits))
+
+
+def to_bits(number, n):
+    """The n lowest bits of a Python integer, the lowest first."""
+    return [number >> place & 1 for place in range(n)]
+
+
+def binary_addition(rng, B, n):
+    """
+    The sum of two numbers above 0 with a 2 between them, lowest bits first, and END.
+    001201101 -> 0101120000, which is 4 + 22. Where n < 3 there is one number, never all ones.
+    """
+    two_numbers = n > 2
+    between = np.full((B, 1), n)
+    if two_numbers:
+        between = rng.integers(1, n - 1, (B, 1))
+    place = np.arange(n)
+
+    def refused(x):
+        if not two_numbers:
+            return x.all(1)
+        first, second = x * (place < between), x * (place > between)
+        return ~(first.any(1) & second.any(1))
+
+    x = bits_without(refused, rng, B, n)
+    answers = np.zeros((B, n + 1), np.int64)
+    for row, answer, middle in zip(x.tolist(), answers, between[:, 0]):
+        total = to_number(row[:middle]) + to_number(row[middle + 1:])
+        answer[:] = to_bits(total, n + 1)
+        answer[max(1, total.bit_length())] = END
+    return np.where(place == between, 2, x), answers
+
+
+def compute_sqrt(rng, B, n):
+    """
+    The square root of a number above 0, rounded down, both with the highest bit first.
+    100101 (37) -> 110 (6).
+    """
+    def is_zero(x):
+        return ~x.any(1)
+
+    x = bits_without(is_zero, rng, B, n)
+    answers = []
+    for row in x.tolist():
+        root = math.isqrt(to_number(reversed(row)))
+        answers.append(to_bits(root, (n + 1) // 2)[::-1])
+    return x, np.array(answers)
+
+
+def bucket_sort(rng, B, n):
+    """A string of five symbols, sorted. 421302214 -> 011222344."""
+    x = rng.integers(0, 5, (B, n))
+    return x, np.sort(x, axis=1)
+
+
+# ---------------------------------------------------------------------- all of them
+
+@dataclass
+class Task:
+    generate: Callable  # (rng, B, n) -> inputs, answers
+    level: str          # R: regular, DCF: deterministic context-free, CS: context-sensitive
+    n_in: int           # number of symbols of the inputs
+    n_out: int          # and of the answers
+    ends: bool = False  # the answers finish with END
+
+    @property
+    def chance(self):
+        """The accuracy of a guess among all symbols."""
+        return 1 / self.n_out
+
+
+# in the order of Table 6 of "DAPE V2"
+TASKS = {
+    'even_pairs': Task(even_pairs, 'R', 2, 2),
+    'modular_arithmetic_simple': Task(modular_arithmetic_simple, 'R', 9, 5),
+    'parity_check': Task(parity_check, 'R', 2, 2),
+    'cycle_navigation': Task(cycle_navigation, 'R', 3, 5),
+    'stack_manipulation': Task(stack_manipulation, 'DCF', 5, 3, ends=True),
+    'reverse_string': Task(reverse_string, 'DCF', 2, 2),
+    'modular_arithmetic': Task(modular_arithmetic, 'DCF', 11, 5),
+    'solve_equation': Task(solve_equation, 'DCF', 11, 5),
+    'duplicate_string': Task(duplicate_string, 'CS', 2, 2),
+    'missing_duplicate': Task(missing_duplicate, 'CS', 4, 2),
+    'odds_first': Task(odds_first, 'CS', 2, 2),
+    'binary_addition': Task(binary_addition, 'CS', 3, 3, ends=True),
+    'compute_sqrt': Task(compute_sqrt, 'CS', 2, 2),
+    'bucket_sort': Task(bucket_sort, 'CS', 5, 5),
+}

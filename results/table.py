@@ -1,0 +1,251 @@
+"""
+Tables of many runs: the perplexity by length of each row, which is a checkpoint read with a softmax
+scale or an extension of RoPE. Table 2 of "Length Generalization of Causal Transformers without
+Position Encoding" has sliding windows; Figure 2 of "DAPE V2" has the last tokens of each length.
+
+A table is a program, results/NAME/table.py: its settings and its rows. Run it as a module:
+
+$ python -m results.extension_demo.table
+$ torchrun --nproc_per_node=8 -m results.papers.table
+
+Writes out_dir/eval_ppl_table[_LABEL].json and .png
+
+A row is {'name': ..., 'init_from': FILE}. It may have 'position', 'scale', 'rope_scaling' and
+'dataset', as eval_ppl.py has them, and 'paper', the row of the paper's table to stand beside it.
+Where 'scale' or 'rope_scaling' is a list, every candidate is measured, and the best at each length
+is shown. Rows of one name that follow each other are seeds of one model: their mean and standard
+deviation are shown.
+"""
+
+import itertools
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+from configurator import between
+from eval_ppl import (
+    checked_last,
+    checked_stride,
+    evaluate_last,
+    evaluate_sliding,
+    open_data,
+    perplexity,
+    what_context_does,
+)
+from lib import plots
+from lib.checkpoints import dataset_of, load_model, open_windows
+from lib.devices import setup
+from lib.errors import ROOT, UserError
+from lib.results import provenance, result_path, save_json
+from lib.scales import apply_scale
+
+
+@dataclass
+class Settings:
+    """The settings of every table, beside out_dir. A table may have defaults of its own."""
+    dataset: str | None = None  # a folder of data/; None: the one that each model was trained on
+    split: str = 'test'
+    protocol: str = 'sliding'   # sliding windows, or last (last tokens)
+    lengths: list[int] | None = None  # window lengths in tokens; None: L to 8L of the first row
+    rule: str = 'same'          # sliding windows: same, paper or classic; see eval_ppl.py
+    stride: int | None = None   # tokens scored per sliding window; None: 256, or L/8 if L < 2048
+    max_windows: int = 1024     # sliding: windows per length
+    n_samples: int = 256        # last: windows of the longest length, evenly spaced
+    last: int | None = None     # last: tokens at the end of a length; None: 256, or L if L < 256
+    batch_tokens: int = 16384   # tokens in one forward pass; lower it when memory runs out
+    label: str = ''             # name of the result
+    device: str = 'auto'        # auto, cpu, cuda, mps
+    dtype: str = 'auto'         # auto, float32, bfloat16, float16
+
+
+# Where the papers' own numbers are, and which lengths they are of.
+PAPER = {'sliding': ('nope_table2', ['2K', '4K', '8K', '16K']),
+         'last': ('dape_table9', [128, 256, 512, 1024, 2048, 4096, 8192])}
+
+
+def paper_rows(protocol):
+    """{name of a row: its perplexities} of the paper's table."""
+    tables = json.loads((ROOT / 'results/papers/tables.json').read_text(encoding='utf-8'))
+    name, columns = PAPER[protocol]
+    return {row: ppl[:len(columns)] for row, ppl in tables[name]['rows'].items()}
+
+
+# ---------------------------------------------------------------------- measure
+
+def measure(model, info, dataset, s, runtime):
+    """Rows of eval_ppl.py for one model, one a length. s: the settings."""
+    if s.protocol == 'sliding':
+        data = open_data(info, dataset, s.split)
+        rows, _ = evaluate_sliding(model, data, s.lengths, s.stride, s.rule, s.max_windows,
+                                   s.batch_tokens, runtime)
+        return rows
+    windows = open_windows(info, dataset, s.split, s.lengths[-1])
+    samples = windows.fixed(s.n_samples, spacing=s.last)
+    return evaluate_last(model, samples, s.lengths, s.last, model.config.block_size,
+                         s.batch_tokens, runtime)
+
+
+def candidates(row, key):
+    """The values that a row has for a key, to be measured one by one."""
+    value = row.get(key)
+    return value if isinstance(value, list) else [value]
+
+
+def tuning_tokens(info, scale):
+    """How many tokens the scales, or else a fine-tuned model, were tuned on."""
+    if isinstance(scale, str):
+        return json.loads(Path(scale).read_text(encoding='utf-8')).get('tuning_tokens', 0)
+    settings = info['settings']
+    if settings.get('init_from', 'scratch') == 'scratch':
+        return 0
+    return info['step'] * settings['batch_size'] * settings['block_size']
+
+
+def evaluate_row(row, s, runtime):
+    """
+    The row with what was measured: the loss of each candidate at each length; the least perplexity
+    at each length, its standard error in nats, and the candidate that gave it; and the candidate
+    that is best in the mean over lengths.
+    """
+    tried = {}
+    for scale, scaling in itertools.product(candidates(row, 'scale'),
+                                            candidates(row, 'rope_scaling')):
+        model, info = load_model(row['init_from'], s.out_dir, runtime.device, row.get('position'),
+                                 scaling, runtime.dtype)
+        label = apply_scale(model, scale, info, runtime.print) or 'plain'
+        tried[label] = measure(model, info, row.get('dataset') or s.dataset, s, runtime)
+
+    names = list(tried)
+    losses = np.array([[r['loss'] for r in rows] for rows in tried.values()])
+    errors = np.array([[r['standard_error'] for r in rows] for rows in tried.values()])
+    best = losses.argmin(0)  # the candidate at each length
+    rows = tried[names[0]]
+    found = {key: rows[0][key] for key in ('windows', 'documents') if key in rows[0]}
+    if len(tried) == 1 and 'delta_p' in rows[-1]:
+        found['delta_p'] = [r.get('delta_p') for r in rows]
+    return row | found | {
+        'position_method': model.config.position, 'block_size': model.config.block_size,
+        'checkpoint': info['path'], 'weights_digest': info['digest'],
+        'tuning_tokens': tuning_tokens(info, scale),
+        'ppl': np.array([perplexity(loss) for loss in losses.min(0)]),
+        'standard_error': errors[best, np.arange(len(best))],
+        'losses': dict(zip(names, losses)),
+        'best': [names[i] for i in best],
+        'best_single': names[losses.mean(1).argmin()]}
+
+
+def merge_seeds(rows):
+    """
+    Rows of one name that follow each other become one: the mean of their perplexities, `sd`, their
+    standard deviation, and `runs`, all of them; what else it has is of the first.
+    """
+    merged = []
+    for _, group in itertools.groupby(rows, key=lambda row: row['name']):
+        runs = list(group)
+        if len(runs) == 1:
+            merged += runs
+            continue
+        ppl = np.array([run['ppl'] for run in runs])
+        row = runs[0] | {'ppl': ppl.mean(0), 'sd': ppl.std(0, ddof=1), 'runs': runs}
+        for key in ('checkpoint', 'weights_digest', 'standard_error'):
+            del row[key]  # true of a single run alone
+        if all('delta_p' in run for run in runs):
+            row['delta_p'] = np.array([run['delta_p'] for run in runs], float).mean(0)
+        else:
+            row.pop('delta_p', None)  # a row with candidates has none
+        merged.append(row)
+    return merged
+
+
+# ---------------------------------------------------------------------- print
+
+def ppl_text(ppl, digits):
+    return f'{ppl:.{digits}f}' if ppl < 1000 else '>10^3'
+
+
+def line_of(row, paper, n_columns):
+    """A row as text, after its name. paper: the perplexities to stand beside it."""
+    tokens = '-'
+    if row['tuning_tokens']:
+        tokens = f"{row['tuning_tokens'] / 1e6:.1f}M"
+    line = f'{tokens:>10}'
+    for i, ppl in enumerate(row['ppl']):
+        cell = ppl_text(ppl, 2)
+        if 'sd' in row:
+            cell += f" ± {row['sd'][i]:.2f}"
+        line += f'{cell:>17}'
+    theirs = ''.join(f'{ppl_text(ppl, 1):>7}' for ppl in paper)
+    line += f"         {theirs:{7 * n_columns}}"
+    if 'delta_p' in row:
+        line += f"{row['delta_p'][-1]:+12.2f} {what_context_does(row['delta_p'][-1])}"
+    if len(row['losses']) > 1:
+        line += f"   {', '.join(row['best'])}"
+    return line.rstrip()
+
+
+def print_table(rows, s, runtime):
+    """The rows by length, each beside the row of the paper that it names."""
+    columns, paper = PAPER[s.protocol][1], paper_rows(s.protocol)
+    width = max(len(row['name']) for row in rows)
+    head = f'{"":{width}}     tokens' + ''.join(f'{T:>17}' for T in s.lengths)
+    head += '   paper:' + ''.join(f'{T:>7}' for T in columns)
+    if s.protocol == 'last':
+        head += f'   Delta P at {s.lengths[-1]}'
+    runtime.print(head)
+    for row in rows:
+        line = line_of(row, paper.get(row.get('paper'), []), len(columns))
+        runtime.print(f"{row['name']:{width}} {line}")
+
+
+# ---------------------------------------------------------------------- the whole table
+
+def rows_there(rows, runtime):
+    """The rows whose checkpoint and scale file exist; a line says which are left out."""
+    there = []
+    for row in rows:
+        files = [row['init_from'], *candidates(row, 'scale')]
+        files = [file for file in files if str(file).endswith(('.pt', '.json'))]
+        missing = [file for file in files if not Path(file).exists()]
+        if missing:
+            runtime.print(f"{row['name']} is left out: {missing[0]} does not exist")
+        else:
+            there.append(row)
+    if not there:
+        raise UserError('no row of the table has its files. The first lines of its program say how '
+                        'to make them.')
+    return there
+
+
+def run_table(settings, rows):
+    """Measure, print and write a table. settings: {name: value} of Settings, and out_dir."""
+    began, s = time.perf_counter(), SimpleNamespace(**settings)
+    if s.protocol not in PAPER:
+        raise UserError(f"protocol is '{s.protocol}'. Choose {' or '.join(PAPER)}.")
+    between(settings, 1, 'lengths', 'max_windows', 'n_samples', 'last', 'batch_tokens')
+    runtime = setup(s.device, s.dtype)
+    rows = rows_there(rows, runtime)
+    first = rows[0]
+    _, info = load_model(first['init_from'], s.out_dir, runtime.device, first.get('position'))
+    L, data_name = info['model_config']['block_size'], first.get('dataset') or s.dataset
+    s.lengths = sorted(s.lengths or [L, 2 * L, 4 * L, 8 * L])
+    if s.protocol == 'sliding':
+        s.stride = checked_stride(s.stride, L, s.lengths)
+        how = {'rule': s.rule, 'stride': s.stride}
+    else:
+        s.last = checked_last(s.last, L, s.lengths)
+        how = {'last': s.last}
+
+    rows = merge_seeds([evaluate_row(row, s, runtime) for row in rows])
+    print_table(rows, s, runtime)
+    if runtime.is_main:
+        path = result_path(s.out_dir, 'eval_ppl_table', s.label) + '.json'
+        what = {'stage': 'eval_ppl', 'protocol': s.protocol, 'label': s.label, 'block_size': L,
+                'dataset': dataset_of(info, data_name), 'split': s.split, **how,
+                'lengths': s.lengths, 'rows': rows}
+        save_json(path, what | provenance(settings, runtime, time.perf_counter() - began))
+        print('wrote', path, *plots.draw(path))
+    runtime.close()
