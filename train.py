@@ -251,6 +251,10 @@ def main(given=()):
     # model
     raw_model, state, chosen = open_model(windows, settings(globals()), given, runtime)
     raw_model.checkpoint_activations = checkpoint_activations
+    # 4 bytes each for a weight and its two Adam moments: last.pt and its successor while it is
+    # written; best.pt and each kept step have the weights alone.
+    copies = 2 * 3 + 1 + len(keep_steps)
+    checkpoints.require_space(out_dir, 4 * raw_model.n_params() * copies)
     recorder = Recorder(out_dir, runtime, chosen, batch_size * block_size, windows.tokenizer_state,
                         data=windows.checksums)
     raw_model, model = place_model(raw_model, runtime)
@@ -269,10 +273,6 @@ def main(given=()):
         step, best_val_loss = state['step'], state['best_val_loss']
         state = None  # the file's copy of weights and optimizer
 
-    # 4 bytes each for a weight and its two Adam moments: last.pt and its successor while it is
-    # written; best.pt and each kept step have the weights alone.
-    copies = 2 * 3 + 1 + len(keep_steps)
-    checkpoints.require_space(out_dir, 4 * raw_model.n_params() * copies)
     recorder.begin(step)
     runtime.print(f"{raw_model.n_params():,} parameters, position={chosen['position']}, "
                   f'{runtime.device.type}, {runtime.dtype}; steps {step} to {max_iters} of '

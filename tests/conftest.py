@@ -112,7 +112,7 @@ def tiny_run(tmp_path_factory, corpus_dir):
     """
     out_dir = tmp_path_factory.mktemp('runs') / 'tiny'
     sizes = [f'--{name}={value}' for name, value in TINY.items()]
-    stage('train', *sizes, f'--dataset={corpus_dir}', f'--out_dir={out_dir}', '--max_iters=20', '--batch_size=8',
+    stage_here('train', *sizes, f'--dataset={corpus_dir}', f'--out_dir={out_dir}', '--max_iters=20', '--batch_size=8',
           '--micro_batch_size=8', '--learning_rate=1e-2', '--warmup_iters=5', '--eval_windows=8', '--device=cpu',
           '--dtype=float32', '--compile=False')
     return out_dir
