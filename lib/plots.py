@@ -547,7 +547,7 @@ def kind_of(result):
 
 
 def draw(path):
-    """Draw the pictures of a stage's JSON beside it. Returns their paths, none where it has none."""
+    """Draw the pictures of a stage's JSON beside it. Returns their paths, which may be none."""
     path, drawn = Path(path), []
     try:
         result = json.loads(path.read_text(encoding='utf-8'))
