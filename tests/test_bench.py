@@ -71,17 +71,6 @@ def test_flop_of_reading_are_those_of_the_products_that_are_needed(tiny):
     assert bench.reading_flops(model, T, last) == close(products + attention, rel=0.03)
 
 
-def test_peer_reads_and_decodes_as_one_pass_does(tiny):
-    pytest.importorskip('transformers')
-    model, idx = bench.Peer(64).requires_grad_(False), torch.randint(61, (1, 9))
-    cache = model.new_cache(9)
-    model(idx[:, :8], last=1, cache=cache)
-    for _ in range(2):  # once more after going back
-        logits = model(idx[:, 8:], last=1, cache=cache)
-        torch.testing.assert_close(logits, model(idx)[:, -1:])
-        cache.crop(-1)
-
-
 def test_whole_matrix_gives_the_logits_of_our_attention(tiny):
     model, idx = bench.new_model(16, tiny, position='kerple'), torch.randint(61, (2, 40))
     ours = model(idx)
