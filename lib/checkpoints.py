@@ -102,6 +102,7 @@ def load(source, position=None, optimizer=True):
     try:
         state = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
         missing = {'model', 'model_config', 'tokenizer', 'digest', 'step'} - set(state)
+        held = sum(weight.numel() for weight in state.get('model', {}).values())
     except Exception as error:  # zip, unpickling and type errors alike
         raise UserError(f'{path} is cut short or not a checkpoint of this project '
                         f'({type(error).__name__}). {advice}') from error
@@ -112,7 +113,6 @@ def load(source, position=None, optimizer=True):
         state.pop('optimizer', None)
     require_checksums(path, state, advice)
     config = config_from(state['model_config'], path)
-    held = sum(weight.numel() for weight in state['model'].values())
     if config.n_layer > len(state['model']) or least_params(config) > held:
         raise UserError(f'{path} holds {held:,} weights, but its settings, such as '
                         f'n_layer={config.n_layer} and n_embd={config.n_embd}, call for '
@@ -123,11 +123,11 @@ def load(source, position=None, optimizer=True):
 def config_from(values, path):
     """The ModelConfig of a file; an older one lacks the settings that came later."""
     try:
+        for field in dataclasses.fields(ModelConfig):
+            kind = int | float if field.type is float else field.type
+            if field.name in values and not isinstance(values[field.name], kind):
+                raise TypeError(f'{field.name} is {values[field.name]!r}')
         config = ModelConfig(**values)
-        for field in dataclasses.fields(config):
-            value, kind = getattr(config, field.name), field.type
-            if not isinstance(value, int | float if kind is float else kind):
-                raise TypeError(f'{field.name} is {value!r}')
     except (TypeError, ValueError) as error:
         raise UserError(f'{path} has model settings that are not ours: {error}') from error
     return config
