@@ -233,7 +233,9 @@ def test_what_all_ranks_refuse_is_said_once(runs):
 
 def seed_of(runs, dtype):
     """A checkpoint of one step whose head scales are 1.001, which bfloat16 would make 1."""
-    seed = runs.train(f'seed_{dtype}', dtype=dtype, max_iters=1)
+    seed = runs.folder / f'seed_{dtype}'
+    if not seed.exists():
+        runs.train(seed.name, dtype=dtype, max_iters=1)
     state = torch.load(seed / 'last.pt', weights_only=True)
     for name, scale in state['model'].items():
         if name.endswith('head_scale'):
@@ -266,7 +268,7 @@ def test_a_sharded_model_learns_what_a_whole_one_does_and_goes_on_anywhere(runs)
     train_on_two_ranks(runs, 'sharded', fsdp=True, **settings)
     runs.train('sharded_then_alone', micro_batch_size=1, **settings)
     for run in (first, alone):
-        assert_close_runs(run, whole, atol=2e-5)
+        assert_close_runs(run, whole, atol=1e-4)
         scale = checkpoints.load_model('last', run, 'cpu')[0].head_scale
         assert torch.equal(scale, torch.full_like(scale, 1.001))
 
@@ -288,14 +290,14 @@ def test_two_compiled_ranks_train_what_one_plain_process_does(runs, name):
     one = runs.train(f'{name} plain', micro_batch_size=1, **settings | plain)
     two = train_on_two_ranks(runs, name, **settings)
     assert 'uncompiled' not in runs.printed
-    assert_close_runs(two, one, atol=2e-2 if settings['dtype'] == 'bfloat16' else 2e-5)
+    assert_close_runs(two, one, atol=2e-2 if settings['dtype'] == 'bfloat16' else 1e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('position', ['none', 'kerple'])
 def test_a_compiled_run_that_recomputes_activations_trains_what_a_plain_one_does(runs, position):
-    settings = {'position': position, 'max_iters': 3}
+    settings = {'position': position, 'max_iters': 3, 'n_layer': 1}
     plain = runs.train(f'{position} plain', **settings)
     fast = runs.train(f'{position} fast', compile=True, checkpoint_activations=True, **settings)
     assert 'uncompiled' not in runs.printed
-    assert_close_runs(fast, plain, atol=2e-5)
+    assert_close_runs(fast, plain, atol=1e-4)
