@@ -71,17 +71,14 @@ def test_maps_and_first_key_equal_those_of_the_float64_matrix(monkeypatch, name)
     has = {'score': True, 'bias': 'kerple' in name, 'dape': 'dape_kernel' in MODELS[name]}
     names = [part for part in has if has[part]] + ['attention']
     assert list(found) == [*names, 'by_distance', 'first_key']
-    padded = torch.zeros(4, n * width, n * width, dtype=torch.float64)
-    seen = torch.zeros(n * width, n * width).tril()
-    seen[:T, :T] = torch.ones(T, T).tril()
-    for part, values in zip(names, padded):
-        values[:T, :T] = parts[part]
-        sums, pairs = (x.view(n, width, n, width).sum((1, 3)) for x in (values, seen))
-        rows = torch.tensor([width] * (n - 1) + [3.0])[:, None]  # queries in a cell
-        expected = sums / (rows if part == 'attention' else pairs)
-        cells = torch.ones(n, n).tril().bool()
-        torch.testing.assert_close(found[part].double()[cells], expected[cells], rtol=1e-3,
-                                   atol=1e-4, msg=part)
+    cell = torch.arange(T) // width
+    for part in names:
+        for row, column in ((0, 0), (5, 2), (5, 5), (10, 0), (10, 9), (10, 10)):
+            values = parts[part][cell == row][:, cell == column]
+            seen = torch.ones(T, T).tril()[cell == row][:, cell == column].sum()
+            expected = values.sum() / (len(values) if part == 'attention' else seen)
+            assert found[part][row, column].item() == pytest.approx(expected.item(), rel=1e-3,
+                                                                    abs=1e-4)
     first = attention[:, 0, :, T // 2:, 0].mean(-1)
     torch.testing.assert_close(found['first_key'].double(), first, rtol=1e-3, atol=1e-5)
 
