@@ -57,7 +57,7 @@ def head_maps(attention, q, k, place, head):
     in_cell = F.one_hot(place.i // -(-T // CELLS)).float()
     edges = 2 ** place.i[:(T - 1).bit_length()]  # 1, 2, 4 ...: where all bins but that of 0 begin
     maps, by_distance = 0, 0
-    for rows, end in row_chunks(T, T, H, q.device):
+    for rows, end in row_chunks(T, T, H, q.device, attention.position.needs_all_keys):
         i, j = place.i[rows], place.j[:end]
         with torch.autocast(q.device.type, enabled=False):
             chunk = q[:, :, rows].float(), k[:, :, :end].float()

@@ -228,7 +228,7 @@ def attention_entropy(layer, attention, q, k, place):
         if method.is_plain and not differentiable and q.device.type in MEAN_KEY:
             return entropy(q, k)
         q, k = q.float(), k.float()
-        for chunk, end in row_chunks(T, T, B * H, q.device):
+        for chunk, end in row_chunks(T, T, B * H, q.device, method.needs_all_keys):
             i, j = place.i[chunk], place.j[:end]
             log_a = method.scores(q[:, :, chunk], k[:, :, :end], i, j).log_softmax(-1)
             finite = log_a.masked_fill(log_a.isneginf(), 0)  # as 0 ln 0 is 0

@@ -74,6 +74,7 @@ class NoPE(nn.Module):
     """No position encoding, and what every other method is made from."""
     is_plain = True             # the scores are q.k / sqrt(D) and nothing else
     needs_equal_lengths = False  # True: prompts of different lengths cannot share a pass
+    needs_all_keys = False      # True: a row of scores depends on later keys, too
 
     def __init__(self, config):
         super().__init__()
@@ -382,6 +383,7 @@ class DAPE(FromScores):
         super().__init__(config)
         self.method, H, width = method, config.n_head, config.dape_width
         self.kernel, self.cheat = config.dape_kernel, config.dape_cheat
+        self.needs_all_keys = self.cheat
         self.residual = config.dape_residual
         if self.cheat:
             warnings.warn('dape_cheat: this model sees the tokens that it is to predict; its '
@@ -412,7 +414,7 @@ class DAPE(FromScores):
         return (scores + x).masked_fill(hidden, -math.inf)
 
     def attend(self, q, k, v, i, j):
-        return kernels.attention_over_scores(self.scores, q, k, v, i, j, all_keys=self.cheat)
+        return kernels.attention_over_scores(self.scores, q, k, v, i, j, self.needs_all_keys)
 
 
 # ---------------------------------------------------------------------- all of them

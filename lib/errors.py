@@ -45,5 +45,5 @@ def report(kind, error, trace):
     if int(os.environ.get('LOCAL_RANK', 0)):
         # torchrun, which looks ten times a second, ends this rank once the first has failed.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(2)
+        time.sleep(10)  # a busy machine takes seconds to end the first
     print(f"{Path(sys.argv[0]).name}: {' '.join(str(error).split())}", file=sys.stderr)

@@ -21,7 +21,7 @@ import torch
 
 from lib.devices import Runtime
 from lib.results import note
-from lib.tokens import get_tokenizer, write_corpus
+from lib.tokens import format_ranks, get_tokenizer, write_corpus
 from model import ModelConfig, Transformer
 from position import METHODS
 
@@ -102,6 +102,17 @@ def corpus_dir(tmp_path_factory):
     documents['test'].insert(1, 'import json\n')  # shorter than any window
     write_corpus(folder, get_tokenizer('bytes'), documents, workers=1)
     return folder
+
+
+@pytest.fixture(scope='session')
+def other_tokenizer(tmp_path_factory):
+    """A dataset folder whose tokenizer, th.tiktoken, has one merge more than bytes."""
+    folder = tmp_path_factory.mktemp('merged')
+    ranks = {bytes([byte]): byte for byte in range(256)} | {b'th': 256}
+    (folder / 'th.tiktoken').write_text(format_ranks(ranks))
+    splits = {split: ['the weather then ' * 400] for split in ('train', 'val', 'test')}
+    write_corpus(folder / 'data', get_tokenizer(str(folder / 'th.tiktoken')), splits, workers=1)
+    return folder / 'data'
 
 
 @pytest.fixture(scope='session')

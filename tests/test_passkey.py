@@ -7,19 +7,16 @@ $ python -m pytest tests/test_passkey.py
 import email.message
 import json
 import os
-import re
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, mistake, stage
+from conftest import mistake, stage, stage_here
 
-from corpus import get_tokenizer, train_bpe
-from passkey import FILLER, QUESTION, TASK, build_prompt, draw_places
+from lib.errors import UserError
+from lib.results import lock_file, unlock_file
+from lib.tokens import get_tokenizer, train_bpe
+from passkey import FILLER, KEY, QUESTION, TASK, build_prompt, draw_cells
 
 
 @pytest.fixture(scope='module', params=['bytes', 'bpe'])
@@ -27,161 +24,149 @@ def encoding(request, tmp_path_factory):
     if request.param == 'bytes':
         return get_tokenizer('bytes')
     text = Path(email.message.__file__).read_text(encoding='utf-8')
-    return train_bpe([text, TASK, FILLER * 3, QUESTION], 600, tmp_path_factory.mktemp('bpe') / 'small.tiktoken')
+    path = tmp_path_factory.mktemp('bpe') / 'small.tiktoken'
+    return train_bpe([text, TASK, FILLER * 3, QUESTION], 600, path)
 
 
 def lengths_of(encoding):
     return [300, 777, 2048] if encoding.name == 'bytes' else [160, 401, 1024]
 
 
-def test_prompts_are_at_most_as_long_as_asked_and_within_one_filler_of_it(encoding):
+def test_prompts_have_at_most_the_length_asked_and_no_filler_less(encoding):
     filler = len(encoding.encode_ordinary(FILLER))
-    for length, _, place, key in draw_places(lengths_of(encoding), 5, 2, seed=1):
+    for length, _, place, key in draw_cells(lengths_of(encoding), 5, 2, seed=1):
         prompt, answer, _ = build_prompt(encoding, length, place, key, 'exact')
         text = encoding.decode(prompt[1:] + answer)
-        longer = len(encoding.encode_ordinary(text.replace(QUESTION, FILLER + QUESTION))) + 1  # a filler more
-        assert len(prompt) + len(answer) <= length < longer <= len(prompt) + len(answer) + filler + 3
-        assert prompt[0] == encoding.eot_token and [*encoding.encode_ordinary(text)] == prompt[1:] + answer
+        assert prompt[0] == encoding.eot_token
+        assert encoding.encode_ordinary(text) == prompt[1:] + answer
+        n = len(prompt) + len(answer)
+        more = encoding.encode_ordinary(text.replace(QUESTION, FILLER + QUESTION))
+        assert n <= length < 1 + len(more) <= n + filler + 3
         assert text.startswith(TASK) and text.endswith(f'{QUESTION} {key}')
-        assert text.replace(FILLER, '') == f'{TASK}\nThe pass key is {key}. Remember it. {key} is the pass key.\n' + (
-            f'{QUESTION} {key}')
+        assert text.replace(FILLER, '') == f'{TASK}{KEY.format(key=key)}{QUESTION} {key}'
 
 
 def test_key_stands_at_the_asked_place_or_less_than_a_filler_before(encoding):
-    filler, task = len(encoding.encode_ordinary(FILLER)), len(encoding.encode_ordinary(TASK)) + 1
-    for length, depth, place, key in draw_places(lengths_of(encoding)[1:], 10, 2, seed=2):
+    filler = len(encoding.encode_ordinary(FILLER))
+    task = len(encoding.encode_ordinary(TASK)) + 1
+    for length, depth, place, key in draw_cells(lengths_of(encoding)[1:], 10, 2, seed=2):
         assert depth * (length // 10) <= place < (depth + 1) * (length // 10)
-        prompt, answer, start = build_prompt(encoding, length, place, key, 'exact')
+        prompt, _, start = build_prompt(encoding, length, place, key, 'exact')
         text = encoding.decode(prompt[1:])
         line = text.index('\nThe pass key is')
-        assert len(encoding.decode(prompt[1:start])) <= line < len(encoding.decode(prompt[1:start + 1]))
-        room = length - len(answer) - len(encoding.encode_ordinary(text[text.index('\nThe pass key is'):])) % filler
-        after = start + 1  # the token that it starts in may hold the end of the text before it
-        assert place - filler < after <= max(place, task) + 1 or place > room - 2 * filler  # or at the end
+        # It starts in token `start`, which may hold the end of the text before it.
+        assert len(encoding.decode(prompt[1:start])) <= line
+        assert line < len(encoding.decode(prompt[1:start + 1]))
+        after = start + 1
+        at_the_end = text.count(FILLER, line) < 2
+        assert place - filler < after <= max(place, task) + 1 or at_the_end
 
 
-def test_keys_have_five_digits_and_places_and_keys_follow_the_seed_as_released():
-    cells = draw_places([100, 200], 2, 3, seed=42)
-    random = np.random.RandomState(42)
-    expected = []
+def test_keys_have_five_digits_and_follow_the_seed_as_the_released_code_draws_them():
+    random, expected = np.random.RandomState(42), []
     for length, tenth in ((200, 100), (100, 50)):
         for depth in range(2):
             places = [random.randint(depth * tenth, (depth + 1) * tenth) for _ in range(3)]
-            expected += [(length, depth, place, random.randint(10000, 100000)) for place in places]
-    assert cells == expected and all(re.fullmatch(r'\d{5}', str(key)) for *_, key in cells)
-    assert draw_places([100, 200], 2, 3, seed=43) != cells
+            keys = [random.randint(10000, 100000) for _ in range(3)]
+            expected += [(length, depth, *cell) for cell in zip(places, keys)]
+    assert draw_cells([100, 200], 2, 3, seed=42) == expected
+    assert draw_cells([100, 200], 2, 3, seed=43) != expected
 
 
 def test_papers_count_adds_up_the_pieces(encoding):
-    def n(text, first=0):
-        return len(encoding.encode_ordinary(text)) + first
-    length, place, key = lengths_of(encoding)[-1], lengths_of(encoding)[-1] // 3, 12345
-    line = f'\nThe pass key is {key}. Remember it. {key} is the pass key.\n'
-    budget = length - n(f' {key}')
-    before = (place - n(TASK, 1)) // n(FILLER)
-    after = (budget - n(TASK, 1) - before * n(FILLER) - n(line, 1) - n(QUESTION)) // n(FILLER)
+    def n(text):
+        return len(encoding.encode_ordinary(text))
+
+    length, key = lengths_of(encoding)[-1], 12345
+    line, place = KEY.format(key=key), length // 3
+    before = (place - n(TASK) - 1) // n(FILLER)
+    rest = length - n(f' {key}') - n(TASK) - 1 - before * n(FILLER) - n(line) - 1 - n(QUESTION)
+    after = rest // n(FILLER)
     prompt, *_ = build_prompt(encoding, length, place, key, 'paper')
     assert encoding.decode(prompt[1:]) == TASK + FILLER * before + line + FILLER * after + QUESTION
 
 
 def test_length_too_short_for_the_task_is_refused():
-    with pytest.raises(ValueError, match='without filler has 248 tokens and its answer 6: the length 253 is too short'):
+    with pytest.raises(UserError, match='248 tokens and its answer 6: the length 253'):
         build_prompt(get_tokenizer('bytes'), 253, 0, 12345, 'exact')
     assert len(build_prompt(get_tokenizer('bytes'), 254, 0, 12345, 'exact')[0]) == 248
 
 
+# ---------------------------------------------------------------------- as run
+
 def arguments(tiny_run, out_dir, *more):
-    return [f'--init_from={tiny_run}/last.pt', f'--out_dir={out_dir}', '--device=cpu', '--dtype=float32',
-            '--max_length=600', '--n_lengths=2', '--n_depths=3', '--n_keys=2', *more]
+    return [f'--init_from={tiny_run}/last.pt', f'--out_dir={out_dir}', '--device=cpu',
+            '--dtype=float32', '--max_length=600', '--n_lengths=2', '--n_depths=3', '--n_keys=2',
+            *more]
+
+
+def read(out_dir, name='passkey'):
+    return json.loads((out_dir / f'{name}.json').read_text())
 
 
 @pytest.fixture(scope='module')
 def whole(tiny_run, tmp_path_factory):
     out_dir = tmp_path_factory.mktemp('passkey')
-    out, _ = stage('passkey', *arguments(tiny_run, out_dir))
-    return out_dir, json.loads((out_dir / 'passkey.json').read_text()), out
+    stage_here('passkey', *arguments(tiny_run, out_dir))
+    return out_dir
 
 
 def test_result_holds_every_answer_and_the_accuracies_that_follow_from_them(whole):
-    out_dir, result, out = whole
-    rows = [dict(zip(result['answers']['columns'], row)) for row in result['answers']['rows']]
-    assert [(row['length'], row['depth']) for row in rows] == [
-        (length, depth) for length in (600, 300) for depth in range(3) for _ in range(2)]
-    assert all(row['correct'] == (row['answer'] == f" {row['key']}") for row in rows)
-    for i, length in enumerate((300, 600)):
-        for depth in range(3):
-            cell = [row['correct'] for row in rows if (row['length'], row['depth']) == (length, depth)]
-            assert result['accuracy'][i][depth] == np.mean(cell)
-    assert result['window'] == result['block_size'] == 32 and (out_dir / 'passkey.png').stat().st_size > 1000
-    assert 'of all' in out
+    result = read(whole)
+    columns, rows = result['answers']['columns'], result['answers']['rows']
+    rows = [dict(zip(columns, row)) for row in rows]
+    accuracy = np.zeros((2, 3))
+    for row in rows:
+        assert row['correct'] == (row['answer'] == f" {row['key']}")
+        accuracy[row['length'] // 300 - 1, row['depth']] += row['correct'] / 2
+    assert len(rows) == 2 * 3 * 2 and result['accuracy'] == accuracy.tolist()
+    assert result['window'] == result['block_size'] == 32
+    assert result['accuracy_inside'] is None  # every length was beyond L
+    assert (whole / 'passkey.png').stat().st_size > 1000
 
 
-def test_run_killed_and_two_ranks_give_the_answers_of_one_unbroken_run(whole, tiny_run, tmp_path):
-    command = [sys.executable, str(ROOT / 'passkey.py'), *arguments(tiny_run, tmp_path, '--batch_tokens=1')]
-    process = subprocess.Popen(command, env=os.environ | {'OMP_NUM_THREADS': '1'}, stdout=subprocess.DEVNULL)
-    path = tmp_path / 'passkey.jsonl'
-    while not path.exists() or path.read_bytes().count(b'\n') < 4:
-        assert process.poll() is None, 'ended too early'
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    n_before = path.read_bytes().count(b'\n') - 1
-    assert n_before < 12
-    with open(path, 'a') as file:
-        file.write('{"item": 11, "len')  # as a kill in the middle of a line would leave it
-    stage('passkey', *arguments(tiny_run, tmp_path), ranks=2)
-    assert json.loads((tmp_path / 'passkey.json').read_text())['answers'] == whole[1]['answers']
-    assert sum(len(p.read_text().splitlines()) - 1 for p in tmp_path.glob('*.jsonl')) == 12  # none was done twice
-    # other places of a kill: in the first line, and inside a character
-    path.write_bytes(path.read_bytes()[:20])
-    other = next(tmp_path.glob('*.rank1.jsonl'))
-    other.write_bytes(other.read_bytes() + '{"item": 11, "answer": "ä'.encode()[:-1])
-    stage('passkey', *arguments(tiny_run, tmp_path))
-    assert json.loads((tmp_path / 'passkey.json').read_text())['answers'] == whole[1]['answers']
-    message = mistake('passkey', *arguments(tiny_run, tmp_path, '--seed=1'))
-    assert 'passkey.jsonl holds answers of other settings (seed). Remove it' in message
+@pytest.mark.parametrize('ranks', [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_stopped_run_goes_on_to_the_answers_of_an_unbroken_one(whole, tiny_run, tmp_path, ranks):
+    lines = (whole / 'passkey.jsonl').read_bytes().splitlines(keepends=True)
+    cut = '{"item": 11, "answer": "ä'.encode()[:-1]  # as a kill inside a character leaves a line
+    (tmp_path / 'passkey.jsonl').write_bytes(b''.join([*lines[:5], cut]))
+    (tmp_path / 'passkey.rank1.jsonl').write_bytes(lines[0] + lines[7])
+    if ranks == 1:
+        stage_here('passkey', *arguments(tiny_run, tmp_path))
+    else:
+        stage('passkey', *arguments(tiny_run, tmp_path), ranks=ranks)
+    assert read(tmp_path)['answers'] == read(whole)['answers']
+    done = [line for path in tmp_path.glob('*.jsonl') for line in path.read_bytes().splitlines()]
+    assert len(done) == 12 + 2  # none was done twice; each file has a header
+    line = mistake('passkey', *arguments(tiny_run, tmp_path, '--seed=1'))
+    assert 'passkey.jsonl' in line and '(seed)' in line
 
 
-def test_a_second_run_into_the_answers_of_a_living_one_is_refused(whole, tiny_run, tmp_path):
-    command = [sys.executable, str(ROOT / 'passkey.py'), *arguments(tiny_run, tmp_path, '--batch_tokens=1')]
-    first = subprocess.Popen(command, env=os.environ | {'OMP_NUM_THREADS': '1'}, stdout=subprocess.DEVNULL)
-    path = tmp_path / 'passkey.jsonl'
-    while not path.exists() or path.read_bytes().count(b'\n') < 4:
-        assert first.poll() is None, 'ended too early'
-        time.sleep(0.002)
-    first.send_signal(signal.SIGSTOP)  # or it may end before the second comes
+def test_a_second_run_into_the_answers_of_a_living_one_is_refused(tiny_run, tmp_path, cpu):
+    lock = lock_file(tmp_path / 'passkey.jsonl', cpu)  # as the run that lives has it
     line = mistake('passkey', *arguments(tiny_run, tmp_path))
-    assert f'process {first.pid} ' in line and 'passkey.jsonl' in line
-    first.send_signal(signal.SIGCONT)
-    assert first.wait() == 0
-    assert json.loads((tmp_path / 'passkey.json').read_text())['answers'] == whole[1]['answers']
-    assert not list(tmp_path.glob('*.lock'))
+    unlock_file(lock)
+    assert f'process {os.getpid()} ' in line and 'passkey.jsonl' in line
 
 
-def test_title_counts_what_the_scales_are_tuned_for(tiny_run, tmp_path):
-    text = json.dumps({'method': 'head', 'target_length': 300, 'head_scale': [[1.1] * 4] * 2, 'weights_digest': ''})
-    out, _ = stage('passkey', *arguments(tiny_run, tmp_path, '--n_keys=1', '--n_depths=1'))
-    plain = json.loads((tmp_path / 'passkey.json').read_text())
-    assert plain['accuracy_inside'] is None and 'up to' not in out  # every length was beyond L = 32
-    (tmp_path / 'mine.json').write_text(text.replace('""', f'"{plain["weights_digest"]}"'))
-    stage('passkey', *arguments(tiny_run, tmp_path, f'--scale={tmp_path}/mine.json', '--n_keys=1', '--n_depths=1'))
-    result = json.loads((tmp_path / 'passkey_mine.json').read_text())
+def test_title_counts_what_the_scales_are_tuned_for_and_a_changed_file_is_refused(whole, tiny_run,
+                                                                                 tmp_path):
+    scale, few = tmp_path / 'mine.json', ['--n_keys=1', '--n_depths=1']
+    tuned = {'method': 'head', 'target_length': 300, 'head_scale': [[1.1] * 4] * 2,
+             'weights_digest': read(whole)['weights_digest']}
+    scale.write_text(json.dumps(tuned))
+    command = arguments(tiny_run, tmp_path, f'--scale={scale}', *few)
+    stage_here('passkey', *command)
+    result = read(tmp_path, 'passkey_mine')
     assert result['window'] == 300 and result['accuracy_inside'] == result['accuracy'][0][0]
-    (tmp_path / 'mine.json').write_text((tmp_path / 'mine.json').read_text().replace('1.1', '1.2'))  # tuned again
-    message = mistake('passkey', *arguments(tiny_run, tmp_path, f'--scale={tmp_path}/mine.json', '--n_keys=1',
-                                            '--n_depths=1'))
-    assert 'holds answers of other settings (scale)' in message
+    scale.write_text(json.dumps(tuned | {'head_scale': [[1.2] * 4] * 2}))  # tuned again
+    assert '(scale)' in mistake('passkey', *command)
+    stage_here('passkey', *arguments(tiny_run, tmp_path, '--scale=1.1', *few))
+    assert (tmp_path / 'passkey_scale1.1.json').exists()  # 1.1 is no suffix
 
 
-def test_scales_that_differ_after_the_point_have_files_of_their_own(tiny_run, tmp_path):
-    for scale in ('1.1', '1.2'):
-        stage('passkey', *arguments(tiny_run, tmp_path, f'--scale={scale}', '--n_keys=1', '--n_depths=1'))
-    assert {path.name for path in tmp_path.iterdir()} == {
-        f'passkey_scale{scale}.{kind}' for scale in ('1.1', '1.2') for kind in ('json', 'jsonl', 'png')}
-
-
-def test_mistakes_are_one_line(tiny_run, tmp_path):
-    assert "protocol is 'other'" in mistake('passkey', *arguments(tiny_run, tmp_path, '--protocol=other'))
-    message = mistake('passkey', *arguments(tiny_run, tmp_path, '--n_lengths=16'))
-    assert 'too short. Raise max_length or lower n_lengths' in message
+@pytest.mark.parametrize('more, named', [('--protocol=other', 'protocol'),
+                                         ('--n_lengths=16', 'max_length')])
+def test_mistakes_are_one_line(tiny_run, tmp_path, more, named):
+    assert named in mistake('passkey', *arguments(tiny_run, tmp_path, more))
     assert not list(tmp_path.iterdir())

@@ -14,7 +14,7 @@ import time
 import pytest
 import torch
 from conftest import ROOT, files_at_most, mistake, stage, stage_here
-from training import Runs, assert_same_to_the_last_bit, log_rows
+from training import Runs, assert_same, assert_steps, load, log_rows
 
 from lib import checkpoints, devices
 from lib import runs as runs_file
@@ -88,11 +88,11 @@ def test_a_run_stopped_by_a_signal_saves_and_goes_on_as_if_unbroken(runs, plain,
         stage_here('train', *runs.arguments(name))
     assert stopped.value.code == 128 + number
     assert 'once more stops at once' in capfd.readouterr().err
-    assert checkpoints.load(out_dir / 'last.pt')['step'] == 5
-    assert list(log_rows(out_dir)) == [1, 2, 3, 4, 5] and not (out_dir / 'loss.png').exists()
+    assert load(out_dir)['step'] == 5
+    assert_steps(out_dir, 5)
     monkeypatch.setattr(runs_file.Recorder, 'flush', flush)
-    runs.train(name, init_from='resume')
-    assert_same_to_the_last_bit(plain, out_dir)
+    runs.resume(name)
+    assert_same(plain, out_dir)
 
 
 def test_a_disk_that_fills_up_stops_the_run_and_leaves_what_it_had(runs, plain):
@@ -102,8 +102,8 @@ def test_a_disk_that_fills_up_stops_the_run_and_leaves_what_it_had(runs, plain):
         line = mistake('train', *runs.arguments('full', init_from='resume'))
     assert 'last.pt' in line and (out_dir / 'last.pt').read_bytes() == before
     assert not list(out_dir.glob('*.part'))
-    runs.train('full', init_from='resume')
-    assert_same_to_the_last_bit(plain, out_dir)
+    runs.resume('full')
+    assert_same(plain, out_dir)
 
 
 def test_resume_keeps_every_line_that_can_be_read_and_names_the_others(runs, plain):
@@ -112,9 +112,9 @@ def test_resume_keeps_every_line_that_can_be_read_and_names_the_others(runs, pla
     lines = log.read_bytes().splitlines()
     bad = [b'{"step": 5, "tok', b'\xff', b'[5]', b'{}', b'{"step": "5"}']
     log.write_bytes(b'\n'.join([*lines[:6], *bad, *lines[6:], b'{"step": 13, "tok']))
-    runs.train('bad_lines', init_from='resume', max_iters=14)
+    runs.resume('bad_lines', max_iters=14)
     assert log.read_bytes().splitlines()[:len(lines)] == lines
-    assert list(log_rows(out_dir)) == list(range(1, 15))
+    assert_steps(out_dir, 14)
     assert f'{log}: dropped what could not be read, line 7, 8, 9, 10, 11, ' in runs.printed
 
 
@@ -131,9 +131,9 @@ def test_a_run_killed_again_and_again_equals_an_unbroken_one(runs):
             wait_for((out_dir / 'last.pt.part').exists, process)
         process.kill()
         process.wait()
-    assert checkpoints.load(out_dir / 'last.pt')['step'] < 60
-    runs.train('killed', init_from='resume', **settings)
-    assert_same_to_the_last_bit(unbroken, out_dir)
+    assert load(out_dir)['step'] < 60
+    runs.resume('killed', **settings)
+    assert_same(unbroken, out_dir)
 
 
 @pytest.mark.slow
@@ -142,8 +142,8 @@ def test_a_compiled_run_resumed_from_what_a_kill_would_leave_equals_an_unbroken_
     whole = runs.train('compiled', **settings)
     assert 'uncompiled' not in runs.printed
     parts = runs.train('compiled_parts', max_iters=6, **settings)
-    runs.train('compiled_parts', init_from='resume', **settings)
-    assert_same_to_the_last_bit(whole, parts)
+    runs.resume('compiled_parts', **settings)
+    assert_same(whole, parts)
 
 
 # ---------------------------------------------------------------------- two runs in one out_dir
@@ -164,7 +164,7 @@ def test_a_second_run_in_the_out_dir_of_a_living_one_is_refused(runs, plain, cpu
 
 @pytest.mark.slow
 def test_workers_that_outlive_torchrun_keep_others_out_until_they_end(runs):
-    settings = {'max_iters': 10 ** 5, 'eval_interval': 1, 'log_interval': 1, 'keep_steps': []}
+    settings = {'max_iters': 10 ** 5, 'eval_interval': 1, 'log_interval': 1}
     out_dir = runs.folder / 'orphans'
     torchrun = start(runs, 'orphans', ranks=2, **settings)
     wait_for_steps(out_dir, 4, torchrun)
@@ -176,8 +176,8 @@ def test_workers_that_outlive_torchrun_keep_others_out_until_they_end(runs):
     wait_for_steps(out_dir, 1)  # they train on
     os.kill(worker, signal.SIGTERM)
     wait_for(lambda: not (out_dir / 'log.jsonl.lock').exists())
-    step = checkpoints.load(out_dir / 'last.pt')['step']
-    assert list(log_rows(out_dir)) == list(range(1, step + 1))
+    step = load(out_dir)['step']
+    assert_steps(out_dir, step)
 
 
 # ---------------------------------------------------------------------- two ranks
@@ -201,12 +201,12 @@ def test_two_ranks_train_what_one_does_stop_together_and_one_goes_on(runs, two_r
     for key in ('loss', 'val_loss'):
         ours = {step: value for step, value in log_rows(out_dir, key).items() if step <= 12}
         assert ours == pytest.approx(log_rows(one, key), rel=1e-3)
-    step = checkpoints.load(out_dir / 'last.pt')['step']
+    step = load(out_dir)['step']
     assert f'SIGTERM: saved step {step}' in out
-    assert list(log_rows(out_dir)) == list(range(1, step + 1))
+    assert_steps(out_dir, step)
     resumed = runs.copy(out_dir, 'on_one_rank')
     runs.train('on_one_rank', max_iters=step + 2, lr_decay_iters=400, init_from='resume')
-    assert list(log_rows(resumed)) == list(range(1, step + 3))
+    assert_steps(resumed, step + 2)
 
 
 @pytest.mark.slow
@@ -214,13 +214,13 @@ def test_a_signal_that_reaches_a_worker_alone_ends_the_run_with_a_checkpoint(run
     """As a scheduler may send it; torchrun itself is told nothing."""
     out_dir = runs.folder / 'one_worker'
     torchrun = start(runs, 'one_worker', ranks=2, max_iters=10 ** 5, eval_interval=10 ** 5,
-                     log_interval=1, keep_steps=[])
+                     log_interval=1)
     wait_for_steps(out_dir, 4, torchrun)
     os.kill(holder(out_dir), signal.SIGTERM)
     assert torchrun.wait() != 0
-    step = checkpoints.load(out_dir / 'last.pt')['step']
+    step = load(out_dir)['step']
     assert f'SIGTERM: saved step {step}' in (runs.folder / 'one_worker.out').read_text()
-    assert list(log_rows(out_dir)) == list(range(1, step + 1))
+    assert_steps(out_dir, step)
 
 
 @pytest.mark.slow
@@ -233,7 +233,9 @@ def test_what_all_ranks_refuse_is_said_once(runs):
 
 def seed_of(runs, dtype):
     """A checkpoint of one step whose head scales are 1.001, which bfloat16 would make 1."""
-    seed = runs.train(f'seed_{dtype}', dtype=dtype, max_iters=1)
+    seed = runs.folder / f'seed_{dtype}'
+    if not seed.exists():
+        runs.train(seed.name, dtype=dtype, max_iters=1)
     state = torch.load(seed / 'last.pt', weights_only=True)
     for name, scale in state['model'].items():
         if name.endswith('head_scale'):
@@ -250,7 +252,7 @@ def train_on_two_ranks(runs, name, **settings):
 def assert_close_runs(one, other, atol):
     for key in ('loss', 'val_loss'):
         assert log_rows(one, key) == pytest.approx(log_rows(other, key), abs=atol)
-    weights, others = (checkpoints.load(run / 'last.pt')['model'] for run in (one, other))
+    weights, others = load(one)['model'], load(other)['model']
     torch.testing.assert_close(weights, others, rtol=0, atol=atol)
     assert {weight.dtype for weight in weights.values()} == {torch.float32}
 
@@ -266,7 +268,7 @@ def test_a_sharded_model_learns_what_a_whole_one_does_and_goes_on_anywhere(runs)
     train_on_two_ranks(runs, 'sharded', fsdp=True, **settings)
     runs.train('sharded_then_alone', micro_batch_size=1, **settings)
     for run in (first, alone):
-        assert_close_runs(run, whole, atol=2e-5)
+        assert_close_runs(run, whole, atol=1e-4)
         scale = checkpoints.load_model('last', run, 'cpu')[0].head_scale
         assert torch.equal(scale, torch.full_like(scale, 1.001))
 
@@ -288,14 +290,14 @@ def test_two_compiled_ranks_train_what_one_plain_process_does(runs, name):
     one = runs.train(f'{name} plain', micro_batch_size=1, **settings | plain)
     two = train_on_two_ranks(runs, name, **settings)
     assert 'uncompiled' not in runs.printed
-    assert_close_runs(two, one, atol=2e-2 if settings['dtype'] == 'bfloat16' else 2e-5)
+    assert_close_runs(two, one, atol=2e-2 if settings['dtype'] == 'bfloat16' else 1e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('position', ['none', 'kerple'])
 def test_a_compiled_run_that_recomputes_activations_trains_what_a_plain_one_does(runs, position):
-    settings = {'position': position, 'max_iters': 3}
+    settings = {'position': position, 'max_iters': 3, 'n_layer': 1}
     plain = runs.train(f'{position} plain', **settings)
     fast = runs.train(f'{position} fast', compile=True, checkpoint_activations=True, **settings)
     assert 'uncompiled' not in runs.printed
-    assert_close_runs(fast, plain, atol=2e-5)
+    assert_close_runs(fast, plain, atol=1e-4)
