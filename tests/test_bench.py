@@ -139,11 +139,11 @@ def test_a_training_config_gives_the_model_and_the_command_line_stays(tmp_path, 
 @pytest.mark.skipif(not shutil.which('g++'), reason='torch.compile on a CPU needs g++')
 def test_graphs_compiled_after_the_warm_up_are_counted(monkeypatch, tiny):
     monkeypatch.setattr(bench, 'rounds', 2)
-    monkeypatch.setattr(bench, 'late_graphs', [])
+    monkeypatch.setattr(bench, 'LATE_GRAPHS', [])
     add, sizes = torch.compile(lambda x: x + 1, dynamic=False), iter([1, 1, 1, 2])
     bench.medians({'grows': lambda: add(torch.ones(next(sizes)))}, tiny)
     bench.medians({'stays': lambda: add(torch.ones(2))}, tiny)
-    assert bench.late_graphs == [1, 0]
+    assert bench.LATE_GRAPHS == [1, 0]
 
 
 @pytest.mark.parametrize('argument, message', [
