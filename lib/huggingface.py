@@ -170,7 +170,8 @@ def load_tokenizer(folder, vocab_size):
 def our_config(config, source, position=None):
     """
     The ModelConfig of a Llama or SmolLM3 config.json. position: None takes its word. Refuses
-    whatever our model does not do, rather than read it as something near.
+    whatever our model does not do, rather than read it as something near. An entry of the wrong
+    kind may be a TypeError.
     """
     kind, where = config.get('model_type'), f'config.json of {source}'
     if kind not in DEFAULTS:
@@ -205,10 +206,15 @@ def our_config(config, source, position=None):
     position = position or ('rope' if has_rope else 'none')
     rope = rope_config(config, where) if position == 'rope' else {}
     try:
-        return ModelConfig(**sizes, **rope, position=position, norm_eps=config['rms_norm_eps'],
-                           tied=config['tie_word_embeddings'])
+        c = ModelConfig(**sizes, **rope, position=position, norm_eps=config['rms_norm_eps'],
+                        tied=config['tie_word_embeddings'])
     except ValueError as error:
         raise UserError(f'{where}: {error}') from error
+    for field in dataclasses.fields(c):
+        kind = int | float if field.type is float else field.type
+        if not isinstance(getattr(c, field.name), kind):
+            raise TypeError(f'{field.name} is {getattr(c, field.name)}')
+    return c
 
 
 def same_in_all(layers, kind, n_layer):
