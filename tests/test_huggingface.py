@@ -782,7 +782,8 @@ def test_other_models_are_evaluated_and_say_that_they_cannot_be_tuned(tmp_path):
     foreign(tmp_path / 'bloom', 'bloom')
     model = [f'--init_from={tmp_path}/bloom', '--device=cpu']
     data = [text_for(tmp_path / 'bloom', tmp_path / 'text'), f'--out_dir={tmp_path}/out']
-    said, _ = stage('eval_ppl', *model, *data, '--max_windows=4', '--lengths=[64,128]')
+    said, _ = stage('eval_ppl', *model, *data, '--max_windows=4', '--lengths=[64,128]',
+                    '--stride=8')
     result = json.loads((tmp_path / 'out/eval_ppl.json').read_text())
     assert result['position_method'] == 'bloom' and f"{result['rows'][1]['ppl']:.3f}" in said
     stage('sample', *model, '--max_new_tokens=3')
