@@ -19,7 +19,6 @@ import kernels
 from kernels import attention_entropy
 from position import NoPE
 
-
 # ---------------------------------------------------------------------- attention
 
 class PlainAttention:

@@ -1,7 +1,8 @@
 """
-What older versions of the project wrote and computed: their checkpoints, scale files, token files and
-runs are read as then, and give the numbers of then, all made by the version of 2026-11-22 on one CPU
-thread in float32 (tests/old/numbers.json). Other machines round otherwise, hence the tolerance.
+What older versions of the project wrote and computed: their checkpoints, scale files, token files
+and runs are read as then, and give the numbers of then, all made by the version of 2026-11-22 on
+one CPU thread in float32 (tests/old/numbers.json). Other machines round otherwise, hence the
+tolerance.
 
 $ python -m pytest tests/test_old.py
 """

@@ -45,11 +45,6 @@ def test_rope_is_multiplication_by_a_complex_number_of_size_one():
     near(torch.complex(*after.chunk(2, -1)), expected, atol=1e-4)
 
 
-def test_rope_base_sets_the_frequencies():
-    frequency, factor = rope_frequencies(4, 100.0, '', 32, 32)
-    assert frequency.tolist() == pytest.approx([1, 0.1]) and factor == 1
-
-
 def frequencies(scaling, total=4 * L):
     return rope_frequencies(D, 10000.0, scaling, L, total)
 
