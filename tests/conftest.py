@@ -180,6 +180,20 @@ EVERY = [{'position': name} for name in METHODS] + [
 ]
 
 
+def tokens(*shape, seed=1):
+    """Random ids for random_model()."""
+    return torch.randint(61, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def losses_and_gradients(model, windows, forward=None):
+    """The losses, and {name: gradient} of all that has one. windows: (B, T + 1) ids."""
+    model.zero_grad(set_to_none=True)
+    losses = (forward or model)(windows[:, :-1], windows[:, 1:])
+    losses.mean().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return losses.detach(), gradients
+
+
 def near(found, expected, atol):
     """Raise AssertionError unless two tensors differ by at most `atol` anywhere."""
     torch.testing.assert_close(found, expected, rtol=0, atol=atol)

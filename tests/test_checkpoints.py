@@ -112,13 +112,6 @@ def test_load_model_rebuilds_last_best_or_any_file(out_dir):
         assert not any(weight.requires_grad for weight in model.parameters())
 
 
-def test_load_model_reads_what_train_wrote(tiny_run):
-    model, info = load_model('last', tiny_run, 'cpu')
-    assert info['digest'] == weights_digest(model.state_dict())
-    assert info['step'] == 20 and 'optimizer' not in info
-    assert model(torch.zeros(1, 5, dtype=torch.long)).shape == (1, 5, 257)
-
-
 def test_model_loaded_in_half_precision_computes_what_autocast_does(out_dir):
     plain, _ = load_model('last', out_dir, 'cpu')
     lower, _ = load_model('last', out_dir, 'cpu', dtype=torch.bfloat16)
@@ -126,14 +119,6 @@ def test_model_loaded_in_half_precision_computes_what_autocast_does(out_dir):
     with torch.autocast('cpu', torch.bfloat16):
         assert torch.equal(lower(idx), plain(idx))
     assert lower.head.weight.dtype == torch.bfloat16 and lower.head_scale.dtype == torch.float32
-
-
-def test_loaded_model_can_be_changed_without_touching_its_file(out_dir):
-    before = (out_dir / 'last.pt').read_bytes()
-    model, _ = load_model('last', out_dir, 'cpu')
-    model.head_scale = 3
-    model.embed.weight.data.zero_()
-    assert (out_dir / 'last.pt').read_bytes() == before
 
 
 def test_checkpoint_older_than_a_setting_has_its_default(out_dir):
@@ -212,16 +197,6 @@ def test_bit_that_flips_in_a_checkpoint_changes_nothing_that_is_read(out_dir):
     assert n_refused > 60
 
 
-def test_bit_that_flips_in_any_weight_is_refused(out_dir):
-    path = out_dir / 'last.pt'
-    whole = path.read_bytes()
-    for weight in small_model(7).state_dict().values():
-        flip(path, whole.index(weight.numpy().tobytes()) + weight.nbytes // 2)
-        with pytest.raises(UserError, match='last.pt is damaged'):
-            load_model('last', out_dir, 'cpu')
-        path.write_bytes(whole)
-
-
 def test_header_that_leads_to_another_record_is_refused(out_dir):
     """Both records are whole; the header before the first one says where the second begins."""
     more = [torch.full((16,), 0.375), torch.full((16,), 0.625)]
@@ -246,14 +221,6 @@ def test_damaged_moments_matter_only_to_who_reads_them(out_dir):
     load_model(path, out_dir, 'cpu')
 
 
-@pytest.mark.parametrize('content', [{'model': {}, 'step': 1}, [1, 2], torch.ones(3)],
-                         ids=['dict', 'list', 'tensor'])
-def test_file_of_another_program_is_refused(tmp_path, content):
-    torch.save(content, tmp_path / 'x.pt')
-    with pytest.raises(UserError, match='x.pt'):
-        load(tmp_path / 'x.pt')
-
-
 def test_file_that_does_not_exist_or_cannot_be_opened_is_not_called_damaged(out_dir, monkeypatch):
     with pytest.raises(UserError, match='none.pt does not exist'):
         load(out_dir / 'none.pt')
@@ -269,19 +236,23 @@ def test_file_that_does_not_exist_or_cannot_be_opened_is_not_called_damaged(out_
 @pytest.mark.parametrize('settings, named', [
     ({'n_layer': 10 ** 9}, 'n_layer=1000000000'), ({'n_embd': 10 ** 9}, 'n_embd=1000000000'),
     ({'vocab_size': 10 ** 9}, 'weights'), ({'dape_kernel': 3, 'dape_width': 10 ** 9}, 'weights'),
-    ({'n_layer': None}, 'n_layer'), ({'n_embd': '16'}, 'n_embd'), ({'norm_eps': 'a'}, 'norm_eps'),
-    ({'rope_base': [1]}, 'rope_base'), ({'learning_rate': 1}, 'learning_rate')], ids=str)
+    ({'n_layer': None}, 'n_layer'), ({'n_embd': '16'}, 'n_embd'), ({'rope_base': [1]}, 'rope_base'),
+    ({'learning_rate': 1}, 'learning_rate')], ids=str)
 def test_model_settings_that_are_not_those_of_the_weights_are_refused(out_dir, settings, named):
     config = load(out_dir / 'last.pt')['model_config'] | settings
     with pytest.raises(UserError, match=f'odd.pt .*{named}'):
         load_model(changed(out_dir / 'last.pt', model_config=config), None, 'cpu')
 
 
-@pytest.mark.parametrize('entries', [{'model': [1]}, {'model': {'w': 1}}, {'model_config': None}],
-                         ids=str)
-def test_entry_of_the_wrong_kind_in_a_checkpoint_is_refused(out_dir, entries):
+@pytest.mark.parametrize('content', [
+    [1, 2], {'model': {}, 'step': 1}, {'model': [1]}, {'model': {'w': 1}},
+    {'model_config': None}], ids=str)
+def test_file_of_another_program_or_with_entries_of_the_wrong_kind_is_refused(out_dir, content):
+    if isinstance(content, dict) and len(content) == 1:
+        content = torch.load(out_dir / 'last.pt', weights_only=True) | content
+    torch.save(content, out_dir / 'odd.pt')
     with pytest.raises(UserError, match='odd.pt'):
-        load(changed(out_dir / 'last.pt', **entries))
+        load(out_dir / 'odd.pt')
 
 
 def test_weights_of_another_position_method_are_refused(tmp_path):

@@ -6,19 +6,15 @@ $ python -m pytest tests/test_generate.py
 
 import pytest
 import torch
-from conftest import EVERY, mistake, near, random_model, stage_here
+from conftest import EVERY, mistake, near, random_model, stage_here, tokens
 
 from lib import checkpoints
-from lib.generate import complete, generate, new_cache, sample_token, store_by_column
+from lib.generate import complete, generate, new_cache, sample_token
 from lib.huggingface import save_folder
 from lib.tokens import get_tokenizer, tokenizer_state
 
 P = torch.tensor([0.05, 0.4, 0.1, 0.25, 0.2])  # of five tokens
 ALL = [0, 1, 2, 3, 4]
-
-
-def tokens(*shape):
-    return torch.randint(61, shape, generator=torch.Generator().manual_seed(1))
 
 
 def frequencies(**settings):
@@ -54,12 +50,6 @@ def test_top_k_and_top_p_keep_exactly_the_right_tokens_in_proportion(settings, k
     near(drawn, expected / expected.sum(), atol=0.015)
 
 
-def test_top_p_judges_each_sequence_by_its_own_probabilities():
-    flat, sharp = torch.full((5,), 0.2), torch.tensor([0.01, 0.01, 0.96, 0.01, 0.01])
-    drawn = sample_token(torch.stack([flat, sharp]).log().repeat(500, 1), top_p=0.95)[:, 0]
-    assert len(drawn[0::2].unique()) == 5 and drawn[1::2].unique().tolist() == [2]
-
-
 # ---------------------------------------------------------------------- many tokens
 
 @pytest.mark.parametrize('position', ['none', 'rope'])
@@ -89,17 +79,6 @@ def test_cache_that_is_too_short_says_so():
     model(tokens(1, 8), cache=cache)
     with pytest.raises(ValueError, match='KV cache holds 10'):
         model(tokens(1, 3), cache=cache)
-
-
-def test_storing_matrices_by_column_changes_no_value_and_is_done_once():
-    model = random_model()
-    before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    store_by_column(model)
-    places = {name: weight.data_ptr() for name, weight in model.state_dict().items()}
-    store_by_column(model)
-    for name, weight in model.state_dict().items():
-        assert weight.equal(before[name]) and weight.data_ptr() == places[name], name
-    assert model.head.weight.stride() == (1, model.config.vocab_size)
 
 
 # ---------------------------------------------------------------------- completions
@@ -196,19 +175,6 @@ def test_characters_of_several_bytes_are_printed_whole_and_broken_ones_marked(tm
     eot = encoding.eot_token
     save_reciter(tmp_path / 'last.pt', encoding, [eot, *recited, eot])
     assert sample(tmp_path, '--temperature=0', '--max_new_tokens=99') == 'Zoë→🙂�a�\n'
-
-
-def test_words_of_a_hugging_face_tokenizer_keep_the_spaces_before_them(tmp_path):
-    tokenizers = pytest.importorskip('tokenizers')
-    vocab = {'<unk>': 0, '<s>': 1, '</s>': 2, '▁a': 3, '▁b': 4, '▁c': 5}
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token='<unk>'))
-    words.add_special_tokens(['<s>', '</s>'])
-    words.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
-    words.decoder = tokenizers.decoders.Metaspace()
-    words.save(str(tmp_path / 'tokenizer.json'))
-    encoding = get_tokenizer(str(tmp_path / 'tokenizer.json'))
-    save_reciter(tmp_path / 'last.pt', encoding, [3, 4, 5, encoding.eot_token])
-    assert sample(tmp_path, '--temperature=0', '--prompt=a') == 'a b c\n'
 
 
 def test_sample_of_a_run_that_does_not_exist_is_refused(tmp_path):

@@ -9,29 +9,15 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import EVERY, near, plain_transformer, random_model
+from conftest import EVERY, losses_and_gradients, near, plain_transformer, random_model, tokens
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import kernels
-from kernels import attention_entropy, row_chunks
+from kernels import attention_entropy
 from position import NoPE
-
-
-def tokens(*shape):
-    return torch.randint(61, shape, generator=torch.Generator().manual_seed(1))
-
-
-def results_of(model, windows):
-    """The losses, and {name: gradient} of all that is trained."""
-    model.zero_grad(set_to_none=True)
-    losses = model(windows[:, :-1], windows[:, 1:])
-    losses.mean().backward()
-    return losses.detach(), {name: p.grad for name, p in model.named_parameters()
-                             if p.requires_grad}
-
 
 # ---------------------------------------------------------------------- attention
 
@@ -54,14 +40,14 @@ def test_speed_changes_neither_logits_nor_losses_nor_gradients(monkeypatch, chan
             method = block.attn.position
             patch.setattr(method, 'attend', PlainAttention(method))
         logits = model(windows).detach()
-        losses, gradients = results_of(model, windows)
+        losses, gradients = losses_and_gradients(model, windows)
 
     assert all(gradient.abs().sum() > 0 for gradient in gradients.values())
     for at_once in kernels.SCORES_AT_ONCE, 5000:  # with 5000, backward computes rows again
         monkeypatch.setattr(kernels, 'SCORES_AT_ONCE', at_once)
         with torch.no_grad():  # a fused kernel where there is one
             near(model(windows), logits, atol=1e-4)
-        found, found_gradients = results_of(model, windows)
+        found, found_gradients = losses_and_gradients(model, windows)
         near(found, losses, atol=1e-5)
         for name, gradient in gradients.items():
             near(found_gradients[name], gradient, atol=1e-5)
@@ -79,18 +65,6 @@ def test_attention_of_training_equals_the_fused_kernel_and_its_gradients(T, size
     found, expected = (torch.autograd.grad((y * weight).sum(), inputs) for y in (ours, theirs))
     for one, other in zip(found, expected, strict=True):
         near(one, other, atol=1e-11 * size)
-
-
-@pytest.mark.parametrize('T, S, n_maps', [(1, 1, 1), (1, 5000, 8), (700, 700, 64), (100, 900, 8)])
-@pytest.mark.parametrize('all_keys', [False, True])
-def test_chunks_cover_each_row_once_with_the_keys_it_sees(monkeypatch, T, S, n_maps, all_keys):
-    monkeypatch.setattr(kernels, 'SCORES_AT_ONCE', 2 ** 16)
-    covered = []
-    for rows, end in row_chunks(T, S, n_maps, torch.device('cpu'), all_keys):
-        covered += range(rows.start, rows.stop)
-        assert S - T + rows.stop <= end <= S and (end == S or not all_keys)
-        assert rows.stop - rows.start == 1 or (rows.stop - rows.start) * n_maps * S <= 2 ** 16
-    assert covered == list(range(T))
 
 
 class Largest(TorchDispatchMode):
@@ -118,7 +92,7 @@ def test_memory_of_training_grows_with_the_length_not_with_its_square(monkeypatc
             return x
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), Largest() as mode:
-            results_of(model, tokens(1, T + 1))
+            losses_and_gradients(model, tokens(1, T + 1))
         kept.append(sum(x.untyped_storage().nbytes() for x in storages.values()))
         largest.append(mode.numel)
     assert kept[1] <= 2.3 * kept[0], 'what forward keeps for backward'
@@ -223,10 +197,10 @@ def test_gradient_of_entropy_equals_finite_differences(changes, checkpointed):
 @pytest.mark.parametrize('rows', [1, 7])
 def test_losses_in_chunks_equal_losses_at_once_and_hold_a_chunk_of_logits(monkeypatch, rows):
     model, windows, sizes = random_model(), tokens(3, 21), []
-    losses, gradients = results_of(model, windows)
+    losses, gradients = losses_and_gradients(model, windows)
     monkeypatch.setattr(kernels, 'LOGITS_AT_ONCE', rows * 61 + 60)
     model.head.register_forward_hook(lambda head, inputs, logits: sizes.append(logits.numel()))
-    found, found_gradients = results_of(model, windows)
+    found, found_gradients = losses_and_gradients(model, windows)
     near(found, losses, atol=1e-5)
     for name, gradient in gradients.items():
         near(found_gradients[name], gradient, atol=1e-5)
@@ -239,14 +213,14 @@ def test_a_compiled_loss_in_bfloat16_is_the_cross_entropy_of_the_same_logits():
     model, windows = random_model(), tokens(3, 31)
     x, weight = torch.randn(3, 30, model.config.n_embd), torch.linspace(-1, 2, 90).view(3, 30)
 
-    def losses_and_gradients(cross_entropy):
+    def of(cross_entropy):
         hidden = x.clone().requires_grad_()
         with torch.autocast('cpu', torch.bfloat16):
             losses = cross_entropy(hidden, model.head, windows[:, 1:])
         return losses, *torch.autograd.grad((losses * weight).sum(), (hidden, model.head.weight))
 
-    ours = losses_and_gradients(torch.compile(kernels.cross_entropy, backend='aot_eager'))
-    theirs = losses_and_gradients(kernels.cross_entropy)
+    ours = of(torch.compile(kernels.cross_entropy, backend='aot_eager'))
+    theirs = of(kernels.cross_entropy)
     assert ours[0].dtype == torch.float32
     near(ours[0], theirs[0], atol=1e-5)
     for one, other in zip(ours[1:], theirs[1:], strict=True):  # both go through bfloat16

@@ -8,7 +8,17 @@ import math
 
 import pytest
 import torch
-from conftest import EVERY, PLAIN_BIASES, PLAIN_SCORES, TINY, near, plain_transformer, random_model
+from conftest import (
+    EVERY,
+    PLAIN_BIASES,
+    PLAIN_SCORES,
+    TINY,
+    losses_and_gradients,
+    near,
+    plain_transformer,
+    random_model,
+    tokens,
+)
 
 import position
 from lib.generate import new_cache
@@ -16,10 +26,6 @@ from model import ModelConfig, Transformer
 from position import METHODS, NoPE, Place, alibi_slopes, parse_scaling, rope_frequencies
 
 D, L = 64, 2048  # of a head, and the trained length, in the tests of RoPE's extensions
-
-
-def tokens(*shape):
-    return torch.randint(61, shape, generator=torch.Generator().manual_seed(0))
 
 
 def method(name, **changes):
@@ -37,11 +43,6 @@ def test_rope_is_multiplication_by_a_complex_number_of_size_one():
     frequency = torch.tensor([10000 ** (-2 * n / 8) for n in range(4)])
     expected = torch.complex(*x.chunk(2, -1)) * torch.exp(1j * i[:, None] * frequency)
     near(torch.complex(*after.chunk(2, -1)), expected, atol=1e-4)
-
-
-def test_rope_base_sets_the_frequencies():
-    frequency, factor = rope_frequencies(4, 100.0, '', 32, 32)
-    assert frequency.tolist() == pytest.approx([1, 0.1]) and factor == 1
 
 
 def frequencies(scaling, total=4 * L):
@@ -202,15 +203,6 @@ def test_cached_decoding_equals_a_full_pass(changes):
 
 # ---------------------------------------------------------------------- compiled
 
-def results_of(model, forward, windows):
-    """The losses, and the gradients of all that is trained."""
-    model.zero_grad()
-    losses = forward(windows[:, :-1], windows[:, 1:])
-    losses.mean().backward()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return [losses.detach(), *(p.grad.clone() for p in trained)]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize('backend, changes', [
     *(('aot_eager', changes) for changes in EVERY),  # it generates no code, so it is faster
@@ -220,9 +212,11 @@ def test_every_method_is_one_graph_for_a_compiler(backend, changes):
     torch.compiler.reset()  # it gives up on code that it has compiled many times
     model, windows = random_model(**changes).train(), tokens(2, 41)
     compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
-    found = results_of(model, compiled, windows)
-    for one, other in zip(found, results_of(model, model, windows), strict=True):
-        near(one, other, atol=1e-5)
+    losses, expected = losses_and_gradients(model, windows)
+    found_losses, found = losses_and_gradients(model, windows, compiled)
+    near(found_losses, losses, atol=1e-5)
+    for name, gradient in expected.items():
+        near(found[name], gradient, atol=1e-5)
 
 
 # ---------------------------------------------------------------------- single methods

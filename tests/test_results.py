@@ -42,14 +42,14 @@ def test_numpy_numbers_become_numbers_and_what_is_not_finite_null(tmp_path):
         'a': [0, 1, 2], 'b': [0.333333, None], 'c': 0.5, 'd': None, 'counts': [12_345_678]}
 
 
-@pytest.mark.parametrize('text, curves', [
-    ('{', []), ('[]', []), ('{"stage": "che"}', []), ('[' * 100_000, []),
-    ('{"stage": "entropy"}', ['at']), ('{"stage": "entropy", "at": 5}', ['at']),
-    ('{"stage": "entropy", "at": [1, null]}', ['at'])], ids=lambda value: str(value)[:40])
-def test_file_that_is_not_the_result_of_a_stage_is_refused(tmp_path, text, curves):
+@pytest.mark.parametrize('text', [
+    '{', '[]', '{"stage": "che", "at": [1]}', '[' * 100_000, '{"stage": "entropy"}',
+    '{"stage": "entropy", "at": 5}', '{"stage": "entropy", "at": [1, null]}'],
+    ids=lambda text: text[:40])
+def test_file_that_is_not_the_result_of_a_stage_is_refused(tmp_path, text):
     (tmp_path / 'r.json').write_text(text)
     with pytest.raises(UserError, match='r.json'):
-        read_json(tmp_path / 'r.json', 'entropy', *curves)
+        read_json(tmp_path / 'r.json', 'entropy', 'at')
 
 
 WRITERS = {'save_json': lambda path: save_json(path, {'a': [1.5] * 1000}),
