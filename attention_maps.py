@@ -15,22 +15,13 @@ import torch.nn.functional as F
 
 from configurator import between, configure, settings
 from kernels import row_chunks
-from lib.checkpoints import Run
+from lib.checkpoints import Run, TextReading
 from lib.errors import UserError
 
-out_dir = 'out/demo/nope'    # the run to read; results go there too
-init_from = 'last'           # last or best (of out_dir), a checkpoint file, or hf:ORG/NAME
-position: str | None = None  # read the checkpoint with this position method; None: as it says
-rope_scaling: str | None = None  # extend RoPE, such as yarn:4; None: as the checkpoint says
-scale: float | str | None = None  # softmax scale: a number for all heads, or a scale file
-dataset: str | None = None   # a folder of data/; None: the one the model was trained on
-split = 'test'
 layer: int | None = None     # counted from 0; None: the middle one
 head = 0                     # counted from 0
 lengths: list[int] | None = None  # tokens in a window, a row of the picture each; None: L, 4L, 16L
 n_samples = 4                # windows of each length, evenly spaced; the pictures show their mean
-label = ''                   # name of the result; empty: the scale's
-device = 'auto'              # auto, cpu, cuda, mps
 dtype = 'float32'            # auto, float32, bfloat16, float16; half precision rounds q and k
 
 CELLS = 64  # a map has at most 64 x 64 cells: the JSON of three lengths stays below 300 KB
@@ -137,12 +128,12 @@ def main():
             raise UserError(f"{what} is {number}, but {run.info['path']} has {n}. "
                             f'Choose one of 0 to {n - 1}.')
     # All are opened before the work, so that a text too short is met first.
-    opened = [run.windows(split, T) for T in lengths or [L, 4 * L, 16 * L]]
+    opened = [run.windows(T) for T in lengths or [L, 4 * L, 16 * L]]
     run.write('attention', {
         'dape_kernel': run.model.config.dape_kernel, 'dataset': opened[0].dataset, 'layer': at,
         'head': head, 'lengths': [measure_length(run, windows, at) for windows in opened]})
 
 
 if __name__ == '__main__':
-    configure(globals())
+    configure(globals(), TextReading)
     main()

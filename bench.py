@@ -83,7 +83,7 @@ TABLE_7 = {  # its names, and ours for method and DAPE's kernel
 
 # ---------------------------------------------------------------------- measuring
 
-late_graphs = []  # how many were compiled after the warm-up, of each measurement
+LATE_GRAPHS = []  # how many were compiled after the warm-up, of each measurement
 rate = functools.cache(matmul_flops)  # measured once, so that all limits of a run agree
 
 
@@ -106,13 +106,13 @@ def one_turn(works, runtime):
 def medians(works, runtime):
     """
     Median seconds of each function over rounds in which they take turns, as machines are noisy,
-    after two to warm up. What is compiled later is counted in late_graphs.
+    after two to warm up. What is compiled later is counted in LATE_GRAPHS.
     """
     for _ in range(2):
         one_turn(works, runtime)
     before = compiled_graphs()
     turns = [one_turn(works, runtime) for _ in range(rounds)]
-    late_graphs.append(compiled_graphs() - before)
+    LATE_GRAPHS.append(compiled_graphs() - before)
     return {who: statistics.median(turn[who] for turn in turns) for who in works}
 
 
@@ -534,9 +534,9 @@ def main(given=()):
         results = {table: TABLES[table](runtime)}
     else:
         results = {task: TASKS[task](runtime) for task in tasks}
-    print(f'graphs compiled after the warm-up: {sum(late_graphs)}')
+    print(f'graphs compiled after the warm-up: {sum(LATE_GRAPHS)}')
     path = result_path(out_dir, name or table or runtime.device.type) + '.json'
-    result = {'stage': 'bench', 'matmul_flops': ceiling, 'late_graphs': sum(late_graphs),
+    result = {'stage': 'bench', 'matmul_flops': ceiling, 'late_graphs': sum(LATE_GRAPHS),
               'results': results}
     save_json(path, result | provenance(settings(globals()), runtime, time.perf_counter() - began))
     print(f'wrote {path}')

@@ -130,6 +130,7 @@ def read_state(path, wanted):
     """
     if not path.exists():
         return {'step': 0, 'settings': wanted, 'test': {}}
+    open(path, 'rb').close()  # for want of permission, say, this raises: the file may be whole
     try:
         state = torch.load(path, map_location='cpu', weights_only=True)
         old = METHOD | state['settings']  # an older run lacks the settings that came later

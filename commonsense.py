@@ -3,7 +3,7 @@ Seven multiple-choice tasks of common sense, zero-shot: Table 1 of "Length Gener
 Transformers without Position Encoding". EleutherAI's lm_eval asks the questions, by its own task
 files and on the data sets they name.
 
-$ python commonsense.py --init_from=hf:AntNLP/TinyLlama-NoPE-1.1B --position=none
+$ python commonsense.py --init_from=hf:AntNLP/TinyLlama-NoPE-1.1B --position=none --out_dir=out/hf
 $ torchrun --nproc_per_node=8 commonsense.py --out_dir=out/nope_1b --tasks="['piqa']" --limit=100
 
 A choice scores ln p of its tokens. acc: how often the right one scores best; acc_norm: each score
@@ -18,7 +18,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from configurator import between, configure, settings
-from lib.checkpoints import Run
+from lib.checkpoints import Reading, Run
 from lib.errors import UserError
 from lib.generate import needs_equal_lengths, new_cache
 from lib.results import optional, paper_table, print_scores, progress_bar
@@ -29,22 +29,12 @@ try:
 except ImportError:
     LM = object  # main() says what is missing
 
-# what to read
-out_dir = 'out/demo/nope'    # the run to read; results go there too
-init_from = 'last'           # last or best (of out_dir), a checkpoint file, or hf:ORG/NAME
-position: str | None = None  # read the checkpoint with this position method; None: as it says
-rope_scaling: str | None = None  # extend RoPE, such as yarn:4; None: as the checkpoint says
-scale: float | str | None = None  # softmax scale: a number for all heads, or a scale file
 # questions
 tasks = ['arc_challenge', 'arc_easy', 'boolq', 'hellaswag', 'openbookqa', 'piqa', 'winogrande']
 task_folder = ''             # more of lm_eval's task files, .yaml: your own, or of data you have
 limit: int | None = None     # the first so many questions of each task; None: all
 add_bos = False              # start questions with the start token, which the paper did not
 batch_size = 16              # questions read at once, each with all its choices
-label = ''                   # name of the result; empty: the scale's
-# machine
-device = 'auto'              # auto, cpu, cuda, mps
-dtype = 'auto'               # auto, float32, bfloat16, float16
 
 
 def padded(rows, device):
@@ -181,5 +171,5 @@ def main():
 
 
 if __name__ == '__main__':
-    configure(globals())
+    configure(globals(), Reading)
     main()

@@ -82,7 +82,7 @@ def show_help(scope, known, more):
     while start and lines[start - 1].startswith('#'):
         start -= 1
     shown = lines[start:rows[-1].end_lineno if rows else 0]
-    for declared in more:
+    for declared in (parent for one in more for parent in one.__mro__[-2::-1]):
         shown += [line.strip() for line in inspect.getsource(declared).splitlines()
                   if line.partition(':')[0].strip() in known.keys() - own]
     print((scope['__doc__'] or '').strip(), '\n'.join(shown), sep='\n\n')

@@ -16,24 +16,15 @@ import torch
 
 from configurator import between, configure, settings
 from kernels import attention_entropy
-from lib.checkpoints import Run
+from lib.checkpoints import Run, TextReading
 from lib.results import bin_means, read_json
 from lib.scales import by_position
 
-out_dir = 'out/demo/nope'    # the run to read; results go there too
-init_from = 'last'           # last or best (of out_dir), a checkpoint file, or hf:ORG/NAME
-position: str | None = None  # read the checkpoint with this position method; None: as it says
-rope_scaling: str | None = None  # extend RoPE, such as yarn:4; None: as the checkpoint says
-scale: float | str | None = None  # softmax scale: a number for all heads, or a scale file
-dataset: str | None = None   # a folder of data/; None: the one the model was trained on
-split = 'test'
 length: int | None = None    # tokens in a window; None: 8L
 n_samples = 64               # windows, evenly spaced over the split
 compare: list[str] = []      # other results of this stage (their JSON), drawn in the same picture
 bits = False                 # report bits, as the paper's code does, instead of nats
 batch_tokens = 16384         # tokens in one forward pass; lower it when memory runs out
-label = ''                   # name of the result; empty: the scale's
-device = 'auto'              # auto, cpu, cuda, mps
 dtype = 'float32'            # auto, float32, bfloat16, float16; half precision rounds q and k
 
 
@@ -74,14 +65,14 @@ def main():
     run = Run(settings(globals()))
     model, L, say = run.model, run.L, run.runtime.print
     between(globals(), L // 16, 'length')  # the width of a bin
-    windows = run.windows(split, length or 8 * L)
+    windows = run.windows(length or 8 * L)
     positions, loss, entropy = measure_entropy(model, windows, n_samples, batch_tokens, L // 16,
                                                run.runtime)
     unit = math.log(2) if bits else 1.0
     mean, bound = entropy.mean((0, 1)) / unit, np.log(positions) / unit
     scales = model.head_scale.numpy(force=True)
-    result = {'dataset': windows.dataset, 'split': split, 'unit': 'bits' if bits else 'nats',
-              'position': positions, 'loss': loss, 'mean_entropy': mean, 'bound': bound,
+    result = {'dataset': windows.dataset, 'split': windows.split,
+              'unit': 'bits' if bits else 'nats', 'position': positions, 'loss': loss, 'mean_entropy': mean, 'bound': bound,
               'head_scale': scales, 'entropy': entropy / unit}
 
     say(f'    position   mean entropy ({result["unit"]})   bound')
@@ -99,5 +90,5 @@ def main():
 
 
 if __name__ == '__main__':
-    configure(globals())
+    configure(globals(), TextReading)
     main()

@@ -20,20 +20,12 @@ import numpy as np
 import torch
 
 from configurator import between, configure, settings
-from lib.checkpoints import Run, dataset_of, require_tokenizer
+from lib.checkpoints import Run, TextReading, dataset_of, require_tokenizer
 from lib.errors import UserError
 from lib.results import bin_means, progress_bar
 from lib.scales import by_position
 from lib.tokens import documents, open_tokens
 
-# what to read
-out_dir = 'out/demo/nope'    # the run to read; results go there too
-init_from = 'last'           # last or best (of out_dir), a checkpoint file, or hf:ORG/NAME
-position: str | None = None  # read the checkpoint with this position method; None: as it says
-rope_scaling: str | None = None  # extend RoPE, such as yarn:4; None: as the checkpoint says
-scale: float | str | None = None  # softmax scale: a number for all heads, or a scale file
-dataset: str | None = None   # a folder of data/; None: the one the model was trained on
-split = 'test'
 # how to read it
 protocol = 'sliding'         # sliding windows, position (each of one pass), or last (last tokens)
 lengths: list[int] | None = None  # window lengths in tokens; None: L, 2L, 4L and 8L
@@ -43,10 +35,6 @@ max_windows = 1024           # sliding: windows per length; rule same: evenly sp
 n_samples = 256              # position, last: windows of the longest length, evenly spaced
 last: int | None = None      # tokens at the end of a length; None: position 64, last 256 or L
 batch_tokens = 16384         # tokens in one forward pass; lower it when memory runs out
-label = ''                   # name of the result; empty: the scale's
-# machine
-device = 'auto'              # auto, cpu, cuda, mps
-dtype = 'auto'               # auto, float32, bfloat16, float16
 
 RULES = ('same', 'paper', 'classic')
 
@@ -164,7 +152,7 @@ def checked_stride(stride, L, sizes):
 
 def sliding(run, sizes):
     S = checked_stride(stride, run.L, sizes)
-    data = open_data(run.info, dataset, split)
+    data = open_data(run.info, run.settings['dataset'], run.settings['split'])
     rows, by_window = evaluate_sliding(run.model, data, sizes, S, rule, max_windows, batch_tokens,
                                        run.runtime)
     run.runtime.print('  length        ppl      loss    +-    windows   scored tokens   documents')
@@ -180,7 +168,7 @@ def sliding(run, sizes):
 def positions(run, sizes):
     n_last, L = last or 64, run.L
     between({'lengths': sizes[-1]}, L // 16, 'lengths')  # the width of a bin
-    windows = run.windows(split, sizes[-1])
+    windows = run.windows(sizes[-1])
     # They may overlap, but no token is scored twice at one length.
     samples = windows.fixed(n_samples, spacing=n_last)
     losses = run.runtime.over_windows(
@@ -245,7 +233,7 @@ def checked_last(last, L, sizes):
 
 def last_tokens(run, sizes):
     K, L = checked_last(last, run.L, sizes), run.L
-    samples = run.windows(split, sizes[-1]).fixed(n_samples, spacing=K)
+    samples = run.windows(sizes[-1]).fixed(n_samples, spacing=K)
     rows = evaluate_last(run.model, samples, sizes, K, L, batch_tokens, run.runtime)
     say = run.runtime.print
     say(f'  length   ppl of the last {K}    Delta P of the last {L}: the context before them')
@@ -264,11 +252,13 @@ def main():
     between(globals(), 1, 'lengths', 'max_windows', 'n_samples', 'last', 'batch_tokens')
     run = Run(settings(globals()))
     sizes = sorted(lengths or [run.L, 2 * run.L, 4 * run.L, 8 * run.L])
-    result = {'protocol': protocol, 'dataset': dataset_of(run.info, dataset), 'split': split}
+    read = {key: run.settings[key] for key in ('dataset', 'split')}
+    read['dataset'] = dataset_of(run.info, read['dataset'])
+    result = {'protocol': protocol} | read
     result |= PROTOCOLS[protocol](run, sizes)
     run.write('eval_ppl', result, '' if protocol == 'sliding' else protocol)
 
 
 if __name__ == '__main__':
-    configure(globals())
+    configure(globals(), TextReading)
     main()

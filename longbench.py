@@ -3,7 +3,8 @@ LongBench (Bai et al. 2024, arXiv:2308.14508) on a checkpoint with any softmax s
 "Length Generalization of Causal Transformers without Position Encoding", 16 tasks, beam search.
 
 $ python data/longbench/prepare.py                                 # the data
-$ python longbench.py --out_dir=out/nope_1b --paper='NoPE 2K'      # with the paper's row below
+$ python longbench.py --out_dir=out/nope_1b --paper='NoPE 2K'      # with the paper's row beside
+$ python longbench.py --init_from=hf:AntNLP/TinyLlama-NoPE-1.1B --position=none --out_dir=out/hf
 $ torchrun --nproc_per_node=8 longbench.py --out_dir=out/nope_1b --tasks="['trec']" --max_samples=20
 
 Unlike the benchmark's own code: 5 beams, as in the paper, where that code is greedy; and a prompt
@@ -24,19 +25,13 @@ from collections import Counter, namedtuple
 from pathlib import Path
 
 from configurator import between, configure, settings
-from lib.checkpoints import Run
+from lib.checkpoints import Reading, Run
 from lib.errors import ROOT, UserError
 from lib.generate import complete
 from lib.results import Answers, optional, paper_table, print_scores
 from lib.scales import identity
 from lib.tokens import start_token
 
-# what to read
-out_dir = 'out/demo/nope'    # the run to read; results go there too
-init_from = 'last'           # last or best (of out_dir), a checkpoint file, or hf:ORG/NAME
-position: str | None = None  # read the checkpoint with this position method; None: as it says
-rope_scaling: str | None = None  # extend RoPE, such as yarn:4; None: as the checkpoint says
-scale: float | str | None = None  # softmax scale: a number for all heads, or a scale file
 # prompts and answers
 data = 'data/longbench'      # the folder that data/longbench/prepare.py wrote
 tasks: list[str] = []        # some of the 16; empty: all
@@ -45,10 +40,6 @@ beams = 5                    # sequences kept in beam search; 1: greedy
 batch_size = 4               # samples read at once, each with all its beams
 max_samples: int | None = None  # the first so many of each task; None: all
 paper = ''                   # a row of Table 3 to print beside, such as 'NoPE 2K'
-label = ''                   # name of the result; empty: the scale's
-# machine
-device = 'auto'              # auto, cpu, cuda, mps
-dtype = 'auto'               # auto, float32, bfloat16, float16
 
 
 # ---------------------------------------------------------------------- metrics, each from 0 to 1
@@ -69,7 +60,7 @@ def qa_f1(prediction, gold):
 def rouge_l(prediction, gold):
     """
     ROUGE-L by the package `rouge`, as in the benchmark, which counts 0 where the package fails: on
-    a text without words, and on texts so long that its recursion is deeper than Python allows.
+    an empty text, and on texts so long that its recursion goes deeper than Python allows.
     """
     package, limit = optional('rouge'), sys.getrecursionlimit()
     # Python allows 1000 nested calls, and the benchmark calls the package from the third. Allow it
@@ -225,7 +216,7 @@ def main():
     folder = Path(data) if Path(data).is_dir() else ROOT / data
     asked = {name: read_task(folder, name) for name in TASKS if name in (tasks or TASKS)}
     run = Run(settings(globals()))
-    length, made_with = context or run.L, identity(run.model, scale, run.info)
+    length, made_with = context or run.L, identity(run.model, run.scale, run.info)
     made_with |= {'beams': beams, 'context': length, 'dtype': str(run.runtime.dtype)}
     for name, task in asked.items():
         if length < task.max_new_tokens + 2:  # a first and a last token
@@ -247,5 +238,5 @@ def main():
 
 
 if __name__ == '__main__':
-    configure(globals())
+    configure(globals(), Reading)
     main()

@@ -161,7 +161,7 @@ class Transformer(nn.Module):
         """
         if targets is not None:
             last = targets.shape[1]
-        x = self.hidden(idx, cache, last if last < idx.shape[1] else 0)
+        x = self.hidden(idx, cache, last if last < idx.shape[1] else 0)[:, -last:]
         if targets is None:
             return self.head(x)
         return kernels.cross_entropy(x, self.head, targets)

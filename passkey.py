@@ -5,8 +5,7 @@ Position Encoding"; the task is Mohtashami and Jaggi's (2023), the texts those o
 run_pass.py of AntNLP/nope_head_scale.
 
 $ python passkey.py --out_dir=out/passkey/nope --max_length=1024 --n_lengths=8
-$ torchrun --nproc_per_node=8 passkey.py --out_dir=out/nope_1b \\
-    --scale=out/nope_1b/scale_head_8192.json
+$ python passkey.py --out_dir=out/nope_1b --scale=out/nope_1b/scale_head_8192.json
 
 Writes out_dir/passkey[_LABEL].json and .png; what is answered so far is in .jsonl, from where a
 stopped run goes on
@@ -18,19 +17,13 @@ from pathlib import Path
 import numpy as np
 
 from configurator import between, configure, settings
-from lib.checkpoints import Run
+from lib.checkpoints import Reading, Run
 from lib.errors import UserError
 from lib.generate import complete
 from lib.results import Answers
 from lib.scales import identity
 from lib.tokens import start_token
 
-# what to read
-out_dir = 'out/demo/nope'    # the run to read; results go there too
-init_from = 'last'           # last or best (of out_dir), a checkpoint file, or hf:ORG/NAME
-position: str | None = None  # read the checkpoint with this position method; None: as it says
-rope_scaling: str | None = None  # extend RoPE, such as yarn:4; None: as the checkpoint says
-scale: float | str | None = None  # softmax scale: a number for all heads, or a scale file
 # prompts
 max_length: int | None = None  # the longest, in tokens; None: twice the window
 n_lengths = 16               # max_length / 16, 2 max_length / 16 ... max_length
@@ -39,10 +32,7 @@ n_keys = 10                  # prompts for each length and depth
 window: int | None = None    # what the title tells of; None: what the scales are tuned for, or L
 protocol = 'exact'           # fillers counted on the whole prompt, or piece by piece as in: paper
 batch_tokens = 32768         # tokens of prompts read at once
-label = ''                   # name of the result; empty: the scale's
 # machine
-device = 'auto'              # auto, cpu, cuda, mps
-dtype = 'auto'               # auto, float32, bfloat16, float16
 seed = 42                    # of keys and their places
 
 TASK = ('There is an important info hidden inside a lot of irrelevant text. Find it and memorize '
@@ -144,7 +134,7 @@ def main():
         raise UserError(f"protocol is '{protocol}'. Choose exact or paper.")
     between(globals(), 1, 'max_length', 'n_lengths', 'n_depths', 'n_keys', 'window', 'batch_tokens')
     run = Run(settings(globals()))
-    tuned = json.loads(Path(scale).read_text()) if isinstance(scale, str) else {}
+    tuned = json.loads(Path(run.scale).read_text()) if isinstance(run.scale, str) else {}
     sets = run.model.scale_sets.sets if run.model.scale_sets else [run.L]
     reach = window or tuned.get('target_length') or max(sets)
     longest = max_length or 2 * reach
@@ -154,7 +144,7 @@ def main():
 
     asked = {'dtype': str(run.runtime.dtype), 'protocol': protocol, 'seed': seed,
              'lengths': lengths, 'n_depths': n_depths, 'n_keys': n_keys}
-    asked = identity(run.model, scale, run.info) | asked
+    asked = identity(run.model, run.scale, run.info) | asked
     answers = Answers(run.path('passkey') + '.jsonl', asked, run.runtime)
     answer_cells(run, cells, answers)
     rows = answers.finish()
@@ -177,5 +167,5 @@ def main():
 
 
 if __name__ == '__main__':
-    configure(globals())
+    configure(globals(), Reading)
     main()

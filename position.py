@@ -419,8 +419,17 @@ class DAPE(FromScores):
 
 # ---------------------------------------------------------------------- all of them
 
-METHODS = {'none': NoPE, 'rope': RoPE, 'logn': LogN, 'alibi': ALiBi, 'kerple': Kerple, 'fire': FIRE,
-           't5': T5Bias, 'cope': CoPE, 'xl': TransformerXL}
+METHODS = {
+    'none': NoPE,
+    'rope': RoPE,
+    'logn': LogN,
+    'alibi': ALiBi,
+    'kerple': Kerple,
+    'fire': FIRE,
+    't5': T5Bias,
+    'cope': CoPE,
+    'xl': TransformerXL,
+}
 
 
 def position_method(config):

@@ -156,7 +156,7 @@ def search_uniform(model, windows, scales, L, runtime):
 def uniform(run, target):
     """Search the best scale for the whole model. Returns what the scale file holds."""
     scales, L, info, say = candidates(), run.L, run.info, run.runtime.print
-    windows, searches = run.windows('val', target), {}
+    windows, searches = run.windows(target, 'val'), {}
     for path in [info['path'], *compare]:
         model, step = run.model, info['step']
         if path != info['path']:
@@ -293,7 +293,7 @@ def head(run, targets):
     def copy():
         return {name: p.clone() for name, p in tuned.items()}
 
-    windows, base = run.windows('val', target), copy()
+    windows, base = run.windows(target, 'val'), copy()
     model.head_scale = begin = first_scale(run.info, targets[0])
     start, sets, losses = copy(), {}, []
     for length in targets:

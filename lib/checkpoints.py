@@ -102,6 +102,7 @@ def load(source, position=None, optimizer=True):
     try:
         state = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
         missing = {'model', 'model_config', 'tokenizer', 'digest', 'step'} - set(state)
+        held = sum(weight.numel() for weight in state.get('model', {}).values())
     except Exception as error:  # zip, unpickling and type errors alike
         raise UserError(f'{path} is cut short or not a checkpoint of this project '
                         f'({type(error).__name__}). {advice}') from error
@@ -112,7 +113,6 @@ def load(source, position=None, optimizer=True):
         state.pop('optimizer', None)
     require_checksums(path, state, advice)
     config = config_from(state['model_config'], path)
-    held = sum(weight.numel() for weight in state['model'].values())
     if config.n_layer > len(state['model']) or least_params(config) > held:
         raise UserError(f'{path} holds {held:,} weights, but its settings, such as '
                         f'n_layer={config.n_layer} and n_embd={config.n_embd}, call for '
@@ -123,11 +123,11 @@ def load(source, position=None, optimizer=True):
 def config_from(values, path):
     """The ModelConfig of a file; an older one lacks the settings that came later."""
     try:
+        for field in dataclasses.fields(ModelConfig):
+            kind = int | float if field.type is float else field.type
+            if field.name in values and not isinstance(values[field.name], kind):
+                raise TypeError(f'{field.name} is {values[field.name]!r}')
         config = ModelConfig(**values)
-        for field in dataclasses.fields(config):
-            value, kind = getattr(config, field.name), field.type
-            if not isinstance(value, int | float if kind is float else kind):
-                raise TypeError(f'{field.name} is {value!r}')
     except (TypeError, ValueError) as error:
         raise UserError(f'{path} has model settings that are not ours: {error}') from error
     return config
@@ -241,11 +241,30 @@ def open_windows(info, wanted, split, length):
 
 # ---------------------------------------------------------------------- open one for a stage
 
+@dataclasses.dataclass
+class Reading:
+    """The settings of every stage that measures a trained model."""
+    out_dir: str = 'out/demo/nope'    # the run to read; results go there too
+    init_from: str = 'last'           # last or best (of out_dir), a checkpoint file, hf:ORG/NAME
+    position: str | None = None       # read it with this position method; None: as it says
+    rope_scaling: str | None = None   # extend RoPE, such as yarn:4; None: as it says
+    scale: float | str | None = None  # softmax scale: a number for all heads, or a scale file
+    label: str = ''                   # name of the result; empty: the scale's
+    device: str = 'auto'              # auto, cpu, cuda, mps
+    dtype: str = 'auto'               # auto, float32, bfloat16, float16
+
+
+@dataclasses.dataclass
+class TextReading(Reading):
+    """The settings of every stage that measures one on text."""
+    dataset: str | None = None        # a folder of data/; None: the one it was trained on
+    split: str = 'test'
+
+
 class Run:
     """
     A trained model as the settings of a stage ask for it, and the results that it writes.
-    settings: the stage's, {name: value}; of these it reads out_dir, init_from, position,
-    rope_scaling, scale, label, device, dtype, seed, as the stage has them.
+    settings: the stage's, {name: value}, with those of Reading.
     """
 
     def __init__(self, settings):
@@ -263,8 +282,9 @@ class Run:
     def encoding(self):
         return tokenizer_from_state(self.info['tokenizer'])
 
-    def windows(self, split, length):
-        """Windows of the data set that the settings name, or of the one it was trained on."""
+    def windows(self, length, split=None):
+        """Windows of the data set and the split that the settings name."""
+        split = split or self.settings['split']
         return open_windows(self.info, self.settings['dataset'], split, length)
 
     def path(self, *kind):

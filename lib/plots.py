@@ -347,16 +347,17 @@ def ppl_axis(axis, ppl):
 
 def draw_ppl(result):
     """Perplexity by window length, of one model or of each row of a table."""
-    rows, about = result['rows'], run_name(result)
+    rows = result['rows']
     if 'name' in rows[0]:
         about = f"{result['settings']['out_dir']} {result['label']}"
     else:
+        about = run_name(result)
         columns = {key: [row.get(key) for row in rows] for key in rows[0]}
         rows = [columns | {'name': curve_name(result)}]
     title = f"Perplexity on {Path(result['dataset']).name}, protocol {result['protocol']}: {about}"
     seeds = max(len(row.get('runs', [])) for row in rows)
     if seeds:
-        title += f'\nbars: standard deviation over {seeds} seeds, where a row has them'
+        title += f'\nbars: standard deviation over {seeds} seeds, or standard error over windows'
 
     every = [ppl for row in rows for ppl in row['ppl'] if ppl is not None]
     groups = families(rows)
@@ -546,7 +547,7 @@ def kind_of(result):
 
 
 def draw(path):
-    """Draw the pictures of a stage's JSON beside it. Returns their paths, none where it has none."""
+    """Draw the pictures of a stage's JSON beside it. Returns their paths, which may be none."""
     path, drawn = Path(path), []
     try:
         result = json.loads(path.read_text(encoding='utf-8'))

@@ -202,12 +202,14 @@ def print_scores(say, ours, theirs):
     Our scores {task: percent}, beside them rows of a paper's table, {name: {task: percent}}, nan
     where there is no number; and the plain means over the tasks.
     """
-    columns = {'here': ours} | theirs
+    columns = {'here': ours}
+    for name, scores in theirs.items():
+        columns[f'paper: {name}'] = scores
     rows = {task: [column.get(task, math.nan) for column in columns.values()] for task in ours}
     rows['average'] = np.mean(list(rows.values()), axis=0)
-    say(' ' * 22 + ''.join(f'{name:>22}' for name in columns))
+    say(' ' * 22 + ''.join(f'{name:>28}' for name in columns))
     for task, scores in rows.items():
-        say(f'{task:22}' + ''.join(f'{score:22.2f}' for score in scores))
+        say(f'{task:22}' + ''.join(f'{score:28.2f}' for score in scores))
 
 
 def bin_means(values, width):

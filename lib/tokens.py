@@ -2,7 +2,8 @@
 Tokenizers and token files: write, read, sample.
 
 A prepared dataset is a folder, data/NAME, that needs nothing from outside:
-    train.bin, val.bin, test.bin  the tokens of a split, one flat array; each document is followed by end-of-text
+    train.bin, val.bin, test.bin  the tokens of a split, one flat array; each document is followed
+                                  by end-of-text
     train_starts.bin, ...         where its documents start, int64
     tokenizer_state.json          the whole tokenizer, as checkpoints carry it
     meta.json                     what the files hold, and their checksums;
@@ -19,7 +20,6 @@ import os
 import re
 import shutil
 import zlib
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,14 +32,17 @@ from lib.results import note, optional, progress_bar, save_json, write_text
 
 MIB = 2 ** 20
 EOT = '<|endoftext|>'
+SPLITS = 'train', 'val', 'test'
 # How text is cut into words before BPE merges anything, for every .tiktoken file: GPT-4's way, in a
 # form that tiktoken and tokenizers both read. Contractions, words, up to 3 digits, punctuation,
 # line ends, other white space.
 PATTERN = (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
            r'|\s*[\r\n]+|\s+(?!\S)|\s+')
+# What goes wrong where JSON from outside is read and taken apart; deep nesting is a RecursionError.
+MALFORMED = ValueError, LookupError, TypeError, AttributeError, RecursionError
 
 
-# ----------------------------------------------------------------------------- tokenizers
+# ---------------------------------------------------------------------- tokenizers
 
 def get_tokenizer(name):
     """
@@ -49,7 +52,8 @@ def get_tokenizer(name):
     'hf:ORG/NAME' or 'hf:ORG/NAME@REVISION', the same downloaded.
     """
     if name == 'bytes':
-        return tiktoken_encoding(name, {bytes([byte]): byte for byte in range(256)}, r'[\s\S]{1,64}', 256)
+        ranks = {bytes([byte]): byte for byte in range(256)}
+        return tiktoken_encoding(name, ranks, r'[\s\S]{1,64}', 256)
     if name == 'gpt2':
         try:
             return tiktoken.get_encoding(name)
@@ -59,51 +63,58 @@ def get_tokenizer(name):
                             'file.') from error
     path = Path(name)
     if name.startswith('hf:'):
-        path = from_hub(name, ['tokenizer.json', 'tokenizer_config.json'],
-                        'give a file that you have: '
-                        '--tokenizer=FOLDER/tokenizer.json.') / 'tokenizer.json'
+        advice = 'give a file that you have: --tokenizer=FOLDER/tokenizer.json.'
+        path = from_hub(name, ['tokenizer.json', 'tokenizer_config.json'], advice)
+        path = path / 'tokenizer.json'
     if path.suffix not in ('.tiktoken', '.json'):
         raise UserError(f"There is no tokenizer '{name}'. Take gpt2, bytes, FILE.tiktoken, "
                         'FILE.json, hf:ORG/NAME.')
     if not path.is_file():
         raise UserError(f'There is no tokenizer file {path}. Check the name.')
+    try:
+        text = path.read_text(encoding='utf-8')
+    except UnicodeDecodeError as error:
+        raise UserError(f'{path} is not UTF-8: {error}. Get it again, or convert it.') from error
     if path.suffix == '.json':
-        config = path.with_name('tokenizer_config.json')
-        try:
-            eos = json.loads(config.read_text(encoding='utf-8')).get('eos_token') if config.is_file() else None
-            eos = eos['content'] if isinstance(eos, dict) else eos
-            if not isinstance(eos, str | None):
-                raise UserError(f'eos_token is {eos}')
-        except (ValueError, LookupError, AttributeError, RecursionError) as error:
-            raise UserError(f'{config} is not a tokenizer_config.json ({error}). Get it again.') from error
-        return HFTokenizer(name if name.startswith('hf:') else path.name, read_utf8(path), eos)
-    ranks = parse_ranks(read_utf8(path), name)
+        shown = name if name.startswith('hf:') else path.name
+        return HFTokenizer(shown, text, end_token(path.with_name('tokenizer_config.json')))
+    ranks = parse_ranks(text, name)
     return tiktoken_encoding(path.name, ranks, PATTERN, max(ranks.values()) + 1)
 
 
-def read_utf8(path):
-    """The text of a file. Raises ValueError that names it if it is not UTF-8."""
+def end_token(path):
+    """The eos_token of a tokenizer_config.json, or None where there is no such file or entry."""
+    if not path.is_file():
+        return None
     try:
-        return path.read_text(encoding='utf-8')
-    except UnicodeDecodeError as error:
-        raise UserError(f'{path} is not UTF-8: {error}. Get it again, or convert it.') from error
+        token = json.loads(path.read_text(encoding='utf-8')).get('eos_token')
+        if isinstance(token, dict):
+            token = token['content']
+        if not isinstance(token, str | None):
+            raise TypeError(f'eos_token is {token}')
+    except MALFORMED as error:
+        raise UserError(f'{path} is not a tokenizer_config.json ({error}). Get it '
+                        'again.') from error
+    return token
 
 
 def tiktoken_encoding(name, ranks, pattern, eot_token):
-    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={EOT: eot_token})
+    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks,
+                             special_tokens={EOT: eot_token})
 
 
 def parse_ranks(text, where):
     """{token: rank} from the lines of a .tiktoken file. where: its name, for the error."""
     ranks = {}
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.splitlines(), start=1):
         try:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except ValueError as error:
             raise UserError(f'{where}, line {number}, is not a base64 token and its rank. Check '
                             'the file.') from error
-    if not all(bytes([byte]) in ranks for byte in range(256)) or len(set(ranks.values())) < len(ranks):
+    has_bytes = all(bytes([byte]) in ranks for byte in range(256))
+    if not has_bytes or len(set(ranks.values())) < len(ranks):
         raise UserError(f'{where} lacks one of the 256 single bytes or has a rank twice. Is the '
                         'file whole?')
     return ranks
@@ -135,23 +146,26 @@ class HFTokenizer:
             self.tokenizer = package.Tokenizer.from_str(text)
         except Exception as error:  # the package raises nothing more special
             raise UserError(f'{name} is not a tokenizer.json: {error}. Check the file.') from error
-        self.tokenizer.encode_special_tokens = True  # '</s>' in a document is text, not the end of it
+        self.tokenizer.encode_special_tokens = True  # '</s>' in a document is text, not its end
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         vocab = self.tokenizer.get_vocab()
         self.n_vocab = max(vocab.values()) + 1  # not their number: some ids may be unused
-        self.eos = next((token for token in (eos, '</s>', EOT, '<|end_of_text|>', '<eos>') if token in vocab), None)
+        usual = eos, '</s>', EOT, '<|end_of_text|>', '<eos>'
+        self.eos = next((token for token in usual if token in vocab), None)
         if self.eos is None:
             raise UserError(f'{name} has no end-of-text token that we know. Set eos_token in '
                             'tokenizer_config.json.')
         self.eot_token = vocab[self.eos]
-        plain, whole = (self.tokenizer.encode('a', add_special_tokens=special).ids for special in (False, True))
-        before = whole[:whole.index(plain[0])]  # such as <s>
-        self.start_token = before[0] if before else self.eot_token
+        # The token before a text, such as <s>, or where there is none end-of-text.
+        plain = self.tokenizer.encode('a', add_special_tokens=False).ids
+        first = self.tokenizer.encode('a').ids[0]
+        self.start_token = self.eot_token if first == plain[0] else first
 
     def encode_ordinary(self, text):
-        # as a batch of one: unlike encode() it keeps no offsets, and lets other threads run
-        return self.tokenizer.encode_batch_fast([without_half_pairs(text)], add_special_tokens=False)[0].ids
+        # As a batch of one: unlike encode() it keeps no offsets, and lets other threads run.
+        batch = [without_half_pairs(text)]
+        return self.tokenizer.encode_batch_fast(batch, add_special_tokens=False)[0].ids
 
     def decode(self, ids):
         """The text of ids, special tokens such as <s> left out; decode_bytes() shows them."""
@@ -172,17 +186,19 @@ def start_token(encoding):
 def from_hub(source, patterns, advice):
     """
     The folder that has the files of 'hf:ORG/NAME' or 'hf:ORG/NAME@REVISION' that match the
-    patterns, downloaded once into the hub's cache. Raises ValueError, which says why and ends in
-    the advice, where they cannot be had.
+    patterns, downloaded once into the hub's cache. Raises UserError, which says why and ends in the
+    advice, where they cannot be had.
     """
-    hub, (repo, _, revision) = optional('huggingface_hub'), source.removeprefix('hf:').partition('@')
+    hub = optional('huggingface_hub')
+    repo, _, revision = source.removeprefix('hf:').partition('@')
     try:
-        return Path(hub.snapshot_download(repo, revision=revision or None, allow_patterns=list(patterns)))
+        return Path(hub.snapshot_download(repo, revision=revision or None,
+                                          allow_patterns=list(patterns)))
     except Exception as error:  # of the name, the network, the proxy, the disk: they share no class
+        kind = type(error).__name__
         why = {'RepositoryNotFoundError': f'there is no {repo}, or it is private',
-               'RevisionNotFoundError': f'{repo} has no revision {revision}'}.get(
-                   type(error).__name__, f'{type(error).__name__}: check name, revision and '
-                                         'network')
+               'RevisionNotFoundError': f'{repo} has no revision {revision}'}
+        why = why.get(kind, f'{kind}: check name, revision and network')
         raise UserError(f'{source} could not be had: {why}. Or {advice}') from error
 
 
@@ -193,8 +209,9 @@ def tokenizer_state(encoding):
     """
     if isinstance(encoding, HFTokenizer):
         return {'kind': 'hf', 'name': encoding.name, 'text': encoding.text, 'eos': encoding.eos}
-    return {'kind': 'tiktoken', 'name': encoding.name, 'text': format_ranks(encoding._mergeable_ranks),
-            'pattern': encoding._pat_str, 'eot_token': encoding.eot_token}
+    return {'kind': 'tiktoken', 'name': encoding.name,
+            'text': format_ranks(encoding._mergeable_ranks), 'pattern': encoding._pat_str,
+            'eot_token': encoding.eot_token}
 
 
 def tokenizer_from_state(state):
@@ -215,9 +232,17 @@ def byte_characters():
     {byte: character}: how tokenizer.json writes bytes, as itself where that is printable, else the
     next from 256.
     """
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    characters = {byte: chr(byte) for byte in [*range(33, 127), *range(161, 173), *range(174, 256)]}
+    others = [byte for byte in range(256) if byte not in characters]
+    return characters | {byte: chr(256 + i) for i, byte in enumerate(others)}
+
+
+def word_splitter(pattern):
+    """What cuts text into words of bytes for the package tokenizers, as tiktoken does."""
+    package = optional('tokenizers')
+    words = package.pre_tokenizers.Split(package.Regex(pattern), 'isolated')
+    byte_level = package.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return package.pre_tokenizers.Sequence([words, byte_level])
 
 
 def train_bpe(texts, vocab_size, path):
@@ -228,17 +253,19 @@ def train_bpe(texts, vocab_size, path):
     if vocab_size < 257:
         raise UserError(f'A BPE of {vocab_size} tokens cannot hold the 256 bytes and end-of-text. '
                         'Take 257 or more.')
-    package = optional('tokenizers')
+    package, characters = optional('tokenizers'), byte_characters()
     tokenizer = package.Tokenizer(package.models.BPE())
-    words = package.pre_tokenizers.Split(package.Regex(PATTERN), 'isolated')
-    byte_level = package.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = package.pre_tokenizers.Sequence([words, byte_level])
-    tokenizer.train_from_iterator(map(without_half_pairs, texts), package.trainers.BpeTrainer(
-        vocab_size=vocab_size - 1, initial_alphabet=byte_level.alphabet(), show_progress=False))
-    byte_of = {char: byte for byte, char in byte_characters().items()}
+    tokenizer.pre_tokenizer = word_splitter(PATTERN)
+    trainer = package.trainers.BpeTrainer(
+        vocab_size=vocab_size - 1, initial_alphabet=list(characters.values()), show_progress=False)
+    tokenizer.train_from_iterator(map(without_half_pairs, texts), trainer)
+    # A token's rank says when it was merged; the single bytes come first.
+    byte_of = {character: byte for byte, character in characters.items()}
     vocab = tokenizer.get_vocab()
-    merged = [bytes(byte_of[c] for c in token) for token in sorted(vocab, key=vocab.get) if len(token) > 1]
-    tokens = [bytes([byte]) for byte in range(256)] + merged  # a token's rank says when it was merged
+    tokens = [bytes([byte]) for byte in range(256)]
+    for token in sorted(vocab, key=vocab.get):
+        if len(token) > 1:
+            tokens.append(bytes(byte_of[character] for character in token))
     write_text(path, format_ranks({token: rank for rank, token in enumerate(tokens)}))
     return get_tokenizer(str(path))
 
@@ -261,7 +288,7 @@ def tokenizer_for(name, documents, folder, total_bytes=0):
     return train_bpe(pieces, int(vocab_size), Path(folder) / 'tokenizer.tiktoken')
 
 
-# ----------------------------------------------------------------------------- writing token files
+# ---------------------------------------------------------------------- writing token files
 
 # Where a long document may be cut into pieces: before a space that follows a non-space, and after a
 # lone line end. No word of PATTERN or of gpt2's reaches across, or is cut otherwise for what comes
@@ -271,13 +298,16 @@ CUT = re.compile(r'(?<=\S)(?= )|(?<=\S\n)(?=\S)')
 
 def cut(document, limit):
     """
-    Yield (piece, last), the document in pieces of limit to 2 * limit characters; last is True on
-    its last piece. An empty document yields none. document: str, or an iterable of str, its
-    consecutive parts. A stretch of limit characters with no place to cut is cut anywhere: the text
-    stays the same, the tokens there may not.
+    Yield (piece, is_last), the document in pieces of limit to 2 * limit characters. An empty
+    document yields none. document: str, or an iterable of str, its consecutive parts. A stretch of
+    limit characters with no place to cut is cut anywhere: the text stays the same, the tokens there
+    may not.
     """
-    rest, parts = '', [document] if isinstance(document, str) else document
-    for part in parts if limit < math.inf else [''.join(parts)]:  # joined once: rest + part copies it all again
+    parts = [document] if isinstance(document, str) else document
+    if limit == math.inf:
+        parts = [''.join(parts)]  # at once: to add part to part would copy it all each time
+    rest = ''
+    for part in parts:
         text, start = rest + part, 0
         while len(text) - start > 2 * limit:
             place = CUT.search(text, start + limit, start + 2 * limit)
@@ -289,54 +319,56 @@ def cut(document, limit):
         yield rest, True
 
 
-def chunks(splits, limit):
-    """
-    Yield (split, [(piece, last), ...]), MIB characters or up to a piece more at a time: the work of
-    a thread.
-    """
-    for split, documents in splits.items():
-        chunk, size = [], 0
-        for document in documents:
-            for piece, last in cut(document, limit):
-                chunk.append((piece, last))
-                size += len(piece)
-                if size >= MIB:
-                    yield split, chunk
-                    chunk, size = [], 0
-        if chunk:
-            yield split, chunk
+def chunks(documents, limit):
+    """Yield lists of (piece, is_last) of about MIB characters: the work of a thread."""
+    chunk, size = [], 0
+    for document in documents:
+        for piece, is_last in cut(document, limit):
+            chunk.append((piece, is_last))
+            size += len(piece)
+            if size >= MIB:
+                yield chunk
+                chunk, size = [], 0
+    if chunk:
+        yield chunk
 
 
 def encode(encoding, chunk):
-    """
-    Returns the tokens of a chunk (uint32), the places in them just after each document, and its
-    bytes of text.
-    """
+    """The tokens of a chunk, where in them its documents end, and its bytes of text."""
     tokens, ends, n_bytes = [], [], 0
-    for piece, last in chunk:
+    for piece, is_last in chunk:
         tokens += encoding.encode_ordinary(piece)
-        n_bytes += len(piece.encode(errors='replace'))  # JSON can hold half a surrogate pair, UTF-8 cannot
-        if last:
+        n_bytes += len(piece.encode(errors='replace'))
+        if is_last:
             tokens.append(encoding.eot_token)
             ends.append(len(tokens))
-    return np.array(tokens, np.uint32), np.array(ends, np.int64), n_bytes
+    return np.array(tokens, token_type(encoding)), np.array(ends, np.int64), n_bytes
 
 
-def encode_all(stream, encoding, workers):
+def write_split(folder, split, documents, encoding, workers, bar):
     """
-    Yield (split, encode(chunk)) in the order of the stream, of which at most 4 chunks per worker
-    are in memory. Workers are threads: tokenizers are compiled code, which runs beside Python's
-    own.
+    Tokenize documents into the files of a split. Returns how many tokens, documents and bytes of
+    text. Workers are threads, as tokenizers are compiled code, which runs beside Python's own; at
+    most 4 chunks for each are in memory.
     """
-    with ThreadPoolExecutor(workers) as pool:
-        pending = deque()
-        for split, chunk in stream:
-            pending.append((split, pool.submit(encode, encoding, chunk)))
-            if len(pending) == 4 * workers:
-                first, result = pending.popleft()
-                yield first, result.result()
-        for first, result in pending:
-            yield first, result.result()
+    # Some Hugging Face tokenizers put a space before each text: pieces would get one each.
+    limit = math.inf if isinstance(encoding, HFTokenizer) else MIB
+    stream, starts, n_tokens, n_bytes = chunks(documents, limit), [[0]], 0, 0
+    with ThreadPoolExecutor(workers) as pool, open(folder / f'{split}.bin', 'wb') as file:
+        while group := list(itertools.islice(stream, 4 * workers)):
+            for tokens, ends, size in pool.map(functools.partial(encode, encoding), group):
+                tokens.tofile(file)
+                starts.append(ends + n_tokens)  # a document starts where the one before it ended
+                n_tokens += len(tokens)
+                n_bytes += size
+                bar.update(size)
+    starts = np.concatenate(starts)[:-1].astype(np.int64)
+    starts.tofile(folder / f'{split}_starts.bin')
+    return {'tokens': n_tokens, 'documents': len(starts), 'bytes': n_bytes}
+
+
+def token_type(encoding):
+    return np.dtype(np.uint16 if encoding.n_vocab <= 2 ** 16 else np.uint32)
 
 
 def write_corpus(folder, encoding, splits, workers=None, report=None, total_bytes=0):
@@ -344,43 +376,31 @@ def write_corpus(folder, encoding, splits, workers=None, report=None, total_byte
     Tokenize documents into folder and print a summary; the folder changes only when all is done.
     splits: {split: iterable of documents as in cut()}. workers: threads, by default one per core.
     report: a dict to keep in meta.json. total_bytes: of text, for the progress bar; an estimate
-    will do. Raises ValueError if a split has no text.
+    will do. Raises UserError if a split has no text.
     """
-    folder, state = Path(folder), tokenizer_state(encoding)
-    dtype = np.dtype(np.uint16 if encoding.n_vocab <= 2 ** 16 else np.uint32)
-    limit = MIB if state['kind'] == 'tiktoken' else math.inf  # others may begin each text with a space: never cut
-    counts = {split: {'tokens': 0, 'documents': 0, 'bytes': 0} for split in splits}
-    ends = {split: [] for split in splits}
-    bar = progress_bar(total_bytes, f'tokenizing {folder.name}', enabled=total_bytes > 8 * MIB)
+    folder, counts = Path(folder), {}
+    workers = workers or os.cpu_count()
     temporary = folder / 'tokens.unfinished'
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        for split, (tokens, after, n_bytes) in encode_all(chunks(splits, limit), encoding, workers or os.cpu_count()):
-            with open(temporary / f'{split}.bin', 'ab') as file:
-                file.write(tokens.astype(dtype).tobytes())
-            count = counts[split]
-            ends[split].append(after + count['tokens'])
-            count['tokens'] += len(tokens)
-            count['documents'] += len(after)
-            count['bytes'] += n_bytes
-            bar.update(n_bytes)
-        for split in splits:
-            if not ends[split]:
-                raise UserError(f'No document is left for the {split} split of {folder.name}. Give '
-                                'it more text.')
-            starts = np.concatenate([[0], *ends[split]])[:-1]  # a document starts where the one before it ended
-            (temporary / f'{split}_starts.bin').write_bytes(starts.astype(np.int64).tobytes())
-        bar.close()
-        write_text(temporary / 'tokenizer_state.json', json.dumps(state))
+        with progress_bar(total_bytes, f'tokenizing {folder.name}', total_bytes > 8 * MIB) as bar:
+            for split, documents in splits.items():
+                counts[split] = write_split(temporary, split, documents, encoding, workers, bar)
+                if not counts[split]['tokens']:
+                    raise UserError(f'No document is left for the {split} split of {folder.name}. '
+                                    'Give it more text.')
+        write_text(temporary / 'tokenizer_state.json', json.dumps(tokenizer_state(encoding)))
         remove_dataset(folder)
-        for new in list(temporary.iterdir()):
-            os.replace(new, folder / new.name)
+        for path in list(temporary.iterdir()):
+            os.replace(path, folder / path.name)
     finally:
         shutil.rmtree(temporary)
-    finish_dataset(folder, {
-        'tokenizer': encoding.name, 'tokenizer_digest': tokenizer_digest(state), 'vocab_size': encoding.n_vocab,
-        'dtype': dtype.name, 'splits': counts, 'report': report or {}})
+    finish_dataset(folder, encoding, counts, report)
+
+
+def split_files(split):
+    return f'{split}.bin', f'{split}_starts.bin'
 
 
 def remove_dataset(folder):
@@ -388,17 +408,25 @@ def remove_dataset(folder):
     Remove what is prepared in folder, meta.json first, so that what is half removed does not look
     whole.
     """
-    for name in ('meta.json', *(f'{split}{end}.bin' for split in ('train', 'val', 'test') for end in ('', '_starts'))):
-        (folder / name).unlink(missing_ok=True)
+    (folder / 'meta.json').unlink(missing_ok=True)
+    for split in SPLITS:
+        for name in split_files(split):
+            (folder / name).unlink(missing_ok=True)
 
 
-def finish_dataset(folder, meta):
-    """Write meta.json, with which the dataset is whole, and print a summary."""
-    names = [f'{split}{end}.bin' for split in meta['splits'] for end in ('', '_starts')]
-    checksums = {name: read_through(folder / name, np.uint8)[0] for name in names}
-    save_json(folder / 'meta.json', meta | {'checksums': checksums})
-    print(f'{folder}: tokenizer {meta["tokenizer"]}, vocabulary {meta["vocab_size"]:,}')
-    for split, count in meta['splits'].items():
+def finish_dataset(folder, encoding, counts, report):
+    """
+    Write meta.json, with which the dataset is whole, and print a summary. counts: what
+    write_split() returned, for each split.
+    """
+    checksums = {name: read_through(folder / name, np.uint8)[0]
+                 for split in counts for name in split_files(split)}
+    save_json(folder / 'meta.json', {
+        'tokenizer': encoding.name, 'tokenizer_digest': tokenizer_digest(tokenizer_state(encoding)),
+        'vocab_size': encoding.n_vocab, 'dtype': token_type(encoding).name, 'splits': counts,
+        'report': report or {}, 'checksums': checksums})
+    print(f'{folder}: tokenizer {encoding.name}, vocabulary {encoding.n_vocab:,}')
+    for split, count in counts.items():
         print(f'{split:>6} {count["tokens"]:14,} tokens  {count["documents"]:10,} documents  '
               f'{count["bytes"] / count["tokens"]:.2f} bytes per token')
 
@@ -408,11 +436,13 @@ def split_by_hash(identity, val_fraction, test_fraction):
     'train', 'val' or 'test': by identity alone, so a document stays where it is when others come
     and go.
     """
-    u = key_of(identity) / 2 ** 64
-    return 'val' if u < val_fraction else 'test' if u < val_fraction + test_fraction else 'train'
+    u = stable_hash(identity) / 2 ** 64
+    if u < val_fraction:
+        return 'val'
+    return 'test' if u < val_fraction + test_fraction else 'train'
 
 
-# ----------------------------------------------------------------------------- reading token files
+# ---------------------------------------------------------------------- reading token files
 
 CHECKED_AT_OPEN = 2 ** 30  # bytes of a token file, above which only train.py reads it through first
 
@@ -428,75 +458,98 @@ class TokenFile:
 
 def open_tokens(dataset, split, check=False):
     """
-    dataset: the name of a folder in data/, or the path of one; split: 'train', 'val' or 'test'. Returns a TokenFile.
-    check: True compares a large file with its checksum too, which takes a second for each GB or two.
-    Raises FileNotFoundError if it is not prepared or has no such split, ValueError if a file is damaged.
+    dataset: the name of a folder in data/, or the path of one; split: 'train', 'val' or 'test'.
+    Returns a TokenFile. check: True compares a large file with its checksum too, which takes a
+    second for each GB or two. Raises UserError if it is not prepared, has no such split or is
+    damaged.
     """
-    folder = ROOT / 'data' / dataset
-    folder = folder if folder.is_dir() else Path(dataset)
-    if not (folder / 'meta.json').is_file():
-        if (folder / 'prepare.py').is_file():
-            prepare = os.path.relpath(folder / 'prepare.py')
-            raise UserError(f'Dataset {dataset} is not prepared. Run: python {prepare}')
-        prepared = sorted(path.parent.name for path in (ROOT / 'data').glob('*/meta.json'))
-        raise UserError(f'There is no dataset {dataset}. Prepared are: '
-                        f'{", ".join(prepared) or "none"}.')
-    try:
-        meta = json.loads((folder / 'meta.json').read_text(encoding='utf-8'))
-        state = json.loads((folder / 'tokenizer_state.json').read_text(encoding='utf-8'))
-        dtype, whole = np.dtype(meta['dtype']), tokenizer_digest(state) == meta['tokenizer_digest']
-        counts = {split: (count['tokens'], count['documents']) for split, count in meta['splits'].items()}
-        sizes = [meta['vocab_size'], *itertools.chain(*counts.values())]
-        whole = whole and dtype in (np.uint16, np.uint32) and type(meta['tokenizer']) is str
-        whole = whole and type(meta.get('checksums', {})) is dict  # a data set of long ago has none
-        whole = whole and all(type(size) is int and size > 0 for size in sizes)
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        whole = False
-    if not whole:
-        raise UserError(f'{folder}: meta.json or tokenizer_state.json is damaged. Prepare the '
-                        'dataset again.')
-    if split not in counts:
-        raise UserError(f'Dataset {dataset} has no split {split}. It has {", ".join(counts)}.')
-    n_tokens, n_documents = counts[split]
-    tokens = map_array(folder / f'{split}.bin', dtype, n_tokens)
-    starts = map_array(folder / f'{split}_starts.bin', np.dtype(np.int64), n_documents)
-    if starts[0] != 0 or starts[-1] >= n_tokens or (starts[1:] <= starts[:-1]).any():
-        raise UserError(f'{folder}/{split}_starts.bin is damaged: where documents start must rise from 0 to less than '
-                         f'{n_tokens:,}. Prepare the dataset again.')
+    folder = dataset_folder(dataset)
+    meta, state = read_meta(folder)
+    if split not in meta['splits']:
+        raise UserError(f'Dataset {dataset} has no split {split}. It has '
+                        f"{', '.join(meta['splits'])}.")
+    count = meta['splits'][split]
+    tokens = map_array(folder / f'{split}.bin', meta['dtype'], count['tokens'])
+    starts = map_array(folder / f'{split}_starts.bin', np.int64, count['documents'])
+    rises = (starts[1:] > starts[:-1]).all()
+    if starts[0] != 0 or starts[-1] >= len(tokens) or not rises:
+        raise UserError(f'{folder}/{split}_starts.bin is damaged: where documents start must rise '
+                        f'from 0 to less than {len(tokens):,}. Prepare the dataset again.')
     data = TokenFile(tokens, starts, meta, state)
     if check or tokens.nbytes < CHECKED_AT_OPEN:
         data.checksum = require_whole(folder, split, data)
     return data
 
 
+def dataset_folder(dataset):
+    folder = ROOT / 'data' / dataset
+    if not folder.is_dir():
+        folder = Path(dataset)
+    if (folder / 'meta.json').is_file():
+        return folder
+    if (folder / 'prepare.py').is_file():
+        script = os.path.relpath(folder / 'prepare.py')
+        raise UserError(f'Dataset {dataset} is not prepared. Run: python {script}')
+    prepared = sorted(path.parent.name for path in (ROOT / 'data').glob('*/meta.json'))
+    raise UserError(f'There is no dataset {dataset}. Prepared are: '
+                    f'{", ".join(prepared) or "none"}.')
+
+
+def read_meta(folder):
+    """meta.json and tokenizer_state.json of a dataset. Raises UserError if they are damaged."""
+    try:
+        meta = json.loads((folder / 'meta.json').read_text(encoding='utf-8'))
+        state = json.loads((folder / 'tokenizer_state.json').read_text(encoding='utf-8'))
+        sizes = [meta['vocab_size']]
+        for count in meta['splits'].values():
+            sizes += [count['tokens'], count['documents']]
+        whole = [tokenizer_digest(state) == meta['tokenizer_digest'],
+                 meta['dtype'] in ('uint16', 'uint32'),
+                 isinstance(meta['tokenizer'], str),
+                 isinstance(meta.get('checksums', {}), dict),  # a dataset of long ago has none
+                 all(type(size) is int and size > 0 for size in sizes)]
+    except MALFORMED:
+        whole = [False]
+    if not all(whole):
+        raise UserError(f'{folder}: meta.json or tokenizer_state.json is damaged. Prepare the '
+                        'dataset again.')
+    return meta, state
+
+
 def require_whole(folder, split, data):
-    """The checksum of a split's tokens. Raises ValueError if a file is not what was written."""
-    checksums = data.meta.get('checksums', {})
+    """The checksum of a split's tokens. Raises UserError if a file is not what was written."""
+    checksums, vocab_size = data.meta.get('checksums', {}), data.meta['vocab_size']
     if not checksums:
-        note(f'{folder} was prepared before token files had checksums: damage to it may go unnoticed.')
+        note(f'{folder} was prepared before token files had checksums: damage to it may go '
+             'unnoticed.')
+    tokens, starts = split_files(split)
     if data.tokens.nbytes >= CHECKED_AT_OPEN:
-        note(f'reading {folder}/{split}.bin through, {data.tokens.nbytes / 1e9:.1f} GB, to find damage')
-    found, highest = read_through(folder / f'{split}.bin', data.tokens.dtype)
-    if highest >= data.meta['vocab_size']:
-        raise UserError(f'{folder}/{split}.bin is damaged: it has token {highest}, but the vocabulary ends before '
-                         f"{data.meta['vocab_size']}. Prepare the dataset again.")
-    starts_found, _ = read_through(folder / f'{split}_starts.bin', data.starts.dtype)
-    for name, checksum in ((f'{split}.bin', found), (f'{split}_starts.bin', starts_found)):
-        if checksums and checksums.get(name) != checksum:
-            raise UserError(f'{folder}/{name} is damaged: its checksum is {checksum}, by meta.json it should be '
-                             f'{checksums.get(name)}. Prepare the dataset again.')
-    return found
+        note(f'reading {folder}/{tokens} through, {data.tokens.nbytes / 1e9:.1f} GB, to find '
+             'damage')
+    checksum, highest = read_through(folder / tokens, data.tokens.dtype)
+    if highest >= vocab_size:
+        raise UserError(f'{folder}/{tokens} is damaged: it has token {highest}, but the vocabulary '
+                        f'ends before {vocab_size}. Prepare the dataset again.')
+    found = {tokens: checksum, starts: read_through(folder / starts, np.uint8)[0]}
+    for name in found:
+        if checksums and checksums.get(name) != found[name]:
+            raise UserError(f'{folder}/{name} is damaged: its checksum is {found[name]}, by '
+                            f'meta.json it should be {checksums.get(name)}. Prepare the dataset '
+                            'again.')
+    return checksum
 
 
 def read_through(path, dtype):
-    """CRC-32 of a file of numbers, as 8 hex digits, and the highest of them; read again only once it has changed."""
+    """
+    CRC-32 of a file of numbers, as 8 hex digits, and the highest of them; read again only once it
+    has changed, as a stage may open the same file for each length and row of a table.
+    """
     stat = path.stat()
     return read_version(path, dtype, stat.st_size, stat.st_mtime_ns, stat.st_ino)
 
 
 @functools.lru_cache(maxsize=64)
 def read_version(path, dtype, *version):
-    """read_through() of one version of a file: a stage may open the same one for each length and row of a table."""
     checksum, highest = 0, 0
     with open(path, 'rb') as file:
         while part := file.read(16 * MIB):
@@ -507,10 +560,11 @@ def read_version(path, dtype, *version):
 
 def map_array(path, dtype, count):
     """
-    The array of count numbers in a file, mapped, not read. Raises ValueError if the file has
-    another size.
+    The array of count numbers in a file, mapped, not read. Raises UserError if the file has another
+    size.
     """
-    found, expected = path.stat().st_size if path.is_file() else 0, count * dtype.itemsize
+    found = path.stat().st_size if path.is_file() else 0
+    expected = count * np.dtype(dtype).itemsize
     if found != expected:
         raise UserError(f'{path} has {found:,} bytes, by meta.json it should have {expected:,}. '
                         'Prepare it again.')
@@ -522,18 +576,20 @@ def documents(data):
     Yield (start, end) for each document of a TokenFile: data.tokens[start:end] is its text,
     end-of-text left out.
     """
-    for start, after in itertools.pairwise(itertools.chain(data.starts, [len(data.tokens)])):
+    boundaries = itertools.chain(data.starts, [len(data.tokens)])
+    for start, after in itertools.pairwise(boundaries):
         yield int(start), int(after) - 1
 
 
-# ----------------------------------------------------------------------------- sampling
+# ---------------------------------------------------------------------- sampling
 
 SLOTS = 10_000  # each cycle of so many samples holds the weights of a mixture exactly
 
 
-def key_of(*parts):
+def stable_hash(*parts):
     """A 64-bit number from anything that prints; unlike hash(), the same in every process."""
-    text = '/'.join(map(str, parts)).encode(errors='surrogatepass')  # a file name may be no UTF-8
+    text = '/'.join(map(str, parts))
+    text = text.encode(errors='surrogatepass')  # a file name may be no UTF-8
     return int.from_bytes(hashlib.sha256(text).digest()[:8], 'big')
 
 
@@ -546,13 +602,27 @@ def shuffled(n, key):
     return np.random.Philox(key=key).random_raw(n).argsort(kind='stable')
 
 
+def mixture_slots(weights, dataset):
+    """How many of SLOTS samples each source has: rounded down, what is left over to the largest
+    remainders."""
+    exact = np.array(weights) / sum(weights) * SLOTS
+    slots = np.floor(exact).astype(int)
+    missing = SLOTS - slots.sum()
+    slots[np.argsort(slots - exact, kind='stable')[:missing]] += 1
+    if not all(slots):
+        raise UserError(f'A part of {dataset} has hardly any weight, no sample in {SLOTS:,}. '
+                        'Leave it out.')
+    return tuple(slots.tolist())
+
+
 @functools.lru_cache(maxsize=4)
 def mixture_cycle(slots, key):
     """
     The sources of SLOTS samples in a row, shuffled by key. slots: how many of them each source has.
     Returns source (SLOTS,) and ordinal (SLOTS,): how many of that source's came before it.
     """
-    source, ordinal = np.repeat(np.arange(len(slots)), slots)[shuffled(SLOTS, key)], np.empty(SLOTS, np.int64)
+    source = np.repeat(np.arange(len(slots)), slots)[shuffled(SLOTS, key)]
+    ordinal = np.empty(SLOTS, np.int64)
     for s, count in enumerate(slots):
         ordinal[source == s] = np.arange(count)
     return source, ordinal
@@ -560,38 +630,37 @@ def mixture_cycle(slots, key):
 
 class Windows:
     """
-    Training and evaluation windows of a dataset, or of a mixture by weight such as 'slimpajama:0.694,starcoder:0.306',
-    of which val and test are the first source's.
-    A window is a block of block_size + 1 consecutive tokens, that is block_size predictions; blocks do not overlap.
-    check: as in open_tokens(); checksums: {source: checksum of its tokens}, by which its text can be told from others.
+    Training and evaluation windows of a dataset, or of a mixture by weight such as
+    'slimpajama:0.694,starcoder:0.306', of which val and test are the first source's.
+    A window is a block of block_size + 1 consecutive tokens, that is block_size predictions; blocks
+    do not overlap. check: as in open_tokens(). checksums: {source: checksum of its tokens}, by
+    which its text can be told from others; None where it was not read through.
     """
 
     def __init__(self, dataset, split, block_size, seed=0, check=False):
         self.dataset, self.split, self.block_size, self.seed = dataset, split, block_size, seed
-        parts = dataset.split(',') if split == 'train' else dataset.split(',')[:1]  # others may have no such split
-        names, weights = zip(*(parse_part(part) for part in parts), strict=True)
-        sources = [open_tokens(name, split, check) for name in names]
-        self.checksums = {name: source.checksum for name, source in zip(names, sources, strict=True)}
-        first, self.blocks = sources[0], []
-        for name, source in zip(names, sources, strict=True):
-            if source.meta['tokenizer_digest'] != first.meta['tokenizer_digest']:
-                one, other = (f'{s.meta["tokenizer"]} '
-                              f'{s.meta["tokenizer_digest"]}' for s in (first, source))
-                raise UserError(f'{names[0]} has tokenizer {one}, {name} has {other}. Prepare both '
-                                'with the same one.')
-            n = len(source.tokens) // (block_size + 1)
+        parts = [parse_part(part) for part in dataset.split(',')]
+        if split != 'train':
+            parts = parts[:1]  # the others may have no such split
+        sources = {name: open_tokens(name, split, check) for name, _ in parts}
+        self.checksums = {name: data.checksum for name, data in sources.items()}
+        first, digests = next(iter(sources.values())), {}
+        for name, data in sources.items():
+            digests[data.meta['tokenizer_digest']] = f"{name} has {data.meta['tokenizer']}"
+        if len(digests) > 1:
+            raise UserError(f'The parts of {dataset} have other tokenizers than each other: '
+                            f"{', '.join(digests.values())}. Prepare all with the same one.")
+
+        self.blocks = []
+        for name, _ in parts:
+            tokens, size = sources[name].tokens, block_size + 1
+            n = len(tokens) // size
             if n == 0:
-                raise UserError(f'Split {split} of {name} has {len(source.tokens):,} tokens, less '
-                                f'than a window of {block_size:,} + 1. Choose a shorter one or '
-                                'prepare more text.')
-            self.blocks.append(source.tokens[:n * (block_size + 1)].reshape(n, block_size + 1))
-        exact = np.array(weights) / sum(weights) * SLOTS
-        slots = np.floor(exact).astype(int)
-        slots[np.argsort(slots - exact, kind='stable')[:SLOTS - slots.sum()]] += 1  # to the largest remainders
-        if not all(slots):
-            raise UserError(f'A part of {dataset} has hardly any weight, no sample in {SLOTS:,}. '
-                            'Leave it out.')
-        self.slots = tuple(slots.tolist())
+                raise UserError(f'Split {split} of {name} has {len(tokens):,} tokens, less than a '
+                                f'window of {block_size:,} + 1. Choose a shorter one or prepare '
+                                'more text.')
+            self.blocks.append(tokens[:n * size].reshape(n, size))
+        self.slots = mixture_slots([weight for _, weight in parts], dataset)
         self.vocab_size, self.tokenizer_state = first.meta['vocab_size'], first.tokenizer_state
 
     def batch(self, step, batch_size, rows=slice(None)):
@@ -603,11 +672,13 @@ class Windows:
         windows = []
         for sample in range(step * batch_size, (step + 1) * batch_size)[rows]:
             cycle, slot = divmod(sample, SLOTS)
-            sources, ordinals = mixture_cycle(self.slots, key_of(self.seed, self.split, 'cycle', cycle))
+            key = stable_hash(self.seed, self.split, 'cycle', cycle)
+            sources, ordinals = mixture_cycle(self.slots, key)
             s = int(sources[slot])
-            blocks = self.blocks[s]
-            epoch, i = divmod(cycle * self.slots[s] + int(ordinals[slot]), len(blocks))
-            windows.append(blocks[shuffled(len(blocks), key_of(self.seed, self.split, s, epoch))[i]])
+            of_source = cycle * self.slots[s] + int(ordinals[slot])  # its samples before this one
+            epoch, i = divmod(of_source, len(self.blocks[s]))
+            key = stable_hash(self.seed, self.split, s, epoch)
+            windows.append(self.blocks[s][shuffled(len(self.blocks[s]), key)[i]])
         return np.array(windows, np.int64).reshape(-1, self.block_size + 1)
 
     def fixed(self, n, spacing=None):
@@ -627,7 +698,8 @@ class Windows:
 def parse_part(part):
     """('slimpajama', 0.694) from 'slimpajama:0.694', the weight being 1 where there is none."""
     name, _, weight = part.strip().partition(':')
-    if not name or not re.fullmatch(r'|\d*\.?\d+([eE]-?\d+)?', weight) or float(weight or 1) == 0:
+    weight = weight or '1'
+    if not name or not re.fullmatch(r'\d*\.?\d+([eE]-?\d+)?', weight) or float(weight) == 0:
         raise UserError(f"dataset has the part '{part}'. Write NAME:WEIGHT, the weight being a "
                         'number above 0.')
-    return name, float(weight or 1)
+    return name, float(weight)

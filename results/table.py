@@ -39,8 +39,8 @@ from eval_ppl import (
 from lib import plots
 from lib.checkpoints import dataset_of, load_model, open_windows
 from lib.devices import setup
-from lib.errors import ROOT, UserError
-from lib.results import provenance, result_path, save_json
+from lib.errors import UserError
+from lib.results import paper_table, provenance, result_path, save_json
 from lib.scales import apply_scale
 
 
@@ -69,9 +69,8 @@ PAPER = {'sliding': ('nope_table2', ['2K', '4K', '8K', '16K']),
 
 def paper_rows(protocol):
     """{name of a row: its perplexities} of the paper's table."""
-    tables = json.loads((ROOT / 'results/papers/tables.json').read_text(encoding='utf-8'))
     name, columns = PAPER[protocol]
-    return {row: ppl[:len(columns)] for row, ppl in tables[name]['rows'].items()}
+    return {row: list(ppl.values())[:len(columns)] for row, ppl in paper_table(name).items()}
 
 
 # ---------------------------------------------------------------------- measure

@@ -24,7 +24,7 @@ from lib.devices import Runtime
 from lib.results import note
 from lib.tokens import format_ranks, get_tokenizer, write_corpus
 from model import ModelConfig, Transformer
-from position import METHODS, Bias
+from position import METHODS
 
 ROOT = Path(__file__).resolve().parents[1]
 torch.set_num_threads(1)  # on tensors this small, threads only wait for each other
@@ -157,22 +157,43 @@ def random_model(seed=0, **changes):
     """
     generator = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)  # some position methods start from it
-    model = Transformer(ModelConfig(**{'vocab_size': 61, **TINY, **changes})).init_weights(generator).eval()
+    model = Transformer(ModelConfig(**{'vocab_size': 61, **TINY, **changes}))
+    model.init_weights(generator).eval()
     for name, p in model.named_parameters():
         if p.dim() == 1:
             p.data.uniform_(0.5, 1.5, generator=generator)
-        elif name.endswith('position.e'):
+        elif name.endswith('.e'):
             p.data.normal_(std=0.3, generator=generator)
         elif name.endswith(('qkv.weight', 'out.weight', 'embed.weight')):
             p.data.mul_(3)
     return model
 
 
+# What a claim about every method is tested with: each method, two extensions of RoPE, and DAPE on
+# top of each kind of method, with wide and narrow kernels.
+EVERY = [{'position': name} for name in METHODS] + [
+    {'position': 'rope', 'rope_scaling': 'yarn:4'},
+    {'position': 'rope', 'rope_scaling': 'dynamic_ntk:4'},
+    {'position': 'none', 'dape_kernel': 5},
+    {'position': 'rope', 'dape_kernel': 1},
+    {'position': 'kerple', 'dape_kernel': 3, 'dape_width': 8},
+    {'position': 'fire', 'dape_kernel': 1, 'dape_residual': False},
+    {'position': 't5', 'dape_kernel': 3, 'dape_width': 8},
+    {'position': 'xl', 'dape_kernel': 3, 'dape_width': 8},
+]
+
+
+def near(found, expected, atol):
+    """Raise AssertionError unless two tensors differ by at most `atol` anywhere."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+
+
 def scale_set(rows):
     """
     The vectors of a scale set, {parameter name: tensor}, from a list of head scales per layer.
     """
-    return {f'blocks.{i}.attn.head_scale': torch.tensor(row, dtype=torch.float32) for i, row in enumerate(rows)}
+    rows = torch.tensor(rows, dtype=torch.float32)
+    return {f'blocks.{layer}.attn.head_scale': row for layer, row in enumerate(rows)}
 
 
 def plain_transformer(model, idx, head_scale=None):
@@ -181,102 +202,181 @@ def plain_transformer(model, idx, head_scale=None):
     matrix of scores. idx: (B, T) ids; head_scale: (n_layer, n_head), the model's own by default.
     Returns logits (B, T, V) and attention (n_layer, B, H, T, T).
     """
-    c, state = model.config, {name: weight.detach().double() for name, weight in model.state_dict().items()}
-    head_scale = torch.as_tensor(model.head_scale if head_scale is None else head_scale, dtype=torch.float64)
-    D, T = c.n_embd // c.n_head, idx.shape[1]
+    c = model.config
+    state = {name: weight.detach().double() for name, weight in model.state_dict().items()}
+    if head_scale is None:
+        head_scale = model.head_scale
+    head_scale = torch.as_tensor(head_scale, dtype=torch.float64)
 
     def norm(x, name):
         return x / (x.pow(2).mean(-1, keepdim=True) + c.norm_eps).sqrt() * state[name]
 
-    def turn(x):  # as complex numbers x[k] + i x[k + D/2], each times e^(i angle)
-        if c.position != 'rope':
-            return x
-        angle = torch.arange(T, dtype=torch.float64)[:, None] / c.rope_base ** (torch.arange(D // 2) * 2 / D).double()
-        turned = torch.complex(x[..., :D // 2], x[..., D // 2:]) * torch.exp(1j * angle)
-        return torch.cat((turned.real, turned.imag), dim=-1)
-
     x, attention = state['embed.weight'][idx], []
     for layer in range(c.n_layer):
-        y = norm(x, f'blocks.{layer}.attn_norm.weight') @ state[f'blocks.{layer}.attn.qkv.weight'].T
-        heads = [y[..., i * D:(i + 1) * D] for i in range(c.n_head + 2 * c.n_kv_head)]
-        own = {name.removeprefix(f'blocks.{layer}.attn.').replace('position.method.', 'position.'): p
+        block = f'blocks.{layer}'
+        own = {name.removeprefix(f'{block}.attn.').replace('position.method.', 'position.'): p
                for name, p in state.items()}
-        q = [head_scale[layer, h] * turn(heads[h]) for h in range(c.n_head)]
-        groups = [h * c.n_kv_head // c.n_head for h in range(c.n_head)]
-        k, v = ([heads[c.n_head + i * c.n_kv_head + group] for group in groups] for i in (0, 1))
-        scores = torch.stack([a @ turn(b).transpose(1, 2) / math.sqrt(D) for a, b in zip(q, k)], dim=1)  # (B, H, T, T)
-        matrices = plain_position(c, own, scores, q, k)
-        matrices = matrices + torch.full((T, T), -math.inf, dtype=torch.float64).triu(1)
-        matrices = (matrices - matrices.amax(-1, keepdim=True)).exp()
-        matrices = (matrices / matrices.sum(-1, keepdim=True)).unbind(1)
-        outputs = [matrix @ v[h] * own['head_gain'][h] for h, matrix in enumerate(matrices)]
-        attention.append(torch.stack(matrices, dim=1))
-        x = x + torch.cat(outputs, dim=-1) @ state[f'blocks.{layer}.attn.out.weight'].T
-        y = norm(x, f'blocks.{layer}.mlp_norm.weight') @ state[f'blocks.{layer}.mlp.gate_up.weight'].T
+        y, matrices = plain_attention(c, own, norm(x, f'{block}.attn_norm.weight'),
+                                      head_scale[layer])
+        attention.append(matrices)
+        x = x + y
+        y = norm(x, f'{block}.mlp_norm.weight') @ state[f'{block}.mlp.gate_up.weight'].T
         gate, up = y[..., :c.n_hidden], y[..., c.n_hidden:]
-        x = x + (gate / (1 + (-gate).exp()) * up) @ state[f'blocks.{layer}.mlp.out.weight'].T
+        x = x + (gate / (1 + (-gate).exp()) * up) @ state[f'{block}.mlp.out.weight'].T
     return norm(x, 'norm.weight') @ state['head.weight'].T, torch.stack(attention)
+
+
+def plain_attention(c, own, x, head_scale):
+    """
+    One layer's attention. own: its parameters in float64; x: (B, T, C), normed. Returns (B, T, C)
+    and the matrices of weights (B, H, T, T).
+    """
+    H, D, T = c.n_head, c.n_embd // c.n_head, x.shape[1]
+    y = x @ own['qkv.weight'].T
+    heads = [y[..., n * D:(n + 1) * D] for n in range(H + 2 * c.n_kv_head)]
+    shared = [h * c.n_kv_head // H for h in range(H)]  # which key head serves a query head
+    q = [head_scale[h] * plain_turn(c, heads[h]) for h in range(H)]
+    k = [heads[H + n] for n in shared]
+    v = [heads[H + c.n_kv_head + n] for n in shared]
+
+    scores = [q[h] @ plain_turn(c, k[h]).transpose(1, 2) / math.sqrt(D) for h in range(H)]
+    scores = plain_position(c, own, torch.stack(scores, dim=1), q, k)
+    hidden = torch.ones(T, T, dtype=torch.bool).triu(1)
+    weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+    y = [weights[:, h] @ v[h] * own['head_gain'][h] for h in range(H)]
+    return torch.cat(y, dim=-1) @ own['out.weight'].T, weights
+
+
+def plain_turn(c, x):
+    """RoPE in complex numbers: x[n] + i x[n + D/2], each times e^(i angle)."""
+    if c.position != 'rope':
+        return x
+    T, D = x.shape[-2:]
+    frequency = c.rope_base ** -(torch.arange(0, D, 2).double() / D)
+    angle = torch.arange(T).double()[:, None] * frequency
+    turned = torch.complex(x[..., :D // 2], x[..., D // 2:]) * torch.exp(1j * angle)
+    return torch.cat((turned.real, turned.imag), dim=-1)
+
+
+# ---------------------------------------------------------------------- plain position methods
+# From the papers' formulas, a query and a key at a time where that is short. A new method needs an
+# entry in PLAIN_BIASES or in PLAIN_SCORES.
+
+def plain_alibi(c, own, i, j):  # 4 heads: slopes 1/4, 1/16, 1/64, 1/256
+    return torch.tensor([-(i - j) * 4.0 ** -(h + 1) for h in range(c.n_head)])
+
+
+def plain_kerple(c, own, i, j):
+    return -own['position.p'] * torch.log(1 + own['position.a'] * (i - j))
+
+
+def plain_fire(c, own, i, j):
+    longest = max(i, abs(own['position.mu'].item() * (c.block_size // 2)))
+    slope = own['position.c'].item()
+    x = math.log(1 + slope * (i - j)) / (math.log(1 + slope * longest) + 1e-6)
+    hidden = torch.relu(own['position.f.0.weight'][:, 0] * x + own['position.f.0.bias'])
+    return own['position.f.2.weight'] @ hidden + own['position.f.2.bias']
+
+
+def plain_t5(c, own, i, j):
+    bucket = i - j
+    if bucket >= 16:
+        bucket = min(31, 16 + int(math.log(bucket / 16) / math.log(8) * 16))
+    return math.sqrt(c.n_embd / c.n_head) * own['position.table'][bucket]
+
+
+def plain_nothing(c, own, scores, q, k):
+    return scores
+
+
+def plain_logn(c, own, scores, q, k):
+    n_keys = torch.arange(1, scores.shape[-1] + 1).double()
+    return scores * (n_keys.log() / math.log(c.block_size))[:, None]
+
+
+def plain_cope(c, own, scores, q, k):
+    changed = scores.clone()
+    for i in range(scores.shape[-1]):
+        at_count = torch.stack([head[:, i] @ own['position.e'].T for head in q], dim=1)
+        for j in range(i + 1):
+            count = torch.sigmoid(scores[:, :, i, j:i + 1]).sum(-1).clamp(max=63)
+            low = at_count.gather(-1, count.floor().long()[..., None])[..., 0]
+            high = at_count.gather(-1, count.ceil().long()[..., None])[..., 0]
+            changed[:, :, i, j] += low + (count - count.floor()) * (high - low)
+    return changed
+
+
+def plain_xl(c, own, scores, q, k):
+    C, D, changed = c.n_embd, c.n_embd // c.n_head, scores.clone()
+    frequency = torch.tensor([10000 ** (-n / C) for n in range(0, C, 2)], dtype=torch.float64)
+    for d in range(scores.shape[-1]):  # the distance
+        r = torch.cat(((d * frequency).sin(), (d * frequency).cos()))
+        r = (own['position.W.weight'] @ r).split(D)
+        for h in range(c.n_head):
+            for i in range(d, scores.shape[-1]):
+                by_place = (q[h][:, i] + own['position.v'][h]) @ r[h]
+                by_key = k[h][:, i - d] @ own['position.u'][h]
+                changed[:, h, i, i - d] += (by_key + by_place) / math.sqrt(D)
+    return changed
+
+
+# bias of one query and key, (H,)
+PLAIN_BIASES = {
+    'alibi': plain_alibi,
+    'kerple': plain_kerple,
+    'fire': plain_fire,
+    't5': plain_t5,
+}
+
+# the scores (B, H, T, T), changed
+PLAIN_SCORES = {
+    'none': plain_nothing,
+    'rope': plain_nothing,  # plain_turn() has turned q and k already
+    'logn': plain_logn,
+    'cope': plain_cope,
+    'xl': plain_xl,
+}
 
 
 def plain_position(c, own, scores, q, k):
     """
-    Scores (B, H, T, T) as a position method and DAPE change them, from the papers' formulas, a
-    query and a key at a time where that is short. own: the attention's parameters in float64; q, k:
-    a list of (B, T, D), one a head.
+    Scores (B, H, T, T) as a position method and DAPE change them. own: the attention's parameters
+    in float64; q, k: a list of (B, T, D), one a head.
     """
-    B, H, T, _ = scores.shape
-    D, bias, L0 = q[0].shape[-1], torch.zeros(H, T, T, dtype=torch.float64), c.block_size // 2
-    relu = torch.relu
-    for i in range(T if issubclass(METHODS[c.position], Bias) else 0):
-        for j in range(i + 1):
-            d = i - j
-            if c.position == 'alibi':  # 4 heads: slopes 1/4, 1/16, 1/64, 1/256
-                bias[:, i, j] = -d * torch.tensor([4.0 ** -(h + 1) for h in range(H)])
-            elif c.position == 'kerple':
-                bias[:, i, j] = -own['position.p'] * torch.log(1 + own['position.a'] * d)
-            elif c.position == 'fire':
-                cut = max(i, abs(own['position.mu'].item() * L0))
-                x = math.log(1 + own['position.c'] * d) / (math.log(1 + own['position.c'] * cut) + 1e-6)
-                hidden = relu(own['position.f.0.weight'][:, 0] * x + own['position.f.0.bias'])
-                bias[:, i, j] = own['position.f.2.weight'] @ hidden + own['position.f.2.bias']
-            elif c.position == 't5':
-                bucket = d if d < 16 else min(31, 16 + int(math.log(d / 16) / math.log(8) * 16))
-                bias[:, i, j] = math.sqrt(D) * own['position.table'][bucket]
-    if c.position == 'logn':
-        scores = scores * (torch.arange(1, T + 1).double().log() / math.log(c.block_size))[:, None]
-    if c.position == 'cope':
-        more = torch.zeros_like(scores)
+    _, H, T, _ = scores.shape
+    if c.position in PLAIN_SCORES:
+        scores = maps = PLAIN_SCORES[c.position](c, own, scores, q, k)
+        bias = 0
+    else:
+        bias = torch.zeros(H, T, T, dtype=torch.float64)
         for i in range(T):
             for j in range(i + 1):
-                p = torch.sigmoid(scores[:, :, i, j:i + 1]).sum(-1).clamp(max=63)          # (B, H)
-                at = torch.stack([head[:, i] @ own['position.e'].T for head in q], dim=1)   # (B, H, 64)
-                low, high = (at.gather(-1, f(p).long()[..., None])[..., 0] for f in (torch.floor, torch.ceil))
-                more[:, :, i, j] = low + (p - p.floor()) * (high - low)
-        scores = scores + more
-    if c.position == 'xl':
-        C = H * D
-        frequency = torch.tensor([10000 ** (-n / C) for n in range(0, C, 2)], dtype=torch.float64)
-        for d in range(T):
-            r = own['position.W.weight'] @ torch.cat(((d * frequency).sin(), (d * frequency).cos()))
-            for h in range(H):
-                for i in range(d, T):
-                    by_place = (q[h][:, i] + own['position.v'][h]) @ r[h * D:(h + 1) * D]
-                    scores[:, h, i, i - d] += (k[h][:, i - d] @ own['position.u'][h] + by_place) / math.sqrt(D)
+                bias[:, i, j] = PLAIN_BIASES[c.position](c, own, i, j)
+        maps = torch.cat((scores, bias.expand(scores.shape)), dim=1)
     if not c.dape_kernel:
         return scores + bias
-    maps = torch.cat((scores, bias.expand(scores.shape)), dim=1) if issubclass(METHODS[c.position], Bias) else scores
-    w1, b1, w2, b2 = (own[f'position.{name}'] for name in ('first.weight', 'first.bias', 'second.weight', 'second.bias'))
-    p, change = c.dape_kernel // 2, torch.zeros_like(scores)
+    scores = scores + plain_dape(c, own, maps)
+    return scores + bias if c.dape_residual else scores
+
+
+def plain_dape(c, own, maps):
+    """DAPE's two convolutions over the keys that a query sees. maps: (B, H or 2H, T, T)."""
+    w1, b1 = own['position.first.weight'][:, :, 0], own['position.first.bias']
+    w2, b2 = own['position.second.weight'][:, :, 0], own['position.second.bias']
+    B, channels, T, _ = maps.shape
+    p, change = c.dape_kernel // 2, torch.zeros(B, c.n_head, T, T, dtype=torch.float64)
+    around = range(-p, p + 1)
     for i in range(T):
-        row = torch.zeros(B, maps.shape[1], T + 4 * p, dtype=torch.float64)  # key j stands at j + 2 p, zeros around
-        row[:, :, 2 * p:2 * p + i + 1] = maps[:, :, i, :i + 1]
-        between = {}
-        for j in range(i + 1 + p):  # the first convolution, at the keys that the second one asks for
-            x = sum(row[:, :, 2 * p + j + o] @ w1[:, :, 0, o + p].T for o in range(-p, p + 1)) + b1
-            between[j] = torch.where(x > 0, x, 0.01 * x)
+        row = torch.zeros(B, channels, T + 4 * p, dtype=torch.float64)
+        row[:, :, 2 * p:2 * p + i + 1] = maps[:, :, i, :i + 1]  # key j at j + 2 p, zeros around
+        between = []  # the first convolution, at the keys that the second one asks for
+        for j in range(i + 1 + p):
+            x = sum(row[:, :, 2 * p + j + o] @ w1[:, :, o + p].T for o in around) + b1
+            between.append(torch.where(x > 0, x, 0.01 * x))
         for j in range(i + 1):
-            change[:, :, i, j] = b2 + sum(between[j + o] @ w2[:, :, 0, o + p].T for o in range(-p, p + 1) if j + o >= 0)
-    return scores + change + bias * c.dape_residual
+            seen = [o for o in around if j + o >= 0]
+            change[:, :, i, j] = b2 + sum(between[j + o] @ w2[:, :, o + p].T for o in seen)
+    return change
 
 
 def plain_losses(model, tokens, head_scale=None):

@@ -1,126 +1,104 @@
 """
-Likelihoods of choices against a plain forward pass for each, and a whole run through lm_eval where it is installed.
+Likelihoods of choices against a plain pass for each, and a whole run through lm_eval.
 
 $ python -m pytest tests/test_commonsense.py
 """
 
 import json
-import runpy
 import sys
 from functools import partial
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, mistake, plain_losses, random_model
+from helpers_h1 import here, mistake, random_model
 
 import commonsense
-from checkpoint import load_model
-from corpus import get_tokenizer
-from generate import complete
+from lib.checkpoints import load_model
+from lib.generate import complete
+from lib.tokens import get_tokenizer
 
+pytest_plugins = ['helpers_h1']
 L = 32  # of the tiny models
+BYTES = get_tokenizer('bytes')
 
 
-def random_pairs(n=9, choices=3, seed=0, vocab_size=61):
-    """Contexts of 1 to 20 ids, each with some continuations of 1 to 6; those of one context are not neighbours."""
-    random = np.random.default_rng(seed)
-    contexts = [random.integers(0, vocab_size, random.integers(1, 21)).tolist() for _ in range(n)]
-    return [(context, random.integers(0, vocab_size, random.integers(1, 7)).tolist())
-            for _ in range(choices) for context in contexts]
+def questions(model):
+    """Nine contexts, each with two continuations and the greedy one, not neighbours."""
+    random = np.random.default_rng(0)
+    ids = [random.integers(0, 61, n).tolist() for n in random.integers(1, 20, 18)]
+    contexts, others = ids[:9], [row[:6] for row in ids]
+    return list(zip(contexts * 3, others + complete(model, contexts, 5)))
 
 
-def plain(model, context, continuation):
-    """ln p of a continuation, and whether each of its tokens is the likeliest, from a pass over this text alone."""
-    ids = torch.tensor([context + continuation])
-    logits = model(ids[:, :-1])[0, -len(continuation):]
-    chosen = logits.log_softmax(-1).gather(-1, ids[0, -len(continuation):, None])
-    return chosen.sum().item(), float((logits.argmax(-1) == ids[0, -len(continuation):]).all())
+def alone(model, context, continuation):
+    """ln p of a continuation, and whether greedy decoding gives it, from a pass over it alone."""
+    ids, n = torch.tensor([context + continuation]), len(continuation)
+    logits, targets = model(ids[:, :-1])[0, -n:], ids[0, -n:]
+    log_p = logits.log_softmax(-1).gather(-1, targets[:, None])
+    return log_p.sum().item(), bool((logits.argmax(-1) == targets).all())
 
 
-def requests(*arguments):
-    return [SimpleNamespace(args=one) for one in arguments]
-
-
-# the last two cannot share a pass: position depends on the tokens it will hold
-@pytest.mark.parametrize('changes', [{}, {'position': 'rope'}, {'position': 'alibi'}, {'position': 'logn'},
-                                     {'position': 'rope', 'rope_scaling': 'yarn:4'},
-                                     {'position': 'rope', 'rope_scaling': 'dynamic_ntk:2', 'block_size': 8}])
+# With dynamic NTK no contexts can share a pass: it turns by the tokens that the pass will hold.
+@pytest.mark.parametrize('changes', [
+    {}, {'position': 'rope'}, {'position': 'alibi'}, {'position': 'logn'},
+    {'position': 'rope', 'rope_scaling': 'dynamic_ntk:2', 'block_size': 8}])
 @torch.no_grad()
 def test_scores_are_those_of_a_plain_pass_for_each_choice(cpu, changes, monkeypatch):
-    model, pairs = random_model(**changes), random_pairs()
+    model = random_model(**changes)
     monkeypatch.setattr(commonsense, 'batch_size', 4)
+    pairs = questions(model)
     scores = commonsense.Harness(model, None, cpu).scores(pairs)
-    assert np.abs(scores - [plain(model, *pair) for pair in pairs]).max() < 1e-4
-    if not changes.get('rope_scaling'):
-        twice = [plain_losses(model, torch.tensor([c + a]))[0, -len(a):].sum().item() for c, a in pairs]
-        assert np.abs(scores[:, 0] + twice).max() < 1e-3
+    assert np.abs(scores - [alone(model, *pair) for pair in pairs]).max() < 1e-4
+    assert 0 < scores[:, 1].sum() < len(pairs)
 
 
+@pytest.mark.parametrize('size', [1, 2, 100])
 @torch.no_grad()
-def test_batches_ranks_and_order_change_nothing(cpu, monkeypatch):
-    model, pairs = random_model(position='rope'), random_pairs()
-    harness = commonsense.Harness(model, None, cpu)
-    one = harness.scores(pairs)
-    for size in (1, 2, 100):
-        monkeypatch.setattr(commonsense, 'batch_size', size)
-        order = np.random.default_rng(size).permutation(len(pairs))
-        assert np.abs(harness.scores([pairs[i] for i in order]) - one[order]).max() < 1e-4
-
+def test_batches_ranks_and_order_change_nothing(cpu, monkeypatch, size):
     class Rank(type(cpu)):
         def gather(self, rows, n):  # what this rank alone has
             return np.array(rows)
 
-    runtimes = [Rank(cpu.device, cpu.dtype, rank, world_size=2) for rank in (0, 1)]
-    shares = [commonsense.Harness(model, None, runtime).scores(pairs) for runtime in runtimes]
+    model = random_model(position='rope')
+    pairs, shares = questions(model), []
+    one = commonsense.Harness(model, None, cpu).scores(pairs)
+    monkeypatch.setattr(commonsense, 'batch_size', size)
+    for rank in (0, 1):
+        harness = commonsense.Harness(model, None, Rank(cpu.device, cpu.dtype, rank, 2))
+        shares.append(harness.scores(pairs[::-1])[::-1])
     assert np.abs(sum(shares) - one).max() < 1e-4
-    assert not (shares[0].any(1) & shares[1].any(1)).any() and all(share.any() for share in shares)
+    assert (shares[0].any(1) != shares[1].any(1)).all()
 
 
 @torch.no_grad()
 def test_a_context_is_read_once_for_all_its_choices(cpu):
-    model, context = random_model(), list(range(20))
-    read = []
-    model.embed.register_forward_hook(lambda module, inputs, output: read.append(inputs[0].numel()))
-    commonsense.Harness(model, None, cpu).scores([(context, [i, i]) for i in range(5)])
+    model, read = random_model(), []
+    model.embed.register_forward_hook(lambda module, ids, out: read.append(ids[0].numel()))
+    pairs = [(list(range(20)), [i, i]) for i in range(5)]
+    commonsense.Harness(model, None, cpu).scores(pairs)
     assert read == [19, 5 * 2]  # not 5 * 21
 
 
-@torch.no_grad()
-def test_the_flag_is_true_for_what_greedy_decoding_gives_and_only_then(cpu):
-    model, contexts = random_model(), [context for context, _ in random_pairs(6, 1)]
-    answers = complete(model, contexts, 5)
-    harness = commonsense.Harness(model, None, cpu)
-    assert harness.scores(list(zip(contexts, answers)))[:, 1].tolist() == [1] * 6
-    for place in (0, 4):
-        wrong = [[*a[:place], (a[place] + 1) % 61, *a[place + 1:]] for a in answers]
-        assert harness.scores(list(zip(contexts, wrong)))[:, 1].tolist() == [0] * 6
+@pytest.mark.parametrize('add_bos, texts, ids, n_cut', [
+    (False, ('ab ', 'c'), ([97, 98], [32, 99]), 0),            # The space is the choice's.
+    (False, ('', 'c'), ([256], [99]), 0),                      # after end-of-text
+    (True, ('ab', ' c'), ([256, 97, 98], [32, 99]), 0),
+    (False, ('x' + 'y' * 99, 'abc'), ([121] * (L - 2), [97, 98, 99]), 1),
+    (False, ('x', 'y' * 99), ([120], [121] * 99), 0)])         # A choice is never cut.
+def test_texts_are_cut_into_question_and_choice(cpu, monkeypatch, add_bos, texts, ids, n_cut):
+    monkeypatch.setattr(commonsense, 'add_bos', add_bos)
+    harness = commonsense.Harness(random_model(vocab_size=257), BYTES, cpu)
+    assert (harness.encode(*texts), harness.n_cut) == (ids, n_cut)
 
 
-def test_texts_are_cut_into_question_and_choice(cpu, monkeypatch):
-    model, encoding = random_model(vocab_size=257), get_tokenizer('bytes')
-    harness = commonsense.Harness(model, encoding, cpu)
-    assert harness.encode('ab ', 'c') == ([97, 98], [32, 99])  # the space is the choice's
-    assert harness.encode('', 'c') == ([256], [99])            # after end-of-text
-    monkeypatch.setattr(commonsense, 'add_bos', True)
-    assert harness.encode('ab', ' c') == ([256, 97, 98], [32, 99])
-    assert harness.n_cut == 0
-    monkeypatch.setattr(commonsense, 'add_bos', False)
-    context, choice = harness.encode('x' + 'y' * 99, 'abc')
-    assert (len(context + choice) - 1, choice, harness.n_cut) == (L, [97, 98, 99], 1)
-    context, choice = harness.encode('x', 'y' * 99)
-    assert (context, len(choice)) == ([120], 99)  # a choice is never cut
-
-
-def test_lm_eval_cuts_texts_as_we_do(cpu):
+@pytest.mark.parametrize('texts', [('Question: a?\nAnswer:', ' b'), ('ends  ', 'b'), ('é ', 'ü')])
+def test_lm_eval_cuts_texts_as_we_do(cpu, texts):
     api = pytest.importorskip('lm_eval.api.model')
-    encoding = get_tokenizer('bytes')
-    theirs = SimpleNamespace(backend='causal', tok_encode=encoding.encode_ordinary)
-    harness = commonsense.Harness(random_model(vocab_size=257, block_size=512), encoding, cpu)
-    for pair in ('Question: a?\nAnswer:', ' b c'), ('ends in spaces  ', 'b'), ('é ', 'ü'):
-        assert harness.encode(*pair) == api.TemplateLM._encode_pair(theirs, *pair)
+    theirs = SimpleNamespace(backend='causal', tok_encode=BYTES.encode_ordinary)
+    harness = commonsense.Harness(random_model(vocab_size=257), BYTES, cpu)
+    assert harness.encode(*texts) == api.TemplateLM._encode_pair(theirs, *texts)
 
 
 TASK = """
@@ -136,54 +114,49 @@ metric_list: [{metric: acc}, {metric: acc_norm}]
 """
 
 
+@pytest.fixture
+def tasks(monkeypatch):
+    """lm_eval's tasks without its own, which take 10 s to find."""
+    tasks = pytest.importorskip('lm_eval.tasks')
+    few = partial(tasks.TaskManager, include_defaults=False)
+    monkeypatch.setattr(tasks, 'TaskManager', few)
+    return tasks
+
+
 @torch.no_grad()
-def test_a_whole_run_counts_as_a_plain_loop_does(tmp_path, tiny_run, cpu, monkeypatch, capsys):
-    tasks = pytest.importorskip('lm_eval.tasks')
-    monkeypatch.setattr(tasks, 'TaskManager', partial(tasks.TaskManager, include_defaults=False))  # which take 10 s
-    words = 'if', 'self', 'return value', 'the', 'import everything here', 'a', 'def'
-    questions = [{'q': f'What is {i}?', 'choices': [words[(i + k) % 7] for k in range(2 + i % 3)], 'answer': i % 2}
-                 for i in range(30)]
-    (tmp_path / 'data.jsonl').write_text('\n'.join(map(json.dumps, questions)))
+def test_a_whole_run_counts_as_a_plain_loop_does(tmp_path, tiny_run, tasks):
+    words = ['if', 'self', 'return value', 'the', 'import everything here', 'a', 'def'] * 2
+    model, _ = load_model('last', tiny_run, 'cpu')
+    model.head_scale = torch.tensor(1.3)
+    lines, right, n_cut = [], np.zeros(2, int), 0
+    for i in range(25):
+        choices, scores = words[i % 7:i % 7 + 2 + i % 3], []
+        lines.append(json.dumps({'q': f'What is {i}?', 'choices': choices, 'answer': i % 2}))
+        for choice in choices:
+            ids, n = list(f'Question: What is {i}?\nAnswer: {choice}'.encode()), len(choice)
+            n_cut += len(ids) > L + 1  # Of the last token only its loss is wanted.
+            log_p, _ = alone(model, ids[-L - 1:-n - 1], ids[-n - 1:])
+            scores.append((log_p, log_p / n))  # acc, acc_norm
+        right += np.argmax(scores, axis=0) == i % 2
+    assert right[0] != right[1] and n_cut > 0  # or this shows little
+
+    (tmp_path / 'data.jsonl').write_text('\n'.join(lines * 2))
     (tmp_path / 'task.yaml').write_text(TASK % (tmp_path / 'data.jsonl'))
-    monkeypatch.setattr(sys, 'argv', [
-        'commonsense.py', f'--out_dir={tmp_path}', f'--init_from={tiny_run}/last.pt', '--scale=1.3', '--device=cpu',
-        '--dtype=float32', "--tasks=['which_comes_after']", f'--task_folder={tmp_path}', '--limit=25'])
-    monkeypatch.setattr(sys, 'excepthook', sys.excepthook)
-    try:
-        runpy.run_path(str(ROOT / 'commonsense.py'), run_name='__main__')
-    finally:
-        torch.use_deterministic_algorithms(False)
+    here('commonsense', f'--out_dir={tmp_path}', f'--init_from={tiny_run}/last.pt', '--scale=1.3',
+         '--device=cpu', '--dtype=float32', "--tasks=['which_comes_after']",
+         f'--task_folder={tmp_path}', '--limit=25')
     result = json.loads((tmp_path / 'commonsense_scale1.3.json').read_text())
-
-    model, _ = load_model('last', tiny_run, cpu.device)
-    right = {'acc': 0, 'acc_norm': 0}
-    for question in questions[:25]:
-        log_p = []
-        for choice in question['choices']:
-            ids = f"Question: {question['q']}\nAnswer: {choice}".encode()[-L - 1:]
-            scale = np.full((2, 4), 1.3)
-            log_p.append(-plain_losses(model, torch.tensor([list(ids)]), scale)[0, -len(choice) - 1:].sum().item())
-        right['acc'] += np.argmax(log_p) == question['answer']
-        right['acc_norm'] += np.argmax(np.divide(log_p, list(map(len, question['choices'])))) == question['answer']
-    assert right['acc'] != right['acc_norm']  # or this shows little
     task = result['tasks']['which_comes_after']
-    assert (task['metric'], task['questions']) == ('acc_norm', 25)
-    assert task['score'] == result['average'] == pytest.approx(4 * right['acc_norm'])
-    texts = [f"Question: {question['q']}\nAnswer: {c}" for question in questions[:25] for c in question['choices']]
-    assert result['cut'] == sum(len(text) > L + 1 for text in texts) > 0  # of the last token only its loss is wanted
-    table = capsys.readouterr().out
-    assert 'which_comes_after' in table and f'{task["score"]:.1f}' in table and 'paper: NoPE' in table
+    assert (task['metric'], task['questions'], result['cut']) == ('acc_norm', 25, n_cut)
+    assert task['score'] == result['average'] == pytest.approx(4 * right[1])
 
 
-def test_mistakes_are_one_line(tiny_run, monkeypatch):
-    run = f'--out_dir={tiny_run}', '--device=cpu'
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, 'lm_eval.api.model', None)
-        assert 'pip install lm_eval' in mistake('commonsense', *run)
-    tasks = pytest.importorskip('lm_eval.tasks')
+@pytest.mark.parametrize('argument, says', [
+    ('--limit=0', 'limit is 0'), ('--tasks=[]', 'tasks is empty'), ("--tasks=['pika']", 'pika')])
+def test_mistakes_are_one_line(tiny_run, tasks, argument, says):
+    assert says in mistake('commonsense', f'--out_dir={tiny_run}', '--device=cpu', argument)
 
-    assert 'limit is 0' in mistake('commonsense', *run, '--limit=0')
-    monkeypatch.setattr(tasks, 'TaskManager', partial(tasks.TaskManager, include_defaults=False))
-    assert 'pika' in (line := mistake('commonsense', *run, "--tasks=['pika']")) and 'Check the names' in line
-    monkeypatch.setattr(tasks.TaskManager.func, 'load', Mock(side_effect=ConnectionError('no route')))
-    assert 'no route' in (line := mistake('commonsense', *run, "--tasks=['piqa']")) and '--task_folder=' in line
+
+def test_without_lm_eval_one_line_says_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, 'lm_eval.api.model', None)
+    assert 'pip install lm_eval' in mistake('commonsense')

@@ -1,6 +1,7 @@
 # A DAPE study on two CPU cores: 0.9M parameters on long books, L = 128, 3M bytes for each method
 # python data/books/prepare.py FOLDER
-# python train.py config/dape/small.py --position=kerple --dape_kernel=3 --out_dir=out/dape/small_1x3
+# python train.py config/dape/small.py --position=kerple --dape_kernel=3 \
+#     --out_dir=out/dape/small_1x3
 dataset = 'books'
 block_size = 128
 batch_size = 16

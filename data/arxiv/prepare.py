@@ -1,10 +1,10 @@
 """
-The ArXiv papers of the Pile, one of the two corpora of DAPE V2, from the copy of the Pile that holds no withdrawn text.
-Sources: Gao et al. 2020, arXiv:2101.00027; monology/pile-uncopyrighted.
+The ArXiv papers of the Pile, one of the two corpora of DAPE V2, from the copy of the Pile that
+holds no withdrawn text. Sources: Gao et al. 2020, arXiv:2101.00027; monology/pile-uncopyrighted.
 
-$ python data/arxiv/prepare.py                       # reads the whole copy to find them; needs zstandard
-$ python data/arxiv/prepare.py --held_out=True       # val and test alone, as suolyer/pile_arxiv has them
-$ python data/arxiv/prepare.py --local=FOLDER        # files you have: train/*.jsonl.zst, val.jsonl.zst, test.jsonl.zst
+$ python data/arxiv/prepare.py                  # reads all to find them; needs zstandard
+$ python data/arxiv/prepare.py --held_out=True  # val and test alone
+$ python data/arxiv/prepare.py --local=FOLDER   # train/*.jsonl.zst, val.jsonl.zst, test.jsonl.zst
 """
 
 import sys
@@ -14,23 +14,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from configurator import configure
 from data.hub import Source, prepare
 
-held_out = False               # True: val and test from suolyer/pile_arxiv, where every row is of ArXiv
+held_out = False               # True: val and test from suolyer/pile_arxiv, all of ArXiv
 revision = 'main'              # not pinned: no commit was known to us
 tokenizer = 'gpt2'             # DAPE V2's; or bytes, FILE.tiktoken, tokenizer.json, hf:ORG/NAME
 max_tokens: int | None = None  # of each split, to the end of a document; None: all
-local = ''                     # a folder or glob of the same files, .jsonl or .parquet, instead of the hub
+local = ''                     # a folder or glob of such files that you have; '': the hub
 workers: int | None = None     # processes; None: one per core
 out_dir = ''                   # where the token files go; '' for data/arxiv
 
 
 def main():
     if held_out:
-        source = Source('suolyer/pile_arxiv', revision, splits=['val', 'test'],
-                        advice='Give files you have: --local=FOLDER with val.json and test.json.')
+        source = Source('suolyer/pile_arxiv', revision, splits=['val', 'test'], advice=(
+            'Give files you have: --local=FOLDER with val.json and test.json.'))
     else:
-        source = Source('monology/pile-uncopyrighted', revision, where=['pile_set_name', '==', 'ArXiv'], share=0.12,
-                        advice='Give files you have: --local=FOLDER with train/*.jsonl.zst, val.jsonl.zst and '
-                        'test.jsonl.zst of the Pile; or take val and test alone with --held_out=True.')
+        source = Source('monology/pile-uncopyrighted', revision, advice=(
+            'Give files you have: --local=FOLDER with train/*.jsonl.zst, val.jsonl.zst and '
+            'test.jsonl.zst of the Pile; or take val and test alone with --held_out=True.'))
+        source.where = ['pile_set_name', '==', 'ArXiv']
     prepare('arxiv', source, local, tokenizer, max_tokens, workers, out_dir)
 
 

@@ -1,9 +1,9 @@
 """
-Passkey documents of many lengths, each a prompt of passkey.py and its answer, to train small models that can do it:
-mix them with text of the same tokenizer.
+Passkey documents of many lengths, each a prompt of passkey.py and its answer, to train small models
+that can do it: mix them with text of the same tokenizer.
 
 $ python data/stdlib/prepare.py --tokenizer=bpe:1024 --out_dir=data/stdlib_bpe
-$ python data/passkey/prepare.py                                                # 7M tokens: a minute
+$ python data/passkey/prepare.py                                       # 7M tokens: a minute
 """
 
 import sys
@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from configurator import at_least, configure
-from corpus import get_tokenizer, write_corpus
+from configurator import between, configure
+from lib.errors import ROOT
+from lib.tokens import get_tokenizer, write_corpus
 from passkey import build_prompt
-from runtime import ROOT
 
 tokenizer = 'data/stdlib_bpe/tokenizer.tiktoken'  # that of the text to mix with
 min_length = 128     # of a document, in tokens
@@ -25,20 +25,20 @@ seed = 1             # of lengths, places and keys
 out_dir = ''         # where the token files go; '' for data/passkey
 
 
-def documents(encoding, n, key):
-    random = np.random.default_rng([seed, key])
+def documents(encoding, n, stream):
+    random = np.random.default_rng([seed, stream])
     for length in random.integers(min_length, max_length + 1, n).tolist():
-        prompt, answer, _ = build_prompt(encoding, length, int(random.integers(length)),
-                                         int(random.integers(10000, 100000)), 'exact')
+        depth, key = int(random.integers(length)), int(random.integers(10000, 100000))
+        prompt, answer, _ = build_prompt(encoding, length, depth, key, 'exact')
         yield encoding.decode(prompt[1:] + answer)
 
 
 def main():
-    at_least(0, globals(), 'seed')
-    encoding = get_tokenizer(tokenizer)
-    sizes = {'train': n_documents, 'val': n_documents // 100, 'test': n_documents // 100}
-    write_corpus(Path(out_dir) if out_dir else ROOT / 'data' / 'passkey', encoding,
-                 {split: documents(encoding, n, i) for i, (split, n) in enumerate(sizes.items())})
+    between(globals(), 0, 'seed')
+    encoding, few = get_tokenizer(tokenizer), n_documents // 100
+    splits = {'train': documents(encoding, n_documents, 0), 'val': documents(encoding, few, 1),
+              'test': documents(encoding, few, 2)}
+    write_corpus(out_dir or ROOT / 'data/passkey', encoding, splits)
 
 
 if __name__ == '__main__':

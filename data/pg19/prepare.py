@@ -1,10 +1,11 @@
 """
-PG19: books of Project Gutenberg from before 1919, a document each. Its test split is what Table 2 of the paper reads;
-its train split stands in for Books3, which was withdrawn. Source: Rae et al. 2020, arXiv:1911.05507.
+PG19: books of Project Gutenberg from before 1919, a document each. Its test split is what Table 2
+of the paper reads; its train split stands in for Books3, which was withdrawn. Source: Rae et al.
+2020, arXiv:1911.05507.
 
-$ python data/pg19/prepare.py --repo=emozilla/pg19-test        # Table 2: the 100 books of the test split alone
-$ python data/pg19/prepare.py --tokenizer=gpt2                 # train, val and test
-$ python data/pg19/prepare.py --local=FOLDER                   # files you have: train*, validation*, test*
+$ python data/pg19/prepare.py --repo=emozilla/pg19-test   # Table 2: the 100 test books
+$ python data/pg19/prepare.py --tokenizer=gpt2            # train, val and test
+$ python data/pg19/prepare.py --local=FOLDER              # files you have: train*, val*, test*
 """
 
 import sys
@@ -14,18 +15,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from configurator import configure
 from data.hub import Source, prepare
 
-repo = 'emozilla/pg19'         # on the hub; deepmind/pg19 is a script, which datasets no longer runs
+repo = 'emozilla/pg19'         # deepmind/pg19 is a script, which datasets no longer runs
 revision = 'main'              # not pinned: no commit was known to us
-tokenizer = 'hf:TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T'  # or bytes, gpt2, FILE.tiktoken, tokenizer.json
+tokenizer = 'hf:TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T'
 max_tokens: int | None = None  # of each split, to the end of a book; None: all
-local = ''                     # a folder or glob of the same files, .parquet or .jsonl, instead of the hub
+local = ''                     # a folder or glob of such files that you have; '': the hub
 workers: int | None = None     # processes; None: one per core
 out_dir = ''                   # where the token files go; '' for data/pg19
 
 
 def main():
-    source = Source(repo, revision, advice='Give files you have: --local=FOLDER with train*, validation*, test*, '
-                    '.parquet or .jsonl that have text; or take data/books.')
+    source = Source(repo, revision, advice=(
+        'Give files you have: --local=FOLDER with train*, validation*, test*, .parquet or .jsonl '
+        'that have text; or take data/books.'))
     prepare('pg19', source, local, tokenizer, max_tokens, workers, out_dir)
 
 

@@ -1,6 +1,7 @@
 """
-The test split of Proof-pile: mathematical papers, proofs and code, which Table 2 of the paper reads besides PG19.
-Source: Azerbayev et al. 2022, hoskinson-center/proof-pile. EleutherAI/proof-pile-2 is another corpus.
+The test split of Proof-pile: mathematical papers, proofs and code, which Table 2 of the paper reads
+besides PG19. Source: Azerbayev et al. 2022, hoskinson-center/proof-pile. EleutherAI/proof-pile-2 is
+another corpus.
 
 $ python data/proof_pile/prepare.py
 $ python data/proof_pile/prepare.py --local=proofpile_test.jsonl.gz    # the file, had another way
@@ -15,16 +16,17 @@ from data.hub import Source, prepare
 
 repo = 'hoskinson-center/proof-pile'  # on the hub
 revision = '490b980249446f2f3bd2df3a8cf085d0f2de240a'  # its commit
-tokenizer = 'hf:TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T'  # or bytes, gpt2, FILE.tiktoken, tokenizer.json
+tokenizer = 'hf:TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T'
 max_tokens: int | None = None  # to the end of a document; None: all
-local = ''                     # a folder or glob of the same file, .jsonl or .parquet, instead of the hub
+local = ''                     # a folder or glob of such files that you have; '': the hub
 workers: int | None = None     # processes; None: one per core
 out_dir = ''                   # where the token files go; '' for data/proof_pile
 
 
 def main():
-    source = Source(repo, revision, splits=['test'], advice='Give a file you have: --local=proofpile_test.jsonl.gz; '
-                    'dwzhu/PoSE-Datasets has a copy, proof-pile/test.jsonl, not compared by us.')
+    source = Source(repo, revision, splits=['test'], advice=(
+        'Give a file you have: --local=proofpile_test.jsonl.gz; dwzhu/PoSE-Datasets has a copy, '
+        'proof-pile/test.jsonl, not compared by us.'))
     prepare('proof_pile', source, local, tokenizer, max_tokens, workers, out_dir)
 
 

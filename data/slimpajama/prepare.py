@@ -1,10 +1,12 @@
 """
-SlimPajama without its GitHub rows, the larger part of the paper's pretraining data (Section 4.1): TinyLlama leaves them
-out, as StarCoder has them. Sources: Soboleva et al. 2023; scripts/prepare_slimpajama.py of jzhang38/TinyLlama.
+SlimPajama without its GitHub rows, the larger part of the paper's pretraining data (Section 4.1):
+TinyLlama leaves them out, as StarCoder has them. Sources: Soboleva et al. 2023;
+scripts/prepare_slimpajama.py of jzhang38/TinyLlama.
 
-$ python data/slimpajama/prepare.py --repo=DKYoon/SlimPajama-6B --revision=b5f90f419b7489cdba26fdbc8c022fcb5562f968
-$ python data/slimpajama/prepare.py                   # all of it; the first is a sample, enough to tune scales with
-$ python data/slimpajama/prepare.py --local=FOLDER    # files you have: train*, validation*, test*, .parquet or .jsonl
+$ python data/slimpajama/prepare.py --repo=DKYoon/SlimPajama-6B \
+      --revision=b5f90f419b7489cdba26fdbc8c022fcb5562f968   # a sample, enough to tune scales with
+$ python data/slimpajama/prepare.py                  # all of it
+$ python data/slimpajama/prepare.py --local=FOLDER   # files you have: train*, validation*, test*
 """
 
 import sys
@@ -14,21 +16,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from configurator import configure
 from data.hub import Source, prepare
 
-repo = 'gmongaras/SlimPajama-627B_Reupload'  # on the hub; the publisher's own copy was reported gone in 2026
+repo = 'gmongaras/SlimPajama-627B_Reupload'  # the publisher's copy is gone
 revision = 'c34c22dbb10ae6b264a2f357a909d1a537141b36'  # its commit
 keep_github = False            # True: every row, also of files that do not say which are GitHub's
-tokenizer = 'hf:TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T'  # or bytes, gpt2, FILE.tiktoken, tokenizer.json
+tokenizer = 'hf:TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T'
 max_tokens: int | None = None  # of each split, to the end of a document; None: all
-local = ''                     # a folder or glob of the same files, .parquet or .jsonl, instead of the hub
+local = ''                     # a folder or glob of such files that you have; '': the hub
 workers: int | None = None     # processes; None: one per core
 out_dir = ''                   # where the token files go; '' for data/slimpajama
 
 
 def main():
-    where = None if keep_github else ['redpajama_set_name', '!=', 'RedPajamaGithub']
-    source = Source(repo, revision, where=where, advice='Take the sample DKYoon/SlimPajama-6B (see --help), or files '
-                    'you have: --local=FOLDER with train*, validation* and test*, .parquet or .jsonl.',
-                    where_advice='Take a copy that has it, or every row with --keep_github=True.')
+    source = Source(repo, revision, advice=(
+        'Take the sample DKYoon/SlimPajama-6B (see --help), or files you have: --local=FOLDER with '
+        'train*, validation* and test*, .parquet or .jsonl.'))
+    if not keep_github:
+        source.where = ['redpajama_set_name', '!=', 'RedPajamaGithub']
+        source.where_advice = 'Take a copy that has it, or every row with --keep_github=True.'
     prepare('slimpajama', source, local, tokenizer, max_tokens, workers, out_dir)
 
 

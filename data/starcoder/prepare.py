@@ -1,10 +1,11 @@
 """
-StarCoderData, every language, the smaller part of the paper's pretraining data (Section 4.1). It has a train split
-only: the paper validates on SlimPajama alone. It is gated: accept its terms on its page and log in first.
-Sources: Li et al. 2023, arXiv:2305.06161; scripts/prepare_starcoder.py of jzhang38/TinyLlama.
+StarCoderData, every language, the smaller part of the paper's pretraining data (Section 4.1). It
+has a train split only: the paper validates on SlimPajama alone. It is gated: accept its terms on
+its page and log in first. Sources: Li et al. 2023, arXiv:2305.06161; scripts/prepare_starcoder.py
+of jzhang38/TinyLlama.
 
 $ hf auth login && python data/starcoder/prepare.py
-$ python data/starcoder/prepare.py --local=FOLDER --max_tokens=10_000_000   # files you have: a part of them
+$ python data/starcoder/prepare.py --local=FOLDER --max_tokens=10_000_000   # a part of yours
 """
 
 import sys
@@ -16,17 +17,18 @@ from data.hub import Source, prepare
 
 repo = 'bigcode/starcoderdata'  # on the hub
 revision = 'main'              # not pinned: no commit was known to us
-tokenizer = 'hf:TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T'  # or bytes, gpt2, FILE.tiktoken, tokenizer.json
+tokenizer = 'hf:TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T'
 max_tokens: int | None = None  # to the end of a document; None: all
-local = ''                     # a folder or glob of the same files, .parquet or .jsonl, instead of the hub
+local = ''                     # a folder or glob of such files that you have; '': the hub
 workers: int | None = None     # processes; None: one per core
 out_dir = ''                   # where the token files go; '' for data/starcoder
 
 
 def main():
-    source = Source(repo, revision, splits=['train'], field='content',
-                    advice='It is gated: accept its terms on huggingface.co/datasets/bigcode/starcoderdata and run '
-                    'hf auth login; or give files you have, --local=FOLDER with .parquet or .jsonl that have content.')
+    source = Source(repo, revision, splits=['train'], field='content', advice=(
+        'It is gated: accept its terms on huggingface.co/datasets/bigcode/starcoderdata and run '
+        'hf auth login; or give files you have, --local=FOLDER with .parquet or .jsonl that have '
+        'content.'))
     prepare('starcoder', source, local, tokenizer, max_tokens, workers, out_dir)
 
 

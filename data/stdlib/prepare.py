@@ -1,6 +1,6 @@
 """
-The standard library of the Python that runs this, as text: training data that every installation has already.
-A file is a document, and goes to train, val or test as a whole, by a hash of its path.
+The standard library of the Python that runs this, as text: training data that every installation
+has already. A file is a document, and goes to train, val or test as a whole, by a hash of its path.
 
 $ python data/stdlib/prepare.py                        # bytes, 7 MB: a second
 $ python data/stdlib/prepare.py --tokenizer=bpe:4096   # a BPE trained on it
@@ -14,8 +14,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from configurator import configure
-from corpus import open_tokens, split_by_hash, tokenizer_for, write_corpus
-from runtime import ROOT
+from lib.errors import ROOT, UserError
+from lib.tokens import SPLITS, open_tokens, split_by_hash, tokenizer_for, write_corpus
 
 tokenizer = 'bytes'   # bytes, gpt2, bpe:VOCABULARY, FILE.tiktoken, tokenizer.json, hf:ORG/NAME
 val_fraction = 0.07   # of the files
@@ -23,40 +23,49 @@ test_fraction = 0.07  # of the files
 out_dir = ''          # where the token files go; '' for data/stdlib
 
 # Left out: packages that some distributions do not install, tests, and tables written by programs
-SKIP = {'distutils', 'encodings', 'ensurepip', 'idlelib', 'lib2to3', 'pydoc_data', 'tkinter', 'turtle', 'turtledemo',
-        '__phello__', 'test', 'tests'}
+SKIP = {'distutils', 'encodings', 'ensurepip', 'idlelib', 'lib2to3', 'pydoc_data', 'tkinter',
+        'turtle', 'turtledemo', '__phello__', 'test', 'tests'}
 
 
 def library_files(folder):
-    """{path relative to folder, with '/': text} of the library's Python sources, in the order of a hash."""
+    """{path relative to folder: text} of the library's Python sources, in the order of a hash."""
     texts = {}
     for name in sys.stdlib_module_names:
         for path in [folder / f'{name}.py', *(folder / name).rglob('*.py')]:
             relative = path.relative_to(folder)
             if path.is_file() and not SKIP & {name, *relative.parts}:
                 texts[relative.as_posix()] = path.read_text(encoding='utf-8')
-    return dict(sorted(texts.items(), key=lambda item: hashlib.sha256(item[0].encode()).digest()))
+
+    def hashed(name):
+        return hashlib.sha256(name.encode()).digest()
+
+    return {name: texts[name] for name in sorted(texts, key=hashed)}
+
+
+def is_prepared(folder, report):
+    try:
+        return all(open_tokens(str(folder), split).meta['report'] == report for split in SPLITS)
+    except UserError:  # not prepared yet, or damaged
+        return False
 
 
 def main():
-    folder = Path(out_dir) if out_dir else ROOT / 'data' / 'stdlib'
-    library = Path(sysconfig.get_paths()['stdlib'])
-    texts = library_files(library)
+    folder, library = Path(out_dir or ROOT / 'data/stdlib'), sysconfig.get_paths()['stdlib']
+    texts = library_files(Path(library))
     if not texts:
-        raise ValueError(f'{library} has no Python sources. Use a Python that is installed with its library.')
-    digest = hashlib.sha256('\0'.join(part for item in texts.items() for part in item).encode()).hexdigest()
-    report = {'python': platform.python_version(), 'files': len(texts), 'sha256': digest, 'tokenizer': tokenizer,
-              'val_fraction': val_fraction, 'test_fraction': test_fraction}
+        raise UserError(f'{library} has no Python sources. Use a Python that is installed with its '
+                        'library.')
+    everything = '\0'.join(f'{name}\0{text}' for name, text in texts.items())
+    digest = hashlib.sha256(everything.encode()).hexdigest()
+    report = {'python': platform.python_version(), 'files': len(texts), 'sha256': digest,
+              'tokenizer': tokenizer, 'val_fraction': val_fraction, 'test_fraction': test_fraction}
     print(f'standard library of Python {report["python"]}: {len(texts)} files, sha256 {digest}')
-    splits = {'train': [], 'val': [], 'test': []}
+    if is_prepared(folder, report):
+        print(f'{folder} is prepared already: same text, same tokenizer.')
+        return
+    splits = {split: [] for split in SPLITS}
     for name, text in texts.items():
         splits[split_by_hash(name, val_fraction, test_fraction)].append(text)
-    try:
-        if all(open_tokens(str(folder), split).meta['report'] == report for split in splits):
-            print(f'{folder} is prepared already: same text, same tokenizer.')
-            return
-    except (FileNotFoundError, ValueError):
-        pass  # not prepared yet, or damaged: it is written below
     write_corpus(folder, tokenizer_for(tokenizer, splits['train'], folder), splits, report=report)
 
 

@@ -3,9 +3,9 @@ Table 2 of "Length Generalization of Causal Transformers without Position Encodi
 checkpoints; not run by us. First, BLOOM and MPT with their own tokenizers:
 
 $ python data/pg19/prepare.py --repo=emozilla/pg19-test
-$ python data/pg19/prepare.py --repo=emozilla/pg19-test --tokenizer=hf:bigscience/bloom-1b1 \
+$ python data/pg19/prepare.py --repo=emozilla/pg19-test --tokenizer=hf:bigscience/bloom-1b1 \\
       --out_dir=data/pg19_bloom
-$ python data/pg19/prepare.py --repo=emozilla/pg19-test --tokenizer=hf:mosaicml/mpt-7b \
+$ python data/pg19/prepare.py --repo=emozilla/pg19-test --tokenizer=hf:mosaicml/mpt-7b \\
       --out_dir=data/pg19_mpt
 $ torchrun --nproc_per_node=8 -m results.papers.table
 """

@@ -1,0 +1,327 @@
+"""
+Checkpoints: written whole or not at all, read without running anyone's code, refused where damaged.
+
+$ python -m pytest tests/test_checkpoints.py
+"""
+
+import os
+import pickle
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, files_at_most, random_model
+
+from lib.checkpoints import (
+    checkpoint_state,
+    load,
+    load_model,
+    require_space,
+    require_tokenizer,
+    save,
+    weights_digest,
+)
+from lib.errors import UserError
+from lib.tokens import get_tokenizer, tokenizer_state
+
+BYTES = tokenizer_state(get_tokenizer('bytes'))
+
+
+def small_model(seed, **changes):
+    return random_model(seed, vocab_size=20, block_size=8, n_embd=16, n_hidden=24, **changes)
+
+
+@pytest.fixture
+def out_dir(tmp_path):
+    """last.pt at step 7 and best.pt at step 5, of two models."""
+    for name, step in ('last.pt', 7), ('best.pt', 5):
+        state = checkpoint_state(small_model(step), BYTES, step, settings={'seed': step})
+        save(tmp_path / name, **state)
+    return tmp_path
+
+
+def changed(path, **entries):
+    """A checkpoint beside another, with entries changed."""
+    save(path.with_name('odd.pt'), **torch.load(path, weights_only=True) | entries)
+    return path.with_name('odd.pt')
+
+
+# ---------------------------------------------------------------------- save
+
+KILLED = '''
+import sys, torch
+from lib.checkpoints import save
+save(sys.argv[1], model={"weight": torch.ones(2 ** 27)})
+'''
+
+
+@pytest.mark.slow
+def test_writer_killed_while_saving_leaves_the_old_checkpoint(out_dir):
+    path, part = out_dir / 'last.pt', out_dir / 'last.pt.part'
+    before = path.read_bytes()
+    process = subprocess.Popen([sys.executable, '-c', KILLED, path], cwd=ROOT)
+    while not (part.exists() and part.stat().st_size > 2 ** 20) and process.poll() is None:
+        pass
+    process.kill()
+    assert process.wait() == -signal.SIGKILL, 'it ended before it could be killed'
+    assert part.stat().st_size < 2 ** 29 and path.read_bytes() == before
+    save(path, **load(out_dir / 'best.pt'))  # what is left is in nobody's way
+    assert load(path)['step'] == 5 and not part.exists()
+
+
+def test_write_that_fails_leaves_the_old_checkpoint_and_no_rest(out_dir):
+    before = (out_dir / 'last.pt').read_bytes()
+    with pytest.raises(OSError, match='last.pt'), files_at_most(100_000):
+        save(out_dir / 'last.pt', model={'weight': torch.ones(100_000)})
+    assert (out_dir / 'last.pt').read_bytes() == before
+    assert not list(out_dir.glob('*.part'))
+
+
+def test_saved_checkpoint_loads_as_it_was(out_dir):
+    state, weights = load(out_dir / 'last.pt'), small_model(7).state_dict()
+    assert (state['step'], state['settings'], state['tokenizer']) == (7, {'seed': 7}, BYTES)
+    assert list(state['model']) == list(weights)
+    assert all(torch.equal(state['model'][name], weights[name]) for name in weights)
+
+
+def test_disk_without_room_is_refused_but_a_checkpoint_that_will_be_replaced_counts(tmp_path):
+    require_space(tmp_path / 'new', 1)
+    twice = 2 * shutil.disk_usage(tmp_path).free
+    with pytest.raises(UserError, match='free'):
+        require_space(tmp_path, twice)
+    with open(tmp_path / 'last.pt', 'wb') as file:
+        file.truncate(twice)
+    require_space(tmp_path, twice)
+
+
+# ---------------------------------------------------------------------- load
+
+def test_load_model_rebuilds_last_best_or_any_file(out_dir):
+    shutil.copy(out_dir / 'best.pt', out_dir / 'kept.pt')
+    idx = torch.arange(8)[None]
+    for init_from, step in ('last', 7), ('best', 5), (out_dir / 'kept.pt', 5):
+        model, info = load_model(init_from, out_dir, 'cpu')
+        assert torch.equal(model(idx), small_model(step)(idx)) and info['step'] == step
+        assert model.config == small_model(0).config and Path(info['path']).parent == out_dir
+        assert not model.training
+        assert not any(weight.requires_grad for weight in model.parameters())
+
+
+def test_load_model_reads_what_train_wrote(tiny_run):
+    model, info = load_model('last', tiny_run, 'cpu')
+    assert info['digest'] == weights_digest(model.state_dict())
+    assert info['step'] == 20 and 'optimizer' not in info
+    assert model(torch.zeros(1, 5, dtype=torch.long)).shape == (1, 5, 257)
+
+
+def test_model_loaded_in_half_precision_computes_what_autocast_does(out_dir):
+    plain, _ = load_model('last', out_dir, 'cpu')
+    lower, _ = load_model('last', out_dir, 'cpu', dtype=torch.bfloat16)
+    idx = torch.arange(40)[None] % 20
+    with torch.autocast('cpu', torch.bfloat16):
+        assert torch.equal(lower(idx), plain(idx))
+    assert lower.head.weight.dtype == torch.bfloat16 and lower.head_scale.dtype == torch.float32
+
+
+def test_loaded_model_can_be_changed_without_touching_its_file(out_dir):
+    before = (out_dir / 'last.pt').read_bytes()
+    model, _ = load_model('last', out_dir, 'cpu')
+    model.head_scale = 3
+    model.embed.weight.data.zero_()
+    assert (out_dir / 'last.pt').read_bytes() == before
+
+
+def test_checkpoint_older_than_a_setting_has_its_default(out_dir):
+    config = load(out_dir / 'last.pt')['model_config']
+    older = {name: value for name, value in config.items() if 'dape' not in name}
+    assert load(changed(out_dir / 'last.pt', model_config=older))['model_config'] == config
+
+
+def test_data_of_another_tokenizer_is_refused(out_dir):
+    _, info = load_model('last', out_dir, 'cpu')
+    require_tokenizer(info, BYTES | {'name': 'called otherwise'}, 'mine')
+    with pytest.raises(UserError, match='mine'):
+        require_tokenizer(info, BYTES | {'pattern': 'another'}, 'mine')
+
+
+# ---------------------------------------------------------------------- refused
+
+class Code:
+    """Pickled, it makes whoever unpickles it create a file."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return Path.touch, (self.mark,)
+
+
+def save_by_pickle(state, path):
+    path.write_bytes(pickle.dumps(state))
+
+
+@pytest.mark.parametrize('write', [torch.save, save_by_pickle])
+def test_code_in_a_strangers_checkpoint_is_refused_and_never_runs(out_dir, write):
+    mark, path = out_dir / 'executed', out_dir / 'strange.pt'
+    write(load(out_dir / 'last.pt') | {'settings': Code(mark)}, path)
+    with pytest.raises(UserError, match='strange.pt'):
+        load_model(path, None, 'cpu')
+    assert not mark.exists()
+    if write is torch.save:
+        torch.load(path, weights_only=False)
+        assert mark.exists(), 'the file is harmless and tests nothing'
+
+
+@pytest.mark.parametrize('share', [0, 0.5, 0.99])
+def test_checkpoint_cut_short_is_refused(out_dir, share):
+    path = out_dir / 'last.pt'
+    os.truncate(path, int(share * path.stat().st_size))
+    with pytest.raises(UserError, match='last.pt'):
+        load(path)
+
+
+def equal(one, other):
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(equal(one[key], other[key]) for key in one)
+    return torch.equal(one, other) if torch.is_tensor(one) else one == other
+
+
+def flip(path, place):
+    """Turn over a bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1 << place % 8
+    path.write_bytes(content)
+
+
+def test_bit_that_flips_in_a_checkpoint_changes_nothing_that_is_read(out_dir):
+    """It is refused, or lies in what only fills up the file."""
+    path, places, n_refused = out_dir / 'last.pt', random.Random(0), 0
+    whole, state = path.read_bytes(), load(path)
+    for _ in range(100):
+        flip(path, places.randrange(len(whole)))
+        try:
+            assert equal(load(path), state)
+        except UserError:
+            n_refused += 1
+        path.write_bytes(whole)
+    assert n_refused > 60
+
+
+def test_bit_that_flips_in_any_weight_is_refused(out_dir):
+    path = out_dir / 'last.pt'
+    whole = path.read_bytes()
+    for weight in small_model(7).state_dict().values():
+        flip(path, whole.index(weight.numpy().tobytes()) + weight.nbytes // 2)
+        with pytest.raises(UserError, match='last.pt is damaged'):
+            load_model('last', out_dir, 'cpu')
+        path.write_bytes(whole)
+
+
+def test_header_that_leads_to_another_record_is_refused(out_dir):
+    """Both records are whole; the header before the first one says where the second begins."""
+    more = [torch.full((16,), 0.375), torch.full((16,), 0.625)]
+    path = changed(out_dir / 'last.pt', more=more)
+    content = bytearray(path.read_bytes())
+    first, second = (content.index(tensor.numpy().tobytes()) for tensor in more)
+    length = content.rindex(b'PK\x03\x04', 0, first) + 28
+    longer = int.from_bytes(content[length:length + 2], 'little') + second - first
+    content[length:length + 2] = longer.to_bytes(2, 'little')
+    path.write_bytes(content)
+    assert torch.load(path, mmap=True)['more'][0][0] == 0.625, 'it was not led to the other'
+    with pytest.raises(UserError, match='damaged'):
+        load(path)
+
+
+def test_damaged_moments_matter_only_to_who_reads_them(out_dir):
+    moment = torch.full((99,), 0.25)
+    path = changed(out_dir / 'last.pt', optimizer={'state': [moment]})
+    flip(path, path.read_bytes().index(moment.numpy().tobytes()))
+    with pytest.raises(UserError, match='damaged'):
+        load(path)
+    load_model(path, out_dir, 'cpu')
+
+
+@pytest.mark.parametrize('content', [{'model': {}, 'step': 1}, [1, 2], torch.ones(3)],
+                         ids=['dict', 'list', 'tensor'])
+def test_file_of_another_program_is_refused(tmp_path, content):
+    torch.save(content, tmp_path / 'x.pt')
+    with pytest.raises(UserError, match='x.pt'):
+        load(tmp_path / 'x.pt')
+
+
+def test_file_that_does_not_exist_or_cannot_be_opened_is_not_called_damaged(out_dir, monkeypatch):
+    with pytest.raises(UserError, match='none.pt does not exist'):
+        load(out_dir / 'none.pt')
+
+    def refuse(path, *_):
+        raise PermissionError(13, 'Permission denied', str(path))
+
+    monkeypatch.setattr('builtins.open', refuse)
+    with pytest.raises(PermissionError, match='last.pt'):
+        load(out_dir / 'last.pt')
+
+
+@pytest.mark.parametrize('settings, named', [
+    ({'n_layer': 10 ** 9}, 'n_layer=1000000000'), ({'n_embd': 10 ** 9}, 'n_embd=1000000000'),
+    ({'vocab_size': 10 ** 9}, 'weights'), ({'dape_kernel': 3, 'dape_width': 10 ** 9}, 'weights'),
+    ({'n_layer': None}, 'n_layer'), ({'n_embd': '16'}, 'n_embd'), ({'norm_eps': 'a'}, 'norm_eps'),
+    ({'rope_base': [1]}, 'rope_base'), ({'learning_rate': 1}, 'learning_rate')], ids=str)
+def test_model_settings_that_are_not_those_of_the_weights_are_refused(out_dir, settings, named):
+    config = load(out_dir / 'last.pt')['model_config'] | settings
+    with pytest.raises(UserError, match=f'odd.pt .*{named}'):
+        load_model(changed(out_dir / 'last.pt', model_config=config), None, 'cpu')
+
+
+@pytest.mark.parametrize('entries', [{'model': [1]}, {'model': {'w': 1}}, {'model_config': None}],
+                         ids=str)
+def test_entry_of_the_wrong_kind_in_a_checkpoint_is_refused(out_dir, entries):
+    with pytest.raises(UserError, match='odd.pt'):
+        load(changed(out_dir / 'last.pt', **entries))
+
+
+def test_weights_of_another_position_method_are_refused(tmp_path):
+    """DAPE on ALiBi and on NoPE has the same names, but other channels."""
+    model = random_model(position='alibi', dape_kernel=3)
+    save(tmp_path / 'last.pt', **checkpoint_state(model, BYTES, 0))
+    with pytest.raises(UserError, match=r'blocks.0.attn.position.first.weight .*\(32, 8, 1, 3\)'):
+        load_model('last', tmp_path, 'cpu', position='none')
+
+
+# ---------------------------------------------------------------------- digest
+
+def test_digest_changes_with_any_weight_of_a_small_matrix_down_to_its_last_bit():
+    state, n_changes = small_model(0).state_dict(), 0
+    digests = {weights_digest(state)}
+    for name, weight in state.items():
+        for index in (0, weight.numel() // 3, -1) if weight.dim() == 2 else ():
+            other = weight.clone()
+            other.view(-1)[index] = torch.nextafter(other.view(-1)[index], torch.tensor(9.0))
+            digests.add(weights_digest(state | {name: other}))
+            n_changes += 1
+    assert n_changes == 30 and len(digests) == 31
+
+
+def test_digest_samples_4096_weights_of_a_large_matrix_from_end_to_end():
+    weight = torch.zeros(300, 1000)
+    digests = {weights_digest({'w': weight})}
+    for place in torch.linspace(0, 299_999, 4096).long()[[0, 1, 4094, 4095]]:
+        other = weight.clone()
+        other.view(-1)[place] = 1
+        digests.add(weights_digest({'w': other}))
+    assert len(digests) == 5
+
+
+def test_digest_changes_with_names_and_shapes_but_not_with_head_scales_and_norms():
+    weight, model = torch.ones(4, 6), small_model(0)
+    states = {'w': weight}, {'v': weight}, {'w': weight.T}, {'w': weight, 'v': weight}
+    assert len({weights_digest(state) for state in states}) == 4
+    before = weights_digest(model.state_dict())
+    for p in model.parameters():
+        if p.dim() == 1:
+            p.data.fill_(1.7)
+    assert weights_digest(dict(reversed(model.state_dict().items()))) == before

@@ -1,0 +1,143 @@
+"""
+Every command that the project shows, in READMEs, run.sh, config files and docstrings, names a stage
+and config files that exist, and settings that the stage has.
+
+$ python -m pytest tests/test_commands.py
+"""
+
+import ast
+import dataclasses
+import functools
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+from configurator import configure, run_config, settings
+
+PAGES = sorted([*ROOT.glob('*.md'), *ROOT.glob('results/**/*.md'), *ROOT.glob('lessons/*.md')])
+CONFIGS = sorted(ROOT.glob('config/**/*.py'))
+PROGRAMS = ['*.py', 'data/*/prepare.py', 'results/**/*.py']
+STAGES = sorted(path for pattern in PROGRAMS for path in ROOT.glob(pattern))
+RUNS = sorted(ROOT.glob('results/*/run.sh'))
+
+
+def name_of(path):
+    return str(path.relative_to(ROOT))
+
+
+# ------------------------------------------------------------------- find commands
+
+def command_of(words):
+    """(program, arguments) where the words are a command of ours; else None."""
+    if words and words[0] == 'torchrun':
+        words = words[1:]
+        while words and words[0].startswith('--'):
+            words = words[1:]
+    elif words and words[0] in ('python', 'python3'):
+        words = words[1:]
+    if words and words[0] == '-m':
+        module = words[1].replace('.', '/')
+        words = [f'{module}.py', *words[2:]] if (ROOT / module).parent != ROOT else []
+    if not words or not words[0].endswith('.py'):
+        return None
+    return words[0], [word for word in words[1:] if word != '...']
+
+
+def commands_in(lines):
+    """The commands of ours in lines of a shell. Those with placeholders, as NAME, are left out."""
+    found = []
+    for line in lines:
+        if re.search(r'\b(STAGE|FILE|NAME|ORG)\b|_X\b', line):
+            continue
+        words = shlex.split(line, comments=True)
+        while words:
+            end = words.index('&&') if '&&' in words else len(words)
+            found.append(command_of(words[:end]))
+            words = words[end + 1:]
+    return [command for command in found if command]
+
+
+def shell_lines(path):
+    """The lines of a page or a Python file that a reader may type."""
+    text = path.read_text(encoding='utf-8')
+    if path.suffix == '.md':
+        blocks = '\n'.join(re.findall(r'```sh\n(.*?)```', text, re.DOTALL))
+        lines = re.sub(r'\\\n', ' ', blocks).splitlines()
+        spans = re.findall(r'`((?:python|torchrun|[\w/]+\.py)\s[^`]*)`', text)
+        return lines + [' '.join(span.split()) for span in spans]
+    text = re.sub(r'\\+\n[# ]*', ' ', text)
+    return re.findall(r'^[#$] ((?:python|torchrun) .*)', text, re.MULTILINE)
+
+
+def commands_run(script, folder):
+    """The commands that a run.sh starts, in a folder where nothing has been made yet."""
+    for name in ('nope', 'rope'):  # of make demo
+        (folder / f'out/demo/{name}').mkdir(parents=True)
+        (folder / f'out/demo/{name}/loss.png').touch()
+    log, python = folder / 'log', folder / 'python'
+    python.write_text(f"#!/bin/bash\nprintf '%s\\x1f' python \"$@\" >> {log}; echo >> {log}\n")
+    python.chmod(0o755)
+    path = f"{folder}:{os.environ['PATH']}"
+    subprocess.run(['bash', str(script)], cwd=folder, env=os.environ | {'PATH': path}, check=True)
+    lines = log.read_text().split('\x1f\n')[:-1]
+    return [command_of(line.split('\x1f')) for line in lines]
+
+
+# ------------------------------------------------------------------- check them
+
+@functools.cache
+def stage(program):
+    """The names that a stage defines, and what else its configure() is given."""
+    path = ROOT / program
+    assert path.is_file(), f'there is no {program}'
+    spec = importlib.util.spec_from_file_location(f'stage_{len(sys.modules)}', path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look for it
+    spec.loader.exec_module(module)
+    for node in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
+        if isinstance(node, ast.Call) and getattr(node.func, 'id', '') == 'configure':
+            return vars(module), [eval(ast.unparse(more), vars(module)) for more in node.args[1:]]
+    return vars(module), None
+
+
+@pytest.fixture
+def check(monkeypatch):
+    """Parses commands as their stages do, which raise UserError for what they would refuse."""
+    def check(commands):
+        monkeypatch.setattr(sys, 'excepthook', sys.excepthook)
+        for program, arguments in commands:
+            scope, more = stage(program)
+            if more is not None:  # lib/plots.py takes the names of files
+                tables = scope.get('TABLES', ())
+                arguments = [f'--table={word}' if word in tables else word for word in arguments]
+                monkeypatch.setattr(sys, 'argv', [program, *arguments])
+                configure(dict(scope), *more)
+    return check
+
+
+@pytest.mark.parametrize('path', [*PAGES, *CONFIGS, *STAGES], ids=name_of)
+def test_commands_shown(path, check):
+    check(commands_in(shell_lines(path)))
+
+
+@pytest.mark.parametrize('path', RUNS, ids=name_of)
+def test_commands_of_run_sh(path, check, tmp_path):
+    commands = commands_run(path, tmp_path)
+    assert commands
+    check(commands)
+
+
+@pytest.mark.parametrize('path', CONFIGS, ids=name_of)
+def test_config_sets_what_one_stage_has(path):
+    names, known = run_config(str(path)).keys(), []
+    for program in ('train.py', 'tune_scale.py'):
+        scope, more = stage(program)
+        fields = [field.name for declared in more for field in dataclasses.fields(declared)]
+        known.append(settings(scope).keys() | set(fields))
+    assert names <= known[0] or names <= known[1]

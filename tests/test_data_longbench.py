@@ -1,0 +1,89 @@
+"""
+How LongBench is prepared: from a folder, from data.zip, or not at all. The records are made up.
+
+$ python -m pytest tests/test_data_longbench.py
+"""
+
+import runpy
+import urllib.error
+import zipfile
+
+import pytest
+from helpers_h1 import ROOT, files_at_most, here, mistake
+
+from longbench import TASKS
+
+PREPARE = 'data/longbench/prepare'
+CONFIGS = ['dataset2prompt.json', 'dataset2maxlen.json']
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The benchmark's files, with a record each."""
+    folder = tmp_path / 'given'
+    folder.mkdir()
+    for name in CONFIGS + [f'{task}.jsonl' for task in TASKS]:
+        (folder / name).write_text(f'{{"input": "{name}"}}\n')
+    return folder
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / 'out'
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.glob('*.json*')}
+
+
+def test_prepare_takes_the_tasks_of_the_stage():
+    assert runpy.run_path(str(ROOT / f'{PREPARE}.py'))['TASKS'] == list(TASKS)
+
+
+def test_files_of_a_folder_are_copied(folder, out):
+    here(PREPARE, folder, f'--out_dir={out}')
+    assert contents(out) == contents(folder) and len(contents(out)) == 18
+
+
+def test_tasks_may_come_in_data_zip_if_it_is_whole(folder, out):
+    expected = contents(folder)
+    with zipfile.ZipFile(folder / 'data.zip', 'w') as archive:
+        for path in folder.glob('*.jsonl'):
+            archive.write(path, f'data/{path.name}')
+            path.unlink()
+    here(PREPARE, folder, f'--out_dir={out}')
+    assert contents(out) == expected
+    whole = (folder / 'data.zip').read_bytes()
+    (folder / 'data.zip').write_bytes(whole[:len(whole) // 2])
+    assert 'data.zip is not whole' in mistake(PREPARE, folder, f'--out_dir={out}2')
+
+
+def test_nothing_is_written_of_a_folder_that_is_not_whole(folder, out):
+    (folder / 'lcc.jsonl').unlink()
+    (folder / CONFIGS[1]).unlink()
+    message = mistake(PREPARE, folder, f'--out_dir={out}')
+    assert 'lacks dataset2maxlen.json, lcc.jsonl.' in message
+    assert 'Name the one folder' in mistake(PREPARE, folder, folder, f'--out_dir={out}')
+    assert not out.exists()
+
+
+def test_a_full_disk_leaves_nothing(folder, out):
+    (folder / 'repobench-p.jsonl').write_text('{"input": "x"}\n' * 1000)
+    with files_at_most(10_000), pytest.raises(OSError):
+        here(PREPARE, folder, f'--out_dir={out}')
+    assert list(out.iterdir()) == []
+
+
+def test_without_network_one_line_says_which_files_to_put_where(monkeypatch, out):
+    def no_network(*_, **__):
+        raise urllib.error.URLError('no network')
+    monkeypatch.setattr('urllib.request.urlopen', no_network)
+    message = mistake(PREPARE, f'--out_dir={out}')
+    assert 'no network' in message and 'dataset2prompt.json' in message and 'FOLDER' in message
+
+
+def test_downloads_with_another_digest_are_refused(monkeypatch, folder, out):
+    def urlopen(address, timeout):
+        return open(folder / CONFIGS[0], 'rb')
+    monkeypatch.setattr('urllib.request.urlopen', urlopen)
+    assert 'sha256' in mistake(PREPARE, f'--out_dir={out}') and not out.exists()

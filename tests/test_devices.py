@@ -1,0 +1,154 @@
+"""
+Ranks that put rows back in order, devices and precisions.
+
+$ python -m pytest tests/test_devices.py
+"""
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import random_model
+
+from lib import devices
+from lib.devices import Runtime, compiled, learning_rate_at, matmul_flops, setup
+from lib.errors import UserError
+
+WINDOWS = np.random.default_rng(0).integers(0, 61, (7, 33))
+
+
+# ---------------------------------------------------------------------- ranks
+
+def everything(run):
+    """What two ranks and one compute alike: {name: array}."""
+    model, found = random_model(), {}
+    for n in 7, 2, 1:  # of one row, the second rank has nothing to do
+        rows = np.arange(n * 6.0).reshape(n, 2, 3)
+        found[f'rows {n}'] = run.gather(run.shard(rows), n)
+        found[f'numbers {n}'] = run.gather(run.shard(list(range(n))), n)
+        found[f'losses {n}'] = run.over_windows(WINDOWS[:n], 100, model)
+    return found
+
+
+@pytest.mark.slow
+def test_two_ranks_agree_to_the_last_bit_and_compute_what_one_does(tmp_path, cpu):
+    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2']
+    paths = os.pathsep.join(sys.path)
+    subprocess.run([*command, __file__, tmp_path], check=True,
+                   env=os.environ | {'OMP_NUM_THREADS': '1', 'PYTHONPATH': paths})
+    one, other = (np.load(tmp_path / f'{rank}.npz') for rank in (0, 1))
+    expected = everything(cpu)
+    assert sorted(one) == sorted(other) == sorted(expected)
+    for name, array in expected.items():
+        assert np.array_equal(one[name], other[name]), name
+        assert one[name].shape == array.shape and np.allclose(one[name], array, atol=1e-5), name
+    assert np.array_equal(one['numbers 7'], np.arange(7)) and one['numbers 7'].dtype == np.float64
+
+
+@pytest.mark.parametrize('batch_tokens, sizes', [(3, [1] * 7), (70, [2, 2, 2, 1]), (10 ** 6, [7])])
+def test_windows_are_measured_in_order_in_batches_of_any_size(cpu, batch_tokens, sizes):
+    seen, weight = [], torch.ones(1, requires_grad=True)  # no gradient is computed
+
+    def measure(inputs, targets):
+        seen.append(len(inputs))
+        return (inputs * 3 + targets) * weight
+
+    found = cpu.over_windows(WINDOWS, batch_tokens, measure)
+    assert np.array_equal(found, WINDOWS[:, :-1] * 3 + WINDOWS[:, 1:]) and seen == sizes
+
+
+def test_numbers_that_are_not_finite_are_refused_before_a_result_is_made_of_them(cpu):
+    rows = [[1.0, 2.0], [np.nan, np.inf]]
+    with pytest.raises(UserError, match='nan'):
+        cpu.gather(rows, 2)
+    assert cpu.gather(rows, 2, finite=False).shape == (2, 2)
+
+
+# ---------------------------------------------------------------------- device and precision
+
+@pytest.fixture(autouse=True)
+def modes_of_torch_as_they_were():
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_setup_takes_cpu_and_float32_where_there_is_nothing_better():
+    run = setup('cpu', 'float32')
+    assert (run.device.type, run.dtype, run.rank, run.world_size) == ('cpu', torch.float32, 0, 1)
+    half = torch.bfloat16 if devices.has_bfloat16(run.device) else torch.float32
+    assert run.is_main and setup('cpu', 'auto').dtype == half
+    assert torch.are_deterministic_algorithms_enabled()
+
+
+def test_float32_products_are_not_rounded_to_tf32():
+    torch.backends.cuda.matmul.allow_tf32 = True  # as other code may have left it
+    setup('cpu', 'bfloat16')
+    assert not torch.backends.cuda.matmul.allow_tf32 and not torch.backends.cudnn.allow_tf32
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs an NVIDIA GPU')
+def test_float32_products_on_a_gpu_have_float32_precision():
+    a = torch.randn(256, 256, device=setup('cuda', 'bfloat16').device)
+    torch.testing.assert_close((a @ a).double(), a.double() @ a.double(), rtol=0, atol=1e-4)
+
+
+def test_setup_seeds():
+    numbers = []
+    for seed in 1, 1, 2:
+        setup('cpu', 'float32', seed)
+        numbers.append(torch.rand(1).item())
+    assert numbers[0] == numbers[1] != numbers[2]
+
+
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason='there is a GPU here')
+
+
+@pytest.mark.parametrize('arguments, named', [
+    (('cpu', 'floaty'), 'dtype'), (('cpu', 'float16'), 'dtype'), (('gpu', 'auto'), 'device'),
+    (('cpu:', 'auto'), 'device'), (('cpu', 'float32', -1), 'seed'),
+    (('cpu', 'float32', 2 ** 32), 'seed'), pytest.param(('cuda', 'auto'), 'device', marks=NO_GPU),
+    pytest.param(('cuda:3', 'auto'), 'device', marks=NO_GPU)], ids=str)
+def test_setup_refuses_what_this_machine_cannot_do(arguments, named):
+    with pytest.raises(UserError, match=f'^{named} is'):
+        setup(*arguments)
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+def test_bfloat16_is_for_activations_only(dtype):
+    weight = torch.ones(4, 4)
+    with Runtime(torch.device('cpu'), dtype).autocast():
+        assert (weight @ weight).dtype == dtype and weight.dtype == torch.float32
+
+
+# ---------------------------------------------------------------------- compiling and speed
+
+@pytest.mark.parametrize('rank, enabled, n_lines', [(0, True, 1), (1, True, 0), (0, False, 0)])
+def test_without_a_compiler_one_line_names_it_and_the_model_stays(
+        monkeypatch, capsys, rank, enabled, n_lines):
+    monkeypatch.setenv('CXX', '/nonexistent/c++')
+    model, run = random_model(), Runtime(torch.device('cpu'), torch.float32, rank, world_size=2)
+    assert compiled(model, run, enabled) is model
+    out, err = capsys.readouterr()
+    assert err == '' and out.count('\n') == out.count('/nonexistent/c++') == n_lines
+
+
+def test_ceiling_is_the_operations_of_a_matrix_product_over_its_time(monkeypatch, cpu):
+    seconds = itertools.count()  # one between any two looks at the clock
+    monkeypatch.setattr(devices.time, 'perf_counter', lambda: next(seconds))
+    assert matmul_flops(cpu.device, cpu.dtype, seconds=10) == 2 * 2048 ** 3
+
+
+def test_learning_rate_rises_by_equal_steps_and_falls_on_a_cosine():
+    rates = [learning_rate_at(step, 1.0, 0.1, warmup=4, decay=12) for step in (0, 3, 4, 8, 12, 99)]
+    assert rates == pytest.approx([0.25, 1, 1, 0.55, 0.1, 0.1])
+
+
+if __name__ == '__main__':  # a rank of the first test
+    this = setup('cpu', 'float32')
+    np.savez(Path(sys.argv[1], f'{this.rank}.npz'), **everything(this))
+    this.close()

@@ -1,0 +1,276 @@
+"""
+Fast attention, entropy and losses against their plain formulas.
+
+$ python -m pytest tests/test_kernels.py
+"""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import EVERY, near, plain_transformer, random_model
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import kernels
+from kernels import attention_entropy, row_chunks
+from position import NoPE
+
+
+def tokens(*shape):
+    return torch.randint(61, shape, generator=torch.Generator().manual_seed(1))
+
+
+def results_of(model, windows):
+    """The losses, and {name: gradient} of all that is trained."""
+    model.zero_grad(set_to_none=True)
+    losses = model(windows[:, :-1], windows[:, 1:])
+    losses.mean().backward()
+    return losses.detach(), {name: p.grad for name, p in model.named_parameters()
+                             if p.requires_grad}
+
+
+# ---------------------------------------------------------------------- attention
+
+class PlainAttention:
+    """attend() of a position method by the whole matrix of its scores."""
+
+    def __init__(self, method):
+        self.method = method
+
+    def __call__(self, q, k, v, i, j):
+        weights = self.method.scores(q, k, i, j).softmax(-1)
+        return weights @ kernels.repeat_heads(v, q.shape[1])
+
+
+@pytest.mark.parametrize('changes', EVERY, ids=str)
+def test_speed_changes_neither_logits_nor_losses_nor_gradients(monkeypatch, changes):
+    model, windows = random_model(**changes), tokens(2, 141)
+    with monkeypatch.context() as patch:
+        for block in model.blocks:
+            method = block.attn.position
+            patch.setattr(method, 'attend', PlainAttention(method))
+        logits = model(windows).detach()
+        losses, gradients = results_of(model, windows)
+
+    assert all(gradient.abs().sum() > 0 for gradient in gradients.values())
+    for at_once in kernels.SCORES_AT_ONCE, 5000:  # with 5000, backward computes rows again
+        monkeypatch.setattr(kernels, 'SCORES_AT_ONCE', at_once)
+        with torch.no_grad():  # a fused kernel where there is one
+            near(model(windows), logits, atol=1e-4)
+        found, found_gradients = results_of(model, windows)
+        near(found, losses, atol=1e-5)
+        for name, gradient in gradients.items():
+            near(found_gradients[name], gradient, atol=1e-5)
+
+
+@pytest.mark.parametrize('T, size', [(1, 1), (128, 1), (300, 1), (300, 300)])
+def test_attention_of_training_equals_the_fused_kernel_and_its_gradients(T, size):
+    """A size of 300 gives scores that differ by more than exp can hold, of later keys, too."""
+    q, k, v = (torch.randn(2, n_head, T, 16, dtype=torch.float64) for n_head in (4, 2, 2))
+    inputs = [x.requires_grad_() for x in (size * q, k, v)]
+    ours = kernels.attention(*inputs, is_causal=True)
+    theirs = F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
+    near(ours, theirs, atol=1e-12)
+    weight = torch.randn_like(ours)
+    found, expected = (torch.autograd.grad((y * weight).sum(), inputs) for y in (ours, theirs))
+    for one, other in zip(found, expected, strict=True):
+        near(one, other, atol=1e-11 * size)
+
+
+@pytest.mark.parametrize('T, S, n_maps', [(1, 1, 1), (1, 5000, 8), (700, 700, 64), (100, 900, 8)])
+@pytest.mark.parametrize('all_keys', [False, True])
+def test_chunks_cover_each_row_once_with_the_keys_it_sees(monkeypatch, T, S, n_maps, all_keys):
+    monkeypatch.setattr(kernels, 'SCORES_AT_ONCE', 2 ** 16)
+    covered = []
+    for rows, end in row_chunks(T, S, n_maps, torch.device('cpu'), all_keys):
+        covered += range(rows.start, rows.stop)
+        assert S - T + rows.stop <= end <= S and (end == S or not all_keys)
+        assert rows.stop - rows.start == 1 or (rows.stop - rows.start) * n_maps * S <= 2 ** 16
+    assert covered == list(range(T))
+
+
+class Largest(TorchDispatchMode):
+    """While it is open, `numel` is that of the largest tensor that any operation returns."""
+    numel = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        results = operation(*args, **(kwargs or {}))
+        for result in tree_leaves(results):
+            if torch.is_tensor(result):
+                self.numel = max(self.numel, result.numel())
+        return results
+
+
+@pytest.mark.parametrize('changes', [
+    {'position': 'kerple'}, {'position': 'kerple', 'dape_kernel': 3}], ids=str)
+def test_memory_of_training_grows_with_the_length_not_with_its_square(monkeypatch, changes):
+    monkeypatch.setattr(kernels, 'SCORES_AT_ONCE', 2 ** 13)
+    model, kept, largest = random_model(**changes, n_layer=1), [], []
+    for T in 128, 256:
+        storages = {}
+
+        def keep(x, storages=storages):
+            storages[x.untyped_storage().data_ptr()] = x  # many are views of the same memory
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), Largest() as mode:
+            results_of(model, tokens(1, T + 1))
+        kept.append(sum(x.untyped_storage().nbytes() for x in storages.values()))
+        largest.append(mode.numel)
+    assert kept[1] <= 2.3 * kept[0], 'what forward keeps for backward'
+    assert largest[1] <= 2.3 * largest[0], 'the largest tensor of forward and backward'
+
+
+# ---------------------------------------------------------------------- on a GPU
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs an NVIDIA GPU')
+@pytest.mark.parametrize('kind', ['causal', 'seen', 'bias', 'decode'])
+@pytest.mark.parametrize('dtype, atol', [(torch.float32, 2e-3), (torch.bfloat16, 3e-2)])
+@torch.no_grad()
+def test_attention_on_a_gpu_equals_the_formula_and_needs_no_whole_matrix(kind, dtype, atol):
+    S, T = 2048, 1 if kind == 'decode' else 2048
+    q, k, v = (torch.randn(2, n_head, length, 64, device='cuda', dtype=dtype)
+               for n_head, length in ((32, T), (4, S), (4, S)))
+    j = torch.arange(S, device='cuda')
+    causal = (j <= j[-T:, None])[None, None]
+    mask = {'causal': None, 'bias': torch.randn(1, 32, T, S, device='cuda', dtype=dtype)}
+    mask = mask.get(kind, causal & (j > 5))
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    found = kernels.attention(q, k, v, mask, is_causal=mask is None)
+    if kind != 'decode':
+        assert torch.cuda.max_memory_allocated() - before < 2 * 32 * T * S * 4
+    plain = causal if mask is None else mask
+    expected = kernels.matrix_attention(q.float(), k.float(), v.float(), plain)
+    first = 10 if T > 1 else 0  # the first rows see no key
+    near(found.float()[:, :, first:], expected[:, :, first:], atol=atol)
+
+
+class SaysItIsOnAGPU(torch.Tensor):
+    """A tensor on the CPU for which attention() goes the way of a GPU."""
+    device = torch.device('cuda')
+
+
+def test_decoding_takes_heads_that_a_gpu_kernel_returns_transposed(monkeypatch):
+    attention = F.scaled_dot_product_attention
+
+    def memory_efficient_kernel(*tensors):
+        """On CUDA it returns token by token, then head by head."""
+        y = attention(*(x.as_subclass(torch.Tensor) for x in tensors))
+        return y.transpose(1, 2).contiguous().transpose(1, 2)
+
+    q, k, v = torch.randn(2, 32, 1, 64), torch.randn(2, 4, 40, 64), torch.randn(2, 4, 40, 64)
+    seen = torch.arange(40) < torch.tensor([40, 33])[:, None, None, None]
+    expected = attention(q, k, v, seen, enable_gqa=True)
+    monkeypatch.setattr(kernels, 'flash_can_share_heads', lambda q, mask: False)
+    monkeypatch.setattr(F, 'scaled_dot_product_attention', memory_efficient_kernel)
+    found = kernels.attention(*(x.as_subclass(SaysItIsOnAGPU) for x in (q, k, v)), seen)
+    near(found.as_subclass(torch.Tensor), expected, atol=1e-5)
+
+
+# ---------------------------------------------------------------------- entropy
+
+@pytest.mark.parametrize('n_kv_head, size', [(1, 1), (2, 5), (4, 50)])
+def test_entropy_without_a_matrix_equals_that_of_the_float64_matrix(n_kv_head, size):
+    q, k = size * torch.randn(2, 4, 70, 16), torch.randn(2, n_kv_head, 70, 16)
+    i = torch.arange(70)
+    scores = NoPE(None).scores(q.double(), k.double(), i, i)
+    found = kernels.entropy(q, k)
+    assert found.dtype == torch.float32 and found.min() >= 0
+    near(found.double(), torch.special.entr(scores.softmax(-1)).sum(-1), atol=2e-5 * size)
+
+
+def test_entropy_without_a_matrix_refuses_to_give_a_gradient():
+    q, k = torch.randn(1, 2, 9, 8, requires_grad=True), torch.randn(1, 2, 9, 8)
+    for pair in (q, k), (k, q):
+        with pytest.raises(ValueError, match='gradient'):
+            kernels.entropy(*pair)
+    with torch.no_grad():
+        assert kernels.entropy(q, k).shape == (1, 2, 9)
+
+
+def mean_entropy(model, idx):
+    with model.probe(attention_entropy) as entropy:
+        model(idx)
+    return torch.stack(entropy).mean()
+
+
+@pytest.mark.parametrize('changes', [
+    {'position': 'none'}, {'position': 'rope'}, {'position': 'kerple', 'dape_kernel': 3}], ids=str)
+@pytest.mark.parametrize('checkpointed', [False, True])
+def test_gradient_of_entropy_equals_finite_differences(changes, checkpointed):
+    model, idx, step = random_model(**changes), tokens(2, 24), 1e-5
+    model.checkpoint_activations = checkpointed
+    model.requires_grad_(False)
+    scales = [block.attn.head_scale.requires_grad_() for block in model.blocks]
+    found = torch.stack(torch.autograd.grad(mean_entropy(model, idx), scales))
+    for layer, head in (0, 0), (0, 3), (1, 2):
+        change = torch.zeros(2, 4, dtype=torch.float64)
+        change[layer, head] = step
+        up, down = (torch.special.entr(plain_transformer(model, idx, scale)[1]).sum(-1).mean()
+                    for scale in (model.head_scale + change, model.head_scale - change))
+        expected = (up - down) / (2 * step)
+        assert abs(expected) > 1e-4, 'this head does not count'
+        assert found[layer, head].item() == pytest.approx(expected.item(), rel=1e-3)
+
+
+# ---------------------------------------------------------------------- loss
+
+@pytest.mark.parametrize('rows', [1, 7])
+def test_losses_in_chunks_equal_losses_at_once_and_hold_a_chunk_of_logits(monkeypatch, rows):
+    model, windows, sizes = random_model(), tokens(3, 21), []
+    losses, gradients = results_of(model, windows)
+    monkeypatch.setattr(kernels, 'LOGITS_AT_ONCE', rows * 61 + 60)
+    model.head.register_forward_hook(lambda head, inputs, logits: sizes.append(logits.numel()))
+    found, found_gradients = results_of(model, windows)
+    near(found, losses, atol=1e-5)
+    for name, gradient in gradients.items():
+        near(found_gradients[name], gradient, atol=1e-5)
+    assert len(sizes) == 2 * math.ceil(60 / rows)  # backward computes each chunk again
+    assert max(sizes) == rows * 61
+
+
+@pytest.mark.slow
+def test_a_compiled_loss_in_bfloat16_is_the_cross_entropy_of_the_same_logits():
+    model, windows = random_model(), tokens(3, 31)
+    x, weight = torch.randn(3, 30, model.config.n_embd), torch.linspace(-1, 2, 90).view(3, 30)
+
+    def losses_and_gradients(cross_entropy):
+        hidden = x.clone().requires_grad_()
+        with torch.autocast('cpu', torch.bfloat16):
+            losses = cross_entropy(hidden, model.head, windows[:, 1:])
+        return losses, *torch.autograd.grad((losses * weight).sum(), (hidden, model.head.weight))
+
+    ours = losses_and_gradients(torch.compile(kernels.cross_entropy, backend='aot_eager'))
+    theirs = losses_and_gradients(kernels.cross_entropy)
+    assert ours[0].dtype == torch.float32
+    near(ours[0], theirs[0], atol=1e-5)
+    for one, other in zip(ours[1:], theirs[1:], strict=True):  # both go through bfloat16
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.slow
+def test_a_compiled_training_step_casts_each_matrix_to_bfloat16_once():
+    """In the graphs that a compiler gets, cut as Inductor cuts them."""
+    model, windows, n_casts = random_model(), tokens(2, 41), []
+    shapes = [p.shape for name, p in model.named_parameters()
+              if p.dim() == 2 and name != 'embed.weight']
+
+    def count(graph, inputs):
+        casts = [node.args[0] for node in graph.graph.nodes
+                 if str(node.target).startswith(('aten._to_copy', 'prims.convert_element_type'))]
+        n_casts.append(sum(x.op == 'placeholder' and x.meta['val'].shape in shapes
+                           for x in casts))
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=count, bw_compiler=count,
+                           partition_fn=min_cut_rematerialization_partition)
+    with torch.autocast('cpu', torch.bfloat16):
+        compiled = torch.compile(model, backend=backend, dynamic=False)
+        losses = compiled(windows[:, :-1], windows[:, 1:])
+    losses.mean().backward()
+    assert n_casts == [len(shapes), 0]  # forward, backward

@@ -1,0 +1,109 @@
+"""
+Results on disk: JSON that anyone can read, written whole or not at all, with what made it.
+
+$ python -m pytest tests/test_results.py
+"""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import files_at_most
+
+from lib.errors import UserError
+from lib.results import bin_means, progress_bar, provenance, read_json, save_json, write_text
+
+
+def strict(path):
+    """The JSON in a file; NaN and Infinity, which JSON does not have, are errors."""
+    def refuse(constant):
+        raise AssertionError(f'{constant} is not JSON')
+
+    return json.loads(path.read_text(), parse_constant=refuse)
+
+
+def test_results_are_json_with_a_list_of_numbers_on_one_line(tmp_path):
+    data = {'loss': [1.5, 2.25, -3e-7], 'rows': [[1, 2], [3, 4]], 'names': ['a', 'b'], 'none': None,
+            'nested': {'deep': [1, 2, 3]}, 'empty': [], 'text': 'x = [1,   2]  # [ "wide" ]\n'}
+    path = tmp_path / 'r.json'
+    assert save_json(path, data) == strict(path) == data
+    lines = path.read_text().splitlines()
+    for line in ' "loss": [1.5, 2.25, -3e-07],', '  [1, 2],', '  "deep": [1, 2, 3]':
+        assert line in lines
+
+
+def test_numpy_numbers_become_numbers_and_what_is_not_finite_null(tmp_path):
+    save_json(tmp_path / 'r.json', {
+        'a': np.arange(3), 'b': np.array([1 / 3, np.nan]), 'c': np.float32(0.5), 'd': float('inf'),
+        'counts': np.array([12_345_678])})
+    assert strict(tmp_path / 'r.json') == {
+        'a': [0, 1, 2], 'b': [0.333333, None], 'c': 0.5, 'd': None, 'counts': [12_345_678]}
+
+
+@pytest.mark.parametrize('text, curves', [
+    ('{', []), ('[]', []), ('{"stage": "che"}', []), ('[' * 100_000, []),
+    ('{"stage": "entropy"}', ['at']), ('{"stage": "entropy", "at": 5}', ['at']),
+    ('{"stage": "entropy", "at": [1, null]}', ['at'])], ids=lambda value: str(value)[:40])
+def test_file_that_is_not_the_result_of_a_stage_is_refused(tmp_path, text, curves):
+    (tmp_path / 'r.json').write_text(text)
+    with pytest.raises(UserError, match='r.json'):
+        read_json(tmp_path / 'r.json', 'entropy', *curves)
+
+
+WRITERS = {'save_json': lambda path: save_json(path, {'a': [1.5] * 1000}),
+           'write_text': lambda path: write_text(path, 'new' * 1000)}
+
+
+@pytest.mark.parametrize('writer', WRITERS)
+def test_reader_of_the_old_file_never_sees_half_of_the_new(tmp_path, writer):
+    path = tmp_path / 'new folder' / 'file'
+    WRITERS[writer](path)  # makes the folder
+    path.write_text('old')
+    with open(path) as reader:
+        WRITERS[writer](path)
+        assert reader.read() == 'old', 'it was written over'
+    assert path.read_text() != 'old' and len(list(path.parent.iterdir())) == 1
+
+
+@pytest.mark.parametrize('writer', WRITERS)
+def test_write_that_fails_leaves_the_old_file_and_no_rest(tmp_path, writer):
+    path = tmp_path / 'file'
+    path.write_text('old')
+    with pytest.raises(OSError), files_at_most(1000):
+        WRITERS[writer](path)
+    with pytest.raises(TypeError):
+        save_json(path, {'a': object()})  # JSON cannot hold it
+    assert path.read_text() == 'old' and list(tmp_path.iterdir()) == [path]
+
+
+def test_provenance_says_how_a_result_was_made(tmp_path, monkeypatch, cpu):
+    monkeypatch.setattr(sys, 'argv', ['/some/where/eval_ppl.py', '--scale=1.2'])
+    made = provenance({'scale': 1.2}, cpu, 12.34)
+    assert made['command'] == 'python eval_ppl.py --scale=1.2'
+    assert made['settings'] == {'scale': 1.2} and made['seconds'] == 12.3
+    assert made['versions']['torch'] == torch.__version__ and made['dtype'] == 'float32'
+    assert 'cpu' in made['device']
+    assert save_json(tmp_path / 'r.json', made) == made
+
+
+def test_result_is_written_where_git_is_not_installed(monkeypatch, cpu):
+    monkeypatch.setenv('PATH', '')
+    assert provenance({}, cpu, 1)['commit'] is None
+
+
+def test_bin_means_by_hand():
+    positions, means = bin_means([[1, 3, 5, 7, 9], [0, 0, 1, 0, 2]], 2)  # the fifth fills no bin
+    assert positions.tolist() == [1.5, 3.5] and means.tolist() == [[2, 6], [0, 0.5]]
+    for width in 0, 1:
+        positions, means = bin_means([4., 9.], width)
+        assert positions.tolist() == [1, 2] and means.tolist() == [4, 9]
+
+
+@pytest.mark.parametrize('enabled', [True, False])
+def test_progress_is_shown_on_stderr_alone_and_only_where_it_is_wanted(capsys, enabled):
+    with progress_bar(4, 'reading', enabled) as bar:
+        bar.update(4)
+    out, err = capsys.readouterr()
+    assert out == '' and ('reading' in err) == enabled

@@ -1,0 +1,185 @@
+"""
+Scale files: read as they were written, refused where they do not fit, and sets of them by length.
+
+$ python -m pytest tests/test_scales.py
+"""
+
+import json
+import math
+
+import pytest
+import torch
+from conftest import near, random_model, scale_set
+
+from lib.checkpoints import checkpoint_state, load_model, save
+from lib.errors import UserError
+from lib.generate import new_cache
+from lib.scales import ScaleSets, apply_scale, by_position, read_scale_file, save_scale
+from lib.tokens import get_tokenizer, tokenizer_state
+
+# 2 layers of 4 heads, one of them below 0, as tuning without a constraint may leave it
+SCALES = [[1.0, 1.25, 1.5, 2.0], [3.0, 0.123456, -0.07, 1.6]]
+ONES = torch.ones(2, 4)
+
+
+def write_checkpoint(path, seed):
+    model = random_model(seed, vocab_size=20, block_size=8)
+    for p in model.parameters():
+        if p.dim() == 1:
+            p.data.fill_(1)
+    state = tokenizer_state(get_tokenizer('bytes'))
+    save(path, **checkpoint_state(model, state, 0, settings={}))
+
+
+@pytest.fixture
+def loaded(tmp_path):
+    """A model of L = 8 whose vectors are all 1, and what its checkpoint says."""
+    write_checkpoint(tmp_path / 'last.pt', seed=0)
+    return load_model('last', tmp_path, 'cpu')
+
+
+def write(path, info, **changes):
+    """A scale file of SCALES for 64 tokens, with entries changed. Returns its name."""
+    save_scale(path, info, {64: scale_set(SCALES)}, 'head')
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return str(path)
+
+
+def vectors(value, model):
+    """Every vector that can be tuned, all of its entries being `value`."""
+    return {name: torch.full_like(p, value) for name, p in model.named_parameters()
+            if p.dim() == 1}
+
+
+# ---------------------------------------------------------------------- one set
+
+def test_scale_of_a_stage_is_nothing_a_number_or_a_file(tmp_path, loaded):
+    model, info = loaded
+    path = write(tmp_path / 'scale_head_64.json', info)
+    for scale, label, expected in (
+            (None, '', ONES), (1.2, 'scale1.2', 1.2 * ONES), (2, 'scale2', 2 * ONES),
+            (path, 'scale_head_64', torch.tensor(SCALES)), (None, '', torch.tensor(SCALES))):
+        assert apply_scale(model, scale, info) == label
+        assert torch.equal(model.head_scale, expected)
+
+
+def test_scale_file_reads_as_it_was_written(tmp_path, loaded):
+    path, (_, info) = tmp_path / 'scale.json', loaded
+    save_scale(path, info, {64: scale_set(SCALES)}, 'head', losses=[2.5, 2.25])
+    data, sets = read_scale_file(path, info)
+    assert (data['method'], data['block_size'], data['target_length']) == ('head', 8, 64)
+    assert data['head_scale'] == SCALES and data['losses'] == [2.5, 2.25]
+    assert data['weights_digest'] == info['digest']
+    assert all(torch.equal(sets[64][name], row) for name, row in scale_set(SCALES).items())
+    assert '[1.0, 1.25, 1.5, 2.0]' in path.read_text(), 'a layer is not on one line'
+
+
+@pytest.mark.parametrize('scale', [0, -0.5, 1e39, 1e-60, 'nowhere.json', '1,2'])
+def test_scale_that_is_no_number_above_0_and_no_file_is_refused(loaded, scale):
+    model, info = loaded
+    with pytest.raises(UserError, match='scale'):
+        apply_scale(model, scale, info)
+    assert torch.equal(model.head_scale, ONES)
+
+
+def test_scale_file_of_other_weights_or_another_position_method_is_refused(tmp_path, loaded):
+    model, info = loaded
+    path = write(tmp_path / 'scale.json', info)
+    config = info['model_config']
+    for changes, named in (
+            ({'digest': 'another'}, 'last.pt'),
+            ({'model_config': config | {'rope_scaling': 'yarn:4'}}, '--rope_scaling='),
+            ({'model_config': config | {'position': 'rope'}}, '--position=none')):
+        with pytest.raises(UserError, match=f'scale.json .*{named}'):
+            apply_scale(model, path, info | changes)
+    assert torch.equal(model.head_scale, ONES)
+
+
+@pytest.mark.parametrize('text', ['', '{"head_scale": [[1', '[]', '"text"', '\x80\x81',
+                                  '{"head_scale": [[1, 1, 1, 1]]}', '[' * 200_000],
+                         ids=lambda text: text[:20])
+def test_file_that_is_no_scale_file_is_refused(tmp_path, loaded, text):
+    path = tmp_path / 'broken.json'
+    path.write_bytes(text.encode('latin-1'))
+    with pytest.raises(UserError, match='broken.json'):
+        apply_scale(loaded[0], str(path), loaded[1])
+
+
+@pytest.mark.parametrize('changes', [
+    {'sets': 5}, {'sets': [5]}, {'sets': {}}, {'target_length': None}, {'target_length': '64'},
+    {'norm': None}, {'norm': {'norm.weight': 5}}, {'norm': {'norm.weight': ['a'] * 32}},
+    {'norm': {'norm.weight': [math.nan] * 32}}, {'norm': {'norm.weight': [1e39] * 32}},
+    {'norm': {'other': [1.0] * 32}}, {'head_scale': None}, {'head_scale': {}},
+    {'head_scale': [[10 ** 400] * 4] * 2}, {'head_scale': [[1.0] * 4] * 3},
+    {'head_scale': [[1.0] * 3] * 2}, {'head_scale': [['a'] * 4] * 2}, {'head_gain': None},
+    {'head_gain': [[1e39] * 4] * 2}, {'tuning_tokens': 'many'}], ids=lambda entry: str(entry)[:40])
+def test_entry_of_a_scale_file_that_fits_no_model_is_refused(tmp_path, loaded, changes):
+    model, info = loaded
+    with pytest.raises(UserError, match='odd.json'):
+        apply_scale(model, write(tmp_path / 'odd.json', info, **changes), info)
+    assert all((p == 1).all() for p in model.parameters() if p.dim() == 1)
+
+
+def test_number_that_replaces_scales_of_the_checkpoint_says_so(loaded):
+    (model, info), said = loaded, []
+    apply_scale(model, 1.2, info, said.append)
+    assert said == [], 'every scale was 1: nothing is lost'
+    apply_scale(model, None, info, said.append)
+    assert said == []
+    apply_scale(model, 1.5, info, said.append)
+    assert len(said) == 1 and info['path'] in said[0] and '1.5' in said[0]
+
+
+# ---------------------------------------------------------------------- sets by length
+
+@pytest.fixture
+def with_sets(tmp_path, loaded):
+    """The model under sets for 16 and 64 tokens: all vectors 1.2 and 2."""
+    (model, info), path = loaded, tmp_path / 'scale_sets.json'
+    save_scale(path, info, {T: vectors(x, model) for T, x in ((16, 1.2), (64, 2.0))}, 'head')
+    assert apply_scale(model, str(path), info) == 'scale_sets'
+    return model
+
+
+@pytest.mark.parametrize('total, value', [
+    (1, 1), (8, 1), (11, 1 + 0.2 * math.log(11 / 8) / math.log(2)), (16, 1.2), (32, 1.6), (64, 2),
+    (99, 2)])
+@pytest.mark.filterwarnings('ignore:no scales')
+def test_sets_hold_every_vector_and_are_chosen_by_the_length_of_the_pass(with_sets, total, value):
+    with_sets.scale_sets.use(total)
+    for p in with_sets.parameters():
+        if p.dim() == 1:
+            near(p, torch.full_like(p, value), atol=1e-6)
+
+
+def test_passes_beyond_the_last_set_say_so(with_sets):
+    with pytest.warns(UserWarning, match='64'):
+        with_sets.scale_sets.use(65)
+
+
+def test_contexts_up_to_L_keep_the_pretrained_losses_to_the_last_bit_under_sets(loaded):
+    (model, _), idx = loaded, torch.arange(64)[None] % 11
+    before = [model(idx[:, :T]) for T in (1, 8, 30)]
+    ScaleSets(model, {T: vectors(1.3, model) for T in (4, 8, 16, 64)})  # even if it has some
+    model(idx[:, :40])
+    after = [model(idx[:, :T]) for T in (1, 8, 30)]
+    assert [torch.equal(a, b) for a, b in zip(after, before)] == [True, True, False]
+
+
+@torch.no_grad()
+def test_cached_decoding_under_sets_equals_a_full_pass_of_the_length_fixed_before(with_sets):
+    idx = torch.arange(40)[None] * 7 % 11
+    full, cache = with_sets(idx), new_cache(with_sets, 1, 40)
+    parts = [with_sets(part, cache=cache) for part in idx.split([5, 1, 1, 33], dim=1)]
+    near(torch.cat(parts, 1), full, atol=1e-4)
+
+
+@torch.no_grad()
+def test_each_position_is_read_in_the_pass_that_ends_nearest(with_sets):
+    windows, ends = torch.arange(51)[None] * 7 % 11, [(0, 8), (8, 16), (16, 50)]
+    inputs, targets = windows[:, :-1], windows[:, 1:]
+    losses, seen = by_position(with_sets, inputs, targets, lambda layer, a, q, k, place: q[..., 0])
+    expected = [with_sets(inputs[:, :end], targets[:, first:end]) for first, end in ends]
+    assert torch.equal(losses, torch.cat(expected, 1)) and seen.shape == (2, 1, 4, 50)
+    with_sets.scale_sets.remove()
+    near(by_position(with_sets, inputs, targets)[0], with_sets(inputs, targets), atol=0)

@@ -1,0 +1,124 @@
+"""
+Tables of many runs: a row has the numbers that eval_ppl.py gives for its checkpoint, and stands
+beside the paper's where it asks for them.
+
+$ python -m pytest tests/test_table.py
+"""
+
+import dataclasses
+import importlib
+import json
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+
+from eval_ppl import evaluate_last, evaluate_sliding
+from lib.checkpoints import load_model
+from lib.errors import UserError
+from lib.tokens import Windows, get_tokenizer, open_tokens, write_corpus
+from results.table import Settings, merge_seeds, paper_rows, run_table
+
+
+@pytest.fixture
+def run(tiny_run, tmp_path):
+    """Run a table; its rows read tiny_run where they name no other. Returns the rows written."""
+    def run(*rows, **chosen):
+        settings = {'device': 'cpu', 'dtype': 'float32', 'lengths': [32, 128]} | chosen
+        settings = dataclasses.asdict(Settings(**settings)) | {'out_dir': str(tmp_path)}
+        try:
+            run_table(settings, [{'init_from': f'{tiny_run}/last.pt'} | row for row in rows])
+        finally:
+            torch.use_deterministic_algorithms(False)  # setup() had set it
+        assert (tmp_path / 'eval_ppl_table.png').stat().st_size > 1000
+        return json.loads((tmp_path / 'eval_ppl_table.json').read_text())['rows']
+    return run
+
+
+def test_row_shows_the_best_of_its_candidates(run, tiny_run, corpus_dir, cpu, capsys):
+    data = open_tokens(str(corpus_dir), 'test')
+
+    def measured(scale, *method):
+        """Losses and their standard errors, (2, lengths)."""
+        model, _ = load_model('last', tiny_run, 'cpu', *method)
+        model.head_scale = scale
+        rows, _ = evaluate_sliding(model, data, [32, 128], 4, 'same', 20, 16384, cpu)
+        return np.transpose([(row['loss'], row['standard_error']) for row in rows])
+
+    rows = run({'name': 'NoPE'}, {'name': 'asked', 'scale': [1.0, 3.0], 'paper': 'NoPE'},
+               {'name': 'pi', 'position': 'rope', 'rope_scaling': ['', 'pi:2']}, max_windows=20)
+    plain = measured(1)
+    for row, tried in zip(rows, [{'plain': plain}, {'scale1': plain, 'scale3': measured(3)}, {
+            'plain': measured(1, 'rope', ''), 'pi2': measured(1, 'rope', 'pi:2')}]):
+        losses, errors = np.stack(list(tried.values()), axis=1)
+        best = losses.argmin(0)
+        assert row['best'] == [list(tried)[i] for i in best]
+        assert row['best_single'] == list(tried)[losses.mean(1).argmin()]
+        assert row['losses'] == {name: pytest.approx(tried[name][0], rel=1e-5) for name in tried}
+        assert row['ppl'] == pytest.approx(np.exp(losses.min(0)), rel=1e-5)
+        assert row['standard_error'] == pytest.approx(errors[best, [0, 1]], rel=1e-5)
+        assert row['windows'] == 20 and row['checkpoint'] == f'{tiny_run}/last.pt'
+    assert [row['position_method'] for row in rows] == ['none', 'none', 'rope']
+    numbers = [line for line in capsys.readouterr().out.splitlines() if '>10^3  >10^3' in line]
+    assert len(numbers) == 1 and '14.6  326.9' in numbers[0]  # the paper's, only where asked for
+
+
+def test_table_of_last_tokens(run, tiny_run, corpus_dir, cpu, capsys):
+    rows = run({'name': 'asked', 'paper': 'Kerple'}, {'name': 'wide', 'scale': 2.0},
+               protocol='last', n_samples=7)
+    samples = Windows(str(corpus_dir), 'test', 128).fixed(7, spacing=32)
+    for row, scale in zip(rows, (1, 2)):
+        model, _ = load_model('last', tiny_run, 'cpu')
+        model.head_scale = scale
+        expected = evaluate_last(model, samples, [32, 128], 32, 32, 16384, cpu)
+        assert row['ppl'] == pytest.approx([one['ppl'] for one in expected], rel=1e-5)
+        assert row['delta_p'] == [None, pytest.approx(expected[1]['delta_p'], rel=1e-4)]
+    out = capsys.readouterr().out
+    assert '32.1   29.1   28.1' in out and f"{rows[0]['delta_p'][1]:+.2f} " in out
+
+
+def test_rows_of_one_name_become_their_mean():
+    own = {'checkpoint': '', 'weights_digest': '', 'standard_error': []}
+    first = own | {'name': 'a', 'ppl': np.array([2.0, 4.0]), 'delta_p': [None, -5.0]}
+    second = first | {'ppl': np.array([3.0, 8.0]), 'delta_p': [None, 7.0]}
+    grid = own | {'name': 'a', 'ppl': np.array([1.0, 1.0])}
+    merged, alone = merge_seeds([first, second, grid | {'name': 'b'}])
+    assert merged['ppl'].tolist() == [2.5, 6.0] and merged['runs'] == [first, second]
+    assert merged['sd'].tolist() == pytest.approx([0.5 ** 0.5, 8 ** 0.5])
+    assert merged['delta_p'][1] == 1 and not own.keys() & merged.keys() and 'sd' not in alone
+    assert 'delta_p' not in merge_seeds([first, grid])[0]
+
+
+def test_rows_without_their_files_are_left_out(run, capsys):
+    untrained = {'name': 'untrained', 'init_from': 'nowhere/last.pt'}
+    rows = run(untrained, {'name': 'there'}, {'name': 'untuned', 'scale': 'nowhere/scale.json'})
+    out = capsys.readouterr().out
+    assert [row['name'] for row in rows] == ['there']
+    assert 'untrained is left out: nowhere/last.pt' in out
+    assert 'untuned is left out: nowhere/scale.json' in out
+    with pytest.raises(UserError, match='no row'):
+        run(untrained)
+
+
+def test_rows_may_have_data_sets_of_their_own(run, tmp_path):
+    other = str(tmp_path / 'other')
+    write_corpus(other, get_tokenizer('bytes'), {'test': ['0123456789' * 100]}, workers=1)
+    here, there = run({'name': 'here'}, {'name': 'there', 'dataset': other})
+    alone, = run({'name': 'alone'}, dataset=other)
+    assert here['ppl'] != there['ppl'] == alone['ppl']
+
+
+@pytest.mark.parametrize('key, value', [('protocol', 'position'), ('rule', 'none'), ('stride', 64),
+                                        ('lengths', [0]), ('max_windows', 0)])
+def test_a_mistake_is_named(run, key, value):
+    with pytest.raises(UserError, match=key):
+        run({'name': 'row'}, **{key: value})
+
+
+@pytest.mark.parametrize('study', [path.parent.name for path in ROOT.glob('results/*/table.py')])
+def test_paper_has_the_rows_that_are_to_stand_beside_ours(study):
+    module = importlib.import_module(f'results.{study}.table')
+    tables = module.TABLES.values() if hasattr(module, 'TABLES') else [module.table()]
+    wanted = {row.get('paper') for rows in tables for row in rows} - {None}
+    assert wanted <= paper_rows(getattr(module, 'protocol', 'sliding')).keys()

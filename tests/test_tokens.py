@@ -1,0 +1,448 @@
+"""
+Tokenizers, token files and the sampling of windows.
+
+$ python -m pytest tests/test_tokens.py
+"""
+
+import argparse
+import json
+import math
+import typing
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lib import tokens
+from lib.errors import UserError
+from lib.tokens import (
+    PATTERN,
+    SLOTS,
+    Windows,
+    cut,
+    documents,
+    get_tokenizer,
+    open_tokens,
+    parse_ranks,
+    shuffled,
+    split_by_hash,
+    start_token,
+    tiktoken_encoding,
+    tokenizer_digest,
+    tokenizer_for,
+    tokenizer_from_state,
+    tokenizer_state,
+    train_bpe,
+    write_corpus,
+)
+
+CODE = Path(argparse.__file__).read_text(encoding='utf-8')
+UNICODE = ("Ärger über 12345 Grüße, it's WE'LL ſ's naïve — „Zitat“ 你好，世界。今天天气很好\r\n\r\n"
+           '  \tΑθήνα שלום नमस्ते 🙂👩‍👩‍👧 ½ Ⅷ ٣٤٥\u00a0\u2003x\u0085y\x1c z\n\n\n   end  \n')
+DAMAGED = 'meta.json or tokenizer_state.json is damaged'
+
+
+@pytest.fixture(scope='module')
+def bpe(tmp_path_factory):
+    path = tmp_path_factory.mktemp('bpe') / 'small.tiktoken'
+    return train_bpe([CODE, UNICODE * 20], 1000, path), path
+
+
+def write(folder, texts, name='bytes'):
+    write_corpus(folder, get_tokenizer(name), {'train': texts, 'val': texts})
+    return str(folder)
+
+
+def is_refused(named, call, *arguments, **options):
+    """True if a call raises a UserError that names this."""
+    with pytest.raises(UserError) as caught:
+        call(*arguments, **options)
+    assert named in str(caught.value)
+    return True
+
+
+# ---------------------------------------------------------------------- tokenizers
+
+def test_bytes_are_utf8_and_end_of_text():
+    encoding = get_tokenizer('bytes')
+    assert (encoding.n_vocab, encoding.eot_token) == (257, 256)
+    assert encoding.encode_ordinary(UNICODE) == list(UNICODE.encode())
+    assert encoding.decode(encoding.encode_ordinary(UNICODE)) == UNICODE
+    assert encoding.encode_ordinary('<|endoftext|>') == list(b'<|endoftext|>')
+
+
+def test_trained_bpe_encodes_exactly_like_tokenizers(bpe):
+    tokenizers = pytest.importorskip('tokenizers')
+    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    words = tokenizers.pre_tokenizers.Split(tokenizers.Regex(PATTERN), 'isolated')
+    peer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    peer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([words, byte_level])
+    peer.decoder = tokenizers.decoders.ByteLevel()
+    peer.train_from_iterator([CODE, UNICODE * 20], tokenizers.trainers.BpeTrainer(
+        vocab_size=999, initial_alphabet=byte_level.alphabet(), show_progress=False))
+    encoding, _ = bpe
+    assert (encoding.n_vocab, encoding.eot_token) == (1000, 999)
+    for text in (CODE, UNICODE, Path(typing.__file__).read_text(encoding='utf-8')):
+        # Their ids of single bytes are in another order, so lengths of tokens are compared.
+        theirs = [len(token) for token in peer.encode(text).tokens]  # a character is a byte
+        ours = [encoding.decode_single_token_bytes(i) for i in encoding.encode_ordinary(text)]
+        assert [len(token) for token in ours] == theirs
+        assert b''.join(ours) == text.encode()
+
+
+def test_bpe_is_trained_deterministically_and_its_file_begins_with_the_bytes(bpe, tmp_path):
+    encoding, path = bpe
+    again = train_bpe([CODE, UNICODE * 20], 1000, tmp_path / 'again.tiktoken')
+    assert (tmp_path / 'again.tiktoken').read_text() == path.read_text()
+    first = [again.decode_single_token_bytes(i) for i in range(256)]
+    assert first == [bytes([i]) for i in range(256)]
+    same = tokenizer_digest(tokenizer_state(again)) == tokenizer_digest(tokenizer_state(encoding))
+    assert same  # but for the name
+    assert is_refused('256 bytes', train_bpe, [CODE], 256, tmp_path / 'small.tiktoken')
+    assert is_refused('bpe:8192', tokenizer_for, 'bpe:many', [CODE], tmp_path)
+
+
+def hf_json(folder, eos='</s>', config=None):
+    """
+    A tokenizer.json of the Llama kind: a space put before each text, spaces written as ▁, <s>
+    added. config: text of tokenizer_config.json.
+    """
+    package = pytest.importorskip('tokenizers')
+    alphabet = sorted(set(UNICODE.replace(' ', '▁') + 'abc<>/s▁'))
+    vocab = ['<unk>', '<s>', *alphabet, '▁a', 'bc']
+    vocab = {token: i for i, token in enumerate(vocab)} | {eos: 900}
+    merges, replace = [('▁', 'a'), ('b', 'c')], package.normalizers.Replace(' ', '▁')
+    tokenizer = package.Tokenizer(package.models.BPE(vocab, merges, unk_token='<unk>'))
+    tokenizer.add_special_tokens(['<unk>', '<s>', eos])
+    prepend = package.normalizers.Prepend('▁')
+    tokenizer.normalizer = package.normalizers.Sequence([prepend, replace])
+    decoders = package.decoders
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace('▁', ' '), decoders.Fuse(), decoders.Strip(' ', 1, 0)])
+    tokenizer.post_processor = package.processors.TemplateProcessing(
+        '<s> $A', special_tokens=[('<s>', 1)])
+    tokenizer.enable_truncation(5)
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / 'tokenizer.json'))
+    if config:
+        (folder / 'tokenizer_config.json').write_text(config)
+    return str(folder / 'tokenizer.json')
+
+
+def test_hugging_face_tokenizer_adds_and_cuts_nothing_and_reads_special_tokens_as_text(tmp_path):
+    encoding, text = get_tokenizer(hf_json(tmp_path)), 'a bc</s> a bc a bc'
+    assert (encoding.eot_token, encoding.n_vocab, start_token(encoding)) == (900, 901, 1)
+    assert start_token(get_tokenizer('bytes')) == 256
+    ids = encoding.encode_ordinary(text)
+    assert 1 not in ids and 900 not in ids and len(ids) > 5
+    assert encoding.decode(ids) == text == encoding.decode_bytes(ids).decode()
+    assert encoding.decode([1, *ids[:2], 900]) == encoding.decode(ids[:2])  # these are no text
+    assert encoding.decode_bytes([900]).decode() == '</s>'
+    half, replaced = (f'a {x} bc' for x in ('\udc00', '\N{REPLACEMENT CHARACTER}'))
+    assert encoding.encode_ordinary(half) == encoding.encode_ordinary(replaced)
+
+
+@pytest.mark.parametrize('eos, config', [
+    ('<|end|>', '{"eos_token": "<|end|>"}'), ('<|end|>', '{"eos_token": {"content": "<|end|>"}}'),
+    ('<eos>', None)])
+def test_end_of_text_is_the_one_of_tokenizer_config_or_a_usual_one(tmp_path, eos, config):
+    assert get_tokenizer(hf_json(tmp_path, eos, config)).eot_token == 900
+
+
+def test_tokenizer_is_rebuilt_from_a_checkpoint_without_its_files(bpe, tmp_path):
+    for encoding in (get_tokenizer('bytes'), bpe[0], get_tokenizer(hf_json(tmp_path))):
+        state = tokenizer_state(encoding)
+        torch.save(state, tmp_path / 'last.pt')
+        loaded = torch.load(tmp_path / 'last.pt', weights_only=True)
+        again = tokenizer_from_state(loaded)
+        assert again.encode_ordinary(UNICODE) == encoding.encode_ordinary(UNICODE)
+        for name in ('name', 'n_vocab', 'eot_token'):
+            assert getattr(again, name) == getattr(encoding, name)
+        assert tokenizer_digest(loaded) == tokenizer_digest(state | {'name': 'other'})
+        assert tokenizer_digest(loaded) != tokenizer_digest(state | {'text': state['text'] + ' '})
+
+
+@pytest.mark.parametrize('name, content', [
+    ('tokenizer.json', b'{}'), ('tokenizer.json', b'{"version": "\xff"}'),
+    ('ranks.tiktoken', b'\xff'), ('ranks.tiktoken', b'YQ== 0\nAAAA'), ('none.json', None)])
+def test_wrong_tokenizer_file_is_named(tmp_path, name, content):
+    if content:
+        (tmp_path / name).write_bytes(content)
+    assert is_refused(name, get_tokenizer, str(tmp_path / name))
+
+
+def test_wrong_tokenizers_are_refused_with_a_reason(bpe, tmp_path):
+    assert is_refused('gpt-2', get_tokenizer, 'gpt-2')
+    lines = bpe[1].read_text().splitlines()
+    for wrong, named in (([*lines[:2], 'AAAA'], 'x, line 3'), (lines[1:], 'single bytes'),
+                         ([*lines, 'AAAA 7'], 'rank twice')):
+        assert is_refused(named, parse_ranks, '\n'.join(wrong), 'x')
+    assert is_refused('Set eos_token', get_tokenizer, hf_json(tmp_path, '<|end|>'))
+
+
+@pytest.mark.parametrize('text', ['[' * 200_000, '{"eos_token": [1]}', '{"eos_token": 5}', '[]'])
+def test_odd_tokenizer_config_is_named(tmp_path, text):
+    assert is_refused('tokenizer_config.json', get_tokenizer, hf_json(tmp_path, config=text))
+
+
+def test_pieces_of_a_long_document_have_the_tokens_of_the_whole(bpe):
+    from tiktoken_ext.openai_public import r50k_pat_str
+    ranks = parse_ranks(bpe[1].read_text(), 'small')
+    text = (CODE[:30000] + UNICODE) * 3
+    parts = [text[i:i + 777] for i in range(0, len(text), 777)]
+    for encoding in (bpe[0], tiktoken_encoding('like gpt2', ranks, r50k_pat_str, len(ranks))):
+        for limit in (500, 5000):
+            pieces = list(cut(text, limit))
+            assert pieces == list(cut(parts, limit))  # whether it comes whole or in parts
+            ids = [i for piece, _ in pieces for i in encoding.encode_ordinary(piece)]
+            assert ids == encoding.encode_ordinary(text) and len(pieces) > 5
+            assert [last for _, last in pieces] == [False] * (len(pieces) - 1) + [True]
+    without_place = ''.join(piece for piece, _ in cut(list('x' * 1001), 100))
+    assert without_place == 'x' * 1001
+    assert list(cut('', 100)) == list(cut(['', ''], math.inf)) == []
+    assert list(cut(iter(parts), math.inf)) == [(text, True)]
+
+
+# ---------------------------------------------------------------------- token files
+
+def test_each_document_is_read_back_and_followed_by_end_of_text(tmp_path):
+    texts = ['one', UNICODE, '', 'half a pair \ud800.', ['in ', 'two parts']]
+    data = open_tokens(write(tmp_path, texts), 'val')
+    back = [bytes(data.tokens[start:end].tolist()).decode() for start, end in documents(data)]
+    assert back == ['one', UNICODE, 'half a pair \N{REPLACEMENT CHARACTER}.', 'in two parts']
+    assert [data.tokens[end] for _, end in documents(data)] == [256] * 4
+    assert data.starts.dtype == np.int64 and data.tokens.dtype == np.uint16
+    assert data.meta['splits']['val']['tokens'] == len(data.tokens)
+
+
+def test_large_vocabularies_are_stored_in_32_bits(tmp_path):
+    ranks = [bytes([i]) for i in range(256)]
+    ranks += [bytes([i, j]) for i in range(256) for j in range(256)]
+    ranks = {token: i for i, token in enumerate(ranks)}
+    encoding = tiktoken_encoding('large', ranks, r'[\s\S]{1,2}', len(ranks))
+    write_corpus(tmp_path, encoding, {'train': ['a~']})
+    data = open_tokens(str(tmp_path), 'train')
+    assert data.tokens.dtype == np.uint32
+    assert data.tokens.tolist() == [256 + 97 * 256 + 126, 65792]
+
+
+@pytest.mark.parametrize('kind', ['bytes', 'hf'])
+def test_several_threads_write_what_one_writes(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(tokens, 'MIB', 1000)  # so that there are many chunks
+    texts = [f'line {i} of some text\n' * 50 for i in range(99)]
+    encoding = get_tokenizer('bytes' if kind == 'bytes' else hf_json(tmp_path))
+    one, three = tmp_path / 'one', tmp_path / 'three'
+    write_corpus(one, encoding, {'train': texts}, workers=1)
+    write_corpus(three, encoding, {'train': texts}, workers=3)
+    for path in one.iterdir():
+        assert path.read_bytes() == (three / path.name).read_bytes()
+    ends = np.cumsum([len(encoding.encode_ordinary(text)) + 1 for text in texts])
+    assert open_tokens(str(three), 'train').starts.tolist() == [0, *ends[:-1]]
+
+
+def test_interrupted_preparation_leaves_the_old_dataset_and_no_other_file(tmp_path):
+    def failing():
+        yield 'new text'
+        raise KeyboardInterrupt
+
+    folder = Path(write(tmp_path / 'data', ['old text']))
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(KeyboardInterrupt):
+        write(folder, failing())
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert is_refused('val split', write_corpus, tmp_path / 'other', get_tokenizer('bytes'),
+                      {'train': ['text'], 'val': ['']})
+    assert not list((tmp_path / 'other').iterdir())
+
+
+def test_dataset_that_is_half_replaced_does_not_look_prepared(tmp_path):
+    write(tmp_path, ['old text'])
+    (tmp_path / 'val_starts.bin').unlink()
+    (tmp_path / 'val_starts.bin').mkdir()  # cannot be replaced by a file
+    with pytest.raises(OSError):
+        write(tmp_path, ['new text'])
+    assert not (tmp_path / 'meta.json').exists()
+
+
+def test_preparing_again_leaves_no_stale_split(tmp_path):
+    write(tmp_path, ['old'])
+    write_corpus(tmp_path, get_tokenizer('bytes'), {'train': ['new']})
+    assert is_refused('no split val', open_tokens, str(tmp_path), 'val')
+    assert not (tmp_path / 'val.bin').exists()
+
+
+@pytest.fixture
+def prepared(tmp_path):
+    return Path(write(tmp_path, ['some text', 'and more', 'of it']))
+
+
+def test_what_is_not_prepared_is_named(tmp_path):
+    assert is_refused('nonsense', open_tokens, 'nonsense', 'train')
+    (tmp_path / 'prepare.py').touch()
+    assert is_refused('prepare.py', open_tokens, str(tmp_path), 'train')
+
+
+@pytest.mark.parametrize('name', ['train.bin', 'train_starts.bin'])
+def test_any_change_of_a_token_file_is_refused(prepared, name):
+    path, whole = prepared / name, (prepared / name).read_bytes()
+    wrong = [whole[:-2], whole + b'xx']
+    for place in range(len(whole)):
+        flipped = bytearray(whole)
+        flipped[place] ^= 1
+        wrong.append(flipped)
+    for content in wrong:
+        path.write_bytes(content)
+        assert is_refused(name, open_tokens, str(prepared), 'train')
+    path.write_bytes(whole)
+    checksum = zlib.crc32((prepared / 'train.bin').read_bytes())
+    assert open_tokens(str(prepared), 'train').checksum == f'{checksum:08x}'
+
+
+def edit_meta(folder, **changes):
+    meta = json.loads((folder / 'meta.json').read_text())
+    meta = {key: value for key, value in (meta | changes).items() if value != 'gone'}
+    (folder / 'meta.json').write_text(json.dumps(meta))
+
+
+@pytest.mark.parametrize('starts', [[0, 9, -2 ** 62], [0, 9, 9], [1, 9, 18], [0, 9, 25]])
+def test_document_starts_that_do_not_rise_within_the_file_are_refused(prepared, starts):
+    edit_meta(prepared, checksums='gone')
+    np.array(starts, np.int64).tofile(prepared / 'train_starts.bin')
+    assert is_refused('train_starts.bin', open_tokens, str(prepared), 'train')
+
+
+def test_token_outside_the_vocabulary_is_refused(prepared):
+    edit_meta(prepared, checksums='gone', vocab_size=100)
+    assert is_refused('token 256', open_tokens, str(prepared), 'train')
+
+
+def test_dataset_without_checksums_is_read_with_a_note(prepared, capsys):
+    edit_meta(prepared, checksums='gone')
+    for split in ('train', 'val', 'train'):
+        assert len(open_tokens(str(prepared), split).starts) == 3
+    assert capsys.readouterr().out.count('before token files had checksums') == 1
+
+
+def test_large_file_is_read_through_only_where_that_is_asked_for(prepared, monkeypatch):
+    monkeypatch.setattr(tokens, 'CHECKED_AT_OPEN', 8)
+    path = prepared / 'train.bin'
+    path.write_bytes(bytes(path.stat().st_size))
+    assert Windows(str(prepared), 'train', 3).checksums == {str(prepared): None}
+    assert is_refused('train.bin', Windows, str(prepared), 'train', 3, check=True)
+
+
+@pytest.mark.parametrize('changes', [
+    {'splits': None}, {'splits': {'train': None}}, {'vocab_size': '257'}, {'dtype': 'float16'},
+    {'splits': {'train': {'tokens': 24, 'documents': -3}}}, {'dtype': None}, {'tokenizer': None},
+    {'checksums': ['x']}], ids=str)
+def test_entry_of_the_wrong_kind_in_meta_json_is_refused(prepared, changes):
+    edit_meta(prepared, **changes)
+    assert is_refused(DAMAGED, open_tokens, str(prepared), 'train')
+
+
+@pytest.mark.parametrize('name', ['meta.json', 'tokenizer_state.json'])
+def test_json_that_is_cut_changed_or_nested_too_deep_is_refused(prepared, name):
+    whole = (prepared / name).read_text()
+    for text in (whole[:-9], whole.replace('e', 'f'), '[]', '[' * 200_000):
+        (prepared / name).write_text(text)
+        assert is_refused(DAMAGED, open_tokens, str(prepared), 'train')
+
+
+def test_file_that_cannot_be_read_is_not_called_damaged(prepared):
+    (prepared / 'tokenizer_state.json').unlink()
+    (prepared / 'tokenizer_state.json').mkdir()
+    with pytest.raises(IsADirectoryError, match='tokenizer_state.json'):
+        open_tokens(str(prepared), 'train')
+
+
+def test_a_document_stays_in_its_split_when_others_come():
+    splits = [split_by_hash(f'document {i}', 0.1, 0.2) for i in range(5000)]
+    assert splits[:9] == [split_by_hash(f'document {i}', 0.1, 0.2) for i in range(9)]
+    assert splits.count('val') / 5000 == pytest.approx(0.1, abs=0.02)
+    assert splits.count('test') / 5000 == pytest.approx(0.2, abs=0.02)
+
+
+# ---------------------------------------------------------------------- sampling
+
+def numbered(folder, n_blocks, first=0, name='bytes'):
+    """A dataset whose block b is the text of number first + b: so a window tells which it is."""
+    text = ''.join(f'{first + b:04d}' for b in range(n_blocks))
+    return write(folder, [text + 'x'], name)
+
+
+def numbers(windows):
+    return [int(bytes(row.tolist())) for row in windows]
+
+
+def test_shuffling_is_one_to_one_and_keyed():
+    orders = {tuple(shuffled(97, key).tolist()) for key in (0, 1, 2 ** 64 - 1)}
+    assert len(orders) == 3 and all(sorted(order) == list(range(97)) for order in orders)
+    assert shuffled(8, 5).tolist() == [2, 4, 3, 1, 5, 0, 6, 7]  # in every version of numpy
+
+
+def test_each_block_is_seen_once_per_epoch_and_in_another_order_in_the_next(tmp_path):
+    windows = Windows(numbered(tmp_path, 97), 'train', 3, seed=1)
+    seen = numbers(np.concatenate([windows.batch(step, 8) for step in range(25)]))
+    first, second = seen[:97], seen[97:194]
+    assert sorted(first) == sorted(second) == list(range(97))
+    assert first != second and first != list(range(97))
+    assert windows.batch(0, 100).max() <= ord('9')  # the tokens past the last block are not read
+
+
+def test_batch_does_not_depend_on_how_it_is_cut_or_what_came_before(tmp_path):
+    a, b = numbered(tmp_path / 'a', 50), numbered(tmp_path / 'b', 31, first=1000)
+    windows = Windows(f'{a}:0.7,{b}:0.3', 'train', 3, seed=1)
+    for step in (0, 7, SLOTS // 16, 10 ** 12):  # the third reaches into the next cycle
+        whole = windows.batch(step, 15)
+        for n_parts in (1, 2, 15):
+            for i in range(n_parts):
+                part = windows.batch(step, 15, slice(i, None, n_parts))
+                assert (part == whole[i::n_parts]).all()
+        new = Windows(windows.dataset, 'train', 3, seed=1)
+        assert (new.batch(step, 15) == whole).all()
+        assert (np.concatenate([new.batch(3 * step + i, 5) for i in range(3)]) == whole).all()
+    assert whole.dtype == np.int64 and whole.shape == (15, 4)
+    assert windows.batch(0, 15, slice(15, None)).shape == (0, 4)
+
+
+def test_seeds_and_splits_differ(tmp_path):
+    folder = numbered(tmp_path, 97)  # train and val hold the same text here
+    orders = {tuple(numbers(Windows(folder, split, 3, seed).batch(0, 97)))
+              for split, seed in (('train', 1), ('train', 2), ('val', 1))}
+    assert len(orders) == 3
+
+
+def test_mixture_holds_its_weights_exactly_and_reads_each_source_in_epochs(tmp_path):
+    a, b = numbered(tmp_path / 'a', 400), numbered(tmp_path / 'b', 400, first=1000)
+    assert Windows(f'{a}:2, {b}:2,{a}:2', 'train', 3).slots == (3334, 3333, 3333)
+    windows = Windows(f'{a}:0.694,{b}:0.306', 'train', 3, seed=1)
+    seen = np.array(numbers(windows.batch(0, 2 * SLOTS)))
+    for cycle in (seen[:SLOTS], seen[SLOTS:]):
+        assert (cycle < 1000).sum() == 6940
+        assert (cycle[:1000] < 1000).mean() == pytest.approx(0.694, abs=0.05)
+    of_a, of_b = seen[seen < 1000], seen[seen >= 1000]
+    counts = np.unique(of_a, return_counts=True)[1]
+    assert len(counts) == 400 and counts.max() - counts.min() <= 1  # 34.7 epochs of 400 blocks
+    alone = numbers(Windows(a, 'train', 3, seed=1).batch(0, 1000))
+    assert of_a[:1000].tolist() == alone  # a mixture does not change a source's order
+    assert (of_b[:400] - 1000).tolist() != alone[:400]  # and each source has an order of its own
+
+
+def test_mixtures_that_cannot_work_are_refused(tmp_path, bpe):
+    a, b = numbered(tmp_path / 'a', 50), numbered(tmp_path / 'b', 50, name=str(bpe[1]))
+    assert is_refused('small.tiktoken', Windows, f'{a}:0.5,{b}:0.5', 'train', 3)
+    assert is_refused('hardly any', Windows, f'{a}:1,{a}:0.00001', 'train', 3)
+    for weight in ('x', '-1', '0', 'nan'):
+        assert is_refused('NAME:WEIGHT', Windows, f'{a}:1,{a}:{weight}', 'train', 3)
+    assert is_refused('202 tokens', Windows, a, 'train', 202)
+    assert len(Windows(a, 'train', 201).fixed(5)) == 1  # 202 tokens: one window, 201 predictions
+
+
+def test_evaluation_windows_are_in_order_and_evenly_spaced(tmp_path):
+    folder = numbered(tmp_path, 100)
+    for seed in (1, 2):
+        windows = Windows(folder, 'val', 3, seed)
+        assert numbers(windows.fixed(4)) == [0, 25, 50, 75]
+        assert numbers(windows.fixed(1000)) == list(range(100))
