@@ -107,8 +107,8 @@ def test_run_writes_a_picture_and_the_parts_that_the_model_has(tiny_run, tmp_pat
     model = random_model(**MODELS['kerple with DAPE'], vocab_size=257)
     state = checkpoints.checkpoint_state(model, info['tokenizer'], 0, settings=info['settings'])
     checkpoints.save(tmp_path / 'last.pt', **state)
-    out = stage_here('attention_maps', f'--out_dir={tmp_path}', '--device=cpu', '--n_samples=2',
-                     '--lengths=[32,100]', '--head=3')
+    command = f'--out_dir={tmp_path} --device=cpu --n_samples=2 --lengths=[32,100] --head=3'
+    out = stage_here('attention_maps', *command.split())
     result = json.loads((tmp_path / 'attention.json').read_text())
     assert (tmp_path / 'attention.png').stat().st_size > 10000
     assert (result['layer'], result['head'], result['dape_kernel']) == (1, 3, 3)
@@ -123,8 +123,8 @@ def test_run_writes_a_picture_and_the_parts_that_the_model_has(tiny_run, tmp_pat
 
 def test_run_at_the_default_lengths_is_the_mean_over_windows_at_the_scale(tiny_run, corpus_dir,
                                                                           tmp_path):
-    stage_here('attention_maps', f'--init_from={tiny_run}/last.pt', f'--out_dir={tmp_path}',
-               '--device=cpu', '--scale=8', '--layer=0', '--n_samples=3')
+    command = f'--init_from={tiny_run}/last.pt --out_dir={tmp_path} --device=cpu '
+    stage_here('attention_maps', *(command + '--scale=8 --layer=0 --n_samples=3').split())
     rows = json.loads((tmp_path / 'attention_scale8.json').read_text())['lengths']
     assert [row['length'] for row in rows] == [32, 128, 512]
     model, _ = checkpoints.load_model('last', tiny_run, 'cpu')  # at scale 1

@@ -8,7 +8,6 @@ import json
 import math
 import shutil
 import zlib
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,16 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training import Runs, assert_same, assert_steps, load, log_rows
 
 from configurator import run_config
-from lib import checkpoints, devices
+from lib import checkpoints
 from lib.devices import learning_rate_at
 from lib.tokens import Windows, get_tokenizer, write_corpus
 
 
 @pytest.fixture(scope='module')
 def runs(tmp_path_factory, corpus_dir):
-    with pytest.MonkeyPatch.context() as patch:  # to measure the machine takes half a second
-        patch.setattr(devices, 'matmul_flops', lambda *_: 1e12)
-        yield Runs(tmp_path_factory.mktemp('train'), corpus_dir)
+    return Runs(tmp_path_factory.mktemp('train'), corpus_dir)
 
 
 @pytest.fixture(scope='module')
@@ -37,7 +34,7 @@ def plain(runs):
 
 @pytest.fixture(scope='module')
 def rope(runs):
-    return runs.train('rope', position='rope', max_iters=3, eval_interval=1)
+    return runs.train('rope', '--position=rope --max_iters=3 --eval_interval=1')
 
 
 # ---------------------------------------------------------------------- the recipe
@@ -46,24 +43,21 @@ def test_learning_rate_warms_up_to_its_peak_and_falls_to_its_floor():
     schedule = [learning_rate_at(step, 1.0, 0.1, warmup=4, decay=24) for step in range(30)]
     assert schedule[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
     quarter = 0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2  # cos 45 degrees
-    assert [schedule[9], schedule[14]] == pytest.approx([quarter, 0.55])
-    assert schedule[24:] == [pytest.approx(0.1)] * 6
-    assert learning_rate_at(0, 1.0, 0.1, warmup=0, decay=10) == 1.0
+    assert [schedule[9], schedule[14], schedule[24]] == pytest.approx([quarter, 0.55, 0.1])
     assert learning_rate_at(10, 1.0, 0.1, warmup=10, decay=10) == 1.0  # no room for a cosine
 
 
 @pytest.mark.parametrize('files, warmup, steps', [
-    (['finetune_8k.py'], 20, 200),
-    (['finetune_8k.py', 'pi.py', 'raw.py'], 100, 1000),
-    (['finetune_8k.py', 'yarn.py', 'raw.py'], 20, 1000),
-    (['finetune_8k.py', 'raw.py', 'yarn.py'], 20, 1000),
+    ('finetune_8k', 20, 200),
+    ('finetune_8k pi raw', 100, 1000),
+    ('finetune_8k yarn raw', 20, 1000),
+    ('finetune_8k raw yarn', 20, 1000),
 ])
 def test_the_papers_recipes_compose_in_any_order(files, warmup, steps):
     recipe = {}
-    for file in files:
-        recipe |= run_config(f'config/{file}')
-    assert recipe['max_iters'] == steps
-    assert recipe['warmup_iters'] * steps == warmup
+    for file in files.split():
+        recipe |= run_config(f'config/{file}.py')
+    assert recipe['max_iters'] == steps and recipe['warmup_iters'] * steps == warmup
 
 
 def test_the_papers_model_still_learns_at_99_7_percent_of_its_peak_when_it_stops():
@@ -76,54 +70,48 @@ def test_the_papers_model_still_learns_at_99_7_percent_of_its_peak_when_it_stops
 
 
 def test_warm_up_below_1_is_a_share_of_the_steps(runs, plain):
-    share = runs.train('share', warmup_iters=0.35)  # of 12 steps: 4
-    assert_same(plain, share)
+    assert_same(plain, runs.train('share', '--warmup_iters=0.35'))  # of 12 steps: 4
 
 
 # ---------------------------------------------------------------------- what a run computes
 
 def test_training_lowers_the_loss(runs):
-    loss = log_rows(runs.train('longer', max_iters=50, eval_interval=50, lr_decay_iters=None))
+    loss = log_rows(runs.train('longer', '--max_iters=50 --eval_interval=50 --lr_decay_iters=50'))
     assert loss[1] == pytest.approx(math.log(257), abs=0.5)  # it knows nothing of 257 tokens yet
-    assert sum(loss[step] for step in range(41, 51)) / 10 < loss[1] - 1
+    assert max(loss[step] for step in range(46, 51)) < loss[1] - 1
 
 
 def test_a_run_leaves_its_log_settings_picture_and_kept_steps(runs, plain, corpus_dir):
     assert_steps(plain, 12)
     assert list(log_rows(plain, 'val_loss')) == [3, 4, 6, 9, 12]  # each third and the kept one
-    *_, row = (plain / 'log.jsonl').read_text().splitlines()
-    assert json.loads(row)['tokens'] == 12 * 4 * 32
+    assert '"tokens": 1536' in (plain / 'log.jsonl').read_text()  # 12 steps of 4 x 32
     assert (plain / 'loss.png').read_bytes().startswith(b'\x89PNG')
     last, kept = load(plain), load(plain, 'step_4.pt')
     config = json.loads((plain / 'config.json').read_text())
-    assert config == last['settings'] and config == config | TINY
-    assert (config['keep_steps'], config['grad_clip']) == ([4], 1.0)  # given, and a default
+    assert config == last['settings'] and config == config | TINY | {'grad_clip': 1.0}
     checksum = zlib.crc32((corpus_dir / 'train.bin').read_bytes())
     assert last['data'] == kept['data'] == {str(corpus_dir): f'{checksum:08x}'}
-
-    stopped = load(runs.train('four', max_iters=4))
+    stopped = load(runs.train('four', '--max_iters=4'))
     torch.testing.assert_close(kept['model'], stopped['model'], rtol=0, atol=0)
     assert kept['digest'] == stopped['digest'] != last['digest']
 
 
 def test_best_pt_holds_the_lowest_validation_loss(runs, plain):
     out_dir = runs.copy(plain, 'worse')
-    runs.resume('worse', max_iters=24, learning_rate=0.5, min_lr=0.5)
+    runs.resume('worse', '--max_iters=24 --learning_rate=0.5 --min_lr=0.5')
     val_loss, best = log_rows(out_dir, 'val_loss'), load(out_dir, 'best.pt')
     assert best['best_val_loss'] == min(val_loss.values()) == val_loss[best['step']]
-    assert best['step'] < 24
-    assert load(out_dir)['best_val_loss'] == best['best_val_loss']
+    assert best['step'] < 24 and load(out_dir)['best_val_loss'] == best['best_val_loss']
 
 
 def test_evaluation_and_micro_batches_cannot_change_training_but_another_seed_does(runs, plain):
-    often = runs.train('often', eval_interval=1, eval_windows=9, max_iters=6)
-    for step, loss in log_rows(often).items():
-        assert loss == log_rows(plain)[step]
+    often = runs.train('often', '--eval_interval=1 --eval_windows=9')
+    assert log_rows(often) == log_rows(plain)
     for size in (1, 4):
-        other = runs.train(f'micro_{size}', micro_batch_size=size)
+        other = runs.train(f'micro_{size}', f'--micro_batch_size={size}')
         for key in ('loss', 'val_loss'):
             assert log_rows(other, key) == pytest.approx(log_rows(plain, key), rel=1e-4)
-    assert log_rows(runs.train('seed', seed=1, max_iters=1))[1] != log_rows(plain)[1]
+    assert log_rows(runs.train('seed', '--seed=1 --max_iters=1'))[1] != log_rows(plain)[1]
 
 
 class Casts(TorchDispatchMode):
@@ -139,63 +127,52 @@ class Casts(TorchDispatchMode):
 
 def test_each_weight_is_cast_once_a_pass_and_stays_float32(runs):
     with Casts() as casts:
-        out_dir = runs.train('casts', dtype='bfloat16', micro_batch_size=4, max_iters=3,
-                             eval_windows=1, block_size=47, keep_steps=[])
+        out_dir = runs.train('casts', '--dtype=bfloat16 --micro_batch_size=4 --max_iters=3 '
+                                      '--eval_windows=1 --block_size=47 --keep_steps=[]')
     weights = load(out_dir)['model']
     assert {weight.dtype for weight in weights.values()} == {torch.float32}
-    for name in ('qkv', 'out'):
-        shape = tuple(weights[f'blocks.0.attn.{name}.weight'].shape)
-        assert casts.shapes.count(shape) == 2 * (3 + 1)  # layers, and steps and a validation
+    qkv = tuple(weights['blocks.0.attn.qkv.weight'].shape)
+    assert casts.shapes.count(qkv) == 2 * (3 + 1)  # layers, and steps and a validation
+
+
+EXPLODE = '--learning_rate=1e9 --min_lr=1e9 --warmup_iters=0 '
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(runs, plain):
     out_dir = runs.copy(plain, 'exploding')
-    before = (out_dir / 'last.pt').read_bytes()
-    explode = {'learning_rate': 1e9, 'min_lr': 1e9, 'warmup_iters': 0}
-    line = mistake('train', *runs.arguments('exploding', init_from='resume', max_iters=60,
-                                            log_interval=20, eval_interval=60, **explode))
+    more = EXPLODE + '--init_from=resume --max_iters=60 --log_interval=20 --eval_interval=60'
+    line = mistake('train', *runs.arguments('exploding', more))
     assert 'loss became' in line and f'{out_dir}/last.pt' in line
-    assert (out_dir / 'last.pt').read_bytes() == before
+    assert (out_dir / 'last.pt').read_bytes() == (plain / 'last.pt').read_bytes()
     assert all(math.isfinite(loss) for loss in log_rows(out_dir).values())
-    line = mistake('train', *runs.arguments('early', **explode))
+    line = mistake('train', *runs.arguments('early', EXPLODE))
     assert 'loss became' in line and 'last.pt' not in line  # there is none to go on from
 
 
 def test_a_validation_loss_too_large_for_a_perplexity_is_no_crash(runs):
     """exp(710) is more than a float holds; the loss itself is finite."""
-    out_dir = runs.train('huge', learning_rate=20, min_lr=20, warmup_iters=0, eval_interval=1,
-                         max_iters=6)
+    out_dir = runs.train('huge', '--learning_rate=20 --min_lr=20 --warmup_iters=0 --max_iters=6')
     assert max(log_rows(out_dir, 'val_loss').values()) > 710
 
 
 # ---------------------------------------------------------------------- resuming
 
 def test_runs_in_two_parts_equal_unbroken_ones(runs, plain, rope):
-    runs.train('parts', max_iters=6)
-    runs.resume('parts')
-    assert_same(plain, runs.folder / 'parts')
-    runs.resume('parts')  # it had ended
-    assert_same(plain, runs.folder / 'parts')
-    part = runs.train('rope_parts', position='rope', max_iters=1, eval_interval=1)
-    runs.resume('rope_parts', position='rope', max_iters=3, eval_interval=1)
-    assert_same(rope, part)
+    runs.train('parts', '--max_iters=6')
+    for _ in range(2):  # the second time it had ended
+        assert_same(plain, runs.resume('parts'))
+    runs.train('rope_parts', '--position=rope --max_iters=1 --eval_interval=1')
+    assert_same(rope, runs.resume('rope_parts', '--position=rope --max_iters=3 --eval_interval=1'))
 
 
 def test_resume_names_the_settings_that_changed_and_uses_them(runs, plain):
     out_dir = runs.copy(plain, 'changed')
-    runs.resume('changed', weight_decay=0.2, max_iters=13)
+    runs.resume('changed', '--weight_decay=0.2 --max_iters=13')
     assert 'weight_decay = 0.2 (was 0.1)' in runs.printed
     assert 'learning_rate =' not in runs.printed
-    group, = torch.load(out_dir / 'last.pt', weights_only=True)['optimizer']['param_groups']
+    group, = load(out_dir)['optimizer']['param_groups']
     assert group['weight_decay'] == 0.2
     assert_steps(out_dir, 13)
-
-
-@pytest.mark.parametrize('setting', ['n_layer=3', 'position=rope', 'block_size=16'])
-def test_resuming_another_model_is_refused(runs, plain, setting):
-    name, value = setting.split('=')
-    line = runs.refused('plain', init_from='resume', **{name: value})
-    assert f'{name} is {value}' in line and f'--{name}=' in line
 
 
 @pytest.fixture(scope='module')
@@ -208,26 +185,24 @@ def other_text(tmp_path_factory):
 
 def test_resuming_on_other_text_is_refused_and_on_a_copy_goes_on(runs, plain, corpus_dir,
                                                                  other_text):
-    runs.copy(plain, 'text')
-    mixture = f'{corpus_dir}:0.7,{other_text}:0.3'
-    assert_steps(runs.train('mixture', dataset=mixture, max_iters=2), 2)
-    for dataset in (other_text, mixture):
-        line = runs.refused('text', init_from='resume', dataset=dataset)
-        assert f'dataset {other_text}' in line
-    dataset = Path(shutil.copytree(corpus_dir, runs.folder / 'copied'))
-    out_dir = runs.resume('text', dataset=dataset, max_iters=13)
+    mixture = f'--dataset={corpus_dir}:0.7,{other_text}:0.3'
+    assert_steps(runs.train('mixture', f'{mixture} --max_iters=2'), 2)
+    for dataset in (f'--dataset={other_text}', mixture):
+        assert f'dataset {other_text}' in runs.refused('plain', f'--init_from=resume {dataset}')
+    out_dir, copied = runs.copy(plain, 'text'), runs.copy(corpus_dir, 'copied')
+    runs.resume('text', f'--dataset={copied} --max_iters=13')
     assert_steps(out_dir, 13)
-    shutil.copytree(other_text, dataset, dirs_exist_ok=True)  # the same folder, prepared anew
-    line = runs.refused('text', init_from='resume', dataset=dataset, max_iters=14)
-    assert f'dataset {dataset}' in line
+    shutil.copytree(other_text, copied, dirs_exist_ok=True)  # the same folder, prepared anew
+    line = runs.refused('text', f'--init_from=resume --dataset={copied}')
+    assert f'dataset {copied}' in line
 
 
 def test_checkpoint_from_before_text_was_kept_resumes_with_a_note(runs, plain):
     out_dir = runs.copy(plain, 'no_text')
-    state = torch.load(out_dir / 'last.pt', weights_only=True)
+    state = load(out_dir)
     del state['data']
     checkpoints.save(out_dir / 'last.pt', **state)
-    runs.resume('no_text', max_iters=13)
+    runs.resume('no_text', '--max_iters=13')
     assert f'{out_dir}/last.pt does not say' in runs.printed
 
 
@@ -235,67 +210,58 @@ def test_checkpoint_from_before_text_was_kept_resumes_with_a_note(runs, plain):
 
 def test_fine_tuning_starts_from_the_given_weights_at_another_block_size(runs, plain):
     """The sizes come from the checkpoint; n_layer = 4 is only train.py's default."""
-    defaults = dict.fromkeys(TINY) | {'block_size': 64}
-    out_dir = runs.train('fine', init_from=plain / 'best.pt', max_iters=3, **defaults)
+    command = f'--init_from={plain}/best.pt --max_iters=3 --block_size=64'
+    out_dir = runs.train('fine', command, sizes='')
     model, _ = checkpoints.load_model(plain / 'best.pt', None, 'cpu')
     tokens = torch.from_numpy(Windows(str(runs.dataset), 'train', 64, 1337).batch(0, 4))
     loss = model(tokens[:, :-1], tokens[:, 1:]).mean().item()
     assert log_rows(out_dir)[1] == pytest.approx(loss, rel=1e-5)
-    state = load(out_dir)
-    assert state['model_config']['block_size'] == 64 and state['model_config']['n_layer'] == 2
     config = json.loads((out_dir / 'config.json').read_text())
-    assert {name: config[name] for name in TINY} == TINY | {'block_size': 64}
-
-    line = runs.refused('fine', init_from='resume', n_layer=8, block_size=64)
-    assert 'n_layer is 8' in line
-    line = runs.refused('fine', init_from='resume', position='rope', block_size=64)
-    assert 'position is rope' in line
+    assert config == config | TINY | {'block_size': 64}
+    assert load(out_dir)['model_config'] == model.config.__dict__ | {
+        'block_size': 64, 'rope_length': 32}
+    for name, value in (('n_layer', 8), ('position', 'rope')):
+        line = runs.refused('fine', f'--init_from=resume --block_size=64 --{name}={value}')
+        assert f'{name} is {value}' in line
 
 
 def test_fine_tuning_extends_rope_by_the_ratio_of_the_lengths_and_resumes(runs, rope):
-    yarn = {'init_from': rope / 'last.pt', 'rope_scaling': 'yarn', 'block_size': 96}
-    whole = runs.train('yarn', max_iters=4, **yarn)
-    part = runs.train('yarn_in_two', max_iters=2, **yarn)
-    runs.train('yarn_in_two', max_iters=4, **yarn | {'init_from': 'resume'})
+    yarn = '--rope_scaling=yarn --block_size=96 --max_iters='
+    start = f'--init_from={rope}/last.pt {yarn}'
+    whole, part = runs.train('yarn', start + '4'), runs.train('yarn_in_two', start + '2')
+    runs.resume('yarn_in_two', yarn + '4')
     assert log_rows(part) == log_rows(whole)
-
-    def scaling_of(out_dir):
-        config = load(out_dir)['model_config']
-        return config['rope_scaling'], config['rope_length'], config['block_size']
-
-    assert scaling_of(whole) == ('yarn:3', 32, 96)
-    again = {'init_from': whole / 'last.pt', 'max_iters': 1}
-    pi = runs.train('pi', rope_scaling='pi:2.5', block_size=64, **again)
-    assert scaling_of(pi) == ('pi:2.5', 32, 64)
-    assert scaling_of(runs.train('without', rope_scaling='', **again))[0] == ''
-    assert scaling_of(runs.train('nope', position='none', **again))[0] == ''
+    assert load(whole)['model_config']['rope_scaling'] == 'yarn:3'
+    for i, (more, scaling) in enumerate((('--rope_scaling=pi:2.5 --block_size=64', 'pi:2.5'),
+                                         ('--rope_scaling=', ''), ('--position=none', ''))):
+        run = runs.train(f'yarn_{i}', f'--init_from={whole}/last.pt --max_iters=1 {more}')
+        config = load(run)['model_config']
+        assert config['rope_scaling'] == scaling and config['rope_length'] == 32
 
 
-@pytest.mark.parametrize('name, value', [
-    ('n_layer', 8), ('rope_base', 5e5), ('dape_kernel', 3), ('dape_width', 64),
-    ('position', 'kerple'), ('position', 'xl'),  # these have weights of their own
-    ('rope_scaling', 'yarn:2'),                  # the model is NoPE
+@pytest.mark.parametrize('setting', [
+    'n_layer=8', 'rope_base=5e5', 'dape_kernel=3', 'dape_width=64',
+    'position=kerple', 'position=xl',  # these have weights of their own
+    'rope_scaling=yarn:2',             # the model is NoPE
 ])
-def test_fine_tuning_refuses_what_the_model_does_not_have(runs, plain, name, value):
-    line = runs.refused('unlike', init_from=plain / 'last.pt', **{name: value})
-    assert f'{name} ' in line and str(value) in line
+def test_fine_tuning_refuses_what_the_model_does_not_have(runs, plain, setting):
+    line = runs.refused('unlike', f'--init_from={plain}/last.pt --{setting}')
+    assert f"{setting.split('=')[0]} " in line
 
 
 # ---------------------------------------------------------------------- what it refuses
 
 def test_data_of_another_tokenizer_is_refused(runs, plain, other_tokenizer):
     for name, init_from in (('plain', 'resume'), ('fine_tuned', plain / 'last.pt')):
-        line = runs.refused(name, init_from=init_from, dataset=other_tokenizer)
+        line = runs.refused(name, f'--init_from={init_from} --dataset={other_tokenizer}')
         assert 'last.pt' in line and 'th.tiktoken' in line
-    line = runs.refused('mixed', dataset=f'{runs.dataset},{other_tokenizer}')
+    line = runs.refused('mixed', f'--dataset={runs.dataset},{other_tokenizer}')
     assert 'th.tiktoken' in line
 
 
-@pytest.mark.parametrize('init_from', ['scratch', 'best.pt'])
-def test_out_dir_that_holds_a_run_is_not_overwritten(runs, plain, init_from):
-    source = init_from if init_from == 'scratch' else plain / init_from
-    line = runs.refused('plain', init_from=source)
-    assert str(plain) in line and '--out_dir=' in line
+def test_out_dir_that_holds_a_run_is_not_overwritten(runs, plain):
+    for init_from in ('scratch', plain / 'best.pt'):
+        assert '--out_dir=' in runs.refused('plain', f'--init_from={init_from}')
 
 
 def test_disk_too_small_is_refused_before_the_first_step(runs, monkeypatch):
@@ -303,17 +269,22 @@ def test_disk_too_small_is_refused_before_the_first_step(runs, monkeypatch):
     assert 'GB are free' in runs.refused('no_room')
 
 
-@pytest.mark.parametrize('name, value', [
-    ('micro_batch_size', 3), ('position', 'sinusoidal'), ('n_head', 5), ('n_kv_head', 3),
-    ('micro_batch_size', 0), ('max_iters', 0), ('learning_rate', -1.0), ('beta2', 1.0),
-    ('eval_windows', 0), ('fsdp', True), ('dataset', 'nowhere'), ('init_from', 'resume'),
-    ('dtype', 'floaty'),
+@pytest.mark.parametrize('setting', ['n_layer=3', 'position=rope', 'block_size=16'])
+def test_resuming_another_model_is_refused(runs, plain, setting):
+    line = runs.refused('plain', f'--init_from=resume --{setting}')
+    assert setting.replace('=', ' is ') in line
+
+
+@pytest.mark.parametrize('setting', [
+    'micro_batch_size=3', 'position=sinusoidal', 'n_head=5', 'n_kv_head=3', 'micro_batch_size=0',
+    'max_iters=0', 'learning_rate=-1.0', 'beta2=1.0', 'eval_windows=0', 'fsdp=True',
+    'dataset=nowhere', 'dtype=floaty',
 ])
-def test_setting_that_cannot_work_is_refused_by_name(runs, name, value):
-    line = runs.refused('bad', **{name: value})
-    assert (name if name != 'init_from' else 'last.pt') in line
+def test_setting_that_cannot_work_is_refused_by_name(runs, setting):
+    assert setting.split('=')[0] in runs.refused('bad', f'--{setting}')
     assert not (runs.folder / 'bad').exists()
 
 
-def test_window_longer_than_the_text_is_refused(runs):
-    assert '1,000,000' in runs.refused('bad', block_size=10 ** 6)
+def test_window_longer_than_the_text_and_resuming_nothing_are_refused(runs):
+    assert '1,000,000' in runs.refused('bad', '--block_size=1000000')
+    assert 'last.pt' in runs.refused('bad', '--init_from=resume')
