@@ -72,8 +72,9 @@ def main():
     mean, bound = entropy.mean((0, 1)) / unit, np.log(positions) / unit
     scales = model.head_scale.numpy(force=True)
     result = {'dataset': windows.dataset, 'split': windows.split,
-              'unit': 'bits' if bits else 'nats', 'position': positions, 'loss': loss, 'mean_entropy': mean, 'bound': bound,
-              'head_scale': scales, 'entropy': entropy / unit}
+              'unit': 'bits' if bits else 'nats', 'position': positions,
+              'loss': loss, 'mean_entropy': mean, 'bound': bound, 'head_scale': scales,
+              'entropy': entropy / unit}
 
     say(f'    position   mean entropy ({result["unit"]})   bound')
     for T in (L // 2, L, 2 * L, 4 * L, 8 * L):

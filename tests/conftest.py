@@ -36,9 +36,12 @@ def stage(name, *arguments, ranks=1, status=0):
     Run a stage of the project, `python NAME.py ARGUMENTS`, as a user does. Returns what it printed:
     (out, err).
     """
-    launcher = ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={ranks}'] if ranks > 1 else []
-    run = subprocess.run([sys.executable, *launcher, str(ROOT / f'{name}.py'), *arguments], capture_output=True,
-                         text=True, encoding='utf-8', env=os.environ | {'OMP_NUM_THREADS': '1', 'PYTHONUTF8': '1'})
+    launcher = []
+    if ranks > 1:
+        launcher = ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={ranks}']
+    command = [sys.executable, *launcher, str(ROOT / f'{name}.py'), *map(str, arguments)]
+    environment = os.environ | {'OMP_NUM_THREADS': '1', 'PYTHONUTF8': '1'}
+    run = subprocess.run(command, capture_output=True, text=True, encoding='utf-8', env=environment)
     assert run.returncode == status, f'exit status {run.returncode}\n{run.stdout}\n{run.stderr}'
     return run.stdout, run.stderr
 
@@ -52,7 +55,7 @@ def as_stage(name, arguments):
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     note.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, 'argv', [f'{name}.py', *arguments])
+        patch.setattr(sys, 'argv', [f'{name}.py', *map(str, arguments)])
         patch.setattr(sys, 'excepthook', sys.excepthook)
         # To measure the machine's matmul takes half a second.
         patch.setattr(devices, 'matmul_flops', lambda *_: 1e12)
@@ -99,9 +102,10 @@ def corpus_dir(tmp_path_factory):
     folder = tmp_path_factory.mktemp('corpus') / 'bytes'
     package = Path(email.__file__).parent
     held_out = [package / 'message.py', package / 'header.py']
-    texts = {'train': [path for path in sorted(package.glob('*.py')) if path not in held_out], 'val': held_out,
-             'test': sorted(Path(json.__file__).parent.glob('*.py'))}
-    documents = {split: [path.read_text(encoding='utf-8') for path in paths] for split, paths in texts.items()}
+    train = [path for path in sorted(package.glob('*.py')) if path not in held_out]
+    test = sorted(Path(json.__file__).parent.glob('*.py'))
+    documents = {split: [path.read_text(encoding='utf-8') for path in paths]
+                 for split, paths in (('train', train), ('val', held_out), ('test', test))}
     documents['test'].insert(1, 'import json\n')  # shorter than any window
     write_corpus(folder, get_tokenizer('bytes'), documents, workers=1)
     return folder
@@ -126,9 +130,9 @@ def tiny_run(tmp_path_factory, corpus_dir):
     """
     out_dir = tmp_path_factory.mktemp('runs') / 'tiny'
     sizes = [f'--{name}={value}' for name, value in TINY.items()]
-    stage_here('train', *sizes, f'--dataset={corpus_dir}', f'--out_dir={out_dir}', '--max_iters=20', '--batch_size=8',
-          '--micro_batch_size=8', '--learning_rate=1e-2', '--warmup_iters=5', '--eval_windows=8', '--device=cpu',
-          '--dtype=float32', '--compile=False')
+    stage_here('train', *sizes, f'--dataset={corpus_dir}', f'--out_dir={out_dir}', '--max_iters=20',
+               '--batch_size=8', '--micro_batch_size=8', '--learning_rate=1e-2', '--warmup_iters=5',
+               '--eval_windows=8', '--device=cpu', '--dtype=float32', '--compile=False')
     return out_dir
 
 

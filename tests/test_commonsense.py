@@ -12,14 +12,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers_h1 import here, mistake, random_model
+from conftest import mistake, random_model, stage_here
 
 import commonsense
 from lib.checkpoints import load_model
 from lib.generate import complete
 from lib.tokens import get_tokenizer
 
-pytest_plugins = ['helpers_h1']
 L = 32  # of the tiny models
 BYTES = get_tokenizer('bytes')
 
@@ -142,9 +141,9 @@ def test_a_whole_run_counts_as_a_plain_loop_does(tmp_path, tiny_run, tasks):
 
     (tmp_path / 'data.jsonl').write_text('\n'.join(lines * 2))
     (tmp_path / 'task.yaml').write_text(TASK % (tmp_path / 'data.jsonl'))
-    here('commonsense', f'--out_dir={tmp_path}', f'--init_from={tiny_run}/last.pt', '--scale=1.3',
-         '--device=cpu', '--dtype=float32', "--tasks=['which_comes_after']",
-         f'--task_folder={tmp_path}', '--limit=25')
+    stage_here('commonsense', f'--out_dir={tmp_path}', f'--init_from={tiny_run}/last.pt',
+               '--scale=1.3', '--device=cpu', '--dtype=float32', "--tasks=['which_comes_after']",
+               f'--task_folder={tmp_path}', '--limit=25')
     result = json.loads((tmp_path / 'commonsense_scale1.3.json').read_text())
     task = result['tasks']['which_comes_after']
     assert (task['metric'], task['questions'], result['cut']) == ('acc_norm', 25, n_cut)

@@ -9,7 +9,7 @@ import urllib.error
 import zipfile
 
 import pytest
-from helpers_h1 import ROOT, files_at_most, here, mistake
+from conftest import ROOT, files_at_most, mistake, stage_here
 
 from longbench import TASKS
 
@@ -41,7 +41,7 @@ def test_prepare_takes_the_tasks_of_the_stage():
 
 
 def test_files_of_a_folder_are_copied(folder, out):
-    here(PREPARE, folder, f'--out_dir={out}')
+    stage_here(PREPARE, folder, f'--out_dir={out}')
     assert contents(out) == contents(folder) and len(contents(out)) == 18
 
 
@@ -51,7 +51,7 @@ def test_tasks_may_come_in_data_zip_if_it_is_whole(folder, out):
         for path in folder.glob('*.jsonl'):
             archive.write(path, f'data/{path.name}')
             path.unlink()
-    here(PREPARE, folder, f'--out_dir={out}')
+    stage_here(PREPARE, folder, f'--out_dir={out}')
     assert contents(out) == expected
     whole = (folder / 'data.zip').read_bytes()
     (folder / 'data.zip').write_bytes(whole[:len(whole) // 2])
@@ -70,7 +70,7 @@ def test_nothing_is_written_of_a_folder_that_is_not_whole(folder, out):
 def test_a_full_disk_leaves_nothing(folder, out):
     (folder / 'repobench-p.jsonl').write_text('{"input": "x"}\n' * 1000)
     with files_at_most(10_000), pytest.raises(OSError):
-        here(PREPARE, folder, f'--out_dir={out}')
+        stage_here(PREPARE, folder, f'--out_dir={out}')
     assert list(out.iterdir()) == []
 
 

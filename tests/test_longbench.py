@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers_h1 import ROOT, here, mistake, stage
+from conftest import ROOT, mistake, stage, stage_here
 
 from lib.checkpoints import load_model
 from lib.generate import complete
@@ -18,7 +18,6 @@ from lib.results import paper_table
 from lib.tokens import get_tokenizer
 from longbench import TASKS, prompt_ids, rouge_l, score
 
-pytest_plugins = ['helpers_h1']
 BYTES = get_tokenizer('bytes')
 CLASSES = ['Date', 'Other location', 'Location', 'Other']
 
@@ -152,7 +151,8 @@ def arguments(tiny_run, data):
 def whole(arguments, tmp_path_factory):
     """out_dir of a run in one go, and what it printed."""
     out_dir = tmp_path_factory.mktemp('longbench')
-    return out_dir, stage('longbench', *arguments, f'--out_dir={out_dir}', '--paper=NoPE 2K')
+    out, _ = stage('longbench', *arguments, f'--out_dir={out_dir}', '--paper=NoPE 2K')
+    return out_dir, out
 
 
 def result_of(out_dir):
@@ -233,7 +233,7 @@ def test_run_killed_and_two_ranks_give_the_answers_of_one_unbroken_run(whole, ar
 def test_more_samples_or_tasks_are_added_to_those_that_are_there(whole, arguments, tmp_path):
     rows = rows_of(whole[0], 'trec')
     for tasks, n in (("['trec']", 2), ("['trec','lcc']", 4), ("['trec']", 3)):
-        here('longbench', *arguments, f'--out_dir={tmp_path}', f'--tasks={tasks}',
+        stage_here('longbench', *arguments, f'--out_dir={tmp_path}', f'--tasks={tasks}',
              f'--max_samples={n}')
         expected = 100 * sum(row['score'] for row in rows[:n]) / n
         assert result_of(tmp_path)['tasks']['trec']['score'] == round(expected, 2)
