@@ -98,6 +98,7 @@ def load(source, position=None, optimizer=True):
         raise UserError(f'{path} does not exist. Train that model first, by train.py with its '
                         'config, or name another with --out_dir= or --init_from=.')
     open(path, 'rb').close()  # for want of permission, say, this raises: the file may be whole
+    inode = path.stat().st_ino
     advice = 'Use another one: best.pt, or a kept step.'
     try:
         state = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
@@ -111,7 +112,12 @@ def load(source, position=None, optimizer=True):
                         f"{', '.join(sorted(missing))}.")
     if not optimizer:
         state.pop('optimizer', None)
-    require_checksums(path, state, advice)
+    try:
+        require_checksums(path, state, advice)
+    except UserError:
+        if path.stat().st_ino != inode:  # a run that trains on has just replaced the file
+            return load(path, position, optimizer)
+        raise
     config = config_from(state['model_config'], path)
     if config.n_layer > len(state['model']) or least_params(config) > held:
         raise UserError(f'{path} holds {held:,} weights, but its settings, such as '

@@ -90,6 +90,7 @@ def test_maps_and_first_key_equal_those_of_the_float64_matrix(monkeypatch, name)
         assert found['by_distance'][i].item() == pytest.approx(share.item(), abs=1e-5)
 
 
+@pytest.mark.filterwarnings('ignore:dape_cheat')
 @torch.no_grad()
 def test_row_chunks_change_nothing_even_where_dape_sees_later_keys(monkeypatch):
     model = random_model(position='alibi', dape_kernel=3, dape_cheat=True)

@@ -117,6 +117,18 @@ def test_a_second_run_in_the_out_dir_of_a_living_one_is_refused(runs, plain, cpu
     assert not list(out_dir.glob('*.lock'))
 
 
+def test_a_checkpoint_that_a_run_replaces_while_it_is_read_is_read_again(runs, plain, monkeypatch):
+    out_dir, require = runs.copy(plain, 'replaced'), checkpoints.require_checksums
+
+    def replace_first(path, *rest):
+        if (out_dir / 'step_4.pt').exists():
+            os.replace(out_dir / 'step_4.pt', path)
+        require(path, *rest)
+
+    monkeypatch.setattr(checkpoints, 'require_checksums', replace_first)
+    assert load(out_dir)['step'] == 4
+
+
 @pytest.mark.slow
 def test_a_run_killed_again_and_again_equals_an_unbroken_one(runs):
     """At any step, and at half of the times while a checkpoint is written."""
