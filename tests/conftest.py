@@ -193,9 +193,13 @@ def tokens(*shape, seed=1):
 
 
 def losses_and_gradients(model, windows, forward=None):
-    """The losses, and {name: gradient} of all that has one. windows: (B, T + 1) ids."""
+    """
+    The losses, and {name: gradient} of all that has one. windows: (B, T + 1) ids; forward: the
+    model compiled, say.
+    """
     model.zero_grad(set_to_none=True)
-    losses = (forward or model)(windows[:, :-1], windows[:, 1:])
+    forward = model if forward is None else forward
+    losses = forward(windows[:, :-1], windows[:, 1:])
     losses.mean().backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return losses.detach(), gradients
