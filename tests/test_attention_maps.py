@@ -5,14 +5,13 @@ conftest.py has a second time.
 $ python -m pytest tests/test_attention_maps.py
 """
 
-import dataclasses
 import json
 import math
 
 import numpy as np
 import pytest
 import torch
-from conftest import mistake, plain_position, plain_transformer, random_model, stage_here
+from conftest import mistake, plain_transformer, random_model, stage_here
 
 import attention_maps
 import kernels
@@ -29,65 +28,55 @@ MODELS = {
 }
 
 
-def plain_parts(model, tokens, layer, head):
-    """
-    {part: (T, T)} of one head in float64, lower triangle, from the layer's scaled queries and keys;
-    and all attention (n_layer, 1, H, T, T).
-    """
-    c, T, prefix = model.config, tokens.shape[1], f'blocks.{layer}.attn.'
-    with model.probe(lambda number, attention, q, k, place: (q.double(), k.double())) as seen:
-        model(tokens)
-    q, k = seen[layer]
-    k = k.repeat_interleave(c.n_head // c.n_kv_head, dim=1)
-    raw = q @ k.transpose(-1, -2) / math.sqrt(c.head_dim)
-    own, bias = {}, torch.zeros_like(raw)
-    for name, p in model.state_dict().items():
-        name = name.removeprefix(prefix).replace('position.method.', 'position.')
-        own[name] = p.double()
-    if c.position == 'kerple':
-        i = torch.arange(T, dtype=torch.float64)
-        distance = (i[:, None] - i).clamp(min=0)
-        p, a = (own[f'position.{name}'][:, None, None] for name in 'pa')
-        bias = (-p * (1 + a * distance).log())[None]
-    q, k = list(q.unbind(1)), list(k.unbind(1))
-    score = plain_position(dataclasses.replace(c, dape_kernel=0), own, raw.clone(), q, k) - bias
-    dape = plain_position(c, own, raw.clone(), q, k) - score - bias * c.dape_residual
-    attention = plain_transformer(model, tokens)[1]
-    parts = {'score': score, 'bias': bias, 'dape': dape, 'attention': attention[layer]}
-    return {part: values[0, head].tril() for part, values in parts.items()}, attention
+@torch.no_grad()
+@pytest.mark.parametrize('name', MODELS)
+def test_parts_of_one_head_are_those_of_the_float64_matrix(name):
+    T, model = 43, random_model(**MODELS[name])  # fewer than CELLS, so that a cell is one token
+    tokens = torch.randint(61, (1, T), generator=torch.Generator().manual_seed(1))
+    found = attention_maps.measure(model, tokens, layer=1, head=2)
+    whole = plain_transformer(model, tokens)[1]  # (n_layer, 1, H, T, T)
+    attention = whole[1, 0, 2]
+    torch.testing.assert_close(found['attention'].double(), attention, rtol=1e-3, atol=1e-5)
+
+    # What softmax sees is ln attention but for a constant in each row.
+    seen = found['score'] + found.get('dape', 0)
+    if 'kerple' in name:
+        p, a = (model.get_parameter(f'blocks.1.attn.position.method.{x}')[2] for x in 'pa')
+        i = torch.arange(T)
+        bias = (-p * (1 + a * (i[:, None] - i).clamp(min=0)).log()).tril()
+        torch.testing.assert_close(found['bias'].tril(), bias, rtol=1e-4, atol=1e-5)
+        seen = seen + bias * model.config.dape_residual
+    off = seen.double() - attention.log()
+    assert (off - off[:, :1]).tril().abs().max() < 1e-3
+    if 'position' not in MODELS[name] or 'kerple' in name:
+        with model.probe(lambda layer, attention, q, k, place: (q[0, 2], k[0, 1])) as of_layers:
+            model(tokens)
+        q, k = of_layers[1]
+        score = (q @ k.T / math.sqrt(model.config.head_dim)).tril()
+        torch.testing.assert_close(found['score'].tril(), score, rtol=1e-4, atol=1e-4)
+
+    first = whole[:, 0, :, T // 2:, 0].mean(-1)
+    torch.testing.assert_close(found['first_key'].double(), first, rtol=1e-3, atol=1e-5)
+    distance, late = torch.arange(T // 2, T)[:, None] - torch.arange(T), attention[T // 2:]
+    edges = [0, 1, 2, 4, 8, 16, 32, 64]
+    for share, low, high in zip(found['by_distance'], edges, edges[1:]):
+        expected = late[(distance >= low) & (distance < high)].sum() / len(late)
+        assert share.item() == pytest.approx(expected.item(), abs=1e-5)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize('name', MODELS)
-def test_maps_and_first_key_equal_those_of_the_float64_matrix(monkeypatch, name):
-    T, width, n = 43, 4, 11  # the last cell holds 3 tokens
-    monkeypatch.setattr(attention_maps, 'CELLS', n)
-    monkeypatch.setattr(kernels, 'SCORES_AT_ONCE', 4 * T * 5)  # five query rows of four heads
-    model, generator = random_model(**MODELS[name]), torch.Generator().manual_seed(1)
-    tokens = torch.randint(61, (1, T), generator=generator)
-    found = attention_maps.measure(model, tokens, layer=1, head=2)
-    parts, attention = plain_parts(model, tokens, 1, 2)
-
-    has = {'score': True, 'bias': 'kerple' in name, 'dape': 'dape_kernel' in MODELS[name]}
-    names = [part for part in has if has[part]] + ['attention']
-    assert list(found) == [*names, 'by_distance', 'first_key']
-    cell = torch.arange(T) // width
-    for part in names:
-        for row, column in ((0, 0), (5, 2), (5, 5), (10, 0), (10, 9), (10, 10)):
-            values = parts[part][cell == row][:, cell == column]
-            seen = torch.ones(T, T).tril()[cell == row][:, cell == column].sum()
-            expected = values.sum() / (len(values) if part == 'attention' else seen)
-            assert found[part][row, column].item() == pytest.approx(expected.item(), rel=1e-3,
-                                                                    abs=1e-4)
-    first = attention[:, 0, :, T // 2:, 0].mean(-1)
-    torch.testing.assert_close(found['first_key'].double(), first, rtol=1e-3, atol=1e-5)
-
-    late = parts['attention'][T // 2:]
-    distance = torch.arange(T // 2, T)[:, None] - torch.arange(T)
-    edges = [0, 1, 2, 4, 8, 16, 32, 64]
-    for i, (low, high) in enumerate(zip(edges, edges[1:])):
-        share = late[(distance >= low) & (distance < high)].sum() / len(late)
-        assert found['by_distance'][i].item() == pytest.approx(share.item(), abs=1e-5)
+def test_cells_are_means_over_keys_up_to_the_query_and_sums_of_attention(monkeypatch):
+    T, model, tokens = 43, random_model(position='kerple', dape_kernel=3), torch.arange(43)[None]
+    whole = attention_maps.measure(model, tokens, 0, 1)
+    monkeypatch.setattr(attention_maps, 'CELLS', 11)  # of 4 tokens, the last of 3
+    found = attention_maps.measure(model, tokens, 0, 1)
+    cell, seen = torch.arange(T) // 4, torch.ones(T, T).tril()
+    for part in ('score', 'bias', 'dape', 'attention'):
+        for row, column in ((0, 0), (5, 2), (5, 5), (10, 0), (10, 10)):
+            values, pairs = (x[cell == row][:, cell == column] for x in (whole[part].tril(), seen))
+            n = len(values) if part == 'attention' else pairs.sum()
+            expected = (values.sum() / n).item()
+            assert found[part][row, column].item() == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
 
 @pytest.mark.filterwarnings('ignore:dape_cheat')
