@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lib import plots
+from lib import figures, plots
 
 RESULTS = {}
 for path in sorted(Path(__file__).parents[1].glob('results/**/*.json')):
@@ -38,7 +38,7 @@ def test_every_result_draws_without_a_warning(name):
         figure = plots.PICTURES[plots.kind_of(RESULTS[name])](RESULTS[name])
         figure.draw_without_rendering()
     for axis in figure.axes:
-        assert len(plots.named_lines(axis)) <= 8
+        assert len(figures.named_lines(axis)) <= 8
         assert axis.get_legend() is None
 
 
@@ -75,7 +75,7 @@ def test_entropy_draws_its_heads_beside_it(tmp_path):
 
 
 def test_one_method_has_one_colour():
-    assert plots.color_of('NoPE, uniform scale 1.8') == plots.color_of('NoPE, scale_uniform_fit')
+    assert figures.color_of('NoPE, uniform scale 1.8') == plots.color_of('NoPE, scale_uniform_fit')
 
 
 @pytest.mark.parametrize('result', [{'stage': 'bench'}, [1]])

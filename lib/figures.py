@@ -1,0 +1,228 @@
+"""
+What all pictures share: colours, curves with their names at their ends, and axes.
+
+In every picture a method has the same colour, a curve has its name at its right end, and a dotted
+line stands at L, the length that the model was trained at.
+"""
+
+import re
+from pathlib import Path
+
+import numpy as np
+
+from lib.results import whole_file
+
+# What pictures call the position methods.
+NAMES = {
+    'none': 'NoPE',
+    'logn': 'NoPE with log-n queries',
+    'rope': 'RoPE',
+    'alibi': 'ALiBi',
+    'kerple': 'Kerple',
+    'fire': 'FIRE',
+    't5': 'T5 bias',
+    'cope': 'CoPE',
+    'xl': 'Transformer-XL',
+}
+
+# The colour of a curve belongs to the first of these patterns that its name matches. The palettes
+# are Okabe and Ito's and Paul Tol's, which colour-blind readers can tell apart.
+BLACK = '#000000'
+BLUE = '#0072B2'
+ORANGE = '#E69F00'
+SKY = '#56B4E9'
+COLORS = {
+    r'dape': '#AA4499',
+    r'alibi': '#44AA99',
+    r'kerple': '#117733',
+    r'fire': '#CC6677',
+    r'\bt5': '#661100',
+    r'\bcope': '#6699CC',
+    r'transformer-xl|relative': '#555555',
+    r'dynamic': '#332288',
+    r'ntk': '#999933',
+    r'yarn': '#882255',
+    r'\bpi': '#CC79A7',
+    r'rope': '#D55E00',
+    r'log-?n': '#888888',
+    r'every weight|full_': '#009E73',
+    r'norm|vectors|\bout\b': SKY,
+    r'uniform|scale\d': ORANGE,
+    r'as loaded|scale 1$': BLACK,
+    r'head|scale|without': BLUE,  # an ablation of head scale is called "without ..."
+    r'nope': BLACK,
+    r'': '#777777',
+}
+DASHES = ['-', '--', ':', '-.']
+MARKERS = 'os^vDPX*'  # where points are few
+MOST = 8  # rows of a table in one panel
+
+STYLE = {'font.size': 9, 'axes.titlesize': 10, 'axes.titlepad': 16, 'figure.titlesize': 11,
+         'axes.grid': True, 'grid.alpha': 0.3, 'axes.spines.top': False,
+         'axes.spines.right': False}
+
+
+# ----------------------------------------------------------------------------- figures
+
+def panels(title, n, columns, width=6.8, height=3.8):
+    """A figure of n panels, `columns` in a row, and the list of their axes. It needs no screen."""
+    import matplotlib
+    from matplotlib.figure import Figure
+    matplotlib.rcParams.update(STYLE)
+    columns = min(n, columns)
+    rows = -(-n // columns)
+    figure = Figure(figsize=(width * columns, height * rows), layout='constrained')
+    figure.suptitle(title)
+    return figure, [figure.add_subplot(rows, columns, i + 1) for i in range(n)]
+
+
+def save(figure, path):
+    """Write a figure, whole or not at all."""
+    with whole_file(path) as part:
+        figure.savefig(part, format='png', dpi=110, bbox_inches='tight')
+
+
+def curve_name(result):
+    """The position method of a result and its label, which says what was done to the model."""
+    name = NAMES.get(result['position_method'], result['position_method'])
+    if result.get('dape_kernel'):
+        name += ' + DAPE'
+    label = result.get('label') or result.get('settings', {}).get('label')
+    return f'{name}, {label}' if label else name
+
+
+def run_name(result):
+    """Which run a result is of: the curve's name and the folder of the checkpoint."""
+    checkpoint = Path(result['checkpoint'])
+    folder = checkpoint.parent if checkpoint.suffix == '.pt' else checkpoint
+    return f"{curve_name(result)} ({'/'.join(folder.parts[-3:])})"
+
+
+# ----------------------------------------------------------------------------- curves
+
+def color_of(name):
+    for pattern, color in COLORS.items():
+        if re.search(pattern, name, re.IGNORECASE):
+            return color
+
+
+def named_lines(axis):
+    """The curves of a panel. matplotlib begins the names of other lines with an underscore."""
+    return [line for line in axis.get_lines() if not line.get_label().startswith('_')]
+
+
+def curve(axis, x, y, name, error=None, color=None, **style):
+    """
+    Plot y against x in the colour of the name. Curves of one colour differ by their dashes, and
+    where points are few by their markers. error: half the length of each bar. None is left out.
+    """
+    color = color or color_of(name)
+    before = sum(line.get_color() == color for line in named_lines(axis))
+    style = {'lw': 1.6, 'ls': DASHES[before % len(DASHES)]} | style
+    if len(x) <= 12:
+        style = {'marker': MARKERS[before % len(MARKERS)], 'ms': 4} | style
+    y = np.array(y, float)
+    axis.plot(x, y, color=color, label=name, **style)
+    if error is not None:
+        axis.errorbar(x, y, np.array(error, float), fmt='none', ecolor=color)
+
+
+def running_mean(values, bins=8):
+    """
+    Means of `bins` neighbours, for a smoother curve; its positions go through it, too. A bin is
+    of L / 16 positions, so 8 of them are L / 2.
+    """
+    values = np.array(values, float)
+    if len(values) <= 2 * bins:
+        return values
+    return np.convolve(values, np.ones(bins) / bins, 'valid')
+
+
+def number(value):
+    return f'{value:,.0f}' if 1000 <= value < 1e6 else f'{value:.3g}'
+
+
+def spread(heights, gap):
+    """Sorted heights, moved apart until neighbours differ by `gap`."""
+    heights = np.array(heights)
+    for _ in range(200):
+        for i in range(len(heights) - 1):
+            overlap = max(0, gap - heights[i + 1] + heights[i])
+            heights[i] -= overlap / 2
+            heights[i + 1] += overlap / 2
+    return heights
+
+
+def label_ends(axis, values=False):
+    """
+    Write the name of each curve at its right end, and with values=True what it ends at. Points
+    above the panel become arrows at its edge, and the name then says how high the curve goes.
+    """
+    _, top = axis.set_ylim(axis.get_ylim())
+    share_of_panel = axis.transData - axis.transAxes
+    ends = []
+    for line in named_lines(axis):
+        points = line.get_xydata()
+        points = points[np.isfinite(points[:, 1])]
+        if len(points) == 0:
+            continue
+        text, highest = line.get_label(), points[:, 1].max()
+        if highest > top:
+            text += f'  ↑ {number(highest)}'
+            outside = points[points[:, 1] > top, 0]
+            axis.plot(outside, np.full(len(outside), top), '^', color=line.get_color(),
+                      clip_on=False)
+        elif values:
+            text += f'  {number(points[-1, 1])}'
+        right, height = share_of_panel.transform(points[-1])
+        ends.append((min(height, 1), right, text, line))
+
+    ends.sort(key=lambda end: end[0])
+    heights = spread([end[0] for end in ends], gap=0.065)
+    for text_height, (height, right, text, line) in zip(heights, ends):
+        leader = {'arrowstyle': '-', 'color': line.get_color(), 'ls': line.get_linestyle(),
+                  'relpos': (0, 0.5)}
+        axis.annotate(text, (right, height), (1.07, text_height), xycoords='axes fraction',
+                      textcoords='axes fraction', va='center', arrowprops=leader)
+
+
+def mark_length(axis, x, text, color='black'):
+    """A dotted vertical line with a text above the panel."""
+    axis.axvline(x, color=color, ls=':', lw=1.2)
+    axis.annotate(text, (x, 1), (0, 3), xycoords=('data', 'axes fraction'), ha='center',
+                  textcoords='offset points', fontsize=8)
+
+
+def length_axis(axis, lengths, L):
+    """A logarithmic axis with a plain number at each length, and the line at L."""
+    axis.set_xscale('log')
+    axis.set_xticks(lengths, [f'{length:g}' for length in lengths])
+    axis.minorticks_off()
+    mark_length(axis, L, f'L = {L}')
+
+
+def position_axis(axis, L, ylabel, title='', unit='tokens'):
+    """What all curves by position share: an axis from L / 4 on, and their names."""
+    last = max(line.get_xdata()[-1] for line in named_lines(axis))
+    first = min(L, last) / 4
+    ticks = [T for T in L * 2.0 ** np.arange(-12, 30) if first <= T <= 1.1 * last]
+    length_axis(axis, ticks, L)
+    axis.set(xlim=(first, max(L, last, ticks[-1])), xlabel=f'position ({unit})', ylabel=ylabel,
+             title=title)
+    label_ends(axis)
+
+
+def draw_bound(axis, position, unit='nats'):
+    """The entropy of equal weights on i positions, which no head exceeds."""
+    bound = np.log(position) if unit == 'nats' else np.log2(position)
+    curve(axis, position, bound, 'upper bound log i', color=BLACK, ls='--', lw=1)
+
+
+def loss_and_entropy(axes, curves, L, unit='nats'):
+    """Two panels by position. curves: rows of a name, its position, loss, entropy, and colour."""
+    for name, position, loss, entropy, color in curves:
+        curve(axes[0], running_mean(position), running_mean(loss), name, color=color)
+        curve(axes[1], position, entropy, name, color=color)
+    draw_bound(axes[1], position, unit)
+    position_axis(axes[0], L, 'loss (nats per token, running mean)', 'Loss')
+    position_axis(axes[1], L, f'mean attention entropy ({unit})', 'Entropy')
