@@ -88,7 +88,8 @@ def mistake(name, *arguments):
             pytest.fail(f'{name}.py {arguments} was not refused')
         except Exception as error:
             sys.excepthook(type(error), error, error.__traceback__)
-    lines = [line for line in err.getvalue().splitlines() if line.startswith(f'{name}.py: ')]
+    begins = f'{Path(name).name}.py: '
+    lines = [line for line in err.getvalue().splitlines() if line.startswith(begins)]
     assert len(lines) == 1 and 'Traceback' not in err.getvalue(), err.getvalue()
     return lines[0]
 

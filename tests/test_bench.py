@@ -81,6 +81,7 @@ def test_whole_matrix_gives_the_logits_of_our_attention(tiny):
     torch.testing.assert_close(model(idx), ours)
 
 
+@pytest.mark.slow
 def test_time_cost_table_stands_beside_the_papers(tmp_path):
     _, found = run(tmp_path, '--table=time_cost')
     rows = {row['method']: row for row in found['results']['time_cost']}
@@ -90,6 +91,7 @@ def test_time_cost_table_stands_beside_the_papers(tmp_path):
     assert rows['Kerple, whole matrix']['paper_ratio'] is None
 
 
+@pytest.mark.slow
 def test_a_profile_shows_what_the_time_goes_to(tmp_path):
     out, found = run(tmp_path, "--tasks=['train']", '--profile=True')
     operators = found['results']['train']['ours']['operators']
@@ -98,6 +100,7 @@ def test_a_profile_shows_what_the_time_goes_to(tmp_path):
     assert 'aten::mm' in operators and 'ms aten::mm' in out
 
 
+@pytest.mark.slow
 def test_growth_table_follows_the_arithmetic_of_its_limit(tmp_path):
     _, found = run(tmp_path, '--table=growth', '--contexts=[16, 32]')
     one, two = found['results']['growth']
@@ -116,6 +119,7 @@ def test_peak_memory_is_that_of_the_tensors_held_at_once(tiny):
     assert bench.peak_memory(work, tiny) == close(4 * 5e6, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_memory_of_tuning_grows_with_the_context_and_no_faster(tmp_path):
     # in shorter ones attention is a matrix
     _, found = run(tmp_path, '--table=memory', '--contexts=[8192, 16384]')
@@ -126,6 +130,7 @@ def test_memory_of_tuning_grows_with_the_context_and_no_faster(tmp_path):
     assert one['weights'] == 4 * (2 * 61 * 32 + 5 * 32 + 2 * (MATRICES + 2 * 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('given, context', [(None, 48), (16, 16)])
 def test_a_training_config_gives_the_model_and_the_command_line_stays(tmp_path, given, context):
     (tmp_path / 'like.py').write_text('block_size = 48\nn_layer = 3\nlearning_rate = 1.0')

@@ -138,6 +138,7 @@ def test_finished_task_is_not_trained_again_and_methods_stand_side_by_side(run, 
     assert 'DAPE 1x3 Kerple                        CoPE' in out
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_or_is_old_ends_as_an_unbroken_one(run, tmp_path):
     # with --eval_every=5 the first length past training is tested, not a multiple
     stage('che', *arguments(tmp_path, '--eval_interval=20', '--eval_every=5', steps=20))
@@ -161,6 +162,7 @@ def test_a_run_that_was_stopped_or_is_old_ends_as_an_unbroken_one(run, tmp_path)
     assert ours == theirs
 
 
+@pytest.mark.slow
 def test_a_task_that_another_process_trains_is_refused_and_other_tasks_are_not(tmp_path):
     long = arguments(tmp_path, '--eval_interval=1000000', steps=1000000)
     command = [sys.executable, '-u', str(ROOT / 'che.py'), *long]

@@ -35,6 +35,7 @@ def test_slope_is_per_e_fold_and_a_smoothed_value_the_mean_of_those_before():
     assert demo.smooth([4.0, 2.0, 6.0, 1.0, 3.0], 3) == pytest.approx([4, 3, 4, 3, 10 / 3])
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_what_was_trained(tmp_path):
     process = subprocess.Popen([sys.executable, ROOT / 'demo.py', f'--out_dir={tmp_path}', SMALL],
                                start_new_session=True, stdout=subprocess.PIPE, text=True)
@@ -48,6 +49,7 @@ def test_ctrl_c_leaves_what_was_trained(tmp_path):
     assert process.returncode and step >= 20 and f'SIGINT: saved step {step}' in out
 
 
+@pytest.mark.slow
 def test_report_has_the_numbers_of_the_stages(tmp_path):
     out, _ = stage('demo', f'--out_dir={tmp_path}', '--max_iters=12', '--tune_iters=2', SMALL,
                    '--n_samples=6', '--curve_samples=2',

@@ -214,6 +214,7 @@ runpy.run_path("longbench.py", run_name="__main__")
 '''
 
 
+@pytest.mark.slow
 def test_run_killed_and_two_ranks_give_the_answers_of_one_unbroken_run(whole, arguments, tmp_path):
     # It is killed in the third batch, when four of trec's five answers are there.
     arguments = [*arguments, f'--out_dir={tmp_path}']
@@ -258,7 +259,7 @@ def test_records_other_than_the_benchmarks_are_refused(arguments, data, tmp_path
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / 'lcc.jsonl').write_text(text)
     message = mistake('longbench', *arguments, f'--data={tmp_path}', "--tasks=['lcc']")
-    assert message.startswith('lcc in') and says in message
+    assert 'lcc in' in message and says in message
 
 
 @pytest.mark.parametrize('task, package', [('lcc', 'fuzzywuzzy.fuzz'), ('samsum', 'rouge')])

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from lib import figures, plots
+from lib.errors import UserError
 
 RESULTS = {}
 for path in sorted(Path(__file__).parents[1].glob('results/**/*.json')):
@@ -75,13 +76,17 @@ def test_entropy_draws_its_heads_beside_it(tmp_path):
 
 
 def test_one_method_has_one_colour():
-    assert figures.color_of('NoPE, uniform scale 1.8') == plots.color_of('NoPE, scale_uniform_fit')
+    uniform = figures.color_of('NoPE, uniform scale 1.8')
+    assert uniform == figures.color_of('NoPE, scale_uniform_fit')
 
 
 @pytest.mark.parametrize('result', [{'stage': 'bench'}, [1]])
-def test_a_result_without_a_picture_is_refused(tmp_path, result):
-    with pytest.raises(ValueError, match='x.json has no picture'):
-        plots.draw(write(tmp_path, 'x', result))
+def test_a_result_without_a_picture_is_refused(tmp_path, monkeypatch, result):
+    path = write(tmp_path, 'x', result)
+    assert plots.draw(path) == []
+    monkeypatch.setattr(plots.sys, 'argv', ['plots.py', str(path)])
+    with pytest.raises(UserError, match='x.json has no picture'):
+        plots.main()
     assert not (tmp_path / 'x.png').exists()
 
 
