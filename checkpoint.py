@@ -70,7 +70,7 @@ def load(source, position=None, optimizer=True):
     if not path.is_file():
         raise ValueError(f'{path} does not exist. Train that model first, by train.py with its config, or name another '
                          'with --out_dir= or --init_from=.')
-    open(path, 'rb').close()  # for want of permission, say, it raises OSError: the file may be whole
+    open(path, 'rb').close()  # an OSError, such as for permissions, says nothing of the content
     try:
         state = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
         missing = {'model', 'model_config', 'tokenizer', 'digest', 'step'} - set(state)
@@ -84,12 +84,14 @@ def load(source, position=None, optimizer=True):
         state.pop('optimizer', None)
     require_checksums(path, state, 'Use another one: best.pt, or a kept step.')
     try:
-        config = ModelConfig(**state['model_config'])  # an older one lacks the settings that came later
+        # an older checkpoint lacks the settings that came later: they get their defaults
+        config = ModelConfig(**state['model_config'])
     except (TypeError, ValueError) as error:
         raise ValueError(f'{path} has model settings that are not ours: {error}') from error
     if config.n_layer > len(state['model']) or config.least_params() > held:
-        raise ValueError(f'{path} holds {held:,} weights, but its settings, such as n_layer={config.n_layer} and '
-                         f'n_embd={config.n_embd}, call for {config.least_params():,} or more. Use another one.')
+        raise ValueError(f'{path} holds {held:,} weights, but its settings, such as '
+                         f'n_layer={config.n_layer} and n_embd={config.n_embd}, call for '
+                         f'{config.least_params():,} or more. Use another one.')
     return state | {'model_config': dataclasses.asdict(config)}
 
 
@@ -246,9 +248,12 @@ def read_scale_file(path, info):
     except (ValueError, OSError, RecursionError) as error:
         raise ValueError(f'{path} is not a scale file: {error}.') from None
     sets = data.get('sets', [data]) if isinstance(data, dict) else []
-    whole = isinstance(sets, list) and sets and 'weights_digest' in data and all(
-        isinstance(one, dict) and 'head_scale' in one and type(one.get('target_length')) is int for one in sets)
-    if not whole or not isinstance(data.get('tuning_tokens', 0), int | float):
+    whole = isinstance(sets, list) and sets and 'weights_digest' in data
+    whole = whole and isinstance(data.get('tuning_tokens', 0), int | float)
+    for one in sets if whole else []:
+        whole = whole and isinstance(one, dict) and 'head_scale' in one
+        whole = whole and type(one.get('target_length')) is int
+    if not whole:
         raise ValueError(f'{path} is not a scale file: it needs head_scale, weights_digest and target_length.')
     sets = {one['target_length']: vectors_from_json(one, path, info) for one in sets}
     if data['weights_digest'] != info['digest']:

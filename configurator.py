@@ -70,7 +70,7 @@ def configure(scope):
     Raises ValueError or FileNotFoundError naming the file or key that is wrong.
     """
     sys.excepthook = report
-    if hasattr(sys.stdout, 'reconfigure'):  # or printing a file name that is not UTF-8 would end the stage
+    if hasattr(sys.stdout, 'reconfigure'):  # or a file name that is not UTF-8 could not be printed
         sys.stdout.reconfigure(errors='backslashreplace')
     stage, known, found = Path(scope['__file__']), settings(scope), []
     if {'-h', '--help'} & set(sys.argv):  # the file's docstring, and the lines from the first setting to the last

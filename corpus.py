@@ -139,7 +139,8 @@ class HFTokenizer:
 
     def encode_ordinary(self, text):
         # as a batch of one: unlike encode() it keeps no offsets, and lets other threads run
-        return self.tokenizer.encode_batch_fast([without_half_pairs(text)], add_special_tokens=False)[0].ids
+        texts = [without_half_pairs(text)]
+        return self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)[0].ids
 
     def decode(self, ids):
         """The text of ids, special tokens such as <s> left out; decode_bytes() shows them."""
@@ -385,7 +386,7 @@ class TokenFile:
 def open_tokens(dataset, split, check=False):
     """
     dataset: the name of a folder in data/, or the path of one; split: 'train', 'val' or 'test'. Returns a TokenFile.
-    check: True compares a large file with its checksum too, which takes a second for each GB or two.
+    check: True compares a large file with its checksum too, which takes about a second a GB.
     Raises FileNotFoundError if it is not prepared or has no such split, ValueError if a file is damaged.
     """
     folder = ROOT / 'data' / dataset
@@ -415,8 +416,8 @@ def open_tokens(dataset, split, check=False):
     tokens = map_array(folder / f'{split}.bin', dtype, n_tokens)
     starts = map_array(folder / f'{split}_starts.bin', np.dtype(np.int64), n_documents)
     if starts[0] != 0 or starts[-1] >= n_tokens or (starts[1:] <= starts[:-1]).any():
-        raise ValueError(f'{folder}/{split}_starts.bin is damaged: where documents start must rise from 0 to less than '
-                         f'{n_tokens:,}. Prepare the dataset again.')
+        raise ValueError(f'{folder}/{split}_starts.bin is damaged: where documents start must rise '
+                         f'from 0 to less than {n_tokens:,}. Prepare the dataset again.')
     data = TokenFile(tokens, starts, meta, state)
     if check or tokens.nbytes < CHECKED_AT_OPEN:
         data.checksum = require_whole(folder, split, data)
@@ -427,30 +428,34 @@ def require_whole(folder, split, data):
     """The checksum of a split's tokens. Raises ValueError if a file is not what was written."""
     checksums = data.meta.get('checksums', {})
     if not checksums:
-        note(f'{folder} was prepared before token files had checksums: damage to it may go unnoticed.')
+        note(f'{folder} was prepared before token files had checksums: '
+             'damage to it may go unnoticed.')
     if data.tokens.nbytes >= CHECKED_AT_OPEN:
-        note(f'reading {folder}/{split}.bin through, {data.tokens.nbytes / 1e9:.1f} GB, to find damage')
+        gigabytes = data.tokens.nbytes / 1e9
+        note(f'reading {folder}/{split}.bin through, {gigabytes:.1f} GB, to find damage')
     found, highest = read_through(folder / f'{split}.bin', data.tokens.dtype)
     if highest >= data.meta['vocab_size']:
-        raise ValueError(f'{folder}/{split}.bin is damaged: it has token {highest}, but the vocabulary ends before '
-                         f"{data.meta['vocab_size']}. Prepare the dataset again.")
+        raise ValueError(f'{folder}/{split}.bin is damaged: it has token {highest}, but the '
+                         f"vocabulary ends before {data.meta['vocab_size']}. "
+                         'Prepare the dataset again.')
     starts_found, _ = read_through(folder / f'{split}_starts.bin', data.starts.dtype)
     for name, checksum in ((f'{split}.bin', found), (f'{split}_starts.bin', starts_found)):
         if checksums and checksums.get(name) != checksum:
-            raise ValueError(f'{folder}/{name} is damaged: its checksum is {checksum}, by meta.json it should be '
-                             f'{checksums.get(name)}. Prepare the dataset again.')
+            raise ValueError(f'{folder}/{name} is damaged: its checksum is {checksum}, by '
+                             f'meta.json it should be {checksums.get(name)}. '
+                             'Prepare the dataset again.')
     return found
 
 
 def read_through(path, dtype):
-    """CRC-32 of a file of numbers, as 8 hex digits, and the highest of them; read again only once it has changed."""
+    """CRC-32 of a file of numbers, as 8 hex digits, and the highest of them."""
     stat = path.stat()
     return read_version(path, dtype, stat.st_size, stat.st_mtime_ns, stat.st_ino)
 
 
 @functools.lru_cache(maxsize=64)
 def read_version(path, dtype, *version):
-    """read_through() of one version of a file: a stage may open the same one for each length and row of a table."""
+    """read_through() of a version of a file: stages open the same one for each row of a table."""
     checksum, highest = 0, 0
     with open(path, 'rb') as file:
         while part := file.read(16 * MIB):
@@ -507,7 +512,8 @@ class Windows:
     Training and evaluation windows of a dataset, or of a mixture by weight such as 'slimpajama:0.694,starcoder:0.306',
     of which val and test are the first source's.
     A window is a block of block_size + 1 consecutive tokens, that is block_size predictions; blocks do not overlap.
-    check: as in open_tokens(); checksums: {source: checksum of its tokens}, by which its text can be told from others.
+    check: as in open_tokens(). checksums: {source: checksum of its tokens}, which tells its text
+    from others.
     """
 
     def __init__(self, dataset, split, block_size, seed=0, check=False):
@@ -515,7 +521,7 @@ class Windows:
         parts = dataset.split(',') if split == 'train' else dataset.split(',')[:1]  # others may have no such split
         names, weights = zip(*(parse_part(part) for part in parts), strict=True)
         sources = [open_tokens(name, split, check) for name in names]
-        self.checksums = {name: source.checksum for name, source in zip(names, sources, strict=True)}
+        self.checksums = {name: source.checksum for name, source in zip(names, sources)}
         first, self.blocks = sources[0], []
         for name, source in zip(names, sources, strict=True):
             if source.meta['tokenizer_digest'] != first.meta['tokenizer_digest']:

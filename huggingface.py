@@ -62,8 +62,8 @@ def read_config(source):
     if path.with_name('last.pt').is_file():
         raise ValueError(f'{source} is a run of train.py. Name its checkpoint: --init_from={source}/last.pt.')
     if not path.is_file():
-        raise ValueError(f'{source} has no config.json. Give the folder of a Hugging Face model, or last, best or a '
-                         'checkpoint file of ours.')
+        raise ValueError(f'{source} has no config.json. Give the folder of a Hugging Face model, '
+                         'or last, best or a checkpoint file of ours.')
     try:
         config = json.loads(path.read_text(encoding='utf-8'))
         return DEFAULTS.get(config.get('model_type'), {}) | config
@@ -118,15 +118,21 @@ def our_config(config, source, position=None):
     position = position or ('rope' if has_rope else 'none')
     rope = rope_config(config, source) if position == 'rope' else {}
     try:
-        return ModelConfig(**sizes, n_kv_head=config['num_key_value_heads'] or sizes['n_head'], position=position,
-                           tied=config['tie_word_embeddings'], norm_eps=config['rms_norm_eps'], **rope)
+        return ModelConfig(**sizes, n_kv_head=config['num_key_value_heads'] or sizes['n_head'],
+                           position=position, tied=config['tie_word_embeddings'],
+                           norm_eps=config['rms_norm_eps'], **rope)
     except ValueError as error:
         raise ValueError(f'config.json of {source}: {error}') from error
 
 
 def same_in_all(layers, kind, n_layer):
-    """True if `layers` lists that kind for each layer. No list is made for it: n_layer may be any number."""
-    return isinstance(layers, list) and len(layers) == n_layer and all(layer == kind for layer in layers)
+    """
+    True if `layers` lists that kind for each layer. n_layer may be any number that a config.json
+    says, so no list of that length is made to compare with.
+    """
+    if not isinstance(layers, list) or len(layers) != n_layer:
+        return False
+    return all(layer == kind for layer in layers)
 
 
 def rope_config(config, source):
@@ -178,8 +184,9 @@ def weight_files(folder):
         raise ValueError(f'{folder} has neither model.safetensors nor pytorch_model.bin. Put the weights there.')
     for name in names:
         if Path(name).name != name:
-            raise ValueError(f"{index} names '{name}', which is not a file of its own folder. Get it again.")
-        if not (folder / name).is_file():  # a missing one, or a device such as /dev/zero, which has no end
+            raise ValueError(f"{index} names '{name}', which is not a file of its own folder. "
+                             'Get it again.')
+        if not (folder / name).is_file():  # it may be a device, such as /dev/zero, which has no end
             raise ValueError(f'{folder / name} is missing or not a file of weights. Get it again.')
     return [folder / name for name in names]
 
@@ -189,7 +196,7 @@ def read_weights(folder):
     tensors = {}
     for path in weight_files(folder):
         safetensors = optional('safetensors') if path.suffix == '.safetensors' else None
-        with open(path, 'rb') as file:  # an OSError, such as for permissions, names the file by itself
+        with open(path, 'rb') as file:  # an OSError, such as for permissions, names the file
             is_zip = file.read(4) == b'PK\x03\x04'
         try:
             if safetensors:
@@ -217,8 +224,8 @@ def our_state(tensors, c, source):
         return weight.float() if weight.dim() == 1 else weight
 
     if c.n_layer > len(tensors):
-        raise ValueError(f'config.json of {source} calls for {c.n_layer} layers, but its weights are only '
-                         f'{len(tensors)} tensors. Do both belong together?')
+        raise ValueError(f'config.json of {source} calls for {c.n_layer} layers, but its weights '
+                         f'are only {len(tensors)} tensors. Do both belong together?')
     table, state = tensor_table(c), {}
     # head scales, as the paper's own code keeps them: of all layers, or of none
     scales = [f'model.layers.{i}.self_attn.scale_param' for i in range(c.n_layer)]
@@ -268,7 +275,8 @@ def load_folder(source, position=None):
     try:
         c = our_config(config, source, position)
     except (TypeError, AttributeError) as error:  # such as null where a number or a list should be
-        raise ValueError(f'config.json of {source} has an entry of the wrong kind: {error}. Get it again.') from error
+        raise ValueError(f'config.json of {source} has an entry of the wrong kind: {error}. '
+                         'Get it again.') from error
     folder = model_files(source)
     tokenizer, tensors = load_tokenizer(folder, c.vocab_size), read_weights(folder)
     if position is None and config['model_type'] == 'llama':
@@ -474,18 +482,21 @@ def load_foreign(source, dtype=torch.float32):
     """A Foreign model, and the rest of a checkpoint as in load_folder(). dtype: of its weights."""
     auto, folder = optional('transformers').AutoModelForCausalLM, model_files(source)
     optional('transformers.utils.logging').disable_progress_bar()
-    tensors = read_weights(folder)  # mapped; transformers itself checks neither their files nor their checksums
+    tensors = read_weights(folder)  # mapped; transformers checks neither names nor checksums
     held = sum(tensor.numel() for tensor in tensors.values())
     try:
-        config = optional('transformers').AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        sizes = {name: getattr(config, name, 0) for name in ('num_hidden_layers', 'hidden_size', 'vocab_size')}
+        configs = optional('transformers').AutoConfig
+        config = configs.from_pretrained(folder, trust_remote_code=False)
+        names = ('num_hidden_layers', 'hidden_size', 'vocab_size')
+        sizes = {name: getattr(config, name, 0) for name in names}
         too_large = sizes['num_hidden_layers'] > len(tensors) or max(sizes.values()) > held
     except Exception as error:
-        raise ValueError(f'transformers cannot read config.json of {source} ({type(error).__name__}: {error}). '
+        raise ValueError(f'transformers cannot read config.json of {source} '
+                         f'({type(error).__name__}: {error}). '
                          'Choose another checkpoint, or get its files again.') from error
     if too_large:
-        raise ValueError(f'config.json of {source} calls for {sizes}, but its weights are {len(tensors)} tensors of '
-                         f'{held:,} numbers in all. Do both belong together?')
+        raise ValueError(f'config.json of {source} calls for {sizes}, but its weights are '
+                         f'{len(tensors)} tensors of {held:,} numbers. Do both belong together?')
     del tensors
     try:
         model, report = auto.from_pretrained(folder, dtype=dtype, local_files_only=True, trust_remote_code=False,

@@ -70,7 +70,7 @@ class ModelConfig:
 
 
     def least_params(self):
-        """Parameters that a model of these sizes has at least: a position method and norms add more."""
+        """Parameters that a model of these sizes has at least: norms and positions add more."""
         C, kv = self.n_embd, self.n_embd // self.n_head * self.n_kv_head
         layer = 2 * C * (C + kv) + 3 * C * self.n_hidden
         layer += 2 * self.dape_kernel * self.dape_width * self.n_head

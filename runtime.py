@@ -455,8 +455,8 @@ def require_memory(n_bytes, what):
     if hasattr(os, 'sysconf'):
         memory = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
         if n_bytes > memory:
-            raise ValueError(f'{what} takes {n_bytes / 1e9:,.2f} GB of memory, but this machine has '
-                             f'{memory / 1e9:,.2f} GB. Choose a smaller one.')
+            raise ValueError(f'{what} takes {n_bytes / 1e9:,.2f} GB of memory, but this machine '
+                             f'has {memory / 1e9:,.2f} GB. Choose a smaller one.')
 
 
 @functools.cache
@@ -482,7 +482,10 @@ def checksum_of(storage):
 
 
 def written_checksums(path):
-    """{(bytes, CRC-32)} of the records that torch.save() wrote to a zip file. Raises BadZipFile if it is damaged."""
+    """
+    {(bytes, CRC-32)} of the records that torch.save() wrote to a zip file. Raises BadZipFile for
+    damage to what leads to them.
+    """
     with zipfile.ZipFile(path) as archive, open(path, 'rb') as file:
         entries = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
         ends = [entry.header_offset for entry in entries[1:]] + [archive.start_dir]

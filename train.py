@@ -152,16 +152,21 @@ def resume_differences(old, new):
 
 
 def require_same_data(old, new):
-    """Refuse to resume on other text. old, new: {source: checksum of its tokens}; older checkpoints have None."""
+    """
+    Refuse to resume on other text. old, new: {source: checksum of its tokens}, None in checkpoints
+    from before that was kept.
+    """
     if old is None:
-        note(f'{out_dir}/last.pt does not say which text it was trained on; it is taken to be the same')
+        note(f'{out_dir}/last.pt does not say which text it was trained on; '
+             'it is taken to be the same')
         return
     for one, other in (new, old), (old, new):
         for name, checksum in one.items():
             if checksum not in other.values():
-                raise ValueError(f'dataset {name} has other tokens now than when {out_dir}/last.pt was trained, or was '
-                                 'not part of it then. Prepare it as it was, or train into another --out_dir=, with '
-                                 f'--init_from={out_dir}/last.pt.')
+                last = f'{out_dir}/last.pt'
+                raise ValueError(f'dataset {name} has other tokens now than when {last} was made, '
+                                 'or was not part of it then. Prepare it as it was, or train into '
+                                 f'another --out_dir= with --init_from={last}.')
 
 
 def finetune_position(config):
@@ -219,7 +224,8 @@ def main(given=()):
     state = None
     if init_from == 'scratch':
         config = ModelConfig(vocab_size=train_windows.vocab_size, **{k: run_settings[k] for k in MODEL_SETTINGS})
-        require_memory(4 * config.least_params(), f'a model of n_layer={n_layer}, n_embd={n_embd}, n_hidden={n_hidden}')
+        require_memory(4 * config.least_params(),  # in float32
+                       f'a model of n_layer={n_layer}, n_embd={n_embd}, n_hidden={n_hidden}')
         model = Transformer(config).init_weights()
     else:
         path = Path(out_dir, 'last.pt') if init_from == 'resume' else init_from
@@ -308,8 +314,8 @@ def main(given=()):
         weights = unsharded(raw_model.state_dict())
         if runtime.is_main:
             checkpoint.save(Path(out_dir, name), **checkpoint.model_state(
-                raw_model, tokenizer, step, weights, best_val_loss=best_val_loss, settings=run_settings,
-                data=train_windows.checksums, **more))
+                raw_model, tokenizer, step, weights, best_val_loss=best_val_loss,
+                settings=run_settings, data=train_windows.checksums, **more))
 
     def stop_run(what):
         last_path = Path(out_dir, 'last.pt')

@@ -197,8 +197,8 @@ def first_scale(init_scale, folder, info, target_length):
     except (LookupError, TypeError, ValueError):
         whole = False
     if not whole:
-        raise ValueError(f'{path} needs lengths and best_by_length, a number above 0 for each. Make it again, with '
-                         'tune_scale.py --method=uniform.')
+        raise ValueError(f'{path} needs lengths and best_by_length, a number above 0 for each. '
+                         'Make it again, with tune_scale.py --method=uniform.')
     if target_length > max(lengths):
         print(f"{path} ends at {max(data['lengths'])} tokens: tuning for {target_length} starts from its last scale")
     return float(np.interp(math.log(target_length), np.log(lengths), scales))

@@ -404,10 +404,11 @@ def test_model_settings_that_are_not_those_of_the_weights_are_refused(out_dir, c
         checkpoint.load_model(out_dir / 'odd.pt', None, 'cpu')
 
 
-@pytest.mark.parametrize('changes', [{'model': None}, {'model': [1]}, {'model': {'w': 1}}, {'model_config': None}],
-                         ids=str)
+@pytest.mark.parametrize('changes', [
+    {'model': None}, {'model': [1]}, {'model': {'w': 1}}, {'model_config': None}], ids=str)
 def test_entry_of_the_wrong_kind_in_a_checkpoint_is_refused(out_dir, changes):
-    checkpoint.save(out_dir / 'odd.pt', **torch.load(out_dir / 'last.pt', weights_only=True) | changes)
+    state = torch.load(out_dir / 'last.pt', weights_only=True)
+    checkpoint.save(out_dir / 'odd.pt', **state | changes)
     with pytest.raises(ValueError, match='odd.pt'):
         checkpoint.load(out_dir / 'odd.pt')
 
@@ -443,11 +444,13 @@ def test_file_that_is_no_scale_file_is_refused(tmp_path, loaded, text):
 
 
 @pytest.mark.parametrize('changes', [
-    {'sets': None}, {'sets': 5}, {'sets': [5]}, {'sets': [None]}, {'sets': {}}, {'target_length': None},
-    {'target_length': '64'}, {'target_length': [64]}, {'norm': None}, {'norm': [1]}, {'norm': {'norm.weight': None}},
-    {'norm': {'norm.weight': 5}}, {'norm': {'norm.weight': ['a'] * 16}}, {'norm': {'norm.weight': [[1.0]] * 16}},
-    {'norm': {'norm.weight': [math.nan] * 16}}, {'head_scale': None}, {'head_scale': {}}, {'head_gain': None},
-    {'head_scale': [[10 ** 400] * 4] * 2}, {'tuning_tokens': 'many'}], ids=lambda changes: str(changes)[:40])
+    {'sets': None}, {'sets': 5}, {'sets': [5]}, {'sets': [None]}, {'sets': {}},
+    {'target_length': None}, {'target_length': '64'}, {'target_length': [64]},
+    {'norm': None}, {'norm': [1]}, {'norm': {'norm.weight': None}}, {'norm': {'norm.weight': 5}},
+    {'norm': {'norm.weight': ['a'] * 16}}, {'norm': {'norm.weight': [[1.0]] * 16}},
+    {'norm': {'norm.weight': [math.nan] * 16}}, {'head_scale': None}, {'head_scale': {}},
+    {'head_gain': None}, {'head_scale': [[10 ** 400] * 4] * 2}, {'tuning_tokens': 'many'}],
+    ids=lambda changes: str(changes)[:40])
 def test_entry_of_the_wrong_kind_in_a_scale_file_is_refused(tmp_path, loaded, changes):
     path, (model, info) = tmp_path / 'odd.json', loaded
     checkpoint.save_scale(path, info, {64: scale_set(SCALES)}, 'head')

@@ -171,7 +171,9 @@ def test_tokenizer_file_that_is_not_utf8_is_named(tmp_path, name):
         get_tokenizer(str(tmp_path / name))
 
 
-@pytest.mark.parametrize('text', ['[' * 200_000, '{"eos_token": [1]}', '{"eos_token": 5}', '[]', 'null'])
+@pytest.mark.parametrize('text', [
+    '[' * 200_000, '{"eos_token": [1]}', '{"eos_token": 5}', '[]', 'null'],
+    ids=lambda text: text[:20])
 def test_odd_tokenizer_config_is_named(tmp_path, text):
     path = hf_json(tmp_path)
     (tmp_path / 'tokenizer_config.json').write_text(text)
@@ -306,7 +308,8 @@ def test_bit_that_flips_in_a_token_file_is_refused(prepared, name):
         with pytest.raises(ValueError, match=f'{name} is damaged'):
             open_tokens(str(prepared), 'train')
     (prepared / name).write_bytes(whole)
-    assert open_tokens(str(prepared), 'train').checksum == f'{zlib.crc32((prepared / "train.bin").read_bytes()):08x}'
+    checksum = zlib.crc32((prepared / 'train.bin').read_bytes())
+    assert open_tokens(str(prepared), 'train').checksum == f'{checksum:08x}'
 
 
 def edit_meta(folder, **changes):
@@ -315,7 +318,8 @@ def edit_meta(folder, **changes):
     (folder / 'meta.json').write_text(json.dumps(meta))
 
 
-@pytest.mark.parametrize('starts', [[0, 9, -2 ** 62], [0, 9, 9], [0, 18, 9], [1, 9, 18], [0, 9, 25]])
+@pytest.mark.parametrize('starts', [
+    [0, 9, -2 ** 62], [0, 9, 9], [0, 18, 9], [1, 9, 18], [0, 9, 25]])
 def test_document_starts_that_do_not_rise_within_the_file_are_refused(prepared, starts):
     edit_meta(prepared, checksums='gone')
     np.array(starts, np.int64).tofile(prepared / 'train_starts.bin')
@@ -333,7 +337,7 @@ def test_dataset_without_checksums_is_read_with_a_note(prepared, capsys):
     edit_meta(prepared, checksums='gone')
     for split in ('train', 'val', 'train'):
         assert len(open_tokens(str(prepared), split).starts) == 3
-    assert capsys.readouterr().out.count(f'{prepared} was prepared before token files had checksums') == 1
+    assert capsys.readouterr().out.count(f'{prepared} was prepared before') == 1
 
 
 def test_large_file_is_read_through_only_where_that_is_asked_for(prepared, monkeypatch, capsys):
@@ -348,10 +352,11 @@ def test_large_file_is_read_through_only_where_that_is_asked_for(prepared, monke
 
 
 @pytest.mark.parametrize('changes', [
-    {'splits': None}, {'splits': {'train': None}}, {'splits': {'train': {'tokens': None, 'documents': 3}}},
-    {'splits': {'train': {'tokens': 24, 'documents': -3}}}, {'vocab_size': None}, {'vocab_size': '257'},
-    {'dtype': None}, {'dtype': 'object'}, {'dtype': 'float16'}, {'tokenizer': None}, {'checksums': None},
-    {'checksums': ['x']}], ids=str)
+    {'splits': None}, {'splits': {'train': None}},
+    {'splits': {'train': {'tokens': None, 'documents': 3}}},
+    {'splits': {'train': {'tokens': 25, 'documents': -3}}},
+    {'vocab_size': None}, {'vocab_size': '257'}, {'dtype': None}, {'dtype': 'object'},
+    {'dtype': 'float16'}, {'tokenizer': None}, {'checksums': None}, {'checksums': ['x']}], ids=str)
 def test_entry_of_the_wrong_kind_in_meta_json_is_refused(prepared, changes):
     edit_meta(prepared, **changes)
     with pytest.raises(ValueError, match='meta.json or tokenizer_state.json is damaged'):

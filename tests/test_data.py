@@ -160,13 +160,15 @@ def test_file_named_for_val_and_for_test_is_refused(tmp_path):
 
 def test_file_of_one_line_is_refused_before_work_where_it_must_be_cut(tmp_path):
     (tmp_path / 'one.txt').write_text('word ' * 1000)
-    (tmp_path / 'two.txt').write_text('word ' * 900 + '\n' + 'word ' * 100)  # no line begins in the last part
+    # no line begins in the last part of the second
+    (tmp_path / 'two.txt').write_text('word ' * 900 + '\n' + 'word ' * 100)
     out = f'--out_dir={tmp_path}/out'
     for name in ('one.txt', 'two.txt'):
         line = refused('text', tmp_path / name, out, '--tokenizer=bpe:300')
         assert f'{tmp_path / name} cannot be cut for' in line and '_fraction=0' in line
     assert not (tmp_path / 'out').exists()
-    prepared('text', tmp_path / 'out', tmp_path / 'one.txt', '--val_fraction=0', '--test_fraction=0')
+    options = '--val_fraction=0', '--test_fraction=0'
+    prepared('text', tmp_path / 'out', tmp_path / 'one.txt', *options)
     assert texts(tmp_path / 'out', 'train') == ['word ' * 1000]
 
 
@@ -212,7 +214,8 @@ def test_text_that_cannot_be_read_is_named(tmp_path):
     assert 'latin.txt is not UTF-8: byte 3,001 is 0xe4' in refused('text', tmp_path / 'latin.txt', out)
     deep = '[' * 100_000
     for line, complaint in ((deep, 'line 2, is not JSON'),
-                            ('{"body": "x", "id": 1}', "line 2, has no text in 'text', but the fields body, id"),
+                            ('{"body": "x", "id": 1}',
+                             "line 2, has no text in 'text', but the fields body, id"),
                             ('{"text": ', 'line 2, is not JSON'), ('[1]', 'but list')):
         (tmp_path / 'x.jsonl').write_text('{"text": "fine"}\n' + line)
         assert complaint in refused('text', tmp_path / 'x.jsonl', out, '--val_fraction=0', '--test_fraction=0')

@@ -7,7 +7,6 @@ $ python -m pytest tests/test_eval_ppl.py
 import base64
 import json
 import math
-import shutil
 
 import numpy as np
 import pytest
@@ -320,8 +319,10 @@ def test_table_leaves_out_rows_whose_files_are_missing_and_says_so(tiny_run, tmp
 
 
 def test_rows_may_have_data_sets_of_their_own(tiny_run, corpus_dir, tmp_path):
-    shutil.copytree(corpus_dir, tmp_path / 'other')
-    np.fromfile(tmp_path / 'other/test.bin', np.uint16)[::-1].tofile(tmp_path / 'other/test.bin')
+    data = open_tokens(str(corpus_dir), 'test')
+    backwards = [bytes(data.tokens[start:end][::-1].tolist()).decode('latin-1')
+                 for start, end in documents(data)]
+    write_corpus(tmp_path / 'other', get_tokenizer('bytes'), {'test': backwards})
     row = {'name': 'here', 'init_from': f'{tiny_run}/last.pt'}
     (tmp_path / 'table.py').write_text(f"table = {[row, row | {'name': 'there', 'dataset': f'{tmp_path}/other'}]}")
     (tmp_path / 'out').mkdir()

@@ -223,7 +223,7 @@ def test_a_tokenizer_comes_along(tmp_path):
 
 @contextlib.contextmanager
 def memory_at_most(n_bytes):
-    """The process can ask for so much address space more, no further; where /proc tells how much it has."""
+    """The process can ask for so much address space more, where /proc tells how much it has."""
     if not Path('/proc/self/statm').exists():
         yield
         return
@@ -269,21 +269,25 @@ def test_what_our_model_does_not_do_is_refused_by_name(tmp_path, changes, messag
 
 @pytest.mark.parametrize('changes', [
     {'num_hidden_layers': 10 ** 9}, {'hidden_size': 10 ** 9}, {'vocab_size': 10 ** 15},
-    {'num_key_value_heads': 'two'}, {'rms_norm_eps': 'small'}, {'rms_norm_eps': None}, {'tie_word_embeddings': None},
-    {'rope_parameters': 'yes'}, {'rope_parameters': [1]}, {'rope_parameters': ROPE | {'rope_type': ['linear']}},
+    {'num_key_value_heads': 'two'}, {'rms_norm_eps': 'small'}, {'rms_norm_eps': None},
+    {'tie_word_embeddings': None}, {'rope_parameters': 'yes'}, {'rope_parameters': [1]},
+    {'rope_parameters': ROPE | {'rope_type': ['linear']}},
     {'rope_parameters': ROPE | {'rope_type': 'linear', 'factor': 'four'}},
-    {'rope_parameters': {'rope_theta': 'high'}}, {'layer_types': 5}, {'layer_types': ['sliding_attention'] * 2},
-    {'head_dim': 'x'}, {'original_max_position_embeddings': 'x', 'rope_parameters': YARN}], ids=str)
+    {'rope_parameters': {'rope_theta': 'high'}}, {'layer_types': 5},
+    {'layer_types': ['sliding_attention'] * 2}, {'head_dim': 'x'},
+    {'original_max_position_embeddings': 'x', 'rope_parameters': YARN}], ids=str)
 def test_sizes_no_machine_holds_and_entries_of_the_wrong_kind_are_refused(tmp_path, changes):
     """Before memory is asked for: a list of 10^9 layers alone would take 8 GB."""
     llama(tmp_path)
     edit_config(tmp_path, **changes)
-    with memory_at_most(2 ** 30), pytest.raises(ValueError, match=f'config.json of {tmp_path}|calls for'):
+    named = f'config.json of {tmp_path}|calls for'
+    with memory_at_most(2 ** 30), pytest.raises(ValueError, match=named):
         huggingface.load_folder(str(tmp_path), 'rope')
 
 
-@pytest.mark.parametrize('text', ['[' * 200_000, '{"model_type": ["llama"]}', 'null', '5', '{"model_type": {}}'],
-                         ids=lambda text: text[:20])
+@pytest.mark.parametrize('text', [
+    '[' * 200_000, '{"model_type": ["llama"]}', 'null', '5', '{"model_type": {}}'],
+    ids=lambda text: text[:20])
 def test_config_json_of_another_kind_is_named(tmp_path, text):
     llama(tmp_path)
     (tmp_path / 'config.json').write_text(text)
@@ -293,7 +297,8 @@ def test_config_json_of_another_kind_is_named(tmp_path, text):
 
 def test_bit_that_flips_in_pickled_weights_is_refused(tmp_path):
     llama(tmp_path)
-    weights, path = safetensors_torch.load_file(tmp_path / 'model.safetensors'), tmp_path / 'pytorch_model.bin'
+    weights = safetensors_torch.load_file(tmp_path / 'model.safetensors')
+    path = tmp_path / 'pytorch_model.bin'
     (tmp_path / 'model.safetensors').unlink()
     torch.save(weights, path)
     content = bytearray(path.read_bytes())
@@ -305,7 +310,7 @@ def test_bit_that_flips_in_pickled_weights_is_refused(tmp_path):
 
 @pytest.fixture
 def sharded(tmp_path):
-    """A folder of weights in shards, and a function that puts another name for one of them into its index."""
+    """A folder of weights in shards, and a function that renames one of them in its index."""
     folder = tmp_path / 'shards'
     stock(folder, transformers.LlamaConfig(**SIZES), max_shard_size='20KB')
     index = folder / 'model.safetensors.index.json'
@@ -318,11 +323,13 @@ def sharded(tmp_path):
     return folder, rename
 
 
-@pytest.mark.parametrize('name', ['../other.safetensors', '{tmp}/other.safetensors', 'deep/x.safetensors',
-                                  '..', '.', '', '/dev/zero', None, 5])
+@pytest.mark.parametrize('name', [
+    '../other.safetensors', '{tmp}/other.safetensors', 'deep/x.safetensors', '..', '.', '',
+    '/dev/zero', None, 5])
 def test_index_that_leads_out_of_its_folder_is_refused(sharded, tmp_path, name):
     folder, rename = sharded
-    safetensors_torch.save_file({'lm_head.weight': torch.zeros(260, 64)}, tmp_path / 'other.safetensors')
+    weights = {'lm_head.weight': torch.zeros(260, 64)}
+    safetensors_torch.save_file(weights, tmp_path / 'other.safetensors')
     shutil.copytree(folder, folder / 'deep')
     shutil.copy(tmp_path / 'other.safetensors', folder / 'deep/x.safetensors')
     rename(name.format(tmp=tmp_path) if isinstance(name, str) else name)
@@ -335,7 +342,8 @@ def test_link_to_a_device_is_refused(sharded, suffix):
     folder, rename = sharded
     (folder / f'x.{suffix}').symlink_to('/dev/zero')
     rename(f'x.{suffix}')
-    with memory_at_most(2 ** 30), pytest.raises(ValueError, match=f'x.{suffix} is missing or not a file'):
+    named = f'x.{suffix} is missing or not a file'
+    with memory_at_most(2 ** 30), pytest.raises(ValueError, match=named):
         huggingface.load_folder(str(folder), 'rope')
     (folder / 'config.json').unlink()
     (folder / 'config.json').symlink_to('/dev/zero')
@@ -726,8 +734,9 @@ def test_other_models_say_what_they_cannot_do(tmp_path):
         huggingface.load_foreign(str(tmp_path))
 
 
-@pytest.mark.parametrize('changes', [{'n_layer': 10 ** 9}, {'hidden_size': 10 ** 9}, {'vocab_size': 10 ** 15},
-                                     {'n_layer': 'two'}, {'vocab_size': None}], ids=str)
+@pytest.mark.parametrize('changes', [
+    {'n_layer': 10 ** 9}, {'hidden_size': 10 ** 9}, {'vocab_size': 10 ** 15}, {'n_layer': 'two'},
+    {'vocab_size': None}], ids=str)
 def test_sizes_of_other_models_that_no_machine_holds_are_refused(tmp_path, changes):
     foreign(tmp_path, 'bloom')
     edit_config(tmp_path, **changes)
@@ -741,8 +750,9 @@ def test_bit_that_flips_in_pickled_weights_of_other_models_is_refused(tmp_path):
     path = tmp_path / 'pytorch_model.bin'
     torch.save(weights, path)
     huggingface.load_foreign(str(tmp_path))
+    weight = weights['transformer.h.1.mlp.dense_h_to_4h.weight']
     content = bytearray(path.read_bytes())
-    content[content.index(weights['transformer.h.1.mlp.dense_h_to_4h.weight'].numpy().tobytes())] ^= 4
+    content[content.index(weight.numpy().tobytes())] ^= 4
     path.write_bytes(content)
     with pytest.raises(ValueError, match='pytorch_model.bin is damaged'):
         huggingface.load_foreign(str(tmp_path))

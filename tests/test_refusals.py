@@ -43,7 +43,8 @@ FILES = [  # of files that are damaged, odd or not what they should be
     ('train', ['--dataset={flipped_corpus}', *NEW_RUN], 'val.bin'),
     ('train', ['--dataset={corpus},{flipped_train}', *NEW_RUN], 'train.bin'),
     ('train', ['--dataset={corpus}', '--n_layer=100000000', *NEW_RUN], 'n_layer=100000000'),
-    ('train', ['--dataset={corpus}', '--init_from={flipped_run}/last.pt', *NEW_RUN], 'flipped_run/last.pt'),
+    ('train', ['--dataset={corpus}', '--init_from={flipped_run}/last.pt', *NEW_RUN],
+     'flipped_run/last.pt'),
 ]
 
 READ = ['--out_dir={run}', '--device=cpu', '--dtype=float32']
@@ -96,7 +97,8 @@ def test_a_mistake_is_refused_in_one_line_that_names_it(tiny_run, corpus_dir, tm
     (run / 'passkey.jsonl').write_text('{}\n{"item": 0}\n{"item": 1, "len\n{"item": 2}\n')
     (run / 'sizes.py').write_text('n_embd = 64\n')
     places = {'run': run, 'corpus': corpus_dir, 'tmp': tmp_path}
-    for name, whole, files in (('flipped_run', run, ['last.pt']), ('flipped_train', corpus_dir, ['train.bin']),
+    for name, whole, files in (('flipped_run', run, ['last.pt']),
+                               ('flipped_train', corpus_dir, ['train.bin']),
                                ('flipped_corpus', corpus_dir, ['val.bin', 'test.bin'])):
         places[name] = shutil.copytree(whole, tmp_path / name)
         for file in files:

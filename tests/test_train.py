@@ -309,20 +309,22 @@ def test_resuming_on_other_text_is_refused(runs, plain, corpus_dir, other_text, 
     name = f'other_text_{len(mixture)}'
     runs.copy(plain, name)
     dataset = mixture.format(corpus=corpus_dir, other=other_text)
-    line = runs.refused(name, init_from='resume', dataset=dataset, micro_batch_size=2, keep_steps=[4, 7])
-    assert f'dataset {other_text} has other tokens' in line and f'{runs.folder / name}/last.pt' in line
+    line = runs.refused(name, init_from='resume', dataset=dataset, micro_batch_size=2)
+    assert f'dataset {other_text} has other tokens' in line
+    assert f'{runs.folder / name}/last.pt' in line
 
 
-def test_resuming_after_the_same_folder_was_prepared_from_other_text_is_refused(runs, corpus_dir, other_text):
+def test_resuming_after_the_data_were_prepared_anew_is_refused(runs, corpus_dir, other_text):
     dataset = Path(shutil.copytree(corpus_dir, runs.folder / 'anew'))
     runs.train('anew_run', dataset=dataset, max_iters=1, lr_decay_iters=2)
     shutil.copytree(other_text, dataset, dirs_exist_ok=True)
-    line = runs.refused('anew_run', dataset=dataset, max_iters=2, lr_decay_iters=2, init_from='resume')
+    line = runs.refused('anew_run', dataset=dataset, max_iters=2, init_from='resume')
     assert f'dataset {dataset} has other tokens' in line
 
 
 def test_resuming_where_a_copy_of_the_same_text_lies_goes_on(runs, plain, corpus_dir):
-    out_dir, copied = runs.copy(plain, 'moved'), shutil.copytree(corpus_dir, runs.folder / 'moved_data')
+    out_dir = runs.copy(plain, 'moved')
+    copied = shutil.copytree(corpus_dir, runs.folder / 'moved_data')
     runs.train('moved', dataset=copied, micro_batch_size=2, max_iters=13, init_from='resume')
     assert list(log_rows(out_dir)) == list(range(1, 14))
 

@@ -331,8 +331,9 @@ def test_start_is_interpolated_in_ln_of_the_length(tuned, tmp_path):
     assert found == pytest.approx([1.0, 1.2, 1.4, 1.6])
     assert first_scale(1.35, tmp_path, info, 64) == 1.35
     for lengths in ([32, 64], 'many', None, [], [32, 64, 0], [[32], [64], [128]]):
-        checkpoint.save_scale(tmp_path / 'scale_uniform.json', info, {128: scale_set(np.ones((2, 4)))}, 'uniform',
-                              lengths=lengths, best_by_length=[1.0, 1.2, 1.6])
+        sets, best = {128: scale_set(np.ones((2, 4)))}, [1.0, 1.2, 1.6]
+        checkpoint.save_scale(tmp_path / 'scale_uniform.json', info, sets, 'uniform',
+                              lengths=lengths, best_by_length=best)
         with pytest.raises(ValueError, match='scale_uniform.json needs lengths and best_by_length'):
             first_scale('uniform', tmp_path, info, 64)
 

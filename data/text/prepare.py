@@ -2,7 +2,8 @@
 Your own text: UTF-8 files of any kind and .jsonl with a text field, also gzipped (.gz), and folders of them.
 A file, or a line of .jsonl, is a document; a hash of its path, or of the line, says whether it goes to train, val or
 test. Of a single plain text file the end is cut off for val and test. Splits of your own are taken as they are: a
-folder with subfolders train/, val/ and test/, or --val="['FILE_OR_FOLDER']". What is named there goes nowhere else.
+folder with subfolders train/, val/ and test/, or --val="['FILE_OR_FOLDER']".
+What is named for val or test goes nowhere else.
 
 $ python data/text/prepare.py book.txt                                           # a token per byte
 $ python data/text/prepare.py corpus/ more.jsonl.gz --name=mine --tokenizer=bpe:8192   # a BPE trained on it
@@ -95,11 +96,12 @@ def decode(data, path, offset):
 
 
 def require_lines(path, parts):
-    """Raise ValueError unless a line begins in each part but the first: a file is cut between lines."""
+    """Raise ValueError unless a line begins in each part but the first: lines are not cut."""
     for split, (begin, end) in parts.items():
         if 0 < begin < end and next(read_lines(path, begin, end), None) is None:
-            raise ValueError(f'{path} cannot be cut for {split}: no line begins between {begin:.0%} and {end:.0%} of '
-                             f'it. Break it into lines, set --{split}_fraction=0, or name another file for {split}.')
+            raise ValueError(f'{path} cannot be cut for {split}: no line begins between '
+                             f'{begin:.0%} and {end:.0%} of it. Break it into lines, '
+                             f'set --{split}_fraction=0, or name another file for {split}.')
 
 
 def text_pieces(path, begin=0.0, end=1.0):
