@@ -20,11 +20,11 @@ bench: $(DEV)
 
 test: $(DEV)
 	$(PYTHON) -m ruff check .
-	$(PYTHON) -m pytest -n 2
+	$(PYTHON) -m pytest -n 2 --dist loadfile
 
 test-all: $(DEV)
 	$(PYTHON) -m ruff check .
-	$(PYTHON) -m pytest -n 2 -m ''
+	$(PYTHON) -m pytest -n 2 --dist loadfile -m ''
 
 .venv/ready: requirements.txt
 	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo 'python3 must be 3.11 or newer: make PYTHON=...'; exit 1; }
