@@ -136,7 +136,7 @@ class Transformer(nn.Module):
         if config.tied:
             self.head.weight = self.embed.weight
         for block in self.blocks:
-            block.attn.position.share(self.blocks[0].attn.position)
+            block.attn.position.share_weights(self.blocks[0].attn.position)
 
     def init_weights(self, generator=None):
         """

@@ -82,7 +82,7 @@ class NoPE(nn.Module):
     def prepare(self, place):
         """Put into `place` what all layers share."""
 
-    def share(self, first):
+    def share_weights(self, first):
         """Take from the first layer's method the weights that all layers share."""
 
     def turn(self, q, k, place):
@@ -293,7 +293,7 @@ class T5Bias(Bias):
         self.table = nn.Parameter(nn.init.xavier_normal_(torch.empty(32, config.n_head)))
         self.factor = math.sqrt(config.head_dim)
 
-    def share(self, first):
+    def share_weights(self, first):
         self.table = first.table
 
     def bias(self, i, j):
@@ -396,8 +396,8 @@ class DAPE(FromScores):
         self.first = nn.Conv2d(channels, width, (1, self.kernel), padding=(0, 2 * pad))
         self.second = nn.Conv2d(width, H, (1, self.kernel), padding=(0, pad))
 
-    def share(self, first):
-        self.method.share(first.method)
+    def share_weights(self, first):
+        self.method.share_weights(first.method)
 
     def scores(self, q, k, i, j):
         scores, bias = self.similarity(q, k, i, j), self.bias(i, j)
