@@ -101,7 +101,8 @@ def measure(model, tokens, layer, head):
 
 def measure_length(run, windows, at):
     """The result's entry for windows of one length: means over them."""
-    samples = torch.from_numpy(windows.fixed(n_samples)[:, None, :-1]).to(run.runtime.device)
+    samples = windows.evenly_spaced(n_samples)[:, None, :-1]
+    samples = torch.from_numpy(samples).to(run.runtime.device)
     with torch.no_grad(), run.runtime.autocast():
         found = [measure(run.model, window, at, head) for window in samples]
     mean = {}

@@ -53,7 +53,7 @@ def measure_entropy(model, windows, n_samples, batch_tokens, bin_width, runtime)
         return bin_means(both.cpu().numpy(), bin_width)[1]
 
     T = windows.block_size
-    samples = windows.fixed(n_samples)
+    samples = windows.evenly_spaced(n_samples)
     rows = runtime.over_windows(samples, batch_tokens, measure, f'entropy at {T}')
     positions, means = bin_means(np.zeros(T), bin_width)[0], rows.mean(0)
     return positions, means[0], means[1:].reshape(-1, model.config.n_head, len(positions))

@@ -170,7 +170,7 @@ def positions(run, sizes):
     between({'lengths': sizes[-1]}, L // 16, 'lengths')  # the width of a bin
     windows = run.windows(sizes[-1])
     # They may overlap, but no token is scored twice at one length.
-    samples = windows.fixed(n_samples, spacing=n_last)
+    samples = windows.evenly_spaced(n_samples, spacing=n_last)
     losses = run.runtime.over_windows(
         samples, batch_tokens, lambda inputs, targets: by_position(run.model, inputs, targets)[0],
         f'{sizes[-1]} positions')
@@ -233,7 +233,7 @@ def checked_last(last, L, sizes):
 
 def last_tokens(run, sizes):
     K, L = checked_last(last, run.L, sizes), run.L
-    samples = run.windows(sizes[-1]).fixed(n_samples, spacing=K)
+    samples = run.windows(sizes[-1]).evenly_spaced(n_samples, spacing=K)
     rows = evaluate_last(run.model, samples, sizes, K, L, batch_tokens, run.runtime)
     say = run.runtime.print
     say(f'  length   ppl of the last {K}    Delta P of the last {L}: the context before them')

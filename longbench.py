@@ -216,8 +216,8 @@ def main():
     folder = Path(data) if Path(data).is_dir() else ROOT / data
     asked = {name: read_task(folder, name) for name in TASKS if name in (tasks or TASKS)}
     run = Run(settings(globals()))
-    length, made_with = context or run.L, identity(run.model, run.scale, run.info)
-    made_with |= {'beams': beams, 'context': length, 'dtype': str(run.runtime.dtype)}
+    length, depends_on = context or run.L, identity(run.model, run.scale, run.info)
+    depends_on |= {'beams': beams, 'context': length, 'dtype': str(run.runtime.dtype)}
     for name, task in asked.items():
         if length < task.max_new_tokens + 2:  # a first and a last token
             raise UserError(f'A context of {length} tokens leaves {name} no room for a prompt: its '
@@ -227,7 +227,7 @@ def main():
     results = {}
     for name, task in asked.items():
         answers = Answers(f"{run.path('longbench')}/{name}.jsonl",
-                          made_with | {'data': task.digest}, run.runtime)
+                          depends_on | {'data': task.digest}, run.runtime)
         results[name] = answer_task(run, name, task, length, answers)
     scores = {name: result['score'] for name, result in results.items()}
     theirs = {paper: {name: table[paper][name] for name in scores}} if paper else {}

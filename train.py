@@ -246,7 +246,8 @@ def main(given=()):
 
     # data
     windows = Windows(dataset, 'train', block_size, seed, check=runtime.is_main)
-    val_tokens = Windows(dataset, 'val', block_size, seed, runtime.is_main).fixed(eval_windows)
+    val_windows = Windows(dataset, 'val', block_size, seed, check=runtime.is_main)
+    val_tokens = val_windows.evenly_spaced(eval_windows)
 
     # model
     raw_model, state, chosen = open_model(windows, settings(globals()), given, runtime)

@@ -86,7 +86,7 @@ def curves(model, windows, n_samples, batch_tokens, runtime, label=None):
         heads = entropy[..., -tail:].mean(-1).transpose(0, 1).flatten(1)  # (B, n_layer * H)
         return torch.cat((losses, entropy.mean((0, 2)), heads), dim=1)
 
-    T, samples = windows.block_size, windows.fixed(n_samples)
+    T, samples = windows.block_size, windows.evenly_spaced(n_samples)
     rows = runtime.over_windows(samples, batch_tokens, measure, label).mean(0)
     return rows[:T], rows[T:2 * T], rows[2 * T:].reshape(-1, model.config.n_head)
 
@@ -138,8 +138,8 @@ def search_uniform(model, windows, scales, L, runtime):
             of_scale, mean_entropy, _ = curves(model, windows, *what)
             entropy.append(bin_means(mean_entropy, L // 16)[1])
         else:
-            of_scale = runtime.over_windows(windows.fixed(n_samples), batch_tokens, model, what[-1])
-            of_scale = of_scale.mean(0)
+            samples = windows.evenly_spaced(n_samples)
+            of_scale = runtime.over_windows(samples, batch_tokens, model, what[-1]).mean(0)
             entropy.append(None)
         position, binned = bin_means(of_scale, L // 16)
         loss.append(binned)

@@ -24,7 +24,7 @@ def accuracy(model, inputs, targets):
 def main():
     run, rows = Run(settings(globals())), []
     for T in lengths:
-        samples = run.windows(T).fixed(n_samples)
+        samples = run.windows(T).evenly_spaced(n_samples)
         shares = run.runtime.over_windows(samples, 16384, lambda x, y: accuracy(run.model, x, y))
         run.runtime.print(f'{T:8d} tokens: {shares.mean():.1%}')
         rows.append({'length': T, 'accuracy': shares.mean()})

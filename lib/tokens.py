@@ -681,7 +681,7 @@ class Windows:
             windows.append(self.blocks[s][shuffled(len(self.blocks[s]), key)[i]])
         return np.array(windows, np.int64).reshape(-1, self.block_size + 1)
 
-    def fixed(self, n, spacing=None):
+    def evenly_spaced(self, n, spacing=None):
         """
         For evaluation: n windows evenly spaced over the split, in order, or fewer if they would
         start less than `spacing` tokens apart (None: no overlap). Returns (n, block_size + 1)

@@ -83,7 +83,7 @@ def measure(model, info, dataset, s, runtime):
                                    s.batch_tokens, runtime)
         return rows
     windows = open_windows(info, dataset, s.split, s.lengths[-1])
-    samples = windows.fixed(s.n_samples, spacing=s.last)
+    samples = windows.evenly_spaced(s.n_samples, spacing=s.last)
     return evaluate_last(model, samples, s.lengths, s.last, model.config.block_size,
                          s.batch_tokens, runtime)
 

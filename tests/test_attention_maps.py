@@ -118,7 +118,7 @@ def test_run_at_the_default_lengths_is_the_mean_over_windows_at_the_scale(tiny_r
     rows = json.loads((tmp_path / 'attention_scale8.json').read_text())['lengths']
     assert [row['length'] for row in rows] == [32, 128, 512]
     model, _ = checkpoints.load_model('last', tiny_run, 'cpu')  # at scale 1
-    windows, found = torch.from_numpy(Windows(str(corpus_dir), 'test', 128).fixed(3)), []
+    windows, found = torch.from_numpy(Windows(str(corpus_dir), 'test', 128).evenly_spaced(3)), []
     for window in windows:
         maps = attention_maps.measure(model, window[None, :-1], 0, 0)
         found.append(maps['score'][63].numpy())

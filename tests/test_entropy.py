@@ -31,7 +31,7 @@ def test_measure_entropy_equals_the_plain_model_bin_by_bin(cpu, tiny_run, corpus
     model, _ = checkpoints.load_model('last', tiny_run, 'cpu')
     model.head_scale = torch.linspace(0.5, 6, 8).view(2, 4)
     windows = Windows(str(corpus_dir), 'test', 90)
-    tokens = torch.from_numpy(windows.fixed(5))
+    tokens = torch.from_numpy(windows.evenly_spaced(5))
     losses = plain_losses(model, tokens).mean(0)[:88].view(22, 4)  # the last two fill no bin
     expected = plain_entropy(model, tokens)[..., :88].unflatten(-1, (22, 4)).mean(-1)
     position, loss, entropy = measure_entropy(model, windows, 5, 200, 4, cpu)
@@ -72,7 +72,7 @@ def test_run_in_bits_reports_the_float64_matrix_over_ln_2(tiny_run, corpus_dir, 
         assert (tmp_path / f'{name}_mine.png').stat().st_size > 1000
 
     model.head_scale = SCALES
-    tokens = torch.from_numpy(Windows(str(corpus_dir), 'test', 128).fixed(3))
+    tokens = torch.from_numpy(Windows(str(corpus_dir), 'test', 128).evenly_spaced(3))
     bits = (plain_entropy(model, tokens).unflatten(-1, (64, 2)).mean(-1) / math.log(2)).numpy()
     np.testing.assert_allclose(result['entropy'], bits, atol=1e-4)
     np.testing.assert_allclose(result['mean_entropy'], bits.mean((0, 1)), atol=1e-4)

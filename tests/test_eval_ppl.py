@@ -136,7 +136,7 @@ def run(tiny_run, tmp_path, corpus_dir):
     model, _ = checkpoints.load_model('last', tiny_run, 'cpu')
 
     def losses(n, T, spacing, scale=1.0):
-        windows = Windows(str(corpus_dir), 'test', 128).fixed(n, spacing)
+        windows = Windows(str(corpus_dir), 'test', 128).evenly_spaced(n, spacing)
         windows = torch.from_numpy(windows[:, :T + 1])
         return plain_losses(model, windows, torch.full((2, 4), scale)).numpy()
 
@@ -195,7 +195,7 @@ def test_each_position_is_read_by_the_scale_set_of_the_pass_that_ends_nearest(ru
 def test_last_tokens_and_the_gain_from_context_equal_a_plain_computation(run, tiny_run,
                                                                          corpus_dir):
     result, out, _ = run('--protocol=last --n_samples=7 --lengths=[32,64,128] --last=40')
-    windows = torch.from_numpy(Windows(str(corpus_dir), 'test', 128).fixed(7, spacing=40))
+    windows = torch.from_numpy(Windows(str(corpus_dir), 'test', 128).evenly_spaced(7, spacing=40))
     model, _ = checkpoints.load_model('last', tiny_run, 'cpu')
 
     def ppl(T, n):

@@ -67,7 +67,7 @@ def test_row_shows_the_best_of_its_candidates(run, tiny_run, corpus_dir, cpu, ca
 def test_table_of_last_tokens(run, tiny_run, corpus_dir, cpu, capsys):
     rows = run({'name': 'asked', 'paper': 'Kerple'}, {'name': 'wide', 'scale': 2.0},
                protocol='last', n_samples=7)
-    samples = Windows(str(corpus_dir), 'test', 128).fixed(7, spacing=32)
+    samples = Windows(str(corpus_dir), 'test', 128).evenly_spaced(7, spacing=32)
     for row, scale in zip(rows, (1, 2)):
         model, _ = load_model('last', tiny_run, 'cpu')
         model.head_scale = scale

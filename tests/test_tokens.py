@@ -437,12 +437,13 @@ def test_mixtures_that_cannot_work_are_refused(tmp_path, bpe):
     for weight in ('x', '-1', '0', 'nan'):
         assert is_refused('NAME:WEIGHT', Windows, f'{a}:1,{a}:{weight}', 'train', 3)
     assert is_refused('202 tokens', Windows, a, 'train', 202)
-    assert len(Windows(a, 'train', 201).fixed(5)) == 1  # 202 tokens: one window, 201 predictions
+    # 202 tokens: one window, 201 predictions
+    assert len(Windows(a, 'train', 201).evenly_spaced(5)) == 1
 
 
 def test_evaluation_windows_are_in_order_and_evenly_spaced(tmp_path):
     folder = numbered(tmp_path, 100)
     for seed in (1, 2):
         windows = Windows(folder, 'val', 3, seed)
-        assert numbers(windows.fixed(4)) == [0, 25, 50, 75]
-        assert numbers(windows.fixed(1000)) == list(range(100))
+        assert numbers(windows.evenly_spaced(4)) == [0, 25, 50, 75]
+        assert numbers(windows.evenly_spaced(1000)) == list(range(100))

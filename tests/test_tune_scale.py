@@ -150,7 +150,7 @@ def test_fit_equals_a_hand_calculation():
 def test_uniform_search_equals_brute_force(cpu, recipe, model, corpus_dir):
     windows, scales = Windows(str(corpus_dir), 'val', 128), np.array([0.3, 0.5, 1, 1.7, 3, 5, 9])
     search = search_uniform(model, windows, scales.tolist(), 32, cpu)
-    tokens, losses, entropy = torch.from_numpy(windows.fixed(6)), [], []
+    tokens, losses, entropy = torch.from_numpy(windows.evenly_spaced(6)), [], []
     for scale in scales:
         of_heads = torch.full((2, 4), scale)
         losses.append(plain_losses(model, tokens, of_heads).mean(0))
