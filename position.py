@@ -5,9 +5,11 @@ NoPE adds nothing: the causal mask alone tells positions apart. Every other meth
 one of its verbs changed:
   prepare     what is computed once before the first layer: RoPE's angles.
   turn        changes q and k before they meet: RoPE turns both by an angle that grows with the
-              position, so that q_i . k_j depends on i - j; log-n scaling lengthens later queries.
-  bias        a function of the positions, added to the scores: ALiBi, Kerple, FIRE, T5.
-  similarity  the scores before any bias: CoPE and Transformer-XL add what depends on the query too.
+              position, so that q_i . k_j depends on i - j; log-n scaling, SSMax, log-beta and
+              Llama 4's temperature lengthen later queries.
+  bias        a function of the positions, added to the scores: ALiBi, NAPE, Kerple, FIRE, T5.
+  similarity  the scores before any bias: CoPE and Transformer-XL add what depends on the query too;
+              the adaptive temperature sharpens the rows that spread out.
   scores      what softmax sees, made of the last two: DAPE reads both as a feature map and adds
               what a small network makes of it.
   attend      softmax attention over these scores; by default a fused kernel.
@@ -34,9 +36,11 @@ from kernels import later
 @dataclass(kw_only=True)
 class Settings:
     """The settings of all methods; every stage that trains has them, too."""
-    position: str = 'none'      # none (NoPE), rope, logn, alibi, kerple, fire, t5, cope or xl
+    position: str = 'none'      # none (NoPE), rope, logn, ssmax, logbeta, llama4, alibi, nape,
+    #                             kerple, fire, t5, cope, xl or adaptive
     rope_base: float = 10000.0  # of RoPE: the slowest pair turns once in 2 pi rope_base tokens
     rope_scaling: str = ''      # extension of RoPE, such as yarn:4; '' for none
+    rope_share: float = 1.0     # share of the pairs that RoPE turns, the fastest ones
     dape_kernel: int = 0        # DAPE on top of the method: 1, 3, 5 ... keys wide; 0 for none
     dape_width: int = 32        # channels between its two convolutions
     dape_residual: bool = True  # add the bias itself too: Eq. (3) of DAPE V2, not (2)
@@ -48,6 +52,8 @@ class Settings:
                              f"Choose one of: {', '.join(METHODS)}.")
         if not 1 < self.rope_base < math.inf:
             raise ValueError(f'rope_base is {self.rope_base}; it must be above 1, such as 10000.')
+        if not 0 <= self.rope_share <= 1:
+            raise ValueError(f'rope_share is {self.rope_share}; it must be from 0 to 1.')
         if parse_scaling(self.rope_scaling)[0] and self.position != 'rope':
             raise ValueError(f'rope_scaling {self.rope_scaling} extends RoPE, '
                              f"but position is '{self.position}'.")
@@ -172,12 +178,16 @@ def rotate(x, cos, sin):
 
 
 class RoPE(NoPE):
-    """Turns q_i and k_j by angles proportional to i and j, so that q_i . k_j depends on i - j."""
+    """
+    Turns q_i and k_j by angles proportional to i and j, so that q_i . k_j depends on i - j. With a
+    rope_share below 1 the slowest pairs stay as they are: p-RoPE (Barbero et al. 2024).
+    """
 
     def __init__(self, config):
         super().__init__(config)
         self.D, self.L = config.head_dim, config.trained_length
         self.base, self.scaling = config.rope_base, config.rope_scaling
+        self.n_turned = round(config.rope_share * (self.D // 2))  # pairs
         self.needs_equal_lengths = self.scaling.startswith('dynamic')
 
     def prepare(self, place):
@@ -186,6 +196,7 @@ class RoPE(NoPE):
         device = place.i.device if place.i.device.type != 'mps' else 'cpu'  # mps has no float64
         frequency, factor = rope_frequencies(self.D, self.base, self.scaling, self.L, place.total,
                                              device)
+        frequency[self.n_turned:] = 0
         frequency = frequency.to(device=place.i.device, dtype=torch.float32)
         angle = place.i.float()[..., None, :, None] * frequency              # (1, T, D/2)
         place.rotation = angle.cos() * factor, angle.sin() * factor
@@ -194,16 +205,70 @@ class RoPE(NoPE):
         return rotate(q, *place.rotation), rotate(k, *place.rotation)
 
 
-class LogN(NoPE):
+class QueryFactor(NoPE):
+    """A method that multiplies the query at position i by factor(i) and changes nothing else."""
+
+    def factor(self, i):
+        """i: (1, T), or (B, 1, T) where prompts differ in length. Returns that, or H for the 1."""
+        raise NotImplementedError
+
+    def turn(self, q, k, place):
+        factor = self.factor(place.i[..., None, :].float())
+        return (q * factor[..., None]).to(q.dtype), k
+
+
+class LogN(QueryFactor):
     """The query that sees n keys, times ln n / ln L: attention spreads less (Chiang 2022)."""
 
     def __init__(self, config):
         super().__init__(config)
         self.L = config.trained_length
 
-    def turn(self, q, k, place):
-        growth = (place.i + 1).float().log() / math.log(self.L)
-        return (q * growth[..., None, :, None]).to(q.dtype), k
+    def factor(self, i):
+        return (i + 1).log() / math.log(self.L)
+
+
+class SSMax(QueryFactor):
+    """
+    The query that sees n keys, times s_h ln n, s_h learned: Scalable-Softmax (Nakanishi 2025). It
+    starts at 1 / ln L, so that the last query of a window begins as NoPE's does.
+    """
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.s = nn.Parameter(torch.full((config.n_head,), 1 / math.log(config.trained_length)))
+
+    def factor(self, i):
+        return self.s[:, None] * (i + 1).log()
+
+
+class LogBeta(QueryFactor):
+    """
+    The query times 1 + beta_h ln(i + 2)^gamma_h, beta and gamma learned (arXiv:2506.16640, with the
+    start of its released code).
+    """
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.beta = nn.Parameter(torch.empty(config.n_head).uniform_(0.1, 1))
+        self.gamma = nn.Parameter(0.1 * torch.randn(config.n_head))
+
+    def factor(self, i):
+        return 1 + self.beta[:, None] * (i + 2).log() ** self.gamma[:, None]
+
+
+class Llama4(QueryFactor):
+    """
+    The query times 1 + 0.1 ln(1 + floor((i + 1) / L)), as Llama 4 reads long texts in its layers
+    without RoPE. It has no weights: a trained NoPE model can be read with it.
+    """
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.L = config.trained_length
+
+    def factor(self, i):
+        return 1 + 0.1 * torch.log1p(((i + 1) / self.L).floor())
 
 
 # ---------------------------------------------------------------------- biases
@@ -241,6 +306,18 @@ class ALiBi(Bias):
     def bias(self, i, j):
         slopes = torch.tensor(self.slopes, device=i.device)
         return -slopes[:, None, None] * (i[..., None, :, None] - j[..., None, None, :])
+
+
+class NAPE(ALiBi):
+    """
+    ALiBi with slopes 1, 1/2, 1/3 ... on half of the heads, the others plain NoPE
+    (arXiv:2506.16640).
+    """
+
+    def __init__(self, config):
+        super().__init__(config)
+        half = config.n_head // 2
+        self.slopes = [1 / (h + 1) for h in range(half)] + [0.0] * (config.n_head - half)
 
 
 class Kerple(Bias):
@@ -304,7 +381,7 @@ class T5Bias(Bias):
         return self.factor * self.table[bucket].movedim(-1, -3)
 
 
-# ---------------------------------------------------------------------- biases of the query
+# ---------------------------------------------------------------------- from rows of scores
 
 class FromScores(NoPE):
     """A method that needs its rows of scores whole."""
@@ -362,6 +439,24 @@ class TransformerXL(FromScores):
         by_place = by_distance.gather(-1, distances(i, j)[..., None, :, :].expand(scores.shape))
         by_key = kernels.repeat_heads(k, H) @ self.u[..., None].to(k.dtype)  # (B, H, S, 1)
         return scores + (by_place + by_key.transpose(-1, -2)) / math.sqrt(D)
+
+
+class Adaptive(FromScores):
+    """
+    Each row of scores times max(1, P(H)) where its attention's entropy H is above 0.5 nats, P being
+    a polynomial that its authors fitted (arXiv:2410.01104). It has no weights: a trained NoPE model
+    can be read with it. Above 5.9 nats P is below 1, so that nothing changes there.
+    """
+    P = -0.037, 0.481, -2.3, 4.917, -1.791  # the highest power first
+
+    def similarity(self, q, k, i, j):
+        scores, hidden = super().similarity(q, k, i, j), later(i, j)
+        log_a = scores.float().masked_fill(hidden, -math.inf).log_softmax(-1)
+        H = -(log_a.exp() * log_a.masked_fill(hidden, 0)).sum(-1, keepdim=True)
+        beta = 0
+        for coefficient in self.P:
+            beta = beta * H + coefficient
+        return (scores * beta.clamp(min=1).where(H > 0.5, 1)).to(scores.dtype)
 
 
 # ---------------------------------------------------------------------- DAPE
@@ -423,12 +518,17 @@ METHODS = {
     'none': NoPE,
     'rope': RoPE,
     'logn': LogN,
+    'ssmax': SSMax,
+    'logbeta': LogBeta,
+    'llama4': Llama4,
     'alibi': ALiBi,
+    'nape': NAPE,
     'kerple': Kerple,
     'fire': FIRE,
     't5': T5Bias,
     'cope': CoPE,
     'xl': TransformerXL,
+    'adaptive': Adaptive,
 }
 
 

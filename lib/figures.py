@@ -16,8 +16,13 @@ from lib.results import whole_file
 NAMES = {
     'none': 'NoPE',
     'logn': 'NoPE with log-n queries',
+    'ssmax': 'SSMax',
+    'logbeta': 'Log-beta',
+    'llama4': "Llama 4's temperature",
+    'adaptive': 'Adaptive temperature',
     'rope': 'RoPE',
     'alibi': 'ALiBi',
+    'nape': 'NAPE',
     'kerple': 'Kerple',
     'fire': 'FIRE',
     't5': 'T5 bias',

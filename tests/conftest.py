@@ -179,7 +179,10 @@ def random_model(seed=0, **changes):
 EVERY = [{'position': name} for name in METHODS] + [
     {'position': 'rope', 'rope_scaling': 'yarn:4'},
     {'position': 'rope', 'rope_scaling': 'dynamic_ntk:4'},
+    {'position': 'rope', 'rope_share': 0.5},
     {'position': 'none', 'dape_kernel': 5},
+    {'position': 'ssmax', 'dape_kernel': 1},
+    {'position': 'adaptive', 'dape_kernel': 3},
     {'position': 'rope', 'dape_kernel': 1},
     {'position': 'kerple', 'dape_kernel': 3, 'dape_width': 8},
     {'position': 'fire', 'dape_kernel': 1, 'dape_residual': False},
@@ -276,6 +279,7 @@ def plain_turn(c, x):
         return x
     T, D = x.shape[-2:]
     frequency = c.rope_base ** -(torch.arange(0, D, 2).double() / D)
+    frequency[round(c.rope_share * D / 2):] = 0
     angle = torch.arange(T).double()[:, None] * frequency
     turned = torch.complex(x[..., :D // 2], x[..., D // 2:]) * torch.exp(1j * angle)
     return torch.cat((turned.real, turned.imag), dim=-1)
@@ -287,6 +291,11 @@ def plain_turn(c, x):
 
 def plain_alibi(c, own, i, j):  # 4 heads: slopes 1/4, 1/16, 1/64, 1/256
     return torch.tensor([-(i - j) * 4.0 ** -(h + 1) for h in range(c.n_head)])
+
+
+def plain_nape(c, own, i, j):  # 4 heads: slopes 1, 1/2, 0, 0
+    return torch.tensor([-(i - j) / (h + 1) if h < c.n_head // 2 else 0.0
+                         for h in range(c.n_head)], dtype=torch.float64)
 
 
 def plain_kerple(c, own, i, j):
@@ -315,6 +324,36 @@ def plain_nothing(c, own, scores, q, k):
 def plain_logn(c, own, scores, q, k):
     n_keys = torch.arange(1, scores.shape[-1] + 1).double()
     return scores * (n_keys.log() / math.log(c.block_size))[:, None]
+
+
+def plain_ssmax(c, own, scores, q, k):
+    n_keys = torch.arange(1, scores.shape[-1] + 1).double()
+    return scores * (own['position.s'][:, None] * n_keys.log())[:, :, None]
+
+
+def plain_logbeta(c, own, scores, q, k):
+    changed = scores.clone()
+    for h in range(c.n_head):
+        for i in range(scores.shape[-1]):
+            power = math.log(i + 2) ** own['position.gamma'][h]
+            changed[:, h, i] *= 1 + own['position.beta'][h] * power
+    return changed
+
+
+def plain_llama4(c, own, scores, q, k):
+    factors = [1 + 0.1 * math.log(1 + (i + 1) // c.block_size) for i in range(scores.shape[-1])]
+    return scores * torch.tensor(factors, dtype=torch.float64)[:, None]
+
+
+def plain_adaptive(c, own, scores, q, k):
+    changed = scores.clone()
+    for i in range(scores.shape[-1]):
+        row = changed[:, :, i, :i + 1]  # a view
+        a = row.softmax(-1)
+        H = -(a * a.clamp(min=1e-300).log()).sum(-1, keepdim=True)
+        P = -0.037 * H ** 4 + 0.481 * H ** 3 - 2.3 * H ** 2 + 4.917 * H - 1.791
+        row *= torch.where(H > 0.5, P.clamp(min=1), 1)
+    return changed
 
 
 def plain_cope(c, own, scores, q, k):
@@ -346,6 +385,7 @@ def plain_xl(c, own, scores, q, k):
 # bias of one query and key, (H,)
 PLAIN_BIASES = {
     'alibi': plain_alibi,
+    'nape': plain_nape,
     'kerple': plain_kerple,
     'fire': plain_fire,
     't5': plain_t5,
@@ -356,6 +396,10 @@ PLAIN_SCORES = {
     'none': plain_nothing,
     'rope': plain_nothing,  # plain_turn() has turned q and k already
     'logn': plain_logn,
+    'ssmax': plain_ssmax,
+    'logbeta': plain_logbeta,
+    'llama4': plain_llama4,
+    'adaptive': plain_adaptive,
     'cope': plain_cope,
     'xl': plain_xl,
 }

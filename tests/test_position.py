@@ -92,7 +92,8 @@ def test_wrong_extensions_are_refused(text):
 
 @pytest.mark.parametrize('changes, named', [
     ({'position': 'sinusoidal'}, 'position'), ({'rope_scaling': 'pi:2'}, 'rope_scaling'),
-    ({'rope_base': 0.0}, 'rope_base'), ({'dape_cheat': True}, 'dape_cheat'),
+    ({'rope_base': 0.0}, 'rope_base'), ({'rope_share': 1.5}, 'rope_share'),
+    ({'dape_cheat': True}, 'dape_cheat'),
     ({'dape_kernel': 2}, 'dape_kernel'), ({'dape_kernel': -1}, 'dape_kernel'),
     ({'dape_kernel': 3, 'dape_width': 0}, 'dape_width')], ids=str)
 def test_settings_that_fit_no_method_are_refused(changes, named):
@@ -227,6 +228,45 @@ def test_every_method_is_one_graph_for_a_compiler(backend, changes):
     (16, [2 ** (-k / 2) for k in range(1, 17)])])
 def test_alibi_slopes_match_the_paper(n_head, slopes):
     assert alibi_slopes(n_head) == pytest.approx(slopes, abs=1e-5)
+
+
+def test_llama4s_temperature_is_that_of_transformers(monkeypatch):
+    """A layer of ours and the attention of their Llama 4, with equal weights and without RoPE."""
+    llama4 = pytest.importorskip('transformers.models.llama4.modeling_llama4')
+    attention = random_model(position='llama4').blocks[0].attn  # L = 32
+    config = llama4.Llama4TextConfig(
+        hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8, floor_scale=32,
+        attn_scale=0.1, attn_temperature_tuning=True, use_qk_norm=False, no_rope_layers=[0],
+        num_hidden_layers=1, attn_implementation='eager')
+    theirs = llama4.Llama4TextAttention(config, 0).eval()
+    parts = attention.qkv.weight.split([32, 16, 16])
+    for name, weight in zip('qkvo', [*parts, attention.out.weight]):
+        getattr(theirs, f'{name}_proj').weight.data = weight.data
+    attention.head_scale.data[:], attention.head_gain.data[:] = 1, 1
+    x, i = torch.randn(2, 150, 32), torch.arange(150)
+    causal = torch.zeros(150, 150).masked_fill(i > i[:, None], -math.inf)[None, None]
+    found, _ = attention(x, Place(i, i, 150))
+    near(found, theirs(x, None, causal)[0], atol=1e-4)
+
+
+def test_methods_of_the_query_start_as_their_sources_say():
+    ssmax = METHODS['ssmax'](random_model().config)
+    last = ssmax.factor(torch.tensor([31.0]))  # of a window of L = 32
+    assert last.flatten().tolist() == pytest.approx([1.0] * 4)
+    logbeta = METHODS['logbeta'](random_model(n_head=256, n_embd=512).config)
+    assert logbeta.beta.min() >= 0.1 and logbeta.beta.max() <= 1
+    assert logbeta.beta.mean().item() == pytest.approx(0.55, abs=0.06)
+    assert logbeta.gamma.std().item() == pytest.approx(0.1, abs=0.02)
+
+
+def test_the_adaptive_temperature_leaves_sharp_and_very_flat_rows_alone():
+    """Below 0.5 nats by its rule, above 5.9 nats as its polynomial is below 1 there."""
+    adaptive = method('adaptive')
+    for n, spread, changes in (2, 8.0, False), (600, 0.1, False), (20, 1.0, True):
+        q, k, i = torch.randn(1, 4, 1, 8), spread * torch.randn(1, 2, n, 8), torch.arange(n)
+        q = q.abs() + spread
+        plain = NoPE.similarity(adaptive, q, k, i[-1:], i)
+        assert torch.equal(adaptive.similarity(q, k, i[-1:], i), plain) != changes
 
 
 def test_t5_has_one_table_for_all_layers():
