@@ -81,9 +81,19 @@ def test_setup_takes_cpu_and_float32_where_there_is_nothing_better():
     run = setup('cpu', 'float32', seed=5)
     assert torch.initial_seed() == 5
     assert (run.device.type, run.dtype, run.rank, run.world_size) == ('cpu', torch.float32, 0, 1)
-    half = torch.bfloat16 if devices.has_bfloat16(run.device) else torch.float32
-    assert run.is_main and setup('cpu', 'auto').dtype == half
-    assert torch.are_deterministic_algorithms_enabled()
+    assert run.is_main and torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize('supported, half, full, dtype', [
+    (True, 2e11, 1e11, torch.bfloat16), (True, 1e11, 2e11, torch.float32),
+    (False, 2e11, 1e11, torch.float32)])
+def test_auto_is_bfloat16_where_the_processor_has_it_and_is_faster_so(
+        monkeypatch, supported, half, full, dtype):
+    monkeypatch.setattr(torch.cpu, '_is_amx_tile_supported', lambda: False)
+    monkeypatch.setattr(torch.cpu, '_is_avx512_bf16_supported', lambda: supported)
+    speed = {torch.bfloat16: half, torch.float32: full}
+    monkeypatch.setattr(devices, 'matmul_flops', lambda device, dtype, **how: speed[dtype])
+    assert setup('cpu', 'auto').dtype == dtype
 
 
 def test_float32_products_are_not_rounded_to_tf32():
