@@ -62,7 +62,8 @@ def head_maps(attention, q, k, place, head):
         with torch.autocast(q.device.type, enabled=False):
             chunk = q[:, :, rows].float(), k[:, :, :end].float()
             parts = parts_of(attention.position, *chunk, i, j, head)
-        values = torch.stack(list(parts.values())).masked_fill(j > i[:, None], 0)
+        hidden = attention.position.hidden(i, j)[0, 0]
+        values = torch.stack(list(parts.values())).masked_fill(hidden, 0)
         maps += in_cell[rows].T @ values @ in_cell[:end]  # sums, (parts, n, n)
         # Later keys fall into the first bin, with no attention.
         bins = torch.bucketize(i[:, None] - j, edges, right=True).flatten()

@@ -223,7 +223,7 @@ def test(name, model, state, path, lengths):
 def method_names(chosen):
     """What Table 6 calls the position method with its DAPE, and a short name for its folder."""
     position, kernel = chosen['position'], chosen['dape_kernel']
-    name = 'Relative' if position == 'xl' else figures.NAMES.get(position, position)
+    name = 'Relative' if position == 'xl' else figures.method_name(position)
     if kernel:
         return f'DAPE 1x{kernel} {name}', f'{position}_dape{kernel}'
     return name, position

@@ -50,6 +50,9 @@ class ModelConfig(Settings):
         if self.n_head % self.n_kv_head:
             raise ValueError(f'n_head {self.n_head} must be a multiple of n_kv_head '
                              f'{self.n_kv_head}.')
+        if self.position.count(',') >= self.n_layer:
+            raise ValueError(f"position is '{self.position}', which names more methods than the "
+                             f'{self.n_layer} layers. Leave some out.')
 
     @property
     def head_dim(self):
@@ -74,7 +77,7 @@ class Attention(nn.Module):
         # Always float32, as 1.6 + 0.001 is still 1.6 in bfloat16. Frozen until they are tuned.
         self.head_scale = nn.Parameter(torch.ones(config.n_head), requires_grad=False)
         self.head_gain = nn.Parameter(torch.ones(config.n_head), requires_grad=False)
-        self.position = position_method(config)
+        self.position = position_method(config, layer)
 
     def forward(self, x, place, cache=None, last=0, probe=None):
         """
@@ -135,8 +138,10 @@ class Transformer(nn.Module):
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tied:
             self.head.weight = self.embed.weight
-        for block in self.blocks:
-            block.attn.position.share_weights(self.blocks[0].attn.position)
+        first = {}  # the first layer's of each method
+        for layer, block in enumerate(self.blocks):
+            method = block.attn.position
+            method.share_weights(first.setdefault(config.method_of(layer), method))
 
     def init_weights(self, generator=None):
         """
@@ -236,7 +241,8 @@ class Transformer(nn.Module):
         """
         Forward FLOP per token in windows of `length` tokens: (matmuls, attention). 2 per matmul
         weight, the input embedding being a look-up; causal attention reads length / 2 keys on
-        average, for q.k and for the sum of v, and for each of them DAPE uses all its weights.
+        average, for q.k and for the sum of v, and for each of them DAPE uses all its weights. Keys
+        outside a window count, as they are computed and masked.
         """
         c, look_up = self.config, self.embed.weight.numel()
         dape = sum(p.numel() for name, p in self.named_parameters()

@@ -15,6 +15,7 @@ one of its verbs changed:
   attend      softmax attention over these scores; by default a fused kernel.
 
 A new method is a class and an entry in METHODS; a new setting of a method is a line in Settings.
+Each layer may have a method of its own, and a sliding window: see Settings.
 Plain PyTorch; of the project it imports kernels.py alone.
 
 Shapes: B sequences, T queries, S keys, H heads, D = head_dim; L is the context that the model was
@@ -37,32 +38,50 @@ from kernels import later
 class Settings:
     """The settings of all methods; every stage that trains has them, too."""
     position: str = 'none'      # none (NoPE), rope, logn, ssmax, logbeta, llama4, alibi, nape,
-    #                             kerple, fire, t5, cope, xl or adaptive
+    #                             kerple, fire, t5, cope, xl or adaptive; or several for the layers
+    #                             in turn: rope,rope,rope,none is SmolLM3
     rope_base: float = 10000.0  # of RoPE: the slowest pair turns once in 2 pi rope_base tokens
     rope_scaling: str = ''      # extension of RoPE, such as yarn:4; '' for none
     rope_share: float = 1.0     # share of the pairs that RoPE turns, the fastest ones
+    rope_window: int = 0        # newest keys that a query sees in layers with RoPE; 0 for all
     dape_kernel: int = 0        # DAPE on top of the method: 1, 3, 5 ... keys wide; 0 for none
     dape_width: int = 32        # channels between its two convolutions
     dape_residual: bool = True  # add the bias itself too: Eq. (3) of DAPE V2, not (2)
     dape_cheat: bool = False    # let DAPE see later keys (section 4.5): what a leak looks like
 
     def __post_init__(self):
-        if self.position not in METHODS:
-            raise ValueError(f"position is '{self.position}', which is unknown. "
-                             f"Choose one of: {', '.join(METHODS)}.")
+        names = self.position.split(',')
+        for name in names:
+            if name not in METHODS:
+                raise ValueError(f"position is '{self.position}', but '{name}' is unknown. Choose "
+                                 f"one of: {', '.join(METHODS)}; or several, with commas.")
         if not 1 < self.rope_base < math.inf:
             raise ValueError(f'rope_base is {self.rope_base}; it must be above 1, such as 10000.')
         if not 0 <= self.rope_share <= 1:
             raise ValueError(f'rope_share is {self.rope_share}; it must be from 0 to 1.')
-        if parse_scaling(self.rope_scaling)[0] and self.position != 'rope':
-            raise ValueError(f'rope_scaling {self.rope_scaling} extends RoPE, '
-                             f"but position is '{self.position}'.")
+        if self.rope_window < 0:
+            raise ValueError(f'rope_window is {self.rope_window}; it must be at least 1, or 0 for '
+                             'all keys.')
+        parse_scaling(self.rope_scaling)
+        for name, default in ROPE_DEFAULTS.items():
+            if getattr(self, name) != default and 'rope' not in names:
+                raise ValueError(f'{name} {getattr(self, name)} is a setting of RoPE, but position '
+                                 f"is '{self.position}'. Leave it out, or choose another position.")
         if self.dape_kernel < 0 or self.dape_kernel > 0 and self.dape_kernel % 2 == 0:
             raise ValueError(f'dape_kernel is {self.dape_kernel}; it must be odd, or 0 for none.')
         if self.dape_width < 1:
             raise ValueError(f'dape_width is {self.dape_width}; it must be at least 1.')
         if self.dape_cheat and not self.dape_kernel:
             raise ValueError('dape_cheat is a variant of DAPE. Give a --dape_kernel=, such as 3.')
+
+    def method_of(self, layer):
+        """The name in METHODS of a layer's method."""
+        names = self.position.split(',')
+        return names[layer % len(names)]
+
+
+# What is RoPE's alone, and the values that change nothing.
+ROPE_DEFAULTS = {'rope_scaling': '', 'rope_share': 1.0, 'rope_window': 0}
 
 
 @dataclass
@@ -89,7 +108,7 @@ class NoPE(nn.Module):
         """Put into `place` what all layers share."""
 
     def share_weights(self, first):
-        """Take from the first layer's method the weights that all layers share."""
+        """Take from `first`, the first layer's of this kind, the weights that they share."""
 
     def turn(self, q, k, place):
         """q: (B, H, T, D), k: (B, n_kv_head, T, D), of the new tokens. Returns both, changed."""
@@ -105,11 +124,15 @@ class NoPE(nn.Module):
         keys = kernels.repeat_heads(k, q.shape[1])
         return q @ keys.transpose(-1, -2) / math.sqrt(q.shape[-1])
 
+    def hidden(self, i, j):
+        """Which keys a query does not see: (1 or B, 1, T, S), True at later keys at least."""
+        return later(i, j)
+
     def scores(self, q, k, i, j):
-        """What softmax sees, (B, H, T, S): -inf at later keys. q: scaled by Eq. (4)."""
+        """What softmax sees, (B, H, T, S): -inf at hidden keys. q: scaled by Eq. (4)."""
         scores, bias = self.similarity(q, k, i, j), self.bias(i, j)
         scores = scores if bias is None else scores + bias
-        return scores.masked_fill(later(i, j), -math.inf)
+        return scores.masked_fill(self.hidden(i, j), -math.inf)
 
     def attend(self, q, k, v, i, j):
         """Softmax attention, (B, H, T, D). q: scaled by Eq. (4); k, v: (B, n_kv_head, S, D)."""
@@ -180,7 +203,9 @@ def rotate(x, cos, sin):
 class RoPE(NoPE):
     """
     Turns q_i and k_j by angles proportional to i and j, so that q_i . k_j depends on i - j. With a
-    rope_share below 1 the slowest pairs stay as they are: p-RoPE (Barbero et al. 2024).
+    rope_share below 1 the slowest pairs stay as they are: p-RoPE (Barbero et al. 2024). With a
+    rope_window query i sees the keys j > i - rope_window alone; beside layers of NoPE, which see
+    all, this is RNoPE-SWA (Yang et al. 2025).
     """
 
     def __init__(self, config):
@@ -188,6 +213,8 @@ class RoPE(NoPE):
         self.D, self.L = config.head_dim, config.trained_length
         self.base, self.scaling = config.rope_base, config.rope_scaling
         self.n_turned = round(config.rope_share * (self.D // 2))  # pairs
+        self.window = config.rope_window
+        self.is_plain = not self.window
         self.needs_equal_lengths = self.scaling.startswith('dynamic')
 
     def prepare(self, place):
@@ -203,6 +230,19 @@ class RoPE(NoPE):
 
     def turn(self, q, k, place):
         return rotate(q, *place.rotation), rotate(k, *place.rotation)
+
+    def hidden(self, i, j):
+        if not self.window:
+            return later(i, j)
+        return later(i, j) | (i[..., None, :, None] - j[..., None, None, :] >= self.window)
+
+    def attend(self, q, k, v, i, j):
+        if not self.window:
+            return super().attend(q, k, v, i, j)
+        return kernels.attention_with_bias(self.window_bias, q, k, v, i, j)
+
+    def window_bias(self, i, j):
+        return torch.zeros((), device=i.device).masked_fill(self.hidden(i, j), -math.inf)
 
 
 class QueryFactor(NoPE):
@@ -468,10 +508,10 @@ class DAPE(FromScores):
     kernel 1 is DAPE (the first), 3 and more DAPE V2. Without the residual bias S + f([S; B]),
     Eq. (2); without a bias S + f(S), Eq. (4), of H channels (the released class asks for 2H and
     cannot run).
-    Keys later than the query are 0 in the map, so that no convolution sees them. `cheat` leaves
-    them in (section 4.5). Unlike the released code, every row goes on in zeros at its right, where
-    that code ends at the last key: so a row is the same in a longer sequence, and cached decoding
-    equals a full pass.
+    Keys that the query does not see, such as later ones, are 0 in the map, so that no convolution
+    sees them. `cheat` leaves them in (section 4.5). Unlike the released code, every row goes on in
+    zeros at its right, where that code ends at the last key: so a row is the same in a longer
+    sequence, and cached decoding equals a full pass.
     """
 
     def __init__(self, config, method):
@@ -484,7 +524,7 @@ class DAPE(FromScores):
             warnings.warn('dape_cheat: this model sees the tokens that it is to predict; its '
                           'losses mean nothing', stacklevel=2)
         self.prepare, self.turn = method.prepare, method.turn
-        self.bias, self.similarity = method.bias, method.similarity
+        self.bias, self.similarity, self.hidden = method.bias, method.similarity, method.hidden
         # Cache slots next to each other must hold tokens next to each other.
         self.needs_equal_lengths = method.needs_equal_lengths or self.kernel > 1
         channels, pad = 2 * H if isinstance(method, Bias) else H, self.kernel // 2
@@ -496,7 +536,7 @@ class DAPE(FromScores):
 
     def scores(self, q, k, i, j):
         scores, bias = self.similarity(q, k, i, j), self.bias(i, j)
-        x, pad, hidden = scores, self.kernel // 2, later(i, j)
+        x, pad, hidden = scores, self.kernel // 2, self.hidden(i, j)
         if bias is not None:
             bias = bias.to(scores.dtype)
             x = torch.cat((scores, bias.expand(scores.shape)), dim=1)        # (B, 2H, T, S)
@@ -532,8 +572,8 @@ METHODS = {
 }
 
 
-def position_method(config):
+def position_method(config, layer):
     """The method of one layer. All weights but its own start the same with every method."""
     with torch.random.fork_rng(devices=[]):
-        method = METHODS[config.position](config)
+        method = METHODS[config.method_of(layer)](config)
         return DAPE(config, method) if config.dape_kernel else method

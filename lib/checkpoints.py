@@ -24,6 +24,7 @@ from lib.results import provenance, result_path, save_json, whole_file
 from lib.scales import apply_scale
 from lib.tokens import Windows, tokenizer_digest, tokenizer_from_state
 from model import ModelConfig, Transformer, matrices
+from position import ROPE_DEFAULTS
 
 
 def old_name(name):
@@ -205,8 +206,8 @@ def load_model(init_from, out_dir, device, position=None, rope_scaling=None, dty
     config = state['model_config']
     if position is not None:
         config |= {'position': position}
-        if position != 'rope':
-            config |= {'rope_scaling': ''}
+        if 'rope' not in position.split(','):
+            config |= ROPE_DEFAULTS
     if rope_scaling is not None:
         config |= {'rope_scaling': rope_scaling}
     with as_user_error(), torch.device('meta'):

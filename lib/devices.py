@@ -223,7 +223,7 @@ def sharded(model, runtime, compile):
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard  # here, as it takes a second to import
-    if model.config.position in ('t5', 'fire'):
+    if {'t5', 'fire'} & set(model.config.position.split(',')):
         raise UserError(f'fsdp cannot split position {model.config.position}: PyTorch shards '
                         'neither a table that all layers share nor a single number. Leave out '
                         '--fsdp=True.')

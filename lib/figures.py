@@ -87,9 +87,14 @@ def save(figure, path):
         figure.savefig(part, format='png', dpi=110, bbox_inches='tight')
 
 
+def method_name(position):
+    """What pictures call a position method, or the methods of a model's layers."""
+    return '/'.join(NAMES.get(name, name) for name in position.split(','))
+
+
 def curve_name(result):
     """The position method of a result and its label, which says what was done to the model."""
-    name = NAMES.get(result['position_method'], result['position_method'])
+    name = method_name(result['position_method'])
     if result.get('dape_kernel'):
         name += ' + DAPE'
     label = result.get('label') or result.get('settings', {}).get('label')

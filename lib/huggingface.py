@@ -204,7 +204,7 @@ def our_config(config, source, position=None):
         raise UserError(f'{where} has no_rope_layers {layers}; our model has RoPE in all of its '
                         f'{n_layer} layers or in none. Choose another checkpoint.')
     position = position or ('rope' if has_rope else 'none')
-    rope = rope_config(config, where) if position == 'rope' else {}
+    rope = rope_config(config, where) if 'rope' in position.split(',') else {}
     try:
         c = ModelConfig(**sizes, **rope, position=position, norm_eps=config['rms_norm_eps'],
                         tied=config['tie_word_embeddings'])

@@ -4,6 +4,7 @@ run a stage, and a second, slower implementation of the whole transformer.
 """
 
 import contextlib
+import copy
 import email
 import io
 import json
@@ -174,12 +175,15 @@ def random_model(seed=0, **changes):
     return model
 
 
-# What a claim about every method is tested with: each method, two extensions of RoPE, and DAPE on
-# top of each kind of method, with wide and narrow kernels.
+# What a claim about every method is tested with: each method, RoPE with its settings, layers of
+# several methods, and DAPE on top of each kind of method, with wide and narrow kernels.
 EVERY = [{'position': name} for name in METHODS] + [
     {'position': 'rope', 'rope_scaling': 'yarn:4'},
     {'position': 'rope', 'rope_scaling': 'dynamic_ntk:4'},
     {'position': 'rope', 'rope_share': 0.5},
+    {'position': 'rope,none', 'rope_window': 10},
+    {'position': 'none,t5,rope,t5', 'n_layer': 4},
+    {'position': 'rope,none', 'rope_window': 10, 'dape_kernel': 3},
     {'position': 'none', 'dape_kernel': 5},
     {'position': 'ssmax', 'dape_kernel': 1},
     {'position': 'adaptive', 'dape_kernel': 3},
@@ -242,7 +246,9 @@ def plain_transformer(model, idx, head_scale=None):
         block = f'blocks.{layer}'
         own = {name.removeprefix(f'{block}.attn.').replace('position.method.', 'position.'): p
                for name, p in state.items()}
-        y, matrices = plain_attention(c, own, norm(x, f'{block}.attn_norm.weight'),
+        names, of_layer = c.position.split(','), copy.copy(c)
+        of_layer.position = names[layer % len(names)]
+        y, matrices = plain_attention(of_layer, own, norm(x, f'{block}.attn_norm.weight'),
                                       head_scale[layer])
         attention.append(matrices)
         x = x + y
@@ -267,10 +273,15 @@ def plain_attention(c, own, x, head_scale):
 
     scores = [q[h] @ plain_turn(c, k[h]).transpose(1, 2) / math.sqrt(D) for h in range(H)]
     scores = plain_position(c, own, torch.stack(scores, dim=1), q, k)
-    hidden = torch.ones(T, T, dtype=torch.bool).triu(1)
-    weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+    weights = scores.masked_fill(plain_hidden(c, T), -math.inf).softmax(-1)
     y = [weights[:, h] @ v[h] * own['head_gain'][h] for h in range(H)]
     return torch.cat(y, dim=-1) @ own['out.weight'].T, weights
+
+
+def plain_hidden(c, T):
+    """Which keys a query does not see, (T, T)."""
+    window = c.rope_window if c.position == 'rope' and c.rope_window else T
+    return torch.tensor([[j > i or j <= i - window for j in range(T)] for i in range(T)])
 
 
 def plain_turn(c, x):
@@ -422,6 +433,7 @@ def plain_position(c, own, scores, q, k):
         maps = torch.cat((scores, bias.expand(scores.shape)), dim=1)
     if not c.dape_kernel:
         return scores + bias
+    maps = maps.masked_fill(plain_hidden(c, T), 0)
     scores = scores + plain_dape(c, own, maps)
     return scores + bias if c.dape_residual else scores
 

@@ -22,6 +22,7 @@ from conftest import (
 
 import position
 from lib.generate import new_cache
+from lib.huggingface import tensor_table
 from model import ModelConfig, Transformer
 from position import METHODS, NoPE, Place, alibi_slopes, parse_scaling, rope_frequencies
 
@@ -91,8 +92,11 @@ def test_wrong_extensions_are_refused(text):
 
 
 @pytest.mark.parametrize('changes, named', [
-    ({'position': 'sinusoidal'}, 'position'), ({'rope_scaling': 'pi:2'}, 'rope_scaling'),
+    ({'position': 'sinusoidal'}, 'position'), ({'position': 'rope, none'}, 'position'),
+    ({'position': 'rope,none,none'}, 'position'), ({'rope_scaling': 'pi:2'}, 'rope_scaling'),
     ({'rope_base': 0.0}, 'rope_base'), ({'rope_share': 1.5}, 'rope_share'),
+    ({'rope_share': 0.5}, 'rope_share'), ({'position': 'rope', 'rope_window': -1}, 'rope_window'),
+    ({'position': 'alibi,none', 'rope_window': 4}, 'rope_window'),
     ({'dape_cheat': True}, 'dape_cheat'),
     ({'dape_kernel': 2}, 'dape_kernel'), ({'dape_kernel': -1}, 'dape_kernel'),
     ({'dape_kernel': 3, 'dape_width': 0}, 'dape_width')], ids=str)
@@ -249,6 +253,37 @@ def test_llama4s_temperature_is_that_of_transformers(monkeypatch):
     near(found, theirs(x, None, causal)[0], atol=1e-4)
 
 
+def test_a_pattern_of_layers_is_that_of_smollm3():
+    """With no_rope_layers 1, 1, 1, 0, 1: a 0 is a layer without RoPE."""
+    transformers = pytest.importorskip('transformers')
+    ours = random_model(position='rope,rope,rope,none', n_layer=5)
+    ours.head_scale = 1.0
+    for block in ours.blocks:
+        block.attn.head_gain.data[:] = 1
+    config = transformers.SmolLM3Config(
+        vocab_size=61, hidden_size=32, intermediate_size=64, num_hidden_layers=5,
+        num_attention_heads=4, num_key_value_heads=2, no_rope_layers=[1, 1, 1, 0, 1],
+        rms_norm_eps=1e-5, tie_word_embeddings=False, pad_token_id=None, bos_token_id=None,
+        eos_token_id=None, rope_parameters={'rope_type': 'default', 'rope_theta': 10000.0})
+    theirs = transformers.SmolLM3ForCausalLM(config).eval()
+    state = {}
+    for name, parts in tensor_table(ours.config).items():
+        rows = ours.get_parameter(name).split([shape[0] for _, shape in parts])
+        state |= {key: weight for (key, _), weight in zip(parts, rows)}
+    theirs.load_state_dict(state)
+    near(ours(tokens(2, 70)), theirs(tokens(2, 70)).logits, atol=1e-4)
+
+
+@torch.no_grad()
+def test_keys_outside_the_windows_of_all_layers_change_nothing():
+    """Three layers of 10 keys: the last query hears of the last 28 tokens alone."""
+    model = random_model(position='rope', rope_window=10, n_layer=3)
+    idx, other = tokens(1, 90), tokens(1, 90, seed=2)
+    for n, equal in (28, True), (27, False):
+        changed = torch.cat((other[:, :-n], idx[:, -n:]), dim=1)
+        assert torch.allclose(model(changed)[:, -1], model(idx)[:, -1], atol=1e-5) == equal
+
+
 def test_methods_of_the_query_start_as_their_sources_say():
     ssmax = METHODS['ssmax'](random_model().config)
     last = ssmax.factor(torch.tensor([31.0]))  # of a window of L = 32
@@ -270,8 +305,8 @@ def test_the_adaptive_temperature_leaves_sharp_and_very_flat_rows_alone():
 
 
 def test_t5_has_one_table_for_all_layers():
-    for changes in {}, {'dape_kernel': 3}:
-        model = random_model(position='t5', **changes)
+    for changes in {}, {'dape_kernel': 3}, {'position': 'none,t5,t5', 'n_layer': 5}:
+        model = random_model(**{'position': 't5', **changes})
         assert len([name for name, _ in model.named_parameters() if 'table' in name]) == 1
 
 
