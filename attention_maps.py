@@ -54,8 +54,9 @@ def head_maps(attention, q, k, place, head):
     """
     H, T = q.shape[1:3]
     # (T, n), 1 where a token lies in a cell: so in_cell.T @ map @ in_cell sums a map over its cells
-    in_cell = F.one_hot(place.i // -(-T // CELLS)).float()
-    edges = 2 ** place.i[:(T - 1).bit_length()]  # 1, 2, 4 ...: where all bins but that of 0 begin
+    token = torch.arange(T, device=q.device)
+    in_cell = F.one_hot(token // -(-T // CELLS)).float()
+    edges = 2 ** token[:(T - 1).bit_length()]  # 1, 2, 4 ...: where all bins but that of 0 begin
     maps, by_distance = 0, 0
     for rows, end in row_chunks(T, T, H, q.device, attention.position.needs_all_keys):
         i, j = place.i[rows], place.j[:end]
@@ -66,8 +67,9 @@ def head_maps(attention, q, k, place, head):
         values = torch.stack(list(parts.values())).masked_fill(hidden, 0)
         maps += in_cell[rows].T @ values @ in_cell[:end]  # sums, (parts, n, n)
         # Later keys fall into the first bin, with no attention.
-        bins = torch.bucketize(i[:, None] - j, edges, right=True).flatten()
-        late = values[-1] * (i >= T // 2)[:, None]
+        distance = token[rows, None] - token[:end]
+        bins = torch.bucketize(distance, edges, right=True).flatten()
+        late = values[-1] * (token[rows] >= T // 2)[:, None]
         by_distance += torch.bincount(bins, late.flatten(), len(edges) + 1)
 
     # How many keys not after their query a cell has: all, and on the diagonal half.

@@ -29,6 +29,7 @@ from configurator import between, configure, settings
 from lib import checkpoints, figures, plots
 from lib.devices import setup
 from lib.errors import ROOT, UserError, as_user_error
+from lib.generate import require_positions
 from lib.results import (
     lock_file,
     progress_bar,
@@ -120,7 +121,10 @@ def new_model(task, chosen):
                              block_size=inputs.shape[1] + answers.shape[1],
                              **{setting: chosen[setting] for setting in MODEL})
     torch.manual_seed(seed)  # the same weights, whatever was trained before
-    return Transformer(config).init_weights()
+    model = Transformer(config).init_weights()
+    inputs, answers = task.generate(np.random.default_rng(0), 1, test_length)
+    require_positions(model, inputs.shape[1] + answers.shape[1])
+    return model
 
 
 def read_state(path, wanted):
@@ -171,10 +175,12 @@ def train(name, model, state, path):
     if 'optimizer' in state:
         optimizer.load_state_dict(state['optimizer'])
     recent = []  # losses and accuracies since the last line on screen
+    model.train()
     for step in range(state['step'], max_iters):
         warmed_up = min(1.0, (step + 1) / max(1, warmup_iters))
         optimizer.param_groups[0]['lr'] = learning_rate * warmed_up
         rng = np.random.default_rng([seed, *f'train {name}'.encode(), step])
+        torch.manual_seed(seed + step)  # for random positions
         length = int(rng.integers(1, train_length + 1))
         loss, accuracy = loss_and_accuracy(model, name, rng, batch_size, length)
         loss.backward()
@@ -204,6 +210,7 @@ def test(name, model, state, path, lengths):
     stopped test goes on where it was.
     """
     done = state['test'].setdefault(n_test, {})
+    model.eval()
     with progress_bar(len(lengths), f'{name}, test') as bar:
         for length in lengths:
             if length not in done:

@@ -22,6 +22,7 @@ import torch
 from configurator import between, configure, settings
 from lib.checkpoints import Run, TextReading, dataset_of, require_tokenizer
 from lib.errors import UserError
+from lib.generate import require_positions
 from lib.results import bin_means, progress_bar
 from lib.scales import by_position
 from lib.tokens import documents, open_tokens
@@ -254,6 +255,7 @@ def main():
     sizes = sorted(lengths or [run.L, 2 * run.L, 4 * run.L, 8 * run.L])
     read = {key: run.settings[key] for key in ('dataset', 'split')}
     read['dataset'] = dataset_of(run.info, read['dataset'])
+    require_positions(run.model, sizes[-1])
     result = {'protocol': protocol} | read
     result |= PROTOCOLS[protocol](run, sizes)
     run.write('eval_ppl', result, '' if protocol == 'sliding' else protocol)

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import kernels
-from position import Place, Settings, position_method
+from position import Place, Settings, position_method, random_places
 
 
 @dataclass(kw_only=True)
@@ -50,6 +50,9 @@ class ModelConfig(Settings):
         if self.n_head % self.n_kv_head:
             raise ValueError(f'n_head {self.n_head} must be a multiple of n_kv_head '
                              f'{self.n_kv_head}.')
+        if self.random_positions and self.random_positions < self.block_size:
+            raise ValueError(f'random_positions is {self.random_positions}; it must be at least '
+                             f'block_size {self.block_size}, or 0 for positions in order.')
         if self.position.count(',') >= self.n_layer:
             raise ValueError(f"position is '{self.position}', which names more methods than the "
                              f'{self.n_layer} layers. Leave some out.')
@@ -132,6 +135,9 @@ class Transformer(nn.Module):
         self.checkpoint_activations = False  # True: keep block inputs, recompute the rest
         self.probe_with, self.seen = None, []  # see probe()
         self.scale_sets = None  # vectors for several lengths, see lib/scales.py
+        # From these random positions are drawn; in training from new ones in each pass.
+        self.draws = torch.rand(config.n_layer, config.random_positions, device='cpu',
+                                generator=torch.Generator().manual_seed(0))
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = nn.RMSNorm(config.n_embd, eps=config.norm_eps)
@@ -182,12 +188,13 @@ class Transformer(nn.Module):
             place = Place(i, i, total=T)
         else:
             place = cache.place(T)
-        for block in self.blocks:
+        places = self.places(place)
+        for block, place in zip(self.blocks, places):
             block.attn.position.prepare(place)
 
         # float32 even where matrices are in half precision, as the layers' outputs add up here
         x = self.embed(idx).to(self.norm.weight.dtype)        # (B, T, C)
-        for block in self.blocks:
+        for block, place in zip(self.blocks, places):
             rest = place, cache, last if block is self.blocks[-1] else 0, self.probe_with
             if self.checkpoint_activations and torch.is_grad_enabled():
                 x, seen = checkpoint(block, x, *rest, use_reentrant=False)
@@ -198,6 +205,13 @@ class Transformer(nn.Module):
         if cache is not None:
             cache.length += T
         return self.norm(x)
+
+    def places(self, place):
+        """Where the tokens of a pass stand in each layer."""
+        if not self.config.random_positions:
+            return [place] * len(self.blocks)
+        draws = self.draws.to(place.i.device)
+        return random_places(place, torch.rand_like(draws) if self.training else draws)
 
     @contextlib.contextmanager
     def probe(self, f):
@@ -215,7 +229,9 @@ class Transformer(nn.Module):
     @property
     def needs_equal_lengths(self):
         """True where prompts of different lengths cannot share a pass."""
-        return any(block.attn.position.needs_equal_lengths for block in self.blocks)
+        methods = [block.attn.position for block in self.blocks]
+        return (any(method.needs_equal_lengths for method in methods)
+                or self.config.random_positions > 0)
 
     @property
     def head_scale(self):

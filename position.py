@@ -15,7 +15,7 @@ one of its verbs changed:
   attend      softmax attention over these scores; by default a fused kernel.
 
 A new method is a class and an entry in METHODS; a new setting of a method is a line in Settings.
-Each layer may have a method of its own, and a sliding window: see Settings.
+Each layer may have a method of its own, a sliding window, and random positions: see Settings.
 Plain PyTorch; of the project it imports kernels.py alone.
 
 Shapes: B sequences, T queries, S keys, H heads, D = head_dim; L is the context that the model was
@@ -44,6 +44,7 @@ class Settings:
     rope_scaling: str = ''      # extension of RoPE, such as yarn:4; '' for none
     rope_share: float = 1.0     # share of the pairs that RoPE turns, the fastest ones
     rope_window: int = 0        # newest keys that a query sees in layers with RoPE; 0 for all
+    random_positions: int = 0   # N: tokens stand at random ones of 0 ... N - 1; 0: at 0, 1, 2 ...
     dape_kernel: int = 0        # DAPE on top of the method: 1, 3, 5 ... keys wide; 0 for none
     dape_width: int = 32        # channels between its two convolutions
     dape_residual: bool = True  # add the bias itself too: Eq. (3) of DAPE V2, not (2)
@@ -53,8 +54,8 @@ class Settings:
         names = self.position.split(',')
         for name in names:
             if name not in METHODS:
-                raise ValueError(f"position is '{self.position}', but '{name}' is unknown. Choose "
-                                 f"one of: {', '.join(METHODS)}; or several, with commas.")
+                raise ValueError(f"position is '{name}', which is unknown. Choose one of: "
+                                 f"{', '.join(METHODS)}; or several, with commas.")
         if not 1 < self.rope_base < math.inf:
             raise ValueError(f'rope_base is {self.rope_base}; it must be above 1, such as 10000.')
         if not 0 <= self.rope_share <= 1:
@@ -67,6 +68,12 @@ class Settings:
             if getattr(self, name) != default and 'rope' not in names:
                 raise ValueError(f'{name} {getattr(self, name)} is a setting of RoPE, but position '
                                  f"is '{self.position}'. Leave it out, or choose another position.")
+        if self.random_positions:
+            read = {name for name in names if issubclass(METHODS[name], (RoPE, Bias))}
+            if not read or set(names) - read - {'none'} or self.rope_scaling or self.rope_window:
+                raise ValueError(f'random_positions {self.random_positions} is for biases and for '
+                                 'RoPE without rope_scaling or rope_window, beside layers of none '
+                                 f"at most; position is '{self.position}'.")
         if self.dape_kernel < 0 or self.dape_kernel > 0 and self.dape_kernel % 2 == 0:
             raise ValueError(f'dape_kernel is {self.dape_kernel}; it must be odd, or 0 for none.')
         if self.dape_width < 1:
@@ -90,7 +97,22 @@ class Place:
     i: torch.Tensor  # positions of the queries, (T,), or (B, T) where prompts differ in length
     j: torch.Tensor  # positions of the keys, (S,) or (B, S)
     total: int       # tokens that the pass will hold, those still to be generated included
-    rotation: tuple | None = None  # RoPE's cos and sin for i, the same in every layer
+    rotation: tuple | None = None  # RoPE's cos and sin for i, of all layers that share this place
+
+
+def random_places(place, draws):
+    """
+    Randomised positions (Ruoss et al. 2023): a Place for each layer, where the place.total tokens
+    of a pass stand at a sorted random subset of 0 ... N - 1 instead of at 0, 1, 2 ... So a short
+    pass trains the distances of a long one. draws: (n_layer, N) random numbers, of which the
+    largest place.total say where. Raises ValueError if there are more tokens than N.
+    """
+    N = draws.shape[1]
+    if place.total > N:
+        raise ValueError(f'random_positions is {N}, so {place.total} tokens cannot be read. '
+                         'Read fewer, or train with more.')
+    positions = draws.topk(place.total).indices.sort().values            # (n_layer, total)
+    return [Place(row[place.i], row[place.j], place.total) for row in positions]
 
 
 # ---------------------------------------------------------------------- no position encoding

@@ -228,9 +228,11 @@ def validate(model, tokens, runtime):
     if fsdp:  # its ranks go through each pass together: so many windows for each, some again
         whole = range(n + -n % runtime.world_size)
         tokens = tokens.take(whole, axis=0, mode='wrap')
+    model.eval()
     losses = runtime.over_windows(tokens, micro_batch_size * block_size,
                                   lambda inputs, targets: model(inputs, targets).mean(1),
                                   finite=False)  # what is not finite, the recorder reports
+    model.train()
     return float(losses[:n].mean())
 
 
@@ -291,6 +293,7 @@ def main(given=()):
         lr = learning_rate_at(step, learning_rate, min_lr, warmup, lr_decay_iters or max_iters)
         for group in optimizer.param_groups:
             group['lr'] = lr
+        torch.manual_seed(seed + step)  # so that random positions too depend on the step alone
         next_batch = functools.partial(rank_batch, windows, step + 1, runtime)
         loss, batch = train_step(model, optimizer, scaler, weights, batch, next_batch, runtime)
         recorder.pending.append(loss)

@@ -20,6 +20,7 @@ from lib import huggingface, plots
 from lib.checksums import require_checksums
 from lib.devices import setup
 from lib.errors import UserError, as_user_error
+from lib.generate import require_positions
 from lib.results import provenance, result_path, save_json, whole_file
 from lib.scales import apply_scale
 from lib.tokens import Windows, tokenizer_digest, tokenizer_from_state
@@ -292,6 +293,7 @@ class Run:
     def windows(self, length, split=None):
         """Windows of the data set and the split that the settings name."""
         split = split or self.settings['split']
+        require_positions(self.model, length)
         return open_windows(self.info, self.settings['dataset'], split, length)
 
     def path(self, *kind):

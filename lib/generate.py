@@ -7,6 +7,7 @@ import math
 
 import torch
 
+from lib.errors import UserError
 from position import Place
 
 
@@ -64,11 +65,20 @@ class KVCache:
             x[:, :, start:self.length] = x[source, :, start:self.length]
 
 
+def require_positions(model, length):
+    """Raise UserError if a pass of `length` tokens has more than the random positions hold."""
+    N = getattr(model.config, 'random_positions', 0)
+    if 0 < N < length:
+        raise UserError(f'the model was trained at random positions below {N}, so it cannot read '
+                        f'{length} tokens. Read fewer, or train it with a larger random_positions.')
+
+
 def new_cache(model, batch_size, max_length, dtype=None):
     """
     A cache for a pass that will hold max_length tokens; of scale sets the one for such a pass is
     put into the model. A model read through transformers brings a cache of its own.
     """
+    require_positions(model, max_length)
     if model.scale_sets:
         model.scale_sets.use(max_length)
     if hasattr(model, 'new_cache'):

@@ -25,7 +25,7 @@ from lib.devices import Runtime
 from lib.results import note
 from lib.tokens import format_ranks, get_tokenizer, write_corpus
 from model import ModelConfig, Transformer
-from position import METHODS
+from position import METHODS, Place
 
 ROOT = Path(__file__).resolve().parents[1]
 torch.set_num_threads(1)  # on tensors this small, threads only wait for each other
@@ -183,6 +183,8 @@ EVERY = [{'position': name} for name in METHODS] + [
     {'position': 'rope', 'rope_share': 0.5},
     {'position': 'rope,none', 'rope_window': 10},
     {'position': 'none,t5,rope,t5', 'n_layer': 4},
+    {'position': 'rope', 'random_positions': 200},
+    {'position': 'alibi,none', 'random_positions': 200},
     {'position': 'rope,none', 'rope_window': 10, 'dape_kernel': 3},
     {'position': 'none', 'dape_kernel': 5},
     {'position': 'ssmax', 'dape_kernel': 1},
@@ -206,6 +208,7 @@ def losses_and_gradients(model, windows, forward=None):
     model compiled, say.
     """
     model.zero_grad(set_to_none=True)
+    torch.manual_seed(0)  # random positions are drawn anew in training
     forward = model if forward is None else forward
     losses = forward(windows[:, :-1], windows[:, 1:])
     losses.mean().backward()
@@ -241,6 +244,8 @@ def plain_transformer(model, idx, head_scale=None):
     def norm(x, name):
         return x / (x.pow(2).mean(-1, keepdim=True) + c.norm_eps).sqrt() * state[name]
 
+    i = torch.arange(idx.shape[1])
+    places = model.places(Place(i, i, len(i)))
     x, attention = state['embed.weight'][idx], []
     for layer in range(c.n_layer):
         block = f'blocks.{layer}'
@@ -248,6 +253,7 @@ def plain_transformer(model, idx, head_scale=None):
                for name, p in state.items()}
         names, of_layer = c.position.split(','), copy.copy(c)
         of_layer.position = names[layer % len(names)]
+        of_layer.positions = places[layer].i.tolist()
         y, matrices = plain_attention(of_layer, own, norm(x, f'{block}.attn_norm.weight'),
                                       head_scale[layer])
         attention.append(matrices)
@@ -260,8 +266,9 @@ def plain_transformer(model, idx, head_scale=None):
 
 def plain_attention(c, own, x, head_scale):
     """
-    One layer's attention. own: its parameters in float64; x: (B, T, C), normed. Returns (B, T, C)
-    and the matrices of weights (B, H, T, T).
+    One layer's attention. c: the config, with the layer's own method and the tokens' positions;
+    own: its parameters in float64; x: (B, T, C), normed. Returns (B, T, C) and the matrices of
+    weights (B, H, T, T).
     """
     H, D, T = c.n_head, c.n_embd // c.n_head, x.shape[1]
     y = x @ own['qkv.weight'].T
@@ -291,7 +298,7 @@ def plain_turn(c, x):
     T, D = x.shape[-2:]
     frequency = c.rope_base ** -(torch.arange(0, D, 2).double() / D)
     frequency[round(c.rope_share * D / 2):] = 0
-    angle = torch.arange(T).double()[:, None] * frequency
+    angle = torch.tensor(c.positions).double()[:, None] * frequency
     turned = torch.complex(x[..., :D // 2], x[..., D // 2:]) * torch.exp(1j * angle)
     return torch.cat((turned.real, turned.imag), dim=-1)
 
@@ -429,7 +436,8 @@ def plain_position(c, own, scores, q, k):
         bias = torch.zeros(H, T, T, dtype=torch.float64)
         for i in range(T):
             for j in range(i + 1):
-                bias[:, i, j] = PLAIN_BIASES[c.position](c, own, i, j)
+                at = c.positions[i], c.positions[j]
+                bias[:, i, j] = PLAIN_BIASES[c.position](c, own, *at)
         maps = torch.cat((scores, bias.expand(scores.shape)), dim=1)
     if not c.dape_kernel:
         return scores + bias

@@ -185,6 +185,7 @@ def test_a_task_that_another_process_trains_is_refused_and_other_tasks_are_not(t
     ('--n_test=0', 'n_test is 0; it must be at least 1'),
     ('--learning_rate=-1', 'learning_rate is -1.0; it must be'),
     ('--position=kerpel', "position is 'kerpel', which is unknown"),
+    ('--random_positions=9', 'below 9, so it cannot read 10 tokens'),
     ("--compare=['{}/other.json']", 'other.json is not a result of che.py'),
 ])
 def test_mistakes_are_met_before_work_in_one_line(tmp_path, argument, message):

@@ -21,6 +21,7 @@ from conftest import (
 )
 
 import position
+from lib.errors import UserError
 from lib.generate import new_cache
 from lib.huggingface import tensor_table
 from model import ModelConfig, Transformer
@@ -97,6 +98,10 @@ def test_wrong_extensions_are_refused(text):
     ({'rope_base': 0.0}, 'rope_base'), ({'rope_share': 1.5}, 'rope_share'),
     ({'rope_share': 0.5}, 'rope_share'), ({'position': 'rope', 'rope_window': -1}, 'rope_window'),
     ({'position': 'alibi,none', 'rope_window': 4}, 'rope_window'),
+    ({'random_positions': 64}, 'random_positions'),
+    ({'position': 'rope', 'random_positions': 31}, 'random_positions'),
+    ({'position': 'rope,logn', 'random_positions': 64}, 'random_positions'),
+    ({'position': 'rope', 'rope_window': 4, 'random_positions': 64}, 'random_positions'),
     ({'dape_cheat': True}, 'dape_cheat'),
     ({'dape_kernel': 2}, 'dape_kernel'), ({'dape_kernel': -1}, 'dape_kernel'),
     ({'dape_kernel': 3, 'dape_width': 0}, 'dape_width')], ids=str)
@@ -192,6 +197,47 @@ def test_a_methods_own_start_survives_initialisation(monkeypatch, dape_kernel):
     assert torch.equal(found.mix, torch.eye(8)) and (found.shift == 0.25).all()
     model(tokens(1, 9), tokens(1, 9)).mean().backward()
     assert found.shift.grad is not None and found.mix.grad.abs().sum() > 0
+
+
+# ---------------------------------------------------------------------- random positions
+
+def drawn(model, T):
+    i = torch.arange(T)
+    return torch.stack([place.i for place in model.places(Place(i, i, T))])
+
+
+def test_random_positions_are_a_sorted_uniform_subset_for_each_layer():
+    T, N, n_layer = 20, 100, 400
+    for training in True, False:
+        model = random_model(position='rope', random_positions=N, n_layer=2, n_embd=8)
+        model.draws = torch.rand(n_layer, N)
+        model.train(training)
+        i = drawn(model, T)                                              # (n_layer, T)
+        assert (i.diff(dim=1) > 0).all() and i.min() >= 0 and i.max() < N
+        # The expectation of the t-th smallest of T numbers of 1 ... N, less 1.
+        expected = torch.arange(1, T + 1) * (N + 1) / (T + 1) - 1
+        assert (i.double().mean(0) - expected).abs().max() < 3
+
+
+def test_random_positions_are_new_in_each_pass_of_training_and_the_same_outside_of_it():
+    model = random_model(position='rope', random_positions=100)
+    fixed = drawn(model, 40)
+    assert not torch.equal(fixed[0], fixed[1])
+    assert torch.equal(drawn(random_model(1, position='rope', random_positions=100), 40), fixed)
+    model.train()
+    torch.manual_seed(3)
+    first, second = drawn(model, 40), drawn(model, 40)
+    torch.manual_seed(3)
+    assert torch.equal(drawn(model, 40), first) and not torch.equal(first, second)
+
+
+def test_more_tokens_than_random_positions_are_refused():
+    model = random_model(position='rope', random_positions=50)
+    assert torch.equal(drawn(model, 50)[1], torch.arange(50))
+    with pytest.raises(ValueError, match='random_positions is 50, so 51 tokens'):
+        model(tokens(1, 51))
+    with pytest.raises(UserError, match='below 50, so it cannot read 51 tokens'):
+        new_cache(model, 1, 51)
 
 
 # ---------------------------------------------------------------------- cache

@@ -163,6 +163,10 @@ def test_runs_in_two_parts_equal_unbroken_ones(runs, plain, rope):
         assert_same(plain, runs.resume('parts'))
     runs.train('rope_parts', '--position=rope --max_iters=1 --eval_interval=1')
     assert_same(rope, runs.resume('rope_parts', '--position=rope --max_iters=3 --eval_interval=1'))
+    drawn = '--position=rope --random_positions=64 --eval_interval=1'
+    runs.train('drawn_parts', f'{drawn} --max_iters=1')
+    assert_same(runs.train('drawn', f'{drawn} --max_iters=3'),
+                runs.resume('drawn_parts', f'{drawn} --max_iters=3'))
 
 
 def test_resume_names_the_settings_that_changed_and_uses_them(runs, plain):
