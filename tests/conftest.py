@@ -182,7 +182,7 @@ EVERY = [{'position': name} for name in METHODS] + [
     {'position': 'rope', 'rope_scaling': 'dynamic_ntk:4'},
     {'position': 'rope', 'rope_share': 0.5},
     {'position': 'rope,none', 'rope_window': 10},
-    {'position': 'none,t5,rope,t5', 'n_layer': 4},
+    {'position': 'none,t5'},
     {'position': 'rope', 'random_positions': 200},
     {'position': 'alibi,none', 'random_positions': 200},
     {'position': 'rope,none', 'rope_window': 10, 'dape_kernel': 3},
