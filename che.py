@@ -229,11 +229,13 @@ def test(name, model, state, path, lengths):
 
 def method_names(chosen):
     """What Table 6 calls the position method with its DAPE, and a short name for its folder."""
-    position, kernel = chosen['position'], chosen['dape_kernel']
-    name = 'Relative' if position == 'xl' else figures.method_name(position)
+    folder, kernel = chosen['position'], chosen['dape_kernel']
+    name = 'Relative' if folder == 'xl' else figures.method_name(folder)
     if kernel:
-        return f'DAPE 1x{kernel} {name}', f'{position}_dape{kernel}'
-    return name, position
+        name, folder = f'DAPE 1x{kernel} {name}', f'{folder}_dape{kernel}'
+    if chosen['random_positions']:
+        name, folder = f'{name}, random', f'{folder}_random'
+    return name, folder
 
 
 def table_cells(row):
