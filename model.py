@@ -76,8 +76,9 @@ class Attention(nn.Module):
         self.heads = [config.n_head, config.n_kv_head, config.n_kv_head]  # of q, k and v
         self.qkv = nn.Linear(config.n_embd, sum(self.heads) * self.head_dim, bias=False)
         self.out = nn.Linear(config.n_embd, config.n_embd, bias=False)
-        # lambda of each head, on its scores q.k / sqrt(D), and a gain on what the head puts out.
-        # Always float32, as 1.6 + 0.001 is still 1.6 in bfloat16. Frozen until they are tuned.
+        # lambda of each head, on its scores q.k / sqrt(D): one number (H,), or one per channel
+        # (H, D), as `model.head_scale = ` leaves it; and a gain on what the head puts out. Always
+        # float32, as 1.6 + 0.001 is still 1.6 in bfloat16. Frozen until they are tuned.
         self.head_scale = nn.Parameter(torch.ones(config.n_head), requires_grad=False)
         self.head_gain = nn.Parameter(torch.ones(config.n_head), requires_grad=False)
         self.position = position_method(config, layer)
@@ -93,7 +94,7 @@ class Attention(nn.Module):
         q, k = self.position.turn(q, k, place)
 
         # Eq. (4): scores become head_scale_h * q.k / sqrt(D). Scaling q keeps every fused kernel.
-        q = (q * self.head_scale[:, None, None]).to(k.dtype)
+        q = (q * self.head_scale.view(self.heads[0], 1, -1)).to(k.dtype)
         seen = probe(self.layer, self, q, k, place) if probe else None
         if cache is not None:
             k, v = cache.append(self.layer, k, v)            # (B, n_kv_head, S, D)
@@ -236,17 +237,19 @@ class Transformer(nn.Module):
     @property
     def head_scale(self):
         """
-        All softmax scales, (n_layer, H) float32, in units of 1 / sqrt(D). Assign a number or an
-        array.
+        All softmax scales, (n_layer, H) float32, in units of 1 / sqrt(D); where a head has one per
+        channel, their mean. Assign a number, or an array of (n_layer, H) or (n_layer, H, D).
         """
-        return torch.stack([block.attn.head_scale.detach() for block in self.blocks])
+        scales = torch.stack([block.attn.head_scale.detach() for block in self.blocks])
+        return scales if scales.dim() == 2 else scales.mean(2)
 
     @head_scale.setter
     def head_scale(self, scale):
-        scale = torch.as_tensor(scale, dtype=torch.float32)
-        scale = scale.expand(len(self.blocks), self.config.n_head)
+        scale = torch.as_tensor(scale, dtype=torch.float32, device=self.norm.weight.device)
+        if scale.dim() < 3:
+            scale = scale.expand(len(self.blocks), self.config.n_head)
         for block, row in zip(self.blocks, scale):
-            block.attn.head_scale.data.copy_(row)
+            block.attn.head_scale.data = row.clone()
 
     def n_params(self):
         """Number of weights, head scales and gains left out."""

@@ -5,11 +5,12 @@ Position Encoding".
 
 uniform: one scale for the whole model, by trying each candidate (UniformScale).
 head:    one scale per head, tuned at target_length while every weight stays frozen (HeadScale).
-         Beyond the paper, it can tune other small vectors too (tune), and one set for each of
-         several lengths (target_lengths).
+         Beyond the paper, it can tune a scale per channel and other small vectors (tune), and one
+         set for each of several lengths (target_lengths).
 
 $ python tune_scale.py --method=uniform              # first this: its best scale starts head's
 $ python tune_scale.py --method=head                 # then this
+$ python tune_scale.py --tune=channel --label=channel           # a scale per head and channel
 $ python tune_scale.py --target_lengths=[256,512,1024]          # one set per length
 $ torchrun --nproc_per_node=8 tune_scale.py config/tune_8k.py   # 704 scales of the 1.1B model
 
@@ -31,7 +32,7 @@ from lib.checkpoints import Run, dataset_of, load_model
 from lib.devices import compiled, learning_rate_at
 from lib.errors import UserError
 from lib.results import bin_means, progress_bar, provenance, result_path
-from lib.scales import ScaleSets, by_position, finite, read_scale_file, save_scale
+from lib.scales import ScaleSets, by_position, finite, put_vectors, read_scale_file, save_scale
 from lib.tokens import Windows
 
 # what to tune
@@ -49,12 +50,13 @@ candidate_range: list[float] = [1.0, 2.4, 0.1]  # first, last, step, in units of
 compare: list[str] = []      # other checkpoint files of the run, fitted too (Figure 7)
 last = 64                    # "for length T" is over the last so many positions before T
 # head: the recipe of Appendix A
-tune = 'scale'               # scale (the paper's), out (a gain per head), norm, or scale,out,norm
+tune = 'scale'               # a key of KINDS below, or several, as scale,out,norm
 init_scale: float | str = 'uniform'  # a number, or uniform: the best of scale_uniform.json
-min_scale: float | None = 1.0   # concentration constraint, Eq. (6): a clamp after every step
+min_scale: float | None = 1.0   # Eq. (6): a clamp of a head's scale after every step
 learning_rate = 0.1          # of scales, in units of 1/sqrt(d); the paper uses 0.05 or 0.1
+channel_learning_rate = 0.03  # of tune=channel
 gain_learning_rate = 0.02    # of tune=out
-norm_learning_rate = 0.01    # of tune=norm
+norm_learning_rate = 0.01    # of tune=norm and attn_norm
 warmup_iters = 20            # linear from 0
 max_iters = 200              # steps; the rate falls to a tenth of its peak on a cosine
 batch_size = 8               # sequences of target_length in one step, over all devices
@@ -191,12 +193,18 @@ def uniform(run, target):
 
 # ---------------------------------------------------------------------- head
 
-KINDS = {'scale': 'head_scale', 'out': 'head_gain', 'norm': 'norm.weight'}
+KINDS = {  # what can be tuned: how its parameters end, and the setting with their rate
+    'scale': ('head_scale', 'learning_rate'),             # a number per head, as in the paper
+    'channel': ('head_scale', 'channel_learning_rate'),   # a number per channel of a head
+    'out': ('head_gain', 'gain_learning_rate'),           # a gain on what each head puts out
+    'norm': ('norm.weight', 'norm_learning_rate'),        # the gains of all RMSNorms
+    'attn_norm': ('attn_norm.weight', 'norm_learning_rate'),  # of those before attention
+}
 
 
 def vectors_of(model, kinds):
     """{name: parameter} of the small vectors of some KINDS."""
-    endings = tuple(KINDS[kind] for kind in kinds)
+    endings = tuple(KINDS[kind][0] for kind in kinds)
     return {name: p for name, p in model.named_parameters() if name.endswith(endings)}
 
 
@@ -238,13 +246,11 @@ def tune_vectors(model, windows, runtime):
     products on its way remain.
     """
     model.checkpoint_activations = checkpoint_activations
-    rates = {'head_scale': learning_rate, 'head_gain': gain_learning_rate,
-             'norm.weight': norm_learning_rate}
-    groups = []
-    for name, p in vectors_of(model, tune.split(',')).items():
-        peak = next(rate for ending, rate in rates.items() if name.endswith(ending))
-        groups.append({'params': [p.requires_grad_(True)], 'peak': peak})
-    vectors = [group['params'][0] for group in groups]
+    kinds, groups = tune.split(','), []
+    for kind in kinds:
+        rate = globals()[KINDS[kind][1]]
+        groups.append({'params': list(vectors_of(model, [kind]).values()), 'peak': rate})
+    vectors = [p.requires_grad_(True) for group in groups for p in group['params']]
     optimizer = torch.optim.AdamW(groups, betas=(beta1, beta2), weight_decay=0.0,
                                   fused=runtime.device.type in ('cpu', 'cuda'))
     scaler = torch.amp.GradScaler(runtime.device.type, enabled=runtime.dtype == torch.float16)
@@ -271,8 +277,9 @@ def tune_vectors(model, windows, runtime):
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
-        if min_scale is not None:  # Eq. (6), on the float32 scales the next step starts from
-            model.head_scale = model.head_scale.clamp(min=min_scale)
+        if min_scale is not None and 'scale' in kinds:
+            for p in vectors_of(model, ['scale']).values():  # Eq. (6)
+                p.data.clamp_(min=min_scale)
         losses.append(step_loss.item())
         if not math.isfinite(losses[-1]):
             raise UserError(f'the loss became {losses[-1]} at step {step + 1}; nothing was '
@@ -288,13 +295,16 @@ def head(run, targets):
     """Tune the vectors at each target, each from the one before. Returns what the file holds."""
     model, runtime, L, target = run.model, run.runtime, run.L, targets[-1]
     by_length = bool(target_lengths)
-    tuned = vectors_of(model, ['scale', *tune.split(',')])  # scales are in every file
+    kinds = ['scale', *tune.split(',')]  # scales are in every file
+    tuned = vectors_of(model, kinds)
 
     def copy():
         return {name: p.clone() for name, p in tuned.items()}
 
     windows, base = run.windows(target, 'val'), copy()
     model.head_scale = begin = first_scale(run.info, targets[0])
+    if 'channel' in kinds:
+        model.head_scale = model.head_scale[..., None].expand(-1, -1, model.config.head_dim)
     start, sets, losses = copy(), {}, []
     for length in targets:
         runtime.print(f'{sum(p.numel() for p in tuned.values())} numbers, on windows of {length} '
@@ -304,12 +314,11 @@ def head(run, targets):
         sets[length] = copy()
 
     scales, measured, means = model.head_scale, {}, []
-    name = 'head scale' if tune == 'scale' else tune.replace(',', ', ')
-    for what, vectors in (('as '
-                           'loaded', base), (f'uniform {begin:.2f}', start), (name, sets[target])):
-        model.load_state_dict(vectors, strict=False)
+    name = f'head {tune}' if tune == 'scale' else tune.replace(',', ', ')
+    start_name = f'uniform {begin:.2f}'
+    for what, vectors in (('as loaded', base), (start_name, start), (name, sets[target])):
+        put_vectors(model, base if by_length and what == name else vectors)
         if by_length and what == name:
-            model.load_state_dict(base, strict=False)
             ScaleSets(model, sets)
         loss, entropy, last_entropy = curves(model, windows, n_samples, batch_tokens, runtime)
         means.append(float(loss.mean()))
@@ -326,21 +335,30 @@ def head(run, targets):
     return 'scale_sets' if by_length else f'scale_head_{target}', sets, more
 
 
-def check_settings(L, targets, world_size):
+def check_settings(model, targets, world_size):
     """Everything that can be refused before work starts."""
+    L = model.config.block_size
     shortest, must_exceed = min(targets), method == 'uniform' or target_lengths
     if shortest < L or shortest == L and must_exceed:
         raise UserError(f'target_length is {shortest} but the checkpoint was trained at block_size '
                         f'{L}. Choose a longer one.')
     between(globals(), 1, 'batch_size', 'micro_batch_size', 'max_iters', 'n_samples', 'last',
             'target_length')
-    between(globals(), 0, 'learning_rate', 'gain_learning_rate', 'norm_learning_rate',
-            'warmup_iters', 'grad_clip')
+    rates = {rate for _, rate in KINDS.values()}
+    between(globals(), 0, *rates, 'warmup_iters', 'grad_clip')
     between(globals(), 0, 'beta1', 'beta2', most=1 - 1e-9)
     if min_scale is not None:
         finite(min_scale, (), f'min_scale {min_scale}')
-    if not set(tune.split(',')) <= set(KINDS):
-        raise UserError(f"tune is '{tune}'. Choose scale, out, norm, or several: scale,out,norm.")
+    kinds = tune.split(',')
+    if not set(kinds) <= set(KINDS):
+        raise UserError(f"tune is '{tune}'. Choose among {', '.join(KINDS)}, or several, as "
+                        'scale,out,norm.')
+    named = [name for kind in kinds for name in vectors_of(model, [kind])]
+    if len(named) > len(set(named)):
+        raise UserError(f"tune is '{tune}', which names some parameters twice. Leave one out.")
+    if 'channel' in kinds and 'rope' in model.config.position:
+        raise UserError("tune is 'channel', but with RoPE scores depend on i - j alone only where "
+                        'both channels of a pair have one scale. Take --tune=scale.')
     if method == 'head' and batch_size % world_size:
         raise UserError(f'batch_size {batch_size} must be a multiple of the {world_size} ranks.')
 
@@ -353,7 +371,7 @@ def main():
     targets = [target_length or (8 if method == 'uniform' else 4) * run.L]
     if method == 'head' and target_lengths:
         targets = sorted(set(target_lengths))
-    check_settings(run.L, targets, run.runtime.world_size)
+    check_settings(run.model, targets, run.runtime.world_size)
 
     stem, sets, more = uniform(run, targets[0]) if method == 'uniform' else head(run, targets)
     if run.runtime.is_main:

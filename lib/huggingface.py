@@ -420,7 +420,8 @@ def folded_weight(model, name):
     attention = model.get_submodule(f'{block}.attn')
     if part == 'out.weight':
         return weight * attention.head_gain.repeat_interleave(attention.head_dim)
-    scale = attention.head_scale.repeat_interleave(attention.head_dim)
+    scale = attention.head_scale.view(attention.heads[0], -1)  # of a head, or of its channels
+    scale = scale.expand(-1, attention.head_dim).flatten()
     q, kv = weight.tensor_split([len(scale)])
     return torch.cat((q * scale[:, None], kv))
 

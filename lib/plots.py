@@ -98,7 +98,8 @@ def scatter_heads(axis, scales, entropy, layers, ylabel):
 def draw_head(result):
     """Figure 4: loss and entropy by position. Figure 5. And the tuned scales of all heads."""
     last = result['sets'][-1] if 'sets' in result else result
-    target, scales = last['target_length'], np.array(last['head_scale'], float)
+    scales = np.array(last['channel_scale' if 'channel_scale' in last else 'head_scale'], float)
+    target, heads = last['target_length'], scales.reshape(*scales.shape[:2], -1).mean(2)
     title = f'Head scales tuned at {target} tokens: {run_name(result)}'
     figure, axes = panels(title, 4, 2, width=6.2, height=3.5)
     curves = []
@@ -107,10 +108,11 @@ def draw_head(result):
     loss_and_entropy(axes, curves, result['block_size'])
     for axis in axes[:2]:
         mark_length(axis, target, f'tuned at {target}')
-    scatter_heads(axes[2], scales, result['last_entropy'], range(len(scales)),
+    scatter_heads(axes[2], heads, result['last_entropy'], range(len(scales)),
                   f"entropy at position {result['curve_length']} (nats)")
-    image = axes[3].imshow(scales, aspect='auto', cmap='cividis')
-    axes[3].set(xlabel='head', ylabel='layer', title='Tuned scales')
+    image = axes[3].imshow(scales.reshape(len(scales), -1), aspect='auto', cmap='cividis')
+    axes[3].set(xlabel='head' if scales.ndim == 2 else 'channel, the heads side by side',
+                ylabel='layer', title='Tuned scales')
     axes[3].grid(False)
     figure.colorbar(image, ax=axes[3], label=r'scale ($1/\sqrt{d}$)')
     return figure

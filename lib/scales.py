@@ -3,8 +3,8 @@ Scale files: softmax scales and other small vectors tuned for one length or seve
 person can read.
 
 A file holds one set of vectors, or under 'sets' several, each tuned for passes of its target_length
-tokens: head_scale and head_gain, (n_layer, n_head), and norm, {parameter: values}. It names the
-weights that it was tuned for.
+tokens: head_scale and head_gain, (n_layer, n_head), or for the first channel_scale, (n_layer,
+n_head, head_dim); and norm, {parameter: values}. It names the weights that it was tuned for.
 """
 
 import hashlib
@@ -26,9 +26,11 @@ HEADS = 'head_scale', 'head_gain'
 
 def vectors_to_json(vectors):
     """{parameter name: tensor} as the entries of a scale file."""
-    rows = {name: [round(x, 6) for x in vector.tolist()] for name, vector in vectors.items()}
+    rows = {name: vector.double().numpy(force=True).round(6) for name, vector in vectors.items()}
     data = {kind: [row for name, row in rows.items() if name.endswith(kind)] for kind in HEADS}
     data['norm'] = {name: row for name, row in rows.items() if 'norm' in name}
+    if np.ndim(data['head_scale']) == 3:
+        data['channel_scale'] = data.pop('head_scale')
     return {kind: value for kind, value in data.items() if value}
 
 
@@ -36,8 +38,10 @@ def vectors_from_json(data, path, info):
     """The inverse: {parameter name: float32 tensor}. Raises UserError for what does not fit."""
     c, vectors = info['model_config'], {}
     for kind in HEADS:
-        shape = c['n_layer'], c['n_head']
-        rows = finite(data.get(kind, np.ones(shape)), shape, f'{kind} in {path}')
+        shape, key = (c['n_layer'], c['n_head']), kind
+        if kind == 'head_scale' and 'channel_scale' in data:
+            shape, key = (*shape, c['n_embd'] // c['n_head']), 'channel_scale'
+        rows = finite(data.get(key, np.ones(shape)), shape, f'{key} in {path}')
         vectors |= {f'blocks.{layer}.attn.{kind}': row for layer, row in enumerate(rows)}
     norms = data.get('norm', {})
     if not isinstance(norms, dict):
@@ -94,10 +98,11 @@ def read_scale_file(path, info):
     whole = sets and isinstance(sets, list) and 'weights_digest' in data
     for one in sets if whole else ():
         length = one.get('target_length') if isinstance(one, dict) else None
-        whole = whole and type(length) is int and length > 0 and 'head_scale' in one
+        scaled = length and {'head_scale', 'channel_scale'} & set(one)
+        whole = whole and type(length) is int and length > 0 and scaled
     if not whole or not isinstance(data.get('tuning_tokens', 0), int | float):
-        raise UserError(f'{path} is not a scale file: it needs head_scale, weights_digest and '
-                        'target_length.')
+        raise UserError(f'{path} is not a scale file: it needs head_scale or channel_scale, '
+                        'weights_digest and target_length.')
     sets = {one['target_length']: vectors_from_json(one, path, info) for one in sets}
     if data['weights_digest'] != info['digest']:
         raise UserError(f"{path} was tuned for other weights than {info['path']}. Tune it again "
@@ -112,6 +117,13 @@ def read_scale_file(path, info):
 
 # ---------------------------------------------------------------------- in a model
 
+def put_vectors(model, vectors):
+    """Give parameters of a model new values: {name: tensor}, of one number a channel or a head."""
+    for name, vector in vectors.items():
+        p = model.get_parameter(name)
+        p.data = vector.to(p.device, copy=True)
+
+
 class ScaleSets:
     """
     Vectors for several lengths. Before each pass the one for the tokens that it will hold is put
@@ -122,6 +134,9 @@ class ScaleSets:
     def __init__(self, model, sets):
         names = {name for vectors in sets.values() for name in vectors}
         own = {name: model.get_parameter(name).clone() for name in names}
+        for name, vector in next(iter(sets.values())).items():  # (H, D) where the sets are so
+            own[name] = own[name].view(len(vector), *[-1] * (vector.dim() - 1)).expand_as(vector)
+        put_vectors(model, own)
         L, self.model = model.config.block_size, model
         self.sets = {L: own}
         for length, vectors in sorted(sets.items()):
@@ -194,7 +209,7 @@ def apply_scale(model, scale, info, say=print):
         if 'sets' in data:
             ScaleSets(model, sets)
         else:
-            model.load_state_dict(*sets.values(), strict=False)
+            put_vectors(model, *sets.values())
     else:
         number = finite(scale, (), f'scale {scale}')
         if not number > 0:

@@ -520,6 +520,13 @@ def test_stock_transformers_computes_what_our_model_does(tmp_path, position, sca
     assert again.config.block_size == reach
 
 
+def test_a_scale_per_channel_is_folded_too(tmp_path):
+    model = random_model(vocab_size=257)
+    model.head_scale = 0.5 + torch.rand(2, 4, 8)
+    export(tmp_path / 'hf', model)
+    assert_equal(logits(ours(tmp_path / 'hf'), tokens(100)), logits(model, tokens(100)))
+
+
 def test_folded_weights_are_rounded_once(tmp_path):
     model = random_model(vocab_size=257)
     export(tmp_path / 'hf', model, torch.bfloat16)

@@ -66,7 +66,8 @@ def adamw_by_hand(model, windows, scale, r):
     """
     The recipe r once more, in float64 and in full: the scales after it, and the loss at each step.
     """
-    scale = torch.full((2, 4), scale, dtype=torch.float64)
+    shape = (2, 4, model.config.head_dim) if r['tune'] == 'channel' else (2, 4)
+    scale = torch.full(shape, scale, dtype=torch.float64)
     m, v, losses = 0, 0, []
     for step in range(r['max_iters']):
         scale.requires_grad_(True)
@@ -77,11 +78,11 @@ def adamw_by_hand(model, windows, scale, r):
             g = g * min(1, r['grad_clip'] / g.norm())
         m = r['beta1'] * m + (1 - r['beta1']) * g
         v = r['beta2'] * v + (1 - r['beta2']) * g * g
-        peak = r['learning_rate']
+        peak = r['channel_learning_rate' if r['tune'] == 'channel' else 'learning_rate']
         lr = learning_rate_at(step, peak, peak / 10, r['warmup_iters'], r['max_iters'])
         m_hat, v_hat = m / (1 - r['beta1'] ** (step + 1)), v / (1 - r['beta2'] ** (step + 1))
         scale = scale.detach() - lr * m_hat / (v_hat.sqrt() + 1e-8)
-        if r['min_scale'] is not None:
+        if r['min_scale'] is not None and r['tune'] == 'scale':
             scale = scale.clamp(min=r['min_scale'])
         losses.append(loss.item())
     return scale, losses
@@ -91,17 +92,19 @@ def adamw_by_hand(model, windows, scale, r):
     {},
     {'min_scale': None, 'grad_clip': 0.0},
     {'grad_clip': 1e-3, 'beta1': 0.5, 'beta2': 0.5, 'checkpoint_activations': True},
+    {'tune': 'channel', 'channel_learning_rate': 0.05},
 ], ids=str)
 def test_tuning_equals_adamw_written_by_hand(cpu, recipe, model, windows, changes):
     recipe(**changes)
     before = {name: p.clone() for name, p in model.named_parameters()}
     expected, expected_losses = adamw_by_hand(model, windows, 1.02, vars(tune_scale))
-    model.head_scale = 1.02
+    model.head_scale = torch.full(expected.shape, 1.02)
     losses = tune_vectors(model, windows, cpu)
     assert losses == pytest.approx(expected_losses, rel=1e-5)
-    torch.testing.assert_close(model.head_scale.double(), expected, rtol=0, atol=2e-3)
-    assert (model.head_scale - 1.02).abs().mean() > 0.02  # ten times that tolerance
-    assert (model.head_scale.min() < 1) == ('min_scale' in changes)
+    scales = torch.stack([block.attn.head_scale.detach() for block in model.blocks])
+    torch.testing.assert_close(scales.double(), expected, rtol=0, atol=2e-3)
+    assert (scales - 1.02).abs().mean() > 0.02  # ten times that tolerance
+    assert (scales.min() < 1) == bool({'min_scale', 'tune'} & set(changes))
     for name, p in model.named_parameters():
         assert torch.equal(p, before[name]) or name.endswith('head_scale')
         assert not p.requires_grad  # frozen again
@@ -109,6 +112,7 @@ def test_tuning_equals_adamw_written_by_hand(cpu, recipe, model, windows, change
 
 @pytest.mark.parametrize('tune, endings', [
     ('out', 'head_gain'),
+    ('attn_norm', 'attn_norm.weight'),
     ('scale,out,norm', ('head_scale', 'head_gain', 'norm.weight')),
 ])
 def test_only_the_vectors_named_by_tune_move_and_the_loss_falls(cpu, recipe, model, windows, tune,
@@ -276,6 +280,22 @@ def test_sets_are_tuned_one_from_the_other_and_leave_passes_of_L_tokens_alone(tu
     assert (model.head_scale != 1).all()
 
 
+def test_channel_scales_are_a_vector_per_head_and_read_back(tuned):
+    out_dir, more = tuned[0], STEPS + '--init_scale=1.5 --tune=channel --label=channel '
+    tune(out_dir, more + '--target_lengths=[64,128]')
+    sets = read(out_dir / 'scale_sets_channel.json')['sets']
+    scales = np.array([one['channel_scale'] for one in sets])
+    assert scales.shape == (2, 2, 4, 8) and (np.abs(scales - 1.5).max((0, 3)) > 0.01).all()
+    model, info = checkpoints.load_model('last', out_dir, 'cpu')
+    tokens = torch.arange(65)[None]
+    apply_scale(model, str(out_dir / 'scale_sets_channel.json'), info)
+    for length, scale in ((32, np.ones((2, 4))), (64, scales[0])):  # up to L the model's own
+        expected = plain_losses(model, tokens[:, :length + 1], scale)
+        losses = model(tokens[:, :length], tokens[:, 1:length + 1])
+        torch.testing.assert_close(losses.double(), expected, rtol=0, atol=1e-5)
+    assert model.head_scale.numpy() == pytest.approx(scales[0].mean(-1), abs=1e-6)
+
+
 def test_start_is_interpolated_in_ln_of_the_length(tuned, tmp_path, recipe):
     _, info = checkpoints.load_model('last', tuned[0], 'cpu')
     recipe(out_dir=tmp_path, init_scale='uniform')
@@ -322,6 +342,8 @@ def test_every_setting_can_be_given_under_torchrun():
     ('--method=uniform --last=0', 'last'),
     ('--learning_rate=-1', 'learning_rate'),
     ('--tune=scale,gain', 'tune'),
+    ('--tune=scale,channel', 'tune'),
+    ('--tune=channel --position=rope', 'channel'),
     ('--method=uniform --candidate_range=[0.0,1.0,0.1]', 'candidate_range'),
     ('--method=uniform --candidate_range=[2.0,1.0,0.1]', 'candidate_range'),
     ('--method=uniform --candidate_range=[1.0,2.0,0.0]', 'candidate_range'),
