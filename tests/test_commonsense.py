@@ -150,6 +150,72 @@ def test_a_whole_run_counts_as_a_plain_loop_does(tmp_path, tiny_run, tasks):
     assert task['score'] == result['average'] == pytest.approx(4 * right[1])
 
 
+WRITING = """
+task: %s
+dataset_path: json
+dataset_kwargs: {data_files: {test: %s}}
+output_type: generate_until
+test_split: test
+doc_to_text: "{{q}}"
+doc_to_target: "{{answer}}"
+generation_kwargs: {do_sample: false, max_gen_toks: %d, until: ["%s"]}
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+"""
+
+
+@pytest.mark.parametrize('ends', ['e', 'nothing'])
+def test_text_is_what_the_model_writes_up_to_the_string_that_ends_it(tmp_path, tiny_run, tasks,
+                                                                     ends):
+    """Two tasks at once, whose answers are of 9 and of 4 tokens; half of the answers are wrong."""
+    model, _ = load_model('last', tiny_run, 'cpu')
+    model.head_scale = torch.tensor(1.3)
+    prompts = ['def f(self', 'import os', 'x', 'for i in range(', 'return ', 'class A:'] * 2
+    for name, n_new in (('long', 9), ('short', 4)):
+        lines = []
+        for i, prompt in enumerate(prompts):
+            ids = list(prompt.encode())
+            for _ in range(n_new):
+                with torch.no_grad():
+                    token = model(torch.tensor([ids]))[0, -1].argmax().item()
+                if token == BYTES.eot_token:
+                    break
+                ids.append(token)
+            text = bytes(ids[len(prompt):]).decode(errors='replace').split(ends)[0]
+            lines.append(json.dumps({'q': prompt, 'answer': text + '!' * (i % 2)}))
+        assert ends == 'nothing' or any(len(json.loads(line)['answer']) < n_new for line in lines)
+        (tmp_path / f'{name}.jsonl').write_text('\n'.join(lines))
+        (tmp_path / f'{name}.yaml').write_text(
+            WRITING % (name, tmp_path / f'{name}.jsonl', n_new, ends))
+    stage_here('commonsense', f'--out_dir={tmp_path}', f'--init_from={tiny_run}/last.pt',
+               '--scale=1.3', '--device=cpu', '--dtype=float32', "--tasks=['long','short']",
+               f'--task_folder={tmp_path}', '--batch_size=5')
+    result = json.loads((tmp_path / 'commonsense_scale1.3.json').read_text())
+    for name in ('long', 'short'):
+        row = result['tasks'][name]
+        assert (row['metric'], row['score'], row['questions']) == ('exact_match', 50, 12)
+
+
+def test_a_prompt_that_would_have_to_be_cut_is_refused(tmp_path, tiny_run, tasks):
+    line = json.dumps({'q': 'x' * 40, 'answer': ''})
+    (tmp_path / 'data.jsonl').write_text(line)
+    (tmp_path / 'task.yaml').write_text(WRITING % ('wordy', tmp_path / 'data.jsonl', 3, 'e'))
+    arguments = (f'--out_dir={tmp_path}', f'--init_from={tiny_run}/last.pt', '--device=cpu',
+                 '--dtype=float32', "--tasks=['wordy']", f'--task_folder={tmp_path}')
+    line = mistake('commonsense', *arguments)
+    assert 'wordy has 40 tokens' in line and f'read_length is {L}.' in line
+    stage_here('commonsense', *arguments, '--read_length=40')  # not what is written after it
+    assert json.loads((tmp_path / 'commonsense.json').read_text())['read_length'] == 40
+
+
+def test_rulers_score_is_that_of_the_length_asked_for():
+    row = {'alias': 'niah', 'sample_len': 3, '4096,none': -1, '4096_stderr,none': 'N/A',
+           '8192,none': 0.25, '8192_stderr,none': 'N/A'}
+    measured = {'results': {'niah': row}, 'versions': {'niah': 1}, 'configs': {
+        'niah': {'dataset_path': ''}}}
+    found = commonsense.task_scores(measured, 8192)['niah']
+    assert (found['score'], found['standard_error'], found['metric']) == (25, None, '8192')
+
+
 @pytest.mark.parametrize('argument, says', [
     ('--limit=0', 'limit is 0'), ('--tasks=[]', 'tasks is empty'), ("--tasks=['pika']", 'pika')])
 def test_mistakes_are_one_line(tiny_run, tasks, argument, says):
