@@ -10,7 +10,8 @@ one of its verbs changed:
   bias        a function of the positions, added to the scores: ALiBi, NAPE, Kerple, FIRE, T5.
   similarity  the scores before any bias: CoPE and Transformer-XL add what depends on the query too;
               the adaptive temperature sharpens the rows that spread out.
-  scores      what softmax sees, made of the last two: DAPE reads both as a feature map and adds
+  hidden      which keys a query does not see: later ones; with a sliding window, old ones too.
+  scores      what softmax sees, made of the last three: DAPE reads them as a feature map and adds
               what a small network makes of it.
   attend      softmax attention over these scores; by default a fused kernel.
 
@@ -37,9 +38,7 @@ from kernels import later
 @dataclass(kw_only=True)
 class Settings:
     """The settings of all methods; every stage that trains has them, too."""
-    position: str = 'none'      # none (NoPE), rope, logn, ssmax, logbeta, llama4, alibi, nape,
-    #                             kerple, fire, t5, cope, xl or adaptive; or several for the layers
-    #                             in turn: rope,rope,rope,none is SmolLM3
+    position: str = 'none'      # none (NoPE), rope ...: a key of METHODS; a,b: for layers in turn
     rope_base: float = 10000.0  # of RoPE: the slowest pair turns once in 2 pi rope_base tokens
     rope_scaling: str = ''      # extension of RoPE, such as yarn:4; '' for none
     rope_share: float = 1.0     # share of the pairs that RoPE turns, the fastest ones
