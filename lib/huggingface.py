@@ -359,8 +359,8 @@ def require_exportable(model):
     if getattr(c, 'dape_kernel', 0):
         method += ' with DAPE'
     if method not in ("position 'rope'", "position 'none'"):
-        raise UserError(f'{method} changes attention in a way that no model of transformers with '
-                        'our other parts does. Only rope and none can be exported.')
+        raise UserError(f'{method} has no place in the models of transformers that we write. Only '
+                        'rope and none, for all layers, can be exported.')
     odd = [f'{field.name} {getattr(c, field.name)}' for field in dataclasses.fields(c)
            if field.name not in EXPORTED and getattr(c, field.name) != field.default]
     known = {*tensor_table(c), 'head.weight'}

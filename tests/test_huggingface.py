@@ -556,8 +556,12 @@ def test_a_model_without_scales_comes_back_bit_for_bit(tmp_path):
 
 
 def test_what_a_stock_model_has_no_place_for_is_not_exported(tmp_path):
-    for changes in ({'position': 'alibi'}, {'dape_kernel': 3}):
-        named = 'alibi' if 'position' in changes else 'DAPE'
+    for named, changes in (('alibi', {'position': 'alibi'}), ('DAPE', {'dape_kernel': 3}),
+                           ('llama4', {'position': 'llama4'}),
+                           ('rope,none', {'position': 'rope,none'}),
+                           ('rope_share 0.5', {'position': 'rope', 'rope_share': 0.5}),
+                           ('rope_window 8', {'position': 'rope', 'rope_window': 8}),
+                           ('random_positions 64', {'position': 'rope', 'random_positions': 64})):
         assert is_refused(named, export, tmp_path / 'hf', random_model(vocab_size=257, **changes))
 
     @dataclasses.dataclass(kw_only=True)

@@ -19,6 +19,7 @@ from configurator import run_config
 from lib import checkpoints
 from lib.devices import learning_rate_at
 from lib.tokens import Windows, get_tokenizer, write_corpus
+from position import ROPE_DEFAULTS
 
 
 @pytest.fixture(scope='module')
@@ -241,6 +242,17 @@ def test_fine_tuning_extends_rope_by_the_ratio_of_the_lengths_and_resumes(runs, 
         run = runs.train(f'yarn_{i}', f'--init_from={whole}/last.pt --max_iters=1 {more}')
         config = load(run)['model_config']
         assert config['rope_scaling'] == scaling and config['rope_length'] == 32
+
+
+def test_a_model_goes_on_without_rope_and_without_rope_settings(runs, rope):
+    start = runs.train('windowed', '--position=rope,none --rope_window=8 --rope_share=0.5 '
+                                   '--max_iters=1')
+    for i, (run, how) in enumerate(((rope, 'config/drope.py'), (start, '--position=none'))):
+        drope = runs.train(f'drope_{i}', f'{how} --init_from={run}/last.pt --max_iters=2')
+        config = load(drope)['model_config']
+        assert config['position'] == 'none' and config.items() >= ROPE_DEFAULTS.items()
+    model, _ = checkpoints.load_model('last', start, 'cpu', position='llama4')
+    assert model.config.rope_window == 0
 
 
 @pytest.mark.parametrize('setting', [
