@@ -14,6 +14,7 @@ import importlib.util
 import io
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -27,13 +28,14 @@ from pathlib import Path
 
 import numpy as np
 
+from configurator import between
 from lib.errors import ROOT, UserError
 from lib.results import optional, progress_bar, save_json
 from lib.tokens import (
-    finish_dataset,
     get_tokenizer,
+    is_prepared,
+    new_dataset,
     open_tokens,
-    remove_dataset,
     stable_hash,
     tokenizer_digest,
     tokenizer_from_state,
@@ -47,6 +49,16 @@ SPLIT = re.compile(r'(?:^|[/_.-])(train|val|dev|test)(?:id|idation)?(?![a-z])')
 # More than a token has on average: max_tokens times as many are read of each file, and what is too
 # much is cut off when the parts are joined.
 CHARACTERS_PER_TOKEN = 8
+
+
+@dataclass
+class Settings:
+    """The settings of every prepare script that reads such a corpus."""
+    tokenizer: str = 'hf:TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T'
+    max_tokens: int | None = None  # of each split, to the end of a document; None: all
+    local: str = ''                # a folder or glob of such files that you have; '': the hub
+    workers: int | None = None     # processes; None: one per core
+    out_dir: str = ''              # where the token files go; '' for data/NAME
 
 
 @dataclass
@@ -75,10 +87,9 @@ def local_files(local):
     All files of a folder, or those of a glob. Their names count from the folder, or from where the
     glob begins.
     """
-    root, paths = Path(local), Path(local).rglob('*')
-    if not root.is_dir():
-        fixed = itertools.takewhile(lambda part: not glob.has_magic(part), root.parent.parts)
-        root, paths = Path(*fixed), map(Path, glob.glob(local, recursive=True))
+    pattern = f'{glob.escape(local)}/**' if Path(local).is_dir() else local
+    root = Path(re.split(r'[*?[]', pattern)[0] + 'x').parent
+    paths = map(Path, glob.glob(pattern, recursive=True))
     return [File(path.relative_to(root).as_posix(), str(path), path.stat().st_size)
             for path in paths if path.is_file()]
 
@@ -147,14 +158,14 @@ def text_of(row, source):
 
 
 def texts(file, source, max_tokens):
-    """Yield the documents of a file, as many as max_tokens may need; every one for None."""
+    """Yield the documents of a file, as many as max_tokens may need."""
     n_characters = 0
     for row in rows(file):
         text = text_of(row, source)
         if text:
             yield text
             n_characters += len(text)
-        if max_tokens and n_characters > CHARACTERS_PER_TOKEN * max_tokens:
+        if n_characters > CHARACTERS_PER_TOKEN * max_tokens:
             return
 
 
@@ -213,27 +224,25 @@ def write_parts(parts, split, source, state, max_tokens, workers):
     n_done = sum((part / 'meta.json').is_file() for part in parts)
     print(f'{split}: {len(parts)} files, {n_done} of them done before', flush=True)
     write = partial(write_part, split=split, source=source, state=state, max_tokens=max_tokens)
+    spawn = multiprocessing.get_context('spawn')  # forked, they would share connections
+    pool = ProcessPoolExecutor(min(workers, len(parts)), spawn, start_worker)
+    run = map if workers == 1 else pool.map
     written, n_tokens = [], 0
-    with contextlib.ExitStack() as stack:
-        bar = stack.enter_context(progress_bar(len(parts), split))
-        if workers == 1:
-            counts = map(write, parts, parts.values())
-        else:
-            spawn = multiprocessing.get_context('spawn')  # forked, they would share connections
-            pool = ProcessPoolExecutor(min(workers, len(parts)), spawn, start_worker)
-            stack.callback(pool.shutdown, cancel_futures=True)
-            counts = pool.map(write, parts, parts.values())
-        for part, file in parts.items():
-            try:
-                n_tokens += next(counts)
-            except Exception as error:  # of the network, the file, a killed process
-                reason = f'{type(error).__name__}: {error}'[:300]
-                raise UserError(f'{file.name} stopped with {reason}. The parts done are kept: the '
-                                'same command goes on from there.') from error
-            written.append(part)
-            bar.update(1)
-            if max_tokens and n_tokens >= max_tokens:
-                break
+    try:
+        with progress_bar(len(parts), split) as bar:
+            for part, n in zip(parts, run(write, parts, parts.values())):
+                written.append(part)
+                n_tokens += n
+                bar.update()
+                if n_tokens >= max_tokens:
+                    break
+    except Exception as error:  # of the network, the file, a killed process
+        name = list(parts.values())[len(written)].name
+        reason = f'{type(error).__name__}: {error}'[:300]
+        raise UserError(f'{name} stopped with {reason}. The parts done are kept: the same command '
+                        'goes on from there.') from error
+    finally:
+        pool.shutdown(cancel_futures=True)
     return written
 
 
@@ -247,21 +256,16 @@ def join_split(folder, split, parts, max_tokens):
           open(folder / f'{split}_starts.bin', 'wb') as starts):
         for part in parts:
             count = count_of(part, split)
-            if not count['tokens'] or max_tokens and total['tokens'] >= max_tokens:
+            if not count['tokens']:
                 continue
             data = open_tokens(str(part.resolve()), split)
-            n, end = len(data.starts), len(data.tokens)
-            if max_tokens:
-                n = int(np.searchsorted(data.starts, max_tokens - total['tokens']))
-                end = int(data.starts[n]) if n < len(data.starts) else end
+            n = int(np.searchsorted(data.starts, max_tokens - total['tokens']))
+            end = int(data.starts[n]) if n < len(data.starts) else len(data.tokens)
             data.tokens[:end].tofile(tokens)
             (data.starts[:n] + total['tokens']).tofile(starts)
             total['tokens'] += end
             total['documents'] += n
             total['bytes'] += round(count['bytes'] * end / count['tokens'])  # in proportion
-    if not total['tokens']:
-        raise UserError(f'No row is left for the {split} split of {folder.name}. Give it other '
-                        'files.')
     return total
 
 
@@ -284,29 +288,16 @@ def find_files(source, local):
     return commit, splits
 
 
-def is_prepared(folder, splits, report):
-    """True if the folder holds a whole dataset with this report."""
-    try:
-        return all(open_tokens(str(folder.resolve()), split).meta['report'] == report
-                   for split in splits)
-    except UserError:  # not prepared yet, or damaged
-        return False
-
-
-def prepare(name, source, local, tokenizer, max_tokens, workers, out_dir):
-    """
-    The stage of a prepare script; the arguments are its settings. local: a folder or a glob, '' for
-    the hub. max_tokens: of each split, to the end of a document.
-    """
-    if max_tokens is not None and max_tokens < 1 or workers is not None and workers < 1:
-        raise UserError(f'max_tokens is {max_tokens} and workers {workers}; both must be at least '
-                        '1, or None.')
-    folder = Path(out_dir or ROOT / 'data' / name)
-    commit, splits = find_files(source, local)
-    encoding = get_tokenizer(tokenizer)
+def prepare(name, source, settings):
+    """The stage of a prepare script. settings: {name: value} of Settings."""
+    between(settings, 1, 'max_tokens', 'workers')
+    folder = Path(settings['out_dir'] or ROOT / 'data' / name)
+    commit, splits = find_files(source, settings['local'])
+    encoding = get_tokenizer(settings['tokenizer'])
     state = tokenizer_state(encoding)
 
     unfinished = folder / 'parts.part'  # a name that git ignores
+    max_tokens = settings['max_tokens']
     what = commit, source.field, source.where, max_tokens, tokenizer_digest(state)
     parts = {}
     for split, files in splits.items():
@@ -320,11 +311,10 @@ def prepare(name, source, local, tokenizer, max_tokens, workers, out_dir):
         return
 
     require_readable(next(iter(splits.values()))[0], source)
-    workers = workers or os.cpu_count()
+    workers, max_tokens = settings['workers'] or os.cpu_count(), max_tokens or math.inf
     written = {split: write_parts(parts[split], split, source, state, max_tokens, workers)
                for split in splits}
-    remove_dataset(folder)
-    counts = {split: join_split(folder, split, written[split], max_tokens) for split in splits}
-    (folder / 'tokenizer_state.json').write_text(json.dumps(state))
-    finish_dataset(folder, encoding, counts, report)
+    with new_dataset(folder, encoding, report) as (temporary, counts):
+        for split in splits:
+            counts[split] = join_split(temporary, split, written[split], max_tokens)
     shutil.rmtree(unfinished)

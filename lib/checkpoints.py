@@ -214,8 +214,8 @@ def load_model(init_from, out_dir, device, position=None, rope_scaling=None, dty
     with as_user_error(), torch.device('meta'):
         model = Transformer(ModelConfig(**config))
     weights = named_for(model, state.pop('model'), source)
-    if any(weight.dtype not in (dtype, torch.float32) for weight in weights.values()):
-        weights = {name: weight.float() for name, weight in weights.items()}
+    weights = {name: weight if weight.dtype == dtype else weight.float()
+               for name, weight in weights.items()}
     model.load_state_dict(weights, assign=True)
     if model.config.tied:
         model.head.weight = model.embed.weight

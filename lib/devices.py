@@ -120,24 +120,18 @@ def has_bfloat16(device):
 
 def choose_device(device, world_size):
     """The torch.device of a --device= setting. Raises UserError for one that is not here."""
+    here, accelerator = ['cpu'], torch.accelerator.current_accelerator(check_available=True)
+    if accelerator:
+        kind = accelerator.type
+        here = [kind, *(f'{kind}:{i}' for i in range(torch.accelerator.device_count())), 'cpu']
     if device == 'auto':
-        has_mps = torch.backends.mps.is_available()
-        device = 'cuda' if torch.cuda.is_available() else 'mps' if has_mps else 'cpu'
-    if device.startswith('cuda') and not torch.cuda.is_available():
-        raise UserError(f"device is '{device}' but this PyTorch sees no CUDA device. "
-                        'Use --device=cpu.')
-    if device.startswith('mps') and not torch.backends.mps.is_available():
-        raise UserError("device is 'mps' but this PyTorch has no MPS. Use --device=cpu.")
-    if world_size > 1 and device.startswith('cuda'):
+        device = here[0]
+    if device.startswith('cuda') and world_size > 1:
         device = f"cuda:{os.environ['LOCAL_RANK']}"
-    try:
-        device = torch.device(device)
-    except RuntimeError:
-        raise UserError(f"device is '{device}'. Choose auto, cpu, cuda, cuda:1 or mps.") from None
-    if device.type == 'cuda' and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"device is '{device}' but there are {torch.cuda.device_count()}, from "
-                        'cuda:0 on. Choose another, or lower --nproc_per_node.')
-    return device
+    if device not in here:
+        raise UserError(f"device is '{device}', but this PyTorch sees {', '.join(here)}. Choose "
+                        'auto or one of these; torchrun takes a GPU for each process of a node.')
+    return torch.device(device)
 
 
 def setup(device='auto', dtype='auto', seed=1337):
@@ -221,7 +215,6 @@ def sharded(model, runtime, compile):
     only while it runs. They stay float32, head scales too; autocast lowers the products. Blocks are
     compiled one by one.
     """
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard  # here, as it takes a second to import
     if {'t5', 'fire'} & set(model.config.position.split(',')):
         raise UserError(f'fsdp cannot split position {model.config.position}: PyTorch shards '
@@ -229,7 +222,7 @@ def sharded(model, runtime, compile):
                         '--fsdp=True.')
     # Nobody changes the losses in place, which this warns of.
     warnings.filterwarnings('ignore', message='.*returned a view tensor')
-    mesh = init_device_mesh(runtime.device.type, (runtime.world_size,))
+    mesh = dist.init_device_mesh(runtime.device.type, (runtime.world_size,))
     by_blocks = can_compile(runtime, compile)
     for block in model.blocks:
         if by_blocks:
@@ -243,9 +236,7 @@ def unsharded(state):
     every rank."""
     if isinstance(state, dict):
         return {name: unsharded(value) for name, value in state.items()}
-    if isinstance(state, list):
-        return [unsharded(value) for value in state]
-    if not hasattr(state, 'full_tensor'):  # a plain tensor or number
+    if not hasattr(state, 'full_tensor'):  # a plain tensor, a number, or a list without tensors
         return state
     tensor = state.full_tensor()  # all ranks take part; the others need not keep it
     return tensor.cpu() if dist.get_rank() == 0 else None
@@ -280,10 +271,8 @@ def learning_rate_at(step, peak, floor, warmup, decay):
 # ---------------------------------------------------------------------- speed
 
 def synchronize(device):
-    if device.type == 'cuda':
-        torch.cuda.synchronize(device)
-    elif device.type == 'mps':
-        torch.mps.synchronize()
+    if device.type != 'cpu':
+        torch.accelerator.synchronize(device)
 
 
 def matmul_flops(device, dtype, seconds=0.3, size=None):

@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+# What goes wrong where JSON from outside is read and taken apart; deep nesting is a RecursionError.
+MALFORMED = ValueError, LookupError, TypeError, AttributeError, RecursionError
 
 
 class UserError(ValueError):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lib.errors import UserError, report
+from lib.errors import MALFORMED, UserError, report
 from lib.figures import (
     BLACK,
     BLUE,
@@ -356,7 +356,7 @@ def draw(path):
     try:
         result = json.loads(path.read_text(encoding='utf-8'))
         kind = kind_of(result)
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except MALFORMED:
         kind = 'not a result'
     if kind in PICTURES:
         drawn.append(path.with_suffix('.png'))

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from lib.errors import ROOT, UserError
+from lib.errors import MALFORMED, ROOT, UserError
 
 try:
     import fcntl
@@ -146,7 +146,7 @@ def read_json(path, stage, *curves):
     try:
         result = json.loads(Path(path).read_text(encoding='utf-8'))
         ours, gaps = result['stage'] == stage, [key for key in curves if None in result[key]]
-    except (ValueError, LookupError, TypeError, RecursionError):
+    except MALFORMED:
         ours = False
     if not ours:
         raise UserError(f'{path} is not a result of {stage}.py. Give the .json that it wrote.')
@@ -166,13 +166,9 @@ def provenance(settings, runtime, seconds):
     """What a result needs to be made again: command, settings, commit, versions, device, time."""
     commit = ''
     if shutil.which('git'):
-        git = ['git', '-C', str(ROOT)]
-        commit = subprocess.run([*git, 'rev-parse', '--short', 'HEAD'], capture_output=True,
-                                text=True).stdout.strip()
-        changed = subprocess.run([*git, 'diff', '--quiet', 'HEAD', '--', '*.py'],
-                                 capture_output=True).returncode == 1
-        if changed:
-            commit += ' with changes'
+        describe = ['git', '-C', str(ROOT), 'describe', '--always', '--exclude=*',
+                    '--dirty= with changes']
+        commit = subprocess.run(describe, capture_output=True, text=True).stdout.strip()
     device = platform.machine()
     if runtime.device.type == 'cuda':
         device = torch.cuda.get_device_name(runtime.device)

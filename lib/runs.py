@@ -50,18 +50,17 @@ def require_same_model(folder, old, new, fixed):
 
 def lines_until(log_path, step):
     """
-    The lines of a log up to a step, since a kill may have left steps after the checkpoint. And the
-    numbers of the lines that cannot be read, as a full disk or a kill leaves them.
+    The lines of a log up to a step, since a kill may have left steps after the checkpoint, without
+    those that cannot be read, as a full disk or a kill leaves them.
     """
-    kept, unreadable = [], []
-    lines = log_path.read_bytes().splitlines() if log_path.exists() else []
-    for number, line in enumerate(lines, start=1):
+    kept = []
+    for line in log_path.read_bytes().splitlines() if log_path.exists() else ():
         try:
             if json.loads(line)['step'] <= step:
                 kept.append(line.decode())
         except (ValueError, LookupError, TypeError):  # no JSON, or no step that is a number in it
-            unreadable.append(number)
-    return kept, unreadable
+            note(f'{log_path}: dropped what could not be read: {line}')
+    return kept
 
 
 # ---------------------------------------------------------------------- while it goes on
@@ -86,11 +85,8 @@ class Recorder:
         save_json(self.folder / 'config.json', self.settings)
         for part in self.folder.glob('*.pt.part'):  # a kill while writing left it
             part.unlink()
-        lines, unreadable = lines_until(self.log_path, step if step else -1)
+        lines = lines_until(self.log_path, step if step else -1)
         write_text(self.log_path, ''.join(f'{line}\n' for line in lines))
-        if unreadable:
-            numbers = ', '.join(map(str, unreadable))
-            print(f'{self.log_path}: dropped what could not be read, line {numbers}')
 
     def log(self, step, **row):
         row = {'step': step, 'tokens': step * self.tokens_per_step} | row

@@ -7,6 +7,7 @@ tokens: head_scale and head_gain, (n_layer, n_head), or for the first channel_sc
 n_head, head_dim); and norm, {parameter: values}. It names the weights that it was tuned for.
 """
 
+import bisect
 import hashlib
 import json
 import math
@@ -16,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lib.errors import UserError
+from lib.errors import MALFORMED, UserError
 from lib.results import save_json
 
 HEADS = 'head_scale', 'head_gain'
@@ -37,11 +38,12 @@ def vectors_to_json(vectors):
 def vectors_from_json(data, path, info):
     """The inverse: {parameter name: float32 tensor}. Raises UserError for what does not fit."""
     c, vectors = info['model_config'], {}
+    data = {'head_gain': np.ones((c['n_layer'], c['n_head']))} | data
     for kind in HEADS:
-        shape, key = (c['n_layer'], c['n_head']), kind
+        key, shape = kind, (c['n_layer'], c['n_head'])
         if kind == 'head_scale' and 'channel_scale' in data:
-            shape, key = (*shape, c['n_embd'] // c['n_head']), 'channel_scale'
-        rows = finite(data.get(key, np.ones(shape)), shape, f'{key} in {path}')
+            key, shape = 'channel_scale', (*shape, c['n_embd'] // c['n_head'])
+        rows = finite(data[key], shape, f'{key} in {path}')
         vectors |= {f'blocks.{layer}.attn.{kind}': row for layer, row in enumerate(rows)}
     norms = data.get('norm', {})
     if not isinstance(norms, dict):
@@ -89,22 +91,21 @@ def read_scale_file(path, info):
     """
     try:
         data = json.loads(Path(path).read_text(encoding='utf-8'))
+        tuned_for, sets = data['weights_digest'], {}
+        for one in data.get('sets', [data]):
+            sets[one['target_length']] = vectors_from_json(one, path, info)
+        if min(sets) < 1:
+            raise ValueError(f'target_length is {min(sets)}')
+        float(data.get('tuning_tokens', 0))
     except FileNotFoundError:
         raise UserError(f'scale file {path} does not exist. Make one with tune_scale.py, or give a '
                         'number.') from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f'{path} is not a scale file: {error}.') from None
-    sets = data.get('sets', [data]) if isinstance(data, dict) else []
-    whole = sets and isinstance(sets, list) and 'weights_digest' in data
-    for one in sets if whole else ():
-        length = one.get('target_length') if isinstance(one, dict) else None
-        scaled = length and {'head_scale', 'channel_scale'} & set(one)
-        whole = whole and type(length) is int and length > 0 and scaled
-    if not whole or not isinstance(data.get('tuning_tokens', 0), int | float):
-        raise UserError(f'{path} is not a scale file: it needs head_scale or channel_scale, '
-                        'weights_digest and target_length.')
-    sets = {one['target_length']: vectors_from_json(one, path, info) for one in sets}
-    if data['weights_digest'] != info['digest']:
+    except UserError:
+        raise
+    except MALFORMED as error:
+        raise UserError(f'{path} is not a scale file, which has head_scale or channel_scale, '
+                        f'weights_digest and target_length: {error!r}.') from error
+    if tuned_for != info['digest']:
         raise UserError(f"{path} was tuned for other weights than {info['path']}. Tune it again "
                         'for this checkpoint.')
     for setting, key in (('position', 'position_method'), ('rope_scaling', 'rope_scaling')):
@@ -156,11 +157,9 @@ class ScaleSets:
         if total > lengths[-1]:
             warnings.warn(f'no scales for more than {lengths[-1]} tokens: those serve beyond, too',
                           stacklevel=2)
-        total = min(max(total, lengths[0]), lengths[-1])
-        after = next(length for length in lengths if length >= total)
-        before = max((length for length in lengths if length < after), default=after)
-        share = 1.0
-        if before < after:
+        i = min(bisect.bisect_left(lengths, total), len(lengths) - 1)
+        before, after, share = lengths[max(0, i - 1)], lengths[i], 1.0
+        if before < total < after:
             share = math.log(total / before) / math.log(after / before)
         for name, vector in self.sets[after].items():
             if share < 1:
@@ -198,25 +197,23 @@ def apply_scale(model, scale, info, say=print):
     heads, or a scale file. Returns the label of the result: '', 'scale1.2' or the file's name,
     after the extension of RoPE if any.
     """
-    label = [model.config.rope_scaling.replace(':', '')] if model.config.rope_scaling else []
+    label = model.config.rope_scaling.replace(':', '')
     if scale is None:
-        return '_'.join(label)
+        return label
     if (model.head_scale != 1).any():
         say(f"--scale={scale} replaces the head scales that {info['path']} brings")
     if isinstance(scale, str):
-        data, sets = read_scale_file(scale, info)
-        label.append(Path(scale).stem)
+        name, (data, sets) = Path(scale).stem, read_scale_file(scale, info)
         if 'sets' in data:
             ScaleSets(model, sets)
         else:
             put_vectors(model, *sets.values())
     else:
-        number = finite(scale, (), f'scale {scale}')
+        name, number = f'scale{scale:g}', finite(scale, (), f'scale {scale}')
         if not number > 0:
             raise UserError(f'scale is {scale}; a softmax scale must be above 0.')
         model.head_scale = number
-        label.append(f'scale{scale:g}')
-    return '_'.join(label)
+    return f'{label}_{name}' if label else name
 
 
 def identity(model, scale, info):

@@ -11,6 +11,7 @@ A prepared dataset is a folder, data/NAME, that needs nothing from outside:
 """
 
 import base64
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -27,7 +28,7 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-from lib.errors import ROOT, UserError
+from lib.errors import MALFORMED, ROOT, UserError
 from lib.results import note, optional, progress_bar, save_json, write_text
 
 MIB = 2 ** 20
@@ -38,8 +39,6 @@ SPLITS = 'train', 'val', 'test'
 # line ends, other white space.
 PATTERN = (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
            r'|\s*[\r\n]+|\s+(?!\S)|\s+')
-# What goes wrong where JSON from outside is read and taken apart; deep nesting is a RecursionError.
-MALFORMED = ValueError, LookupError, TypeError, AttributeError, RecursionError
 
 
 # ---------------------------------------------------------------------- tokenizers
@@ -229,12 +228,15 @@ def tokenizer_digest(state):
 
 def byte_characters():
     """
-    {byte: character}: how tokenizer.json writes bytes, as itself where that is printable, else the
-    next from 256.
+    {byte: character}: how tokenizer.json writes bytes, as itself where that is printable and no
+    space, else the next from 256.
     """
-    characters = {byte: chr(byte) for byte in [*range(33, 127), *range(161, 173), *range(174, 256)]}
-    others = [byte for byte in range(256) if byte not in characters]
-    return characters | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    others = itertools.count(256)
+    characters = {}
+    for byte in range(256):
+        printable = chr(byte).isprintable() and byte != ord(' ')
+        characters[byte] = chr(byte if printable else next(others))
+    return characters
 
 
 def word_splitter(pattern):
@@ -250,9 +252,6 @@ def train_bpe(texts, vocab_size, path):
     Train a byte-level BPE of vocab_size tokens, end-of-text included, on an iterable of str; save
     and return it.
     """
-    if vocab_size < 257:
-        raise UserError(f'A BPE of {vocab_size} tokens cannot hold the 256 bytes and end-of-text. '
-                        'Take 257 or more.')
     package, characters = optional('tokenizers'), byte_characters()
     tokenizer = package.Tokenizer(package.models.BPE())
     tokenizer.pre_tokenizer = word_splitter(PATTERN)
@@ -279,9 +278,9 @@ def tokenizer_for(name, documents, folder, total_bytes=0):
     kind, _, vocab_size = name.partition(':')
     if kind != 'bpe':
         return get_tokenizer(name)
-    if not vocab_size.isdecimal():
+    if not vocab_size.isdecimal() or int(vocab_size) < 257:
         raise UserError(f"tokenizer is '{name}'. Write bpe: and the size of its vocabulary, as in "
-                        'bpe:8192.')
+                        'bpe:8192: the 256 bytes, end-of-text, and more.')
     print(f'training a BPE of {vocab_size} tokens')
     pieces = (piece for document in documents for piece, _ in cut(document, MIB))
     pieces = itertools.islice(pieces, 0, None, math.ceil(total_bytes / 2e8) or 1)
@@ -378,57 +377,55 @@ def write_corpus(folder, encoding, splits, workers=None, report=None, total_byte
     report: a dict to keep in meta.json. total_bytes: of text, for the progress bar; an estimate
     will do. Raises UserError if a split has no text.
     """
-    folder, counts = Path(folder), {}
     workers = workers or os.cpu_count()
+    with (new_dataset(folder, encoding, report) as (temporary, counts),
+          progress_bar(total_bytes, f'tokenizing {folder}', total_bytes > 8 * MIB) as bar):
+        for split, documents in splits.items():
+            counts[split] = write_split(temporary, split, documents, encoding, workers, bar)
+
+
+@contextlib.contextmanager
+def new_dataset(folder, encoding, report=None):
+    """
+    Give a temporary folder for the files of all splits, and a dict for what write_split() returned
+    for each. At the end they replace what was prepared in `folder`; an error leaves that as it was.
+    Raises UserError if a split has no text.
+    """
+    folder, counts = Path(folder), {}
     temporary = folder / 'tokens.unfinished'
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        with progress_bar(total_bytes, f'tokenizing {folder.name}', total_bytes > 8 * MIB) as bar:
-            for split, documents in splits.items():
-                counts[split] = write_split(temporary, split, documents, encoding, workers, bar)
-                if not counts[split]['tokens']:
-                    raise UserError(f'No document is left for the {split} split of {folder.name}. '
-                                    'Give it more text.')
-        write_text(temporary / 'tokenizer_state.json', json.dumps(tokenizer_state(encoding)))
-        remove_dataset(folder)
+        yield temporary, counts
+        checksums = {}
+        for split, count in counts.items():
+            if not count['tokens']:
+                raise UserError(f'No document is left for the {split} split of {folder.name}. Give '
+                                'it more text.')
+            for name in split_files(split):
+                checksums[name] = checksum_of(np.memmap(temporary / name, mode='r'))
+        state = tokenizer_state(encoding)
+        write_text(temporary / 'tokenizer_state.json', json.dumps(state))
+        # meta.json goes first and comes last, so that what is half replaced does not look whole.
+        for split in SPLITS:
+            for name in ('meta.json', *split_files(split)):
+                (folder / name).unlink(missing_ok=True)
         for path in list(temporary.iterdir()):
             os.replace(path, folder / path.name)
+        save_json(folder / 'meta.json', {
+            'tokenizer': encoding.name, 'tokenizer_digest': tokenizer_digest(state),
+            'vocab_size': encoding.n_vocab, 'dtype': token_type(encoding).name, 'splits': counts,
+            'report': report or {}, 'checksums': checksums})
     finally:
         shutil.rmtree(temporary)
-    finish_dataset(folder, encoding, counts, report)
-
-
-def split_files(split):
-    return f'{split}.bin', f'{split}_starts.bin'
-
-
-def remove_dataset(folder):
-    """
-    Remove what is prepared in folder, meta.json first, so that what is half removed does not look
-    whole.
-    """
-    (folder / 'meta.json').unlink(missing_ok=True)
-    for split in SPLITS:
-        for name in split_files(split):
-            (folder / name).unlink(missing_ok=True)
-
-
-def finish_dataset(folder, encoding, counts, report):
-    """
-    Write meta.json, with which the dataset is whole, and print a summary. counts: what
-    write_split() returned, for each split.
-    """
-    checksums = {name: read_through(folder / name, np.uint8)[0]
-                 for split in counts for name in split_files(split)}
-    save_json(folder / 'meta.json', {
-        'tokenizer': encoding.name, 'tokenizer_digest': tokenizer_digest(tokenizer_state(encoding)),
-        'vocab_size': encoding.n_vocab, 'dtype': token_type(encoding).name, 'splits': counts,
-        'report': report or {}, 'checksums': checksums})
     print(f'{folder}: tokenizer {encoding.name}, vocabulary {encoding.n_vocab:,}')
     for split, count in counts.items():
         print(f'{split:>6} {count["tokens"]:14,} tokens  {count["documents"]:10,} documents  '
               f'{count["bytes"] / count["tokens"]:.2f} bytes per token')
+
+
+def split_files(split):
+    return f'{split}.bin', f'{split}_starts.bin'
 
 
 def split_by_hash(identity, val_fraction, test_fraction):
@@ -468,17 +465,30 @@ def open_tokens(dataset, split, check=False):
     if split not in meta['splits']:
         raise UserError(f'Dataset {dataset} has no split {split}. It has '
                         f"{', '.join(meta['splits'])}.")
-    count = meta['splits'][split]
-    tokens = map_array(folder / f'{split}.bin', meta['dtype'], count['tokens'])
-    starts = map_array(folder / f'{split}_starts.bin', np.int64, count['documents'])
-    rises = (starts[1:] > starts[:-1]).all()
-    if starts[0] != 0 or starts[-1] >= len(tokens) or not rises:
-        raise UserError(f'{folder}/{split}_starts.bin is damaged: where documents start must rise '
-                        f'from 0 to less than {len(tokens):,}. Prepare the dataset again.')
+    count, tokens_file, starts_file = meta['splits'][split], *split_files(split)
+    tokens = map_array(folder / tokens_file, meta['dtype'], count['tokens'])
+    starts = map_array(folder / starts_file, np.int64, count['documents'])
     data = TokenFile(tokens, starts, meta, state)
-    if check or tokens.nbytes < CHECKED_AT_OPEN:
-        data.checksum = require_whole(folder, split, data)
+    if tokens.nbytes >= CHECKED_AT_OPEN:
+        if not check:
+            return data
+        note(f'reading {tokens.filename} through, {tokens.nbytes / 1e9:.1f} GB, to find damage')
+    data.checksum = checksum_of(tokens)
+    written = meta.get('checksums', {})  # a dataset of long ago has none
+    for name, found in {tokens_file: data.checksum, starts_file: checksum_of(starts)}.items():
+        if written.get(name, found) != found:
+            raise UserError(f'{folder / name} is damaged: its checksum is {found}, by meta.json it '
+                            f'should be {written[name]}. Prepare the dataset again.')
     return data
+
+
+def is_prepared(folder, splits, report):
+    """True if the folder holds a whole dataset with this report."""
+    try:
+        return all(open_tokens(str(folder.resolve()), split).meta['report'] == report
+                   for split in splits)
+    except UserError:  # not prepared yet, or damaged
+        return False
 
 
 def dataset_folder(dataset):
@@ -506,7 +516,7 @@ def read_meta(folder):
         whole = [tokenizer_digest(state) == meta['tokenizer_digest'],
                  meta['dtype'] in ('uint16', 'uint32'),
                  isinstance(meta['tokenizer'], str),
-                 isinstance(meta.get('checksums', {}), dict),  # a dataset of long ago has none
+                 isinstance(meta.get('checksums', {}), dict),
                  all(type(size) is int and size > 0 for size in sizes)]
     except MALFORMED:
         whole = [False]
@@ -516,46 +526,9 @@ def read_meta(folder):
     return meta, state
 
 
-def require_whole(folder, split, data):
-    """The checksum of a split's tokens. Raises UserError if a file is not what was written."""
-    checksums, vocab_size = data.meta.get('checksums', {}), data.meta['vocab_size']
-    if not checksums:
-        note(f'{folder} was prepared before token files had checksums: damage to it may go '
-             'unnoticed.')
-    tokens, starts = split_files(split)
-    if data.tokens.nbytes >= CHECKED_AT_OPEN:
-        note(f'reading {folder}/{tokens} through, {data.tokens.nbytes / 1e9:.1f} GB, to find '
-             'damage')
-    checksum, highest = read_through(folder / tokens, data.tokens.dtype)
-    if highest >= vocab_size:
-        raise UserError(f'{folder}/{tokens} is damaged: it has token {highest}, but the vocabulary '
-                        f'ends before {vocab_size}. Prepare the dataset again.')
-    found = {tokens: checksum, starts: read_through(folder / starts, np.uint8)[0]}
-    for name in found:
-        if checksums and checksums.get(name) != found[name]:
-            raise UserError(f'{folder}/{name} is damaged: its checksum is {found[name]}, by '
-                            f'meta.json it should be {checksums.get(name)}. Prepare the dataset '
-                            'again.')
-    return checksum
-
-
-def read_through(path, dtype):
-    """
-    CRC-32 of a file of numbers, as 8 hex digits, and the highest of them; read again only once it
-    has changed, as a stage may open the same file for each length and row of a table.
-    """
-    stat = path.stat()
-    return read_version(path, dtype, stat.st_size, stat.st_mtime_ns, stat.st_ino)
-
-
-@functools.lru_cache(maxsize=64)
-def read_version(path, dtype, *version):
-    checksum, highest = 0, 0
-    with open(path, 'rb') as file:
-        while part := file.read(16 * MIB):
-            checksum = zlib.crc32(part, checksum)
-            highest = max(highest, int(np.frombuffer(part, dtype).max()))
-    return f'{checksum:08x}', highest
+def checksum_of(array):
+    """CRC-32 of an array, as 8 hex digits."""
+    return f'{zlib.crc32(array):08x}'
 
 
 def map_array(path, dtype, count):
@@ -618,14 +591,10 @@ def mixture_slots(weights, dataset):
 @functools.lru_cache(maxsize=4)
 def mixture_cycle(slots, key):
     """
-    The sources of SLOTS samples in a row, shuffled by key. slots: how many of them each source has.
-    Returns source (SLOTS,) and ordinal (SLOTS,): how many of that source's came before it.
+    The sources of SLOTS samples in a row, (SLOTS,), shuffled by key. slots: how many of them each
+    source has.
     """
-    source = np.repeat(np.arange(len(slots)), slots)[shuffled(SLOTS, key)]
-    ordinal = np.empty(SLOTS, np.int64)
-    for s, count in enumerate(slots):
-        ordinal[source == s] = np.arange(count)
-    return source, ordinal
+    return np.repeat(np.arange(len(slots)), slots)[shuffled(SLOTS, key)]
 
 
 class Windows:
@@ -673,9 +642,10 @@ class Windows:
         for sample in range(step * batch_size, (step + 1) * batch_size)[rows]:
             cycle, slot = divmod(sample, SLOTS)
             key = stable_hash(self.seed, self.split, 'cycle', cycle)
-            sources, ordinals = mixture_cycle(self.slots, key)
+            sources = mixture_cycle(self.slots, key)
             s = int(sources[slot])
-            of_source = cycle * self.slots[s] + int(ordinals[slot])  # its samples before this one
+            before = int((sources[:slot] == s).sum())  # samples of this source in the cycle
+            of_source = cycle * self.slots[s] + before
             epoch, i = divmod(of_source, len(self.blocks[s]))
             key = stable_hash(self.seed, self.split, s, epoch)
             windows.append(self.blocks[s][shuffled(len(self.blocks[s]), key)[i]])

@@ -11,16 +11,12 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from configurator import configure
-from data.hub import Source, prepare
+from configurator import configure, settings
+from data.hub import Settings, Source, prepare
 
 held_out = False               # True: val and test from suolyer/pile_arxiv, all of ArXiv
 revision = 'main'              # not pinned: no commit was known to us
 tokenizer = 'gpt2'             # DAPE V2's; or bytes, FILE.tiktoken, tokenizer.json, hf:ORG/NAME
-max_tokens: int | None = None  # of each split, to the end of a document; None: all
-local = ''                     # a folder or glob of such files that you have; '': the hub
-workers: int | None = None     # processes; None: one per core
-out_dir = ''                   # where the token files go; '' for data/arxiv
 
 
 def main():
@@ -32,9 +28,9 @@ def main():
             'Give files you have: --local=FOLDER with train/*.jsonl.zst, val.jsonl.zst and '
             'test.jsonl.zst of the Pile; or take val and test alone with --held_out=True.'))
         source.where = ['pile_set_name', '==', 'ArXiv']
-    prepare('arxiv', source, local, tokenizer, max_tokens, workers, out_dir)
+    prepare('arxiv', source, settings(globals()))
 
 
 if __name__ == '__main__':
-    configure(globals())
+    configure(globals(), Settings)
     main()

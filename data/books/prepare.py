@@ -23,22 +23,18 @@ manifest = ''          # the list of books; '' for data/books/manifest.json
 out_dir = ''           # where the token files go; '' for data/books
 
 
-def fault_of(book, path):
-    """What is wrong with the file of a book, or None."""
-    if not path.is_file():
-        return f'is missing: {book["title"]} by {book["author"]}'
-    if hashlib.sha256(path.read_bytes()).hexdigest() != book['sha256']:
-        return (f'differs: {path.stat().st_size:,} bytes, in the manifest {book["bytes"]:,}, or '
-                'another sha256')
-
-
 def require_books(folder, books):
     """Raise UserError unless the folder has the very books; prints what is wrong with three."""
-    faults = {book['file']: fault_of(book, folder / book['file']) for book in books}
-    faults = {name: fault for name, fault in faults.items() if fault}
-    for name in list(faults)[:3]:
-        print(name, faults[name])
+    faults = []
+    for book in books:
+        name, path = book['file'], folder / book['file']
+        if not path.is_file():
+            faults.append(f'{name} is missing: {book["title"]} by {book["author"]}')
+        elif hashlib.sha256(path.read_bytes()).hexdigest() != book['sha256']:
+            faults.append(f'{name} differs: {path.stat().st_size:,} bytes, in the manifest '
+                          f'{book["bytes"]:,}, or another sha256')
     if faults:
+        print(*faults[:3], sep='\n')
         raise UserError(f'{len(faults)} of {len(books)} books in {folder} are missing or changed. '
                         'Nothing was written. Other books: python data/text/prepare.py FOLDER '
                         '--name=books')

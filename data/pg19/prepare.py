@@ -12,25 +12,20 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from configurator import configure
-from data.hub import Source, prepare
+from configurator import configure, settings
+from data.hub import Settings, Source, prepare
 
 repo = 'emozilla/pg19'         # deepmind/pg19 is a script, which datasets no longer runs
 revision = 'main'              # not pinned: no commit was known to us
-tokenizer = 'hf:TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T'
-max_tokens: int | None = None  # of each split, to the end of a book; None: all
-local = ''                     # a folder or glob of such files that you have; '': the hub
-workers: int | None = None     # processes; None: one per core
-out_dir = ''                   # where the token files go; '' for data/pg19
 
 
 def main():
     source = Source(repo, revision, advice=(
         'Give files you have: --local=FOLDER with train*, validation*, test*, .parquet or .jsonl '
         'that have text; or take data/books.'))
-    prepare('pg19', source, local, tokenizer, max_tokens, workers, out_dir)
+    prepare('pg19', source, settings(globals()))
 
 
 if __name__ == '__main__':
-    configure(globals())
+    configure(globals(), Settings)
     main()

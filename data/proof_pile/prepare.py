@@ -11,25 +11,20 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from configurator import configure
-from data.hub import Source, prepare
+from configurator import configure, settings
+from data.hub import Settings, Source, prepare
 
 repo = 'hoskinson-center/proof-pile'  # on the hub
 revision = '490b980249446f2f3bd2df3a8cf085d0f2de240a'  # its commit
-tokenizer = 'hf:TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T'
-max_tokens: int | None = None  # to the end of a document; None: all
-local = ''                     # a folder or glob of such files that you have; '': the hub
-workers: int | None = None     # processes; None: one per core
-out_dir = ''                   # where the token files go; '' for data/proof_pile
 
 
 def main():
     source = Source(repo, revision, splits=['test'], advice=(
         'Give a file you have: --local=proofpile_test.jsonl.gz; dwzhu/PoSE-Datasets has a copy, '
         'proof-pile/test.jsonl, not compared by us.'))
-    prepare('proof_pile', source, local, tokenizer, max_tokens, workers, out_dir)
+    prepare('proof_pile', source, settings(globals()))
 
 
 if __name__ == '__main__':
-    configure(globals())
+    configure(globals(), Settings)
     main()

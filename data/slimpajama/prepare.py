@@ -13,17 +13,12 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from configurator import configure
-from data.hub import Source, prepare
+from configurator import configure, settings
+from data.hub import Settings, Source, prepare
 
 repo = 'gmongaras/SlimPajama-627B_Reupload'  # the publisher's copy is gone
 revision = 'c34c22dbb10ae6b264a2f357a909d1a537141b36'  # its commit
 keep_github = False            # True: every row, also of files that do not say which are GitHub's
-tokenizer = 'hf:TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T'
-max_tokens: int | None = None  # of each split, to the end of a document; None: all
-local = ''                     # a folder or glob of such files that you have; '': the hub
-workers: int | None = None     # processes; None: one per core
-out_dir = ''                   # where the token files go; '' for data/slimpajama
 
 
 def main():
@@ -33,9 +28,9 @@ def main():
     if not keep_github:
         source.where = ['redpajama_set_name', '!=', 'RedPajamaGithub']
         source.where_advice = 'Take a copy that has it, or every row with --keep_github=True.'
-    prepare('slimpajama', source, local, tokenizer, max_tokens, workers, out_dir)
+    prepare('slimpajama', source, settings(globals()))
 
 
 if __name__ == '__main__':
-    configure(globals())
+    configure(globals(), Settings)
     main()

@@ -12,16 +12,11 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from configurator import configure
-from data.hub import Source, prepare
+from configurator import configure, settings
+from data.hub import Settings, Source, prepare
 
 repo = 'bigcode/starcoderdata'  # on the hub
 revision = 'main'              # not pinned: no commit was known to us
-tokenizer = 'hf:TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T'
-max_tokens: int | None = None  # to the end of a document; None: all
-local = ''                     # a folder or glob of such files that you have; '': the hub
-workers: int | None = None     # processes; None: one per core
-out_dir = ''                   # where the token files go; '' for data/starcoder
 
 
 def main():
@@ -29,9 +24,9 @@ def main():
         'It is gated: accept its terms on huggingface.co/datasets/bigcode/starcoderdata and run '
         'hf auth login; or give files you have, --local=FOLDER with .parquet or .jsonl that have '
         'content.'))
-    prepare('starcoder', source, local, tokenizer, max_tokens, workers, out_dir)
+    prepare('starcoder', source, settings(globals()))
 
 
 if __name__ == '__main__':
-    configure(globals())
+    configure(globals(), Settings)
     main()

@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from configurator import configure
 from lib.errors import ROOT, UserError
-from lib.tokens import SPLITS, open_tokens, split_by_hash, tokenizer_for, write_corpus
+from lib.tokens import SPLITS, is_prepared, split_by_hash, tokenizer_for, write_corpus
 
 tokenizer = 'bytes'   # bytes, gpt2, bpe:VOCABULARY, FILE.tiktoken, tokenizer.json, hf:ORG/NAME
 val_fraction = 0.07   # of the files
@@ -42,13 +42,6 @@ def library_files(folder):
     return {name: texts[name] for name in sorted(texts, key=hashed)}
 
 
-def is_prepared(folder, report):
-    try:
-        return all(open_tokens(str(folder), split).meta['report'] == report for split in SPLITS)
-    except UserError:  # not prepared yet, or damaged
-        return False
-
-
 def main():
     folder, library = Path(out_dir or ROOT / 'data/stdlib'), sysconfig.get_paths()['stdlib']
     texts = library_files(Path(library))
@@ -60,7 +53,7 @@ def main():
     report = {'python': platform.python_version(), 'files': len(texts), 'sha256': digest,
               'tokenizer': tokenizer, 'val_fraction': val_fraction, 'test_fraction': test_fraction}
     print(f'standard library of Python {report["python"]}: {len(texts)} files, sha256 {digest}')
-    if is_prepared(folder, report):
+    if is_prepared(folder, SPLITS, report):
         print(f'{folder} is prepared already: same text, same tokenizer.')
         return
     splits = {split: [] for split in SPLITS}

@@ -35,9 +35,11 @@ out_dir = ''           # where the token files go; '' for data/NAME
 
 @dataclass
 class File:
-    split: str | None  # None where a hash decides
+    split: str | None  # None where a hash of each line decides
     name: str          # its path from what the user named
     path: Path
+    start: int = 0           # the bytes to read, from the start of a line
+    stop: float = math.inf   # to the end of another
 
     @property
     def is_jsonl(self):
@@ -70,41 +72,27 @@ def each_once(files):
     Each file once, whatever links and folders lead to it; one for val or test goes nowhere else.
     Raises UserError if it is named for both.
     """
-    held_out, kept = {}, {}
-    for file in files:
-        if file.split in ('val', 'test'):
-            other = held_out.setdefault(file.path.resolve(), file.split)
-            if other != file.split:
-                raise UserError(f'{file.path} is named for val and for test. Name it for one of '
-                                'them.')
-    for file in files:
-        path = file.path.resolve()
-        if held_out.get(path, file.split) == file.split:
-            kept.setdefault(path, file)
+    kept = {}
+    for file in sorted(files, key=lambda file: file.split not in ('val', 'test')):
+        first = kept.setdefault(file.path.resolve(), file)
+        if {first.split, file.split} == {'val', 'test'}:
+            raise UserError(f'{file.path} is named for val and for test. Name it for one of them.')
     return list(kept.values())
 
 
 # ---------------------------------------------------------------------- reading one
 
-def read_lines(path, begin=0.0, end=1.0):
-    """
-    Yield (offset in bytes, lines as bytes), about 1 MiB at a time: the lines that start in that
-    share of the file.
-    """
-    size = path.stat().st_size
-    start, stop = int(begin * size), int(end * size) if end < 1 else math.inf
+def read_blocks(file):
+    """Yield (offset in bytes, whole lines as bytes), about 1 MiB at a time."""
+    path = file.path
     try:
-        with gzip.open(path) if path.suffix == '.gz' else open(path, 'rb') as file:
-            if start:  # go on to where the next line starts
-                file.seek(start - 1)
-                file.readline()
-            offset = file.tell()
-            while offset < stop:
-                lines = file.readlines(min(MIB, stop - offset))
-                if not lines:
-                    break
-                yield offset, lines
-                offset = file.tell()
+        with gzip.open(path) if path.suffix == '.gz' else open(path, 'rb') as data:
+            offset = data.seek(file.start)
+            while block := data.read(min(MIB, file.stop - offset)):
+                if offset + len(block) < file.stop:
+                    block += data.readline()
+                yield offset, block
+                offset += len(block)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise UserError(f'{path} is not a whole gzip file: {error}. Compress it again.') from error
 
@@ -118,22 +106,22 @@ def decode(data, path, offset):
                         'out.') from error
 
 
-def text_pieces(path, begin=0.0, end=1.0):
-    """Yield the text of a file, or of a share of its lines, about 1 MiB at a time."""
-    for offset, lines in read_lines(path, begin, end):
-        yield decode(b''.join(lines), path, offset)
+def text_pieces(file):
+    """Yield the text of a file, about 1 MiB at a time."""
+    for offset, block in read_blocks(file):
+        yield decode(block, file.path, offset)
 
 
-def json_texts(path, is_wanted):
+def json_texts(file, is_wanted):
     """Yield the field of each line of a .jsonl file for which is_wanted(line) is true."""
     number = 0
-    for offset, lines in read_lines(path):
-        for data in lines:
+    for offset, block in read_blocks(file):
+        for data in block.splitlines(keepends=True):
             number += 1
-            line = decode(data, path, offset).strip()
+            line = decode(data, file.path, offset).strip()
             offset += len(data)
             if line and is_wanted(line):
-                yield field_of(line, f'{path}, line {number},')
+                yield field_of(line, f'{file.path}, line {number},')
 
 
 def field_of(line, where):
@@ -152,58 +140,54 @@ def field_of(line, where):
 
 # ---------------------------------------------------------------------- splits
 
-class Splitter:
+def cut_in_parts(file, shares):
+    """A plain text file as one of its parts for each split, cut where a line begins."""
+    size, parts, end = file.path.stat().st_size, [], 0.0
+    with open(file.path, 'rb') as data:
+        for split, share in shares.items():
+            begin, end = end, end + share
+            cuts = []
+            for place in (begin, end):
+                data.seek(max(0, round(place * size) - 1))
+                if place:
+                    data.readline()
+                cuts.append(data.tell())
+            if cuts[0] < cuts[1]:
+                parts.append(File(split, file.name, file.path, *cuts))
+            elif share:
+                raise UserError(f'{file.path} cannot be cut for {split}: no line begins between '
+                                f'{begin:.0%} and {end:.0%} of it. Break it into lines, set '
+                                f'--{split}_fraction=0, or name another file for {split}.')
+    return parts
+
+
+def with_splits(files, shares):
     """
-    Which documents go to which split. Where a split has files of its own, no other document goes
-    there; of a single plain text file, `only`, each split gets a share of the lines.
+    The files, each with its split, but of .jsonl that of each line is decided later. shares: of
+    each split in what the user did not name for one.
     """
+    undecided, decided = [file for file in files if file.split is None], []
+    for file in files:
+        if file.split or file.is_jsonl:
+            decided.append(file)
+        elif len(undecided) == 1 and file.path.suffix != '.gz':
+            decided += cut_in_parts(file, shares)
+        else:
+            file.split = split_by_hash(file.name, shares['val'], shares['test'])
+            decided.append(file)
+    return decided
 
-    def __init__(self, files):
-        self.files, given = files, {file.split for file in files}
-        self.val = val_fraction if None in given and 'val' not in given else 0.0
-        self.test = test_fraction if None in given and 'test' not in given else 0.0
-        self.shares = {'train': (0.0, 1 - self.val - self.test),
-                       'val': (1 - self.val - self.test, 1 - self.test),
-                       'test': (1 - self.test, 1.0)}
-        self.splits = [split for split, (begin, end) in self.shares.items()
-                       if split in given or begin < end]
-        by_hash = [file for file in files if file.split is None]
-        self.only = None
-        if len(by_hash) == 1 and not by_hash[0].is_jsonl and by_hash[0].path.suffix != '.gz':
-            self.only = by_hash[0]
-        self.require_text()
 
-    def split_of(self, file, line=None):
-        return file.split or split_by_hash(line or file.name, self.val, self.test)
+def documents(files, split, shares):
+    """Yield the documents of a split, as write_corpus() takes them."""
+    def is_wanted(line):
+        return split == (file.split or split_by_hash(line, shares['val'], shares['test']))
 
-    def require_text(self):
-        """Refuse, before any work, files that leave a split without text."""
-        if self.only:
-            path = self.only.path
-            for split, (begin, end) in self.shares.items():
-                if 0 < begin < end and next(read_lines(path, begin, end), None) is None:
-                    raise UserError(f'{path} cannot be cut for {split}: no line begins between '
-                                    f'{begin:.0%} and {end:.0%} of it. Break it into lines, set '
-                                    f'--{split}_fraction=0, or name another file for {split}.')
-        elif not any(file.is_jsonl for file in self.files):
-            empty = set(self.splits) - {self.split_of(file) for file in self.files}
-            if empty:
-                raise UserError(f'None of {len(self.files)} files falls into '
-                                f'{" or ".join(sorted(empty))}. Give more files, or name some for '
-                                """it, as in --val="['FILE']".""")
-
-    def documents(self, split):
-        """Yield the documents of a split, as write_corpus() takes them."""
-        begin, end = self.shares[split]
-        for file in self.files:
-            if file.is_jsonl:
-                yield from json_texts(file.path, lambda line, file=file:
-                                      self.split_of(file, line) == split)
-            elif file is self.only:
-                if begin < end:
-                    yield text_pieces(file.path, begin, end)
-            elif self.split_of(file) == split:
-                yield text_pieces(file.path)
+    for file in files:
+        if file.is_jsonl:
+            yield from json_texts(file, is_wanted)
+        elif file.split == split:
+            yield text_pieces(file)
 
 
 def main():
@@ -214,9 +198,22 @@ def main():
         n_bytes += 3 * size if file.path.suffix == '.gz' else size  # what gzip usually saves
     if not n_bytes:
         raise UserError('There is nothing to read. Name files or folders that hold text.')
-    splitter, folder = Splitter(files), Path(out_dir or ROOT / 'data' / name)
-    encoding = tokenizer_for(tokenizer, splitter.documents('train'), folder, n_bytes)
-    splits = {split: splitter.documents(split) for split in splitter.splits}
+    given = {file.split for file in files}
+    shares = {'val': val_fraction, 'test': test_fraction}
+    for split in shares:
+        if split in given or None not in given:  # no other text goes there
+            shares[split] = 0.0
+    shares = {'train': 1 - sum(shares.values())} | shares
+    splits = [split for split in SPLITS if shares[split] > 0 or split in given]
+    n_files, files = len(files), with_splits(files, shares)
+    empty = set(splits) - {file.split for file in files}
+    if empty and not any(file.is_jsonl for file in files):
+        raise UserError(f'None of {n_files} files falls into {" or ".join(sorted(empty))}. Give '
+                        """more files, or name some for it, as in --val="['FILE']".""")
+
+    folder = Path(out_dir or ROOT / 'data' / name)
+    encoding = tokenizer_for(tokenizer, documents(files, 'train', shares), folder, n_bytes)
+    splits = {split: documents(files, split, shares) for split in splits}
     write_corpus(folder, encoding, splits, total_bytes=n_bytes)
 
 
