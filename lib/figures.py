@@ -137,15 +137,14 @@ def curve(axis, x, y, name, error=None, color=None, **style):
         axis.errorbar(x, y, np.array(error, float), fmt='none', ecolor=color)
 
 
-def running_mean(values, bins=8):
+def running_mean(values):
     """
-    Means of `bins` neighbours, for a smoother curve; its positions go through it, too. A bin is
-    of L / 16 positions, so 8 of them are L / 2.
+    Means of 8 neighbours, for a smoother curve; its positions go through it, too. A value is of
+    L / 16 positions, so 8 of them are of L / 2.
     """
-    values = np.array(values, float)
-    if len(values) <= 2 * bins:
+    if len(values) <= 16:
         return values
-    return np.convolve(values, np.ones(bins) / bins, 'valid')
+    return np.convolve(np.array(values, float), np.ones(8) / 8, 'valid')
 
 
 def number(value):
@@ -153,14 +152,12 @@ def number(value):
 
 
 def spread(heights, gap):
-    """Sorted heights, moved apart until neighbours differ by `gap`."""
-    heights = np.array(heights)
-    for _ in range(200):
-        for i in range(len(heights) - 1):
-            overlap = max(0, gap - heights[i + 1] + heights[i])
-            heights[i] -= overlap / 2
-            heights[i + 1] += overlap / 2
-    return heights
+    """Sorted heights, moved apart until neighbours differ by `gap`, as much up as down."""
+    steps = gap * np.arange(len(heights))
+    rest = heights - steps
+    up = np.maximum.accumulate(rest)
+    down = np.minimum.accumulate(rest[::-1])[::-1]
+    return (up + down) / 2 + steps
 
 
 def label_ends(axis, values=False):
@@ -188,7 +185,7 @@ def label_ends(axis, values=False):
         ends.append((min(height, 1), right, text, line))
 
     ends.sort(key=lambda end: end[0])
-    heights = spread([end[0] for end in ends], gap=0.065)
+    heights = spread(np.array([end[0] for end in ends]), gap=0.065)
     for text_height, (height, right, text, line) in zip(heights, ends):
         leader = {'arrowstyle': '-', 'color': line.get_color(), 'ls': line.get_linestyle(),
                   'relpos': (0, 0.5)}

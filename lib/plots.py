@@ -85,11 +85,9 @@ def draw_uniform(result):
 
 def scatter_heads(axis, scales, entropy, layers, ylabel):
     """Figure 5: the scale of each head against its entropy. layers: what to call each layer."""
-    from matplotlib import colormaps
     n_layer, n_head = np.shape(scales)
-    points = axis.scatter(scales, np.array(entropy, float), s=16, vmin=-0.5, vmax=n_layer - 0.5,
-                          c=np.arange(n_layer).repeat(n_head),
-                          cmap=colormaps['viridis'].resampled(n_layer))
+    points = axis.scatter(scales, np.array(entropy, float), s=16,
+                          c=np.arange(n_layer).repeat(n_head))
     bar = axis.get_figure().colorbar(points, ax=axis, label='layer')
     bar.set_ticks(range(n_layer), labels=layers)
     axis.set(xlabel=r'scale ($1/\sqrt{d}$)', ylabel=ylabel, title='Scale and entropy of each head')
@@ -133,8 +131,7 @@ def families(rows):
         n = -(-len(members) // MOST)
         for part in range(n):
             title = f'{family}, part {part + 1} of {n}' if n > 1 else family
-            size = -(-len(members) // n)
-            parts[title] = members[part * size:(part + 1) * size]
+            parts[title] = np.array_split(members, n)[part]
     return parts
 
 

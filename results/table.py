@@ -202,6 +202,17 @@ def print_table(rows, s, runtime):
 
 # ---------------------------------------------------------------------- the whole table
 
+def rows_of_seeds(folder, name, run, seeds=(1337, 1338, 1339), scale_file=None, **more):
+    """A row for each seed of a run, FOLDER/SEED/RUN. more: further entries of each."""
+    rows = []
+    for seed in seeds:
+        row = {'name': name, 'init_from': f'{folder}/{seed}/{run}/last.pt'}
+        if scale_file:
+            row['scale'] = f'{folder}/{seed}/{run}/{scale_file}'
+        rows.append(row | more)
+    return rows
+
+
 def rows_there(rows, runtime):
     """The rows whose checkpoint and scale file exist; a line says which are left out."""
     there = []

@@ -1,5 +1,6 @@
-# Table 4 of the head-scale paper on the small passkey model (L = 256, tuned at 3L on text alone): no concentration
-# constraint, start at 1 instead of the best uniform scale. After results/passkey_demo/run.sh, from the project's root.
+# Table 4 of the head-scale paper on the small passkey model (L = 256, tuned at 3L on text alone):
+# no concentration constraint, start at 1 instead of the best uniform scale. After
+# results/passkey_demo/run.sh, from the project's root.
 set -e
 nope=out/passkey/nope
 tune="python tune_scale.py --out_dir=$nope --dataset=stdlib_bpe --target_length=768 --max_iters=100 --n_samples=4"

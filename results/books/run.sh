@@ -1,6 +1,7 @@
-# The study on long books: 5M parameters, bytes, L = 256, seeds 1337, 1338 and 1339 (SEEDS=1337 for one: about two and
-# a half hours on one CPU core). Every method is tuned with the same 150 steps of 8 windows of 4L = 1,024 tokens. Run it
-# from the project's root, after  python data/books/prepare.py FOLDER. What is there already is not made again.
+# The study on long books: 5M parameters, bytes, L = 256, seeds 1337, 1338 and 1339 (SEEDS=1337 for
+# one: about two and a half hours on one CPU core). Every method is tuned with the same 150 steps of
+# 8 windows of 4L = 1,024 tokens. Run it from the project's root, after python data/books/prepare.py
+# FOLDER. What is there already is not made again.
 set -e
 tune() { test -f $out/none/$1 || { shift; python tune_scale.py --out_dir=$out/none --n_samples=16 "$@"; }; }
 train() { test -f $out/$1/loss.png || { run=$out/$1; shift; python train.py "$@" --out_dir=$run; }; }
@@ -10,7 +11,8 @@ for seed in ${SEEDS:-1337 1338 1339}; do
     train rope config/books_nope.py config/books_rope.py --seed=$seed
     # finer steps, other vectors and other rates with the first seed only
     test $seed = 1337 && range=[1.0,2.4,0.02] more='scale,out norm' rates='1e-4 4e-4 2e-3' || range=[1.0,3.2,0.1] more= rates=
-    tune scale_uniform.json --method=uniform --candidate_range=$range  # over L ... 8L: Figures 2 and 7
+    # over L ... 8L: Figures 2 and 7
+    tune scale_uniform.json --method=uniform --candidate_range=$range
     for vectors in scale scale,out,norm $more; do
         tune scale_head_1024_$vectors.json --target_length=1024 --max_iters=150 --tune=$vectors --label=$vectors
     done
@@ -24,7 +26,8 @@ for seed in ${SEEDS:-1337 1338 1339}; do
         train $method config/finetune_books.py --rope_scaling=$method --init_from=$out/rope/last.pt
     done
 done
-out=out/books/1337  # further comparisons, with one seed: a longer target, a set for 8L, and one for each length
+# further comparisons, with one seed: a longer target, a set for 8L, and one for each length
+out=out/books/1337
 tune scale_head_1280.json --target_length=1280 --max_iters=120
 tune scale_head_2048.json --target_length=2048 --max_iters=75
 tune scale_sets.json --target_lengths=[512,1024,2048] --max_iters=75
@@ -38,7 +41,8 @@ tune scale_uniform_fig7.json --method=uniform --candidate_range=[1.0,3.2,0.02] -
 # Figure 2, right: uniform scales do not extend RoPE
 test -f $out/rope/scale_uniform.json || python tune_scale.py --out_dir=$out/rope --n_samples=16 --method=uniform \
     --candidate_range=[0.8,1.4,0.1]
-# Figures 1, 3, 5: loss and entropy by position, of the plain models, RoPE with NTK, and NoPE with scales
+# Figures 1, 3, 5: loss and entropy by position, of the plain models, RoPE with NTK, and NoPE with
+# scales
 entropy() { test -f "$1" || { shift; python entropy.py --n_samples=32 "$@"; }; }
 entropy $out/none/entropy.json --out_dir=$out/none
 entropy $out/none/entropy_scale_uniform_fit.json --out_dir=$out/none --scale=$out/none/scale_uniform_fit.json

@@ -5,8 +5,10 @@ results/books/run.sh:
 $ python -m results.books.table
 """
 
+from functools import partial
+
 from configurator import configure, settings
-from results.table import Settings, run_table
+from results.table import Settings, rows_of_seeds, run_table
 
 out_dir = 'out/books'
 lengths = [256, 512, 1024, 2048]  # tuned at 1024
@@ -14,18 +16,7 @@ stride = 64
 max_windows = 32
 batch_tokens = 32768
 
-SEEDS = (1337, 1338, 1339)
-
-
-def seeds_of(name, run, seeds=SEEDS, scale_file=None, **more):
-    """A row for each seed. more: further entries of each."""
-    rows = []
-    for seed in seeds:
-        row = {'name': name, 'init_from': f'out/books/{seed}/{run}/last.pt'}
-        if scale_file:
-            row['scale'] = f'out/books/{seed}/{run}/{scale_file}'
-        rows.append(row | more)
-    return rows
+seeds_of = partial(rows_of_seeds, 'out/books')
 
 
 def trained_so():

@@ -1,7 +1,7 @@
-# The position methods of DAPE V2 on long books at small size: 0.9M parameters, bytes, L = 128, 3M tokens each, one seed.
-# Run it from the project's root, after  python data/books/prepare.py FOLDER. A run that was stopped goes on; trained
-# models are skipped. About 4 minutes for each method on one CPU core, 8 where there is DAPE, whose convolutions gain
-# nothing from a compiler there.
+# The position methods of DAPE V2 on long books at small size: 0.9M parameters, bytes, L = 128, 3M
+# tokens each, one seed. Run it from the project's root, after python data/books/prepare.py FOLDER.
+# A run that was stopped goes on; trained models are skipped. About 4 minutes for each method on one
+# CPU core, 8 where there is DAPE, whose convolutions gain nothing from a compiler there.
 set -e
 train() {
     out=out/dape/$1; shift
@@ -45,7 +45,8 @@ train kerple_256 --position=kerple --block_size=256 --batch_size=8 --micro_batch
 train kerple_512 --position=kerple --block_size=512 --batch_size=4 --micro_batch_size=4
 python -m results.dape_small.table equal_tokens
 
-# head scales on top of other methods: does tuning them help there, too? Scales for 4L, 100 steps of 8 windows
+# head scales on top of other methods: does tuning them help there, too? Scales for 4L, 100 steps of
+# 8 windows
 for run in none alibi kerple rope; do
     test -f out/dape/$run/scale_head_512.json && continue
     test $run = rope && more=--rope_scaling=yarn:4 || more=

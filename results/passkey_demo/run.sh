@@ -1,5 +1,5 @@
-# What results/passkey_demo shows: a small NoPE model that retrieves passkeys, its RoPE twin, and the scales. Run it from
-# the project's root; each training took half an hour on one busy CPU core.
+# What results/passkey_demo shows: a small NoPE model that retrieves passkeys, its RoPE twin, and
+# the scales. Run it from the project's root; each training took half an hour on one busy CPU core.
 set -e
 python data/stdlib/prepare.py --tokenizer=bpe:1024 --out_dir=data/stdlib_bpe
 python data/passkey/prepare.py

@@ -5,33 +5,24 @@ results/vectors_demo/run.sh:
 $ python -m results.vectors_demo.table
 """
 
+from functools import partial
+
 from configurator import configure, settings
-from results.table import Settings, run_table
+from results.table import Settings, rows_of_seeds, run_table
 
 out_dir = 'out/vectors_demo'
 lengths = [128, 256, 512, 768]  # tuned at 512
 max_windows = 512
 batch_tokens = 32768
 
-SEEDS = (1337, 1338, 1339)
-
-
-def seeds_of(name, run, scale_file=None, seeds=SEEDS):
-    """A row for each seed."""
-    rows = []
-    for seed in seeds:
-        row = {'name': name, 'init_from': f'out/vectors_demo/{seed}/{run}/last.pt'}
-        if scale_file:
-            row['scale'] = f'out/vectors_demo/{seed}/{run}/{scale_file}'
-        rows.append(row)
-    return rows
+seeds_of = partial(rows_of_seeds, 'out/vectors_demo')
 
 
 def table():
     rows = seeds_of('NoPE', 'none') + seeds_of('RoPE', 'rope')
-    rows += seeds_of('NoPE, uniform scale', 'none', 'scale_uniform.json')
+    rows += seeds_of('NoPE, uniform scale', 'none', scale_file='scale_uniform.json')
     for tune in ('scale', 'out', 'scale,out', 'norm', 'scale,out,norm'):
-        rows += seeds_of(f'NoPE, {tune}', 'none', f'scale_head_512_{tune}.json')
+        rows += seeds_of(f'NoPE, {tune}', 'none', scale_file=f'scale_head_512_{tune}.json')
     for lr in ('2.5e-4', '5e-4', '1e-3', '2e-3'):
         rows += seeds_of(f'NoPE, every weight, lr {lr}', f'full_{lr}')
     rows += seeds_of('RoPE, PI fair', 'pi') + seeds_of('RoPE, YaRN fair', 'yarn')
