@@ -349,20 +349,19 @@ def kind_of(result):
 
 def draw(path):
     """Draw the pictures of a stage's JSON beside it. Returns their paths, which may be none."""
-    path, drawn = Path(path), []
+    path = Path(path)
     try:
         result = json.loads(path.read_text(encoding='utf-8'))
         kind = kind_of(result)
-    except MALFORMED:
-        kind = 'not a result'
-    if kind in PICTURES:
-        drawn.append(path.with_suffix('.png'))
-        save(PICTURES[kind](result), drawn[0])
+        figures = {path.with_suffix('.png'): PICTURES[kind]}
+    except MALFORMED:  # it is not a result, or one without a picture
+        return []
     if kind == 'entropy' and path.stem.startswith('entropy'):
         heads = path.stem.replace('entropy', 'entropy_heads', 1)
-        drawn.append(path.with_name(f'{heads}.png'))
-        save(draw_heads(result), drawn[1])
-    return drawn
+        figures[path.with_name(f'{heads}.png')] = draw_heads
+    for png_path, draw_figure in figures.items():
+        save(draw_figure(result), png_path)
+    return list(figures)
 
 
 def main():

@@ -108,7 +108,7 @@ def unlock_file(lock):
         lock.close()
 
 
-def json_value(value, digits=None):
+def json_value(value, digits=17):
     """What JSON can hold: arrays as lists of numbers of 6 digits, more than any measurement here
     has; NaN as None."""
     if isinstance(value, (np.ndarray, np.generic)):
@@ -118,9 +118,7 @@ def json_value(value, digits=None):
     if isinstance(value, (list, tuple)):
         return [json_value(item, digits) for item in value]
     if isinstance(value, float):
-        if not math.isfinite(value):
-            return None
-        return float(f'{value:.{digits}g}') if digits else value
+        return float(f'{value:.{digits}g}') if math.isfinite(value) else None
     return value
 
 

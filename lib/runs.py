@@ -25,12 +25,11 @@ def require_same_data(folder, old, new):
         return
     if None in new.values():  # large files, which the first rank alone reads through
         return
-    for one, other in ((new, old), (old, new)):
-        for name, checksum in one.items():
-            if checksum not in other.values():
-                raise UserError(f'dataset {name} has other tokens now than when {folder}/last.pt '
-                                'was trained, or was not part of it then. Prepare it as it was, or '
-                                'train into another --out_dir=.')
+    for name, checksum in (old | new).items():
+        if checksum not in old.values() or checksum not in new.values():
+            raise UserError(f'dataset {name} has other tokens now than when {folder}/last.pt was '
+                            'trained, or was not part of it then. Prepare it as it was, or train '
+                            'into another --out_dir=.')
 
 
 def require_same_model(folder, old, new, fixed):

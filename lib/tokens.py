@@ -63,8 +63,7 @@ def get_tokenizer(name):
     path = Path(name)
     if name.startswith('hf:'):
         advice = 'give a file that you have: --tokenizer=FOLDER/tokenizer.json.'
-        path = from_hub(name, ['tokenizer.json', 'tokenizer_config.json'], advice)
-        path = path / 'tokenizer.json'
+        path = from_hub(name, ['tokenizer*.json'], advice) / 'tokenizer.json'
     if path.suffix not in ('.tiktoken', '.json'):
         raise UserError(f"There is no tokenizer '{name}'. Take gpt2, bytes, FILE.tiktoken, "
                         'FILE.json, hf:ORG/NAME.')
@@ -87,8 +86,7 @@ def end_token(path):
         return None
     try:
         token = json.loads(path.read_text(encoding='utf-8')).get('eos_token')
-        if isinstance(token, dict):
-            token = token['content']
+        token = token['content'] if isinstance(token, dict) else token
         if not isinstance(token, str | None):
             raise TypeError(f'eos_token is {token}')
     except MALFORMED as error:
@@ -613,24 +611,23 @@ class Windows:
             parts = parts[:1]  # the others may have no such split
         sources = {name: open_tokens(name, split, check) for name, _ in parts}
         self.checksums = {name: data.checksum for name, data in sources.items()}
-        first, digests = next(iter(sources.values())), {}
-        for name, data in sources.items():
-            digests[data.meta['tokenizer_digest']] = f"{name} has {data.meta['tokenizer']}"
-        if len(digests) > 1:
+        tokenizers = {data.meta['tokenizer_digest']: f"{name} has {data.meta['tokenizer']}"
+                      for name, data in sources.items()}
+        if len(tokenizers) > 1:
             raise UserError(f'The parts of {dataset} have other tokenizers than each other: '
-                            f"{', '.join(digests.values())}. Prepare all with the same one.")
+                            f"{', '.join(tokenizers.values())}. Prepare all with the same one.")
 
-        self.blocks = []
+        self.blocks, size = [], block_size + 1
         for name, _ in parts:
-            tokens, size = sources[name].tokens, block_size + 1
-            n = len(tokens) // size
+            data = sources[name]
+            n = len(data.tokens) // size
             if n == 0:
-                raise UserError(f'Split {split} of {name} has {len(tokens):,} tokens, less than a '
-                                f'window of {block_size:,} + 1. Choose a shorter one or prepare '
-                                'more text.')
-            self.blocks.append(tokens[:n * size].reshape(n, size))
+                raise UserError(f'Split {split} of {name} has {len(data.tokens):,} tokens, less '
+                                f'than a window of {block_size:,} + 1. Choose a shorter one or '
+                                'prepare more text.')
+            self.blocks.append(data.tokens[:n * size].reshape(n, size))
         self.slots = mixture_slots([weight for _, weight in parts], dataset)
-        self.vocab_size, self.tokenizer_state = first.meta['vocab_size'], first.tokenizer_state
+        self.vocab_size, self.tokenizer_state = data.meta['vocab_size'], data.tokenizer_state
 
     def batch(self, step, batch_size, rows=slice(None)):
         """
