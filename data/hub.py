@@ -10,7 +10,6 @@ with the files it had not finished, and ends with the same bytes.
 
 import contextlib
 import glob
-import importlib.util
 import io
 import itertools
 import json
@@ -171,9 +170,8 @@ def texts(file, source, max_tokens):
 
 def require_readable(file, source):
     """Read the first row of a file, to refuse it before hours of work."""
-    if file.name.endswith('.zst') and importlib.util.find_spec('zstandard') is None:
-        raise UserError(f'{file.name} needs the optional package zstandard. '
-                        'Run: pip install zstandard')
+    if file.name.endswith('.zst'):
+        optional('zstandard')
     try:
         row = next(rows(file), None)
     except UserError:

@@ -95,8 +95,8 @@ class Runtime:
 
     def close(self):
         """The end of a stage: every rank waits here, as one may still send another something."""
+        self.wait_for_all()
         if self.world_size > 1:
-            dist.barrier()
             dist.destroy_process_group()
 
 

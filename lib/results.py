@@ -240,26 +240,31 @@ class Answers:
         own.parent.mkdir(parents=True, exist_ok=True)
         whole = own.read_bytes() if own.exists() else b''
         whole = whole[:whole.rfind(b'\n') + 1]  # a kill may have left half a line
-        write_text(own, whole.decode())
+        write_text(own, whole.decode() or json.dumps(self.header) + '\n')
         self.file = open(own, 'a', encoding='utf-8')
-        if not whole:
-            self.write(self.header)
 
     def read(self):
+        """Yield the answers of all ranks. Raises UserError naming a line that cannot be read."""
         others = sorted(self.path.parent.glob(f'{self.path.stem}.rank*.jsonl'))
         for path in [self.path, *others]:
             lines = path.read_bytes().split(b'\n')[:-1] if path.exists() else []
-            header, *rows = read_rows(path, lines) or [self.header]
-            changed = [key for key in header | self.header
-                       if header.get(key) != self.header.get(key)]
-            if changed:
-                raise UserError(f"{path} holds answers of other settings ({', '.join(changed)}). "
-                                'Remove it, or give this run another --label=.')
-            yield from rows
-
-    def write(self, row):
-        self.file.write(json.dumps(row, ensure_ascii=False) + '\n')
-        self.file.flush()
+            for number, line in enumerate(lines, start=1):
+                try:
+                    row = json.loads(line)
+                except ValueError:
+                    row = None
+                if not isinstance(row, dict) or number > 1 and 'item' not in row:
+                    raise UserError(f'line {number} of {path} cannot be read. Remove that line, '
+                                    'and its item is answered again, or remove the file.')
+                if number > 1:
+                    yield row
+                    continue
+                changed = [key for key in row | self.header
+                           if row.get(key) != self.header.get(key)]
+                if changed:
+                    raise UserError(f"{path} holds answers of other settings "
+                                    f"({', '.join(changed)}). Remove it, or give this run another "
+                                    '--label=.')
 
     def batches(self, items, size, batch_tokens):
         """
@@ -281,7 +286,8 @@ class Answers:
             bar.update(len(batch))
 
     def add(self, item, **row):
-        self.write({'item': item, **row})
+        row = json.dumps({'item': item, **row}, ensure_ascii=False)
+        print(row, file=self.file, flush=True)
 
     def finish(self):
         """The answers of all ranks, in the order of their items. Call it on every rank."""
@@ -291,18 +297,3 @@ class Answers:
         self.runtime.wait_for_all()
         unlock_file(self.lock)
         return rows
-
-
-def read_rows(path, lines):
-    """The rows of a .jsonl of answers, its header first. Raises UserError naming a bad line."""
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        if not isinstance(row, dict) or number > 1 and 'item' not in row:
-            raise UserError(f'line {number} of {path} cannot be read. Remove that line, and its '
-                            'item is answered again, or remove the file.')
-        rows.append(row)
-    return rows

@@ -15,7 +15,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from configurator import configure
 from lib.errors import ROOT, UserError
-from lib.tokens import SPLITS, is_prepared, split_by_hash, tokenizer_for, write_corpus
+from lib.tokens import (
+    SPLITS,
+    is_prepared,
+    split_by_hash,
+    stable_hash,
+    tokenizer_for,
+    write_corpus,
+)
 
 tokenizer = 'bytes'   # bytes, gpt2, bpe:VOCABULARY, FILE.tiktoken, tokenizer.json, hf:ORG/NAME
 val_fraction = 0.07   # of the files
@@ -35,11 +42,7 @@ def library_files(folder):
             relative = path.relative_to(folder)
             if path.is_file() and not SKIP & {name, *relative.parts}:
                 texts[relative.as_posix()] = path.read_text(encoding='utf-8')
-
-    def hashed(name):
-        return hashlib.sha256(name.encode()).digest()
-
-    return {name: texts[name] for name in sorted(texts, key=hashed)}
+    return {name: texts[name] for name in sorted(texts, key=stable_hash)}
 
 
 def main():
