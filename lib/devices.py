@@ -54,21 +54,17 @@ class Runtime:
         every rank, so that sums over it do not depend on the number of ranks. finite: raise
         UserError where a number is infinite or NaN, before a result is made of it.
         """
-        whole = rows = np.array(rows, dtype=np.float64)
+        rows = np.array(rows, dtype=np.float64)
         if self.world_size > 1:
             parts = [None] * self.world_size
             dist.all_gather_object(parts, rows)
-            shape = next(part.shape[1:] for part in parts if len(part))
-            whole = np.empty((n, *shape))
-            for rank, part in enumerate(parts):
-                if len(part):
-                    whole[rank::self.world_size] = part
-        odd = whole[~np.isfinite(whole)]
+            rows = np.array([parts[i % self.world_size][i // self.world_size] for i in range(n)])
+        odd = rows[~np.isfinite(rows)]
         if finite and len(odd):
-            raise UserError(f'{len(odd)} of {whole.size} numbers measured are not finite, the '
+            raise UserError(f'{len(odd)} of {rows.size} numbers measured are not finite, the '
                             f'first is {odd[0]}; no result was written. Are the weights or scales '
                             'damaged? Take another --init_from=, --scale= or --dtype=.')
-        return whole
+        return rows
 
     @torch.no_grad()
     def over_windows(self, windows, batch_tokens, measure, label=None, finite=True):

@@ -506,8 +506,8 @@ def dataset_folder(dataset):
 def read_meta(folder):
     """meta.json and tokenizer_state.json of a dataset. Raises UserError if they are damaged."""
     try:
-        meta = json.loads((folder / 'meta.json').read_text(encoding='utf-8'))
-        state = json.loads((folder / 'tokenizer_state.json').read_text(encoding='utf-8'))
+        meta, state = [json.loads((folder / name).read_text(encoding='utf-8'))
+                       for name in ('meta.json', 'tokenizer_state.json')]
         sizes = [meta['vocab_size']]
         for count in meta['splits'].values():
             sizes += [count['tokens'], count['documents']]
