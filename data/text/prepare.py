@@ -11,6 +11,7 @@ $ python data/text/prepare.py corpus/ more.jsonl.gz --name=mine --tokenizer=bpe:
 
 import contextlib
 import gzip
+import itertools
 import json
 import math
 import sys
@@ -139,22 +140,21 @@ def field_of(line, where):
 
 def cut_in_parts(file, shares):
     """A plain text file as one of its parts for each split, cut where a line begins."""
-    size, parts, end = file.path.stat().st_size, [], 0.0
+    size, cuts, parts = file.path.stat().st_size, [0], []
     with open(file.path, 'rb') as data:
-        for split, share in shares.items():
-            begin, end = end, end + share
-            cuts = []
-            for place in (begin, end):
-                data.seek(max(0, round(place * size) - 1))
-                if place:
-                    data.readline()
-                cuts.append(data.tell())
-            if cuts[0] < cuts[1]:
-                parts.append(File(split, file.name, file.path, *cuts))
-            elif share:
-                raise UserError(f'{file.path} cannot be cut for {split}: no line begins between '
-                                f'{begin:.0%} and {end:.0%} of it. Break it into lines, set '
-                                f'--{split}_fraction=0, or name another file for {split}.')
+        for share in itertools.accumulate(shares.values()):
+            place = round(share * size)
+            data.seek(max(0, place - 1))
+            if place:
+                data.readline()
+            cuts.append(data.tell())
+    for (split, share), start, stop in zip(shares.items(), cuts, cuts[1:]):
+        if start < stop:
+            parts.append(File(split, file.name, file.path, start, stop))
+        elif share:
+            raise UserError(f'{file.path} cannot be cut for {split}: no line begins in its '
+                            f'{share:.0%}. Break it into lines, set --{split}_fraction=0, or name '
+                            f'another file for {split}.')
     return parts
 
 
