@@ -45,13 +45,10 @@ def vectors_from_json(data, path, info):
             key, shape = 'channel_scale', (*shape, c['n_embd'] // c['n_head'])
         rows = finite(data[key], shape, f'{key} in {path}')
         vectors |= {f'blocks.{layer}.attn.{kind}': row for layer, row in enumerate(rows)}
-    norms = data.get('norm', {})
-    if not isinstance(norms, dict):
-        raise UserError(f'norm in {path} must be a vector for each name of a parameter.')
     names = {'norm.weight'}
     for layer in range(c['n_layer']):
         names |= {f'blocks.{layer}.attn_norm.weight', f'blocks.{layer}.mlp_norm.weight'}
-    for name, values in norms.items():
+    for name, values in data.get('norm', {}).items():
         if name not in names:
             raise UserError(f'norm in {path} has {name}, which this model does not have.')
         vectors[name] = finite(values, (c['n_embd'],), f'{name} in {path}')

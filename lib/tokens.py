@@ -67,12 +67,11 @@ def get_tokenizer(name):
     if path.suffix not in ('.tiktoken', '.json'):
         raise UserError(f"There is no tokenizer '{name}'. Take gpt2, bytes, FILE.tiktoken, "
                         'FILE.json, hf:ORG/NAME.')
-    if not path.is_file():
-        raise UserError(f'There is no tokenizer file {path}. Check the name.')
     try:
         text = path.read_text(encoding='utf-8')
-    except UnicodeDecodeError as error:
-        raise UserError(f'{path} is not UTF-8: {error}. Get it again, or convert it.') from error
+    except (FileNotFoundError, UnicodeDecodeError) as error:
+        raise UserError(f'{path} is not a tokenizer file that can be read: {error}. Check the '
+                        'name, or get it again.') from error
     if path.suffix == '.json':
         shown = name if name.startswith('hf:') else path.name
         return HFTokenizer(shown, text, end_token(path.with_name('tokenizer_config.json')))
