@@ -400,7 +400,7 @@ def new_dataset(folder, encoding, report=None):
                 raise UserError(f'No document is left for the {split} split of {folder.name}. Give '
                                 'it more text.')
             for name in split_files(split):
-                checksums[name] = checksum_of(np.memmap(temporary / name, mode='r'))
+                checksums[name] = checksum_of(temporary / name)
         state = tokenizer_state(encoding)
         write_text(temporary / 'tokenizer_state.json', json.dumps(state))
         # meta.json goes first and comes last, so that what is half replaced does not look whole.
@@ -462,20 +462,24 @@ def open_tokens(dataset, split, check=False):
     if split not in meta['splits']:
         raise UserError(f'Dataset {dataset} has no split {split}. It has '
                         f"{', '.join(meta['splits'])}.")
-    count, tokens_file, starts_file = meta['splits'][split], *split_files(split)
+    count = meta['splits'][split]
+    tokens_file, starts_file = split_files(split)
     tokens = map_array(folder / tokens_file, meta['dtype'], count['tokens'])
     starts = map_array(folder / starts_file, np.int64, count['documents'])
     data = TokenFile(tokens, starts, meta, state)
     if tokens.nbytes >= CHECKED_AT_OPEN:
         if not check:
             return data
-        note(f'reading {tokens.filename} through, {tokens.nbytes / 1e9:.1f} GB, to find damage')
-    data.checksum = checksum_of(tokens)
-    written = meta.get('checksums', {})  # a dataset of long ago has none
-    for name, found in {tokens_file: data.checksum, starts_file: checksum_of(starts)}.items():
-        if written.get(name, found) != found:
-            raise UserError(f'{folder / name} is damaged: its checksum is {found}, by meta.json it '
-                            f'should be {written[name]}. Prepare the dataset again.')
+        note(f'reading {folder / tokens_file} through, {tokens.nbytes / 1e9:.1f} GB, to find '
+             'damage')
+    found = {name: checksum_of(folder / name) for name in (tokens_file, starts_file)}
+    written = meta.get('checksums', found)  # a dataset of long ago has none
+    for name in found:
+        if written.get(name) != found[name]:
+            raise UserError(f'{folder / name} is damaged: its checksum is {found[name]}, by '
+                            f'meta.json it should be {written.get(name)}. Prepare the dataset '
+                            'again.')
+    data.checksum = found[tokens_file]
     return data
 
 
@@ -523,9 +527,13 @@ def read_meta(folder):
     return meta, state
 
 
-def checksum_of(array):
-    """CRC-32 of an array, as 8 hex digits."""
-    return f'{zlib.crc32(array):08x}'
+def checksum_of(path):
+    """CRC-32 of a file, as 8 hex digits. It is read, not mapped, which would fill the memory."""
+    checksum = 0
+    with open(path, 'rb') as file:
+        while part := file.read(MIB):
+            checksum = zlib.crc32(part, checksum)
+    return f'{checksum:08x}'
 
 
 def map_array(path, dtype, count):
