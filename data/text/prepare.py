@@ -37,7 +37,7 @@ out_dir = ''           # where the token files go; '' for data/NAME
 
 @dataclass
 class File:
-    split: str | None  # None where a hash of each line decides
+    split: str | None  # None where a hash decides
     name: str          # its path from what the user named
     path: Path
     start: int = 0           # the bytes to read, from the start of a line
