@@ -248,6 +248,7 @@ class Answers:
         others = sorted(self.path.parent.glob(f'{self.path.stem}.rank*.jsonl'))
         for path in [self.path, *others]:
             lines = path.read_bytes().split(b'\n')[:-1] if path.exists() else []
+            rows = []
             for number, line in enumerate(lines, start=1):
                 try:
                     row = json.loads(line)
@@ -256,15 +257,14 @@ class Answers:
                 if not isinstance(row, dict) or number > 1 and 'item' not in row:
                     raise UserError(f'line {number} of {path} cannot be read. Remove that line, '
                                     'and its item is answered again, or remove the file.')
-                if number > 1:
-                    yield row
-                    continue
-                changed = [key for key in row | self.header
-                           if row.get(key) != self.header.get(key)]
-                if changed:
-                    raise UserError(f"{path} holds answers of other settings "
-                                    f"({', '.join(changed)}). Remove it, or give this run another "
-                                    '--label=.')
+                rows.append(row)
+            header, *answers = rows or [self.header]
+            changed = [key for key in header | self.header
+                       if header.get(key) != self.header.get(key)]
+            if changed:
+                raise UserError(f"{path} holds answers of other settings ({', '.join(changed)}). "
+                                'Remove it, or give this run another --label=.')
+            yield from answers
 
     def batches(self, items, size, batch_tokens):
         """
