@@ -39,10 +39,12 @@ def alone(model, context, continuation):
     return log_p.sum().item(), bool((logits.argmax(-1) == targets).all())
 
 
-# With dynamic NTK no contexts can share a pass: it turns by the tokens that the pass will hold.
+# With dynamic NTK or random positions no contexts of other lengths can share a pass: both turn by
+# the tokens that the pass will hold.
 @pytest.mark.parametrize('changes', [
     {}, {'position': 'rope'}, {'position': 'alibi'}, {'position': 'logn'},
-    {'position': 'rope', 'rope_scaling': 'dynamic_ntk:2', 'block_size': 8}])
+    {'position': 'rope', 'rope_scaling': 'dynamic_ntk:2', 'block_size': 8},
+    {'position': 'rope', 'random_positions': 200}])
 @torch.no_grad()
 def test_scores_are_those_of_a_plain_pass_for_each_choice(cpu, changes, monkeypatch):
     model = random_model(**changes)
