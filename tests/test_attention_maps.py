@@ -21,6 +21,7 @@ from lib.tokens import Windows
 MODELS = {
     'nope': {},
     'xl': {'position': 'xl'},
+    'rope at random positions': {'position': 'rope', 'random_positions': 90},
     'cope with DAPE': {'position': 'cope', 'dape_kernel': 1},
     'kerple with DAPE': {'position': 'kerple', 'dape_kernel': 3},
     'kerple without a residual': {
@@ -62,6 +63,17 @@ def test_parts_of_one_head_are_those_of_the_float64_matrix(name):
     for share, low, high in zip(found['by_distance'], edges, edges[1:]):
         expected = late[(distance >= low) & (distance < high)].sum() / len(late)
         assert share.item() == pytest.approx(expected.item(), abs=1e-5)
+
+
+@torch.no_grad()
+def test_keys_outside_a_window_have_no_part_in_the_maps():
+    model, tokens = random_model(position='rope', rope_window=10, dape_kernel=3), torch.arange(43)
+    found = attention_maps.measure(model, tokens[None], layer=1, head=2)
+    outside = tokens[:, None] - tokens >= 10
+    for part in ('score', 'dape', 'attention'):
+        assert found[part].isfinite().all() and (found[part][outside] == 0).all()
+    whole = plain_transformer(model, tokens[None])[1][1, 0, 2]
+    torch.testing.assert_close(found['attention'].double(), whole, rtol=1e-3, atol=1e-5)
 
 
 @torch.no_grad()
