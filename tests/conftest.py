@@ -1,5 +1,5 @@
 """
-What several test files need: a small real corpus, a model trained on it for a few steps, a way to
+What several test files need: a small real corpus, models trained on it for a few steps, ways to
 run a stage, and a second, slower implementation of the whole transformer.
 """
 
@@ -12,24 +12,31 @@ import math
 import os
 import resource
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
-from lib import devices
+from lib import checkpoints, devices
 from lib.devices import Runtime
+from lib.errors import UserError
 from lib.results import note
-from lib.tokens import format_ranks, get_tokenizer, write_corpus
+from lib.tokens import Windows, format_ranks, get_tokenizer, write_corpus
 from model import ModelConfig, Transformer
 from position import METHODS, Place
 
 ROOT = Path(__file__).resolve().parents[1]
 torch.set_num_threads(1)  # on tensors this small, threads only wait for each other
 TINY = dict(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_hidden=64, block_size=32)
+SIZES = ' '.join(f'--{name}={value}' for name, value in TINY.items())
 
 
 def stage(name, *arguments, ranks=1, status=0):
@@ -95,6 +102,31 @@ def mistake(name, *arguments):
     return lines[0]
 
 
+def refuses(named, call, *arguments, **options):
+    """Raise AssertionError unless a call raises a UserError that names this."""
+    with pytest.raises(UserError) as caught:
+        call(*arguments, **options)
+    assert named in str(caught.value)
+
+
+def on(run, out_dir, command=''):
+    """The arguments of a stage that reads last.pt of a run, as a list."""
+    where = f'--init_from={run}/last.pt --out_dir={out_dir} --device=cpu --dtype=float32'
+    return f'{where} {command}'.split()
+
+
+def read(path):
+    """The JSON in a file."""
+    return json.loads(Path(path).read_text(encoding='utf-8'))
+
+
+def flip_a_bit(path, place):
+    """Turn over a bit of the byte at a place of a file."""
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1 << place % 8
+    path.write_bytes(content)
+
+
 @pytest.fixture(scope='session')
 def corpus_dir(tmp_path_factory):
     """
@@ -131,11 +163,26 @@ def tiny_run(tmp_path_factory, corpus_dir):
     its last.pt.
     """
     out_dir = tmp_path_factory.mktemp('runs') / 'tiny'
-    sizes = [f'--{name}={value}' for name, value in TINY.items()]
-    stage_here('train', *sizes, f'--dataset={corpus_dir}', f'--out_dir={out_dir}', '--max_iters=20',
-               '--batch_size=8', '--micro_batch_size=8', '--learning_rate=1e-2', '--warmup_iters=5',
-               '--eval_windows=8', '--device=cpu', '--dtype=float32', '--compile=False')
+    command = (f'{SIZES} --dataset={corpus_dir} --out_dir={out_dir} --max_iters=20 --batch_size=8 '
+               '--micro_batch_size=8 --learning_rate=1e-2 --warmup_iters=5 --eval_windows=8 '
+               '--device=cpu --dtype=float32 --compile=False')
+    stage_here('train', *command.split())
     return out_dir
+
+
+@pytest.fixture
+def tiny(tiny_run):
+    """The model of tiny_run, and what its checkpoint says."""
+    return checkpoints.load_model('last', tiny_run, 'cpu')
+
+
+@pytest.fixture(scope='session')
+def windows(corpus_dir):
+    """windows(n, T): n windows of the test split, (n, T + 1) ids."""
+    def windows(n, T, *spacing):
+        return torch.from_numpy(Windows(str(corpus_dir), 'test', T).evenly_spaced(n, *spacing))
+
+    return windows
 
 
 @pytest.fixture(scope='session')
@@ -154,6 +201,29 @@ def files_at_most(n_bytes):
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+class Server(BaseHTTPRequestHandler):
+    """What serves requests to this machine; a subclass has do_GET(), which answers."""
+
+    def answer(self, code, body=b'', *headers):
+        self.send_response(code)
+        for header in (*headers, ('Content-Length', str(len(body)))):
+            self.send_header(*header)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+    @classmethod
+    @contextlib.contextmanager
+    def running(cls):
+        """Serve while this is open. Gives the address."""
+        with ThreadingHTTPServer(('127.0.0.1', 0), cls) as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            yield f'http://127.0.0.1:{server.server_port}'
+            server.shutdown()
 
 
 def random_model(seed=0, **changes):
@@ -211,16 +281,21 @@ def losses_and_gradients(model, windows, forward=None):
     """
     model.zero_grad(set_to_none=True)
     torch.manual_seed(0)  # random positions are drawn anew in training
-    forward = model if forward is None else forward
-    losses = forward(windows[:, :-1], windows[:, 1:])
+    losses = (forward or model)(windows[:, :-1], windows[:, 1:])
     losses.mean().backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return losses.detach(), gradients
 
 
-def near(found, expected, atol):
-    """Raise AssertionError unless two tensors differ by at most `atol` anywhere."""
-    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+def near(found, expected, atol=0, rtol=0):
+    """
+    Raise AssertionError unless two tensors, arrays, lists of numbers, or dicts or tuples of
+    tensors differ by at most so much anywhere, whatever their precision.
+    """
+    if not isinstance(expected, dict | tuple):
+        found, expected = (x if torch.is_tensor(x) else torch.from_numpy(np.array(x, float))
+                           for x in (found, expected))
+    torch.testing.assert_close(found, expected, atol=atol, rtol=rtol, check_dtype=False)
 
 
 def scale_set(rows):
@@ -291,6 +366,11 @@ def plain_hidden(c, T):
     """Which keys a query does not see, (T, T)."""
     window = c.rope_window if c.position == 'rope' and c.rope_window else T
     return torch.tensor([[j > i or j <= i - window for j in range(T)] for i in range(T)])
+
+
+def plain_entropy(model, idx, head_scale=None):
+    """Of each query, in nats: (n_layer, B, H, T) float64."""
+    return torch.special.entr(plain_transformer(model, idx, head_scale)[1]).sum(-1)
 
 
 def plain_turn(c, x):
@@ -450,21 +530,13 @@ def plain_position(c, own, scores, q, k):
 
 def plain_dape(c, own, maps):
     """DAPE's two convolutions over the keys that a query sees. maps: (B, H or 2H, T, T)."""
-    w1, b1 = own['position.first.weight'][:, :, 0], own['position.first.bias']
-    w2, b2 = own['position.second.weight'][:, :, 0], own['position.second.bias']
-    B, channels, T, _ = maps.shape
-    p, change = c.dape_kernel // 2, torch.zeros(B, c.n_head, T, T, dtype=torch.float64)
-    around = range(-p, p + 1)
-    for i in range(T):
-        row = torch.zeros(B, channels, T + 4 * p, dtype=torch.float64)
-        row[:, :, 2 * p:2 * p + i + 1] = maps[:, :, i, :i + 1]  # key j at j + 2 p, zeros around
-        between = []  # the first convolution, at the keys that the second one asks for
-        for j in range(i + 1 + p):
-            x = sum(row[:, :, 2 * p + j + o] @ w1[:, :, o + p].T for o in around) + b1
-            between.append(torch.where(x > 0, x, 0.01 * x))
-        for j in range(i + 1):
-            seen = [o for o in around if j + o >= 0]
-            change[:, :, i, j] = b2 + sum(between[j + o] @ w2[:, :, o + p].T for o in seen)
+    w1, w2 = (own[f'position.{name}.weight'][:, :, 0] for name in ('first', 'second'))
+    b1, b2 = (own[f'position.{name}.bias'] for name in ('first', 'second'))
+    p, change = c.dape_kernel // 2, torch.zeros_like(maps[:, :c.n_head])
+    for i in range(maps.shape[-1]):
+        row = F.pad(maps[:, :, i, :i + 1], (p, 2 * p))
+        between = F.leaky_relu(F.conv1d(row, w1, b1), 0.01)  # of key 0 to key i + p
+        change[:, :, i, :i + 1] = F.conv1d(F.pad(between, (p, 0)), w2, b2)
     return change
 
 
@@ -476,3 +548,91 @@ def plain_losses(model, tokens, head_scale=None):
     logits, _ = plain_transformer(model, tokens[:, :-1], head_scale)
     log_p = logits - logits.logsumexp(-1, keepdim=True)
     return -log_p.gather(-1, tokens[:, 1:, None])[..., 0]
+
+
+# ---------------------------------------------------------------------- runs of train.py
+
+# 12 steps of two micro-batches each, validated at every third
+RECIPE = (
+    '--batch_size=4 --micro_batch_size=2 --max_iters=12 --lr_decay_iters=12 --eval_interval=3 '
+    '--eval_windows=4 --log_interval=5 --keep_steps=[4] --learning_rate=1e-2 --min_lr=1e-3 '
+    '--warmup_iters=4 --device=cpu --dtype=float32 --compile=False'
+)
+
+
+class Runs:
+    """
+    Runs of train.py in this process, each in an out_dir of its own in `folder`. What a command
+    sets, it sets last, and so over RECIPE and SIZES.
+    """
+
+    def __init__(self, folder, dataset):
+        self.folder, self.dataset = folder, dataset
+
+    def arguments(self, name, command='', sizes=SIZES):
+        where = f'--out_dir={self.folder}/{name} --dataset={self.dataset}'
+        return f'{where} {RECIPE} {sizes} {command}'.split()
+
+    def train(self, name, command='', sizes=SIZES):
+        """Train to the end. Returns out_dir; what was printed is then in self.printed."""
+        self.printed = stage_here('train', *self.arguments(name, command, sizes))
+        return self.folder / name
+
+    def resume(self, name, command=''):
+        return self.train(name, f'--init_from=resume {command}')
+
+    def refused(self, name, command=''):
+        """The line that refuses a run, which must change no file."""
+        before = contents(self.folder / name)
+        line = mistake('train', *self.arguments(name, command))
+        assert contents(self.folder / name) == before
+        return line
+
+    def copy(self, run, name):
+        return Path(shutil.copytree(run, self.folder / name))
+
+
+@pytest.fixture(scope='module')
+def runs(tmp_path_factory, corpus_dir):
+    return Runs(tmp_path_factory.mktemp('runs'), corpus_dir)
+
+
+@pytest.fixture(scope='module')
+def plain(runs):
+    """A run that was never stopped. A test that writes takes a copy."""
+    return runs.train('plain')
+
+
+def contents(folder):
+    """{path: bytes} of every file in a folder."""
+    return {path: path.read_bytes() for path in folder.rglob('*') if path.is_file()}
+
+
+def load(out_dir, name='last.pt'):
+    return checkpoints.load(out_dir / name)
+
+
+def log_rows(out_dir, key='loss'):
+    """{step: value} of the rows of log.jsonl that have the key; no step may be there twice."""
+    rows = {}
+    for line in (out_dir / 'log.jsonl').read_text().splitlines():
+        row = json.loads(line)
+        if key in row:
+            assert row['step'] > max(rows, default=0)
+            rows[row['step']] = row[key]
+    return rows
+
+
+def assert_steps(out_dir, n):
+    assert list(log_rows(out_dir)) == list(range(1, n + 1))
+
+
+def assert_same(one, other):
+    """Two runs, to the last bit: every logged number, and what last.pt and best.pt hold."""
+    assert (one / 'log.jsonl').read_text() == (other / 'log.jsonl').read_text()
+    for name in ('last.pt', 'best.pt'):
+        a, b = load(one, name), load(other, name)
+        for key in ('model', 'optimizer'):
+            torch.testing.assert_close(a.pop(key), b.pop(key), rtol=0, atol=0)
+        assert a | {'settings': None} == b | {'settings': None}
+    assert not list(other.glob('*.part'))

@@ -5,18 +5,15 @@ conftest.py has a second time.
 $ python -m pytest tests/test_attention_maps.py
 """
 
-import json
 import math
 
-import numpy as np
 import pytest
 import torch
-from conftest import mistake, plain_transformer, random_model, stage_here
+from conftest import near, on, plain_transformer, random_model, read, stage_here, tokens
 
 import attention_maps
 import kernels
 from lib import checkpoints
-from lib.tokens import Windows
 
 MODELS = {
     'nope': {},
@@ -33,36 +30,33 @@ MODELS = {
 @pytest.mark.parametrize('name', MODELS)
 def test_parts_of_one_head_are_those_of_the_float64_matrix(name):
     T, model = 43, random_model(**MODELS[name])  # fewer than CELLS, so that a cell is one token
-    tokens = torch.randint(61, (1, T), generator=torch.Generator().manual_seed(1))
-    found = attention_maps.measure(model, tokens, layer=1, head=2)
-    whole = plain_transformer(model, tokens)[1]  # (n_layer, 1, H, T, T)
+    idx, i = tokens(1, T), torch.arange(T)
+    found = attention_maps.measure(model, idx, layer=1, head=2)
+    whole = plain_transformer(model, idx)[1]  # (n_layer, 1, H, T, T)
     attention = whole[1, 0, 2]
-    torch.testing.assert_close(found['attention'].double(), attention, rtol=1e-3, atol=1e-5)
+    near(found['attention'], attention, rtol=1e-3, atol=1e-5)
 
     # What softmax sees is ln attention but for a constant in each row.
     seen = found['score'] + found.get('dape', 0)
     if 'kerple' in name:
         p, a = (model.get_parameter(f'blocks.1.attn.position.method.{x}')[2] for x in 'pa')
-        i = torch.arange(T)
         bias = (-p * (1 + a * (i[:, None] - i).clamp(min=0)).log()).tril()
-        torch.testing.assert_close(found['bias'].tril(), bias, rtol=1e-4, atol=1e-5)
+        near(found['bias'].tril(), bias, rtol=1e-4, atol=1e-5)
         seen = seen + bias * model.config.dape_residual
     off = seen.double() - attention.log()
     assert (off - off[:, :1]).tril().abs().max() < 1e-3
-    if 'position' not in MODELS[name] or 'kerple' in name:
+    if name in ('nope', 'kerple with DAPE'):
         with model.probe(lambda layer, attention, q, k, place: (q[0, 2], k[0, 1])) as of_layers:
-            model(tokens)
+            model(idx)
         q, k = of_layers[1]
-        score = (q @ k.T / math.sqrt(model.config.head_dim)).tril()
-        torch.testing.assert_close(found['score'].tril(), score, rtol=1e-4, atol=1e-4)
+        score = q @ k.T / math.sqrt(model.config.head_dim)
+        near(found['score'].tril(), score.tril(), rtol=1e-4, atol=1e-4)
 
-    first = whole[:, 0, :, T // 2:, 0].mean(-1)
-    torch.testing.assert_close(found['first_key'].double(), first, rtol=1e-3, atol=1e-5)
-    distance, late = torch.arange(T // 2, T)[:, None] - torch.arange(T), attention[T // 2:]
-    edges = [0, 1, 2, 4, 8, 16, 32, 64]
-    for share, low, high in zip(found['by_distance'], edges, edges[1:]):
-        expected = late[(distance >= low) & (distance < high)].sum() / len(late)
-        assert share.item() == pytest.approx(expected.item(), abs=1e-5)
+    near(found['first_key'], whole[:, 0, :, T // 2:, 0].mean(-1), rtol=1e-3, atol=1e-5)
+    distance, edges = i[T // 2:, None] - i, [0, 1, 2, 4, 8, 16, 32, 64]
+    shares = [attention[T // 2:][(distance >= low) & (distance < high)].sum() / len(distance)
+              for low, high in zip(edges, edges[1:])]
+    near(found['by_distance'], shares, atol=1e-5)
 
 
 @torch.no_grad()
@@ -78,17 +72,17 @@ def test_keys_outside_a_window_have_no_part_in_the_maps():
 
 @torch.no_grad()
 def test_cells_are_means_over_keys_up_to_the_query_and_sums_of_attention(monkeypatch):
-    T, model, tokens = 43, random_model(position='kerple', dape_kernel=3), torch.arange(43)[None]
-    whole = attention_maps.measure(model, tokens, 0, 1)
+    T, model, idx = 43, random_model(position='kerple', dape_kernel=3), torch.arange(43)[None]
+    whole = attention_maps.measure(model, idx, 0, 1)
     monkeypatch.setattr(attention_maps, 'CELLS', 11)  # of 4 tokens, the last of 3
-    found = attention_maps.measure(model, tokens, 0, 1)
-    cell, seen = torch.arange(T) // 4, torch.ones(T, T).tril()
+    found = attention_maps.measure(model, idx, 0, 1)
+    seen = torch.ones(T, T).tril()
     for part in ('score', 'bias', 'dape', 'attention'):
         for row, column in ((0, 0), (5, 2), (5, 5), (10, 0), (10, 10)):
-            values, pairs = (x[cell == row][:, cell == column] for x in (whole[part].tril(), seen))
-            n = len(values) if part == 'attention' else pairs.sum()
-            expected = (values.sum() / n).item()
-            assert found[part][row, column].item() == pytest.approx(expected, rel=1e-3, abs=1e-4)
+            cell = slice(4 * row, 4 * row + 4), slice(4 * column, 4 * column + 4)
+            values = (whole[part] * seen)[cell]
+            n = len(values) if part == 'attention' else seen[cell].sum()
+            near(found[part][row, column], values.sum() / n, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.filterwarnings('ignore:dape_cheat')
@@ -104,14 +98,12 @@ def test_row_chunks_change_nothing_even_where_dape_sees_later_keys(monkeypatch):
 
 # ---------------------------------------------------------------------- as run
 
-def test_run_writes_a_picture_and_the_parts_that_the_model_has(tiny_run, tmp_path):
-    _, info = checkpoints.load_model('last', tiny_run, 'cpu')
-    model = random_model(**MODELS['kerple with DAPE'], vocab_size=257)
+def test_run_writes_a_picture_and_the_parts_that_the_model_has(tiny, tiny_run, tmp_path):
+    model, info = random_model(**MODELS['kerple with DAPE'], vocab_size=257), tiny[1]
     state = checkpoints.checkpoint_state(model, info['tokenizer'], 0, settings=info['settings'])
     checkpoints.save(tmp_path / 'last.pt', **state)
-    command = f'--out_dir={tmp_path} --device=cpu --n_samples=2 --lengths=[32,100] --head=3'
-    out = stage_here('attention_maps', *command.split())
-    result = json.loads((tmp_path / 'attention.json').read_text())
+    command = on(tmp_path, tmp_path, '--n_samples=2 --lengths=[32,100] --head=3')
+    out, result = stage_here('attention_maps', *command), read(tmp_path / 'attention.json')
     assert (tmp_path / 'attention.png').stat().st_size > 10000
     assert (result['layer'], result['head'], result['dape_kernel']) == (1, 3, 3)
     for row, T, n in zip(result['lengths'], (32, 100), (32, 50), strict=True):
@@ -119,28 +111,15 @@ def test_run_writes_a_picture_and_the_parts_that_the_model_has(tiny_run, tmp_pat
         assert list(row['maps']) == ['score', 'bias', 'dape', 'attention']
         for cells in row['maps'].values():
             assert [len(line) for line in cells] == list(range(1, n + 1))
-        assert np.sum(row['by_distance']) == pytest.approx(1)
+        assert sum(row['by_distance']) == pytest.approx(1, abs=1e-5)
         assert f"{row['first_key'][1][3]:.1%} on the first key" in out
 
 
-def test_run_at_the_default_lengths_is_the_mean_over_windows_at_the_scale(tiny_run, corpus_dir,
+def test_run_at_the_default_lengths_is_the_mean_over_windows_at_the_scale(tiny_run, tiny, windows,
                                                                           tmp_path):
-    command = f'--init_from={tiny_run}/last.pt --out_dir={tmp_path} --device=cpu '
-    stage_here('attention_maps', *(command + '--scale=8 --layer=0 --n_samples=3').split())
-    rows = json.loads((tmp_path / 'attention_scale8.json').read_text())['lengths']
+    stage_here('attention_maps', *on(tiny_run, tmp_path, '--scale=8 --layer=0 --n_samples=3'))
+    rows = read(tmp_path / 'attention_scale8.json')['lengths']
     assert [row['length'] for row in rows] == [32, 128, 512]
-    model, _ = checkpoints.load_model('last', tiny_run, 'cpu')  # at scale 1
-    windows, found = torch.from_numpy(Windows(str(corpus_dir), 'test', 128).evenly_spaced(3)), []
-    for window in windows:
-        maps = attention_maps.measure(model, window[None, :-1], 0, 0)
-        found.append(maps['score'][63].numpy())
-    score = rows[1]['maps']['score'][63]
-    np.testing.assert_allclose(score, 8 * np.mean(found, axis=0), rtol=0.01, atol=1e-4)
-
-
-@pytest.mark.parametrize('more, named', [('--layer=2', 'layer is 2'), ('--head=-1', 'head is -1'),
-                                         ('--lengths=[32,100000]', '100,000')])
-def test_mistakes_are_one_line(tiny_run, tmp_path, more, named):
-    where = [f'--init_from={tiny_run}/last.pt', f'--out_dir={tmp_path}', '--device=cpu']
-    assert named in mistake('attention_maps', *where, more)
-    assert not list(tmp_path.iterdir())
+    found = [attention_maps.measure(tiny[0], window[None, :-1], 0, 0)['score'][63]  # at scale 1
+             for window in windows(3, 128)]
+    near(rows[1]['maps']['score'][63], 8 * torch.stack(found).mean(0), rtol=0.01, atol=1e-4)

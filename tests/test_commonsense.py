@@ -12,10 +12,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import mistake, random_model, stage_here
+from conftest import mistake, near, on, random_model, read, stage_here
 
 import commonsense
-from lib.checkpoints import load_model
 from lib.generate import complete
 from lib.tokens import get_tokenizer
 
@@ -31,6 +30,7 @@ def questions(model):
     return list(zip(contexts * 3, others + complete(model, contexts, 5)))
 
 
+@torch.no_grad()
 def alone(model, context, continuation):
     """ln p of a continuation, and whether greedy decoding gives it, from a pass over it alone."""
     ids, n = torch.tensor([context + continuation]), len(continuation)
@@ -51,7 +51,7 @@ def test_scores_are_those_of_a_plain_pass_for_each_choice(cpu, changes, monkeypa
     monkeypatch.setattr(commonsense, 'batch_size', 4)
     pairs = questions(model)
     scores = commonsense.Harness(model, None, cpu).scores(pairs)
-    assert np.abs(scores - [alone(model, *pair) for pair in pairs]).max() < 1e-4
+    near(scores, [alone(model, *pair) for pair in pairs], atol=1e-4)
     assert 0 < scores[:, 1].sum() < len(pairs)
 
 
@@ -63,14 +63,13 @@ def test_batches_ranks_and_order_change_nothing(cpu, monkeypatch, size):
             return np.array(rows)
 
     model = random_model(position='rope')
-    pairs, shares = questions(model), []
-    one = commonsense.Harness(model, None, cpu).scores(pairs)
+    pairs = questions(model)
+    whole = commonsense.Harness(model, None, cpu).scores(pairs)
     monkeypatch.setattr(commonsense, 'batch_size', size)
-    for rank in (0, 1):
-        harness = commonsense.Harness(model, None, Rank(cpu.device, cpu.dtype, rank, 2))
-        shares.append(harness.scores(pairs[::-1])[::-1])
-    assert np.abs(sum(shares) - one).max() < 1e-4
-    assert (shares[0].any(1) != shares[1].any(1)).all()
+    one, two = (commonsense.Harness(model, None, Rank(cpu.device, cpu.dtype, rank, 2))
+                .scores(pairs[::-1])[::-1] for rank in (0, 1))
+    near(one + two, whole, atol=1e-4)
+    assert (one.any(1) != two.any(1)).all()
 
 
 @torch.no_grad()
@@ -92,14 +91,11 @@ def test_texts_are_cut_into_question_and_choice(cpu, monkeypatch, add_bos, texts
     monkeypatch.setattr(commonsense, 'add_bos', add_bos)
     harness = commonsense.Harness(random_model(vocab_size=257), BYTES, cpu)
     assert (harness.encode(*texts), harness.n_cut) == (ids, n_cut)
-
-
-@pytest.mark.parametrize('texts', [('Question: a?\nAnswer:', ' b'), ('ends  ', 'b'), ('é ', 'ü')])
-def test_lm_eval_cuts_texts_as_we_do(cpu, texts):
-    api = pytest.importorskip('lm_eval.api.model')
     theirs = SimpleNamespace(backend='causal', tok_encode=BYTES.encode_ordinary)
-    harness = commonsense.Harness(random_model(vocab_size=257), BYTES, cpu)
-    assert harness.encode(*texts) == api.TemplateLM._encode_pair(theirs, *texts)
+    api = pytest.importorskip('lm_eval.api.model').TemplateLM
+    for texts in ('Question: a?\nAnswer:', ' b'), ('ends  ', 'b'), ('é ', 'ü'):
+        found, expected = harness.encode(*texts), api._encode_pair(theirs, *texts)
+        assert found == ([256] * add_bos + expected[0], expected[1])
 
 
 TASK = """
@@ -124,11 +120,10 @@ def tasks(monkeypatch):
     return tasks
 
 
-@torch.no_grad()
-def test_a_whole_run_counts_as_a_plain_loop_does(tmp_path, tiny_run, tasks):
+def test_a_whole_run_counts_as_a_plain_loop_does(tmp_path, tiny_run, tiny, tasks):
     words = ['if', 'self', 'return value', 'the', 'import everything here', 'a', 'def'] * 2
-    model, _ = load_model('last', tiny_run, 'cpu')
-    model.head_scale = torch.tensor(1.3)
+    model = tiny[0]
+    model.head_scale = 1.3
     lines, right, n_cut = [], np.zeros(2, int), 0
     for i in range(25):
         choices, scores = words[i % 7:i % 7 + 2 + i % 3], []
@@ -143,10 +138,9 @@ def test_a_whole_run_counts_as_a_plain_loop_does(tmp_path, tiny_run, tasks):
 
     (tmp_path / 'data.jsonl').write_text('\n'.join(lines * 2))
     (tmp_path / 'task.yaml').write_text(TASK % (tmp_path / 'data.jsonl'))
-    stage_here('commonsense', f'--out_dir={tmp_path}', f'--init_from={tiny_run}/last.pt',
-               '--scale=1.3', '--device=cpu', '--dtype=float32', "--tasks=['which_comes_after']",
-               f'--task_folder={tmp_path}', '--limit=25')
-    result = json.loads((tmp_path / 'commonsense_scale1.3.json').read_text())
+    stage_here('commonsense', *on(tiny_run, tmp_path, (
+        f'--scale=1.3 --tasks=["which_comes_after"] --task_folder={tmp_path} --limit=25')))
+    result = read(tmp_path / 'commonsense_scale1.3.json')
     task = result['tasks']['which_comes_after']
     assert (task['metric'], task['questions'], result['cut']) == ('acc_norm', 25, n_cut)
     assert task['score'] == result['average'] == pytest.approx(4 * right[1])
@@ -166,11 +160,11 @@ metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
 
 
 @pytest.mark.parametrize('ends', ['e', 'nothing'])
-def test_text_is_what_the_model_writes_up_to_the_string_that_ends_it(tmp_path, tiny_run, tasks,
-                                                                     ends):
+def test_text_is_what_the_model_writes_up_to_the_string_that_ends_it(tmp_path, tiny_run, tiny,
+                                                                     tasks, ends):
     """Two tasks at once, whose answers are of 9 and of 4 tokens; half of the answers are wrong."""
-    model, _ = load_model('last', tiny_run, 'cpu')
-    model.head_scale = torch.tensor(1.3)
+    model = tiny[0]
+    model.head_scale = 1.3
     prompts = ['def f(self', 'import os', 'x', 'for i in range(', 'return ', 'class A:'] * 2
     for name, n_new in (('long', 9), ('short', 4)):
         lines = []
@@ -188,10 +182,9 @@ def test_text_is_what_the_model_writes_up_to_the_string_that_ends_it(tmp_path, t
         (tmp_path / f'{name}.jsonl').write_text('\n'.join(lines))
         (tmp_path / f'{name}.yaml').write_text(
             WRITING % (name, tmp_path / f'{name}.jsonl', n_new, ends))
-    stage_here('commonsense', f'--out_dir={tmp_path}', f'--init_from={tiny_run}/last.pt',
-               '--scale=1.3', '--device=cpu', '--dtype=float32', "--tasks=['long','short']",
-               f'--task_folder={tmp_path}', '--batch_size=5')
-    result = json.loads((tmp_path / 'commonsense_scale1.3.json').read_text())
+    stage_here('commonsense', *on(tiny_run, tmp_path, (
+        f'--scale=1.3 --tasks=["long","short"] --task_folder={tmp_path} --batch_size=5')))
+    result = read(tmp_path / 'commonsense_scale1.3.json')
     for name in ('long', 'short'):
         row = result['tasks'][name]
         assert (row['metric'], row['score'], row['questions']) == ('exact_match', 50, 12)
@@ -201,12 +194,11 @@ def test_a_prompt_that_would_have_to_be_cut_is_refused(tmp_path, tiny_run, tasks
     line = json.dumps({'q': 'x' * 40, 'answer': ''})
     (tmp_path / 'data.jsonl').write_text(line)
     (tmp_path / 'task.yaml').write_text(WRITING % ('wordy', tmp_path / 'data.jsonl', 3, 'e'))
-    arguments = (f'--out_dir={tmp_path}', f'--init_from={tiny_run}/last.pt', '--device=cpu',
-                 '--dtype=float32', "--tasks=['wordy']", f'--task_folder={tmp_path}')
+    arguments = on(tiny_run, tmp_path, f'--tasks=["wordy"] --task_folder={tmp_path}')
     line = mistake('commonsense', *arguments)
     assert 'wordy has 40 tokens' in line and f'read_length is {L}.' in line
     stage_here('commonsense', *arguments, '--read_length=40')  # not what is written after it
-    assert json.loads((tmp_path / 'commonsense.json').read_text())['read_length'] == 40
+    assert read(tmp_path / 'commonsense.json')['read_length'] == 40
 
 
 def test_rulers_score_is_that_of_the_length_asked_for():
@@ -218,12 +210,8 @@ def test_rulers_score_is_that_of_the_length_asked_for():
     assert (found['score'], found['standard_error'], found['metric']) == (25, None, '8192')
 
 
-@pytest.mark.parametrize('argument, says', [
-    ('--limit=0', 'limit is 0'), ('--tasks=[]', 'tasks is empty'), ("--tasks=['pika']", 'pika')])
-def test_mistakes_are_one_line(tiny_run, tasks, argument, says):
-    assert says in mistake('commonsense', f'--out_dir={tiny_run}', '--device=cpu', argument)
-
-
-def test_without_lm_eval_one_line_says_how_to_install_it(monkeypatch):
+def test_an_unknown_task_and_a_missing_package_are_named(tiny_run, tasks, monkeypatch):
+    assert 'pika' in mistake('commonsense', f'--out_dir={tiny_run}', '--device=cpu',
+                             '--tasks=["pika"]')
     monkeypatch.setitem(sys.modules, 'lm_eval.api.model', None)
     assert 'pip install lm_eval' in mistake('commonsense')

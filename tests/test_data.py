@@ -8,11 +8,11 @@ import gzip
 import hashlib
 import json
 import os
-import runpy
 import sys
 from pathlib import Path
 
 import pytest
+from conftest import contents, read, stage_here
 
 from lib.errors import ROOT, UserError
 from lib.tokens import SPLITS, documents, open_tokens, tokenizer_from_state
@@ -21,13 +21,8 @@ EVERYTHING_TRAINS = '--val_fraction=0', '--test_fraction=0'
 
 
 def prepare(name, out, *arguments):
-    """python data/NAME/prepare.py --out_dir=OUT ARGUMENTS"""
-    script = str(ROOT / 'data' / name / 'prepare.py')
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, 'argv', [script, f'--out_dir={out}', *map(str, arguments)])
-        patch.setattr(sys, 'excepthook', sys.excepthook)
-        patch.setattr(sys, 'path', sys.path.copy())
-        runpy.run_path(script, run_name='__main__')
+    """Runs python data/NAME/prepare.py --out_dir=OUT ARGUMENTS. Returns what it printed."""
+    return stage_here(f'data/{name}/prepare', f'--out_dir={out}', *arguments)
 
 
 def refused(*arguments):
@@ -57,23 +52,20 @@ def write(folder, *names):
 
 # ---------------------------------------------------------------------- stdlib
 
-def test_stdlib_is_split_by_file_and_prepared_only_once(tmp_path, capsys):
-    prepare('stdlib', tmp_path)
+def test_stdlib_is_split_by_file_and_prepared_only_once(tmp_path):
+    said = prepare('stdlib', tmp_path)
     train, val, test = all_texts(tmp_path)
-    meta = json.loads((tmp_path / 'meta.json').read_text())
+    meta = read(tmp_path / 'meta.json')
     files = [text for text in train + val + test if len(text) > 100]  # some are the same one line
     assert len(set(files)) == len(files)
     for split in ('val', 'test'):
         assert meta['splits'][split]['tokens'] > 200 * 1025  # windows of 1,024 bytes
     assert Path(json.__file__).read_text(encoding='utf-8') in files
-    said = capsys.readouterr().out
     assert meta['report']['python'] in said and meta['report']['sha256'] in said
 
-    prepare('stdlib', tmp_path)
-    assert 'prepared already' in capsys.readouterr().out
+    assert 'prepared already' in prepare('stdlib', tmp_path)
     (tmp_path / 'val.bin').write_bytes(b'cut short')
-    prepare('stdlib', tmp_path)
-    assert 'prepared already' not in capsys.readouterr().out
+    assert 'prepared already' not in prepare('stdlib', tmp_path)
     assert texts(tmp_path, 'val') == val
 
 
@@ -116,37 +108,26 @@ def test_splits_that_are_named_are_taken_as_they_are(tmp_path):
     folder = write(tmp_path / 'in', 'train/a', 'val/a', 'test/a', 'README')
     prepare('text', tmp_path / 'out', folder)
     assert all_texts(tmp_path / 'out') == [[f'text of {split}/a'] for split in SPLITS]
-    options = f"--val=['{folder}/val']", '--test_fraction=0'
-    prepare('text', tmp_path / 'out', folder / 'train/a', *options)
-    assert texts(tmp_path / 'out', 'train') == ['text of train/a']
-    assert texts(tmp_path / 'out', 'val') == ['text of val/a']
-    assert not (tmp_path / 'out/test.bin').exists()
+    folder, out = write(tmp_path / 'other', 'a', 'b', 'deep/c'), tmp_path / 'out2'
+    options = f'--test=["{folder}/deep"]', f'--val=["{folder}/b"]'
+    prepare('text', out, folder, *options)
+    assert all_texts(out) == [['text of a'], ['text of b'], ['text of deep/c']]
+    prepare('text', out, folder, folder / 'a', options[1], '--test_fraction=0')  # a, but once
+    assert texts(out, 'train') == ['text of a', 'text of deep/c']
+    assert not (out / 'test.bin').exists()
 
 
 @pytest.mark.parametrize('named', ['in/../in/b', 'link', 'folder_of_links', 'link_to_folder'])
 def test_file_named_for_val_goes_nowhere_else(tmp_path, named):
     write(tmp_path / 'in', 'a', 'b', 'c')
-    (tmp_path / 'link').symlink_to(tmp_path / 'in/b')
     (tmp_path / 'folder_of_links').mkdir()
-    (tmp_path / 'folder_of_links/x').symlink_to(tmp_path / 'in/b')
-    (tmp_path / 'link_to_folder').symlink_to(tmp_path / 'folder_of_links')
-    options = f"--val=['{tmp_path / named}']", '--test_fraction=0'
+    for link, target in (('link', 'in/b'), ('folder_of_links/x', 'in/b'),
+                         ('link_to_folder', 'folder_of_links')):
+        (tmp_path / link).symlink_to(tmp_path / target)
+    options = f'--val=["{tmp_path / named}"]', '--test_fraction=0'
     prepare('text', tmp_path / 'out', tmp_path / 'in', *options)
     assert texts(tmp_path / 'out', 'train') == ['text of a', 'text of c']
     assert texts(tmp_path / 'out', 'val') == ['text of b']
-
-
-def test_folder_named_for_test_goes_nowhere_else(tmp_path):
-    folder = write(tmp_path / 'in', 'a', 'b', 'deep/c')
-    options = f"--test=['{folder}/deep']", f"--val=['{folder}/b']"
-    prepare('text', tmp_path / 'out', folder, *options)
-    assert all_texts(tmp_path / 'out') == [['text of a'], ['text of b'], ['text of deep/c']]
-
-
-def test_file_that_two_paths_lead_to_is_read_once(tmp_path):
-    folder = write(tmp_path / 'in', 'a', 'b')
-    prepare('text', tmp_path / 'out', folder, folder / 'a', *EVERYTHING_TRAINS)
-    assert texts(tmp_path / 'out', 'train') == ['text of a', 'text of b']
 
 
 @pytest.mark.parametrize('text', ['word ' * 1000, 'word ' * 900 + '\n' + 'word ' * 100])
@@ -168,30 +149,23 @@ def test_file_name_that_is_not_utf8_is_as_good_as_any(tmp_path):
     assert sorted(texts(out, 'train')) == ['text of a.txt', 'text of odd?.txt']
 
 
-@pytest.mark.parametrize('tokenizer', ['bytes', 'bpe:300'])
-def test_half_a_surrogate_pair_in_json_is_replaced_for_every_tokenizer(tmp_path, tokenizer):
-    pytest.importorskip('tokenizers')
-    path = tmp_path / 'half.jsonl'
-    path.write_text('{"text": "half \\ud800 a pair"}\n' * 50)
-    prepare('text', tmp_path / 'out', path, f'--tokenizer={tokenizer}', *EVERYTHING_TRAINS)
-    assert texts(tmp_path / 'out', 'train') == ['half \N{REPLACEMENT CHARACTER} a pair'] * 50
-
-
 def test_bpe_is_trained_and_kept_with_the_data(tmp_path):
     pytest.importorskip('tokenizers')
-    path, out = Path(json.__file__), tmp_path / 'out'
-    prepare('text', out, path, '--tokenizer=bpe:400')
+    path, out = tmp_path / 'half.jsonl', tmp_path / 'out'
+    path.write_text('{"text": "half \\ud800 a pair"}\n' * 50)
+    for tokenizer in 'bytes', 'bpe:262':
+        prepare('text', out, path, f'--tokenizer={tokenizer}', *EVERYTHING_TRAINS)
+        assert texts(out, 'train') == ['half \N{REPLACEMENT CHARACTER} a pair'] * 50
     data = open_tokens(str(out), 'train')
-    assert data.meta['vocab_size'] == 400 and data.tokens.max() == 399
+    assert data.meta['vocab_size'] == 262 and data.tokens.max() == 261
     (out / 'tokenizer.tiktoken').unlink()  # the data set does without
-    assert ''.join(text for text, in all_texts(out)) == path.read_text(encoding='utf-8')
+    assert len(texts(out, 'train')) == 50
 
 
 @pytest.mark.parametrize('name, content, named', [
     ('latin.txt', (b'x' * 99 + b'\n') * 30 + b'x\xe4\n', 'latin.txt is not UTF-8: byte 3,001'),
-    ('x.jsonl', b'{"text": "fine"}\n' + b'[' * 100_000, 'x.jsonl, line 2,'),
-    ('x.jsonl', b'{"text": "fine"}\n{"text": ', 'x.jsonl, line 2,'),
-    ('x.jsonl', b'{"text": "fine"}\n[1]', 'x.jsonl, line 2,'),
+    *(('x.jsonl', b'{"text": "fine"}\n' + line, 'x.jsonl, line 2,')
+      for line in (b'[' * 100_000, b'{"text": ', b'[1]')),
     ('x.jsonl', b'{"text": "fine"}\n{"body": "x", "id": 1}', '{"body": "x"'),
     ('x.txt.gz', gzip.compress(b'some text' * 999, mtime=0)[:-9], 'x.txt.gz')])
 def test_text_that_cannot_be_read_is_named(tmp_path, name, content, named):
@@ -213,13 +187,13 @@ def test_files_that_leave_a_split_without_text_are_refused(tmp_path):
 # ---------------------------------------------------------------------- books and passkeys
 
 def test_the_list_of_books_is_whole():
-    books = json.loads((ROOT / 'data/books/manifest.json').read_text(encoding='utf-8'))
+    books = read(ROOT / 'data/books/manifest.json')
     assert [sum(book['split'] == split for book in books) for split in SPLITS] == [137, 4, 5]
     assert all(book['file'].startswith(book['split'] + '/') for book in books)
     assert len({book['sha256'] for book in books}) == len({book['file'] for book in books}) == 146
 
 
-def test_books_are_checked_against_the_manifest_before_anything_is_written(tmp_path, capsys):
+def test_books_are_checked_against_the_manifest_before_anything_is_written(tmp_path):
     books, folder, out = [], tmp_path / 'in', tmp_path / 'out'
     for split in SPLITS:
         name, text = f'{split}/book.txt', f'A {split} book with \r\n line ends.'.encode()
@@ -230,15 +204,12 @@ def test_books_are_checked_against_the_manifest_before_anything_is_written(tmp_p
     (tmp_path / 'list.json').write_text(json.dumps(books))
     manifest = f'--manifest={tmp_path}/list.json'
     prepare('books', out, folder, manifest)
-    before = all_texts(out)
-    assert before[1] == ['A val book with \r\n line ends.']
-
+    assert texts(out, 'val') == ['A val book with \r\n line ends.']
+    before = contents(out)
     (folder / 'train/book.txt').write_text('Another book')
     (folder / 'test/book.txt').unlink()
     assert '2 of 3' in refused('books', out, folder, manifest)
-    said = capsys.readouterr().out
-    assert 'train/book.txt differs' in said and 'test/book.txt is missing' in said
-    assert all_texts(out) == before
+    assert contents(out) == before
     assert 'folder' in refused('books', out, manifest)
 
 

@@ -11,13 +11,12 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import test_data
+from conftest import Server
 from test_data import texts
 
 from data import hub
@@ -32,7 +31,7 @@ GITHUB = 'RedPajamaGithub'
 
 
 def prepare(name, out, *arguments):
-    test_data.prepare(name, out, *HERE, *arguments)
+    return test_data.prepare(name, out, *HERE, *arguments)
 
 
 def refused(name, out, *arguments):
@@ -90,15 +89,15 @@ def test_slimpajama_leaves_out_github_and_refuses_rows_that_do_not_say(tmp_path)
     assert texts(tmp_path / 'bare_out', 'train') == ['may be code']
 
 
-@pytest.mark.parametrize('suffix', ['.jsonl.gz', '.jsonl.zst', '.json'])
-def test_arxiv_keeps_only_arxiv_whatever_the_compression(tmp_path, suffix):
-    for name in ('train/00', 'val', 'test'):
-        write_rows(tmp_path / f'in/{name}{suffix}', [
-            {'text': f'{name} {kind}', 'meta': {'pile_set_name': kind}}
-            for kind in ('Pile-CC', 'ArXiv', 'Github')])
-    prepare('arxiv', tmp_path / 'out', f'--local={tmp_path}/in')
-    assert test_data.all_texts(tmp_path / 'out') == [['train/00 ArXiv'], ['val ArXiv'],
-                                                     ['test ArXiv']]
+def test_arxiv_keeps_only_arxiv_whatever_the_compression(tmp_path):
+    for suffix in '.jsonl.gz', '.jsonl.zst', '.json':
+        folder, out = tmp_path / suffix, tmp_path / f'out{suffix}'
+        for name in ('train/00', 'val', 'test'):
+            write_rows(folder / f'{name}{suffix}', [
+                {'text': f'{name} {kind}', 'meta': {'pile_set_name': kind}}
+                for kind in ('Pile-CC', 'ArXiv', 'Github')])
+        prepare('arxiv', out, f'--local={folder}')
+        assert test_data.all_texts(out) == [['train/00 ArXiv'], ['val ArXiv'], ['test ArXiv']]
 
 
 def test_starcoder_reads_content_and_a_part_ends_with_a_document(tmp_path):
@@ -128,23 +127,23 @@ def test_proof_pile_is_its_test_file_in_order_whatever_its_meta_holds(tmp_path, 
 # ---------------------------------------------------------------------- kills
 
 @pytest.mark.slow
-def test_a_run_killed_half_way_goes_on_and_ends_with_the_same_bytes(tmp_path, capsys):
+def test_a_run_killed_half_way_goes_on_and_ends_with_the_same_bytes(tmp_path):
     # More than its processes can do before they notice the kill.
     pajama(tmp_path / 'in', 40, 60, length=10_000)
-    local, killed = f'--local={tmp_path}/in', tmp_path / 'killed'
-    prepare('slimpajama', tmp_path / 'unbroken', local)
+    local, killed, whole = f'--local={tmp_path}/in', tmp_path / 'killed', tmp_path / 'unbroken'
+    prepare('slimpajama', whole, local)
     line = command('slimpajama', killed, local, '--workers=2')
     run = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while not list(killed.glob('parts.part/*/meta.json')):
+
+    def done():
+        return len(list(killed.glob('parts.part/*/meta.json')))
+
+    while not done():
         assert run.poll() is None
         time.sleep(0.005)
     run.kill()
     run.wait()
     assert not (killed / 'meta.json').exists()
-
-    def done():
-        return len(list(killed.glob('parts.part/*/meta.json')))
-
     before = -1
     while before != done():  # until its processes, too, have ended
         before = done()
@@ -153,35 +152,30 @@ def test_a_run_killed_half_way_goes_on_and_ends_with_the_same_bytes(tmp_path, ca
     again = subprocess.run(line, capture_output=True, text=True)
     assert f'40 files, {before} of them done before' in again.stdout, again.stderr
     for name in ('train.bin', 'train_starts.bin', 'meta.json', 'tokenizer_state.json'):
-        assert (killed / name).read_bytes() == (tmp_path / 'unbroken' / name).read_bytes()
-    prepare('slimpajama', killed, local)
-    assert 'prepared already' in capsys.readouterr().out
+        assert (killed / name).read_bytes() == (whole / name).read_bytes()
+    assert 'prepared already' in prepare('slimpajama', killed, local)
 
 
-def test_a_file_that_breaks_off_keeps_the_parts_done_for_the_same_settings(tmp_path, capsys):
+def test_a_file_that_breaks_off_keeps_the_parts_done_for_the_same_settings(tmp_path):
     pajama(tmp_path / 'in', 2, 20, length=2000)
     local, out = f'--local={tmp_path}/in', tmp_path / 'out'
     order = hub.by_split(hub.local_files(f'{tmp_path}/in'), ('train',))['train']
     path = Path(order[1].url)
     whole = path.read_bytes()
-    half = len(whole) // 2
-    path.write_bytes(whole[:half] + bytes(len(whole) - half))
+    path.write_bytes(whole[:len(whole) // 2].ljust(len(whole), b'\0'))
     line = refused('slimpajama', out, local)
     assert order[1].name in line and 'goes on from there' in line
 
     path.write_bytes(whole)
-    capsys.readouterr()
-    prepare('slimpajama', out, local)
-    assert '2 files, 1 of them done before' in capsys.readouterr().out
-    assert open_tokens(str(out), 'train').meta['splits']['train']['documents'] == 26
-    prepare('slimpajama', out, local, '--keep_github=True')
-    assert '2 files, 0 of them done before' in capsys.readouterr().out
-    assert len(texts(out, 'train')) == 40
+    assert '2 files, 1 of them done before' in prepare('slimpajama', out, local)
+    assert len(texts(out, 'train')) == 26
+    said = prepare('slimpajama', out, local, '--keep_github=True')
+    assert '2 files, 0 of them done before' in said and len(texts(out, 'train')) == 40
 
 
 # ---------------------------------------------------------------------- the hub
 
-class Hub(BaseHTTPRequestHandler):
+class Hub(Server):
     """As much of the Hugging Face hub as datasets asks for: one dataset with one file."""
     commit, name, gated, data = 'a' * 40, 'data/test-00000-of-00001.parquet', False, b''
 
@@ -198,41 +192,21 @@ class Hub(BaseHTTPRequestHandler):
                     'private': False}
             self.answer(200, json.dumps([entry] if '/tree/' in self.path else info).encode())
 
-    def answer(self, code, body, *headers):
-        self.send_response(code)
-        for header in (*headers, ('Content-Length', str(len(body)))):
-            self.send_header(*header)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_):
-        pass
-
-
-@pytest.fixture
-def endpoint():
-    """The address of a Hub."""
-    with ThreadingHTTPServer(('127.0.0.1', 0), Hub) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f'http://127.0.0.1:{server.server_port}'
-        server.shutdown()
-
 
 @pytest.mark.slow
-def test_from_the_hub_the_commit_is_kept_and_a_gated_set_says_what_to_do(tmp_path, monkeypatch,
-                                                                         endpoint):
+def test_from_the_hub_the_commit_is_kept_and_a_gated_set_says_what_to_do(tmp_path, monkeypatch):
+    def run(*arguments):
+        with Hub.running() as endpoint:
+            return subprocess.run(command(*arguments), capture_output=True, text=True, env={
+                **os.environ, 'HF_ENDPOINT': endpoint, 'HF_HOME': str(tmp_path / 'cache'),
+                'HF_HUB_OFFLINE': '0'})
+
     write_rows(tmp_path / 'test.parquet', [{'text': 'a book'}, {'text': 'another', 'url': 'x'}])
     monkeypatch.setattr(Hub, 'data', (tmp_path / 'test.parquet').read_bytes())
-    out, cache = tmp_path / 'out', str(tmp_path / 'cache')
-    environment = os.environ | {'HF_ENDPOINT': endpoint, 'HF_HOME': cache, 'HF_HUB_OFFLINE': '0'}
-
-    def run(*arguments):
-        return subprocess.run(command(*arguments), env=environment, capture_output=True, text=True)
-
-    found = run('pg19', out)
+    found = run('pg19', tmp_path / 'out')
     assert 'train and val: left out' in found.stdout, found.stderr
-    assert texts(out, 'test') == ['a book', 'another']
-    assert open_tokens(str(out), 'test').meta['report']['commit'] == Hub.commit
+    assert texts(tmp_path / 'out', 'test') == ['a book', 'another']
+    assert open_tokens(str(tmp_path / 'out'), 'test').meta['report']['commit'] == Hub.commit
 
     monkeypatch.setattr(Hub, 'gated', True)
     monkeypatch.setattr(Hub, 'name', 'ada/train-0.parquet')

@@ -5,34 +5,35 @@ second transformer.
 $ python -m pytest tests/test_eval_ppl.py
 """
 
-import json
 import math
 
 import numpy as np
 import pytest
 import torch
-from conftest import mistake, plain_losses, random_model, scale_set, stage, stage_here
+from conftest import near, on, plain_losses, random_model, read, scale_set, stage, stage_here
 
 from eval_ppl import evaluate_sliding, score_windows, sliding_windows
-from lib import checkpoints
 from lib.scales import save_scale
-from lib.tokens import TokenFile, Windows, documents, open_tokens
+from lib.tokens import TokenFile, documents, open_tokens
 
 # ---------------------------------------------------------------------- which tokens
 
 
-@pytest.mark.parametrize('arguments, expected', [
-    # tokens 100 ... 119: ends 8, 12, 16 of the document; its end, 20, is left out
-    ((100, 120, 8, None, 4, 'paper'), [(100, 108, 4), (104, 112, 4), (108, 116, 4)]),
-    # two lengths, 16 and 8, on tokens 0 ... 25: ends 16, 20, 24 for both
-    ((0, 26, 16, 16, 4, 'same'), [(0, 16, 4), (4, 20, 4), (8, 24, 4)]),
-    ((0, 26, 8, 16, 4, 'same'), [(8, 16, 4), (12, 20, 4), (16, 24, 4)]),
-    ((0, 16, 8, 16, 4, 'same'), []),
-    ((50, 71, 8, None, 5, 'classic'), [(50, 58, 7), (55, 63, 5), (60, 68, 5), (63, 71, 3)]),
-    ((50, 55, 8, None, 5, 'classic'), [(50, 55, 4)]),  # shorter than a window
-])
-def test_windows_are_those_counted_by_hand(arguments, expected):
-    assert sliding_windows(*arguments) == expected
+@pytest.mark.parametrize('line', '''
+100 120  8 None 4 paper   | 100:108 4, 104:112 4, 108:116 4         the end, 120, is left out
+  0  26 16   16 4 same    | 0:16 4, 4:20 4, 8:24 4                  two lengths, the same ends
+  0  26  8   16 4 same    | 8:16 4, 12:20 4, 16:24 4
+  0  16  8   16 4 same    |
+ 50  71  8 None 5 classic | 50:58 7, 55:63 5, 60:68 5, 63:71 3
+ 50  55  8 None 5 classic | 50:55 4                                 shorter than a window
+'''.splitlines()[1:])
+def test_windows_are_those_counted_by_hand(line):
+    """First and last token, length, longest length, stride and rule; each window, and its count."""
+    arguments, _, expected = line.partition(' |')
+    *numbers, rule = arguments.split()
+    found = sliding_windows(*map(eval, numbers), rule)
+    windows = ', '.join(f'{lo}:{hi} {n}' for lo, hi, n in found)
+    assert expected.split('  ')[0].strip() == windows
 
 
 def scored(windows):
@@ -61,16 +62,13 @@ def test_each_rule_scores_the_targets_that_it_describes(length, stride):
         assert all(length - stride <= context < length for context in found.values())
 
 
-# ---------------------------------------------------------------------- their losses
-
 def plain_sums(model, tokens, windows):
     """One window at a time, all logits in float64."""
-    sums = []
-    for lo, hi, n in windows:
-        window = torch.from_numpy(tokens[lo:hi].astype(np.int64))[None]
-        sums.append(plain_losses(model, window)[0, -n:].sum().item())
-    return sums
+    tokens = torch.from_numpy(tokens.astype(np.int64))[None]
+    return [plain_losses(model, tokens[:, lo:hi])[0, -n:].sum() for lo, hi, n in windows]
 
+
+# ---------------------------------------------------------------------- their losses
 
 @pytest.mark.parametrize('position, batch_tokens', [('none', 1), ('rope', 40), ('none', 10_000)])
 def test_scores_equal_a_plain_computation_one_window_at_a_time(cpu, position, batch_tokens):
@@ -80,7 +78,7 @@ def test_scores_equal_a_plain_computation_one_window_at_a_time(cpu, position, ba
         for length in (12, 30):
             windows += sliding_windows(start, end, length, None, 7, 'classic')
     sums = score_windows(model, tokens, windows, batch_tokens, cpu)
-    np.testing.assert_allclose(sums, plain_sums(model, tokens, windows), rtol=1e-5)
+    near(sums, plain_sums(model, tokens, windows), rtol=1e-5)
 
 
 @pytest.mark.parametrize('rule, expected', [  # (length, documents, windows, scored), stride 10
@@ -111,48 +109,31 @@ def test_a_cap_takes_windows_spread_evenly_or_the_first(cpu, corpus_dir, rule):
     first, windows = {'same': 40, 'paper': 24}[rule], []
     for start, end in documents(data):
         windows += [(hi - 24, hi, 9) for hi in range(start + first, end, 9)]
-    if rule == 'same':
-        windows = [windows[len(windows) * i // 12] for i in range(12)]
-    sums = plain_sums(model, data.tokens, windows[:12])
-    used = {np.searchsorted(data.starts, hi) for _, hi, _ in windows[:12]}
+    n = len(windows) if rule == 'same' else 12
+    windows = [windows[n * i // 12] for i in range(12)]
+    used = {np.searchsorted(data.starts, hi) for _, hi, _ in windows}
     assert (row['windows'], row['scored_tokens'], row['documents']) == (12, 108, len(used))
     assert (len(used) > 1) == (rule == 'same')
-    assert row['loss'] == pytest.approx(sum(sums) / 108, rel=1e-5)
+    assert row['loss'] == pytest.approx(sum(plain_sums(model, data.tokens, windows)) / 108, 1e-5)
 
 
 # ---------------------------------------------------------------------- as run
 
-def arguments(tiny_run, out_dir, command):
-    where = f'--init_from={tiny_run}/last.pt --out_dir={out_dir} --device=cpu --dtype=float32 '
-    return (where + command).split()
-
-
 @pytest.fixture
-def run(tiny_run, tmp_path, corpus_dir):
-    """
-    run(command): the stage on tiny_run. Returns its JSON, what it printed, and as a function
-    losses(n, T, spacing, scale): those of n windows of T tokens, by plain_transformer.
-    """
-    model, _ = checkpoints.load_model('last', tiny_run, 'cpu')
-
-    def losses(n, T, spacing, scale=1.0):
-        windows = Windows(str(corpus_dir), 'test', 128).evenly_spaced(n, spacing)
-        windows = torch.from_numpy(windows[:, :T + 1])
-        return plain_losses(model, windows, torch.full((2, 4), scale)).numpy()
-
+def run(tiny_run, tmp_path):
+    """run(command): the stage on tiny_run. Returns its JSON and what it printed."""
     def run(command):
-        out = stage_here('eval_ppl', *arguments(tiny_run, tmp_path, command))
+        out = stage_here('eval_ppl', *on(tiny_run, tmp_path, command))
         path, = tmp_path.glob('eval_ppl*.json')
         assert path.with_suffix('.png').stat().st_size > 1000
-        return json.loads(path.read_text()), out, losses
+        return read(path), out
 
     return run
 
 
-def test_sliding_run_writes_what_it_prints_and_all_it_takes_to_repeat_it(run, corpus_dir, tiny_run,
+def test_sliding_run_writes_what_it_prints_and_all_it_takes_to_repeat_it(run, corpus_dir, tiny,
                                                                          cpu):
-    result, out, _ = run('--scale=1.3 --max_windows=20')
-    model, info = checkpoints.load_model('last', tiny_run, 'cpu')
+    (result, out), (model, info) = run('--scale=1.3 --max_windows=20'), tiny
     model.head_scale = 1.3
     data, lengths = open_tokens(str(corpus_dir), 'test'), [32, 64, 128, 256]  # L, 2L, 4L, 8L
     rows, _ = evaluate_sliding(model, data, lengths, 4, 'same', 20, 16384, cpu)
@@ -164,45 +145,41 @@ def test_sliding_run_writes_what_it_prints_and_all_it_takes_to_repeat_it(run, co
     assert {'command', 'commit', 'versions', 'device', 'seconds', 'split'} <= result.keys()
 
 
-def test_position_run_equals_a_plain_computation(run):
-    result, _, losses = run('--protocol=position --n_samples=10 --lengths=[64,128,30] --last=16 '
-                            '--batch_tokens=300')
-    losses = losses(10, 128, 16)
+def test_position_run_equals_a_plain_computation(run, tiny, windows):
+    result, _ = run('--protocol=position --n_samples=10 --lengths=[64,128,30] --last=16 '
+                    '--batch_tokens=300')
+    losses = plain_losses(tiny[0], windows(10, 128, 16))
     for T, row in zip((30, 64, 128), result['rows'], strict=True):
         expected = losses[:, T - 16:T].mean(1)
-        np.testing.assert_allclose(result['loss_at_by_window'][str(T)], expected, rtol=1e-4)
-        error = np.std(expected, ddof=1) / math.sqrt(10)
-        found = row['loss'], row['standard_error'], row['ppl']
-        wanted = expected.mean(), error, math.exp(expected.mean())
-        assert found == pytest.approx(wanted, rel=1e-3)
+        near(result['loss_at_by_window'][str(T)], expected, rtol=1e-4)
+        mean, error = expected.mean(), expected.std() / math.sqrt(10)
+        near([row['loss'], row['standard_error'], row['ppl']], [mean, error, mean.exp()], rtol=1e-3)
         assert (row['length'], row['windows'], row['scored_tokens']) == (T, 10, 160)
     bins = losses.mean(0).reshape(len(result['loss']), -1).mean(1)
-    np.testing.assert_allclose(result['loss'], bins, rtol=1e-4)
+    near(result['loss'], bins, rtol=1e-4)
 
 
-def test_each_position_is_read_by_the_scale_set_of_the_pass_that_ends_nearest(run, tiny_run,
+def test_each_position_is_read_by_the_scale_set_of_the_pass_that_ends_nearest(run, tiny, windows,
                                                                              tmp_path):
-    _, info = checkpoints.load_model('last', tiny_run, 'cpu')
+    model, info = tiny
     sets = {64: scale_set([[1.5] * 4] * 2), 128: scale_set([[3.0] * 4] * 2)}
     save_scale(tmp_path / 'sets.jsn', info, sets, 'head')
-    result, _, losses = run('--protocol=position --n_samples=4 --last=16 --lengths=[32,64,128] '
-                            f'--scale={tmp_path}/sets.jsn')
+    result, _ = run('--protocol=position --n_samples=4 --last=16 --lengths=[32,64,128] '
+                    f'--scale={tmp_path}/sets.jsn')
     for T, scale in ((32, 1.0), (64, 1.5), (128, 3.0)):
-        expected = losses(4, T, 16, scale)[:, T - 16:].mean(1)
-        np.testing.assert_allclose(result['loss_at_by_window'][str(T)], expected, rtol=1e-4)
+        losses = plain_losses(model, windows(4, 128, 16)[:, :T + 1], torch.full((2, 4), scale))
+        near(result['loss_at_by_window'][str(T)], losses[:, -16:].mean(1), rtol=1e-4)
 
 
-def test_last_tokens_and_the_gain_from_context_equal_a_plain_computation(run, tiny_run,
-                                                                         corpus_dir):
-    result, out, _ = run('--protocol=last --n_samples=7 --lengths=[32,64,128] --last=40')
-    windows = torch.from_numpy(Windows(str(corpus_dir), 'test', 128).evenly_spaced(7, spacing=40))
-    model, _ = checkpoints.load_model('last', tiny_run, 'cpu')
+def test_last_tokens_and_the_gain_from_context_equal_a_plain_computation(run, tiny, windows):
+    result, out = run('--protocol=last --n_samples=7 --lengths=[32,64,128] --last=40')
 
     def ppl(T, n):
-        return math.exp(plain_losses(model, windows[:, -T - 1:])[:, -n:].mean())
+        text = windows(7, 128, 40)[:, -T - 1:]
+        return math.exp(plain_losses(tiny[0], text)[:, -n:].mean())
 
     expected = [ppl(32, 32), ppl(64, 40), ppl(128, 40)]  # of L, all, as that is less than `last`
-    assert [row['ppl'] for row in result['rows']] == pytest.approx(expected, rel=1e-4)
+    near([row['ppl'] for row in result['rows']], expected, rtol=1e-4)
     assert ['delta_p' in row for row in result['rows']] == [False, True, True]
     found = result['rows'][2]['delta_p']
     assert found == pytest.approx(ppl(32, 32) - ppl(128, 32), rel=1e-2)
@@ -212,26 +189,7 @@ def test_last_tokens_and_the_gain_from_context_equal_a_plain_computation(run, ti
 
 @pytest.mark.slow
 def test_two_ranks_measure_what_one_does(run, tiny_run, tmp_path):
-    one, *_ = run('--max_windows=13')
-    stage('eval_ppl', *arguments(tiny_run, tmp_path, '--max_windows=13 --label=two'), ranks=2)
-    two = json.loads((tmp_path / 'eval_ppl_two.json').read_text())
-    for row, other in zip(one['rows'], two['rows'], strict=True):
+    one, _ = run('--max_windows=13')
+    stage('eval_ppl', *on(tiny_run, tmp_path, '--max_windows=13 --label=two'), ranks=2)
+    for row, other in zip(one['rows'], read(tmp_path / 'eval_ppl_two.json')['rows'], strict=True):
         assert other == pytest.approx(row, rel=1e-5)
-
-
-@pytest.mark.parametrize('command, named', [
-    ('--rule=press', 'rule'),
-    ('--stride=32', 'stride'),
-    ('--stride=0', 'stride'),
-    ('--lengths=[32,40000]', '40000'),
-    ('--protocol=position --lengths=[32,50000]', '50,000'),
-    ('--protocol=first', 'protocol'),
-    ('--protocol=last --lengths=[-3,32]', 'lengths'),
-    ('--n_samples=0', 'n_samples'),
-    ('--scale=0', 'scale'),
-    ('--dataset={other_tokenizer}', 'th.tiktoken'),
-])
-def test_mistakes_are_one_line(tiny_run, tmp_path, other_tokenizer, command, named):
-    command = command.format(other_tokenizer=other_tokenizer)
-    assert named in mistake('eval_ppl', *arguments(tiny_run, tmp_path, command))
-    assert not any(tmp_path.iterdir())

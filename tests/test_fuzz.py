@@ -14,30 +14,30 @@ import random
 import shutil
 
 import pytest
-from conftest import TINY, as_stage, stage_here
+from conftest import SIZES, as_stage, stage_here
 
 from configurator import settings
 from lib.errors import report
 
 # What makes each stage small; names of `files` stand for them. A case changes or adds some.
-READ = {'init_from': 'last.pt', 'out_dir': 'out', 'device': 'cpu', 'dtype': 'float32'}
+# What makes each stage small; {names} are of `files`. A case changes or adds some.
+READ = 'init_from={last.pt} out_dir=out device=cpu dtype=float32 '
 STAGES = {
-    'train': TINY | {
-        'dataset': 'corpus', 'out_dir': 'out', 'max_iters': 2, 'batch_size': 2,
-        'micro_batch_size': 2, 'eval_windows': 2, 'device': 'cpu', 'compile': False},
-    'tune_scale': READ | {
-        'max_iters': 2, 'batch_size': 2, 'micro_batch_size': 2, 'init_scale': 1.2, 'n_samples': 2,
-        'target_length': 64, 'candidate_range': [1.0, 2.0, 0.5], 'compile': False},
-    'eval_ppl': READ | {'lengths': [32, 64], 'max_windows': 2, 'n_samples': 2},
-    'entropy': READ | {'length': 64, 'n_samples': 2},
-    'attention_maps': READ | {'lengths': [32], 'n_samples': 1},
-    'passkey': READ | {'max_length': 300, 'n_lengths': 1, 'n_depths': 1, 'n_keys': 1},
-    'longbench': READ | {'data': 'nowhere'},
-    'sample': READ | {'max_new_tokens': 3},
-    'export': {'init_from': 'last.pt', 'out_dir': 'out', 'folder': 'hf'},
-    'che': {
-        'out_dir': 'out', 'n_layer': 1, 'n_head': 2, 'n_embd': 16, 'max_iters': 2, 'n_test': 2,
-        'batch_size': 2, 'train_length': 8, 'test_length': 12, 'device': 'cpu'},
+    'train': SIZES.replace('--', '') + (
+        ' dataset={corpus} out_dir=out max_iters=2 batch_size=2 micro_batch_size=2 eval_windows=2 '
+        'device=cpu compile=False'),
+    'tune_scale': READ + (
+        'max_iters=2 batch_size=2 micro_batch_size=2 init_scale=1.2 n_samples=2 target_length=64 '
+        'candidate_range=[1.0,2.0,0.5] compile=False'),
+    'eval_ppl': READ + 'lengths=[32,64] max_windows=2 n_samples=2',
+    'entropy': READ + 'length=64 n_samples=2',
+    'attention_maps': READ + 'lengths=[32] n_samples=1',
+    'passkey': READ + 'max_length=300 n_lengths=1 n_depths=1 n_keys=1',
+    'longbench': READ + 'data=nowhere',
+    'sample': READ + 'max_new_tokens=3',
+    'export': 'init_from={last.pt} out_dir=out folder=hf',
+    'che': ('out_dir=out n_layer=1 n_head=2 n_embd=16 max_iters=2 n_test=2 batch_size=2 '
+            'train_length=8 test_length=12 device=cpu'),
 }
 NUMBERS = [-1, 0, 1, 3, 10 ** 20, -1.0, 0.5, 1e39, 1e999]
 WORDS = ['', 'nowhere', 'a:b', 'yarn:2', 'rope', 'none', 'ä\udcff', 'None', 'True', 'x' * 300]
@@ -63,35 +63,29 @@ def files(tiny_run, corpus_dir, tmp_path_factory):
         'noise.py': noise,
         'wrong.py': b'out_dir = 3\n',
     }
-    files = {'corpus': corpus_dir, 'missing': folder / 'missing', 'folder': folder / 'folder'}
-    files['folder'].mkdir()
     for name, content in contents.items():
-        files[name] = folder / name
-        files[name].write_bytes(content)
-    damaged = files['damaged'] = shutil.copytree(corpus_dir, folder / 'damaged')
+        (folder / name).write_bytes(content)
+    (folder / 'folder').mkdir()
+    damaged = shutil.copytree(corpus_dir, folder / 'damaged')
     for name in ('meta.json', 'train.bin', 'test.bin'):
         (damaged / name).write_bytes(noise)
-    return files
+    files = {path.name: path for path in sorted(folder.iterdir())}
+    return files | {'corpus': corpus_dir, 'missing': folder / 'missing'}
 
 
 def random_case(generator, files):
     """A stage and the arguments of its command line."""
-    stage = generator.choice(list(STAGES))
+    stage, paths = generator.choice(list(STAGES)), list(files.values())
     defaults = settings(vars(importlib.import_module(stage)))
-    chosen = {name: files.get(value, value) if isinstance(value, str) else value
-              for name, value in STAGES[stage].items()}
-    paths = list(files.values())
+    arguments = []
+    for word in STAGES[stage].split():
+        name, value = word.split('=')
+        arguments.append(f'--{name}={files.get(value.strip("{}"), value)}')
     for name in generator.sample(sorted(defaults.keys() - SLOW), generator.randint(1, 2)):
-        default = defaults[name]
-        kinds = [NUMBERS, WORDS, LISTS, paths]  # None stands for any of them
-        if isinstance(default, int | float):
-            kinds = [NUMBERS]
-        elif isinstance(default, str):
-            kinds = [WORDS, paths, paths]
-        elif isinstance(default, list):
-            kinds = [LISTS, [[str(path)] for path in paths]]
-        chosen[name] = generator.choice(generator.choice(kinds))
-    arguments = [f'--{name}={value}' for name, value in chosen.items()]
+        kinds = {str: [WORDS, paths, paths], list: [LISTS, [[str(path)] for path in paths]],
+                 int: [NUMBERS], float: [NUMBERS], bool: [NUMBERS]}
+        kinds = kinds.get(type(defaults[name]), [NUMBERS, WORDS, LISTS, paths])  # of None, any
+        arguments.append(f'--{name}={generator.choice(generator.choice(kinds))}')
     if generator.random() < 0.1:
         arguments.append(str(generator.choice(paths)))  # as if it were a config file
     return stage, arguments

@@ -4,9 +4,11 @@ Decoding, against repeated full forward passes and probabilities worked out by h
 $ python -m pytest tests/test_generate.py
 """
 
+import json
+
 import pytest
 import torch
-from conftest import EVERY, mistake, near, random_model, stage_here, tokens
+from conftest import EVERY, near, random_model, stage_here, tokens
 
 from lib import checkpoints
 from lib.generate import complete, generate, new_cache, sample_token
@@ -14,7 +16,6 @@ from lib.huggingface import save_folder
 from lib.tokens import get_tokenizer, tokenizer_state
 
 P = torch.tensor([0.05, 0.4, 0.1, 0.25, 0.2])  # of five tokens
-ALL = [0, 1, 2, 3, 4]
 
 
 def frequencies(**settings):
@@ -33,17 +34,24 @@ def test_temperature_0_and_top_k_1_take_the_likeliest_and_the_first_of_equals(se
     assert torch.equal(sample_token(logits, **settings), logits.argmax(-1, keepdim=True))
 
 
-@pytest.mark.parametrize('settings, kept', [
-    (dict(temperature=0.5), ALL), (dict(temperature=2.0), ALL),
-    (dict(top_k=2), [1, 3]), (dict(top_k=9), ALL),
-    # cumulative mass, likeliest first: 0.4, 0.65, 0.85, 0.95, 1
-    (dict(top_p=0.01), [1]), (dict(top_p=0.64), [1, 3]), (dict(top_p=0.66), [1, 3, 4]),
-    # top-p reads what top-k left: 0.4 / 0.65 = 0.615 and 1
-    (dict(top_k=2, top_p=0.6), [1]), (dict(top_k=2, top_p=0.62), [1, 3]),
-    # squared and renormalised: 0.587, 0.817, 0.963 ...
-    (dict(temperature=0.5, top_p=0.58), [1]), (dict(temperature=0.5, top_p=0.6), [1, 3]),
-], ids=str)
-def test_top_k_and_top_p_keep_exactly_the_right_tokens_in_proportion(settings, kept):
+# Likeliest first the cumulative mass is 0.4, 0.65, 0.85, 0.95, 1; of the two likeliest alone 0.615,
+# 1; squared and renormalised 0.587, 0.817, 0.963 ...
+@pytest.mark.parametrize('row', '''
+{"temperature": 0.5}                | 01234
+{"temperature": 2.0}                | 01234
+{"top_k": 2}                        | 13
+{"top_k": 9}                        | 01234
+{"top_p": 0.01}                     | 1
+{"top_p": 0.64}                     | 13
+{"top_p": 0.66}                     | 134
+{"top_k": 2, "top_p": 0.6}          | 1
+{"top_k": 2, "top_p": 0.62}         | 13
+{"temperature": 0.5, "top_p": 0.58} | 1
+{"temperature": 0.5, "top_p": 0.6}  | 13
+'''.strip().splitlines())
+def test_top_k_and_top_p_keep_exactly_the_right_tokens_in_proportion(row):
+    settings, kept = row.split('|')
+    settings, kept = json.loads(settings), [int(digit) for digit in kept.strip()]
     drawn, expected = frequencies(**settings), torch.zeros(5)
     assert drawn.nonzero()[:, 0].tolist() == kept
     expected[kept] = P[kept] ** (1 / settings.get('temperature', 1.0))
@@ -65,12 +73,18 @@ def test_greedy_equals_argmax_of_repeated_full_forwards(position):
     assert list(generate(model, prompt, 40, eos=expected[4])) == expected[:first]
 
 
-def test_generation_reads_each_token_once_and_computes_the_last_logits_only():
+def test_the_prompt_is_read_once_and_then_one_token_a_beam_and_the_last_logits_are_computed():
+    def watch(module, name):
+        module.register_forward_hook(lambda _, inputs, y: seen.append((name, *y.shape[:2])))
+
     model, seen = random_model(), []
-    model.embed.register_forward_hook(lambda embed, inputs, x: seen.append(('read', x.shape[1])))
-    model.head.register_forward_hook(lambda head, inputs, x: seen.append(('logits', x.shape[1])))
+    watch(model.embed, 'read')
+    watch(model.head, 'logits')
     list(generate(model, list(range(20)), 3))
-    assert seen == [('read', 20), ('logits', 1)] + 2 * [('read', 1), ('logits', 1)]
+    assert seen == [('read', 1, 20), ('logits', 1, 1)] + 2 * [('read', 1, 1), ('logits', 1, 1)]
+    seen.clear()
+    complete(model, [[1, 2, 3], [4]], 4, beams=3)
+    assert [row for row in seen if row[0] == 'read'] == [('read', 2, 3)] + 3 * [('read', 6, 1)]
 
 
 def test_cache_that_is_too_short_says_so():
@@ -83,16 +97,6 @@ def test_cache_that_is_too_short_says_so():
 
 # ---------------------------------------------------------------------- completions
 
-def by_transformers(theirs, prompt, n, beams, eos):
-    """What Hugging Face's generate() makes of a prompt, up to an end token."""
-    idx = torch.tensor([prompt])
-    out = theirs.generate(idx, attention_mask=torch.ones_like(idx), max_new_tokens=n,
-                          num_beams=beams, do_sample=False, eos_token_id=list(eos) or None,
-                          pad_token_id=0)[0, len(prompt):].tolist()
-    ends = [i for i, token in enumerate(out) if token in eos]
-    return out[:ends[0]] if ends else out
-
-
 @pytest.mark.parametrize('position, beams', [('none', 1), ('none', 5), ('rope', 2)])
 def test_completions_equal_those_of_transformers(tmp_path, position, beams):
     transformers = pytest.importorskip('transformers')
@@ -104,9 +108,14 @@ def test_completions_equal_those_of_transformers(tmp_path, position, beams):
     generator, n_ended = torch.Generator().manual_seed(3), 0
     for eos in (), (256,), tuple(range(0, 257, 9)):  # never, rarely and soon at an end
         prompts = [torch.randint(257, (n,), generator=generator).tolist() for n in (1, 7, 31)]
-        ours = complete(model, prompts, 12, beams, eos)
-        assert ours == [by_transformers(theirs, one, 12, beams, eos) for one in prompts]
-        n_ended += sum(len(new) < 12 for new in ours)
+        for prompt, ours in zip(prompts, complete(model, prompts, 12, beams, eos)):
+            idx = torch.tensor([prompt])
+            found = theirs.generate(idx, attention_mask=torch.ones_like(idx), max_new_tokens=12,
+                                    num_beams=beams, do_sample=False, pad_token_id=0,
+                                    eos_token_id=list(eos) or None)[0, len(prompt):].tolist()
+            end = next((i for i, token in enumerate(found) if token in eos), 12)
+            assert ours == found[:end]
+            n_ended += end < 12
     assert n_ended > 0
 
 
@@ -130,13 +139,6 @@ def test_completions_end_at_a_stop_and_not_before_their_minimum(beams):
     assert complete(model, [prompt, prompt], 0, beams) == [[], []]
 
 
-def test_beam_search_reads_the_prompt_once_and_then_one_token_a_beam():
-    model, read = random_model(), []
-    model.embed.register_forward_hook(lambda embed, inputs, x: read.append(inputs[0].shape))
-    complete(model, [[1, 2, 3], [4]], 4, beams=3)
-    assert read == [(2, 3), (6, 1), (6, 1), (6, 1)]
-
-
 # ---------------------------------------------------------------------- sample.py
 
 def sample(folder, *arguments):
@@ -153,12 +155,14 @@ def test_sample_prints_the_prompt_and_goes_on(tiny_run):
     assert sample(tiny_run, prompt, '--max_new_tokens=0') == 'def naïve(\n'
 
 
-def save_reciter(path, encoding, recited):
+def test_characters_of_several_bytes_are_printed_whole_and_broken_ones_marked(tmp_path):
     """
-    A checkpoint of a model that recites tokens, none of which comes twice: attention and MLP are 0,
-    the embedding of a token is a one-hot vector, and the output matrix sends it to the next token.
+    The model recites tokens, none of which comes twice: attention and MLP are 0, the embedding of a
+    token is a one-hot vector, and the output matrix sends it to the next token.
     """
-    assert len(set(recited[:-1])) == len(recited) - 1, 'a token comes twice'
+    encoding, broken = get_tokenizer('bytes'), '東'.encode()[:2]
+    recited = 'Zoë→🙂'.encode() + broken + b'a' + 'ʼn'.encode()[:1]  # broken inside, and at the end
+    recited = [encoding.eot_token, *recited, encoding.eot_token]
     model = random_model(vocab_size=encoding.n_vocab, n_embd=264)
     for p in model.parameters():
         p.data.fill_(0 if p.dim() == 2 else 1)
@@ -166,16 +170,5 @@ def save_reciter(path, encoding, recited):
         model.embed.weight.data[token, i] = 1
         model.head.weight.data[following, i] = 1
     state = checkpoints.checkpoint_state(model, tokenizer_state(encoding), step=0, settings={})
-    checkpoints.save(path, **state)
-
-
-def test_characters_of_several_bytes_are_printed_whole_and_broken_ones_marked(tmp_path):
-    encoding, broken = get_tokenizer('bytes'), '東'.encode()[:2]
-    recited = 'Zoë→🙂'.encode() + broken + b'a' + 'ʼn'.encode()[:1]  # broken inside, and at the end
-    eot = encoding.eot_token
-    save_reciter(tmp_path / 'last.pt', encoding, [eot, *recited, eot])
+    checkpoints.save(tmp_path / 'last.pt', **state)
     assert sample(tmp_path, '--temperature=0', '--max_new_tokens=99') == 'Zoë→🙂�a�\n'
-
-
-def test_sample_of_a_run_that_does_not_exist_is_refused(tmp_path):
-    assert 'last.pt' in mistake('sample', f'--out_dir={tmp_path}')

@@ -8,11 +8,11 @@ $ python -m pytest tests/test_longbench.py
 import json
 import subprocess
 import sys
+from fractions import Fraction
 
 import pytest
-from conftest import ROOT, mistake, stage, stage_here
+from conftest import ROOT, mistake, near, on, read, stage, stage_here
 
-from lib.checkpoints import load_model
 from lib.generate import complete
 from lib.results import paper_table
 from lib.tokens import get_tokenizer
@@ -24,61 +24,69 @@ CLASSES = ['Date', 'Other location', 'Location', 'Other']
 
 # ---------------------------------------------------------------------- metrics
 
-BY_HAND = {  # task: [(prediction, gold, score)]
-    'hotpotqa': [
-        ('', 'Paris', 0), ('Paris', '', 0), ('', '', 0), ('Paris', 'Paris', 1),
-        ('The answer: a cat!', 'cat', 2 / 3),            # answer, cat: P 1/2, R 1
-        ('the a an', 'the', 0),                          # Nothing is left of either.
-        ('an anthem, theatre', 'anthem theatre', 1),     # Articles go only as whole words.
-        ("it's\n 3.14", 'its 314', 1),                   # Punctuation is deleted, not made a space.
-        ('« Zürich »', 'zürich', 1 / 2),                 # Only ASCII punctuation is deleted.
-        ('cat cat dog', 'cat dog dog', 2 / 3)],
-    'multi_news': [
-        # A union: w1 w2 w6 w7 w8 shares w1 w2, w1 w3 w8 w9 w5 shares w1 w3 w5: R 4/5, P 4/8.
-        ('w1 w2 w6 w7 w8. w1 w3 w8 w9 w5', 'w1 w2 w3 w4 w5', 8 / 13),
-        ('the the the', 'the', 1),                       # distinct words
-        ('The cat', 'the cat', 1 / 2), ('cats', 'cat', 0),  # no lower case, no stems
-        ('', 'a', 0), ('a', '', 0), ('...', 'a.', 0)],
-    'lcc': [
-        ('', '', 1), ('', 'x', 0), ('x', '', 0),
-        ('\n\nreturn x\nreturn y', 'return x', 1),       # The first line stays.
-        ('# a comment\n// another\n`x`\nreturn x', 'return x', 1),
-        ('# only a comment', 'return x', 0),
-        ('x = 1  # one\ny = 2', 'y = 2', 1),             # Any line with a # is passed over.
-        ('# a\n\nreturn x', 'return x', 0),              # An empty line is a line.
-        ('abcd', 'bcde', 0.75), ('    return x', 'return x', 0.8)],  # 2 * 3 / 8; 2 * 8 / 20
-    'trec': [
-        ('it is a Date', 'Date', 1), ('date', 'Date', 0), ('', 'Date', 0),
-        ('Date or Location', 'Date', 1 / 2), ('Location', 'Date', 0),
-        ('Other location', 'Other location', 1),         # Other is part of gold's own name.
-        ('Date\nOther', 'Date', 1)],                     # The first line counts.
-    'passage_count': [
-        ('There are 12 paragraphs, or 13.', '12', 1 / 2), ('', '12', 0), ('twelve', '12', 0),
-        ('112', '12', 0), ('012', '12', 0), ('12.12', '12', 1), ('12 12 1', '12', 2 / 3)],
-    'passage_retrieval_en': [
-        ('7', 'Paragraph 7', 1), ('Paragraph 17', 'Paragraph 7', 0)],
-    # The words are he, left, and an empty one after the full stop.
-    'samsum': [('He left. \nDialogue', 'He left', 1 / (1 + 1 / 4))],
-    'triviaqa': [('\n\nred car\nQuestion: blue?', 'red car', 1)],
-}
+# task | prediction | gold | score | why
+BY_HAND = r'''
+hotpotqa | | Paris | 0
+hotpotqa | Paris | | 0
+hotpotqa | | | 0
+hotpotqa | Paris | Paris | 1
+hotpotqa | The answer: a cat! | cat | 2/3 | answer, cat: P 1/2, R 1
+hotpotqa | the a an | the | 0 | nothing is left of either
+hotpotqa | an anthem, theatre | anthem theatre | 1 | articles go only as whole words
+hotpotqa | it's\n 3.14 | its 314 | 1 | punctuation is deleted, not made a space
+hotpotqa | « Zürich » | zürich | 1/2 | only ASCII punctuation is deleted
+hotpotqa | cat cat dog | cat dog dog | 2/3
+multi_news | w1 w2 w6 w7 w8. w1 w3 w8 w9 w5 | w1 w2 w3 w4 w5 | 8/13 | R 4/5, P 4/8, of a union
+multi_news | the the the | the | 1 | distinct words
+multi_news | The cat | the cat | 1/2 | no lower case
+multi_news | cats | cat | 0 | no stems
+multi_news | | a | 0
+multi_news | a | | 0
+multi_news | ... | a. | 0
+lcc | | | 1
+lcc | | x | 0
+lcc | x | | 0
+lcc | \n\nreturn x\nreturn y | return x | 1 | the first line stays
+lcc | # a comment\n// another\n`x`\nreturn x | return x | 1
+lcc | # only a comment | return x | 0
+lcc | x = 1  # one\ny = 2 | y = 2 | 1 | any line with a # is passed over
+lcc | # a\n\nreturn x | return x | 0 | an empty line is a line
+lcc | abcd | bcde | 3/4 | 2 * 3 / 8
+lcc | \t   return x | return x | 4/5 | 2 * 8 / 20
+trec | it is a Date | Date | 1
+trec | date | Date | 0
+trec | | Date | 0
+trec | Date or Location | Date | 1/2
+trec | Location | Date | 0
+trec | Other location | Other location | 1 | Other is part of gold's own name
+trec | Date\nOther | Date | 1 | the first line counts
+passage_count | There are 12 paragraphs, or 13. | 12 | 1/2
+passage_count | | 12 | 0
+passage_count | twelve | 12 | 0
+passage_count | 112 | 12 | 0
+passage_count | 012 | 12 | 0
+passage_count | 12.12 | 12 | 1
+passage_count | 12 12 1 | 12 | 2/3
+passage_retrieval_en | 7 | Paragraph 7 | 1
+passage_retrieval_en | Paragraph 17 | Paragraph 7 | 0
+samsum | He left. \nDialogue | He left | 4/5 | its words: he, left, and an empty one
+triviaqa | \n\nred car\nQuestion: blue? | red car | 1
+'''
 
 
-@pytest.mark.parametrize('task', BY_HAND)
-def test_metrics_by_hand(task, recwarn):
-    for prediction, gold, expected in BY_HAND[task]:
-        found = score(task, prediction, [gold], CLASSES)
-        assert found == pytest.approx(expected, abs=1e-7), prediction
-    assert not recwarn
+@pytest.mark.parametrize('row', BY_HAND.strip().splitlines())
+def test_metrics_by_hand(row, recwarn):
+    row = [cell.strip().replace('\\n', '\n').replace('\\t', ' ') for cell in row.split('|')]
+    task, prediction, gold, expected = row[:4]
+    found = score(task, prediction, [gold], CLASSES)
+    assert found == pytest.approx(float(Fraction(expected)), abs=1e-7) and not recwarn
 
 
-def test_classification_skips_the_class_after_a_removed_one_as_the_benchmark_does():
-    assert score('trec', 'cab', ['cab'], ['b', 'ab', 'cab']) == 1 / 2
-    assert score('trec', 'cab', ['cab'], ['b', 'cab', 'ab']) == 1
-
-
-def test_score_is_of_the_best_answer():
+def test_score_is_of_the_best_answer_and_skips_a_class_after_a_removed_one_as_the_benchmark():
     assert score('hotpotqa', 'red car', ['blue', 'red car', 'red']) == 1
     assert score('hotpotqa', 'red car', []) == 0
+    assert score('trec', 'cab', ['cab'], ['b', 'ab', 'cab']) == 1 / 2
+    assert score('trec', 'cab', ['cab'], ['b', 'cab', 'ab']) == 1
 
 
 def test_rouge_l_is_0_past_some_990_calls_whatever_the_recursion_limit_and_depth():
@@ -97,11 +105,9 @@ def test_rouge_l_is_0_past_some_990_calls_whatever_the_recursion_limit_and_depth
 
 
 def test_tasks_are_those_of_table_3_and_their_plain_mean_is_the_papers_average():
-    table = paper_table('nope_table3')
-    for row in table.values():
+    for row in paper_table('nope_table3').values():
         assert list(row) == ['avg', *TASKS]
-        mean = sum(row[task] for task in TASKS) / 16
-        assert abs(mean - row['avg']) <= 0.0501  # Both are printed with one decimal.
+        near(row['avg'], sum(row[task] for task in TASKS) / 16, atol=0.0501)  # one decimal
 
 
 # ---------------------------------------------------------------------- prompts
@@ -142,21 +148,21 @@ def data(tmp_path_factory):
 
 
 @pytest.fixture(scope='module')
-def arguments(tiny_run, data):
-    return [f'--init_from={tiny_run}/last.pt', f'--data={data}', '--device=cpu', '--dtype=float32',
-            "--tasks=['trec','lcc','samsum']", '--context=60', '--beams=3', '--batch_size=2']
+def command(data):
+    """What all runs here share."""
+    return (f'--data={data} --tasks=["trec","lcc","samsum"] --context=60 --beams=3 '
+            '--batch_size=2 ')
 
 
 @pytest.fixture(scope='module')
-def whole(arguments, tmp_path_factory):
+def whole(tiny_run, command, tmp_path_factory):
     """out_dir of a run in one go, and what it printed."""
     out_dir = tmp_path_factory.mktemp('longbench')
-    out, _ = stage('longbench', *arguments, f'--out_dir={out_dir}', '--paper=NoPE 2K')
-    return out_dir, out
+    return out_dir, stage_here('longbench', *on(tiny_run, out_dir, command), '--paper=NoPE 2K')
 
 
 def result_of(out_dir):
-    return json.loads((out_dir / 'longbench.json').read_text())
+    return read(out_dir / 'longbench.json')
 
 
 def rows_of(out_dir, task):
@@ -170,15 +176,14 @@ def rows_of(out_dir, task):
 @pytest.mark.parametrize('task, eos, least', [
     ('trec', (256,), 0), ('lcc', (256,), 0), ('samsum', (256, 10), 1)])
 def test_predictions_are_beam_searches_on_the_filled_and_cut_prompts(
-        whole, tiny_run, task, eos, least):
-    model, _ = load_model('last', tiny_run, 'cpu')
+        whole, tiny, task, eos, least):
     room, expected, n_cut = 60 - LONGEST[task], [], 0
     for i, record in enumerate(RECORDS):
         text = TEMPLATES[task].replace('{context}', record['context'])
         ids = kept = [256, *text.replace('{input}', record['input']).encode()]
         if len(ids) > room:
             kept, n_cut = ids[:room // 2] + ids[-(room // 2):], n_cut + 1
-        prediction = BYTES.decode(complete(model, [kept], LONGEST[task], 3, eos, least)[0])
+        prediction = BYTES.decode(complete(tiny[0], [kept], LONGEST[task], 3, eos, least)[0])
         expected.append({
             'item': i, 'prediction': prediction, 'answers': record['answers'],
             'score': score(task, prediction, record['answers'], CLASSES),
@@ -191,14 +196,14 @@ def test_predictions_are_beam_searches_on_the_filled_and_cut_prompts(
 
 
 def test_table_shows_the_average_and_the_papers_row(whole):
-    result, lines = result_of(whole[0]), whole[1].splitlines()[-6:-1]
-    rows = [line.split() for line in lines[1:]]
+    result = result_of(whole[0])
+    names, ours, theirs = zip(*(line.split() for line in whole[1].splitlines()[-5:-1]))
     # The order is Table 3's, whatever was asked for.
-    assert [row[0] for row in rows] == ['trec', 'samsum', 'lcc', 'average']
-    assert [row[2] for row in rows] == ['41.50', '3.50', '48.40', '31.13']
-    ours = [float(row[1]) for row in rows]
-    assert ours[:3] == [task['score'] for task in result['tasks'].values()] and max(ours) > 0
-    assert ours[3] == result['average'] == pytest.approx(sum(ours[:3]) / 3, abs=0.006)
+    assert names == ('trec', 'samsum', 'lcc', 'average')
+    assert theirs == ('41.50', '3.50', '48.40', '31.13')
+    ours = [float(number) for number in ours]
+    assert ours == [*(task['score'] for task in result['tasks'].values()), result['average']]
+    assert ours[3] == pytest.approx(sum(ours[:3]) / 3, abs=0.006) and max(ours) > 0
 
 
 KILL = '''
@@ -215,9 +220,10 @@ runpy.run_path("longbench.py", run_name="__main__")
 
 
 @pytest.mark.slow
-def test_run_killed_and_two_ranks_give_the_answers_of_one_unbroken_run(whole, arguments, tmp_path):
+def test_run_killed_and_two_ranks_give_the_answers_of_one_unbroken_run(whole, tiny_run, command,
+                                                                       tmp_path):
     # It is killed in the third batch, when four of trec's five answers are there.
-    arguments = [*arguments, f'--out_dir={tmp_path}']
+    arguments = on(tiny_run, tmp_path, command)
     run = subprocess.run([sys.executable, '-c', KILL, *arguments], cwd=ROOT, capture_output=True)
     path = tmp_path / 'longbench' / 'trec.jsonl'
     assert run.returncode == -9 and path.read_text().count('\n') == 5
@@ -231,39 +237,44 @@ def test_run_killed_and_two_ranks_give_the_answers_of_one_unbroken_run(whole, ar
     assert 'trec.jsonl holds answers of other settings (beams)' in message
 
 
-def test_more_samples_or_tasks_are_added_to_those_that_are_there(whole, arguments, tmp_path):
+def test_more_samples_or_tasks_are_added_to_those_that_are_there(whole, tiny_run, command,
+                                                                 tmp_path):
     rows = rows_of(whole[0], 'trec')
-    for tasks, n in (("['trec']", 2), ("['trec','lcc']", 4), ("['trec']", 3)):
-        stage_here('longbench', *arguments, f'--out_dir={tmp_path}', f'--tasks={tasks}',
-             f'--max_samples={n}')
+    for tasks, n in (('["trec"]', 2), ('["trec","lcc"]', 4), ('["trec"]', 3)):
+        more = f'{command} --tasks={tasks} --max_samples={n}'
+        stage_here('longbench', *on(tiny_run, tmp_path, more))
         expected = 100 * sum(row['score'] for row in rows[:n]) / n
         assert result_of(tmp_path)['tasks']['trec']['score'] == round(expected, 2)
     assert rows_of(tmp_path, 'trec') == rows[:4]
 
 
-@pytest.mark.parametrize('argument, says', [
-    ("--tasks=['treck']", 'narrativeqa, qasper'), ('--paper=NoPE', 'RoPE 2K'),
-    ('--beams=0', 'beams is 0'), ('--max_samples=0', 'max_samples is 0'),
-    ('--context=13', 'leaves samsum no room'), ("--tasks=['qasper']", 'qasper.jsonl'),
-    ('--data=nowhere', 'trec.jsonl')])
-def test_mistakes_are_one_line_before_work_starts(arguments, tmp_path, argument, says):
-    assert says in mistake('longbench', *arguments, f'--out_dir={tmp_path}', argument)
+@pytest.mark.parametrize('row', '''
+--tasks=["treck"]   | narrativeqa, qasper
+--tasks=["qasper"]  | qasper.jsonl
+--paper=NoPE        | RoPE 2K
+--beams=0           | beams is 0
+--max_samples=0     | max_samples is 0
+--context=13        | leaves samsum no room
+--data=nowhere      | trec.jsonl
+'''.strip().splitlines())
+def test_mistakes_are_one_line_before_work_starts(tiny_run, command, tmp_path, row):
+    more, _, named = row.partition('| ')
+    assert named in mistake('longbench', *on(tiny_run, tmp_path, command + more))
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize('text, says', [
-    ('{"context": ""}', "KeyError: 'input'"), ('x', 'JSONDecodeError'), ('', 'no samples'),
-    ('{"input": "", "answers": [7], "all_classes": null}', 'int')])
-def test_records_other_than_the_benchmarks_are_refused(arguments, data, tmp_path, text, says):
+def test_records_other_than_the_benchmarks_and_missing_packages_are_named(
+        tiny_run, command, data, tmp_path, monkeypatch):
     for path in data.glob('*.json'):
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    (tmp_path / 'lcc.jsonl').write_text(text)
-    message = mistake('longbench', *arguments, f'--data={tmp_path}', "--tasks=['lcc']")
-    assert 'lcc in' in message and says in message
-
-
-@pytest.mark.parametrize('task, package', [('lcc', 'fuzzywuzzy.fuzz'), ('samsum', 'rouge')])
-def test_a_missing_package_is_named_before_work_starts(arguments, monkeypatch, task, package):
-    monkeypatch.setitem(sys.modules, package, None)
-    name = package.partition('.')[0]
-    assert f'pip install {name}' in mistake('longbench', *arguments, f"--tasks=['{task}']")
+    for text, named in (('{"context": ""}', "KeyError: 'input'"), ('x', 'JSONDecodeError'),
+                        ('', 'no samples'),
+                        ('{"input": "", "answers": [7], "all_classes": null}', 'int')):
+        (tmp_path / 'lcc.jsonl').write_text(text)
+        more = f'{command} --data={tmp_path} --tasks=["lcc"]'
+        message = mistake('longbench', *on(tiny_run, tmp_path, more))
+        assert 'lcc in' in message and named in message
+    for task, module in ('lcc', 'fuzzywuzzy.fuzz'), ('samsum', 'rouge'):
+        monkeypatch.setitem(sys.modules, module, None)
+        message = mistake('longbench', *on(tiny_run, tmp_path, f'{command} --tasks=["{task}"]'))
+        assert 'pip install ' + module.partition('.')[0] in message

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import stage_here
+from conftest import read, stage_here
 
 from kernels import attention_entropy
 from lib.checkpoints import old_name, weights_digest
@@ -23,7 +23,7 @@ from lib.generate import complete
 from model import ModelConfig, Transformer
 
 OLD = Path(__file__).parent / 'old'
-NUMBERS = json.loads((OLD / 'numbers.json').read_text())
+NUMBERS = read(OLD / 'numbers.json')
 SIZES = dict(vocab_size=31, block_size=16, n_layer=2, n_head=4, n_kv_head=2, n_embd=16, n_hidden=24)
 close = pytest.approx  # relative 1e-6 where nothing else is said
 

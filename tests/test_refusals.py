@@ -1,106 +1,195 @@
 """
-Mistakes that once passed in silence, or ended in a traceback, as data: the command, and what the
-one line that refuses it must name. {run} is the folder of a trained run, in it nan.pt, the model
-with a weight that is not a number, and passkey.jsonl, whose third line is not an answer; {corpus}
-its data set, {tmp} an empty folder. {flipped_run} and {flipped_corpus} are the same with a bit
+Mistakes that are refused in one line before any work, as data: the stage, its arguments, and what
+the line must name. Capital words stand for the arguments below. {run} is the folder of a trained
+run, in it nan.pt, the model with a weight that is not a number, sets.json, scales for 64 and 128
+tokens, and passkey.jsonl, whose third line is not an answer; {corpus} its data set, {other} one of
+another tokenizer, {tmp} an empty folder. {flipped_run} and {flipped_corpus} are the same with a bit
 turned over.
 
 $ python -m pytest tests/test_refusals.py
 """
 
+import json
 import math
 import shutil
 
 import pytest
 import torch
-from conftest import mistake
+from conftest import SIZES, contents, flip_a_bit, mistake, scale_set
 
 from lib import checkpoints
+from lib.scales import save_scale
 
 ON_CPU = '--device=cpu --dtype=float32 '
-NAN = '--init_from={run}/nan.pt --out_dir={tmp} ' + ON_CPU
-READ = '--out_dir={run} ' + ON_CPU
-WRITE = '--init_from={run}/last.pt --out_dir={tmp}/out ' + ON_CPU
-TRAIN = '--out_dir={tmp}/new --block_size=32 --n_embd=32 --compile=False --device=cpu '
-FINETUNE = '--init_from={run}/last.pt --dataset={corpus} ' + TRAIN
-EXPORT = '--out_dir={run} --folder={tmp}/hf '
-UNIFORM = WRITE + '--method=uniform '
+SHORT = {
+    'NAN': '--init_from={run}/nan.pt --out_dir={tmp} ' + ON_CPU,
+    'READ': '--out_dir={run} ' + ON_CPU,
+    'WRITE': '--init_from={run}/last.pt --out_dir={tmp}/out ' + ON_CPU,
+    'TRAIN': '--out_dir={tmp}/new --compile=False --device=cpu --dataset={corpus} ' + SIZES,
+    'RESUME': '--out_dir={run} --init_from=resume --device=cpu --dataset={corpus} ' + SIZES,
+    'EXPORT': '--out_dir={run} --folder={tmp}/hf',
+    'CHE': '--out_dir={tmp}/out --tasks=["even_pairs"] --train_length=6 --test_length=9',
+}
 
-# stage, arguments, what the line names
-MISTAKES = [
-    ('eval_ppl', NAN + '--protocol=sliding --max_windows=4', 'nan'),
-    ('eval_ppl', NAN + '--protocol=last --n_samples=2', 'nan'),
-    ('eval_ppl', NAN + '--protocol=position --n_samples=2', 'nan'),
-    ('entropy', NAN + '--n_samples=2 --length=64', 'nan'),
-    ('tune_scale', NAN + '--method=uniform --n_samples=2 --dataset={corpus}', 'nan'),
-    ('passkey', READ + '--max_length=600 --n_lengths=2', 'line 3 of {run}/passkey.jsonl'),
-    ('train', FINETUNE + '--dape_residual=False', 'dape_residual is False'),
-    ('train', FINETUNE + '{run}/sizes.py', 'n_hidden is 48'),
+MISTAKES = '''
+eval_ppl        NAN --protocol=sliding --max_windows=4 | nan
+eval_ppl        NAN --protocol=last --n_samples=2 | nan
+eval_ppl        NAN --protocol=position --n_samples=2 | nan
+entropy         NAN --n_samples=2 --length=64 | nan
+tune_scale      NAN --method=uniform --n_samples=2 --dataset={corpus} | nan
 
-    # files that are damaged
-    ('sample', '--out_dir={flipped_run} --device=cpu', 'flipped_run/last.pt'),
-    ('eval_ppl', READ + '--dataset={flipped_corpus}', 'test.bin'),
-    ('train', TRAIN + '--dataset={flipped_corpus}', 'val.bin'),
-    ('train', TRAIN + '--dataset={corpus},{flipped_train}', 'train.bin'),
-    ('train', TRAIN + '--dataset={corpus} --init_from={flipped_run}/last.pt', 'last.pt'),
+files that are damaged, of another kind, of another tokenizer, or not there
+sample          --out_dir={flipped_run} --device=cpu | flipped_run/last.pt
+sample          --out_dir={tmp} | last.pt
+eval_ppl        READ --dataset={flipped_corpus} | test.bin
+eval_ppl        WRITE --dataset={other} | th.tiktoken
+train           TRAIN --dataset={flipped_corpus} | val.bin
+train           TRAIN --dataset={corpus},{flipped_train} | train.bin
+train           TRAIN --init_from={flipped_run}/last.pt | last.pt
+train           TRAIN --init_from=resume | last.pt
+train           TRAIN --dataset=nowhere | nowhere
+train           TRAIN --dataset={corpus},{other} | th.tiktoken
+train           TRAIN --init_from={run}/last.pt --dataset={other} | th.tiktoken
+train           RESUME --dataset={other} | th.tiktoken
+passkey         READ --max_length=600 --n_lengths=2 | line 3 of {run}/passkey.jsonl
+entropy         WRITE --compare=["{run}/passkey.json"] | passkey.json
+entropy         WRITE --compare=["{run}/gap.json"] | gap.json has null in loss
+che             CHE --compare=["{run}/gap.json"] | gap.json
+tune_scale      WRITE --method=head | scale_uniform.json
 
-    # sizes that no machine holds, scales that are infinite in float32, or 0
-    ('train', TRAIN + '--dataset={corpus} --n_layer=100000000', 'n_layer=100000000'),
-    ('passkey', WRITE + '--scale=1e39', 'scale '),
-    ('eval_ppl', WRITE + '--scale=1e-60', 'scale '),
-    ('export', EXPORT + '--scale=1e7 --dtype=float16', 'self_attn.q_proj.weight'),
-    ('tune_scale', WRITE + '--init_scale=1e39', 'init_scale '),
-    ('tune_scale', WRITE + '--init_scale=1.2 --min_scale=1e39', 'min_scale '),
-    ('tune_scale', UNIFORM + '--candidate_range=[1.0,1e39,1e38]', 'candidate_range '),
-    ('tune_scale', UNIFORM + '--candidate_range=[1.0,2.0,1e-9]', 'candidate_range '),
+what is no choice, or does not fit the model, the run or the text
+train           TRAIN --position=sinusoidal | position
+train           TRAIN --dtype=floaty | dtype
+train           TRAIN --block_size=1000000 | 1,000,000
+train           TRAIN --out_dir={run} | --out_dir=
+train           TRAIN --out_dir={run} --init_from={run}/best.pt | --out_dir=
+train           RESUME --n_layer=3 | n_layer is 3
+train           RESUME --position=rope | position is rope
+train           RESUME --block_size=16 | block_size is 16
+train           TRAIN --init_from={run}/last.pt --n_layer=8 | n_layer is 8
+train           TRAIN --init_from={run}/last.pt --rope_base=5e5 | rope_base is
+train           TRAIN --init_from={run}/last.pt --dape_kernel=3 | dape_kernel is 3
+train           TRAIN --init_from={run}/last.pt --dape_width=64 | dape_width is 64
+train           TRAIN --init_from={run}/last.pt --dape_residual=False | dape_residual is False
+train           TRAIN --init_from={run}/last.pt --position=kerple | position is
+train           TRAIN --init_from={run}/last.pt --position=xl | position is
+train           TRAIN --init_from={run}/last.pt --rope_scaling=yarn:2 | rope_scaling is
+train           --out_dir={tmp}/new --init_from={run}/last.pt {run}/sizes.py | n_hidden is 48
+eval_ppl        WRITE --rule=press | rule
+eval_ppl        WRITE --protocol=first | protocol
+eval_ppl        WRITE --lengths=[32,40000] | 40000
+eval_ppl        WRITE --protocol=position --lengths=[32,50000] | 50,000
+entropy         WRITE --length=100000 | 100,000
+attention_maps  WRITE --lengths=[32,100000] | 100,000
+attention_maps  WRITE --layer=2 | layer is 2
+attention_maps  WRITE --head=-1 | head is -1
+tune_scale      WRITE --method=layer | method
+tune_scale      WRITE --init_scale=best | init_scale
+tune_scale      WRITE --init_scale=1.2 --tune=scale,gain | tune
+tune_scale      WRITE --init_scale=1.2 --tune=scale,channel | tune
+tune_scale      WRITE --init_scale=1.2 --tune=channel --position=rope | channel
+tune_scale      WRITE --init_scale=1.2 --target_length=16 | target_length is 16
+tune_scale      WRITE --init_scale=1.2 --target_lengths=[32,64] | target_length is 32
+tune_scale      WRITE --method=uniform --target_length=32 | target_length is 32
+passkey         WRITE --protocol=other | protocol
+passkey         WRITE --max_length=600 --n_lengths=16 | max_length
+export          EXPORT --scale={run}/sets.json | 32, 64, 128
+export          EXPORT --scale={run}/sets.json --target_length=31 | target_length is 31
+export          EXPORT --scale={run}/sets.json --target_length=129 | target_length is 129
+export          EXPORT --target_length=64 | --scale=None
+export          EXPORT --dtype=int8 | dtype is 'int8'
+che             CHE --tasks=["even_pair"] | even_pair
+che             CHE --position=kerpel | 'kerpel'
+bench           --tasks=["trains"] | train, scale
+bench           --table=costs | time_cost, growth, memory
+bench           --peer=vllm | hf
+bench           --like=["config/tune_8k.py"] | n_layer
+commonsense     READ --tasks=[] | tasks is empty
 
-    # seeds, sizes and rates that neither numpy nor torch takes
-    ('sample', READ + '--seed=-1', 'seed is'),
-    ('sample', READ + '--max_new_tokens=100000000000000000000', 'max_new_tokens is'),
-    ('passkey', WRITE + '--seed=100000000000000000000', 'seed is'),
-    ('train', TRAIN + '--dataset={corpus} --seed=-1', 'seed is'),
-    ('train', TRAIN + '--dataset={corpus} --learning_rate=1e999', 'learning_rate is inf'),
-    ('tune_scale', WRITE + '--init_scale=1.2 --beta1=1.5', 'beta1 is'),
-    ('che', '--out_dir={tmp}/out --seed=-1', 'seed is'),
-    ('train', TRAIN + '--dataset={corpus} --position=rope --rope_base=0', 'rope_base is'),
+sizes that no machine holds, scales that are infinite in float32, or 0
+train           TRAIN --n_layer=100000000 | n_layer=100000000
+passkey         WRITE --scale=1e39 | scale
+eval_ppl        WRITE --scale=1e-60 | scale
+eval_ppl        WRITE --scale=0 | scale
+export          EXPORT --scale=1e7 --dtype=float16 | self_attn.q_proj.weight
+tune_scale      WRITE --init_scale=1e39 | init_scale
+tune_scale      WRITE --init_scale=1.2 --min_scale=1e39 | min_scale
+tune_scale      WRITE --method=uniform --candidate_range=[1.0,1e39,1e38] | candidate_range
+tune_scale      WRITE --method=uniform --candidate_range=[1.0,2.0,1e-9] | candidate_range
+tune_scale      WRITE --method=uniform --candidate_range=[0.0,1.0,0.1] | candidate_range
+tune_scale      WRITE --method=uniform --candidate_range=[2.0,1.0,0.1] | candidate_range
+tune_scale      WRITE --method=uniform --candidate_range=[1.0,2.0,0.0] | candidate_range
 
-    # windows shorter than what is measured in them
-    ('entropy', WRITE + '--length=1', 'length is'),
-    ('eval_ppl', WRITE + '--protocol=position --lengths=[1]', 'lengths is'),
-    ('eval_ppl', WRITE + '--protocol=last --lengths=[16,64] --last=20', 'last is'),
-]
+seeds, sizes and rates out of bounds, or more than numpy and torch take
+sample          READ --seed=-1 | seed is
+sample          READ --max_new_tokens=100000000000000000000 | max_new_tokens is
+passkey         WRITE --seed=100000000000000000000 | seed is
+train           TRAIN --seed=-1 | seed is
+train           TRAIN --learning_rate=1e999 | learning_rate is inf
+train           TRAIN --learning_rate=-1.0 | learning_rate is
+train           TRAIN --beta2=1.0 | beta2
+train           TRAIN --position=rope --rope_base=0 | rope_base is
+train           TRAIN --n_head=5 | n_head
+train           TRAIN --n_kv_head=3 | n_kv_head
+train           TRAIN --micro_batch_size=3 | micro_batch_size
+train           TRAIN --micro_batch_size=0 | micro_batch_size
+train           TRAIN --max_iters=0 | max_iters
+train           TRAIN --eval_windows=0 | eval_windows
+train           TRAIN --fsdp=True | fsdp
+tune_scale      WRITE --init_scale=1.2 --beta1=1.5 | beta1 is
+tune_scale      WRITE --init_scale=1.2 --learning_rate=-1 | learning_rate is
+eval_ppl        WRITE --n_samples=0 | n_samples
+eval_ppl        WRITE --stride=0 | stride
+entropy         WRITE --n_samples=0 | n_samples
+che             CHE --seed=-1 | seed is
+che             CHE --n_test=0 | n_test is 0
+che             CHE --learning_rate=-1 | learning_rate is
+bench           --rounds=0 | rounds is 0
+bench           --contexts=[0] | contexts is
+commonsense     READ --limit=0 | limit is 0
 
-
-def flip_a_bit(path):
-    """Turn over a bit a tenth into a file: in a checkpoint, of a weight."""
-    content = bytearray(path.read_bytes())
-    content[len(content) // 10] ^= 1
-    path.write_bytes(content)
+windows shorter than what is measured in them
+entropy         WRITE --length=1 | length is
+eval_ppl        WRITE --protocol=position --lengths=[1] | lengths is
+eval_ppl        WRITE --protocol=last --lengths=[-3,32] | lengths is
+eval_ppl        WRITE --protocol=last --lengths=[16,64] --last=20 | last is
+eval_ppl        WRITE --stride=32 | stride
+tune_scale      WRITE --method=uniform --last=0 | last is
+che             CHE --test_length=6 | test_length is 6
+che             CHE --position=kerple --random_positions=9 | below 9
+'''
 
 
 @pytest.fixture(scope='module')
-def places(tiny_run, corpus_dir, tmp_path_factory):
+def places(tiny_run, corpus_dir, other_tokenizer, tmp_path_factory):
     """What the names in braces stand for, but {tmp}."""
     folder = tmp_path_factory.mktemp('refusals')
     run = shutil.copytree(tiny_run, folder / 'run')
+    _, info = checkpoints.load_model('last', run, 'cpu')
+    save_scale(run / 'sets.json', info, {T: scale_set([[1.5] * 4] * 2) for T in (64, 128)}, 'head')
     state = torch.load(run / 'last.pt', weights_only=True)
     state['model']['norm.weight'][0] = math.nan
     checkpoints.save(run / 'nan.pt', **state)
     (run / 'passkey.jsonl').write_text('{}\n{"item": 0}\n{"item": 1, "len\n{"item": 2}\n')
+    (run / 'passkey.json').write_text('{"stage": "passkey"}')
+    gap = {'stage': 'entropy', 'position': [1, 2], 'loss': [3, None], 'mean_entropy': [1, 2]}
+    (run / 'gap.json').write_text(json.dumps(gap))
     (run / 'sizes.py').write_text('n_hidden = 48\n')
-    places = {'run': run, 'corpus': corpus_dir}
+    places = {'run': run, 'corpus': corpus_dir, 'other': other_tokenizer}
     for name, whole, files in (('flipped_run', run, ['last.pt']),
                                ('flipped_train', corpus_dir, ['train.bin']),
                                ('flipped_corpus', corpus_dir, ['val.bin', 'test.bin'])):
         places[name] = shutil.copytree(whole, folder / name)
         for file in files:
-            flip_a_bit(folder / name / file)
+            path = folder / name / file
+            flip_a_bit(path, path.stat().st_size // 10)  # in a checkpoint, of a weight
     return places
 
 
-@pytest.mark.parametrize('stage, command, named', MISTAKES)
-def test_a_mistake_is_refused_in_one_line_that_names_it(places, tmp_path, stage, command, named):
-    names = places | {'tmp': tmp_path}
-    line = mistake(stage, *(argument.format(**names) for argument in command.split()))
-    assert named.format(**names) in line
-    assert not list(tmp_path.rglob('*.json')), 'a result was written'
+@pytest.mark.parametrize('line', [line for line in MISTAKES.splitlines() if '|' in line])
+def test_a_mistake_is_refused_in_one_line_that_names_it(places, tmp_path, line):
+    command, named = line.split(' | ')
+    stage, *words = ' '.join(SHORT.get(word, word) for word in command.split()).split()
+    before, names = contents(places['run']), places | {'tmp': tmp_path}
+    assert named.format(**names) in mistake(stage, *(word.format(**names) for word in words))
+    assert contents(tmp_path) == {} and contents(places['run']) == before

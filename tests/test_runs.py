@@ -13,23 +13,21 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT, files_at_most, mistake, stage
-from training import Runs, assert_same, assert_steps, load, log_rows
+from conftest import (
+    ROOT,
+    assert_same,
+    assert_steps,
+    files_at_most,
+    load,
+    log_rows,
+    mistake,
+    near,
+    stage,
+)
 
 from lib import checkpoints
 from lib.results import lock_file, unlock_file
 from lib.runs import Recorder
-
-
-@pytest.fixture(scope='module')
-def runs(tmp_path_factory, corpus_dir):
-    return Runs(tmp_path_factory.mktemp('runs'), corpus_dir)
-
-
-@pytest.fixture(scope='module')
-def plain(runs):
-    """A run that was never stopped. A test that writes takes a copy."""
-    return runs.train('plain')
 
 
 def start(runs, name, command, ranks=1):
@@ -51,12 +49,9 @@ def wait_for(condition, process):
 
 
 def wait_for_steps(out_dir, n, process):
-    def steps():
-        return log.read_bytes().count(b'\n') if log.exists() else 0
-
     log = out_dir / 'log.jsonl'
-    wanted = steps() + n
-    wait_for(lambda: steps() > wanted, process)
+    wanted = n + (log.read_bytes().count(b'\n') if log.exists() else 0)
+    wait_for(lambda: log.exists() and log.read_bytes().count(b'\n') > wanted, process)
 
 
 # ---------------------------------------------------------------------- a stop
@@ -212,7 +207,7 @@ def assert_close_runs(one, other, atol=1e-4):
     for key in ('loss', 'val_loss'):
         assert log_rows(one, key) == pytest.approx(log_rows(other, key), abs=atol)
     weights, others = load(one)['model'], load(other)['model']
-    torch.testing.assert_close(weights, others, rtol=0, atol=atol)  # and of one dtype
+    near(weights, others, atol)
     scale = weights['blocks.0.attn.head_scale']
     assert torch.equal(scale, others['blocks.0.attn.head_scale'])
 
