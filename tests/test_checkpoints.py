@@ -109,15 +109,6 @@ def test_load_model_rebuilds_last_best_or_any_file(out_dir):
     assert load(changed(out_dir / 'last.pt', model_config=older))['model_config'] == config
 
 
-def test_model_loaded_in_half_precision_computes_what_autocast_does(out_dir):
-    plain, _ = load_model('last', out_dir, 'cpu')
-    lower, _ = load_model('last', out_dir, 'cpu', dtype=torch.bfloat16)
-    idx = torch.arange(40)[None] % 20
-    with torch.autocast('cpu', torch.bfloat16):
-        assert torch.equal(lower(idx), plain(idx))
-    assert lower.head.weight.dtype == torch.bfloat16 and lower.head_scale.dtype == torch.float32
-
-
 def test_data_of_another_tokenizer_is_refused(out_dir):
     _, info = load_model('last', out_dir, 'cpu')
     require_tokenizer(info, BYTES | {'name': 'called otherwise'}, 'mine')

@@ -7,8 +7,6 @@ $ python -m pytest tests/test_data.py
 import gzip
 import hashlib
 import json
-import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -139,14 +137,6 @@ def test_file_that_cannot_be_cut_between_lines_is_refused_before_work(tmp_path, 
     assert not (tmp_path / 'out').exists()
     prepare('text', tmp_path / 'out', path, *EVERYTHING_TRAINS)
     assert texts(tmp_path / 'out', 'train') == [text]
-
-
-@pytest.mark.skipif(not sys.platform.startswith('linux'), reason='other systems refuse such names')
-def test_file_name_that_is_not_utf8_is_as_good_as_any(tmp_path):
-    folder = write(tmp_path / 'in', 'a.txt', 'odd\udcff.txt')
-    out = os.fsdecode(os.fsencode(tmp_path) + b'/out\xff')
-    prepare('text', out, folder, *EVERYTHING_TRAINS)
-    assert sorted(texts(out, 'train')) == ['text of a.txt', 'text of odd?.txt']
 
 
 def test_bpe_is_trained_and_kept_with_the_data(tmp_path):

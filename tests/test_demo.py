@@ -13,7 +13,7 @@ import time
 
 import numpy as np
 import pytest
-from conftest import ROOT, stage
+from conftest import ROOT, near, read, stage
 
 import demo
 from lib import checkpoints
@@ -27,12 +27,10 @@ SMALL = ("--train_args=['--compile=False','--n_layer=1','--n_embd=32','--n_hidde
     ([9.0, 1.0, 1.2, 1.0, 1.0], 128), ([9.0, 1.0, 0.9, 0.8, 0.7], 288)])
 def test_reach_is_the_last_position_before_the_loss_leaves_the_limit(loss, reached):
     assert demo.reach([32, 96, 160, 224, 288], loss, L=128, limit=1.05) == reached
-
-
-def test_slope_is_per_e_fold_and_a_smoothed_value_the_mean_of_those_before():
-    position = np.arange(1, 1025)
+    position = np.arange(1, 1025)  # and a slope is per e-fold
     assert demo.slope(position, 0.7 * np.log(position) + 3, 128, 256) == pytest.approx(0.7)
-    assert demo.smooth([4.0, 2.0, 6.0, 1.0, 3.0], 3) == pytest.approx([4, 3, 4, 3, 10 / 3])
+    # a smoothed value is the mean of those before
+    near(demo.smooth([4.0, 2.0, 6.0, 1.0, 3.0], 3), [4, 3, 4, 3, 10 / 3], atol=1e-9)
 
 
 @pytest.mark.slow
@@ -54,8 +52,8 @@ def test_report_has_the_numbers_of_the_stages(tmp_path):
     out, _ = stage('demo', f'--out_dir={tmp_path}', '--max_iters=12', '--tune_iters=2', SMALL,
                    '--n_samples=6', '--curve_samples=2',
                    "--tune_args=['--compile=False','--candidate_range=[1.0,1.3,0.3]']")
-    report = demo.read(tmp_path / 'report.json')
-    best = demo.read(tmp_path / 'nope/scale_uniform.json')['best_by_length']
+    report = read(tmp_path / 'report.json')
+    best = read(tmp_path / 'nope/scale_uniform.json')['best_by_length']
     scales = {'NoPE': None, 'uniform 256': best[1], 'uniform 512': best[2],
               'head 256': f'{tmp_path}/nope/scale_head_320.json',
               'head 512': f'{tmp_path}/nope/scale_head_640.json', 'RoPE': None}
@@ -64,8 +62,8 @@ def test_report_has_the_numbers_of_the_stages(tmp_path):
     found = {}
     for name, method in report['methods'].items():
         run = 'rope' if name == 'RoPE' else 'nope'
-        path = tmp_path / run / f"eval_ppl_position_demo_{name.replace(' ', '_')}.json"
-        found[name] = result = demo.read(path)
+        path = f"{run}/eval_ppl_position_demo_{name.replace(' ', '_')}.json"
+        found[name] = result = read(tmp_path / path)
         assert result['settings']['scale'] == scales[name]
         assert result['position_method'] == run.replace('nope', 'none')
         for row in result['rows']:
@@ -73,14 +71,13 @@ def test_report_has_the_numbers_of_the_stages(tmp_path):
             assert at['loss'] == row['loss'] and at['standard_error'] == row['standard_error']
 
     nope, rope = found['NoPE'], found['RoPE']
-    gap = nope['rows'][0]['loss'] - rope['rows'][0]['loss']
-    assert report['gap_to_rope_at_L'] == pytest.approx(gap)
-    curve = demo.read(tmp_path / 'nope/entropy_demo_NoPE.json')
-    slope = demo.slope(curve['position'], curve['mean_entropy'], 128, 256)
-    assert report['entropy_slope_past_L'] == pytest.approx(slope, rel=1e-4)
+    curve = read(tmp_path / 'nope/entropy_demo_NoPE.json')
     pair, = (pair for pair in report['paired_differences']
              if (pair['a'], pair['b'], pair['length']) == ('NoPE', 'RoPE', 512))
     rows = np.subtract(nope['loss_at_by_window']['512'], rope['loss_at_by_window']['512'])
-    assert pair['difference'] == pytest.approx(rows.mean(), rel=1e-4)
-    assert pair['standard_error'] == pytest.approx(rows.std(ddof=1) / math.sqrt(6), rel=1e-4)
+    near([report['gap_to_rope_at_L'], report['entropy_slope_past_L'], pair['difference'],
+          pair['standard_error']],
+         [nope['rows'][0]['loss'] - rope['rows'][0]['loss'],
+          demo.slope(curve['position'], curve['mean_entropy'], 128, 256), rows.mean(),
+          rows.std(ddof=1) / math.sqrt(6)], rtol=1e-4)
     assert (tmp_path / 'report.png').stat().st_size > 1000 and 'largest standard error' in out

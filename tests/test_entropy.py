@@ -9,26 +9,12 @@ import math
 
 import numpy as np
 import pytest
-import torch
 from conftest import near, on, plain_entropy, plain_losses, read, scale_set, stage, stage_here
 
-from entropy import measure_entropy, spearman
+from entropy import spearman
 from lib.scales import save_scale
-from lib.tokens import Windows
 
 SCALES = [[0.5, 1, 2, 4], [1, 1, 1, 1]]
-
-
-def test_measure_entropy_equals_the_plain_model_bin_by_bin(cpu, tiny, corpus_dir):
-    model, windows = tiny[0], Windows(str(corpus_dir), 'test', 90)
-    model.head_scale = torch.linspace(0.5, 6, 8).view(2, 4)
-    tokens = torch.from_numpy(windows.evenly_spaced(5))
-    losses = plain_losses(model, tokens).mean(0)
-    entropies = plain_entropy(model, tokens[:, :-1]).mean(1)
-    expected = [x[..., :88].unflatten(-1, (22, 4)).mean(-1)  # the last two fill no bin
-                for x in (torch.arange(1.0, 91), losses, entropies)]
-    for one, other in zip(measure_entropy(model, windows, 5, 200, 4, cpu), expected, strict=True):
-        near(one, other, atol=1e-4)
 
 
 def test_spearman_of_hand_worked_examples():

@@ -48,16 +48,16 @@ def scored(windows):
 
 @pytest.mark.parametrize('length, stride', [(2, 1), (4, 3), (8, 4), (16, 5)])
 def test_each_rule_scores_the_targets_that_it_describes(length, stride):
+    start = 30
     for n in (0, 1, 2, 7, 8, 9, 16, 17, 40, 63):
-        start, end = 30, 30 + n
-        windows = sliding_windows(start, end, length, None, stride, 'classic')
+        windows = sliding_windows(start, start + n, length, None, stride, 'classic')
         found = scored(windows)
-        assert sorted(found) == list(range(start + 1, end))  # each but the first, once
+        assert sorted(found) == list(range(31, 30 + n))  # each but the first, once
         assert all(found[t] >= min(t - start, length - stride) for t in found)
         assert all(hi - lo == min(n, length) for lo, hi, _ in windows)
 
-        longest = scored(sliding_windows(start, end, 16, 16, stride, 'same'))
-        found = scored(sliding_windows(start, end, length, 16, stride, 'same'))
+        longest, found = (scored(sliding_windows(start, start + n, T, 16, stride, 'same'))
+                          for T in (16, length))
         assert found.keys() == longest.keys()
         assert all(length - stride <= context < length for context in found.values())
 
@@ -81,7 +81,8 @@ def test_scores_equal_a_plain_computation_one_window_at_a_time(cpu, position, ba
     near(sums, plain_sums(model, tokens, windows), rtol=1e-5)
 
 
-@pytest.mark.parametrize('rule, expected', [  # (length, documents, windows, scored), stride 10
+# length, documents, windows and scored tokens, of documents of 100, 12, 40, 65 and 64 tokens
+@pytest.mark.parametrize('rule, expected', [
     # ends 64, 74, 84, 94 | 64
     ('same', [(16, 2, 5, 50), (64, 2, 5, 50)]),
     # at 16: 16 ... 96 | none | 16, 26, 36 | 16 ... 56 | 16 ... 56;  at 64 as above
@@ -91,15 +92,14 @@ def test_scores_equal_a_plain_computation_one_window_at_a_time(cpu, position, ba
     ('classic', [(16, 5, 10 + 1 + 4 + 6 + 6, 276), (64, 5, 5 + 1 + 1 + 2 + 1, 276)]),
 ])
 def test_documents_windows_and_scored_tokens_are_counted_right(cpu, rule, expected):
-    sizes = [100, 12, 40, 65, 64]
-    starts = np.cumsum([0] + [n + 1 for n in sizes])  # each is followed by end-of-text
+    starts = np.cumsum([0, 101, 13, 41, 66, 65])  # each is followed by end-of-text
     data = TokenFile(np.arange(starts[-1]) % 61, starts[:-1], {}, {})
     rows, by_window = evaluate_sliding(random_model(), data, [16, 64], 10, rule, 1000, 500, cpu)
-    for row, counts in zip(rows, expected, strict=True):
-        found = row['length'], row['documents'], row['windows'], row['scored_tokens']
-        assert found == counts
-        assert row['ppl'] == pytest.approx(math.exp(row['loss']))
-        assert len(by_window[str(row['length'])]) == row['windows']
+    found = [tuple(row[key] for key in ('length', 'documents', 'windows', 'scored_tokens'))
+             for row in rows]
+    assert found == expected
+    assert [len(losses) for losses in by_window.values()] == [row['windows'] for row in rows]
+    assert all(row['ppl'] == pytest.approx(math.exp(row['loss'])) for row in rows)
 
 
 @pytest.mark.parametrize('rule', ['same', 'paper'])

@@ -9,13 +9,14 @@ $ python -m pytest tests/test_old.py
 
 import hashlib
 import json
+import shutil
 import tarfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import read, stage_here
+from conftest import losses_and_gradients, near, on, read, stage_here
 
 from kernels import attention_entropy
 from lib.checkpoints import old_name, weights_digest
@@ -44,12 +45,10 @@ def fill(model):
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], 'big')
         values = np.random.Generator(np.random.Philox(seed)).uniform(-1, 1, p.numel())
         values = torch.from_numpy(values.astype(np.float32)).view(p.shape)
-        if p.dim() > 1:
-            p.data = values * 0.5
-        elif p.dim() == 1 and '.dape.' not in name:
+        if p.dim() == 1 and '.dape.' not in name:
             p.data = 1 + 0.5 * values
         else:
-            p.data = values * 0.2
+            p.data = values * (0.5 if p.dim() > 1 else 0.2)
     return model
 
 
@@ -64,20 +63,16 @@ def test_every_method_starts_and_computes_as_it_did(name):
     assert weights_digest(model.state_dict())[:16] == then['digest']
 
     x = torch.from_numpy(np.random.Generator(np.random.Philox(7)).integers(0, 31, (2, 41)))
-    inputs, targets = x[:, :-1], x[:, 1:]
     model.requires_grad_(True)
-    losses = model(inputs, targets)
-    losses.mean().backward()
-    norms = {old_name(n): p.grad.double().norm().item() for n, p in model.named_parameters()
-             if p.grad is not None}
+    losses, gradients = losses_and_gradients(model, x)
+    norms = {old_name(n): gradient.double().norm().item() for n, gradient in gradients.items()}
     assert losses.flatten()[::7].tolist() == close(then['losses'], rel=1e-5)
     assert norms == close(then['gradient_norms'], rel=1e-4, abs=1e-7)
 
     model.requires_grad_(False)
     with model.probe(attention_entropy) as entropy:
-        model(inputs, targets)
-    entropy = torch.stack(entropy).double().mean((1, 3))  # (n_layer, H)
-    assert entropy.tolist() == [close(row, rel=1e-5) for row in then['entropy']]
+        model(x[:, :-1])
+    near(torch.stack(entropy).double().mean((1, 3)), then['entropy'], rtol=1e-5)  # (n_layer, H)
     prompts = [x[0, :20].tolist(), x[1, :13].tolist()]
     assert complete(model, prompts, 8) == then['generated']
     assert complete(model, prompts, 6, beams=3) == then['beam']
@@ -89,23 +84,22 @@ HERE = ['--device=cpu', '--dtype=float32']
 def result_of(folder, name, *arguments):
     """The JSON that a stage leaves in a folder."""
     stage_here(name, f'--out_dir={folder}', '--label=now', *arguments, *HERE)
-    return json.loads(next(folder.glob(f'{name}*now.json')).read_text())
+    return read(next(folder.glob(f'{name}*now.json')))
 
 
-CASES = {'none': ('none', []), 'kerple_dape': ('kerple_dape', []), 't5': ('t5', []),
-         'rope_yarn4': ('rope', ['--rope_scaling=yarn:4']),
-         'rope_dynamic_ntk2': ('rope', ['--rope_scaling=dynamic_ntk:2']),
-         'none_scale_head_64': ('none', ['--scale=scale_head_64.json']),
-         'none_scale_sets_gn': ('none', ['--scale=scale_sets_gn.json']),
-         'none_scale_uniform_fit': ('none', ['--scale=scale_uniform_fit.json'])}
+CASES = {'none': 'none', 'kerple_dape': 'kerple_dape', 't5': 't5',
+         'rope_yarn4': 'rope --rope_scaling=yarn:4',
+         'rope_dynamic_ntk2': 'rope --rope_scaling=dynamic_ntk:2',
+         'none_scale_head_64': 'none --scale={old}/scale_head_64.json',
+         'none_scale_sets_gn': 'none --scale={old}/scale_sets_gn.json',
+         'none_scale_uniform_fit': 'none --scale={old}/scale_uniform_fit.json'}
 
 
 @pytest.mark.parametrize('protocol, key, case', [
     *(('sliding', 'loss', case) for case in CASES),
     ('position', 'loss', 'none_scale_sets_gn'), ('last', 'ppl', 'none_scale_sets_gn')])
 def test_perplexities_of_old_checkpoints_and_scale_files(old, tmp_path, protocol, key, case):
-    run, more = CASES[case]
-    more = [argument.replace('--scale=', f'--scale={old}/') for argument in more]
+    run, *more = CASES[case].format(old=old).split()
     counts = {'sliding': [], 'position': ['--last=4', '--n_samples=16'], 'last': ['--n_samples=8']}
     result = result_of(tmp_path, 'eval_ppl', f'--init_from={old}/{run}/last.pt', *more,
                        f'--dataset={old}/tokens', f'--protocol={protocol}', *counts[protocol])
@@ -115,11 +109,8 @@ def test_perplexities_of_old_checkpoints_and_scale_files(old, tmp_path, protocol
 
 @pytest.mark.parametrize('run', ['none', 'kerple_dape', 't5'])
 def test_old_runs_go_on_as_they_did(old, tmp_path, run):
-    folder = tmp_path / run
-    folder.mkdir()
-    for name in ('last.pt', 'log.jsonl'):
-        (folder / name).write_bytes((old / run / name).read_bytes())
-    settings = json.loads((old / run / 'config.json').read_text())
+    folder = shutil.copytree(old / run, tmp_path / run)
+    settings = read(folder / 'config.json')
     settings |= {'init_from': 'resume', 'out_dir': str(folder), 'dataset': f'{old}/tokens',
                  'max_iters': 30, 'lr_decay_iters': 20}
     del settings['rope_scaling'], settings['rope_base']
@@ -131,12 +122,12 @@ def test_old_runs_go_on_as_they_did(old, tmp_path, run):
 
 
 def test_scales_are_tuned_as_they_were(old, tmp_path):
-    stage_here('tune_scale', f'--init_from={old}/none/last.pt', f'--out_dir={tmp_path}',
-          f'--dataset={old}/tokens', '--target_lengths=[32,64]', '--tune=scale,out,norm',
-          f"--init_scale={NUMBERS['stages']['uniform']['best_by_length'][1]}", '--n_samples=8',
-          '--batch_size=4', '--micro_batch_size=2', '--max_iters=6', '--warmup_iters=2',
-          '--compile=False', *HERE)
-    sets = json.loads((tmp_path / 'scale_sets.json').read_text())['sets']
+    scale = NUMBERS['stages']['uniform']['best_by_length'][1]
+    command = (f'--dataset={old}/tokens --target_lengths=[32,64] --tune=scale,out,norm '
+               f'--init_scale={scale} --n_samples=8 --batch_size=4 --micro_batch_size=2 '
+               '--max_iters=6 --warmup_iters=2 --compile=False')
+    stage_here('tune_scale', *on(old / 'none', tmp_path, command))
+    sets = read(tmp_path / 'scale_sets.json')['sets']
     for now, then in zip(sets, NUMBERS['stages']['tuned_sets_gn'], strict=True):
         for kind in ('head_scale', 'head_gain'):
-            assert np.array(now[kind]) == close(np.array(then[kind]), rel=1e-4)
+            near(now[kind], then[kind], rtol=1e-4)

@@ -9,7 +9,6 @@ turned over.
 $ python -m pytest tests/test_refusals.py
 """
 
-import json
 import math
 import shutil
 
@@ -170,11 +169,13 @@ def places(tiny_run, corpus_dir, other_tokenizer, tmp_path_factory):
     state = torch.load(run / 'last.pt', weights_only=True)
     state['model']['norm.weight'][0] = math.nan
     checkpoints.save(run / 'nan.pt', **state)
-    (run / 'passkey.jsonl').write_text('{}\n{"item": 0}\n{"item": 1, "len\n{"item": 2}\n')
-    (run / 'passkey.json').write_text('{"stage": "passkey"}')
-    gap = {'stage': 'entropy', 'position': [1, 2], 'loss': [3, None], 'mean_entropy': [1, 2]}
-    (run / 'gap.json').write_text(json.dumps(gap))
-    (run / 'sizes.py').write_text('n_hidden = 48\n')
+    for name, text in {
+            'passkey.jsonl': '{}\n{"item": 0}\n{"item": 1, "len\n{"item": 2}\n',
+            'passkey.json': '{"stage": "passkey"}',
+            'gap.json': ('{"stage": "entropy", "position": [1], "loss": [null], '
+                         '"mean_entropy": [1]}'),
+            'sizes.py': 'n_hidden = 48\n'}.items():
+        (run / name).write_text(text)
     places = {'run': run, 'corpus': corpus_dir, 'other': other_tokenizer}
     for name, whole, files in (('flipped_run', run, ['last.pt']),
                                ('flipped_train', corpus_dir, ['train.bin']),

@@ -10,9 +10,8 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import files_at_most
+from conftest import files_at_most, refuses
 
-from lib.errors import UserError
 from lib.results import bin_means, progress_bar, provenance, read_json, save_json, write_text
 
 
@@ -48,57 +47,46 @@ def test_numpy_numbers_become_numbers_and_what_is_not_finite_null(tmp_path):
     ids=lambda text: text[:40])
 def test_file_that_is_not_the_result_of_a_stage_is_refused(tmp_path, text):
     (tmp_path / 'r.json').write_text(text)
-    with pytest.raises(UserError, match='r.json'):
-        read_json(tmp_path / 'r.json', 'entropy', 'at')
+    refuses('r.json', read_json, tmp_path / 'r.json', 'entropy', 'at')
 
 
 WRITERS = {'save_json': lambda path: save_json(path, {'a': [1.5] * 1000}),
            'write_text': lambda path: write_text(path, 'new' * 1000)}
 
 
-@pytest.mark.parametrize('writer', WRITERS)
-def test_reader_of_the_old_file_never_sees_half_of_the_new(tmp_path, writer):
+@pytest.mark.parametrize('write', WRITERS.values(), ids=WRITERS)
+def test_file_is_replaced_whole_or_not_at_all(tmp_path, write):
     path = tmp_path / 'new folder' / 'file'
-    WRITERS[writer](path)  # makes the folder
-    path.write_text('old')
-    with open(path) as reader:
-        WRITERS[writer](path)
-        assert reader.read() == 'old', 'it was written over'
-    assert path.read_text() != 'old' and len(list(path.parent.iterdir())) == 1
-
-
-@pytest.mark.parametrize('writer', WRITERS)
-def test_write_that_fails_leaves_the_old_file_and_no_rest(tmp_path, writer):
-    path = tmp_path / 'file'
+    write(path)  # makes the folder
     path.write_text('old')
     with pytest.raises(OSError), files_at_most(1000):
-        WRITERS[writer](path)
+        write(path)
     with pytest.raises(TypeError):
         save_json(path, {'a': object()})  # JSON cannot hold it
-    assert path.read_text() == 'old' and list(tmp_path.iterdir()) == [path]
+    with open(path) as reader:
+        write(path)
+        assert reader.read() == 'old', 'a reader of the old file sees the new one'
+    assert path.read_text() != 'old' and list(path.parent.iterdir()) == [path]
 
 
 def test_provenance_says_how_a_result_was_made(tmp_path, monkeypatch, cpu):
     monkeypatch.setattr(sys, 'argv', ['/some/where/eval_ppl.py', '--scale=1.2'])
+    monkeypatch.setenv('PATH', '')  # where git is not installed
     made = provenance({'scale': 1.2}, cpu, 12.34)
-    assert made['command'] == 'python eval_ppl.py --scale=1.2'
+    assert made['commit'] is None and made['command'] == 'python eval_ppl.py --scale=1.2'
     assert made['settings'] == {'scale': 1.2} and made['seconds'] == 12.3
     assert made['versions']['torch'] == torch.__version__ and made['dtype'] == 'float32'
     assert 'cpu' in made['device']
     assert save_json(tmp_path / 'r.json', made) == made
 
 
-def test_result_is_written_where_git_is_not_installed(monkeypatch, cpu):
-    monkeypatch.setenv('PATH', '')
-    assert provenance({}, cpu, 1)['commit'] is None
-
-
 def test_bin_means_by_hand():
-    positions, means = bin_means([[1, 3, 5, 7, 9], [0, 0, 1, 0, 2]], 2)  # the fifth fills no bin
-    assert positions.tolist() == [1.5, 3.5] and means.tolist() == [[2, 6], [0, 0.5]]
-    for width in 0, 1:
-        positions, means = bin_means([4., 9.], width)
-        assert positions.tolist() == [1, 2] and means.tolist() == [4, 9]
+    rows = [[1, 3, 5, 7, 9], [0, 0, 1, 0, 2]]  # the fifth fills no bin of 2
+    for values, width, positions, means in ((rows, 2, [1.5, 3.5], [[2, 6], [0, 0.5]]),
+                                            ([4., 9.], 0, [1, 2], [4, 9]),
+                                            ([4., 9.], 1, [1, 2], [4, 9])):
+        found = bin_means(values, width)
+        assert (found[0].tolist(), found[1].tolist()) == (positions, means)
 
 
 @pytest.mark.parametrize('enabled', [True, False])

@@ -176,15 +176,6 @@ def test_resuming_on_other_text_is_refused_and_on_a_copy_goes_on(runs, plain, co
     assert f'dataset {copied}' in runs.refused('text', f'--init_from=resume --dataset={copied}')
 
 
-def test_checkpoint_from_before_text_was_kept_resumes_with_a_note(runs, plain):
-    out_dir = runs.copy(plain, 'no_text')
-    state = load(out_dir)
-    del state['data']
-    checkpoints.save(out_dir / 'last.pt', **state)
-    runs.resume('no_text', '--max_iters=13')
-    assert f'{out_dir}/last.pt does not say' in runs.printed
-
-
 # ---------------------------------------------------------------------- starting from other weights
 
 def test_fine_tuning_starts_from_the_given_weights_at_another_block_size(runs, plain):

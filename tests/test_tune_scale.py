@@ -163,20 +163,18 @@ def test_uniform_search_equals_brute_force(cpu, recipe, model, corpus_dir):
         of_heads = torch.full((2, 4), scale)
         losses.append(plain_losses(model, tokens, of_heads).mean(0))
         entropy.append(plain_entropy(model, tokens[:, :-1], of_heads).mean((0, 1, 2)))
-    losses, entropy = torch.stack(losses).numpy(), torch.stack(entropy)
-
-    assert search['lengths'] == [32, 64, 128]
+    losses = torch.stack(losses).numpy()
     at = np.stack([losses[:, T - 16:T].mean(1) for T in (32, 64, 128)], axis=1)
-    near(search['loss_at_length'], at, rtol=1e-5)
-    near(search['best_by_length'], scales[at.argmin(0)])
     binned = losses.reshape(7, 64, 2).mean(-1)
-    near(search['loss'], binned, rtol=1e-5)
-    near(search['best_loss_by_position'], binned.min(0), rtol=1e-5)
-    assert search['entropy'].pop(3) is None  # six of the seven are drawn
-    near(search['entropy'], entropy.view(7, 64, 2).mean(-1)[[0, 1, 2, 4, 5, 6]], atol=1e-4)
     best = scales[binned.argmin(0)]
-    assert len(set(best)) > 1
-    near(search['best_by_position'], best)
+    assert search['lengths'] == [32, 64, 128] and len(set(best)) > 1
+    assert search['entropy'].pop(3) is None  # six of the seven are drawn
+    drawn = torch.stack(entropy).view(7, 64, 2).mean(-1)[[0, 1, 2, 4, 5, 6]]
+    near(search['entropy'], drawn, atol=1e-4)
+    for name, expected in {
+            'loss_at_length': at, 'best_by_length': scales[at.argmin(0)], 'loss': binned,
+            'best_loss_by_position': binned.min(0), 'best_by_position': best}.items():
+        near(search[name], expected, rtol=1e-5)
     assert (search['fit_a'], search['fit_r2']) == fit_scale(search['position'], best, 32)
 
 
