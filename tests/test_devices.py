@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import near, random_model, refuses
+from conftest import near, on, random_model, read, refuses, stage
 
 from lib import devices
 from lib.devices import Runtime, compiled, matmul_flops, setup
@@ -46,6 +46,29 @@ def test_two_ranks_agree_to_the_last_bit_and_compute_what_one_does(tmp_path, cpu
         near(one[name], two[name])
         near(one[name], expected[name], atol=1e-5)
     assert np.array_equal(one['numbers 7'], np.arange(7)) and one['numbers 7'].dtype == np.float64
+
+
+TUNE = '--n_samples=4 --compile=False '
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name, command, file, key, rtol', [
+    ('entropy', '--length=64 --n_samples=3', 'entropy', 'entropy', 1e-5),
+    ('eval_ppl', '--max_windows=13 --lengths=[64]', 'eval_ppl', 'loss_by_window', 1e-5),
+    ('tune_scale', TUNE + '--method=uniform --candidate_range=[0.5,4.0,0.5] --label=new',
+     'scale_uniform_fit_new', 'fit_a', 1e-5),
+    ('tune_scale', TUNE + '--init_scale=1.2 --max_iters=6 --learning_rate=0.05 --warmup_iters=2 '
+     '--batch_size=4 --micro_batch_size=2 --target_length=64', 'scale_head_64', 'head_scale', 2e-3),
+])
+def test_two_ranks_measure_and_tune_what_one_does(tiny_run, tmp_path, name, command, file, key,
+                                                  rtol):
+    found = []
+    for ranks in 1, 2:
+        out_dir = tmp_path / str(ranks)
+        stage(name, *on(tiny_run, out_dir, command), ranks=ranks)
+        numbers = read(out_dir / f'{file}.json')[key]
+        found.append(numbers['64'] if key == 'loss_by_window' else numbers)
+    near(*found, rtol=rtol)
 
 
 @pytest.mark.parametrize('batch_tokens, sizes', [(3, [1] * 7), (70, [2, 2, 2, 1]), (10 ** 6, [7])])

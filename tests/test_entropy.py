@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 import pytest
-from conftest import near, on, plain_entropy, plain_losses, read, scale_set, stage, stage_here
+from conftest import near, on, plain_entropy, plain_losses, read, scale_set, stage_here
 
 from entropy import spearman
 from lib.scales import save_scale
@@ -66,12 +66,3 @@ def test_run_without_a_scale_has_no_correlation_and_no_label(tiny_run, tmp_path)
     stage_here('entropy', *on(tiny_run, tmp_path, command))
     other, = read(tmp_path / 'entropy_two.json')['compare']
     assert other['mean_entropy'] == result['mean_entropy']
-
-
-@pytest.mark.slow
-def test_two_ranks_measure_what_one_does(tiny_run, tmp_path):
-    stage_here('entropy', *on(tiny_run, tmp_path, '--length=64 --n_samples=3'))
-    stage('entropy', *on(tiny_run, tmp_path, '--length=64 --n_samples=3 --label=two'), ranks=2)
-    one, two = read(tmp_path / 'entropy.json'), read(tmp_path / 'entropy_two.json')
-    for key in ('entropy', 'loss'):
-        near(two[key], one[key], rtol=1e-5)

@@ -10,7 +10,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import near, on, plain_losses, random_model, read, scale_set, stage, stage_here
+from conftest import near, on, plain_losses, random_model, read, scale_set, stage_here
 
 from eval_ppl import evaluate_sliding, score_windows, sliding_windows
 from lib.scales import save_scale
@@ -114,7 +114,7 @@ def test_a_cap_takes_windows_spread_evenly_or_the_first(cpu, corpus_dir, rule):
     used = {np.searchsorted(data.starts, hi) for _, hi, _ in windows}
     assert (row['windows'], row['scored_tokens'], row['documents']) == (12, 108, len(used))
     assert (len(used) > 1) == (rule == 'same')
-    assert row['loss'] == pytest.approx(sum(plain_sums(model, data.tokens, windows)) / 108, 1e-5)
+    near(row['loss'], sum(plain_sums(model, data.tokens, windows)) / 108, rtol=1e-5)
 
 
 # ---------------------------------------------------------------------- as run
@@ -185,11 +185,3 @@ def test_last_tokens_and_the_gain_from_context_equal_a_plain_computation(run, ti
     assert found == pytest.approx(ppl(32, 32) - ppl(128, 32), rel=1e-2)
     assert result['rows'][2]['reading'] == ('helps' if found > 0 else 'hurts')
     assert f'{found:+.3f}' in out
-
-
-@pytest.mark.slow
-def test_two_ranks_measure_what_one_does(run, tiny_run, tmp_path):
-    one, _ = run('--max_windows=13')
-    stage('eval_ppl', *on(tiny_run, tmp_path, '--max_windows=13 --label=two'), ranks=2)
-    for row, other in zip(one['rows'], read(tmp_path / 'eval_ppl_two.json')['rows'], strict=True):
-        assert other == pytest.approx(row, rel=1e-5)

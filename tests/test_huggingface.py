@@ -94,6 +94,15 @@ def ours(source, position=None):
     return model
 
 
+def weights_of(folder, position='rope'):
+    return load_folder(str(folder), position)['model']
+
+
+def unread(named, folder):
+    """Raise AssertionError unless a folder is refused with a line that names this."""
+    refuses(named, load_folder, str(folder), 'rope')
+
+
 def export(folder, model, dtype=torch.float32, tokenizer=BYTES):
     huggingface.save_folder(folder, model, tokenizer, dtype)
 
@@ -196,10 +205,10 @@ def test_smollm3_is_nope_or_rope_by_its_layers(tmp_path, position, layers):
 
 def test_shards_and_pickled_weights_import_the_same(tmp_path):
     def same():
-        near(load_folder(str(tmp_path), 'rope')['model'], expected)
+        near(weights_of(tmp_path), expected)
 
     llama(tmp_path)
-    expected, weights = load_folder(str(tmp_path), 'rope')['model'], edit_weights(tmp_path)
+    expected, weights = weights_of(tmp_path), edit_weights(tmp_path)
     (tmp_path / 'model.safetensors').unlink()
     old = weights | {'model.layers.0.self_attn.rotary_emb.inv_freq': torch.ones(8)}  # no weight
     for zipped in True, False:
@@ -285,7 +294,7 @@ def test_what_our_model_does_not_do_is_refused_before_memory_is_asked_for(tmp_pa
     llama(tmp_path)
     edit_config(tmp_path, **json.loads(changes))
     with memory_at_most(2 ** 30):  # a list of 10^9 layers alone would take 8 GB
-        refuses(named, load_folder, str(tmp_path), 'rope')
+        unread(named, tmp_path)
 
 
 def test_bit_that_flips_in_pickled_weights_is_refused(tmp_path):
@@ -331,20 +340,20 @@ def test_index_that_leads_out_of_its_folder_is_refused(sharded, name):
         (folder / f'zero.{suffix}').symlink_to('/dev/zero')
     rename(name.format(folder=folder) if name else name)
     with memory_at_most(2 ** 30):
-        refuses(str(folder), load_folder, str(folder), 'rope')
+        unread(str(folder), folder)
 
 
 def test_links_of_the_hubs_cache_are_followed_but_not_to_a_device(sharded):
     folder, _ = sharded
-    expected, blobs = load_folder(str(folder), 'rope')['model'], folder.with_name('blobs')
+    expected, blobs = weights_of(folder), folder.with_name('blobs')
     folder.rename(blobs)
     folder.mkdir()
     for path in blobs.iterdir():
         (folder / path.name).symlink_to(f'../blobs/{path.name}')
-    near(load_folder(str(folder), 'rope')['model'], expected)
+    near(weights_of(folder), expected)
     (folder / 'config.json').unlink()
     (folder / 'config.json').symlink_to('/dev/zero')
-    refuses('has no config.json', load_folder, str(folder), 'rope')
+    unread('has no config.json', folder)
 
 
 def test_weights_that_cannot_be_read_are_not_called_damaged(tmp_path, monkeypatch):
@@ -359,7 +368,7 @@ def test_weights_that_cannot_be_read_are_not_called_damaged(tmp_path, monkeypatc
 
 def test_a_folder_that_is_not_whole_is_refused(tmp_path):
     def refused(named):
-        refuses(named, load_folder, str(tmp_path), 'rope')
+        unread(named, tmp_path)
 
     refused('has no config.json')
     for text in ('{', '[' * 200_000, '{"model_type": ["llama"]}', 'null'):
@@ -399,7 +408,7 @@ def test_hub_names_are_found_in_the_cache_without_a_network(tmp_path, monkeypatc
     (repo / 'refs').mkdir()
     for ref in ('main', 'v1'):
         (repo / 'refs' / ref).write_text(commit)
-    expected = load_folder(str(repo / 'snapshots' / commit))['model']
+    expected = weights_of(repo / 'snapshots' / commit, None)
     for name in ('', '@v1', '@' + commit):
         assert not huggingface.is_foreign(f'hf:someone/nope{name}')
         near(load_folder(f'hf:someone/nope{name}')['model'], expected)
@@ -498,7 +507,7 @@ def test_folded_weights_are_rounded_once(tmp_path):
         written = weights[f'model.layers.1.self_attn.{name}_proj.weight']
         assert torch.equal(written, weight.float().bfloat16())
     assert torch.equal(weights['model.norm.weight'], model.norm.weight)
-    for weight in load_folder(str(tmp_path / 'hf'))['model'].values():  # they keep their precision
+    for weight in weights_of(tmp_path / 'hf', None).values():  # they keep their precision
         assert weight.dtype == (torch.float32 if weight.dim() == 1 else torch.bfloat16)
 
 

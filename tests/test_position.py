@@ -404,7 +404,7 @@ def test_a_convolution_over_scores_recalls_what_followed_without_position_encodi
     for _ in range(30):
         order = torch.randperm(20, generator=generator)
         asked = int(torch.randint(19, (), generator=generator))
-        x = 20 ** 0.5 * torch.eye(20)[[*order, order[asked]]][None, None]  # (B, H, T, D)
+        x = 20 ** 0.5 * torch.eye(20)[torch.cat((order, order[[asked]]))][None, None]
         for n, one in enumerate((dape.method, dape)):
             recalled = one.attend(-x, x, x, i, i)[0, 0, -1].argmax()
             hits[n] += int(recalled == order[asked + 1])

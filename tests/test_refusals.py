@@ -25,6 +25,7 @@ SHORT = {
     'READ': '--out_dir={run} ' + ON_CPU,
     'WRITE': '--init_from={run}/last.pt --out_dir={tmp}/out ' + ON_CPU,
     'TRAIN': '--out_dir={tmp}/new --compile=False --device=cpu --dataset={corpus} ' + SIZES,
+    'FINETUNE': '--out_dir={tmp}/new --device=cpu --dataset={corpus} --init_from={run}/last.pt',
     'RESUME': '--out_dir={run} --init_from=resume --device=cpu --dataset={corpus} ' + SIZES,
     'EXPORT': '--out_dir={run} --folder={tmp}/hf',
     'CHE': '--out_dir={tmp}/out --tasks=["even_pairs"] --train_length=6 --test_length=9',
@@ -70,10 +71,10 @@ train           TRAIN --init_from={run}/last.pt --rope_base=5e5 | rope_base is
 train           TRAIN --init_from={run}/last.pt --dape_kernel=3 | dape_kernel is 3
 train           TRAIN --init_from={run}/last.pt --dape_width=64 | dape_width is 64
 train           TRAIN --init_from={run}/last.pt --dape_residual=False | dape_residual is False
-train           TRAIN --init_from={run}/last.pt --position=kerple | position is
-train           TRAIN --init_from={run}/last.pt --position=xl | position is
-train           TRAIN --init_from={run}/last.pt --rope_scaling=yarn:2 | rope_scaling is
-train           --out_dir={tmp}/new --init_from={run}/last.pt {run}/sizes.py | n_hidden is 48
+train           TRAIN --init_from={run}/last.pt --position=kerple | position kerple
+train           TRAIN --init_from={run}/last.pt --position=xl | position xl
+train           TRAIN --init_from={run}/last.pt --rope_scaling=yarn:2 | rope_scaling yarn:2
+train           FINETUNE {run}/sizes.py | n_hidden is 48
 eval_ppl        WRITE --rule=press | rule
 eval_ppl        WRITE --protocol=first | protocol
 eval_ppl        WRITE --lengths=[32,40000] | 40000
@@ -193,4 +194,4 @@ def test_a_mistake_is_refused_in_one_line_that_names_it(places, tmp_path, line):
     stage, *words = ' '.join(SHORT.get(word, word) for word in command.split()).split()
     before, names = contents(places['run']), places | {'tmp': tmp_path}
     assert named.format(**names) in mistake(stage, *(word.format(**names) for word in words))
-    assert contents(tmp_path) == {} and contents(places['run']) == before
+    assert contents(tmp_path) == {} and before.items() <= contents(places['run']).items()

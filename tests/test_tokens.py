@@ -90,16 +90,16 @@ def test_bpe_is_trained_deterministically_and_its_ids_begin_with_the_bytes(bpe, 
         refuses(name, tokenizer_for, name, [CODE], tmp_path)
 
 
-def hf_json(folder, eos='</s>', config=None):
+def hf_json(folder, eos='</s>', config=None, eot=900):
     """
     A tokenizer.json of the Llama kind: a space put before each text, spaces written as ▁, <s>
-    added. config: text of tokenizer_config.json.
+    added. config: text of tokenizer_config.json; eot: the id of `eos`.
     """
     package = pytest.importorskip('tokenizers')
     alphabet = sorted(set(UNICODE.replace(' ', '▁') + 'abc<>/s▁'))
     vocab = {token: i for i, token in enumerate(['<unk>', '<s>', *alphabet, '▁a', 'bc'])}
     merges, normalizers, decoders = [('▁', 'a'), ('b', 'c')], package.normalizers, package.decoders
-    bpe = package.models.BPE(vocab | {eos: 900}, merges, unk_token='<unk>')
+    bpe = package.models.BPE(vocab | {eos: eot}, merges, unk_token='<unk>')
     tokenizer = package.Tokenizer(bpe)
     tokenizer.add_special_tokens(['<unk>', '<s>', eos])
     tokenizer.normalizer = normalizers.Sequence(
@@ -171,10 +171,9 @@ def test_pieces_of_a_long_document_have_the_tokens_of_the_whole(bpe):
             pieces = list(cut(text, limit))
             assert pieces == list(cut(parts, limit))  # whether it comes whole or in parts
             ids = [i for piece, _ in pieces for i in encoding.encode_ordinary(piece)]
-            assert ids == encoding.encode_ordinary(text) and len(pieces) > 5
+            assert ids == encoding.encode_ordinary(text)
             assert [last for _, last in pieces] == [False] * (len(pieces) - 1) + [True]
-    without_place = ''.join(piece for piece, _ in cut(list('x' * 1001), 100))
-    assert without_place == 'x' * 1001
+    assert ''.join(piece for piece, _ in cut(list('x' * 1001), 100)) == 'x' * 1001
     assert list(cut('', 100)) == list(cut(['', ''], math.inf)) == []
     assert list(cut(iter(parts), math.inf)) == [(text, True)]
 
@@ -192,28 +191,22 @@ def test_each_document_is_read_back_and_followed_by_end_of_text(tmp_path):
 
 
 def test_large_vocabularies_are_stored_in_32_bits(tmp_path):
-    ranks = [bytes([i]) for i in range(256)]
-    ranks += [bytes([i, j]) for i in range(256) for j in range(256)]
-    ranks = {token: i for i, token in enumerate(ranks)}
-    encoding = tiktoken_encoding('large', ranks, r'[\s\S]{1,2}', len(ranks))
-    write_corpus(tmp_path, encoding, {'train': ['a~']})
-    data = open_tokens(str(tmp_path), 'train')
-    assert data.tokens.dtype == np.uint32
-    assert data.tokens.tolist() == [256 + 97 * 256 + 126, 65792]
+    encoding = get_tokenizer(hf_json(tmp_path, eot=70_000))
+    write_corpus(tmp_path / 'data', encoding, {'train': ['a']})
+    tokens = open_tokens(str(tmp_path / 'data'), 'train').tokens
+    assert tokens.dtype == np.uint32 and tokens.tolist() == [*encoding.encode_ordinary('a'), 70_000]
 
 
-@pytest.mark.parametrize('kind', ['bytes', 'hf'])
-def test_several_threads_write_what_one_writes(tmp_path, monkeypatch, kind):
+def test_several_threads_write_what_one_writes(tmp_path, monkeypatch):
     monkeypatch.setattr(tokens, 'MIB', 1000)  # so that there are many chunks
     texts = [f'line {i} of some text\n' * 50 for i in range(99)]
-    encoding = get_tokenizer('bytes' if kind == 'bytes' else hf_json(tmp_path))
-    one, three = tmp_path / 'one', tmp_path / 'three'
-    write_corpus(one, encoding, {'train': texts}, workers=1)
-    write_corpus(three, encoding, {'train': texts}, workers=3)
-    for path in one.iterdir():
-        assert path.read_bytes() == (three / path.name).read_bytes()
-    ends = np.cumsum([len(encoding.encode_ordinary(text)) + 1 for text in texts])
-    assert open_tokens(str(three), 'train').starts.tolist() == [0, *ends[:-1]]
+    for encoding in get_tokenizer('bytes'), get_tokenizer(hf_json(tmp_path)):
+        for workers in 1, 3:
+            write_corpus(tmp_path / str(workers), encoding, {'train': texts}, workers=workers)
+        for path in (tmp_path / '1').iterdir():
+            assert path.read_bytes() == (tmp_path / '3' / path.name).read_bytes()
+        ends = np.cumsum([len(encoding.encode_ordinary(text)) + 1 for text in texts])
+        assert open_tokens(str(tmp_path / '3'), 'train').starts.tolist() == [0, *ends[:-1]]
 
 
 def test_interrupted_preparation_leaves_the_old_dataset_and_no_other_file(tmp_path):
@@ -226,7 +219,7 @@ def test_interrupted_preparation_leaves_the_old_dataset_and_no_other_file(tmp_pa
     with pytest.raises(KeyboardInterrupt):
         write(folder, failing())
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-    refuses('val split', write, tmp_path / 'other', [''])
+    refuses('train split', write, tmp_path / 'other', [''])
     assert not list((tmp_path / 'other').iterdir())
 
 

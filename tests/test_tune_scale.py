@@ -21,7 +21,6 @@ from conftest import (
     read,
     refuses,
     scale_set,
-    stage,
     stage_here,
 )
 from torch.distributed.run import get_args_parser
@@ -185,10 +184,9 @@ STEPS = '--max_iters=6 --learning_rate=0.05 --warmup_iters=2 --batch_size=4 --mi
 HEAD = STEPS + '--target_length=64 '
 
 
-def tune(out_dir, command, **ranks):
-    run = stage if ranks else stage_here
-    return run('tune_scale', *on(out_dir, out_dir, f'--n_samples=4 --compile=False {command}'),
-               **ranks)
+def tune(out_dir, command):
+    command = f'--n_samples=4 --compile=False {command}'
+    return stage_here('tune_scale', *on(out_dir, out_dir, command))
 
 
 @pytest.fixture(scope='module')
@@ -300,19 +298,6 @@ def test_start_is_interpolated_in_ln_of_the_length(tuned, tmp_path, recipe):
     for lengths in ([32, 64], 'many', None, [32, 64, 0], [[32], [64], [128]]):
         write(lengths)
         refuses('scale_uniform.json needs lengths', first_scale, info, 64)
-
-
-@pytest.mark.slow
-def test_two_ranks_find_the_scales_of_one(tuned):
-    out_dir = tuned[0]
-    for command in (UNIFORM, HEAD):
-        tune(out_dir, command + ' --label=two', ranks=2)
-    one, two = (read(out_dir / f'scale_uniform{rest}.json') for rest in ('', '_two'))
-    assert two['best_by_length'] == one['best_by_length']
-    assert (out_dir / 'scale_uniform_fit_two.json').exists()  # not over the other
-    one, two = (read(out_dir / f'scale_head_64{rest}.json') for rest in ('', '_two'))
-    near(two['losses'], one['losses'], rtol=1e-5)
-    near(two['head_scale'], one['head_scale'], atol=2e-3)
 
 
 def test_every_setting_can_be_given_under_torchrun():
