@@ -78,11 +78,11 @@ def new_cache(model, batch_size, max_length, dtype=None):
     A cache for a pass that will hold max_length tokens; of scale sets the one for such a pass is
     put into the model. A model read through transformers brings a cache of its own.
     """
-    require_positions(model, max_length)
     if model.scale_sets:
         model.scale_sets.use(max_length)
     if hasattr(model, 'new_cache'):
         return model.new_cache(max_length)
+    require_positions(model, max_length)
     return KVCache(model, batch_size, max_length, dtype)
 
 
