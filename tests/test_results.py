@@ -71,6 +71,7 @@ def test_file_is_replaced_whole_or_not_at_all(tmp_path, write):
 
 def test_provenance_says_how_a_result_was_made(tmp_path, monkeypatch, cpu):
     monkeypatch.setattr(sys, 'argv', ['/some/where/eval_ppl.py', '--scale=1.2'])
+    monkeypatch.setattr(sys.modules['__main__'], '__spec__', None)  # under python -m pytest
     monkeypatch.setenv('PATH', '')  # where git is not installed
     made = provenance({'scale': 1.2}, cpu, 12.34)
     assert made['commit'] is None and made['command'] == 'python eval_ppl.py --scale=1.2'
