@@ -25,7 +25,7 @@ def require_same_data(folder, old, new):
         return
     if None in new.values():  # large files, which the first rank alone reads through
         return
-    for name, checksum in (old | new).items():
+    for name, checksum in (new | old).items():
         if checksum not in old.values() or checksum not in new.values():
             raise UserError(f'dataset {name} has other tokens now than when {folder}/last.pt was '
                             'trained, or was not part of it then. Prepare it as it was, or train '
