@@ -26,12 +26,12 @@ test-all: $(DEV)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m pytest -n 2 --dist loadfile -m ''
 
-.venv/ready: requirements.txt
+.venv/ready: pyproject.toml
 	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo 'python3 must be 3.11 or newer: make PYTHON=...'; exit 1; }
 	python3 -m venv .venv
-	.venv/bin/python -m pip install -q -r requirements.txt
+	.venv/bin/python -m pip install -q .
 	touch $@
 
-.venv/ready-dev: .venv/ready requirements-dev.txt
-	.venv/bin/python -m pip install -q -r requirements-dev.txt
+.venv/ready-dev: .venv/ready
+	.venv/bin/python -m pip install -q '.[dev]'
 	touch $@

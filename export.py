@@ -1,20 +1,33 @@
 """
-Export a checkpoint, its scales folded into the weights, as a Hugging Face folder that stock
-transformers loads.
+Export a checkpoint, its scales folded into the weights, for other engines.
 
 $ python export.py --folder=out/demo/hf                                       # as trained
 $ python export.py --scale=out/demo/nope/scale_head_640.json --folder=out/demo/hf_640   # for 4L
+$ python export.py --format=gguf --folder=out/demo/gguf                       # for llama.cpp
 
-NoPE becomes SmolLM3 without RoPE in any layer, RoPE becomes Llama. Writes config.json,
-model.safetensors, tokenizer.json and tokenizer_config.json.
+hf is a folder for stock transformers and vLLM: NoPE becomes Granite (GraniteMoeHybrid with
+attention in every layer and no position embedding), RoPE Llama, a pattern such as rope,none
+SmolLM3. gguf is a folder with model.gguf for llama.cpp, NoPE or RoPE. Both get a model card,
+README.md.
 """
+
+import json
+from pathlib import Path
 
 from configurator import configure, settings
 from lib.checkpoints import Run
 from lib.devices import DTYPES
 from lib.errors import UserError
-from lib.huggingface import save_folder
+from lib.huggingface import (
+    require_exportable,
+    save_folder,
+    their_config,
+    their_state,
+    tokenizer_json,
+)
+from lib.results import optional, whole_folder, write_text
 from lib.scales import read_scale_file
+from lib.tokens import PATTERN, tokenizer_from_state
 
 out_dir = 'out/demo/nope'  # the run to read
 init_from = 'last'         # last or best (of out_dir), a checkpoint file, or hf:ORG/NAME
@@ -22,8 +35,11 @@ scale: float | str | None = None  # softmax scale: a number for all heads, or a 
 position: str | None = None       # read it with another position method than it says, such as none
 rope_scaling: str | None = None   # extension of RoPE, such as yarn:4
 target_length: int | None = None  # which of a scale file's several sets to fold, in tokens
-folder: str | None = None  # a new folder; None: out_dir/hf
+format = 'hf'              # hf or gguf
+folder: str | None = None  # a new folder; None: out_dir/hf or out_dir/gguf
 dtype = 'bfloat16'         # of the matrices written: bfloat16, float32, float16
+ids_only = False           # gguf: leave the tokenizer out, so that the file is for ids alone
+license = 'unknown'        # of the weights, as the hub calls it: what their training text allows
 
 
 def choose_set(model, L):
@@ -44,19 +60,199 @@ def choose_set(model, L):
     return target_length
 
 
+# ---------------------------------------------------------------------- GGUF
+
+def interleaved(weight, n_head):
+    """
+    The rows of q or k, (n_head * D, C), in llama.cpp's order for RoPE: the two that are turned
+    together, k and k + D/2 of a head, one after the other.
+    """
+    halves = weight.view(n_head, 2, -1, weight.shape[1])
+    return halves.transpose(1, 2).reshape(weight.shape)
+
+
+def add_tokenizer(writer, gguf, state, vocab_size):
+    """Put a byte-level BPE into a GGUF file, or refuse one that llama.cpp splits otherwise."""
+    encoding = tokenizer_from_state(state)
+    splitter = {'gpt2': 'gpt-2', 'bytes': 'gpt-2'}.get(state['name'])  # of bytes any will do
+    if state['kind'] == 'tiktoken' and state['pattern'] == PATTERN:
+        splitter = 'llama-bpe'
+    if not splitter:
+        raise UserError(f"tokenizer {state['name']} cuts text into words by a pattern of its own, "
+                        'which llama.cpp may not have: it would read other tokens. Export with '
+                        '--ids_only=True, and encode outside.')
+    bpe = json.loads(tokenizer_json(state))['model']
+    tokens = [f'[unused{i}]' for i in range(vocab_size)]
+    types = [gguf.TokenType.UNUSED] * vocab_size
+    for text, i in bpe['vocab'].items():
+        tokens[i], types[i] = text, gguf.TokenType.NORMAL
+    end = encoding.eot_token
+    tokens[end], types[end] = '<|endoftext|>', gguf.TokenType.CONTROL
+    writer.add_tokenizer_model('gpt2')
+    writer.add_tokenizer_pre(splitter)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    # llama.cpp asks for one merge at least; of two ends of text no text is made.
+    merges = [' '.join(pair) for pair in bpe['merges']]
+    writer.add_token_merges(merges or [f'{tokens[end]} {tokens[end]}'])
+    writer.add_bos_token_id(end)
+    writer.add_eos_token_id(end)
+    writer.add_add_bos_token(False)
+
+
+def save_gguf(path, model, tokenizer, dtype, length):
+    """
+    Write a GGUF file: RoPE as llama, NoPE as granite, which llama.cpp runs without RoPE where
+    rope.scaling.finetuned is false. tokenizer: its state, or None for ids alone; dtype: of the
+    matrices; length: the tokens that the scales are for.
+    """
+    gguf, c = optional('gguf'), model.config
+    require_exportable(model)
+    if ',' in c.position:
+        raise UserError(f"position is '{c.position}', but llama.cpp has RoPE in all layers or in "
+                        'none. Export with --format=hf.')
+    config = their_config(c, dtype, length=length)
+    architecture = 'llama' if c.position == 'rope' else 'granite'
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(config['max_position_embeddings'])
+    writer.add_embedding_length(c.n_embd)
+    writer.add_block_count(c.n_layer)
+    writer.add_feed_forward_length(c.n_hidden)
+    writer.add_head_count(c.n_head)
+    writer.add_head_count_kv(c.n_kv_head)
+    writer.add_layer_norm_rms_eps(c.norm_eps)
+    writer.add_rope_dimension_count(c.head_dim)
+    writer.add_vocab_size(c.vocab_size)
+    if c.position == 'none':
+        writer.add_rope_scaling_finetuned(False)
+        writer.add_attention_scale(c.head_dim ** -0.5)
+        for add in (writer.add_logit_scale, writer.add_residual_scale, writer.add_embedding_scale):
+            add(1.0)
+    else:
+        writer.add_rope_freq_base(config['rope_theta'])
+        if config['rope_scaling']:
+            kind, factor = config['rope_scaling']['rope_type'], config['rope_scaling']['factor']
+            if kind == 'dynamic':
+                raise UserError('llama.cpp has no dynamic NTK. Export it as trained, or with yarn '
+                                'or pi.')
+            writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+            writer.add_rope_scaling_factor(factor)
+            writer.add_rope_scaling_orig_ctx_len(c.trained_length)
+
+    if tokenizer:
+        add_tokenizer(writer, gguf, tokenizer, c.vocab_size)
+    else:
+        writer.add_tokenizer_model('none')
+
+    kinds = gguf.GGMLQuantizationType
+    matrices = {'float32': kinds.F32, 'float16': kinds.F16, 'bfloat16': kinds.BF16}[config['dtype']]
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], c.n_layer)
+    for name, weight in their_state(model, dtype, 'llama').items():
+        if c.position == 'rope' and name.endswith(('q_proj.weight', 'k_proj.weight')):
+            weight = interleaved(weight, c.n_head if 'q_proj' in name else c.n_kv_head)
+        kind = matrices if weight.dim() == 2 else kinds.F32
+        data = gguf.quants.quantize(weight.float().numpy(), kind)  # exact: it is rounded already
+        writer.add_tensor(names.get_name(name, try_suffixes=('.weight',)), data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+# ---------------------------------------------------------------------- the model card
+
+HOW_TO_RUN = {
+    'hf': '''from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained({folder!r})
+tokenizer = AutoTokenizer.from_pretrained({folder!r})
+ids = tokenizer('def ', return_tensors='pt').input_ids
+print(tokenizer.decode(model.generate(ids, max_new_tokens=50)[0]))''',
+    'gguf': '''from llama_cpp import Llama  # pip install llama-cpp-python
+model = Llama({folder!r} + '/model.gguf', n_ctx={n_ctx})
+print(model('def ', max_tokens=50)['choices'][0]['text'])'''}
+
+
+def measured_losses(run):
+    """Lines of a table: the losses that eval_ppl.py measured of these weights with these scales."""
+    lines = []
+    for path in sorted(Path(out_dir).glob('eval_ppl*.json')):
+        result = json.loads(path.read_text(encoding='utf-8'))
+        same = all(result['settings'].get(name) == run.settings[name]
+                   for name in ('scale', 'position', 'rope_scaling'))
+        if same and result['weights_digest'] == run.info['digest']:
+            lines += [f"| {row['length']} | {row['loss']} ± {row['standard_error']} "
+                      f"| {result['dataset']}, {result['split']} | {result['protocol']} |"
+                      for row in result['rows'] if 'length' in row]
+    return '\n'.join(lines) or '| not measured | | | |'
+
+
+def model_card(run, length, target):
+    """The text of README.md, from the checkpoint's own settings and the results beside it."""
+    c, info, trained = run.model.config, run.info, run.info['settings']
+    names = 'dataset', 'init_from', 'batch_size', 'learning_rate', 'weight_decay', 'seed'
+    how = '\n'.join(f'| {name} | {trained[name]} |' for name in names if name in trained)
+    low, high = run.model.head_scale.aminmax()
+    tokenizer = info['tokenizer']['name'] if info['tokenizer'] else 'none came with it'
+    code = HOW_TO_RUN[format].format(folder=target, n_ctx=max(c.block_size, length or 0))
+    return f'''---
+license: {license}
+pipeline_tag: text-generation
+---
+
+# {Path(target).name}
+
+A causal transformer with position method `{c.position}` (`none` is NoPE: no position encoding)
+{c.rope_scaling}: {run.model.n_params():,} parameters, {c.n_layer} layers, {c.n_head} heads, width
+{c.n_embd}, {c.vocab_size} tokens (tokenizer: {tokenizer}). Licence of the weights: {license}.
+
+## How it was trained
+
+| setting | value |
+|---|---|
+| training length L | {c.trained_length} tokens |
+| steps | {info['step'] or 'not known'} |
+| best validation loss, nats per token | {info.get('best_val_loss', 'not known')} |
+{how}
+
+## Softmax scales
+
+Between {low:.3f} and {high:.3f}, folded into the weights of q; 1 is as trained. Asked for:
+`--scale={scale}`, for passes of {length or 'any number of'} tokens.
+
+## Measured losses
+
+| length in tokens | nats per token | text | protocol |
+|---|---|---|---|
+{measured_losses(run)}
+
+## How to run
+
+```python
+{code}
+```
+'''
+
+
 def main():
     if dtype not in DTYPES:
         raise UserError(f"dtype is '{dtype}'. Choose {', '.join(DTYPES)}.")
+    if format not in HOW_TO_RUN:
+        raise UserError(f"format is '{format}'. Choose {', '.join(HOW_TO_RUN)}.")
     run = Run(settings(globals()) | {'device': 'cpu', 'dtype': 'float32'})
     length = choose_set(run.model, run.L)
     if length is None and isinstance(scale, str):
         length, = read_scale_file(scale, run.info)[1]  # of its one set
-    target = folder or f'{out_dir}/hf'
-    save_folder(target, run.model, run.info['tokenizer'], DTYPES[dtype], length or 0)
+    target, tokenizer = folder or f'{out_dir}/{format}', run.info['tokenizer']
+    with whole_folder(target) as part:
+        if format == 'gguf':
+            save_gguf(part / 'model.gguf', run.model, None if ids_only else tokenizer,
+                      DTYPES[dtype], length or 0)
+        else:
+            save_folder(part, run.model, tokenizer, DTYPES[dtype], length or 0)
+        write_text(part / 'README.md', model_card(run, length, target))
     print(f"{run.info['path']} ({run.model.n_params():,} parameters, "
-          f'position={run.model.config.position}) is now {target}, in {dtype}. To load it:\n'
-          f'  model = transformers.AutoModelForCausalLM.from_pretrained({target!r})\n'
-          f'  tokenizer = transformers.AutoTokenizer.from_pretrained({target!r})')
+          f'position={run.model.config.position}) is now {target}, in {dtype}. '
+          f'{target}/README.md says how to run it.')
 
 
 if __name__ == '__main__':

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import position as methods
 from configurator import between, configure, settings
+from kernels import attention_entropy
 from lib import checkpoints, plots
 from lib.devices import (
     compiled,
@@ -44,6 +45,7 @@ init_from = 'scratch'        # scratch, resume (out_dir/last.pt), or a model: a 
 eval_interval = 500          # steps between validations; last.pt is saved at each
 eval_windows = 128           # validation windows read at each, the same ones every time
 log_interval = 100           # steps between lines on screen
+tracker = ''                 # send the log to trackio or wandb, too; '' for none
 keep_steps: list[int] = []   # steps whose checkpoint is kept as step_N.pt
 # data
 dataset = 'stdlib'           # a folder of data/, or a mixture: 'slimpajama:0.694,starcoder:0.306'
@@ -74,6 +76,7 @@ fsdp = False                 # under torchrun: split the model over the ranks
 checkpoint_activations = False  # recompute activations in backward: less memory, more time
 seed = 1337                  # of initial weights and data order
 
+ENTROPY_WINDOWS = 4  # of the validation windows: attention entropy varies little between windows
 SIZES = ('n_layer', 'n_head', 'n_kv_head', 'n_embd', 'n_hidden', 'block_size')
 METHOD = tuple(field.name for field in dataclasses.fields(methods.Settings))
 
@@ -222,18 +225,24 @@ def train_step(model, optimizer, scaler, weights, batch, next_batch, runtime):
     return step_loss, batch
 
 
-def validate(model, tokens, runtime):
-    """Mean loss in nats over validation windows."""
+def validate(model, tokens, runtime, measure):
+    """Mean over validation windows of measure(inputs, targets), which returns a number for each."""
     n = len(tokens)
     if fsdp:  # its ranks go through each pass together: so many windows for each, some again
         whole = range(n + -n % runtime.world_size)
         tokens = tokens.take(whole, axis=0, mode='wrap')
     model.eval()
-    losses = runtime.over_windows(tokens, micro_batch_size * block_size,
-                                  lambda inputs, targets: model(inputs, targets).mean(1),
+    values = runtime.over_windows(tokens, micro_batch_size * block_size, measure,
                                   finite=False)  # what is not finite, the recorder reports
     model.train()
-    return float(losses[:n].mean())
+    return float(values[:n].mean())
+
+
+def mean_entropy(model, inputs):
+    """Attention entropy of each window in nats, the mean over layers, heads and queries: (B,)."""
+    with model.probe(attention_entropy) as entropy:
+        model(inputs, last=1)
+    return torch.stack(entropy).mean((0, 2, 3))
 
 
 def save_last(recorder, model, optimizer, scaler, step, best_val_loss):
@@ -307,10 +316,13 @@ def main(given=()):
 
         if step % eval_interval == 0 or step == max_iters or step in keep_steps:
             recorder.flush(step)
-            val_loss = validate(raw_model, val_tokens, runtime)
+            val_loss = validate(raw_model, val_tokens, runtime,
+                                lambda inputs, targets: raw_model(inputs, targets).mean(1))
+            entropy = validate(raw_model, val_tokens[:ENTROPY_WINDOWS], runtime,
+                               lambda inputs, targets: mean_entropy(raw_model, inputs))
             recorder.require_finite(val_loss, f'the validation loss became {val_loss} at step '
                                               f'{step}')
-            recorder.log(step, val_loss=val_loss)
+            recorder.log(step, val_loss=val_loss, entropy=entropy)
             runtime.print(f'step {step:6d}  validation loss {val_loss:.4f}  '
                           f'ppl {math.exp(min(val_loss, 700)):.2f}')
             if val_loss < best_val_loss:

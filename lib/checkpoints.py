@@ -21,7 +21,7 @@ from lib.checksums import require_checksums
 from lib.devices import setup
 from lib.errors import UserError, as_user_error
 from lib.generate import require_positions
-from lib.results import provenance, result_path, save_json, whole_file
+from lib.results import note, provenance, result_path, save_json, whole_file
 from lib.scales import apply_scale
 from lib.tokens import Windows, tokenizer_digest, tokenizer_from_state
 from model import ModelConfig, Transformer, matrices
@@ -103,7 +103,8 @@ def load(source, position=None, optimizer=True):
     inode = path.stat().st_ino
     advice = 'Use another one: best.pt, or a kept step.'
     try:
-        state = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
+        # Windows replaces no file that is mapped, and a run replaces the one it goes on from.
+        state = torch.load(path, map_location='cpu', weights_only=True, mmap=os.name != 'nt')
         missing = {'model', 'model_config', 'tokenizer', 'digest', 'step'} - set(state)
         held = sum(weight.numel() for weight in state.get('model', {}).values())
     except Exception as error:  # zip, unpickling and type errors alike
@@ -224,7 +225,16 @@ def load_model(init_from, out_dir, device, position=None, rope_scaling=None, dty
 
 
 def require_tokenizer(info, tokenizer, dataset):
-    """Raise UserError unless a data set's tokenizer encodes as that of the checkpoint `info`."""
+    """
+    Raise UserError unless a data set's tokenizer encodes as that of the checkpoint `info`, which
+    may have come without one.
+    """
+    if info['tokenizer'] is None:
+        note(f"{info['path']} has no tokenizer; that of data set {dataset} is taken to be its own")
+        if tokenizer_from_state(tokenizer).n_vocab > info['model_config']['vocab_size']:
+            raise UserError(f"data set {dataset} has more tokens than {info['path']} knows. "
+                            "Prepare it with the model's own tokenizer.")
+        return
     if tokenizer_digest(info['tokenizer']) != tokenizer_digest(tokenizer):
         raise UserError(f"{info['path']} was trained with tokenizer {info['tokenizer']['name']}, "
                         f"but data set {dataset} has {tokenizer['name']}. Prepare the data with "

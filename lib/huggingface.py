@@ -9,9 +9,7 @@ once into the hub's cache and found there without a network.
 """
 
 import dataclasses
-import itertools
 import json
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -37,18 +35,22 @@ from lib.tokens import (
 from model import ModelConfig, Transformer
 from position import parse_scaling, rope_frequencies
 
+# Granite with attention in every layer and no experts is a Llama, or without RoPE its NoPE twin.
+GRANITE = 'granitemoehybrid'
 # Sizes in a ModelConfig: in a config.json.
 SIZES = {'vocab_size': 'vocab_size', 'block_size': 'max_position_embeddings',
          'n_layer': 'num_hidden_layers', 'n_head': 'num_attention_heads',
          'n_kv_head': 'num_key_value_heads', 'n_embd': 'hidden_size',
          'n_hidden': 'intermediate_size'}
+GRANITE_SIZES = SIZES | {'n_hidden': 'shared_intermediate_size'}
 # What a config.json may leave out, as its class in transformers has it.
+LLAMA = {'max_position_embeddings': 2048, 'rope_theta': 10000.0, 'rms_norm_eps': 1e-6,
+         'tie_word_embeddings': False}
 DEFAULTS = {
-    'llama': {'max_position_embeddings': 2048, 'rope_theta': 10000.0, 'rms_norm_eps': 1e-6,
-              'tie_word_embeddings': False},
-    'smollm3': {'num_key_value_heads': 4, 'max_position_embeddings': 32768,
-                'rope_theta': 2000000.0, 'rms_norm_eps': 1e-6, 'tie_word_embeddings': True,
-                'use_sliding_window': False}}
+    'llama': LLAMA,
+    'smollm3': LLAMA | {'num_key_value_heads': 4, 'max_position_embeddings': 32768,
+                        'rope_theta': 2000000.0, 'tie_word_embeddings': True},
+    GRANITE: LLAMA | {'num_local_experts': 8, 'layer_types': 'mamba', 'attention_multiplier': 1.0}}
 ROPE_TYPES = {'default': '', 'linear': 'pi', 'dynamic': 'dynamic_ntk', 'yarn': 'yarn'}
 # Entries about RoPE that are read, and those that must have the value our RoPE has.
 ROPE_READ = ('rope_type', 'type', 'rope_theta', 'factor', 'original_max_position_embeddings',
@@ -70,8 +72,8 @@ def files_of(source, *patterns):
 def model_files(source):
     """The folder with all we read: weights as safetensors, or where there are none as .bin."""
     folder = files_of(source, 'config.json', 'tokenizer.json', 'tokenizer_config.json',
-                      '*.safetensors', '*.safetensors.index.json')
-    if any(folder.glob('*.safetensors')):
+                      'model*.safetensors*')  # with an index
+    if any(folder.glob('model*.safetensors')):
         return folder
     return files_of(source, 'pytorch_model*.bin*')
 
@@ -100,32 +102,15 @@ def is_foreign(source):
 
 
 def weight_files(folder):
-    """
-    The files of a folder that hold its weights. Refuses an index that names anything but regular
-    files of this folder; the hub's own cache has links to such files there.
-    """
-    for name in ('model.safetensors', 'pytorch_model.bin'):
-        index = folder / f'{name}.index.json'
-        if index.is_file():
-            try:
-                names = set(json.loads(index.read_text())['weight_map'].values())
-            except MALFORMED as error:
-                raise UserError(f'{index} does not tell which file has which tensor. Get it '
-                                'again.') from error
-            break
-        if (folder / name).is_file():
-            return [folder / name]
-    else:
-        raise UserError(f'{folder} has neither model.safetensors nor pytorch_model.bin. Put the '
-                        'weights there.')
-    names = sorted(map(str, names))
-    for name in names:
-        if Path(name).name != name:
-            raise UserError(f"{index} names '{name}', which is not a file of its own folder. Get "
-                            'it again.')
-        if not (folder / name).is_file():  # it is missing, or a device, which may have no end
-            raise UserError(f'{folder / name} is missing or not a file of weights. Get it again.')
-    return [folder / name for name in names]
+    """The files of a folder that hold its weights: one, or shards. No index is read."""
+    for pattern in ('model.safetensors', 'model-*.safetensors', 'pytorch_model.bin',
+                    'pytorch_model-*.bin'):
+        # Regular files and links to such, as the hub's cache has them: a device may have no end.
+        files = sorted(path for path in folder.glob(pattern) if path.is_file())
+        if files:
+            return files
+    raise UserError(f'{folder} has neither model.safetensors nor pytorch_model.bin, nor shards of '
+                    'one. Put the weights there.')
 
 
 def read_weights(folder):
@@ -141,23 +126,28 @@ def read_weights(folder):
                     part = {name: file.get_tensor(name) for name in file.keys()}
             else:  # the older kind of file, which is no zip, cannot be mapped
                 part = torch.load(path, map_location='cpu', weights_only=True, mmap=is_zip)
+            count = len(tensors) + len(part)
             tensors |= part
         except Exception as error:  # of safetensors, zip or unpickling alike
             raise UserError(f'{path} is missing, cut short or not a file of weights '
                             f'({type(error).__name__}). Get it again.') from error
         if is_zip:
             require_checksums(path, part, 'Get it again.')
+        if len(tensors) < count:
+            raise UserError(f'{path} has tensors that another file of weights has, too. Remove the '
+                            'one that is not of this model.')
     return {name: tensor for name, tensor in tensors.items()
             if torch.is_tensor(tensor) and not name.endswith('rotary_emb.inv_freq')}
 
 
 def load_tokenizer(folder, vocab_size):
-    """State of the folder's tokenizer. Refuses one with more tokens than the model."""
+    """
+    State of the folder's tokenizer, None where there is no tokenizer.json. Refuses one with more
+    tokens than the model.
+    """
     path = folder / 'tokenizer.json'
     if not path.is_file():
-        raise UserError(f'{folder} has no tokenizer.json. Put that of the model, or of the one it '
-                        'was trained from, there (if this is the cache of the hub: into a folder '
-                        'of your own, with the other files).')
+        return None
     encoding = get_tokenizer(str(path))
     if encoding.n_vocab > vocab_size:
         raise UserError(f'{path} has {encoding.n_vocab} tokens but the model only {vocab_size}. '
@@ -169,41 +159,36 @@ def load_tokenizer(folder, vocab_size):
 
 def our_config(config, source, position=None):
     """
-    The ModelConfig of a Llama or SmolLM3 config.json. position: None takes its word. Refuses
-    whatever our model does not do, rather than read it as something near. An entry of the wrong
-    kind may be a TypeError.
+    The ModelConfig of a config.json. position: None takes its word. Refuses whatever our model does
+    not do, rather than read it as something near. An entry of the wrong kind may be a TypeError.
     """
     kind, where = config.get('model_type'), f'config.json of {source}'
     if kind not in DEFAULTS:
-        raise UserError(f"{source} has model_type '{kind}'; of {' and '.join(DEFAULTS)} alone we "
+        raise UserError(f"{source} has model_type '{kind}'; of {', '.join(DEFAULTS)} alone we "
                         'make a model to train, tune or export. Others can only be read as they '
                         'are, by eval_ppl.py and sample.py.')
     if config.get('num_key_value_heads') is None:
         config = config | {'num_key_value_heads': config.get('num_attention_heads')}
-    sizes = {ours: config.get(theirs) for ours, theirs in SIZES.items()}
-    odd = [f'{SIZES[name]} {size}' for name, size in sizes.items()
+    names = GRANITE_SIZES if kind == GRANITE else SIZES
+    sizes = {ours: config.get(theirs) for ours, theirs in names.items()}
+    odd = [f'{names[name]} {size}' for name, size in sizes.items()
            if type(size) is not int or size < 1]
     if odd:
         raise UserError(f"{where} has {', '.join(odd)}; each must be a whole number. Get it again.")
     n_layer = sizes['n_layer']
 
     expected = {'hidden_act': 'silu', 'attention_bias': False, 'mlp_bias': False,
-                'partial_rotary_factor': 1, 'head_dim': sizes['n_embd'] // sizes['n_head']}
-    if not same_in_all(config.get('layer_types'), 'full_attention', n_layer):
-        expected['layer_types'] = 'full_attention for each layer'
-    if config.get('use_sliding_window', True):
-        expected['sliding_window'] = None
+                'partial_rotary_factor': 1, 'head_dim': sizes['n_embd'] // sizes['n_head'],
+                'sliding_window': None, 'num_local_experts': 0, 'embedding_multiplier': 1,
+                'residual_multiplier': 1, 'logits_scaling': 1}
+    if not same_in_all(config.get('layer_types'), ('attention', 'full_attention'), n_layer):
+        expected['layer_types'] = 'attention in each layer'
     for key, value in expected.items():
         if config.get(key) not in (None, value):
             raise UserError(f'{where} has {key} {config[key]}; our model has {value}. Choose '
                             'another checkpoint.')
 
-    layers = config.get('no_rope_layers')
-    has_rope = kind == 'llama' or same_in_all(layers, 1, n_layer)
-    if not has_rope and not same_in_all(layers, 0, n_layer):
-        raise UserError(f'{where} has no_rope_layers {layers}; our model has RoPE in all of its '
-                        f'{n_layer} layers or in none. Choose another checkpoint.')
-    position = position or ('rope' if has_rope else 'none')
+    position = position or position_of(config, where)
     rope = rope_config(config, where) if 'rope' in position.split(',') else {}
     try:
         c = ModelConfig(**sizes, **rope, position=position, norm_eps=config['rms_norm_eps'],
@@ -217,9 +202,26 @@ def our_config(config, source, position=None):
     return c
 
 
-def same_in_all(layers, kind, n_layer):
-    """True if a list has that kind for each layer. None is made, as n_layer may be any number."""
-    return isinstance(layers, list) and len(layers) == n_layer and set(layers) == {kind}
+def same_in_all(layers, kinds, n_layer):
+    """
+    True if a list has one of the kinds for each layer. None is made, as n_layer may be any number.
+    """
+    return isinstance(layers, list) and len(layers) == n_layer and set(layers) <= set(kinds)
+
+
+def position_of(config, where):
+    """The position method that a config.json calls for."""
+    if config['model_type'] == 'llama':
+        return 'rope'
+    if config['model_type'] == GRANITE:
+        return 'rope' if config.get('position_embedding_type') == 'rope' else 'none'
+    layers = config.get('no_rope_layers')
+    if not same_in_all(layers, (0, 1), config['num_hidden_layers']):
+        raise UserError(f'{where} has no_rope_layers {layers}; it must be 1 or 0 for each layer. '
+                        'Get it again.')
+    names = ['rope' if has_rope else 'none' for has_rope in layers]
+    period = next(n for n in range(1, len(names) + 1) if names[n:] == names[:-n])
+    return ','.join(names[:period])
 
 
 def rope_config(config, where):
@@ -246,10 +248,10 @@ def rope_config(config, where):
     return ours
 
 
-def tensor_table(c):
+def tensor_table(c, kind='llama'):
     """
     {our name: [(their name, shape), ...]}: our matrix is theirs one below the other. c: a
-    ModelConfig.
+    ModelConfig; kind: the model_type of theirs.
     """
     C, kv = c.n_embd, c.head_dim * c.n_kv_head
     table = {'embed.weight': [('model.embed_tokens.weight', (c.vocab_size, C))]}
@@ -261,6 +263,9 @@ def tensor_table(c):
         'mlp_norm': [('post_attention_layernorm', (C,))],
         'mlp.gate_up': [('mlp.gate_proj', (c.n_hidden, C)), ('mlp.up_proj', (c.n_hidden, C))],
         'mlp.out': [('mlp.down_proj', (C, c.n_hidden))]}
+    if kind == GRANITE:
+        block |= {'mlp.gate_up': [('shared_mlp.input_linear', (2 * c.n_hidden, C))],
+                  'mlp.out': [('shared_mlp.output_linear', (C, c.n_hidden))]}
     for i in range(c.n_layer):
         for ours, parts in block.items():
             table[f'blocks.{i}.{ours}.weight'] = [
@@ -271,10 +276,10 @@ def tensor_table(c):
     return table
 
 
-def our_state(tensors, c, source):
+def our_state(tensors, c, config, source):
     """
     Our state dict from their tensors, which it uses up one by one. Vectors become float32, matrices
-    stay.
+    stay. config: their config.json.
     """
     def take(name, shape):
         weight = tensors.pop(name)
@@ -287,7 +292,7 @@ def our_state(tensors, c, source):
     if c.n_layer > len(tensors):
         raise UserError(f'config.json of {source} calls for {c.n_layer} layers, but its weights '
                         f'are only {len(tensors)} tensors. Do both belong together?')
-    table = tensor_table(c)
+    table = tensor_table(c, config['model_type'])
     # Head scales, as the paper's own code keeps them: of all layers, or of none.
     scales = [f'model.layers.{i}.self_attn.scale_param' for i in range(c.n_layer)]
     if any(name in tensors for name in scales):
@@ -303,8 +308,11 @@ def our_state(tensors, c, source):
     for ours, parts in table.items():
         weights = [take(*part) for part in parts]
         state[ours] = torch.cat(weights) if len(weights) > 1 else weights[0]
+    # Granite's attention is softmax(multiplier * q.k), which is a uniform scale.
+    root = c.head_dim ** 0.5
+    scale = config.get('attention_multiplier', 1 / root) * root
     for i in range(c.n_layer):
-        state.setdefault(f'blocks.{i}.attn.head_scale', torch.ones(c.n_head))
+        state.setdefault(f'blocks.{i}.attn.head_scale', torch.full((c.n_head,), scale))
         state[f'blocks.{i}.attn.head_gain'] = torch.ones(c.n_head)
     if c.tied:
         state['head.weight'] = state['embed.weight']
@@ -321,9 +329,9 @@ def our_state(tensors, c, source):
 
 def load_folder(source, position=None):
     """
-    A checkpoint in our format, {model, model_config, tokenizer, step, settings}, from a Llama or
-    SmolLM3 source. position: how it was trained, such as 'none' for a NoPE model whose config.json
-    says Llama.
+    A checkpoint in our format, {model, model_config, tokenizer, step, settings}, from a source of
+    a type that DEFAULTS has. position: how it was trained, such as 'none' for a NoPE model
+    whose config.json says Llama.
     """
     config = read_config(source)
     try:
@@ -341,7 +349,7 @@ def load_folder(source, position=None):
         print(f'{source}: its config says Llama, read as RoPE; a checkpoint trained without '
               'position encoding says the same: if its card says NoPE, add '
               '--position=none', flush=True)
-    return {'tokenizer': tokenizer, 'model': our_state(tensors, c, source),
+    return {'tokenizer': tokenizer, 'model': our_state(tensors, c, config, source),
             'model_config': dataclasses.asdict(c), 'step': 0, 'settings': {}}
 
 
@@ -355,28 +363,24 @@ EXPORTED = {*SIZES, 'position', 'rope_base', 'rope_scaling', 'rope_length', 'tie
 def require_exportable(model):
     """Refuse a model with a setting or a weight that a stock model has no place for."""
     c = model.config
-    method = f"position '{c.position}'"
-    if getattr(c, 'dape_kernel', 0):
-        method += ' with DAPE'
-    if method not in ("position 'rope'", "position 'none'"):
-        raise UserError(f'{method} has no place in the models of transformers that we write. Only '
-                        'rope and none, for all layers, can be exported.')
+    if not set(c.position.split(',')) <= {'rope', 'none'}:
+        raise UserError(f"position '{c.position}' has no place in the models of transformers that "
+                        'we write. Only rope, none and patterns of both can be exported.')
     odd = [f'{field.name} {getattr(c, field.name)}' for field in dataclasses.fields(c)
            if field.name not in EXPORTED and getattr(c, field.name) != field.default]
     known = {*tensor_table(c), 'head.weight'}
-    for name, _ in itertools.chain(model.named_parameters(), model.named_buffers()):
-        if name not in known and not name.endswith(('.attn.head_scale', '.attn.head_gain')):
-            odd.append(name)
+    odd += [name for name in model.state_dict()
+            if name not in known and not name.endswith(('.attn.head_scale', '.attn.head_gain'))]
     if odd:
         raise UserError(f"the model has {', '.join(odd[:3])}, for which a model of transformers "
                         'has no place that we know: the folder would be another model. Export one '
                         'without.')
 
 
-def their_config(c, dtype, encoding, length=0):
+def their_config(c, dtype, length=0):
     """
-    A config.json: RoPE is Llama, NoPE is SmolLM3 with RoPE in no layer; encoding: the tokenizer;
-    length: the tokens its scales are for, if more than L.
+    A config.json, less its tokens: RoPE is Llama, NoPE Granite without RoPE, a pattern of both
+    SmolLM3. length: the tokens its scales are for, if more than L.
     """
     kind, factor = parse_scaling(c.rope_scaling)
     L, base, rope = c.trained_length, c.rope_base, None
@@ -389,22 +393,26 @@ def their_config(c, dtype, encoding, length=0):
         if kind == 'yarn':
             rope['original_max_position_embeddings'] = L
     # Dynamic NTK takes this for L, others for how far the model reads.
-    longest = max(c.block_size, length, int(factor * L) if kind else 0)
+    longest = max(c.block_size, length, int(factor * L))
     if kind == 'dynamic_ntk':
         longest = L
 
-    config = {theirs: getattr(c, ours) for ours, theirs in SIZES.items()}
-    if c.position == 'rope':
-        config |= {'model_type': 'llama', 'architectures': ['LlamaForCausalLM']}
-    else:
-        config |= {'model_type': 'smollm3', 'architectures': ['SmolLM3ForCausalLM'],
-                   'no_rope_layers': [0] * c.n_layer}
-    return config | {  # RoPE in the older way, which every version of transformers reads
-        'max_position_embeddings': longest, 'rope_theta': base, 'rope_scaling': rope,
-        'hidden_act': 'silu', 'attention_bias': False, 'mlp_bias': False,
-        'rms_norm_eps': c.norm_eps, 'tie_word_embeddings': c.tied,
-        'dtype': str(dtype).removeprefix('torch.'), 'bos_token_id': start_token(encoding),
-        'eos_token_id': encoding.eot_token, 'pad_token_id': None}
+    # RoPE in the older way, which every version of transformers reads.
+    names, own = SIZES, {'model_type': 'llama', 'architectures': ['LlamaForCausalLM'],
+                         'rope_theta': base, 'rope_scaling': rope}
+    if ',' in c.position:
+        flags = [int(c.method_of(layer) == 'rope') for layer in range(c.n_layer)]
+        own |= {'model_type': 'smollm3', 'architectures': ['SmolLM3ForCausalLM'],
+                'no_rope_layers': flags}
+    if c.position == 'none':
+        names, own = GRANITE_SIZES, {
+            'model_type': GRANITE, 'architectures': ['GraniteMoeHybridForCausalLM'],
+            'position_embedding_type': 'nope', 'layer_types': ['attention'] * c.n_layer,
+            'num_local_experts': 0, 'attention_multiplier': c.head_dim ** -0.5,
+            'mamba_n_heads': 1}  # of no layer, but it must divide twice the width
+    return {theirs: getattr(c, ours) for ours, theirs in names.items()} | own | {
+        'max_position_embeddings': longest, 'rms_norm_eps': c.norm_eps,
+        'tie_word_embeddings': c.tied, 'dtype': str(dtype).removeprefix('torch.')}
 
 
 @torch.no_grad()
@@ -426,19 +434,22 @@ def folded_weight(model, name):
     return torch.cat((q * scale[:, None], kv))
 
 
-def their_state(model, dtype):
-    """Their tensors from our model's: matrices in `dtype`; vectors, being few, in float32."""
+def their_state(model, dtype, kind):
+    """
+    Their tensors from our model's: matrices in `dtype`; vectors, being few, in float32. kind: the
+    model_type of theirs.
+    """
     tensors = {}
-    for ours, parts in tensor_table(model.config).items():
+    for ours, parts in tensor_table(model.config, kind).items():
         weight = folded_weight(model, ours)
         rows = weight.split([shape[0] for _, shape in parts])
         for (name, shape), part in zip(parts, rows):
-            kind = dtype if len(shape) == 2 else torch.float32
+            precision = dtype if len(shape) == 2 else torch.float32
             # Copies, as safetensors takes no two tensors in one memory.
-            tensors[name] = part.detach().to(kind, copy=True)
+            tensors[name] = part.detach().to(precision, copy=True)
             if not tensors[name].isfinite().all():
-                raise UserError(f'{name} is not finite in {kind}, with its scales. Export with a '
-                                'larger --dtype, such as float32, or smaller scales.')
+                raise UserError(f'{name} is not finite in {precision}, with its scales. Export '
+                                'with a larger --dtype, such as float32, or smaller scales.')
     return tensors
 
 
@@ -472,44 +483,25 @@ def tokenizer_json(state):
 def save_folder(folder, model, tokenizer, dtype, length=0):
     """
     Write config.json, model.safetensors, tokenizer.json and tokenizer_config.json for
-    AutoModelForCausalLM and AutoTokenizer of stock transformers: all of them or none. tokenizer:
-    its state; dtype: of the matrices; length: the tokens that the scales are for; of scale sets the
-    caller chooses one. Raises UserError for what stock models cannot do.
+    AutoModelForCausalLM and AutoTokenizer of stock transformers. tokenizer: its state; dtype: of
+    the matrices; length: the tokens that the scales are for; of scale sets the caller chooses one.
+    Raises UserError for what stock models cannot do.
     """
-    safetensors, folder = optional('safetensors.torch'), Path(folder).resolve()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f'{folder} exists and is not an empty folder. Remove it or choose another '
-                        'folder.')
+    safetensors = optional('safetensors.torch')
     require_exportable(model)
     encoding = tokenizer_from_state(tokenizer)
-    config = their_config(model.config, dtype, encoding, length)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    need = model.n_params() * dtype.itemsize + 2 ** 24
-    free = shutil.disk_usage(folder.parent).free
-    if free < need:
-        raise UserError(f'{folder} needs {need / 1e9:.2f} GB but {free / 1e9:.2f} GB are free. '
-                        'Free some space.')
-
-    def special(key):
-        return encoding.decode_bytes([config[key]]).decode()
-
-    tokens = {'tokenizer_class': 'PreTrainedTokenizerFast', 'eos_token': special('eos_token_id')}
-    if config['bos_token_id'] != config['eos_token_id']:
-        tokens['bos_token'] = special('bos_token_id')
-    part = folder.with_name(folder.name + '.part')
-    shutil.rmtree(part, ignore_errors=True)  # of a run that was killed
+    config = their_config(model.config, dtype, length) | {'pad_token_id': None}
+    tokens = {'tokenizer_class': 'PreTrainedTokenizerFast'}
+    for name, i in ('bos_token', start_token(encoding)), ('eos_token', encoding.eot_token):
+        config[f'{name}_id'], tokens[name] = i, encoding.decode_bytes([i]).decode()
+    save_json(folder / 'config.json', config)
+    save_json(folder / 'tokenizer_config.json', tokens)
+    write_text(folder / 'tokenizer.json', tokenizer_json(tokenizer))
     try:
-        part.mkdir()
-        save_json(part / 'config.json', config)
-        save_json(part / 'tokenizer_config.json', tokens)
-        write_text(part / 'tokenizer.json', tokenizer_json(tokenizer))
-        safetensors.save_file(their_state(model, dtype), part / 'model.safetensors',
-                              metadata={'format': 'pt'})
-        part.replace(folder)
+        safetensors.save_file(their_state(model, dtype, config['model_type']),
+                              folder / 'model.safetensors', metadata={'format': 'pt'})
     except optional('safetensors').SafetensorError as error:
         raise OSError(f'could not write {folder} ({error}). Is the disk full?') from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
 
 
 # ---------------------------------------------------------------------- others, by transformers

@@ -39,16 +39,24 @@ from lib.figures import (
 # ----------------------------------------------------------------------------- training
 
 def draw_log(log_path, png_path):
-    """Training and validation loss against tokens, from the lines of train.py's log.jsonl."""
+    """
+    Training and validation loss, and attention entropy where it was logged, against tokens, from
+    the lines of train.py's log.jsonl.
+    """
     log_path = Path(log_path)
     rows = [json.loads(line) for line in log_path.read_text().splitlines()]
-    figure, [axis] = panels(f"Training: {'/'.join(log_path.parts[-4:-1])}", 1, 1)
-    for key, name, color in (('loss', 'training', SKY), ('val_loss', 'validation', BLUE)):
+    has_entropy = any('entropy' in row for row in rows)
+    figure, axes = panels(f"Training: {'/'.join(log_path.parts[-4:-1])}", 1 + has_entropy, 2)
+    for key, name, color in (('loss', 'training', SKY), ('val_loss', 'validation', BLUE),
+                             ('entropy', 'validation', BLUE)):
+        axis = axes[-1] if key == 'entropy' else axes[0]
         measured = [row for row in rows if key in row]
-        curve(axis, [row['tokens'] / 1e6 for row in measured], [row[key] for row in measured],
-              name, color=color, lw=1)
-    axis.set(xlabel='tokens read (millions)', ylabel='loss (nats per token)')
-    label_ends(axis, values=True)
+        if measured:
+            curve(axis, [row['tokens'] / 1e6 for row in measured], [row[key] for row in measured],
+                  name, color=color, lw=1)
+    for axis, what in zip(axes, ('loss (nats per token)', 'attention entropy (nats)')):
+        axis.set(xlabel='tokens read (millions)', ylabel=what)
+        label_ends(axis, values=True)
     save(figure, png_path)
 
 

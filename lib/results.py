@@ -69,6 +69,28 @@ def whole_file(path):
         part.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def whole_folder(folder):
+    """
+    Give a temporary folder to write to, and rename it to `folder`, a new or an empty one, at the
+    end: it has all files or is not there.
+    """
+    folder = Path(folder).resolve()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f'{folder} exists and is not an empty folder. Remove it or choose another '
+                        'folder.')
+    part = folder.with_name(folder.name + '.part')
+    shutil.rmtree(part, ignore_errors=True)  # of a run that was killed
+    part.mkdir(parents=True)
+    try:
+        yield part
+        if folder.exists():  # Windows replaces no folder
+            folder.rmdir()
+        part.replace(folder)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
 def write_text(path, text):
     with whole_file(path) as part:
         part.write_text(text, encoding='utf-8')

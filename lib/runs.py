@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lib import checkpoints
 from lib.devices import unsharded
 from lib.errors import UserError
-from lib.results import lock_file, note, save_json, unlock_file, write_text
+from lib.results import lock_file, note, optional, save_json, unlock_file, write_text
 
 # ---------------------------------------------------------------------- before a run goes on
 
@@ -64,10 +64,25 @@ def lines_until(log_path, step):
 
 # ---------------------------------------------------------------------- while it goes on
 
+def open_tracker(name, folder, settings):
+    """
+    The package trackio or wandb, with a run begun that has the folder's name; None for ''. Both
+    have init(), log() and finish() alike.
+    """
+    if not name:
+        return None
+    if name not in ('trackio', 'wandb'):
+        raise UserError(f"tracker is '{name}'. Choose trackio or wandb, or leave it out.")
+    package = optional(name)
+    package.init(project='nope-length', name=str(folder), config=settings)
+    return package
+
+
 class Recorder:
     """
-    What a run leaves in its folder: log.jsonl, config.json and checkpoints. No other process may
-    write there at the same time. settings: as they turned out; more: entries of every checkpoint.
+    What a run leaves in its folder: log.jsonl, config.json and checkpoints; and what it sends to a
+    tracker. No other process may write there at the same time. settings: as they turned out; more:
+    entries of every checkpoint.
     """
 
     def __init__(self, folder, runtime, settings, tokens_per_step, tokenizer, **more):
@@ -75,6 +90,9 @@ class Recorder:
         self.tokens_per_step, self.tokenizer, self.more = tokens_per_step, tokenizer, more
         self.pending = []  # losses of the latest steps, still on the device: reading stalls it
         self.log_path = self.folder / 'log.jsonl'
+        self.tracker = None
+        if runtime.is_main:
+            self.tracker = open_tracker(settings.get('tracker'), folder, settings)
         self.lock = lock_file(self.log_path, runtime)
 
     def begin(self, step):
@@ -88,10 +106,12 @@ class Recorder:
         write_text(self.log_path, ''.join(f'{line}\n' for line in lines))
 
     def log(self, step, **row):
-        row = {'step': step, 'tokens': step * self.tokens_per_step} | row
+        row = {'tokens': step * self.tokens_per_step} | row
         if self.runtime.is_main:
             with open(self.log_path, 'a') as file:
-                file.write(json.dumps(row) + '\n')
+                file.write(json.dumps({'step': step} | row) + '\n')
+            if self.tracker:
+                self.tracker.log(row, step=step)
 
     def flush(self, step):
         """
@@ -125,6 +145,8 @@ class Recorder:
 
     def close(self):
         unlock_file(self.lock)
+        if self.tracker:
+            self.tracker.finish()
 
 
 class Speed:

@@ -211,6 +211,10 @@ def tokenizer_state(encoding):
 
 
 def tokenizer_from_state(state):
+    if state is None:
+        raise UserError('The checkpoint came without a tokenizer. Put the tokenizer.json of the '
+                        'model, or of the one it was trained from, into its folder (if that is the '
+                        "hub's cache: copy its files into a folder of your own).")
     if state['kind'] == 'hf':
         return HFTokenizer(state['name'], state['text'], state['eos'])
     ranks = parse_ranks(state['text'], state['name'])

@@ -10,7 +10,6 @@ import io
 import json
 import math
 import os
-import resource
 import runpy
 import shutil
 import signal
@@ -195,6 +194,7 @@ def cpu():
 def files_at_most(n_bytes):
     """No file can grow past n_bytes here, as on a full disk; pytest's own output either."""
     import matplotlib.pyplot  # noqa: F401, as it writes a cache when it is first imported
+    resource = pytest.importorskip('resource', reason='Windows cannot limit a file')
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
     try:

@@ -126,6 +126,7 @@ def test_commands_shown(path, check):
     check(commands_in(shell_lines(path)))
 
 
+@pytest.mark.skipif(os.name == 'nt', reason='a study is run by bash')
 @pytest.mark.parametrize('path', RUNS, ids=name_of)
 def test_commands_of_run_sh(path, check, tmp_path):
     commands = commands_run(path, tmp_path)

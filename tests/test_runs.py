@@ -5,8 +5,10 @@ same folder; and several ranks compute what one process does.
 $ python -m pytest -m '' tests/test_runs.py    # -m '' for the slow ones, too
 """
 
+import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -63,7 +65,7 @@ def test_a_run_stopped_by_a_signal_saves_and_goes_on_as_if_unbroken(runs, plain,
 
     def signal_at_step_5(recorder, step):
         if step == 5 and recorder.pending:
-            os.kill(os.getpid(), number)
+            signal.raise_signal(number)
         return flush(recorder, step)
 
     monkeypatch.setattr(Recorder, 'flush', signal_at_step_5)
@@ -101,6 +103,7 @@ def test_resume_keeps_every_line_that_can_be_read_and_shows_the_others(runs, pla
 
 
 @pytest.mark.parametrize('init_from', ['scratch', 'resume'])
+@pytest.mark.skipif(os.name == 'nt', reason='nothing is locked on Windows')
 def test_a_second_run_in_the_out_dir_of_a_living_one_is_refused(runs, plain, cpu, init_from):
     out_dir = runs.folder / init_from
     if init_from == 'resume':
@@ -249,3 +252,24 @@ def test_a_compiled_run_that_recomputes_activations_trains_what_a_plain_one_does
     assert_close_runs(whole, plain, atol=2e-3)
     runs.train(f'{position}_parts', f'{fast} --max_iters=6')
     assert_same(whole, runs.resume(f'{position}_parts', fast))
+
+
+@pytest.mark.slow
+def test_a_tracker_gets_what_the_log_gets(runs, plain, tmp_path, monkeypatch):
+    pytest.importorskip('trackio')
+    monkeypatch.setenv('TRACKIO_DIR', str(tmp_path))
+    stage('train', *runs.arguments('tracked', '--tracker=trackio'))
+    database, = tmp_path.glob('*.db')
+    rows = sqlite3.connect(database).execute('select step, metrics from metrics').fetchall()
+    sent = {}
+    for step, metrics in rows:
+        for key, value in json.loads(metrics).items():
+            sent.setdefault(key, {})[step] = value
+    for key in ('loss', 'val_loss', 'entropy'):
+        assert sent[key] == log_rows(runs.folder / 'tracked', key) == log_rows(plain, key)
+
+
+def test_an_unknown_or_missing_tracker_is_refused_before_work(runs, monkeypatch):
+    assert "tracker is 'notebook'" in runs.refused('untracked', '--tracker=notebook')
+    monkeypatch.setitem(sys.modules, 'wandb', None)
+    assert 'pip install wandb' in runs.refused('untracked', '--tracker=wandb')

@@ -10,7 +10,17 @@ import zlib
 
 import pytest
 import torch
-from conftest import TINY, assert_same, assert_steps, load, log_rows, mistake, near, read
+from conftest import (
+    TINY,
+    assert_same,
+    assert_steps,
+    load,
+    log_rows,
+    mistake,
+    near,
+    plain_transformer,
+    read,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from configurator import run_config
@@ -76,6 +86,15 @@ def test_a_run_leaves_its_log_settings_picture_and_kept_steps(runs, plain, corpu
     stopped = load(runs.train('four', '--max_iters=4'))
     near(kept['model'], stopped['model'])
     assert kept['digest'] == stopped['digest'] != last['digest']
+
+
+def test_the_log_has_the_attention_entropy_of_validation_windows(plain, corpus_dir):
+    entropy = log_rows(plain, 'entropy')
+    assert list(entropy) == list(log_rows(plain, 'val_loss'))
+    model, _ = checkpoints.load_model('last', plain, 'cpu')
+    windows = torch.from_numpy(Windows(str(corpus_dir), 'val', 32).evenly_spaced(4))
+    _, attention = plain_transformer(model, windows[:, :-1])
+    assert entropy[12] == pytest.approx(torch.special.entr(attention).sum(-1).mean(), abs=1e-4)
 
 
 def test_best_pt_holds_the_lowest_validation_loss(runs, plain):

@@ -1,0 +1,183 @@
+"""$ python -m pytest tests/test_export.py"""
+
+import json
+import math
+
+import pytest
+import torch
+from conftest import mistake, near, random_model, stage_here, tokens
+
+import export
+from lib import checkpoints
+from lib.errors import UserError
+from lib.results import save_json
+from lib.tokens import get_tokenizer, tokenizer_state, train_bpe
+
+gguf = pytest.importorskip('gguf')
+pytest.importorskip('tokenizers')
+
+BYTES = tokenizer_state(get_tokenizer('bytes'))
+
+
+def field(reader, name):
+    return reader.get_field(name).contents()
+
+
+def rms(x, weight, eps):
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def turned(x, base, factor):
+    """RoPE as llama.cpp's "norm" kind has it: neighbours (2k, 2k + 1) turn together. x: (T, D)."""
+    T, D = x.shape
+    angle = torch.arange(T).double()[:, None] / factor * base ** (-torch.arange(0, D, 2) / D)
+    pairs = torch.view_as_complex(x.reshape(T, D // 2, 2).contiguous()) * torch.exp(1j * angle)
+    return torch.view_as_real(pairs).reshape(T, D)
+
+
+def logits_of_file(path, ids):
+    """What a GGUF file says, in float64, one head at a time. ids: (T,). Returns (T, V)."""
+    reader = gguf.GGUFReader(path)
+    weights = {t.name: torch.from_numpy(gguf.dequantize(t.data, t.tensor_type).copy()).double()
+               for t in reader.tensors}
+    kind = field(reader, 'general.architecture')
+
+    def value(name, default=None):
+        found = reader.get_field(f'{kind}.{name}')
+        return default if found is None else found.contents()
+
+    H, n_kv = value('attention.head_count'), value('attention.head_count_kv')
+    D, eps = value('embedding_length') // H, value('attention.layer_norm_rms_epsilon')
+    D = value('rope.dimension_count', D)
+    scale = value('attention.scale', D ** -0.5)
+    has_rope = value('rope.scaling.finetuned', True)
+    T = len(ids)
+    later = torch.ones(T, T, dtype=torch.bool).triu(1)
+    x = weights['token_embd.weight'][ids] * value('embedding_scale', 1)
+    for i in range(value('block_count')):
+        own = {name.removeprefix(f'blk.{i}.'): w for name, w in weights.items()}
+        y = rms(x, own['attn_norm.weight'], eps)
+        q, k, v = (y @ own[f'attn_{part}.weight'].T for part in 'qkv')
+        heads = []
+        for h in range(H):
+            shared = h * n_kv // H
+            one_q, one_k, one_v = (z[:, n * D:(n + 1) * D] for z, n in ((q, h), (k, shared),
+                                                                        (v, shared)))
+            if has_rope:
+                one_q, one_k = (turned(z, value('rope.freq_base', 10000.0),
+                                       value('rope.scaling.factor', 1)) for z in (one_q, one_k))
+            scores = (one_q @ one_k.T * scale).masked_fill(later, -math.inf)
+            heads.append(scores.softmax(-1) @ one_v)
+        residual = value('residual_scale', 1)
+        x = x + torch.cat(heads, dim=-1) @ own['attn_output.weight'].T * residual
+        y = rms(x, own['ffn_norm.weight'], eps)
+        gate = y @ own['ffn_gate.weight'].T
+        y = gate * torch.sigmoid(gate) * (y @ own['ffn_up.weight'].T)
+        x = x + y @ own['ffn_down.weight'].T * residual
+    output = weights.get('output.weight', weights['token_embd.weight'])
+    return rms(x, weights['output_norm.weight'], eps) @ output.T / value('logit_scale', 1)
+
+
+@pytest.mark.parametrize('changes', [
+    {}, {'tied': True}, {'position': 'rope', 'rope_base': 5000.0},
+    {'position': 'rope', 'rope_scaling': 'pi:4'}, {'position': 'rope', 'rope_scaling': 'ntk:4'}],
+    ids=str)
+def test_a_gguf_file_says_what_our_model_computes(tmp_path, changes):
+    model, ids = random_model(vocab_size=61, **changes), tokens(1, 100)
+    export.save_gguf(tmp_path / 'model.gguf', model, None, torch.float32, 128)
+    near(logits_of_file(tmp_path / 'model.gguf', ids[0]), model(ids)[0].double(), 1e-4)
+    reader = gguf.GGUFReader(tmp_path / 'model.gguf')
+    name = 'llama' if 'position' in changes else 'granite'
+    assert field(reader, 'general.architecture') == name
+    assert field(reader, f'{name}.context_length') == 128
+    if name == 'granite':
+        assert field(reader, 'granite.rope.scaling.finetuned') is False
+    assert field(reader, 'tokenizer.ggml.model') == 'none'
+
+
+def test_yarn_is_written_and_dynamic_ntk_is_refused(tmp_path):
+    model = random_model(position='rope', rope_scaling='yarn:4')
+    export.save_gguf(tmp_path / 'yarn.gguf', model, None, torch.float32, 0)
+    reader = gguf.GGUFReader(tmp_path / 'yarn.gguf')
+    scaling = {name: field(reader, f'llama.rope.scaling.{name}')
+               for name in ('type', 'factor', 'original_context_length')}
+    assert scaling == {'type': 'yarn', 'factor': 4.0, 'original_context_length': 32}
+    with pytest.raises(UserError, match='dynamic'):
+        dynamic = random_model(position='rope', rope_scaling='dynamic_ntk:2')
+        export.save_gguf(tmp_path / 'x', dynamic, None, torch.float32, 0)
+    with pytest.raises(UserError, match='alibi'):
+        export.save_gguf(tmp_path / 'x', random_model(position='alibi'), None, torch.float32, 0)
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float16, torch.bfloat16])
+def test_matrices_of_a_gguf_file_are_rounded_once_and_vectors_stay(tmp_path, dtype):
+    model = random_model()
+    export.save_gguf(tmp_path / 'model.gguf', model, None, dtype, 0)
+    read = {}
+    for tensor in gguf.GGUFReader(tmp_path / 'model.gguf').tensors:
+        data = gguf.dequantize(tensor.data, tensor.tensor_type)
+        read[tensor.name] = tensor.tensor_type.name, torch.from_numpy(data.copy())
+    short = {torch.float32: 'F32', torch.float16: 'F16', torch.bfloat16: 'BF16'}[dtype]
+    kind, weight = read['blk.1.ffn_down.weight']
+    assert kind == short and torch.equal(weight, model.blocks[1].mlp.out.weight.to(dtype).float())
+    kind, weight = read['blk.1.attn_q.weight']
+    scaled = model.blocks[1].attn.qkv.weight[:32]
+    scaled = scaled * model.head_scale[1].repeat_interleave(8)[:, None]
+    assert kind == short and torch.equal(weight, scaled.to(dtype).float())
+    kind, weight = read['output_norm.weight']
+    assert kind == 'F32' and torch.equal(weight, model.norm.weight)
+
+
+def test_a_gguf_file_carries_the_tokenizer(tmp_path):
+    bpe = train_bpe(['the weather then, the other one ' * 50], 300, tmp_path / 'bpe.tiktoken')
+    for encoding, splitter in ((get_tokenizer('bytes'), 'gpt-2'), (bpe, 'llama-bpe')):
+        path = tmp_path / f'{encoding.name}.gguf'
+        model = random_model(vocab_size=encoding.n_vocab + 3)
+        export.save_gguf(path, model, tokenizer_state(encoding), torch.float32, 0)
+        reader = gguf.GGUFReader(path)
+        assert field(reader, 'tokenizer.ggml.pre') == splitter
+        texts = field(reader, 'tokenizer.ggml.tokens')
+        types = field(reader, 'tokenizer.ggml.token_type')
+        assert len(texts) == len(types) == model.config.vocab_size
+        assert texts[ord('a')] == 'a' and texts[ord(' ')] == 'Ġ'
+        end = field(reader, 'tokenizer.ggml.eos_token_id')
+        assert end == encoding.eot_token and types[end] == gguf.TokenType.CONTROL
+        assert types[-1] == gguf.TokenType.UNUSED
+    the = texts.index('Ġthe')
+    assert bpe.encode_ordinary(' the') == [the]
+    assert any(''.join(merge.split()) == 'Ġthe' for merge in field(reader, 'tokenizer.ggml.merges'))
+    with pytest.raises(UserError, match='ids_only'):
+        export.save_gguf(tmp_path / 'x', model, BYTES | {'name': 'mine', 'pattern': r'\w+|\W+'},
+                         torch.float32, 0)
+
+
+def test_an_export_has_a_card_with_what_was_measured(tmp_path, tiny_run):
+    _, info = checkpoints.load_model('last', tiny_run, 'cpu')
+    settings = {'scale': 1.5, 'position': None, 'rope_scaling': None}
+    result = {'settings': settings, 'weights_digest': info['digest'], 'dataset': 'tiny',
+              'split': 'test', 'protocol': 'sliding',
+              'rows': [{'length': 64, 'loss': 3.25, 'standard_error': 0.125}]}
+    for name, changes in (('eval_ppl_scale1.5', {}), ('eval_ppl', {'settings': settings | {
+            'scale': None}, 'rows': [{'length': 64, 'loss': 9.0, 'standard_error': 0.5}]}),
+            ('eval_ppl_other', {'weights_digest': 'other'})):
+        save_json(tiny_run / f'{name}.json', result | changes)
+    try:
+        for kind in ('hf', 'gguf'):
+            said = stage_here('export', f'--out_dir={tiny_run}', f'--folder={tmp_path}/{kind}',
+                              '--scale=1.5', f'--format={kind}', '--license=cc0-1.0')
+            assert f'{tmp_path}/{kind}/README.md' in said
+            card = (tmp_path / kind / 'README.md').read_text(encoding='utf-8')
+            assert card.startswith('---\nlicense: cc0-1.0\n')
+            assert '| 64 | 3.25 ± 0.125 | tiny, test | sliding |' in card and '| 9.0' not in card
+            assert 'Between 1.500 and 1.500' in card and '--scale=1.5' in card
+            assert '| steps | 20 |' in card and '| training length L | 32 tokens |' in card
+            assert '| learning_rate | 0.01 |' in card and 'not known' not in card
+    finally:
+        for path in tiny_run.glob('eval_ppl*.json'):
+            path.unlink()
+    assert (tmp_path / 'gguf/model.gguf').stat().st_size > 10000
+    assert json.loads((tmp_path / 'hf/config.json').read_text())['model_type'] == 'granitemoehybrid'
+
+
+def test_an_unknown_format_is_refused(tiny_run):
+    assert "format is 'onnx'" in mistake('export', f'--out_dir={tiny_run}', '--format=onnx')
