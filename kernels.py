@@ -12,19 +12,25 @@ fewer heads, each shared by H / n_kv_head queries. Positions i of queries and j 
 """
 
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 SCORES_AT_ONCE = 2 ** 22  # where scores are made some rows at a time; on a GPU 16 times as many
-LOGITS_AT_ONCE = 2 ** 23  # the loss makes no more float32 logits than this at once: 32 MB
+LOGITS_AT_ONCE = 2 ** 23  # float32 logits of the loss, 32 MB; on a GPU 16 times as many
+CHUNKS_IN_A_GRAPH = 16    # of one layer's attention; more of them are not compiled with the model
+
+
+def at_once(n, device):
+    """A GPU is given larger pieces of work, as each takes it some microseconds to begin."""
+    return n if device.type == 'cpu' else 16 * n
 
 
 def later(i, j):
     """Which keys at positions j come after the queries at positions i: (1 or B, 1, T, S)."""
-    hidden = j[..., None, None, :] > i[..., None, :, None]
-    return hidden if hidden.dim() == 4 else hidden[None]
+    return torch.atleast_2d(j)[:, None, None] > torch.atleast_2d(i)[:, None, :, None]
 
 
 def repeat_heads(x, n_head):
@@ -114,45 +120,56 @@ def matrix_attention(q, k, v, mask):
 
 # ---------------------------------------------------------------------- some rows at a time
 
-def scores_at_once(device):
-    return SCORES_AT_ONCE if device.type == 'cpu' else 16 * SCORES_AT_ONCE
-
-
 def row_chunks(T, S, n_maps, device, all_keys=False):
     """
     Cut T queries, the last of S tokens, into chunks: yields (rows, a slice, and how many keys they
-    need). A chunk has at most scores_at_once() scores in n_maps maps, and at most an eighth of the
-    rows (or 32), as early rows need no late keys. Keys come in whole eighths, as a convolution
-    makes a plan for each new shape.
+    need). A chunk has at most at_once(SCORES_AT_ONCE) scores in n_maps maps, and at most an eighth
+    of the rows (or 32), as early rows need no late keys. Keys come in whole eighths, as a
+    convolution makes a plan for each new shape.
     """
     eighth = -(-S // 8)  # of the keys, rounded up
-    n_rows = max(1, min(scores_at_once(device) // (n_maps * S), max(32, T // 8)))
+    n_rows = at_once(SCORES_AT_ONCE, device) // (n_maps * S)
+    n_rows = max(1, min(n_rows, max(32, T // 8)))
     for start in range(0, T, n_rows):
         stop = min(start + n_rows, T)
-        last_key = S - T + stop
-        seen = -(-last_key // eighth) * eighth
+        seen = -(-(S - T + stop) // eighth) * eighth
         yield slice(start, stop), S if all_keys else min(S, seen)
+
+
+def each(f, chunks, recompute):
+    """[f(*chunk)]. With `recompute` nothing that f makes is kept for backward, which calls it
+    again."""
+    if recompute and torch.is_grad_enabled():
+        return [checkpoint(f, *chunk, use_reentrant=False) for chunk in chunks]
+    return [f(*chunk) for chunk in chunks]
+
+
+@torch.compiler.disable(recursive=False)
+def each_apart(f, chunks):
+    """each(), where f is compiled by itself, once for every shape, and the loop is not."""
+    y = []
+    for chunk in chunks:  # no list comprehension, which would be a function of its own
+        y.append(checkpoint(f, *chunk, use_reentrant=False))
+    return y
 
 
 def in_rows(rows_of, q, k, v, i, j, n_maps, all_keys=False):
     """
     rows_of(q, k, v, i, j) -> (B, H, rows, D), called for some query rows at a time, each chunk
-    without the keys long after its last row. Where the scores are too many, backward computes each
-    chunk again, so that memory grows with T and not with T^2. n_maps: matrices of scores that a
-    call makes.
+    without the keys long after its last row. Where the scores are many, backward computes each
+    chunk again, so that memory grows with T and not with T^2; the limit is the same on a GPU, as
+    every layer would keep that much. n_maps: matrices of scores that a call makes.
     """
     T, S = q.shape[2], k.shape[2]
-    recompute = torch.is_grad_enabled() and n_maps * T * S > 4 * scores_at_once(q.device)
-    y = []
+    chunks = [(q[:, :, rows], k[:, :, :end], v[:, :, :end], i[..., rows], j[..., :end])
+              for rows, end in row_chunks(T, S, n_maps, q.device, all_keys)]
     # The longest rows first: shorter ones then fit into the memory that they free, where a heap
     # would grow.
-    for rows, end in reversed(list(row_chunks(T, S, n_maps, q.device, all_keys))):
-        parts = q[:, :, rows], k[:, :, :end], v[:, :, :end]
-        places = i[..., rows], j[..., :end]
-        if recompute:
-            y.append(checkpoint(rows_of, *parts, *places, use_reentrant=False))
-        else:
-            y.append(rows_of(*parts, *places))
+    chunks.reverse()
+    if len(chunks) > CHUNKS_IN_A_GRAPH:  # one graph of all layers' would take hours to compile
+        y = each_apart(rows_of, chunks)
+    else:
+        y = each(rows_of, chunks, recompute=n_maps * T * S > 4 * SCORES_AT_ONCE)
     return torch.cat(y[::-1], dim=2)
 
 
@@ -186,18 +203,16 @@ def attention_over_scores(scores, q, k, v, i, j, all_keys=False):
 
 # ---------------------------------------------------------------------- entropy
 
-def mean_key_cpu(q, k):
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, k, 0.0, True)
-
-
-def mean_key_cuda(q, k):
-    attend = torch.ops.aten._scaled_dot_product_efficient_attention
-    mean_k, log_sum_exp, *_ = attend(q, k, k, None, True, 0.0, True)
-    return mean_k, log_sum_exp[..., :q.shape[2]]  # the kernel pads rows
-
-
 # each: q, k (B, H, T, D) float32 -> sum_j a_ij k_j, (B, H, T, D), and ln sum_j exp(s_ij), (B, H, T)
-MEAN_KEY = {'cpu': mean_key_cpu, 'cuda': mean_key_cuda}
+MEAN_KEY = {
+    'cpu': torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+    'cuda': partial(torch.ops.aten._scaled_dot_product_efficient_attention, attn_bias=None,
+                    compute_log_sumexp=True),
+}
+
+
+def wants_gradient(*tensors):
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def entropy(q, k):
@@ -209,10 +224,11 @@ def entropy(q, k):
     T) float32, from 0 to ln(i + 1). Raises ValueError where a gradient is wanted: the kernel's
     log-sum-exp has none. attention_entropy() has one.
     """
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
+    if wants_gradient(q, k):
         raise ValueError('entropy() has no gradient: use attention_entropy(), or torch.no_grad().')
     q, k = q.float(), repeat_heads(k.float(), q.shape[1])  # float32, as the two terms nearly cancel
-    mean_k, log_sum_exp = MEAN_KEY[q.device.type](q, k)
+    mean_k, log_sum_exp, *_ = MEAN_KEY[q.device.type](q, k, k, is_causal=True)
+    log_sum_exp = log_sum_exp[..., :q.shape[2]]  # CUDA's kernel pads rows
     return (log_sum_exp - (q * mean_k).sum(-1) / math.sqrt(q.shape[-1])).clamp(min=0)
 
 
@@ -223,9 +239,8 @@ def attention_entropy(layer, attention, q, k, place):
     where that can, else by rows of the matrix.
     """
     (B, H, T, _), method, rows = q.shape, attention.position, []
-    differentiable = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
     with torch.autocast(q.device.type, enabled=False):  # entropy is float32 always
-        if method.is_plain and not differentiable and q.device.type in MEAN_KEY:
+        if method.is_plain and not wants_gradient(q, k) and q.device.type in MEAN_KEY:
             return entropy(q, k)
         q, k = q.float(), k.float()
         for chunk, end in row_chunks(T, T, B * H, q.device, method.needs_all_keys):
@@ -256,10 +271,6 @@ def cross_entropy(x, head, targets):
         at_target = ids == targets[..., None].int()
         return logits.logsumexp(-1) - logits.where(at_target, 0).sum(-1)
 
-    rows = max(1, LOGITS_AT_ONCE // head.weight.shape[0])
-    chunks = list(zip(x.flatten(0, 1).split(rows), targets.flatten().split(rows)))
-    if len(chunks) > 1 and torch.is_grad_enabled():  # backward computes each chunk's logits again
-        losses = [checkpoint(of_chunk, *chunk, use_reentrant=False) for chunk in chunks]
-    else:
-        losses = [of_chunk(*chunk) for chunk in chunks]
-    return torch.cat(losses).view(targets.shape)
+    n_rows = max(1, at_once(LOGITS_AT_ONCE, x.device) // head.weight.shape[0])
+    chunks = list(zip(x.flatten(0, 1).split(n_rows), targets.flatten().split(n_rows)))
+    return torch.cat(each(of_chunk, chunks, recompute=len(chunks) > 1)).view(targets.shape)

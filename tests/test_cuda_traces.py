@@ -1,0 +1,206 @@
+"""
+Every stage as an NVIDIA GPU would run it, traced without one: on fake tensors, which have a shape,
+a type, strides and a device but no numbers, PyTorch's CUDA build checks each operation as on a GPU
+and says what would come out. Models have the widths of the 1.1B config and two layers, as layers
+are alike. Numbers, times and Triton's kernels stay untested here, and so does the backward of CUDA
+tensors, which asks the driver for a context: it is traced on `meta` tensors.
+
+$ python3 -m venv cuda && cuda/bin/pip install torch==2.12.0 pytest -r requirements.txt
+$ cuda/bin/python -m pytest tests/test_cuda_traces.py
+"""
+
+import contextlib
+import types
+
+import numpy as np
+import pytest
+import torch
+from conftest import EVERY
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import train
+import tune_scale
+from configurator import run_config
+from entropy import measure_entropy
+from eval_ppl import score_windows
+from lib.checkpoints import cast_matrices
+from lib.devices import Runtime
+from lib.generate import complete, generate
+from model import ModelConfig, Transformer
+from position import FromScores
+from results.gpu.fake import KERNELS, attention_by, fake_gpu
+
+pytestmark = pytest.mark.skipif(
+    not torch.version.cuda, reason="needs PyTorch's CUDA build, see this file's docstring; no GPU")
+
+CONFIG = run_config('config/nope_1b.py')
+SIZES = {name: CONFIG[name] for name in train.SIZES} | {'n_layer': 2, 'vocab_size': 32000}
+GPU = torch.device('cuda', 0)
+
+
+def made_up(x):
+    """What the host reads of a fake tensor: zeros."""
+    with unset_fake_temporarily():
+        return np.zeros(x.shape, torch.empty(0, dtype=x.dtype).numpy().dtype)
+
+
+@pytest.fixture(params=KERNELS)
+def kernel(request):
+    with attention_by(request.param):
+        yield request.param
+
+
+@pytest.fixture(params=KERNELS)
+def fake(request, monkeypatch):
+    """The name of the kernel of attention by which a GPU that is not there goes."""
+    for name, read in (('numpy', made_up), ('tolist', lambda x: made_up(x).tolist()),
+                       ('item', lambda x: made_up(x).item())):
+        monkeypatch.setattr(torch.Tensor, name, read)
+    torch.compiler.reset()
+    with fake_gpu(request.param):
+        yield request.param
+
+
+class NothingFromTheHost(TorchDispatchMode):
+    """
+    While it is open no tensor of more than one number may be copied to the GPU: it would wait for
+    the copy.
+    """
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        copies = operation in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+        source = args[-1 if operation is torch.ops.aten.copy_.default else 0] if copies else None
+        if copies and result.device.type == 'cuda' and source.device.type == 'cpu':
+            raise AssertionError(f'{tuple(source.shape)} is copied to the GPU')
+        return result
+
+
+def gpu_model(dtype=torch.bfloat16, device=GPU, **changes):
+    with torch.device(device):
+        model = Transformer(ModelConfig(**SIZES | changes)).init_weights()
+    return cast_matrices(model, dtype), Runtime(torch.device(device), dtype)
+
+
+def ids(*shape, device=GPU):
+    return torch.zeros(shape, dtype=torch.long, device=device)
+
+
+def check(x, shape, dtype, device='cuda'):
+    """Laid out as fresh memory, of this shape and type, on the GPU."""
+    assert (tuple(x.shape), x.dtype, x.device.type) == (shape, dtype, device)
+    assert x.is_contiguous()
+
+
+HOW = pytest.mark.parametrize('how', ['plain', 'compiled'])
+
+
+def as_called(model, how):
+    return torch.compile(model, backend='eager', dynamic=False) if how == 'compiled' else model
+
+
+def needs_kernel(changes, kernel):
+    """Skips a kernel of attention with a method that calls none."""
+    with torch.device('meta'):
+        blocks = Transformer(ModelConfig(**SIZES | changes)).blocks
+    if isinstance(blocks[0].attn.position, FromScores) and kernel != 'math':
+        pytest.skip('this method has its own softmax')
+
+
+every = pytest.mark.parametrize('changes', EVERY, ids=str)
+
+
+# ---------------------------------------------------------------------- training and tuning
+
+@HOW
+@every
+def test_training(fake, changes, how):
+    needs_kernel(changes, fake)
+    model, runtime = gpu_model(torch.float32, **changes)
+    model.checkpoint_activations, runtime.dtype = True, torch.bfloat16
+    called, x = as_called(model, how), ids(2, 2048)
+    alone = contextlib.nullcontext() if how == 'compiled' else NothingFromTheHost()
+    with runtime.autocast(), alone:
+        losses = called(x, x)
+    check(losses, (2, 2048), torch.float32)
+    assert losses.requires_grad
+
+
+@HOW
+@every
+def test_head_scale_tuning(fake, changes, how):
+    needs_kernel(changes, fake)
+    model, runtime = gpu_model(**changes)
+    model.requires_grad_(False).checkpoint_activations = True
+    for p in tune_scale.vectors_of(model, ['scale', 'out', 'norm']).values():
+        p.requires_grad_(True)
+    x, alone = ids(1, 8192), NothingFromTheHost() if how == 'plain' else contextlib.nullcontext()
+    with runtime.autocast(), alone:
+        loss = tune_scale.objective(as_called(model, how), x, x)
+    check(loss, (), torch.float32)
+    assert loss.requires_grad
+
+
+@every
+def test_backward_on_meta_tensors(kernel, changes):
+    needs_kernel(changes, kernel)
+    model, _ = gpu_model(torch.float32, 'meta', **changes)
+    model.bfloat16()  # as autocast knows no `meta`
+    x = ids(2, 2048, device='meta')
+    model(x, x).mean().backward()
+    for p in model.parameters():
+        if p.requires_grad:
+            check(p.grad, tuple(p.shape), torch.bfloat16, 'meta')
+
+
+# ---------------------------------------------------------------------- evaluation
+
+@HOW
+@every
+@torch.no_grad()
+def test_sliding_windows(fake, changes, how):
+    needs_kernel(changes, fake)
+    model, runtime = gpu_model(**changes)
+    windows = [(start, start + 4096, 256) for start in range(0, 1024, 256)]
+    seen = []
+    model.norm.register_forward_hook(lambda norm, inputs, x: seen.append(x))
+    sums = score_windows(as_called(model, how), np.zeros(8192, np.uint16), windows, 8192, runtime)
+    assert sums.shape == (4,)
+    check(seen[0], (2, 257, 2048), torch.float32)
+
+
+@every
+def test_entropy(fake, changes):
+    needs_kernel(changes, fake)
+    model, runtime = gpu_model(torch.float32, **changes)
+    windows = types.SimpleNamespace(block_size=4096,
+                                    evenly_spaced=lambda n: np.zeros((n, 4097), np.int64))
+    _, loss, heads = measure_entropy(model, windows, 2, 8192, 128, runtime)
+    assert loss.shape == (32,) and heads.shape == (2, 32, 32)
+
+
+@pytest.mark.parametrize('n_beams', [1, 3])
+@pytest.mark.parametrize('lengths', [(300, 300), (300, 17)], ids=['equal', 'unequal'])
+@every
+def test_completions(fake, changes, lengths, n_beams):
+    needs_kernel(changes, fake)
+    model, runtime = gpu_model(**changes)
+    logits = []
+    model.head.register_forward_hook(lambda head, inputs, y: logits.append(y))
+    with runtime.autocast():
+        found = complete(model, [[1] * n for n in lengths], 4, n_beams, cache_dtype=torch.bfloat16)
+    assert [len(new) for new in found] == [4, 4]
+    rows = 1 if model.needs_equal_lengths and lengths[0] != lengths[1] else 2
+    check(logits[0], (rows, 32000), torch.bfloat16)
+    check(logits[1], (rows * n_beams, 1, 32000), torch.bfloat16)
+
+
+@every
+def test_sampling_one_prompt(fake, changes):
+    needs_kernel(changes, fake)
+    model, runtime = gpu_model(**changes)
+    with runtime.autocast():
+        new = generate(model, [1] * 30, 3, temperature=1.0, top_k=50, top_p=0.9,
+                       cache_dtype=torch.bfloat16)
+        assert len(list(new)) == 3
