@@ -74,8 +74,8 @@ def score(model, batch, runtime):
             cache.set_prompt_lengths(lengths)
             cache.repeat(copies)
         logits = model(inputs, cache=cache).float()              # (rows, T, V)
-    log_p = logits.gather(-1, targets[..., None])[..., 0] - logits.logsumexp(-1)
-    greedy = logits.argmax(-1) == targets
+    log_p = (logits.gather(-1, targets[..., None])[..., 0] - logits.logsumexp(-1)).cpu()
+    greedy = (logits.argmax(-1) == targets).cpu()
     scores = []
     for i, (context, continuation) in enumerate(rows):
         start = len(context) - 1

@@ -189,16 +189,19 @@ def attention_with_bias(bias, q, k, v, i, j):
     return in_rows(rows_of, q, k, v, i, j, n_maps)
 
 
-def attention_over_scores(scores, q, k, v, i, j, all_keys=False):
+def attention_over_scores(method, q, k, v, i, j):
     """
-    Softmax attention whose scores are scores(q, k, i, j), (B, H, T, S), -inf at later keys: (B, H,
-    T, D).
+    Softmax attention over a position method's scores(q, k, i, j), (B, H, T, S), -inf at later keys:
+    (B, H, T, D).
     """
+    shared = method.shared(k)
+
     def rows_of(q, k, v, i, j):
-        weights = scores(q, k, i, j).softmax(-1, dtype=torch.float32).to(v.dtype)
+        scores = method.scores(q, k, i, j, *shared)
+        weights = scores.softmax(-1, dtype=torch.float32).to(v.dtype)
         return weights @ repeat_heads(v, q.shape[1])
 
-    return in_rows(rows_of, q, k, v, i, j, n_maps=len(q) * q.shape[1], all_keys=all_keys)
+    return in_rows(rows_of, q, k, v, i, j, len(q) * q.shape[1], method.needs_all_keys)
 
 
 # ---------------------------------------------------------------------- entropy
@@ -243,9 +246,10 @@ def attention_entropy(layer, attention, q, k, place):
         if method.is_plain and not wants_gradient(q, k) and q.device.type in MEAN_KEY:
             return entropy(q, k)
         q, k = q.float(), k.float()
+        shared = method.shared(k)
         for chunk, end in row_chunks(T, T, B * H, q.device, method.needs_all_keys):
             i, j = place.i[chunk], place.j[:end]
-            log_a = method.scores(q[:, :, chunk], k[:, :, :end], i, j).log_softmax(-1)
+            log_a = method.scores(q[:, :, chunk], k[:, :, :end], i, j, *shared).log_softmax(-1)
             finite = log_a.masked_fill(log_a.isneginf(), 0)  # as 0 ln 0 is 0
             rows.append(-(log_a.exp() * finite).sum(-1))
     return torch.cat(rows, dim=2).clamp(min=0)

@@ -140,6 +140,10 @@ class NoPE(nn.Module):
         What is added to the scores: (H, T, S), or (B, H, T, S) where i and j have a B; or None.
         """
 
+    def shared(self, k):
+        """What similarity() of some rows needs besides, made once for all of a layer's: a tuple."""
+        return ()
+
     def similarity(self, q, k, i, j):
         """The scores before any bias, q.k / sqrt(D): (B, H, T, S)."""
         keys = kernels.repeat_heads(k, q.shape[1])
@@ -149,9 +153,9 @@ class NoPE(nn.Module):
         """Which keys a query does not see: (1 or B, 1, T, S), True at later keys at least."""
         return later(i, j)
 
-    def scores(self, q, k, i, j):
+    def scores(self, q, k, i, j, *shared):
         """What softmax sees, (B, H, T, S): -inf at hidden keys. q: scaled by Eq. (4)."""
-        scores, bias = self.similarity(q, k, i, j), self.bias(i, j)
+        scores, bias = self.similarity(q, k, i, j, *shared), self.bias(i, j)
         scores = scores if bias is None else scores + bias
         return scores.masked_fill(self.hidden(i, j), -math.inf)
 
@@ -362,11 +366,15 @@ class ALiBi(Bias):
 
     def __init__(self, config):
         super().__init__(config)
-        self.slopes = alibi_slopes(config.n_head)
+        # A buffer, as a GPU would wait for each copy; on the CPU even in a model made on `meta`.
+        slopes = torch.tensor(self.slopes_of(config.n_head), device='cpu')
+        self.register_buffer('slopes', slopes, persistent=False)
+
+    def slopes_of(self, n_head):
+        return alibi_slopes(n_head)
 
     def bias(self, i, j):
-        slopes = torch.tensor(self.slopes, device=i.device)
-        return -slopes[:, None, None] * (i[..., None, :, None] - j[..., None, None, :])
+        return -self.slopes[:, None, None] * (i[..., None, :, None] - j[..., None, None, :])
 
 
 class NAPE(ALiBi):
@@ -375,10 +383,9 @@ class NAPE(ALiBi):
     (arXiv:2506.16640).
     """
 
-    def __init__(self, config):
-        super().__init__(config)
-        half = config.n_head // 2
-        self.slopes = [1 / (h + 1) for h in range(half)] + [0.0] * (config.n_head - half)
+    def slopes_of(self, n_head):
+        half = n_head // 2
+        return [1 / (h + 1) for h in range(half)] + [0.0] * (n_head - half)
 
 
 class Kerple(Bias):
@@ -449,7 +456,7 @@ class FromScores(NoPE):
     is_plain = False
 
     def attend(self, q, k, v, i, j):
-        return kernels.attention_over_scores(self.scores, q, k, v, i, j)
+        return kernels.attention_over_scores(self, q, k, v, i, j)
 
 
 class CoPE(FromScores):
@@ -489,14 +496,18 @@ class TransformerXL(FromScores):
         self.v = nn.Parameter(0.02 * torch.randn(shape))
         self.W = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
-    def similarity(self, q, k, i, j):
-        scores, (H, D) = super().similarity(q, k, i, j), self.u.shape
-        n = scores.shape[-1]                                  # distances are shorter than the keys
-        frequency = 10000 ** (-torch.arange(0, H * D, 2, device=i.device) / (H * D))
-        angle = torch.arange(n, device=i.device)[:, None] * frequency
+    def shared(self, k):
+        """W r of every distance, shorter than the keys are many: (H, D, S)."""
+        S, (H, D) = k.shape[2], self.u.shape
+        frequency = 10000 ** (-torch.arange(0, H * D, 2, device=k.device) / (H * D))
+        angle = torch.arange(S, device=k.device)[:, None] * frequency
         r = self.W(torch.cat((angle.sin(), angle.cos()), dim=-1))
-        r = r.view(n, H, D).permute(1, 2, 0).to(q.dtype)                     # (H, D, n)
-        by_distance = (q + self.v[:, None].to(q.dtype)) @ r                  # (B, H, T, n)
+        return r.view(S, H, D).permute(1, 2, 0).to(k.dtype),
+
+    def similarity(self, q, k, i, j, r=None):
+        scores, (H, D) = super().similarity(q, k, i, j), self.u.shape
+        r = self.shared(k)[0] if r is None else r[..., :k.shape[2]]
+        by_distance = (q + self.v[:, None].to(q.dtype)) @ r                  # (B, H, T, S)
         by_place = by_distance.gather(-1, distances(i, j)[..., None, :, :].expand(scores.shape))
         by_key = kernels.repeat_heads(k, H) @ self.u[..., None].to(k.dtype)  # (B, H, S, 1)
         return scores + (by_place + by_key.transpose(-1, -2)) / math.sqrt(D)
@@ -546,6 +557,7 @@ class DAPE(FromScores):
                           'losses mean nothing', stacklevel=2)
         self.prepare, self.turn = method.prepare, method.turn
         self.bias, self.similarity, self.hidden = method.bias, method.similarity, method.hidden
+        self.shared = method.shared
         # Cache slots next to each other must hold tokens next to each other.
         self.needs_equal_lengths = method.needs_equal_lengths or self.kernel > 1
         channels, pad = 2 * H if isinstance(method, Bias) else H, self.kernel // 2
@@ -555,8 +567,8 @@ class DAPE(FromScores):
     def share_weights(self, first):
         self.method.share_weights(first.method)
 
-    def scores(self, q, k, i, j):
-        scores, bias = self.similarity(q, k, i, j), self.bias(i, j)
+    def scores(self, q, k, i, j, *shared):
+        scores, bias = self.similarity(q, k, i, j, *shared), self.bias(i, j)
         x, pad, hidden = scores, self.kernel // 2, self.hidden(i, j)
         if bias is not None:
             bias = bias.to(scores.dtype)
@@ -568,9 +580,6 @@ class DAPE(FromScores):
         if bias is not None and self.residual:
             scores = scores + bias
         return (scores + x).masked_fill(hidden, -math.inf)
-
-    def attend(self, q, k, v, i, j):
-        return kernels.attention_over_scores(self.scores, q, k, v, i, j, self.needs_all_keys)
 
 
 # ---------------------------------------------------------------------- all of them

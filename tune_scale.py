@@ -280,11 +280,13 @@ def tune_vectors(model, windows, runtime):
         if min_scale is not None and 'scale' in kinds:
             for p in vectors_of(model, ['scale']).values():  # Eq. (6)
                 p.data.clamp_(min=min_scale)
-        losses.append(step_loss.item())
-        if not math.isfinite(losses[-1]):
-            raise UserError(f'the loss became {losses[-1]} at step {step + 1}; nothing was '
+        # The host waits for the device once a step.
+        loss, mean_scale = torch.stack([step_loss, model.head_scale.mean()]).tolist()
+        losses.append(loss)
+        if not math.isfinite(loss):
+            raise UserError(f'the loss became {loss} at step {step + 1}; nothing was '
                             'written. Lower learning_rate, or start from a uniform scale.')
-        bar.set_postfix_str(f'loss {losses[-1]:.4f}, mean scale {model.head_scale.mean():.3f}')
+        bar.set_postfix_str(f'loss {loss:.4f}, mean scale {mean_scale:.3f}')
         bar.update()
     bar.close()
     model.requires_grad_(False)

@@ -228,7 +228,7 @@ def beam_search(model, prompts, max_new_tokens, beams, eos, min_new_tokens, cach
         total = (scores[:, :, None] + log_p.view(B, beams, V)).flatten(1)
         best, index = total.topk(max(2, 1 + len(eos)) * beams)    # (B, candidates)
         best, index = best.tolist(), index.tolist()
-        source, tokens = [], []
+        source, tokens, kept_scores = [], [], []
         for b in range(B):
             kept = []                                             # (score, beam, token)
             for rank, (score, i) in enumerate(zip(best[b], index[b])):
@@ -244,12 +244,13 @@ def beam_search(model, prompts, max_new_tokens, beams, eos, min_new_tokens, cach
                 worst = finished[b][-1][0] if len(finished[b]) == beams else -math.inf
                 done[b] |= kept[0][0] / (step + 1) <= worst
                 running[b] = [running[b][beam] + [token] for _, beam, token in kept]
-                scores[b] = torch.tensor([score for score, _, _ in kept])
+                kept_scores += [score for score, _, _ in kept]
                 source += [b * beams + beam for _, beam, _ in kept]
                 tokens += [token for _, _, token in kept]
         if all(done) or last_step:
             break
-        cache.reorder(torch.tensor(source, device=logits.device), start)
-        tokens = torch.tensor(tokens, device=logits.device)[:, None]
-        logits = model(tokens, last=1, cache=cache)[:, -1]
+        scores = torch.tensor(kept_scores, device=logits.device).view(B, beams)
+        source, tokens = torch.tensor([source, tokens], device=logits.device)
+        cache.reorder(source, start)
+        logits = model(tokens[:, None], last=1, cache=cache)[:, -1]
     return [one[0][1] for one in finished]

@@ -86,7 +86,7 @@ def commands_run(script, folder):
     path = f"{folder}:{os.environ['PATH']}"
     subprocess.run(['bash', str(script)], cwd=folder, env=os.environ | {'PATH': path}, check=True)
     lines = log.read_text().split('\x1f\n')[:-1]
-    return [command_of(line.split('\x1f')) for line in lines]
+    return list(filter(None, (command_of(line.split('\x1f')) for line in lines)))
 
 
 # ------------------------------------------------------------------- check them

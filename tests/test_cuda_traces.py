@@ -108,7 +108,10 @@ def needs_kernel(changes, kernel):
         pytest.skip('this method has its own softmax')
 
 
-every = pytest.mark.parametrize('changes', EVERY, ids=str)
+# Random positions are drawn from as many as the longest pass here has.
+every = pytest.mark.parametrize('changes', [
+    changes | ({'random_positions': 8192} if 'random_positions' in changes else {})
+    for changes in EVERY], ids=str)
 
 
 # ---------------------------------------------------------------------- training and tuning

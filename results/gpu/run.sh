@@ -4,14 +4,14 @@
 #   BOOKS=FOLDER bash results/gpu/run.sh 120     # the last part reads the books of results/books
 #   SIZE=toy bash results/gpu/run.sh 3           # the same path on a CPU, into out/gpu_toy
 set -u
-end=$(($(date +%s) + 60 * ${1:?how many minutes may it take?}))
+end=$(($(date +%s) + 60 * ${1:-60}))
 if [ "${SIZE:-full}" = toy ]; then
-    out=out/gpu_toy models=out/gpu_toy/models L=64 batches='2 1' steps=2 samples=4 short=32 least=1
+    out=out/gpu_toy models=out/gpu_toy/models L=64 batches='2 1' steps=2 samples=4 short=32 least=1 every=tests/test_gpu.py
     bench='--n_layer=2 --n_head=4 --n_kv_head=2 --n_embd=64 --n_hidden=128 --vocab_size=300 --rounds=2 --n_decode=4'
     train='--n_layer=2 --n_head=4 --n_kv_head=2 --n_embd=32 --n_hidden=64 --block_size=32 --max_iters=6 --eval_interval=3
         --eval_windows=4 --batch_size=4 --micro_batch_size=4'
 else
-    out=results/gpu models=out/gpu L=2048 batches='16 8 4 2 1' steps=150 samples=64 short=512 least=60 bench= train=
+    out=results/gpu models=out/gpu L=2048 batches='16 8 4 2 1' steps=150 samples=64 short=512 least=60 every=tests bench= train=
 fi
 mkdir -p $out/log
 
@@ -30,7 +30,7 @@ largest() { for B in $batches; do bench "$@" --batch_size=$B && return; done; } 
 
 big="--like=['config/nope_1b.py']" small="--like=['config/dape/125m.py']"
 middle="--like=['config/dape/125m.py','config/dape/350m.py']"
-part gpu_tests python -m pytest -m '' tests/test_gpu.py tests/test_kernels.py
+part gpu_tests python -m pytest -m '' tests/test_gpu.py
 largest train_1b "$big" "--tasks=['train']" --context=$L
 bench growth_1b "$big" --table=growth "--contexts=[$L,$((4 * L)),$((9 * L))]"
 bench entropy_1b "$big" "--tasks=['entropy']" --read_context=$((8 * L))
@@ -39,7 +39,7 @@ bench decode_1b "$big" "--tasks=['prefill','decode']" --read_context=$((2 * L))
 bench time_cost_125m "$small" --table=time_cost
 bench time_cost_350m "$middle" --table=time_cost
 largest train_350m_1x3 "$middle" "--tasks=['train']" --position=kerple --dape_kernel=3
-part tests python -m pytest -m ''
+part tests python -m pytest -m '' $every
 
 # A model of 32M parameters on long books, its scales for 4L, and all of it read up to 8L.
 if test -n "${BOOKS:-}"; then

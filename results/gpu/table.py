@@ -44,8 +44,8 @@ def lines(path):
         rows += found if isinstance(found, list) else [found]
     for row in rows:
         if 'task' not in row:  # of the table time_cost
-            yield (f"{row['method']:24} {row['seconds'] * 1e3:10.1f} ms, {row['ratio']:.2f} of DAPE "
-                   '1x3-Kerple')
+            yield (f"{row['method']:28} step         {row['seconds'] * 1e3:10.1f} ms, "
+                   f"{row['ratio']:.2f} of DAPE 1x3-Kerple's")
             continue
         for who in row['limit_seconds']:
             speed = row[who]['tokens_per_second']
