@@ -166,7 +166,7 @@ def in_rows(rows_of, q, k, v, i, j, n_maps, all_keys=False):
     # The longest rows first: shorter ones then fit into the memory that they free, where a heap
     # would grow.
     chunks.reverse()
-    if len(chunks) > CHUNKS_IN_A_GRAPH:  # one graph of all layers' would take hours to compile
+    if len(chunks) > CHUNKS_IN_A_GRAPH:  # at 16K, 22 layers would have 2,816 in one graph
         y = each_apart(rows_of, chunks)
     else:
         y = each(rows_of, chunks, recompute=n_maps * T * S > 4 * SCORES_AT_ONCE)

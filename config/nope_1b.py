@@ -20,6 +20,8 @@ max_iters = 50000
 keep_steps = [10000, 50000]  # Figure 7 fits the scale of both
 eval_interval = 1000
 eval_windows = 1024
-# Ranks agree to stop at these steps, and torchrun allows them 30 s after SIGTERM.
+# Ranks agree to stop at these steps, then save. torchrun kills them 30 s after SIGTERM, when the
+# 13 GB of last.pt may not be written: from torch 2.12 on, torchrun --shutdown-timeout=300 allows
+# more. Killed while they save, they go on from the last.pt before, of the last validation.
 log_interval = 5
 seed = 3407

@@ -155,7 +155,8 @@ def require_memory(config):
     if not hasattr(os, 'sysconf'):  # on Windows
         return
     memory = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
-    needed = 4 * least_params(config)
+    ranks = int(os.environ.get('LOCAL_WORLD_SIZE', 1))  # torchrun's: each makes the whole model
+    needed = 4 * least_params(config) * ranks
     if needed > memory:
         raise UserError(f'a model of n_layer={config.n_layer}, n_embd={config.n_embd}, '
                         f'n_hidden={config.n_hidden} takes {needed / 1e9:,.2f} GB of memory, but '

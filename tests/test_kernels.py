@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from conftest import EVERY, losses_and_gradients, near, plain_entropy, random_model, tokens
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -93,6 +94,36 @@ def test_memory_of_training_grows_with_the_length_not_with_its_square(monkeypatc
         largest.append(mode.numel)
     assert kept[1] <= 2.3 * kept[0], 'what forward keeps for backward'
     assert largest[1] <= 2.3 * largest[0], 'the largest tensor of forward and backward'
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('checkpointed', [False, True])
+@pytest.mark.parametrize('changes', [
+    {'position': 'kerple'}, {'position': 'kerple', 'dape_kernel': 3}], ids=str)
+def test_many_chunks_are_a_graph_of_their_own_and_change_nothing(monkeypatch, changes,
+                                                                 checkpointed):
+    """However many there are: a graph for every number of keys, the same for all layers."""
+    monkeypatch.setattr(kernels, 'SCORES_AT_ONCE', 8000)  # 21 chunks
+    monkeypatch.setattr(torch._dynamo.config, 'recompile_limit', 64)
+    model, windows, n_operations = random_model(**changes), tokens(2, 142), []
+    model.checkpoint_activations = checkpointed
+    losses, gradients = losses_and_gradients(model, windows)
+    for most in 100, 16:
+        monkeypatch.setattr(kernels, 'CHUNKS_IN_A_GRAPH', most)
+        torch.compiler.reset()
+        counter = CompileCounter()
+        forward = torch.compile(model, backend=counter, dynamic=False)
+        found, found_gradients = losses_and_gradients(model, windows, forward)
+        near(found, losses, atol=1e-5)
+        for name, gradient in gradients.items():
+            near(found_gradients[name], gradient, atol=1e-5)
+        n_operations.append(counter.op_count)
+        n_graphs = counter.frame_count
+        losses_and_gradients(model, windows, forward)
+        assert counter.frame_count == n_graphs, 'compiled again'
+    together, apart = n_operations
+    print(together, apart, n_graphs)
+    assert apart < together / 2
 
 
 # ---------------------------------------------------------------------- on a GPU
