@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 SCORES_AT_ONCE = 2 ** 22  # where scores are made some rows at a time; on a GPU 16 times as many
 LOGITS_AT_ONCE = 2 ** 23  # float32 logits of the loss, 32 MB; on a GPU 16 times as many
-CHUNKS_IN_A_GRAPH = 16    # of one layer's attention; more of them are not compiled with the model
+CHUNKS_IN_A_GRAPH = 16    # of a layer's attention; at 16K tokens, 22 layers would have 2,816
 
 
 def at_once(n, device):
@@ -136,20 +136,16 @@ def row_chunks(T, S, n_maps, device, all_keys=False):
         yield slice(start, stop), S if all_keys else min(S, seen)
 
 
-def each(f, chunks, recompute):
-    """[f(*chunk)]. With `recompute` nothing that f makes is kept for backward, which calls it
-    again."""
-    if recompute and torch.is_grad_enabled():
-        return [checkpoint(f, *chunk, use_reentrant=False) for chunk in chunks]
-    return [f(*chunk) for chunk in chunks]
-
-
-@torch.compiler.disable(recursive=False)
-def each_apart(f, chunks):
-    """each(), where f is compiled by itself, once for every shape, and the loop is not."""
-    y = []
-    for chunk in chunks:  # no list comprehension, which would be a function of its own
-        y.append(checkpoint(f, *chunk, use_reentrant=False))
+def each(f, chunks, recompute, apart=False):
+    """
+    [f(*chunk)]. recompute: nothing that f makes is kept for backward, which calls it again. apart:
+    f is compiled by itself, once for every shape, and not again and again in the model's graph.
+    """
+    y, recompute = [], recompute and torch.is_grad_enabled()
+    for chunk in chunks:
+        if apart and torch.compiler.is_compiling():
+            torch._dynamo.graph_break()  # in a loop: Python then does all of it
+        y.append(checkpoint(f, *chunk, use_reentrant=False) if recompute else f(*chunk))
     return y
 
 
@@ -166,10 +162,8 @@ def in_rows(rows_of, q, k, v, i, j, n_maps, all_keys=False):
     # The longest rows first: shorter ones then fit into the memory that they free, where a heap
     # would grow.
     chunks.reverse()
-    if len(chunks) > CHUNKS_IN_A_GRAPH:  # at 16K, 22 layers would have 2,816 in one graph
-        y = each_apart(rows_of, chunks)
-    else:
-        y = each(rows_of, chunks, recompute=n_maps * T * S > 4 * SCORES_AT_ONCE)
+    recompute = n_maps * T * S > 4 * SCORES_AT_ONCE
+    y = each(rows_of, chunks, recompute, apart=len(chunks) > CHUNKS_IN_A_GRAPH)
     return torch.cat(y[::-1], dim=2)
 
 
