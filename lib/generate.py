@@ -137,9 +137,10 @@ def generate(model, prompt, max_new_tokens, temperature=0.0, top_k=None, top_p=N
     for _ in range(max_new_tokens):
         logits = model(token, last=1, cache=cache)[:, -1]  # (1, V)
         token = sample_token(logits, temperature, top_k, top_p, generator)
-        if token.item() == eos:
+        new = token.item()  # the host waits for the device once a token
+        if new == eos:
             return
-        yield token.item()
+        yield new
 
 
 # ---------------------------------------------------------------------- many sequences
