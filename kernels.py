@@ -151,7 +151,7 @@ def each(f, chunks, recompute, apart=False):
 
 def in_rows(rows_of, q, k, v, i, j, n_maps, all_keys=False):
     """
-    rows_of(q, k, v, i, j) -> (B, H, rows, D), called for some query rows at a time, each chunk
+    rows_of(q, k, v, i, j) -> (B, H, rows, ...), called for some query rows at a time, each chunk
     without the keys long after its last row. Where the scores are many, backward computes each
     chunk again, so that memory grows with T and not with T^2; the limit is the same on a GPU, as
     every layer would keep that much. n_maps: matrices of scores that a call makes.
@@ -235,18 +235,20 @@ def attention_entropy(layer, attention, q, k, place):
     float32, for every position method, with the right gradient where one is wanted: by entropy()
     where that can, else by rows of the matrix.
     """
-    (B, H, T, _), method, rows = q.shape, attention.position, []
+    method = attention.position
     with torch.autocast(q.device.type, enabled=False):  # entropy is float32 always
         if method.is_plain and not wants_gradient(q, k) and q.device.type in MEAN_KEY:
             return entropy(q, k)
         q, k = q.float(), k.float()
         shared = method.shared(k)
-        for chunk, end in row_chunks(T, T, B * H, q.device, method.needs_all_keys):
-            i, j = place.i[chunk], place.j[:end]
-            log_a = method.scores(q[:, :, chunk], k[:, :, :end], i, j, *shared).log_softmax(-1)
+
+        def rows_of(q, k, v, i, j):
+            log_a = method.scores(q, k, i, j, *shared).log_softmax(-1)
             finite = log_a.masked_fill(log_a.isneginf(), 0)  # as 0 ln 0 is 0
-            rows.append(-(log_a.exp() * finite).sum(-1))
-    return torch.cat(rows, dim=2).clamp(min=0)
+            return (log_a.exp() * finite).sum(-1).neg().clamp(min=0)
+
+        n_maps = len(q) * q.shape[1]
+        return in_rows(rows_of, q, k, k, place.i, place.j, n_maps, method.needs_all_keys)
 
 
 # ---------------------------------------------------------------------- loss
