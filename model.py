@@ -137,8 +137,9 @@ class Transformer(nn.Module):
         self.probe_with, self.seen = None, []  # see probe()
         self.scale_sets = None  # vectors for several lengths, see lib/scales.py
         # From these random positions are drawn; in training from new ones in each pass.
-        self.draws = torch.rand(config.n_layer, config.random_positions, device='cpu',
-                                generator=torch.Generator().manual_seed(0))
+        draws = torch.rand(config.n_layer, config.random_positions, device='cpu',
+                           generator=torch.Generator().manual_seed(0))
+        self.register_buffer('draws', draws, persistent=False)
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = nn.RMSNorm(config.n_embd, eps=config.norm_eps)
@@ -211,8 +212,8 @@ class Transformer(nn.Module):
         """Where the tokens of a pass stand in each layer."""
         if not self.config.random_positions:
             return [place] * len(self.blocks)
-        draws = self.draws.to(place.i.device)
-        return random_places(place, torch.rand_like(draws) if self.training else draws)
+        draws = torch.rand_like(self.draws) if self.training else self.draws
+        return random_places(place, draws)
 
     @contextlib.contextmanager
     def probe(self, f):

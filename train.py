@@ -186,7 +186,7 @@ def place_model(model, runtime):
     if runtime.world_size > 1:  # the view saves a second copy of all gradients
         device_ids = [runtime.device] if runtime.device.type == 'cuda' else None
         called = DistributedDataParallel(called, gradient_as_bucket_view=True,
-                                         device_ids=device_ids)
+                                         broadcast_buffers=False, device_ids=device_ids)
     return model, called
 
 

@@ -80,7 +80,7 @@ class NothingFromTheHost(TorchDispatchMode):
 def gpu_model(dtype=torch.bfloat16, device=GPU, **changes):
     with torch.device(device):
         model = Transformer(ModelConfig(**SIZES | changes)).init_weights()
-    return cast_matrices(model, dtype), Runtime(torch.device(device), dtype)
+    return cast_matrices(model.to(device), dtype), Runtime(torch.device(device), dtype)
 
 
 def ids(*shape, device=GPU):

@@ -104,7 +104,6 @@ def test_many_chunks_are_a_graph_of_their_own_and_change_nothing(monkeypatch, ch
                                                                  checkpointed):
     """However many there are: a graph for every number of keys, the same for all layers."""
     monkeypatch.setattr(kernels, 'SCORES_AT_ONCE', 8000)  # 21 chunks
-    monkeypatch.setattr(torch._dynamo.config, 'recompile_limit', 64)
     model, windows, n_operations = random_model(**changes), tokens(2, 142), []
     model.checkpoint_activations = checkpointed
     losses, gradients = losses_and_gradients(model, windows)
@@ -121,9 +120,7 @@ def test_many_chunks_are_a_graph_of_their_own_and_change_nothing(monkeypatch, ch
         n_graphs = counter.frame_count
         losses_and_gradients(model, windows, forward)
         assert counter.frame_count == n_graphs, 'compiled again'
-    together, apart = n_operations
-    print(together, apart, n_graphs)
-    assert apart < together / 2
+    assert n_operations[1] < n_operations[0] / 2
 
 
 # ---------------------------------------------------------------------- on a GPU

@@ -32,15 +32,15 @@ def forced(kernel):
         half = q.dtype != torch.float32
         if kernel == 'flash' and half and mask is None:
             return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
-        assert not enable_gqa, 'PyTorch would take the kernel that makes the whole matrix'
         if mask is not None:
             if mask.dtype == torch.bool:
                 mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
             S = mask.shape[-1]
             mask = F.pad(mask, (0, -S % 16))[..., :S].expand(*q.shape[:3], S)
-        attention = aten._scaled_dot_product_efficient_attention
-        if kernel == 'cudnn' and half:
-            attention = aten._scaled_dot_product_cudnn_attention
+        attention = aten._scaled_dot_product_cudnn_attention
+        if kernel != 'cudnn' or not half:
+            assert not enable_gqa, 'PyTorch would take the kernel that makes the whole matrix'
+            attention = aten._scaled_dot_product_efficient_attention
         return attention(q, k, v, mask, torch.is_grad_enabled(), 0.0, is_causal)[0]
     return attend
 
