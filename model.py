@@ -136,10 +136,10 @@ class Transformer(nn.Module):
         self.checkpoint_activations = False  # True: keep block inputs, recompute the rest
         self.probe_with, self.seen = None, []  # see probe()
         self.scale_sets = None  # vectors for several lengths, see lib/scales.py
-        # From these random positions are drawn; in training from new ones in each pass.
-        draws = torch.rand(config.n_layer, config.random_positions, device='cpu',
-                           generator=torch.Generator().manual_seed(0))
-        self.register_buffer('draws', draws, persistent=False)
+        if config.random_positions:  # are drawn from these; in training from new ones in each pass
+            draws = torch.rand(config.n_layer, config.random_positions, device='cpu',
+                               generator=torch.Generator().manual_seed(0))
+            self.register_buffer('draws', draws, persistent=False)
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = nn.RMSNorm(config.n_embd, eps=config.norm_eps)
