@@ -5,20 +5,15 @@ same work.
 $ python bench.py              # the CPU bench shape: 8 layers x 512, T = 1,024, vocabulary 32,000
 $ python bench.py --peer=hf    # transformers' Llama turn by turn with ours, needs transformers
 $ python bench.py --like="['config/nope_1b.py']" --tasks="['train','scale']"   # a config's model
-$ python bench.py --table=time_cost --like="['config/dape/125m.py']"   # Table 7 of DAPE V2
-$ python bench.py --table=growth   # time and memory of a training step against the context
-$ python bench.py --table=memory --like="['config/nope_1b.py']" --contexts=[4096,8192,18432]
 
 Every figure is the median of `rounds` calls. The limit is what the arithmetic alone would take at
 the rate of a large matrix product, measured on the same device in the same precision; in decoding
 it is that of reading every weight and key once, at the measured memory bandwidth. Writes
-out_dir/NAME.json.
+out_dir/NAME.json. Growth with the context, and position methods: results/bench/table.py.
 """
 
 import dataclasses
 import functools
-import json
-import math
 import os
 import statistics
 import time
@@ -32,17 +27,16 @@ import kernels
 import position as methods
 from configurator import between, configure, run_config, settings
 from lib.checkpoints import cast_matrices
-from lib.devices import compiled, keep_freed_memory, matmul_flops, setup, synchronize
-from lib.errors import ROOT, UserError, as_user_error
+from lib.devices import compiled, matmul_flops, setup, synchronize
+from lib.errors import UserError, as_user_error
 from lib.generate import new_cache, store_by_column
 from lib.results import optional, provenance, result_path, save_json
 from model import ModelConfig, Transformer
 
 tasks = ['train', 'scale', 'eval', 'entropy', 'prefill', 'decode']
-table = ''                   # instead of tasks: time_cost (methods), growth or memory (contexts)
 peer = ''                    # hf: transformers' Llama does the same work, by turns
 out_dir = 'results/bench'
-name = ''                    # of the result; empty: the table's or cpu, cuda
+name = ''                    # of the result; empty: cpu, cuda
 # the model; the other settings of its position method are declared in position.py
 like: list[str] = []         # training configs to take it from, and their block_size as context
 position = 'rope'            # as the peer has it; without it a model is a little faster
@@ -54,41 +48,24 @@ n_hidden = 1408
 vocab_size = 32000
 # the work
 context = 1024               # T: tokens in a sequence
-batch_size = 4               # sequences in a training or tuning step
+batch_size = 4               # sequences in a training or tuning step, or in a pass of evaluation
 read_context = 4096          # tokens already read in prefill, decode and entropy
-contexts = [1024, 2048, 4096, 8192, 16384, 32768]  # of the tables growth and memory
 n_decode = 32                # tokens decoded in a round
 rounds = 7
 profile = False              # also show which operators the time of a task goes to
 # machine
 device = 'auto'              # auto, cpu, cuda
-dtype = 'auto'               # in training and evaluation; the rest is float32 on a CPU
-compile = True               # training steps, ours and the peer's
+dtype = 'auto'               # auto, float32, bfloat16; of entropy float32 always
+compile = True               # training steps and evaluation, ours and the peer's
 seed = 1337
 
 METHOD = dataclasses.asdict(methods.Settings())  # settings of position methods, and their defaults
 MODEL = (*METHOD, 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'n_hidden')
-TABLE_7 = {  # its names, and ours for method and DAPE's kernel
-    'RoPE': ('rope', 0),
-    'T5': ('t5', 0),
-    'ALiBi': ('alibi', 0),
-    'Kerple': ('kerple', 0),
-    'FIRE': ('fire', 0),
-    'CoPE': ('cope', 0),
-    'DAPE-Kerple': ('kerple', 1),
-    'DAPE 1x3-Kerple': ('kerple', 3),
-    'Kerple, whole matrix': ('kerple', 0),
-}
 
 
 # ---------------------------------------------------------------------- measuring
 
-LATE_GRAPHS = []  # how many were compiled after the warm-up, of each measurement
 rate = functools.cache(matmul_flops)  # measured once, so that all limits of a run agree
-
-
-def compiled_graphs():
-    return torch._dynamo.utils.counters['stats']['unique_graphs']
 
 
 def one_turn(works, runtime):
@@ -106,13 +83,12 @@ def one_turn(works, runtime):
 def medians(works, runtime):
     """
     Median seconds of each function over rounds in which they take turns, as machines are noisy,
-    after two to warm up. What is compiled later is counted in LATE_GRAPHS.
+    after two to warm up. Raises RuntimeError where something is compiled after that.
     """
     for _ in range(2):
         one_turn(works, runtime)
-    before = compiled_graphs()
-    turns = [one_turn(works, runtime) for _ in range(rounds)]
-    LATE_GRAPHS.append(compiled_graphs() - before)
+    with torch.compiler.set_stance('fail_on_recompile'):
+        turns = [one_turn(works, runtime) for _ in range(rounds)]
     return {who: statistics.median(turn[who] for turn in turns) for who in works}
 
 
@@ -148,7 +124,7 @@ def by_operator(work, runtime):
 def measure(task, works, tokens, limits, runtime):
     """
     Print and return the figures of a task: {name: {seconds, tokens_per_second, of_limit,
-    peak_memory}}. limits: the seconds that it cannot be faster than, or {name: seconds}. With
+    peak_memory}}. limits: {name: the seconds that it cannot be faster than}, or one for all. With
     `profile` also where the time goes, `operators`.
     """
     if not isinstance(limits, dict):
@@ -159,9 +135,9 @@ def measure(task, works, tokens, limits, runtime):
                'of_limit': limits[who] / seconds, 'peak_memory': peak_memory(works[who], runtime)}
         result[who] = row
         times = seconds / result['ours']['seconds']
-        print(f'{task:24} {who:14} {seconds * 1e3:10.2f} ms {tokens / seconds:12,.0f} tokens/s '
+        print(f'{task:24} {who:26} {seconds * 1e3:10.2f} ms {tokens / seconds:12,.0f} tokens/s '
               f"{row['of_limit']:5.0%} of the limit {row['peak_memory'] / 1e6:8,.0f} MB"
-              f'{times:8.2f} times ours')
+              f'{times:8.2f} times ours', flush=True)
         if profile:
             row['operators'] = by_operator(works[who], runtime)
             for operator, taken in row['operators'].items():
@@ -204,22 +180,18 @@ class Peer(torch.nn.Module):
         return self.make_cache(config=self.llama.config)
 
 
-def both(block_size, runtime):
-    """{name: model}: ours, and where a peer is asked for, transformers'."""
+def both(block_size, runtime, frozen=False):
+    """
+    {name: model}: ours, and where a peer is asked for, transformers'. frozen: in the runtime's
+    precision, as what only reads has it.
+    """
     models = {'ours': new_model(block_size, runtime)}
     if peer:
         models['transformers'] = Peer(block_size).to(runtime.device)
+    if frozen:
+        for model in models.values():
+            model.requires_grad_(False).to(runtime.dtype)
     return models
-
-
-def readers(runtime):
-    """both(), frozen, in the precision that a GPU or else float32 reads in; and that precision."""
-    kind = runtime.dtype if runtime.device.type == 'cuda' else torch.float32
-    models = both(read_context, runtime)
-    for model in models.values():
-        model.requires_grad_(False).to(kind)
-    store_by_column(models['ours'])  # as lib/generate.py does
-    return models, kind
 
 
 def only_scales(model, runtime):
@@ -277,62 +249,57 @@ def train(runtime):
     return measure('training step', works, tokens, limit, runtime)
 
 
-def steps(model, tuned, B, T, runtime, task, forwards=1):
+def step_limits(model, tokens, T, runtime, forwards=1):
     """
-    A head-scale step beside a whole step. Their limits in the units of a forward pass: products
-    with weights once for each forward, once for the gradients that go on to lower layers, and in a
-    whole step once for those of weights; attention twice in backward. Returns the figures, and the
-    seconds of both parts of the limit.
+    Seconds that a head-scale step ('ours') and a whole one cannot be faster than, on windows of T:
+    {name: of products with weights}, and those of attention. In the units of a forward pass: each
+    forward once, the gradients that go on to lower layers once, in a whole step those of weights
+    once; attention's backward twice.
     """
-    works = {'ours': training_step(tuned, B, T, runtime),
-             'whole step': training_step(model, B, T, runtime)}
     matmul, attention = model.flops_per_token(T)
-    second = B * T / rate(runtime.device, runtime.dtype)  # of a FLOP per token
+    second = tokens / rate(runtime.device, runtime.dtype)  # of a FLOP per token
     linear = {'ours': (forwards + 1) * matmul * second,
               'whole step': (forwards + 2) * matmul * second}
-    quadratic = (forwards + 2) * attention * second
-    limits = {who: seconds + quadratic for who, seconds in linear.items()}
-    result = measure(task, works, B * T, limits, runtime)
-    return result, {'linear_seconds': linear, 'quadratic_seconds': quadratic}
+    return linear, (forwards + 2) * attention * second
 
 
 def scale(runtime):
-    """
-    A step of head-scale tuning beside a whole training step, and the ratio by arithmetic, in which
-    attention costs 3.5 times its forward pass, as where backward computes the scores again.
-    """
-    model, tuned = new_model(context, runtime), only_scales(new_model(context, runtime), runtime)
-    result, _ = steps(model, tuned, batch_size, context, runtime, 'head-scale step')
-    matmul, attention = model.flops_per_token(context)  # 2P and a
-    wanted = (2 * matmul + 3.5 * attention) / (3 * matmul + 3.5 * attention)
-    ratio = result['ours']['seconds'] / result['whole step']['seconds']
-    print(f'{"":24} {ratio:.2f} of the whole step; arithmetic: (4P + 3.5a) / (6P + 3.5a) = '
-          f'{wanted:.2f}')
-    return result | {'ratio': ratio, 'ratio_by_arithmetic': wanted}
+    """A step of head-scale tuning beside a whole training step."""
+    model, tokens = new_model(context, runtime), batch_size * context
+    tuned = only_scales(new_model(context, runtime), runtime)
+    works = {'ours': training_step(tuned, batch_size, context, runtime),
+             'whole step': training_step(model, batch_size, context, runtime)}
+    linear, quadratic = step_limits(model, tokens, context, runtime)
+    limits = {who: seconds + quadratic for who, seconds in linear.items()}
+    return measure('head-scale step', works, tokens, limits, runtime)
 
 
 @torch.no_grad()
 def sliding_windows(runtime):
     """
-    Windows that score their last L/8 tokens: a batch, only those logits; against one by one with
-    all logits.
+    Windows that score their last L/8 tokens, in batches, of which ours computes those logits alone;
+    transformers' code computes all. Each compiled and as it is.
     """
-    models, n, scored = both(context, runtime), 16, -(-context // 8)
-    windows = random_ids(n, context + 1, runtime)
+    n, scored, works = 4 * batch_size, -(-context // 8), {}
+    batches = random_ids(n, context + 1, runtime).split(batch_size)
 
-    def one_by_one(model):
-        for window in windows:
-            logits = model(window[None, :-1])[0].float()
-            F.cross_entropy(logits, window[1:], reduction='none')[-scored:].sum()
+    def ours(model):
+        for batch in batches:
+            model(batch[:, :-1], batch[:, -scored:])
 
-    ours = models['ours']
-    works = {'ours': lambda: ours(windows[:, :-1], windows[:, -scored:]).double().sum(),
-             'one by one': partial(one_by_one, ours)}
-    if peer:
-        works['transformers'] = partial(one_by_one, models['transformers'])
-    limit = n * reading_flops(ours, context, scored) / rate(runtime.device, runtime.dtype)
-    with runtime.autocast():
-        return measure('sliding windows', works, n * context, limit, runtime)
+    def theirs(model):
+        for batch in batches:
+            logits = model(batch[:, :-1])[:, -scored:].float()
+            F.cross_entropy(logits.transpose(1, 2), batch[:, -scored:], reduction='none')
+
+    models = both(context, runtime, frozen=True)
+    for who, model in models.items():
+        read = ours if who == 'ours' else theirs
+        works[who] = partial(read, compiled(model, runtime, compile))
+        works[f'{who}, uncompiled'] = partial(read, model)
+    flops = n * reading_flops(models['ours'], context, scored)
+    limit = flops / rate(runtime.device, runtime.dtype)
+    return measure('sliding windows', works, n * context, limit, runtime)
 
 
 def entropy(runtime):
@@ -363,19 +330,18 @@ def read(model, idx):
 
 @torch.no_grad()
 def prefill(runtime):
-    models, kind = readers(runtime)
-    idx, ours = random_ids(1, read_context, runtime), models['ours']
+    models, idx = both(read_context, runtime, frozen=True), random_ids(1, read_context, runtime)
     works = {who: partial(read, model, idx) for who, model in models.items()}
-    works['plain pass'] = partial(ours.hidden, idx)
-    limit = reading_flops(ours, read_context, 1) / rate(runtime.device, kind)
+    limit = reading_flops(models['ours'], read_context, 1) / rate(runtime.device, runtime.dtype)
     return measure(f'prefill, T = {read_context}', works, read_context, limit, runtime)
 
 
 @torch.no_grad()
 def decode(runtime):
     """Tokens one by one, greedy, after read_context; the prompt's pass is not counted."""
-    models, kind = readers(runtime)
-    idx, ours = random_ids(1, read_context, runtime), models['ours']
+    models, idx = both(read_context, runtime, frozen=True), random_ids(1, read_context, runtime)
+    ours = models['ours']
+    store_by_column(ours)  # as lib/generate.py does
 
     def decoding(model):
         cache, first = read(model, idx)
@@ -395,103 +361,15 @@ def decode(runtime):
     keys = 2 * n_layer * n_kv_head * (n_embd // n_head) * (read_context + n_decode / 2)
     x = torch.ones(2 ** 26, device=runtime.device)  # 256 MB, to measure the memory's bandwidth
     bandwidth = 4 * x.numel() / medians({'sum': x.sum}, runtime)['sum']
-    limit = n_decode * kind.itemsize * (weights + keys) / bandwidth
+    limit = n_decode * runtime.dtype.itemsize * (weights + keys) / bandwidth
     return measure(f'decode, T = {read_context}', works, n_decode, limit, runtime)
-
-
-# ---------------------------------------------------------------------- tables
-
-class WholeMatrix(methods.Kerple):
-    """Kerple with all scores at once, as the code of DAPE V2 computes every method."""
-
-    def attend(self, q, k, v, i, j):
-        weights = self.scores(q, k, i, j).softmax(-1, dtype=torch.float32).to(v.dtype)
-        return weights @ kernels.repeat_heads(v, q.shape[1])
-
-
-def step_and_forward(model, runtime):
-    """A training step and an uncompiled forward pass on one sequence."""
-    x = random_ids(1, context, runtime)
-
-    @torch.no_grad()
-    def forward():
-        with runtime.autocast():
-            model(x, x)  # the loss, of whatever targets
-    return training_step(model, 1, context, runtime), forward
-
-
-def time_cost(runtime):
-    """
-    Table 7 of DAPE V2: a training step and a forward pass of each method, and their ratios to DAPE
-    1x3-Kerple's.
-    """
-    paper = json.loads((ROOT / 'results/papers/tables.json').read_text())['dape_table7']
-    column = {2560: 1, 4096: 2}.get(n_embd, 0)  # by width: 2.7B, 6.7B; beside all others 350M
-    whole = paper['rows']['DAPE 1x3-Kerple'][column]
-    dape = new_model(context, runtime, position='kerple', dape_kernel=3)
-    dape_step, dape_forward = step_and_forward(dape, runtime)
-    rows = []
-    print(f'a training step on one sequence of {context}, and its ratio to DAPE 1x3-Kerple')
-    print(f"{'':24} {'ms':>8} {'ratio':>16} {'in the paper':>14} {'of a forward':>12}")
-    for method, (kind, kernel) in TABLE_7.items():  # two models at a time
-        model = new_model(context, runtime, position=kind, dape_kernel=kernel)
-        if 'whole' in method:
-            for block in model.blocks:
-                block.attn.position = WholeMatrix(model.config).to(runtime.device)
-        step, forward = step_and_forward(model, runtime)
-        seconds = medians({'step': step, 'forward': forward, 'DAPE step': dape_step,
-                           'DAPE forward': dape_forward}, runtime)
-        row = {'method': method, 'seconds': seconds['step'],
-               'ratio': seconds['step'] / seconds['DAPE step'], 'paper_ratio': None,
-               'forward_seconds': seconds['forward'],
-               'forward_ratio': seconds['forward'] / seconds['DAPE forward']}
-        if method in paper['rows']:
-            row['paper_ratio'] = paper['rows'][method][column] / whole
-        rows.append(row)
-        print(f"{method:24} {row['seconds'] * 1e3:8.1f} {row['ratio']:16.2f} "
-              f"{row['paper_ratio'] or math.nan:14.2f} {row['forward_ratio']:12.2f}")
-    return rows
-
-
-def growth(runtime):
-    """
-    Time and memory of steps on one sequence of T tokens, of head-scale tuning (ours) and of
-    training, activations recomputed: linear and quadratic in T, as the arithmetic of their limits
-    says. Memory is beyond weights and optimizer.
-    """
-    model = new_model(max(contexts), runtime)
-    tuned, rows = only_scales(new_model(max(contexts), runtime), runtime), []
-    tuned.checkpoint_activations = model.checkpoint_activations = True
-    for T in contexts:
-        task = f'head-scale step, T = {T}'
-        result, parts = steps(model, tuned, 1, T, runtime, task, forwards=2)
-        rows.append(result | parts)
-    return rows
-
-
-def memory(runtime):
-    """
-    Peak memory of a head-scale step on one sequence of T tokens, activations recomputed, beyond the
-    weights. One call.
-    """
-    model, rows = only_scales(new_model(max(contexts), runtime), runtime), []
-    model.checkpoint_activations = True
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    keep_freed_memory(2 ** 25)  # a heap with holes would be too large for a small machine
-    print(f'head-scale step of {model.n_params():,} parameters, weights of {weights / 1e9:.2f} GB')
-    for T in contexts:
-        began = time.perf_counter()
-        peak = peak_memory(training_step(model, 1, T, runtime), runtime)
-        rows.append({'length': T, 'peak_memory': peak, 'per_token': peak / T, 'weights': weights,
-                     'seconds': time.perf_counter() - began})
-        print(f'{T:8,d} tokens {peak / 1e9:8.2f} GB {peak / T / 1e3:8.1f} kB a token', flush=True)
-    return rows
 
 
 TASKS = {'train': train, 'scale': scale, 'eval': sliding_windows, 'entropy': entropy,
          'prefill': prefill, 'decode': decode}
-TABLES = {'time_cost': time_cost, 'growth': growth, 'memory': memory}
 
+
+# ---------------------------------------------------------------------- a run
 
 def read_like(given):
     """Take the settings of the model that were not given from the training configs in `like`."""
@@ -507,37 +385,35 @@ def read_like(given):
             globals()[setting] = values[setting]
 
 
-def check_settings(runtime):
+def start(given):
+    """The Runtime to measure on, once what was asked for has been checked."""
+    runtime = setup(device, dtype, seed)
+    if like:
+        read_like(given)
     if not set(tasks) <= set(TASKS):
         raise UserError(f"tasks is {tasks}. Choose from: {', '.join(TASKS)}.")
-    if table and table not in TABLES:
-        raise UserError(f"table is '{table}'. Choose {', '.join(TABLES)}, or leave it empty.")
     if peer not in ('', 'hf'):
         raise UserError(f"peer is '{peer}'. Choose hf, or leave it empty.")
     if runtime.world_size > 1:
         raise UserError('bench.py measures one device: start it without torchrun.')
-    between(globals(), 1, 'context', 'batch_size', 'read_context', 'contexts', 'n_decode', 'rounds')
-
-
-def main(given=()):
-    """given: the names of the settings that the user gave."""
-    began, runtime = time.perf_counter(), setup(device, dtype, seed)
-    if like:
-        read_like(given)
-    check_settings(runtime)
-    torch._dynamo.config.fail_on_recompile_limit_hit = True  # or it would go on uncompiled
+    between(globals(), 1, 'context', 'batch_size', 'read_context', 'n_decode', 'rounds')
     os.environ.setdefault('KINETO_LOG_LEVEL', '6')  # or each profile announces itself
-    ceiling = rate(runtime.device, runtime.dtype)
     print(f'{runtime.device.type}, {torch.get_num_threads()} threads, torch {torch.__version__}, '
-          f'{runtime.dtype}: a large matrix product does {ceiling / 1e12:.2f} TFLOP/s')
-    if table:
-        results = {table: TABLES[table](runtime)}
-    else:
-        results = {task: TASKS[task](runtime) for task in tasks}
-    print(f'graphs compiled after the warm-up: {sum(LATE_GRAPHS)}')
-    path = result_path(out_dir, name or table or runtime.device.type) + '.json'
-    result = {'stage': 'bench', 'matmul_flops': ceiling, 'late_graphs': sum(LATE_GRAPHS),
-              'results': results}
+          f'{runtime.dtype}: a large matrix product does '
+          f'{rate(runtime.device, runtime.dtype) / 1e12:.2f} TFLOP/s')
+    return runtime
+
+
+def main(given=(), works=None):
+    """
+    Measure each of the works, {name: function of a Runtime}, and write what they return. given: the
+    names of the settings that the user gave.
+    """
+    began, runtime = time.perf_counter(), start(given)
+    works = works or {task: TASKS[task] for task in tasks}
+    result = {'stage': 'bench', 'matmul_flops': rate(runtime.device, runtime.dtype),
+              'results': {task: work(runtime) for task, work in works.items()}}
+    path = result_path(out_dir, name or runtime.device.type) + '.json'
     save_json(path, result | provenance(settings(globals()), runtime, time.perf_counter() - began))
     print(f'wrote {path}')
 

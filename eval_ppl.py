@@ -15,15 +15,17 @@ Writes out_dir/eval_ppl[_PROTOCOL][_LABEL].json and .png
 
 import itertools
 import math
+from functools import partial
 
 import numpy as np
 import torch
 
 from configurator import between, configure, settings
 from lib.checkpoints import Run, TextReading, dataset_of, require_tokenizer
+from lib.devices import reader
 from lib.errors import UserError
 from lib.generate import require_positions
-from lib.results import bin_means, progress_bar
+from lib.results import bin_means
 from lib.scales import by_position
 from lib.tokens import documents, open_tokens
 
@@ -36,6 +38,7 @@ max_windows = 1024           # sliding: windows per length; rule same: evenly sp
 n_samples = 256              # position, last: windows of the longest length, evenly spaced
 last: int | None = None      # tokens at the end of a length; None: position 64, last 256 or L
 batch_tokens = 16384         # tokens in one forward pass; lower it when memory runs out
+compile = True               # torch.compile the model, where it reads so much that this pays
 
 RULES = ('same', 'paper', 'classic')
 
@@ -80,29 +83,31 @@ def sliding_windows(start, end, length, first_end, stride, rule):
     return windows
 
 
-@torch.no_grad()
 def score_windows(model, tokens, windows, batch_tokens, runtime, label=None):
     """
     Sum of the losses of each window's scored tokens, in nats: (len(windows),) float64, in order, on
     every rank. tokens: (n,) array of ids; windows: from sliding_windows(). Logits are computed for
     scored tokens only.
     """
-    windows, sums, n = runtime.shard(windows), [], len(windows)
-    with progress_bar(len(windows), label, runtime.is_main and label is not None) as bar:
-        for shape, group in itertools.groupby(windows, key=lambda w: (w[1] - w[0], w[2])):
-            (n_tokens, n_scored), group = shape, list(group)
-            size = max(1, batch_tokens // n_tokens)
-            for first in range(0, len(group), size):
-                texts = [tokens[lo:hi] for lo, hi, _ in group[first:first + size]]
-                batch = torch.from_numpy(np.stack(texts).astype(np.int64)).to(runtime.device)
-                # All tokens are read, as what a method does may depend on their number; what
-                # follows the last one is not known, so its loss is left out.
-                targets = batch.roll(-1, 1)[:, -n_scored - 1:]
-                with runtime.autocast():
-                    losses = model(batch, targets)[:, :-1]  # (B, n_scored)
-                sums += losses.cpu().double().sum(1).tolist()
-                bar.update(len(batch))
-    return runtime.gather(sums, n)
+    def shape(i):
+        lo, hi, n_scored = windows[i]
+        return hi - lo, n_scored
+
+    def measure(model, n_scored, inputs, targets):
+        losses = model(inputs, targets[:, -n_scored - 1:])[:, :-1]
+        return losses.cpu().double().sum(1)
+
+    sums = np.empty(len(windows))
+    for (T, n_scored), group in itertools.groupby(sorted(range(len(windows)), key=shape), shape):
+        group = list(group)
+        # All tokens of a window are read, as what a method does may depend on their number. What
+        # follows the last one is not known: any token stands for it, and its loss is left out.
+        texts = [np.append(tokens[lo:hi], 0) for lo, hi, _ in (windows[i] for i in group)]
+        texts = np.stack(texts).astype(np.int64)
+        read = partial(measure, reader(model, runtime, compile, len(group), T), n_scored)
+        shown = label if 2 * len(group) > len(windows) else None  # a bar for most of them is enough
+        sums[group] = runtime.over_windows(texts, batch_tokens, read, shown)
+    return sums
 
 
 def evaluate_sliding(model, data, lengths, stride, rule, max_windows, batch_tokens, runtime):
@@ -172,8 +177,9 @@ def positions(run, sizes):
     windows = run.windows(sizes[-1])
     # They may overlap, but no token is scored twice at one length.
     samples = windows.evenly_spaced(n_samples, spacing=n_last)
+    model = reader(run.model, run.runtime, compile, len(samples), sizes[-1])
     losses = run.runtime.over_windows(
-        samples, batch_tokens, lambda inputs, targets: by_position(run.model, inputs, targets)[0],
+        samples, batch_tokens, lambda inputs, targets: by_position(model, inputs, targets)[0],
         f'{sizes[-1]} positions')
     at = {T: losses[:, max(0, T - n_last):T].mean(1) for T in sizes}
     rows = [{'length': T} | summary(at[T]) | {'scored_tokens': len(at[T]) * min(T, n_last)}
@@ -198,8 +204,10 @@ def evaluate_last(model, tokens, lengths, K, L, batch_tokens, runtime):
     """
     def mean_losses(T):
         """Of each window of T: the mean over its last K and its last L tokens, (n, 2)."""
+        read = reader(model, runtime, compile, len(tokens), T)
+
         def measure(inputs, targets):
-            losses = model(inputs, targets[:, -max(K, L):])
+            losses = read(inputs, targets[:, -max(K, L):])
             return torch.stack([losses[:, -K:].mean(1), losses[:, -L:].mean(1)], dim=1)
         return runtime.over_windows(tokens[:, -T - 1:], batch_tokens, measure, f'length {T}')
 

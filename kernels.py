@@ -61,15 +61,16 @@ def attention(q, k, v, mask=None, is_causal=False):
     """
     (B, H, T, D), (n_kv_head, S) = q.shape, k.shape[1:3]
     sees_all = mask is None and not is_causal
-    if q.device.type == 'cpu' and torch.is_grad_enabled() and not sees_all:
+    by_formula = torch.is_grad_enabled() or torch.compiler.is_compiling()
+    if q.device.type == 'cpu' and by_formula and not sees_all:
         if B * H * T * S <= 2 ** 26:
             return matrix_attention(q, k, v, mask)
+    if T == 1 and H > n_kv_head and (mask is None or mask.shape[1] == 1):
+        # One query a head: the heads that share a key become rows of one head, and each key is read
+        # once. The kernel may return heads transposed, which a view() would refuse.
+        rows = q.reshape(B, n_kv_head, -1, D)
+        return F.scaled_dot_product_attention(rows, k, v, mask).reshape(q.shape)
     if q.device.type == 'cuda' and H > n_kv_head and not flash_can_share_heads(q, mask):
-        if T == 1 and mask is not None and mask.shape[1] == 1:
-            # One query a head: the heads that share a key become rows of one head, and no key is
-            # repeated. The kernel may return heads transposed, which a view() would refuse.
-            rows = q.reshape(B, n_kv_head, -1, D)
-            return F.scaled_dot_product_attention(rows, k, v, mask).reshape(q.shape)
         k, v = repeat_heads(k, H), repeat_heads(v, H)
         n_kv_head = H
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal,

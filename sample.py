@@ -9,6 +9,7 @@ import torch
 
 from configurator import between, configure, settings
 from lib.checkpoints import Run
+from lib.devices import can_compile
 from lib.generate import generate
 from lib.tokens import start_token
 
@@ -26,6 +27,7 @@ top_p: float | None = None   # only the likeliest tokens that together have this
 seed = 1337
 device = 'auto'              # auto, cpu, cuda, mps
 dtype = 'auto'               # auto, float32, bfloat16, float16
+compile = False              # one graph for all tokens; pays from thousands of them on
 
 
 def main():
@@ -42,7 +44,8 @@ def main():
         print(shown, end='', flush=True)
         with run.runtime.autocast():
             for token in generate(model, ids, max_new_tokens, temperature, top_k, top_p,
-                                  encoding.eot_token, generator, dtype):
+                                  encoding.eot_token, generator, dtype,
+                                  can_compile(run.runtime, compile)):
                 tokens.append(token)
                 # All tokens are decoded again, as the text of one depends on those before it.
                 text = encoding.decode_bytes(tokens).decode(errors='replace')

@@ -29,7 +29,7 @@ from configurator import between, configure, settings
 from kernels import attention_entropy
 from lib import plots
 from lib.checkpoints import Run, dataset_of, load_model
-from lib.devices import compiled, learning_rate_at
+from lib.devices import compiled, learning_rate_at, reader
 from lib.errors import UserError
 from lib.results import bin_means, progress_bar, provenance, result_path
 from lib.scales import ScaleSets, by_position, finite, put_vectors, read_scale_file, save_scale
@@ -71,7 +71,7 @@ n_samples = 128              # validation windows behind each curve
 batch_tokens = 16384         # tokens in one forward pass of a measurement
 device = 'auto'              # auto, cpu, cuda, mps
 dtype = 'auto'               # auto, float32, bfloat16, float16
-compile = True               # torch.compile the tuning step
+compile = True               # torch.compile the tuning step, and a long search's reading
 
 
 def curves(model, windows, n_samples, batch_tokens, runtime, label=None):
@@ -131,6 +131,7 @@ def search_uniform(model, windows, scales, L, runtime):
     """
     loss, entropy, at = [], [], []
     T = windows.block_size
+    read = reader(model, runtime, compile, n_samples * len(scales), T)
     drawn = np.linspace(0, len(scales) - 1, 6).round().astype(int).tolist()  # some, evenly spaced
     lengths = sorted({T, *(L * 2 ** i for i in range(int(math.log2(T / L)) + 1))})
     for i, scale in enumerate(scales):
@@ -141,7 +142,7 @@ def search_uniform(model, windows, scales, L, runtime):
             entropy.append(bin_means(mean_entropy, L // 16)[1])
         else:
             samples = windows.evenly_spaced(n_samples)
-            of_scale = runtime.over_windows(samples, batch_tokens, model, what[-1]).mean(0)
+            of_scale = runtime.over_windows(samples, batch_tokens, read, what[-1]).mean(0)
             entropy.append(None)
         position, binned = bin_means(of_scale, L // 16)
         loss.append(binned)

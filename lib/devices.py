@@ -20,6 +20,8 @@ import torch.distributed as dist
 from lib.errors import UserError
 from lib.results import progress_bar
 
+# FLOP of reading, a block of the model, that take longer than to compile it: on a CPU, on a GPU
+COMPILING_A_BLOCK = 2 ** 39, 2 ** 49
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 
 
@@ -69,20 +71,25 @@ class Runtime:
     @torch.no_grad()
     def over_windows(self, windows, batch_tokens, measure, label=None, finite=True):
         """
-        Measure every window, in batches of about batch_tokens tokens, split over the ranks.
+        Measure every window, in batches of at most batch_tokens tokens, split over the ranks.
         windows: (n, T + 1) int64 ids; measure(inputs, targets), each (B, T), returns an array or
         tensor of B rows. Returns the rows of all windows in order, (n, ...) float64, on every rank;
         for finite see gather().
         """
         n, windows, rows = len(windows), self.shard(torch.as_tensor(windows)), []
-        size = max(1, batch_tokens // (windows.shape[1] - 1))
+        most = max(1, batch_tokens // (windows.shape[1] - 1))
+        size = math.ceil(len(windows) / max(1, math.ceil(len(windows) / most)))
         with progress_bar(len(windows), label, self.is_main and label is not None) as bar:
-            for batch in windows.split(size) if len(windows) else ():
-                batch = batch.to(self.device)
+            while len(rows) < len(windows):
+                # The last batch is as large as the others, or a compiled model would be compiled
+                # for it alone: it begins with windows that the one before has measured.
+                first = min(len(rows), len(windows) - size)
+                batch = windows[first:first + size].to(self.device)
                 with self.autocast():
                     result = measure(batch[:, :-1], batch[:, 1:])
-                rows += list(result.cpu().numpy() if torch.is_tensor(result) else result)
-                bar.update(len(batch))
+                result = result.cpu().numpy() if torch.is_tensor(result) else result
+                rows += list(result[len(rows) - first:])
+                bar.update(len(rows) - bar.n)
         return self.gather(rows, n, finite)
 
     def wait_for_all(self):
@@ -203,6 +210,18 @@ def can_compile(runtime, enabled):
 def compiled(model, runtime, enabled):
     """torch.compile(model), once per shape, or the model as it is where that cannot be done."""
     return torch.compile(model, dynamic=False) if can_compile(runtime, enabled) else model
+
+
+def reader(model, runtime, enabled, n, length):
+    """
+    The model, compiled where reading n windows of `length` tokens takes longer than compiling it
+    for them.
+    """
+    if not hasattr(model, 'flops_per_token') or model.scale_sets:
+        return model  # of transformers, or one whose vectors are exchanged before each pass
+    flops = n * length * sum(model.flops_per_token(length))
+    pays = flops > len(model.blocks) * COMPILING_A_BLOCK[runtime.device.type == 'cuda']
+    return compiled(model, runtime, enabled and pays)
 
 
 def sharded(model, runtime, compile):

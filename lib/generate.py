@@ -14,7 +14,8 @@ from position import Place
 class KVCache:
     """
     Keys and values of the tokens read so far, in each layer (B, n_kv_head, max_length, D), for a
-    pass that will hold max_length tokens.
+    pass that will hold max_length tokens. After fix() every further token is read by the same
+    operations on tensors of the same shapes: what a compiler needs to make one graph of a step.
     """
     PADDING = 2 ** 30  # the position of padding: later than any query, so that none sees it
 
@@ -27,8 +28,20 @@ class KVCache:
         self.length, self.max_length = 0, max_length  # slots used, slots
         self.prompt_lengths = self.padded = None
 
+    def fix(self):
+        """After the prompt: from now on all slots are read, those still empty as later tokens."""
+        for x in (*self.k, *self.v):
+            x[:, :, self.length:] = 0  # what memory held there may be NaN
+            torch._dynamo.mark_static_address(x, guard=False)  # for CUDA graphs
+        self.length = torch.tensor(self.length, device=x.device)
+        torch._dynamo.mark_static_address(self.length, guard=False)
+
     def append(self, layer, k, v):
         """Add the new tokens' keys and values. Returns those of all tokens so far."""
+        if torch.is_tensor(self.length):  # of a step after fix()
+            slot = self.length[None]
+            return (self.k[layer].index_copy_(2, slot, k.to(self.k[layer].dtype)),
+                    self.v[layer].index_copy_(2, slot, v.to(self.v[layer].dtype)))
         end = self.length + k.shape[2]
         if end > self.max_length:
             raise ValueError(f'the KV cache holds {self.max_length} tokens but {end} are needed. '
@@ -39,13 +52,17 @@ class KVCache:
 
     def place(self, T):
         """Where the next T tokens and all keys with them stand."""
-        j = torch.arange(self.length + T, device=self.k[0].device)
+        fixed = torch.is_tensor(self.length)
+        j = torch.arange(self.max_length if fixed else self.length + T, device=self.k[0].device)
         # A prompt of 3 tokens in 5 slots, then two new tokens: slots 0 1 2 3 4 5 6 are positions
         # 0 1 2 PADDING PADDING 3 4.
         if self.prompt_lengths is not None:
             new = j - self.padded + self.prompt_lengths
             after = torch.where(j < self.padded, self.PADDING, new)
             j = torch.where(j < self.prompt_lengths, j, after)
+        if fixed:
+            j = j.expand(len(self.k[0]), -1)
+            return Place(j.index_select(1, self.length[None]), j, self.max_length)
         return Place(j[..., self.length:], j, self.max_length)
 
     def set_prompt_lengths(self, lengths):
@@ -124,18 +141,34 @@ def store_by_column(model):
             weight.data = weight.data.t().contiguous().t()
 
 
+def step_of(model, cache, compile):
+    """
+    What reads the next tokens, model(token, last=1, cache=cache): the model, or where it is to be
+    compiled, and can be, one graph for all steps (on a GPU a CUDA graph). That pays for thousands
+    of tokens.
+    """
+    if not compile or needs_equal_lengths(model) or hasattr(model, 'new_cache'):
+        return model
+    cache.fix()
+    mode = 'reduce-overhead' if model.head.weight.device.type == 'cuda' else None
+    return torch.compile(model, dynamic=False, mode=mode)
+
+
 @torch.no_grad()
 def generate(model, prompt, max_new_tokens, temperature=0.0, top_k=None, top_p=None, eos=None,
-             generator=None, cache_dtype=None):
+             generator=None, cache_dtype=None, compile=False):
     """
     Yield the ids that continue a prompt, a list of ids: max_new_tokens of them, or those before
-    `eos`. The prompt is read in one pass that computes logits for its last position only.
+    `eos`. The prompt is read in one pass that computes logits for its last position only. compile:
+    see step_of().
     """
     store_by_column(model)
     cache = new_cache(model, 1, len(prompt) + max_new_tokens, cache_dtype)
-    token = torch.tensor([prompt], device=model.head.weight.device)
+    token, read = torch.tensor([prompt], device=model.head.weight.device), model
     for _ in range(max_new_tokens):
-        logits = model(token, last=1, cache=cache)[:, -1]  # (1, V)
+        logits = read(token, last=1, cache=cache)[:, -1]  # (1, V)
+        if read is model:
+            read = step_of(model, cache, compile)
         token = sample_token(logits, temperature, top_k, top_p, generator)
         new = token.item()  # the host waits for the device once a token
         if new == eos:
@@ -165,15 +198,17 @@ def read_prompts(model, prompts, max_new_tokens, cache_dtype=None):
 
 
 @torch.no_grad()
-def complete(model, prompts, max_new_tokens, beams=1, eos=(), min_new_tokens=0, cache_dtype=None):
+def complete(model, prompts, max_new_tokens, beams=1, eos=(), min_new_tokens=0, cache_dtype=None,
+             compile=False):
     """
     Continue each prompt, a list of ids. Returns lists of at most max_new_tokens new ids, the end
     token left out. A batch gives what each prompt alone would. beams: 1 for greedy, or the width of
-    a beam search; eos: ids that end a sequence, once it has min_new_tokens.
+    a beam search; eos: ids that end a sequence, once it has min_new_tokens; compile: the steps of
+    greedy, see step_of().
     """
     if max_new_tokens == 0:
         return [[] for _ in prompts]
-    how = max_new_tokens, beams, eos, min_new_tokens, cache_dtype
+    how = max_new_tokens, beams, eos, min_new_tokens, cache_dtype, compile
     if needs_equal_lengths(model) and len({len(prompt) for prompt in prompts}) > 1:
         return [complete(model, [prompt], *how)[0] for prompt in prompts]
     search = greedy if beams == 1 else beam_search
@@ -185,9 +220,10 @@ def needs_equal_lengths(model):
     return bool(model.needs_equal_lengths or model.scale_sets)
 
 
-def greedy(model, prompts, max_new_tokens, beams, eos, min_new_tokens, cache_dtype):
+def greedy(model, prompts, max_new_tokens, beams, eos, min_new_tokens, cache_dtype, compile):
     """The likeliest token each time; beams is not used."""
     logits, cache = read_prompts(model, prompts, max_new_tokens, cache_dtype)
+    read = step_of(model, cache, compile)
     new, unfinished = [[] for _ in prompts], set(range(len(prompts)))
     for step in range(max_new_tokens):
         if step < min_new_tokens:
@@ -200,18 +236,18 @@ def greedy(model, prompts, max_new_tokens, beams, eos, min_new_tokens, cache_dty
                 new[b].append(t)
         if not unfinished or step + 1 == max_new_tokens:
             break
-        logits = model(token, last=1, cache=cache)[:, -1]
+        logits = read(token, last=1, cache=cache)[:, -1]
     return new
 
 
-def beam_search(model, prompts, max_new_tokens, beams, eos, min_new_tokens, cache_dtype):
+def beam_search(model, prompts, max_new_tokens, beams, eos, min_new_tokens, cache_dtype, compile):
     """
     The likeliest continuation that a search over `beams` unfinished ones at a time finds, by the
     default rules of transformers: a finished one is judged by its log-probability over its number
     of tokens, end token included; each step looks at the (1 + number of end tokens) * beams
     likeliest next tokens, of which an end token counts only among the first `beams`; and a prompt
     is done when its best unfinished continuation, judged so, is no better than the worst of `beams`
-    finished ones.
+    finished ones. compile is not used.
     """
     logits, cache = read_prompts(model, prompts, max_new_tokens, cache_dtype)
     cache.repeat(beams)

@@ -71,8 +71,9 @@ def test_two_ranks_measure_and_tune_what_one_does(tiny_run, tmp_path, name, comm
     near(*found, rtol=rtol)
 
 
-@pytest.mark.parametrize('batch_tokens, sizes', [(3, [1] * 7), (70, [2, 2, 2, 1]), (10 ** 6, [7])])
-def test_windows_are_measured_in_order_in_batches_of_any_size(cpu, batch_tokens, sizes):
+@pytest.mark.parametrize('batch_tokens, sizes', [
+    (3, [1] * 7), (70, [2, 2, 2, 2]), (130, [4, 4]), (10 ** 6, [7])])
+def test_windows_are_measured_in_order_in_batches_of_one_size(cpu, batch_tokens, sizes):
     seen, weight = [], torch.ones(1, requires_grad=True)  # no gradient is computed
 
     def measure(inputs, targets):

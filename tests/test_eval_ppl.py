@@ -6,13 +6,15 @@ $ python -m pytest tests/test_eval_ppl.py
 """
 
 import math
+import shutil
 
 import numpy as np
 import pytest
 import torch
 from conftest import near, on, plain_losses, random_model, read, scale_set, stage_here
 
-from eval_ppl import evaluate_sliding, score_windows, sliding_windows
+from eval_ppl import evaluate_last, evaluate_sliding, score_windows, sliding_windows
+from lib import devices
 from lib.scales import save_scale
 from lib.tokens import TokenFile, documents, open_tokens
 
@@ -115,6 +117,39 @@ def test_a_cap_takes_windows_spread_evenly_or_the_first(cpu, corpus_dir, rule):
     assert (row['windows'], row['scored_tokens'], row['documents']) == (12, 108, len(used))
     assert (len(used) > 1) == (rule == 'same')
     near(row['loss'], sum(plain_sums(model, data.tokens, windows)) / 108, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which('g++'), reason='torch.compile on a CPU needs g++')
+@pytest.mark.parametrize('position', ['none', 'kerple'])
+def test_what_reads_much_is_compiled_once_for_a_length_and_its_losses_are_equal(
+        monkeypatch, cpu, position):
+    model = random_model(position=position)
+    tokens = np.random.default_rng(0).integers(61, size=600).astype(np.uint16)
+    data = TokenFile(tokens, np.array([0]), {}, {})
+    # 200: more than the 128 queries of a block
+    samples = np.stack([tokens[i:i + 201].astype(int) for i in range(7)])
+
+    def losses():
+        _, by_window = evaluate_sliding(model, data, [64, 200], 40, 'same', 11, 400, cpu)
+        rows = evaluate_last(model, samples, [200], 9, 64, 600, cpu)
+        return [*by_window['64'], *by_window['200'], *(row['loss'] for row in rows)]
+
+    def graphs():
+        return torch._dynamo.utils.counters['stats']['unique_graphs']
+
+    monkeypatch.setattr(devices, 'COMPILING_A_BLOCK', (math.inf, math.inf))
+    before, expected = graphs(), losses()
+    assert graphs() == before
+    monkeypatch.setattr(devices, 'COMPILING_A_BLOCK', (0, 0))
+    np.testing.assert_allclose(losses(), expected, rtol=1e-6)
+    assert graphs() == before + 4  # two lengths of sliding windows, L alone and 200 whole
+    model.head_scale = 1.7  # as a search for scales changes them
+    changed = losses()
+    assert graphs() == before + 4
+    monkeypatch.setattr(devices, 'COMPILING_A_BLOCK', (math.inf, math.inf))
+    np.testing.assert_allclose(changed, losses(), rtol=1e-6)
+    assert abs(changed[0] - expected[0]) > 1e-3
 
 
 # ---------------------------------------------------------------------- as run

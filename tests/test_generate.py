@@ -5,13 +5,21 @@ $ python -m pytest tests/test_generate.py
 """
 
 import json
+import shutil
 
 import pytest
 import torch
 from conftest import EVERY, near, random_model, stage_here, tokens
 
 from lib import checkpoints
-from lib.generate import complete, generate, new_cache, sample_token
+from lib.generate import (
+    complete,
+    generate,
+    needs_equal_lengths,
+    new_cache,
+    read_prompts,
+    sample_token,
+)
 from lib.huggingface import save_folder
 from lib.tokens import get_tokenizer, tokenizer_state
 
@@ -127,6 +135,42 @@ def test_a_batch_of_unequal_prompts_completes_as_each_would_alone(changes, beams
     prompts = [tokens(n).tolist() for n in (40, 3, 17, 40)]
     together = complete(model, prompts, 10, beams, eos=(5, 6, 7))
     assert together == [complete(model, [one], 10, beams, eos=(5, 6, 7))[0] for one in prompts]
+
+
+@pytest.mark.parametrize('changes', EVERY, ids=str)
+@torch.no_grad()
+def test_steps_of_equal_shapes_give_the_logits_of_steps_that_grow(changes):
+    """What a compiler is given for one graph, uncompiled; a batch of two unequal prompts."""
+    model, found = random_model(**changes), []
+    lengths, new = [9, 9 if needs_equal_lengths(model) else 4], tokens(2, 6)
+    for fixed in False, True:
+        _, cache = read_prompts(model, [list(range(n)) for n in lengths], 8)
+        if fixed:
+            cache.fix()
+        found.append([model(new[:, t:t + 1], last=1, cache=cache) for t in range(6)])
+        assert int(cache.length) == 15
+    for grown, fixed in zip(*found):
+        near(fixed, grown, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which('g++'), reason='torch.compile on a CPU needs g++')
+@pytest.mark.parametrize('position', ['none', 'rope'])
+def test_compiled_steps_are_one_graph_that_completes_as_the_model_does(position):
+    model, prompts = random_model(position=position), [tokens(n).tolist() for n in (40, 3, 17)]
+    model.head.weight.data *= 4
+
+    def graphs():
+        return torch._dynamo.utils.counters['stats']['unique_graphs']
+
+    before = graphs()
+    for _ in range(2):  # with other prompts of these lengths, too
+        expected = complete(model, prompts, 20)
+        assert complete(model, prompts, 20, compile=True) == expected
+        assert graphs() == before + 1
+        prompts = [prompt[::-1] for prompt in prompts]
+    expected = list(generate(model, prompts[0], 20))
+    assert list(generate(model, prompts[0], 20, compile=True)) == expected
 
 
 @pytest.mark.parametrize('beams', [1, 3])

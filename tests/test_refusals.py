@@ -101,7 +101,7 @@ export          EXPORT --dtype=int8 | dtype is 'int8'
 che             CHE --tasks=["even_pair"] | even_pair
 che             CHE --position=kerpel | 'kerpel'
 bench           --tasks=["trains"] | train, scale
-bench           --table=costs | time_cost, growth, memory
+results/bench/table --table=costs | time_cost, growth, memory
 bench           --peer=vllm | hf
 bench           --like=["config/tune_8k.py"] | n_layer
 commonsense     READ --tasks=[] | tasks is empty
@@ -145,7 +145,7 @@ che             CHE --seed=-1 | seed is
 che             CHE --n_test=0 | n_test is 0
 che             CHE --learning_rate=-1 | learning_rate is
 bench           --rounds=0 | rounds is 0
-bench           --contexts=[0] | contexts is
+results/bench/table --contexts=[0] | contexts is
 commonsense     READ --limit=0 | limit is 0
 
 windows shorter than what is measured in them
