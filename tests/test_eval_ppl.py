@@ -138,16 +138,16 @@ def test_what_reads_much_is_compiled_once_for_a_length_and_its_losses_are_equal(
     def graphs():
         return torch._dynamo.utils.counters['stats']['unique_graphs']
 
-    monkeypatch.setattr(devices, 'COMPILING_A_BLOCK', (math.inf, math.inf))
+    monkeypatch.setattr(devices, 'WORTH_COMPILING', (math.inf, math.inf))
     before, expected = graphs(), losses()
     assert graphs() == before
-    monkeypatch.setattr(devices, 'COMPILING_A_BLOCK', (0, 0))
+    monkeypatch.setattr(devices, 'WORTH_COMPILING', (0, 0))
     np.testing.assert_allclose(losses(), expected, rtol=1e-6)
     assert graphs() == before + 4  # two lengths of sliding windows, L alone and 200 whole
     model.head_scale = 1.7  # as a search for scales changes them
     changed = losses()
     assert graphs() == before + 4
-    monkeypatch.setattr(devices, 'COMPILING_A_BLOCK', (math.inf, math.inf))
+    monkeypatch.setattr(devices, 'WORTH_COMPILING', (math.inf, math.inf))
     np.testing.assert_allclose(changed, losses(), rtol=1e-6)
     assert abs(changed[0] - expected[0]) > 1e-3
 
