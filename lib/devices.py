@@ -214,9 +214,7 @@ def compiled(model, runtime, enabled):
 
 
 def reader(model, runtime, enabled, n, length):
-    """
-    The model, compiled where n windows of `length` tokens are enough work for that to pay.
-    """
+    """The model, compiled where n windows of `length` tokens are enough work for that to pay."""
     if not hasattr(model, 'flops_per_token') or model.scale_sets:
         return model  # of transformers, or one whose vectors are exchanged before each pass
     flops = n * length * sum(model.flops_per_token(length))

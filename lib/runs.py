@@ -154,7 +154,7 @@ class Speed:
 
     def __init__(self, step, last_step, tokens_per_step, flops_per_token, ceiling):
         self.last_step, self.tokens, self.ceiling = last_step, tokens_per_step, ceiling
-        self.flops = flops_per_token * tokens_per_step
+        self.flops, self.fastest = flops_per_token * tokens_per_step, 0.0
         self.restart(step)
 
     def restart(self, step):
@@ -163,6 +163,11 @@ class Speed:
     def line(self, step):
         seconds = (time.perf_counter() - self.time) / max(1, step - self.step)
         self.restart(step)
+        self.fastest = max(self.fastest, self.tokens / seconds)
+        if self.tokens / seconds < self.fastest / 3:
+            note('less than a third of the tokens/s before: does another process use this machine? '
+                 'On a CPU its threads then wait for each other in loops; a run that is started '
+                 'with OMP_WAIT_POLICY=PASSIVE in the environment loses less.')
         minutes, s = divmod(int(seconds * (self.last_step - step)), 60)
         return (f'{self.tokens / seconds:9,.0f} tokens/s  '
                 f'MFU {self.flops / seconds / self.ceiling:4.0%}  '

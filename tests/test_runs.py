@@ -28,8 +28,8 @@ from conftest import (
 )
 
 from lib import checkpoints
-from lib.results import lock_file, unlock_file
-from lib.runs import Recorder
+from lib.results import lock_file, note, unlock_file
+from lib.runs import Recorder, Speed
 
 
 def start(runs, name, command, ranks=1):
@@ -185,6 +185,17 @@ def test_workers_keep_others_out_and_a_signal_to_one_alone_ends_the_run_with_a_c
 def test_what_all_ranks_refuse_is_said_once(runs):
     _, err = stage('train', *runs.arguments('refused', '--batch_size=0'), ranks=2, status=1)
     assert err.count('batch_size is 0') == 1
+
+
+@pytest.mark.parametrize('seconds, said', [([4, 1, 2.9], False), ([1, 2, 3.1, 9], True)])
+def test_a_run_that_falls_below_a_third_of_its_speed_says_once_what_may_help(
+        capsys, seconds, said):
+    note.cache_clear()
+    speed = Speed(0, 100, 2048, 1e6, 1e12)
+    for step, taken in enumerate(seconds, start=1):
+        speed.time -= taken
+        speed.line(step)
+    assert capsys.readouterr().out.count('OMP_WAIT_POLICY=PASSIVE') == said
 
 
 # ---------------------------------------------------------------------- sharded and compiled
