@@ -2,12 +2,19 @@
 Perplexity of a checkpoint at and beyond its training length, with any softmax scale. Section 4.2
 and Table 2 of "Length Generalization of Causal Transformers without Position Encoding"; the last
 tokens of each length, and what a longer context gains, as in Figures 1 to 6 and Table 1 of "DAPE
-V2".
+V2". And far repeats: tokens whose like was last seen before the last L tokens.
+
+What a length T beyond L is worth is told by `gain`, in nats: the loss of the same tokens, by the
+same model with the same scales, in a context cut to the last L tokens (cut_loss), less that in T
+tokens. Above 0 the model reads past L; below 0 it had better not see what is there. The cut context
+is windows of L tokens at most that score their last L / 8, so it holds 7L/8 to L tokens; at far
+repeats, L.
 
 $ python eval_ppl.py                                             # sliding windows of L ... 8L
 $ python eval_ppl.py --scale=out/demo/nope/scale_head_640.json   # the same with tuned scales
 $ python eval_ppl.py --protocol=position                         # the loss at each position to 8L
 $ python eval_ppl.py --protocol=last                             # last tokens of each length
+$ python eval_ppl.py --protocol=repeat                           # far repeats in windows of 8L
 $ torchrun --nproc_per_node=8 eval_ppl.py --out_dir=out/nope_1b --dataset=pg19 --rule=paper
 
 Writes out_dir/eval_ppl[_PROTOCOL][_LABEL].json and .png
@@ -30,13 +37,16 @@ from lib.scales import by_position
 from lib.tokens import documents, open_tokens
 
 # how to read it
-protocol = 'sliding'         # sliding windows, position (each of one pass), or last (last tokens)
+protocol = 'sliding'         # sliding windows, position (each of one pass), last (last tokens), or
+                             # repeat (far repeats, in windows of the longest length)
 lengths: list[int] | None = None  # window lengths in tokens; None: L, 2L, 4L and 8L
 rule = 'same'                # sliding windows: same, paper or classic; see sliding_windows()
 stride: int | None = None    # tokens scored per sliding window; None: 256, or L/8 where L < 2048
 max_windows = 1024           # sliding: windows per length; rule same: evenly spaced, else the first
-n_samples = 256              # position, last: windows of the longest length, evenly spaced
+n_samples = 256              # all but sliding: windows of the longest length, evenly spaced
 last: int | None = None      # tokens at the end of a length; None: position 64, last 256 or L
+gram = 8                     # repeat: so many tokens before a target occurred before
+targets = 1500               # repeat: targets to score, drawn at random from those found
 batch_tokens = 16384         # tokens in one forward pass; lower it when memory runs out
 compile = True               # torch.compile the model, where it reads so much that this pays
 
@@ -53,6 +63,20 @@ def summary(losses):
     error = losses.std(ddof=1) / len(losses) ** 0.5 if len(losses) > 1 else math.nan
     return {'ppl': perplexity(losses.mean()), 'loss': losses.mean(), 'standard_error': error,
             'windows': len(losses)}
+
+
+def gain_of(losses, cut_losses):
+    """
+    Of the mean losses of each window (n,), read whole and cut: the loss when cut, the gain from
+    what lies beyond, and its standard error over windows, each paired with itself.
+    """
+    gain = summary(cut_losses - losses)
+    return {'cut_loss': cut_losses.mean(), 'gain': gain['loss'],
+            'gain_error': gain['standard_error']}
+
+
+def gain_text(row):
+    return f"{row['gain']:+.4f} ± {row['gain_error']:.4f}" if 'gain' in row else ''
 
 
 # ---------------------------------------------------------------------- sliding windows
@@ -81,6 +105,19 @@ def sliding_windows(start, end, length, first_end, stride, rule):
         before, hi = hi, min(hi + stride, end)
         windows.append((hi - length, hi, hi - before))
     return windows
+
+
+def cut_windows(windows, L):
+    """
+    The tokens that each window scores, in windows of L tokens at most, within it, that score L / 8
+    or fewer: a list of windows for each.
+    """
+    cut = []
+    for lo, hi, n in windows:
+        stride = min(n, max(1, L // 8))
+        ends = range(hi, hi - n, -stride)
+        cut.append([(max(lo, end - L), end, min(stride, end - hi + n)) for end in ends])
+    return cut
 
 
 def score_windows(model, tokens, windows, batch_tokens, runtime, label=None):
@@ -112,10 +149,18 @@ def score_windows(model, tokens, windows, batch_tokens, runtime, label=None):
 
 def evaluate_sliding(model, data, lengths, stride, rule, max_windows, batch_tokens, runtime):
     """
-    One row a length: loss, perplexity, and how many documents, windows and tokens it was measured
-    on; and {length: mean loss of each window}.
+    One row a length: loss, perplexity, past L the gain over the context cut to L, and how many
+    documents, windows and tokens it was measured on; and {length: mean loss of each window}.
     """
-    rows, by_window = [], {}
+    rows, by_window, measured, L = [], {}, {}, model.config.block_size
+
+    def sums_of(windows, label):
+        """As score_windows(), each list of windows once: with rule same, L's are the cut ones."""
+        key = tuple(windows)
+        if key not in measured:
+            measured[key] = score_windows(model, data.tokens, windows, batch_tokens, runtime, label)
+        return measured[key]
+
     for length in lengths:
         windows = []
         for document, (start, end) in enumerate(documents(data)):
@@ -129,12 +174,21 @@ def evaluate_sliding(model, data, lengths, stride, rule, max_windows, batch_toke
         windows = [windows[i * among // n] for i in range(n)]
         used = len({document for document, _ in windows})
         windows = [window for _, window in windows]
-        sums = score_windows(model, data.tokens, windows, batch_tokens, runtime, f'length {length}')
+        sums = sums_of(windows, f'length {length}')
         n_scored = np.array([n for _, _, n in windows])
         row = {'length': length} | summary(sums / n_scored)
         loss = sums.sum() / n_scored.sum()  # of tokens; windows may score unequally many
-        rows.append(row | {'loss': loss, 'ppl': perplexity(loss), 'documents': used,
-                           'scored_tokens': n_scored.sum()})
+        row |= {'loss': loss, 'ppl': perplexity(loss), 'documents': used,
+                'scored_tokens': n_scored.sum()}
+        if length > L:
+            pieces = cut_windows(windows, L)
+            cut = sums_of(list(itertools.chain(*pieces)), f'length {length}, cut to {L}')
+            first = np.cumsum([0] + [len(of_one) for of_one in pieces[:-1]])
+            cut = np.add.reduceat(cut, first)  # of each window
+            row |= gain_of(sums / n_scored, cut / n_scored)
+            row['cut_loss'] = cut.sum() / n_scored.sum()
+            row['gain'] = row['cut_loss'] - loss
+        rows.append(row)
         by_window[str(length)] = sums / n_scored
     return rows, by_window
 
@@ -161,15 +215,30 @@ def sliding(run, sizes):
     data = open_data(run.info, run.settings['dataset'], run.settings['split'])
     rows, by_window = evaluate_sliding(run.model, data, sizes, S, rule, max_windows, batch_tokens,
                                        run.runtime)
-    run.runtime.print('  length        ppl      loss    +-    windows   scored tokens   documents')
+    run.runtime.print('  length        ppl      loss    +-    windows   scored tokens   documents'
+                      '   gain over L')
     for r in rows:
         run.runtime.print(f"{r['length']:8d} {r['ppl']:10.3f} {r['loss']:9.4f} "
                           f"{r['standard_error']:7.4f} {r['windows']:9,d} "
-                          f"{r['scored_tokens']:15,d} {r['documents']:11,d}")
+                          f"{r['scored_tokens']:15,d} {r['documents']:11,d}   {gain_text(r)}")
     return {'rule': rule, 'stride': S, 'lengths': sizes, 'rows': rows, 'loss_by_window': by_window}
 
 
 # ---------------------------------------------------------------------- each position
+
+def cut_losses(run, samples, first, end):
+    """
+    Of each sample, the mean loss of the targets that follow tokens first ... end - 1, read by
+    cut_windows(). samples: (n, T + 1) ids. Returns (n,).
+    """
+    def of_piece(lo, hi, n):
+        return run.runtime.over_windows(
+            samples[:, lo:hi + 1], batch_tokens,
+            lambda inputs, targets: run.model(inputs, targets[:, -n:]).sum(1))
+
+    [pieces] = cut_windows([(0, end, end - first)], run.L)
+    return sum(of_piece(*piece) for piece in pieces) / (end - first)
+
 
 def positions(run, sizes):
     n_last, L = last or 64, run.L
@@ -184,10 +253,14 @@ def positions(run, sizes):
     at = {T: losses[:, max(0, T - n_last):T].mean(1) for T in sizes}
     rows = [{'length': T} | summary(at[T]) | {'scored_tokens': len(at[T]) * min(T, n_last)}
             for T in sizes]
-    run.runtime.print(f'  at T (last {n_last} positions)      loss    +-          ppl   windows')
+    run.runtime.print(f'  at T (last {n_last} positions)      loss    +-          ppl   windows'
+                      '   gain over L')
     for r in rows:
-        run.runtime.print(f"{r['length']:8d} {r['loss']:25.4f} {r['standard_error']:8.4f} "
-                          f"{r['ppl']:10.3f} {r['windows']:9,d}")
+        T = r['length']
+        if T > L:
+            r |= gain_of(at[T], cut_losses(run, samples, max(0, T - n_last), T))
+        run.runtime.print(f"{T:8d} {r['loss']:25.4f} {r['standard_error']:8.4f} "
+                          f"{r['ppl']:10.3f} {r['windows']:9,d}   {gain_text(r)}")
     middle, binned = bin_means(losses.mean(0), L // 16)
     return {'rows': rows, 'last': n_last, 'samples': len(losses), 'scored_tokens': losses.size,
             'position': middle, 'loss': binned,
@@ -252,13 +325,96 @@ def last_tokens(run, sizes):
     return {'last': K, 'lengths': sizes, 'rows': rows, 'samples': len(samples)}
 
 
-PROTOCOLS = {'sliding': sliding, 'position': positions, 'last': last_tokens}
+# ---------------------------------------------------------------------- far repeats
+
+def last_repeats(tokens, g):
+    """
+    For each target t the latest s < t with tokens[s-g:s] equal to tokens[t-g:t], that is the latest
+    place where the g tokens before the target stood before; -1 where there is none. tokens: (n, T)
+    ids, each row a window of its own. Returns (n, T).
+    """
+    n, T = tokens.shape
+    # Number the grams of each row, token by token: equal numbers, equal grams of the same row.
+    grams = np.arange(n)[:, None]
+    for i in range(g):
+        longer = grams * (int(tokens.max()) + 1) + tokens[:, i:T - g + i]
+        grams = np.unique(longer, return_inverse=True)[1].reshape(n, T - g)
+    # A stable sort brings equal ones together, in their order in the row.
+    order = grams.ravel().argsort(kind='stable')
+    before, after = order[:-1], order[1:]
+    repeated = grams.ravel()[before] == grams.ravel()[after]
+    found = np.full(n * (T - g), -1)
+    found[after[repeated]] = before[repeated] % (T - g) + g
+    return np.concatenate((np.full((n, g), -1), found.reshape(n, T - g)), axis=1)
+
+
+def repeat_summary(losses, cut_losses, window):
+    """
+    Of single targets, read whole and cut, (n,) each: both losses and the gain. Targets of one
+    window, such as those of a long repeat, are not independent, so the standard error of the gain
+    is that of a ratio estimate, over windows. window: (n,), the one that each target is in.
+    """
+    gains = cut_losses - losses
+    sums = np.bincount(window, gains - gains.mean())
+    n_windows = len(np.unique(window))
+    error = math.nan
+    if n_windows > 1:
+        error = ((sums ** 2).sum() * n_windows / (n_windows - 1)) ** 0.5 / len(gains)
+    return {'loss': losses.mean(), 'cut_loss': cut_losses.mean(), 'gain': gains.mean(),
+            'gain_error': error, 'targets': len(gains), 'windows': n_windows}
+
+
+def far_repeats(run, sizes):
+    """
+    Targets t >= 2L of windows of W tokens, W being the longest length, whose `gram` tokens before
+    them occurred before s < t - L, and at no s in [t - L, t): what followed, token s, is not in the
+    cut context, tokens t - L ... t - 1. Where there are several s, the latest is looked at.
+    """
+    W, L = sizes[-1], run.L
+    between({'lengths': W}, 2 * L, 'lengths')
+    if gram > L:
+        raise UserError(f'gram is {gram}; it must be at most L = {L}, for the cut context to hold '
+                        'it.')
+    samples = run.windows(W).evenly_spaced(n_samples)
+    t, s = np.arange(W + 1), last_repeats(samples, gram)
+    window, place = np.nonzero((t >= 2 * L) & (s >= 0) & (s < t - L))
+    if len(place) == 0:
+        raise UserError(f'no token of {len(samples)} windows of {W} tokens is a far repeat of '
+                        f'{gram} tokens. Lower --gram=, or give other text.')
+    n_found, n_possible = len(place), len(samples) * (W + 1 - 2 * L)
+    if n_found > targets:
+        drawn = np.sort(np.random.default_rng(0).choice(n_found, targets, replace=False))
+        window, place = window[drawn], place[drawn]
+
+    whole = run.runtime.over_windows(
+        samples, batch_tokens, lambda inputs, after: by_position(run.model, inputs, after)[0],
+        f'{W} tokens')[window, place - 1]
+    contexts = samples[window[:, None], place[:, None] + np.arange(-L, 1)]  # and the target
+    cut = run.runtime.over_windows(
+        contexts, batch_tokens, lambda inputs, after: run.model(inputs, after[:, -1:])[:, 0],
+        f'cut to {L} tokens')
+    same = samples[window, place] == samples[window, s[window, place]]
+    rows = [{'kind': 'all'} | repeat_summary(whole, cut, window)]
+    if same.any():
+        rows.append({'kind': 'same token'} | repeat_summary(whole[same], cut[same], window[same]))
+    say = run.runtime.print
+    say(f'{n_found:,} far repeats of {gram} tokens, {n_found / n_possible:.1%} of the targets')
+    say(f'  what followed    targets   whole loss   cut to {L}   gain')
+    for r in rows:
+        say(f"  {r['kind']:16} {r['targets']:7d} {r['loss']:12.4f} {r['cut_loss']:11.4f}   "
+            f"{gain_text(r)}")
+    return {'length': W, 'gram': gram, 'rows': rows, 'samples': len(samples), 'found': n_found,
+            'share': n_found / n_possible}
+
+
+PROTOCOLS = {'sliding': sliding, 'position': positions, 'last': last_tokens, 'repeat': far_repeats}
 
 
 def main():
     if protocol not in PROTOCOLS:
         raise UserError(f"protocol is '{protocol}'. Choose {', '.join(PROTOCOLS)}.")
-    between(globals(), 1, 'lengths', 'max_windows', 'n_samples', 'last', 'batch_tokens')
+    between(globals(), 1, 'lengths', 'max_windows', 'n_samples', 'last', 'gram', 'targets',
+            'batch_tokens')
     run = Run(settings(globals()))
     sizes = sorted(lengths or [run.L, 2 * run.L, 4 * run.L, 8 * run.L])
     read = {key: run.settings[key] for key in ('dataset', 'split')}

@@ -177,11 +177,20 @@ def draw_ppl(result):
             if 'standard_error' in row:  # that of the loss, whose exponential is the perplexity
                 error = np.array(row['standard_error'], float) * np.array(row['ppl'], float)
             curve(axis, result['lengths'], row['ppl'], row['name'], error)
+        draw_cut(axis, result['lengths'], members[0], np.exp)
         ppl_axis(axis, every or [1])
         length_axis(axis, result['lengths'], result['block_size'])
         axis.set(xlabel='window length (tokens)', title=family)
         label_ends(axis, values=True)
     return figure
+
+
+def draw_cut(axis, lengths, row, of=np.array):
+    """The loss, or a function of it, of a row's model whose context is cut to the last L tokens."""
+    cut = np.array(row.get('cut_loss', []), float)
+    past = np.isfinite(cut)
+    if past.any():
+        curve(axis, np.array(lengths)[past], of(cut[past]), f"{row['name']}, cut to L", ls=':')
 
 
 def draw_positions(result):
@@ -192,6 +201,8 @@ def draw_positions(result):
     curve(axis, result['position'], result['loss'], 'bins of L / 16', color=SKY, lw=1)
     for row in result['rows']:
         axis.errorbar(row['length'], row['loss'], row['standard_error'], fmt='.', color=BLACK)
+    columns = {'cut_loss': [row.get('cut_loss') for row in result['rows']], 'name': 'the model'}
+    draw_cut(axis, [row['length'] for row in result['rows']], columns)
     position_axis(axis, result['block_size'], 'loss (nats per token)')
     return figure
 
@@ -292,15 +303,22 @@ def draw_passkey(result):
 
 def draw_tasks(result):
     """Accuracy by length, a panel a task of che.py."""
-    title = f"Algorithmic tasks: {result['method']} {result['label']} (dashed: chance)"
+    title = f"Algorithmic tasks: {result['method']} {result['label']} " \
+            '(dashed: chance; dotted: whole answers)'
     figure, axes = panels(title, len(result['tasks']), 3, width=5, height=2.8)
     for axis, (task, row) in zip(axes, result['tasks'].items()):
         accuracy = 100 * np.array(row['accuracy'], float)
         curve(axis, result['lengths'], accuracy, result['method'])
+        if 'exact' in row:
+            exact = 100 * np.array(row['exact'], float)
+            curve(axis, result['lengths'], exact, result['method'], ls=':', lw=1)
         axis.axhline(100 * row['chance'], color='#888888', ls='--', lw=1)
         axis.set(ylim=(-3, 103), xlabel='length of the input (symbols)', ylabel='accuracy (%)',
                  title=f"{task.replace('_', ' ')}: {row['outside']:.1%} past L")
-        mark_length(axis, result['train_length'], f"L = {result['train_length']}")
+        if result['lengths'][-1] > 16 * result['train_length']:
+            length_axis(axis, result['lengths'], result['train_length'])
+        else:
+            mark_length(axis, result['train_length'], f"L = {result['train_length']}")
     return figure
 
 

@@ -14,7 +14,8 @@ A row is {'name': ..., 'init_from': FILE}. It may have 'position', 'scale', 'rop
 'dataset', as eval_ppl.py has them, and 'paper', the row of the paper's table to stand beside it.
 Where 'scale' or 'rope_scaling' is a list, every candidate is measured, and the best at each length
 is shown. Rows of one name that follow each other are seeds of one model: their mean and standard
-deviation are shown.
+deviation are shown. The gain of sliding windows, in nats, is over the same model with its context
+cut to L tokens; see eval_ppl.py.
 """
 
 import itertools
@@ -126,6 +127,10 @@ def evaluate_row(row, s, runtime):
     found = {key: rows[0][key] for key in ('windows', 'documents') if key in rows[0]}
     if len(tried) == 1 and 'delta_p' in rows[-1]:
         found['delta_p'] = [r.get('delta_p') for r in rows]
+    if 'cut_loss' in rows[-1]:  # past L; of candidates, the one that is best when cut
+        cut = [[r.get('cut_loss', np.nan) for r in rows] for rows in tried.values()]
+        found['cut_loss'] = np.min(cut, axis=0)
+        found['gain'] = found['cut_loss'] - losses.min(0)
     return row | found | {
         'position_method': model.config.position, 'block_size': model.config.block_size,
         'checkpoint': info['path'], 'weights_digest': info['digest'],
@@ -152,10 +157,13 @@ def merge_seeds(rows):
         row = runs[0] | {'ppl': ppl.mean(0), 'sd': ppl.std(0, ddof=1), 'runs': runs}
         for key in ('checkpoint', 'weights_digest', 'standard_error'):
             del row[key]  # true of a single run alone
-        if all('delta_p' in run for run in runs):
-            row['delta_p'] = np.array([run['delta_p'] for run in runs], float).mean(0)
-        else:
-            row.pop('delta_p', None)  # a row with candidates has none
+        for key in ('delta_p', 'cut_loss', 'gain'):
+            if all(key in run for run in runs):
+                row[key] = np.array([run[key] for run in runs], float).mean(0)
+            else:
+                row.pop(key, None)  # a row with candidates has no delta_p
+        if 'gain' in row:
+            row['gain_sd'] = np.std([run['gain'] for run in runs], axis=0, ddof=1)
         merged.append(row)
     return merged
 
@@ -181,6 +189,11 @@ def line_of(row, paper, n_columns):
     line += f"         {theirs:{7 * n_columns}}"
     if 'delta_p' in row:
         line += f"{row['delta_p'][-1]:+12.2f} {what_context_does(row['delta_p'][-1])}"
+    if 'gain' in row:
+        gain = f"{row['gain'][-1]:+.3f}"
+        if 'gain_sd' in row:
+            gain += f" ± {row['gain_sd'][-1]:.3f}"
+        line += f'{gain:>17}'
     if len(row['losses']) > 1:
         line += f"   {', '.join(row['best'])}"
     return line.rstrip()
@@ -194,6 +207,8 @@ def print_table(rows, s, runtime):
     head += '   paper:' + ''.join(f'{T:>7}' for T in columns)
     if s.protocol == 'last':
         head += f'   Delta P at {s.lengths[-1]}'
+    elif any('gain' in row for row in rows):
+        head += f"{f'gain at {s.lengths[-1]}':>17}"
     runtime.print(head)
     for row in rows:
         line = line_of(row, paper.get(row.get('paper'), []), len(columns))

@@ -13,7 +13,15 @@ import pytest
 import torch
 from conftest import near, on, plain_losses, random_model, read, scale_set, stage_here
 
-from eval_ppl import evaluate_last, evaluate_sliding, score_windows, sliding_windows
+from eval_ppl import (
+    cut_windows,
+    evaluate_last,
+    evaluate_sliding,
+    last_repeats,
+    repeat_summary,
+    score_windows,
+    sliding_windows,
+)
 from lib import devices
 from lib.scales import save_scale
 from lib.tokens import TokenFile, documents, open_tokens
@@ -160,7 +168,7 @@ def run(tiny_run, tmp_path):
     def run(command):
         out = stage_here('eval_ppl', *on(tiny_run, tmp_path, command))
         path, = tmp_path.glob('eval_ppl*.json')
-        assert path.with_suffix('.png').stat().st_size > 1000
+        assert path.with_suffix('.png').exists() == ('=repeat' not in command)
         return read(path), out
 
     return run
@@ -220,3 +228,173 @@ def test_last_tokens_and_the_gain_from_context_equal_a_plain_computation(run, ti
     assert found == pytest.approx(ppl(32, 32) - ppl(128, 32), rel=1e-2)
     assert result['rows'][2]['reading'] == ('helps' if found > 0 else 'hurts')
     assert f'{found:+.3f}' in out
+
+
+# ---------------------------------------------------------------------- the cut context
+
+@pytest.mark.parametrize('windows, L, expected', [
+    ([(0, 64, 8), (10, 74, 8)], 32, [[(32, 64, 4), (28, 60, 4)], [(42, 74, 4), (38, 70, 4)]]),
+    ([(0, 20, 10)], 32, [[(0, 20, 4), (0, 16, 4), (0, 12, 2)]]),  # within the window
+    ([(0, 64, 2)], 32, [[(32, 64, 2)]]),
+    ([(0, 9, 2)], 4, [[(5, 9, 1), (4, 8, 1)]]),
+])
+def test_cut_windows_are_those_counted_by_hand(windows, L, expected):
+    assert cut_windows(windows, L) == expected
+
+
+@pytest.mark.parametrize('lengths, rule, stride, passes', [
+    ([32, 64, 128], 'same', 4, 3),  # at stride L / 8 those of L are the cut ones
+    ([64, 128], 'same', 4, 3),      # and without L they are read once
+    ([32, 64, 128], 'same', 9, 4),  # at a longer stride, too
+    ([32, 64], 'paper', 4, 3),      # each length scores tokens of its own
+    ([32, 64], 'classic', 9, 3),
+])
+def test_gain_of_sliding_windows_equals_a_plain_loop(cpu, corpus_dir, monkeypatch, lengths, rule,
+                                                     stride, passes):
+    import eval_ppl
+    model, data = random_model(vocab_size=257), open_tokens(str(corpus_dir), 'test')
+    called = []
+    monkeypatch.setattr(eval_ppl, 'score_windows',
+                        lambda *arguments: called.append(0) or score_windows(*arguments))
+    rows, _ = evaluate_sliding(model, data, lengths, stride, rule, 6, 5000, cpu)
+    assert len(called) == passes
+    for row in rows:
+        T = row['length']
+        assert ('gain' in row) == (T > 32)
+        if T <= 32:
+            continue
+        windows = []
+        for start, end in documents(data):
+            windows += sliding_windows(start, end, T, max(lengths), stride, rule)
+        windows = windows[:6] if rule != 'same' else [windows[len(windows) * i // 6]
+                                                      for i in range(6)]
+        means, total, n_scored = [], 0, sum(n for _, _, n in windows)
+        for lo, hi, n in windows:
+            one_by_one = []
+            for token in range(hi - n, hi):
+                block_end = hi - (hi - 1 - token) // 4 * 4  # blocks of L / 8 from the end on
+                before = data.tokens[max(lo, block_end - 32):token + 1].astype(np.int64)
+                one_by_one.append(plain_losses(model, torch.from_numpy(before)[None])[0, -1].item())
+            whole = plain_losses(model, torch.from_numpy(
+                data.tokens[lo:hi].astype(np.int64))[None])[0, -n:].numpy()
+            means.append(np.mean(one_by_one - whole))
+            total += sum(one_by_one)
+        assert row['cut_loss'] == pytest.approx(total / n_scored, rel=1e-5)
+        assert row['gain'] == pytest.approx(row['cut_loss'] - row['loss'], abs=1e-9)
+        assert row['gain_error'] == pytest.approx(np.std(means, ddof=1) / 6 ** 0.5, rel=1e-3)
+
+
+def test_gain_at_a_position_equals_a_plain_loop(run, tiny, windows):
+    result, out = run('--protocol=position --n_samples=10 --lengths=[32,64,128] --last=10')
+    # blocks of 4 from the end on: of positions 118 ... 127, 126 and 127 are read alike
+    cut = []
+    for first, end, n in ((96, 128, 4), (92, 124, 4), (88, 120, 2)):
+        cut.append(plain_losses(tiny[0], windows(10, 128, 10)[:, first:end + 1]).numpy()[:, -n:])
+    cut = np.concatenate(cut, axis=1).mean(1)
+    whole = plain_losses(tiny[0], windows(10, 128, 10)).numpy()[:, 118:128].mean(1)
+    row = result['rows'][-1]
+    assert ['gain' in row for row in result['rows']] == [False, True, True]
+    assert row['cut_loss'] == pytest.approx(cut.mean(), rel=1e-4)
+    assert row['gain'] == pytest.approx((cut - whole).mean(), rel=1e-2)
+    assert row['gain_error'] == pytest.approx((cut - whole).std(ddof=1) / 10 ** 0.5, rel=1e-2)
+    assert f"{row['gain']:+.4f} ± {row['gain_error']:.4f}" in out
+
+
+# ---------------------------------------------------------------------- far repeats
+
+def slow_repeat(x, t, g):
+    for s in range(t - 1, g - 1, -1):
+        if x[s - g:s] == x[t - g:t]:
+            return s
+    return -1
+
+
+@pytest.mark.parametrize('g, n_symbols', [(1, 3), (2, 3), (3, 2), (5, 2), (8, 1)])
+def test_last_repeats_equal_a_plain_search(g, n_symbols):
+    tokens = np.random.default_rng(g).integers(0, n_symbols, (4, 60)) + 50_000
+    found = last_repeats(tokens, g)
+    for x, of_row in zip(tokens.tolist(), found.tolist(), strict=True):
+        expected = [slow_repeat(x, t, g) if t >= g else -1 for t in range(60)]
+        assert of_row == expected
+    assert (found >= 0).any() and (found < 0).any()
+
+
+def test_standard_error_of_a_gain_is_over_windows():
+    # Of windows of equal size it is that of their means; targets of a window may be alike.
+    rng = np.random.default_rng(0)
+    of_window = rng.normal(size=5)
+    cut = np.repeat(of_window, 20) + 3
+    row = repeat_summary(np.full(100, 2.0), cut, np.repeat(np.arange(5), 20))
+    assert row['gain_error'] == pytest.approx(of_window.std(ddof=1) / 5 ** 0.5)
+    found = row['loss'], row['cut_loss'], row['gain'], row['targets'], row['windows']
+    assert found == pytest.approx((2, cut.mean(), of_window.mean() + 1, 100, 5))
+
+
+def test_a_model_that_looks_up_a_far_repeat_gains_what_it_should(cpu):
+    """
+    One window of 0s that holds 1 2 3 4 5 at its start and again, as the only far repeat, near its
+    end. The model gives the token that followed the two before p = 0.9, if it sees it, else 1/10.
+    """
+    from types import SimpleNamespace
+
+    import eval_ppl
+
+    L, W, V = 8, 64, 10
+    x = np.zeros((2, W + 1), np.int64)
+    x[0] = np.arange(W + 1) % 2 + 8       # 8 9 8 9 ...: repeats that are all near
+    x[1] = [1, 2, 3] + [8, 9] * 15 + [1, 2, 3] + [8, 9] * 14 + [0]
+
+    def model(inputs, targets):
+        n, p = targets.shape[1], torch.full((*targets.shape,), 1 / V)
+        for b, row in enumerate(inputs.tolist()):
+            for k in range(n):
+                t = len(row) - n + k + 1      # this target, were it in the row
+                s = slow_repeat(row[:t], t, 2)
+                if s >= 0:
+                    right = row[s] == targets[b, k]
+                    p[b, k] = 0.9 if right else 0.1 / (V - 1)
+        return -p.log()
+
+    model.scale_sets = None
+    windows = SimpleNamespace(evenly_spaced=lambda n: x)
+    run = SimpleNamespace(L=L, model=model, runtime=cpu, windows=lambda T: windows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(eval_ppl, 'gram', 2)
+        result = eval_ppl.far_repeats(run, [W])
+    # Far repeats of 2 tokens in window 1: 1 2 -> 3, and 2 3 -> 8, 3 8 -> 9.
+    # 9 8 after 9 -> is near. 9 1 never stood before.
+    assert (result['found'], result['share']) == (3, 3 / (2 * (W + 1 - 2 * L)))
+    everything, same = result['rows']
+    assert everything['targets'] == same['targets'] == 3 and same['kind'] == 'same token'
+    assert everything['loss'] == pytest.approx(-math.log(0.9))
+    assert everything['cut_loss'] == pytest.approx(math.log(10))
+    assert everything['gain'] == pytest.approx(math.log(9))
+
+
+def test_far_repeats_equal_a_plain_loop(run, windows, tiny):
+    result, out = run('--protocol=repeat --n_samples=12 --lengths=[128] --gram=3 --targets=9999')
+    model, rows = tiny[0], []
+    for w, x in enumerate(windows(12, 128).tolist()):
+        whole = plain_losses(model, torch.tensor([x]))[0]
+        for t in range(64, 129):
+            near = [s for s in range(t - 32, t) if x[s - 3:s] == x[t - 3:t]]
+            far = [s for s in range(3, t - 32) if x[s - 3:s] == x[t - 3:t]]
+            if far and not near:
+                cut = plain_losses(model, torch.tensor([x[t - 32:t + 1]]))[0, -1]
+                rows.append((w, whole[t - 1].item(), cut.item(), x[far[-1]] == x[t]))
+    rows = np.array(rows)
+    assert (result['found'], result['share']) == (len(rows), len(rows) / (12 * 65))
+    for found, of_kind in zip(result['rows'], (rows, rows[rows[:, 3] == 1]), strict=True):
+        w, whole, cut = of_kind.T[:3]
+        gains = [(cut - whole)[w == i] for i in np.unique(w)]
+        n, mean = len(gains), (cut - whole).mean()
+        variance = sum((of_one - mean).sum() ** 2 for of_one in gains) * n / (n - 1)
+        assert (found['targets'], found['windows']) == (len(whole), n)
+        assert found['loss'] == pytest.approx(whole.mean(), rel=1e-4)
+        assert found['cut_loss'] == pytest.approx(cut.mean(), rel=1e-4)
+        assert found['gain'] == pytest.approx(mean, rel=1e-2)
+        assert found['gain_error'] == pytest.approx(variance ** 0.5 / len(whole), rel=1e-3)
+        assert f"{found['gain']:+.4f}" in out
+
+    some, _ = run('--protocol=repeat --n_samples=12 --lengths=[128] --gram=3 --targets=7')
+    assert some['rows'][0]['targets'] == 7 and some['found'] == len(rows)
