@@ -8,8 +8,14 @@ slots in one pass. The papers' model is a bidirectional encoder; ours is the cau
 model.py, with as many layers and heads and about as many weights. Its slots stand last, and so see
 the whole input.
 
+Recall and copy, which Table 6 does not have, are read otherwise: recall at the keys that are asked
+for, copy as text is generated. Equal slots can be told apart by their places alone, which would ask
+a method for counting where retrieval is meant; a key, or the symbols before, say what to look for.
+Whatever the position method, all see the same tokens, in one pass.
+
 $ python che.py --tasks="['bucket_sort']" --max_iters=1000 --test_length=100 --eval_every=10
 $ python che.py --tasks=[] --position=kerple --dape_kernel=3 --max_iters=200000  # Table 6, on a GPU
+$ python che.py config/recall.py         # one model for two tasks, tested at 1 to 64 times L
 
 Writes out_dir/TASK.pt, from where a task goes on, also to more steps, and che[_LABEL].json and .png
 """
@@ -43,7 +49,7 @@ from lib.tasks import END, TASKS
 from model import ModelConfig, Transformer
 
 # what to run
-tasks: list[str] = ['even_pairs']  # keys of TASKS; []: all
+tasks: list[str] = ['even_pairs']  # keys of TASKS; []: Table 6's; recall+copy: one model for both
 out_dir: str | None = None   # runs and results go there; None: out/che/METHOD
 label = ''                   # name of the result
 compare: list[str] = []      # che.json of other methods, to stand beside this one in the table
@@ -61,6 +67,7 @@ warmup_iters = 100           # linear from 0
 grad_clip = 1.0              # global norm; 0 for none
 eval_interval = 500          # steps between lines on screen; the run is saved at each
 # test
+lengths: list[int] = []      # of inputs, up to train_length and past it; []: those of the next two
 test_length = 500            # longest input
 eval_every = 1               # step from one length to the next: 41, 42 ... 500
 n_test = 512                 # samples of each length, in batches of 64
@@ -78,52 +85,80 @@ def check_settings(runtime):
     between(globals(), 1, 'train_length', 'batch_size', 'max_iters', 'eval_interval', 'eval_every',
             'n_test')
     between(globals(), train_length + 1, 'test_length')
+    if lengths and not 1 <= min(lengths) <= train_length < max(lengths):
+        raise UserError(f'lengths is {lengths}; it must have one up to train_length, '
+                        f'{train_length}, and one past it.')
     between(globals(), 0, 'learning_rate', 'warmup_iters', 'grad_clip')
     if runtime.world_size > 1:
         raise UserError('che.py runs on one device: without torchrun. Start a process for some of '
                         'the tasks on each.')
-    unknown = set(tasks) - set(TASKS)
+    names = [name for mixture in tasks for name in mixture.split('+')]
+    unknown = set(names) - set(TASKS)
     if unknown:
         raise UserError(f"{', '.join(unknown)}: no task of that name. Choose from "
                         f"{', '.join(TASKS)}.")
+    if len(names) > len(set(names)):
+        raise UserError(f'tasks is {tasks}, where a task stands twice. A result has one row for '
+                        'each: give them out_dirs of their own.')
 
 
-def loss_and_accuracy(model, name, rng, batch, length):
+def empty_token(mixture):
+    """The first number that is no symbol of an input of these tasks, such as recall+copy."""
+    return max(TASKS[name].n_in for name in mixture.split('+'))
+
+
+def draw(name, rng, batch, length, empty):
     """
-    On new samples of a task: the mean cross-entropy of the answers, in nats a symbol, and the share
-    of symbols that are right.
+    New samples of a task: tokens (B, T), at the last of which the answers (B, m) are read. See
+    Task.read.
     """
     task = TASKS[name]
-    inputs, answers = task.generate(rng, batch, length)
+    tokens, answers = map(torch.from_numpy, task.generate(rng, batch, length))
     n_slots = answers.shape[1]
-    # The empty token is the first number that is no symbol of the input.
-    tokens = F.pad(torch.from_numpy(inputs), (0, n_slots), value=task.n_in)
-    tokens = tokens.to(model.head.weight.device)
-    targets = torch.from_numpy(answers).to(tokens.device)      # (B, n_slots)
-    logits = model(tokens, last=n_slots)[..., :task.n_out]     # (B, n_slots, n_out)
+    if task.read == 'slots':
+        tokens = F.pad(tokens, (0, n_slots), value=empty)
+    elif task.read == 'generated':
+        tokens = torch.cat((F.pad(tokens, (0, 1), value=empty), answers[:, :-1]), dim=1)
+    return tokens, answers
+
+
+def measure(model, name, rng, batch, length, empty):
+    """
+    On new samples of a task: the mean cross-entropy of the answers, in nats a symbol, and the
+    shares of symbols and of whole answers that are right.
+    """
+    task = TASKS[name]
+    tokens, targets = draw(name, rng, batch, length, empty)
+    device = model.head.weight.device
+    tokens, targets = tokens.to(device), targets.to(device)    # (B, T), (B, m)
+    logits = model(tokens, last=targets.shape[1])[..., :task.n_out]  # (B, m, n_out)
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-    right = logits.argmax(-1) == targets
+    right, counted = logits.argmax(-1) == targets, torch.ones_like(targets, dtype=torch.bool)
     if task.ends:  # the zeros after END are no part of the answer
         is_end = targets == END
         before_end = is_end.cumsum(1) == 0
-        right = right[before_end | is_end]
-    return loss, right.float().mean()
+        counted = before_end | is_end
+    return loss, right[counted].float().mean(), (right | ~counted).all(1).float().mean()
 
 
 # ---------------------------------------------------------------------- one task
 
-def new_model(task, chosen):
+def new_model(mixture, chosen):
     """A model that can hold the longest input of training and its answer."""
-    inputs, answers = task.generate(np.random.default_rng(0), 1, train_length)
+    names, empty = mixture.split('+'), empty_token(mixture)
+
+    def tokens_of(length):
+        rng = np.random.default_rng(0)
+        return max(draw(name, rng, 1, length, empty)[0].shape[1] for name in names)
+
     with as_user_error():
-        config = ModelConfig(vocab_size=max(task.n_in + 1, task.n_out), n_kv_head=n_head,
-                             block_size=inputs.shape[1] + answers.shape[1],
+        config = ModelConfig(vocab_size=max(empty + 1, *(TASKS[name].n_out for name in names)),
+                             n_kv_head=n_head, block_size=tokens_of(train_length),
                              **{setting: chosen[setting] for setting in MODEL})
     torch.manual_seed(seed)  # the same weights, whatever was trained before
     model = Transformer(config).init_weights()
-    inputs, answers = task.generate(np.random.default_rng(0), 1, test_length)
-    require_positions(model, inputs.shape[1] + answers.shape[1])
+    require_positions(model, tokens_of(max(lengths or [test_length])))
     return model
 
 
@@ -157,7 +192,7 @@ def open_task(name, path, chosen, runtime):
     The model of a task as TASK.pt leaves it, what that file holds, its path, and its lock: a second
     run that wrote the file would undo the first.
     """
-    model = new_model(TASKS[name], chosen)
+    model = new_model(name, chosen)
     lock = lock_file(path, runtime)
     state = read_state(path, {setting: chosen[setting] for setting in (*MODEL, *TRAINING)})
     if 'model' in state:
@@ -165,11 +200,12 @@ def open_task(name, path, chosen, runtime):
     return model.to(runtime.device), state, path, lock
 
 
-def train(name, model, state, path):
+def train(mixture, model, state, path):
     """
-    Train up to max_iters steps from where `state` is; keep it up to date, and save it every
-    eval_interval steps.
+    Train up to max_iters steps from where `state` is, a step for each task of the mixture in turn;
+    keep it up to date, and save it every eval_interval steps.
     """
+    names, empty = mixture.split('+'), empty_token(mixture)
     weights = [p for p in model.parameters() if p.requires_grad]  # all but the head scales
     optimizer = torch.optim.Adam(weights, fused=weights[0].device.type in ('cpu', 'cuda'))
     if 'optimizer' in state:
@@ -179,10 +215,11 @@ def train(name, model, state, path):
     for step in range(state['step'], max_iters):
         warmed_up = min(1.0, (step + 1) / max(1, warmup_iters))
         optimizer.param_groups[0]['lr'] = learning_rate * warmed_up
+        name = names[step % len(names)]
         rng = np.random.default_rng([seed, *f'train {name}'.encode(), step])
         torch.manual_seed(seed + step)  # for random positions
         length = int(rng.integers(1, train_length + 1))
-        loss, accuracy = loss_and_accuracy(model, name, rng, batch_size, length)
+        loss, accuracy, _ = measure(model, name, rng, batch_size, length, empty)
         loss.backward()
         if grad_clip:
             torch.nn.utils.clip_grad_norm_(weights, grad_clip)
@@ -194,9 +231,9 @@ def train(name, model, state, path):
             mean_loss, accuracy = torch.stack(recent).mean(0).tolist()
             recent = []
             if not math.isfinite(mean_loss):
-                raise UserError(f'{name}: the loss became {mean_loss} by step {step + 1}. Lower '
+                raise UserError(f'{mixture}: the loss became {mean_loss} by step {step + 1}. Lower '
                                 'learning_rate.')
-            print(f'{name}: step {step + 1:6d}  loss {mean_loss:.4f}  accuracy {accuracy:.1%}',
+            print(f'{mixture}: step {step + 1:6d}  loss {mean_loss:.4f}  accuracy {accuracy:.1%}',
                   flush=True)
             state |= {'step': step + 1, 'model': model.state_dict(),
                       'optimizer': optimizer.state_dict(), 'test': {}}
@@ -204,12 +241,12 @@ def train(name, model, state, path):
 
 
 @torch.no_grad()
-def test(name, model, state, path, lengths):
+def test(name, model, state, path, lengths, empty):
     """
-    The accuracy at each length, a mean over batches. It is kept in `state` and saved, so that a
-    stopped test goes on where it was.
+    The shares of symbols and of whole answers that are right, (len(lengths), 2), means over
+    batches. They are kept in `state` and saved, so that a stopped test goes on where it was.
     """
-    done = state['test'].setdefault(n_test, {})
+    done = state['test'].setdefault(f'{n_test} of {name}', {})
     model.eval()
     with progress_bar(len(lengths), f'{name}, test') as bar:
         for length in lengths:
@@ -218,11 +255,12 @@ def test(name, model, state, path, lengths):
                 shares = []
                 for start in range(0, n_test, 64):
                     size = min(64, n_test - start)
-                    shares.append(loss_and_accuracy(model, name, rng, size, length)[1])
-                done[length] = torch.stack(shares).mean().item()
+                    _, *right = measure(model, name, rng, size, length, empty)
+                    shares.append(torch.stack(right))
+                done[length] = torch.stack(shares).mean(0).tolist()
                 checkpoints.save(path, **state)
             bar.update()
-    return [done[length] for length in lengths]
+    return np.array([done[length] for length in lengths])
 
 
 # ---------------------------------------------------------------------- results
@@ -263,6 +301,17 @@ def print_table(results):
             print(line + ''.join(map(table_cells, rows)))
 
 
+def print_by_length(result):
+    """Where there are few lengths: the shares of symbols and of whole answers that are right."""
+    if len(result['lengths']) > 12:
+        return
+    print(f"{'symbols, whole answers (%)':36}" + ''.join(f'{n:14d}' for n in result['lengths']))
+    for name, row in result['tasks'].items():
+        cells = [f'{100 * symbols:.1f} {100 * answers:6.1f}'
+                 for symbols, answers in zip(row['accuracy'], row['exact'])]
+        print(f'{name:36}' + ''.join(f'{cell:>14}' for cell in cells))
+
+
 def main():
     began, runtime = time.perf_counter(), setup(device, 'float32', seed)
     check_settings(runtime)
@@ -274,28 +323,32 @@ def main():
 
     # All tasks are opened before one is trained, so that a mistake is met before work.
     opened = {}
-    for name in TASKS:
-        if name in (tasks or TASKS):
-            opened[name] = open_task(name, folder / f'{name}.pt', chosen, runtime)
+    for mixture in tasks or table['rows']:
+        opened[mixture] = open_task(mixture, folder / f'{mixture}.pt', chosen, runtime)
 
-    inside = range(1, train_length + 1, eval_every)
-    lengths = [*inside, *range(train_length + 1, test_length + 1, eval_every)]
+    tested = sorted(lengths) or [*range(1, train_length + 1, eval_every),
+                                 *range(train_length + 1, test_length + 1, eval_every)]
+    n_inside = sum(length <= train_length for length in tested)
     rows = {}
-    for name, (model, state, path, lock) in opened.items():
-        print(f"{name}: {method}, {model.n_params():,} parameters; steps {state['step']} to "
+    for mixture, (model, state, path, lock) in opened.items():
+        print(f"{mixture}: {method}, {model.n_params():,} parameters; steps {state['step']} to "
               f'{max_iters} into {path}')
-        train(name, model, state, path)
-        accuracy = test(name, model, state, path, lengths)
+        train(mixture, model, state, path)
+        for name in mixture.split('+'):
+            shares = test(name, model, state, path, tested, empty_token(mixture))
+            accuracy, exact = shares.T
+            in_paper = dict(zip(table['columns'], table['rows'].get(name, [])))
+            rows[name] = {'level': TASKS[name].level, 'inside': accuracy[:n_inside].mean(),
+                          'outside': accuracy[n_inside:].mean(), 'chance': TASKS[name].chance,
+                          'paper': in_paper.get(method), 'accuracy': accuracy.tolist(),
+                          'exact': exact.tolist()}
         unlock_file(lock)
-        task, in_paper = TASKS[name], dict(zip(table['columns'], table['rows'][name]))
-        rows[name] = {'level': task.level, 'inside': np.mean(accuracy[:len(inside)]),
-                      'outside': np.mean(accuracy[len(inside):]), 'chance': task.chance,
-                      'paper': in_paper.get(method), 'accuracy': accuracy}
 
     path = result_path(folder, 'che', label) + '.json'
     result = {'stage': 'che', 'label': label, 'method': method, 'train_length': train_length,
-              'lengths': lengths, 'tasks': rows}
+              'lengths': tested, 'tasks': rows}
     print_table([result, *others])
+    print_by_length(result)
     save_json(path, result | provenance(chosen, runtime, time.perf_counter() - began))
     plots.draw(path)
     print(f'wrote {path} and its picture')

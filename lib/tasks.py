@@ -267,15 +267,78 @@ def bucket_sort(rng, B, n):
     return x, np.sort(x, axis=1)
 
 
+# ---------------------------------------------------------------------- retrieval
+
+N_SYMBOLS = 32  # of the texts to copy; of the values, the keys and the noise of recall
+
+
+def recall(rng, B, n):
+    """
+    Associative recall with many queries (Arora et al., arXiv:2312.04927): pairs of a key and its
+    value stand in noise, then keys are asked for, each once. With a and b as keys and dots as noise
+    .a7..b2.ba -> 27. A quarter of n, at most N_SYMBOLS, is the number of pairs, each with a key of
+    its own, and of queries; an n below 3 is made 3. Symbols: values, then keys, then noise.
+    """
+    n = max(3, n)
+    n_pairs = min(max(1, n // 4), N_SYMBOLS)
+    keys = rng.random((B, N_SYMBOLS)).argsort(1)[:, :n_pairs]          # all different
+    values = rng.integers(0, N_SYMBOLS, (B, n_pairs))
+    order = rng.random((B, n_pairs)).argsort(1)                        # of the queries
+
+    x = rng.integers(2 * N_SYMBOLS, 3 * N_SYMBOLS, (B, n))             # noise
+    # Of n - 2 n_pairs places in all, a pair being one, those of the pairs, in order.
+    n_places = n - 2 * n_pairs
+    places = np.sort(rng.random((B, n_places)).argsort(1)[:, :n_pairs], axis=1)
+    starts = places + np.arange(n_pairs)
+    np.put_along_axis(x, starts, N_SYMBOLS + keys, axis=1)
+    np.put_along_axis(x, starts + 1, values, axis=1)
+    x[:, n - n_pairs:] = N_SYMBOLS + np.take_along_axis(keys, order, axis=1)
+    return x, np.take_along_axis(values, order, axis=1)
+
+
+def copy(rng, B, n):
+    """A string of N_SYMBOLS symbols again. 7392 -> 7392."""
+    x = rng.integers(0, N_SYMBOLS, (B, n))
+    return x, x
+
+
+def flip_flop(rng, B, n):
+    """
+    What does a memory of one bit hold? Each instruction stands before a bit: write it (2), read
+    what was written last (3), ignore it (4). The first is to write; the last, to read, has no bit
+    yet. 20413020413 -> 0. Of the others 0.1, 0.1 and 0.8 write, read and ignore, as in Liu et al.,
+    arXiv:2306.00946. An even n is made one less, and an n below 3 is made 3.
+    """
+    n_pairs = max(1, (n - 1) // 2)
+    instructions = rng.choice([2, 3, 4], (B, n_pairs), p=[0.1, 0.1, 0.8])
+    instructions[:, 0] = 2
+    bits = random_bits(rng, B, n_pairs)
+    places = np.where(instructions == 2, np.arange(n_pairs), 0)
+    last_write = np.maximum.accumulate(places, axis=1)
+    held = np.take_along_axis(bits, last_write, axis=1)                # after each instruction
+    bits = np.where(instructions == 3, held, bits)
+    x = np.full((B, 2 * n_pairs + 1), 3)
+    x[:, :-1:2] = instructions
+    x[:, 1::2] = bits
+    return x, held[:, -1:].copy()
+
+
 # ---------------------------------------------------------------------- all of them
 
 @dataclass
 class Task:
+    """
+    read says where a model answers, always in one pass. 'slots': at an empty token for each symbol
+    of the answer, after the input. 'queries': at the last symbols of the input. 'generated': at an
+    empty token and the symbols of the answer before the one that is asked for; all are right
+    exactly where greedy generation is, as both make the same first mistake.
+    """
     generate: Callable  # (rng, B, n) -> inputs, answers
     level: str          # R: regular, DCF: deterministic context-free, CS: context-sensitive
     n_in: int           # number of symbols of the inputs
     n_out: int          # and of the answers
     ends: bool = False  # the answers finish with END
+    read: str = 'slots'
 
     @property
     def chance(self):
@@ -299,4 +362,8 @@ TASKS = {
     'binary_addition': Task(binary_addition, 'CS', 3, 3, ends=True),
     'compute_sqrt': Task(compute_sqrt, 'CS', 2, 2),
     'bucket_sort': Task(bucket_sort, 'CS', 5, 5),
+    # those that Table 6 does not have
+    'flip_flop': Task(flip_flop, 'R', 5, 2),
+    'recall': Task(recall, 'CS', 3 * N_SYMBOLS, N_SYMBOLS, read='queries'),
+    'copy': Task(copy, 'CS', N_SYMBOLS, N_SYMBOLS, read='generated'),
 }

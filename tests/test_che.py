@@ -13,10 +13,11 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, flip_a_bit, mistake, near, read, stage_here
+from conftest import ROOT, flip_a_bit, mistake, near, random_model, read, stage_here
 
-from che import loss_and_accuracy, print_table
+from che import draw, measure, print_table
 from lib.checkpoints import old_name
+from lib.generate import complete
 from lib.tasks import TASKS
 
 TINY = ('--n_layer=1 --n_head=2 --n_embd=16 --n_hidden=16 --batch_size=8 --train_length=6 '
@@ -43,17 +44,46 @@ def test_accuracy_counts_symbols_up_to_the_end_symbol_and_loss_counts_all():
     wrong, end = (right + 1) % 3, right == 2
     before_end = end.cumsum(1) == 0
 
-    def measure(answers):
+    def of(answers):
         rng = np.random.default_rng(0)
-        return loss_and_accuracy(Answers(answers), 'stack_manipulation', rng, 16, 10)
+        return measure(Answers(answers), 'stack_manipulation', rng, 16, 10, 5)
 
-    loss, accuracy = measure(right)
-    loss_at_zeros, the_same = measure(torch.where(before_end | end, right, wrong))
-    assert accuracy == the_same == 1 and loss_at_zeros > loss + 0.05
-    assert measure(wrong)[1] == 0
+    loss, accuracy, exact = of(right)
+    loss_at_zeros, *the_same = of(torch.where(before_end | end, right, wrong))
+    assert accuracy == exact == 1 and the_same == [1, 1] and loss_at_zeros > loss + 0.05
+    assert of(wrong)[1:] == (0, 0)
     n = before_end.sum()  # and 16 end symbols, which are wrong here
-    accuracy = measure(torch.where(before_end, right, wrong))[1]
-    assert accuracy.item() == pytest.approx(n / (n + 16))
+    _, accuracy, exact = of(torch.where(before_end, right, wrong))
+    assert accuracy.item() == pytest.approx(n / (n + 16)) and exact == 0
+    end[:4] = False  # in 4 of 16 answers the end symbol is wrong
+    assert of(torch.where(before_end | end, right, wrong))[2] == 12 / 16
+
+
+def test_recall_is_read_at_its_queries_and_copy_as_it_is_generated():
+    tokens, answers = draw('recall', np.random.default_rng(0), 5, 12, empty=96)
+    inputs, values = TASKS['recall'].generate(np.random.default_rng(0), 5, 12)
+    assert np.array_equal(tokens, inputs) and np.array_equal(answers, values)
+    tokens, answers = draw('copy', np.random.default_rng(0), 5, 4, empty=96)
+    x, _ = TASKS['copy'].generate(np.random.default_rng(0), 5, 4)
+    expected = np.concatenate((x, np.full((5, 1), 96), x[:, :3]), axis=1)
+    assert np.array_equal(tokens, expected) and np.array_equal(answers, x)
+
+
+@torch.no_grad()
+def test_a_copy_counts_as_right_where_greedy_generation_writes_it():
+    """A model trained for a few steps, which writes some texts rightly and others wrongly."""
+    model = random_model(vocab_size=33, position='alibi', block_size=64)
+    optimizer = torch.optim.Adam(model.requires_grad_().parameters(), 1e-2)
+    with torch.enable_grad():
+        for step in range(60):
+            measure(model, 'copy', np.random.default_rng(step), 64, 3, 32)[0].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    *_, exact = measure(model, 'copy', np.random.default_rng(1000), 64, 3, 32)
+    x, _ = TASKS['copy'].generate(np.random.default_rng(1000), 64, 3)
+    written = complete(model, [[*row, 32] for row in x.tolist()], 3)
+    n_right = sum(ids == row for ids, row in zip(written, x.tolist()))
+    assert 0 < n_right < 64 and exact.item() == n_right / 64
 
 
 def test_chance_is_a_guess_among_the_symbols_that_an_answer_really_has(capsys):
@@ -96,7 +126,7 @@ def test_result_has_all_lengths_by_value_and_the_papers_accuracy_beside_ours(run
     out_dir, printed = run
     result = result_of(out_dir)
     assert result['lengths'] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
-    assert list(result['tasks']) == ['even_pairs', 'bucket_sort']
+    assert list(result['tasks']) == ['bucket_sort', 'even_pairs']
     for name, row in result['tasks'].items():
         assert row['inside'] == pytest.approx(np.mean(row['accuracy'][:6]))
         assert row['outside'] == pytest.approx(np.mean(row['accuracy'][6:]))
@@ -130,6 +160,30 @@ def test_finished_task_is_not_trained_again_and_methods_stand_side_by_side(run, 
     assert 'DAPE 1x3 Kerple                        CoPE' in out
 
 
+def test_one_model_learns_a_mixture_and_goes_on_where_it_stopped(tmp_path):
+    def run(out_dir, steps, *more):
+        out = stage_here('che', *arguments(out_dir, "--tasks=['flip_flop+copy','recall']",
+                                           *more, '--lengths=[24,6,3]', steps=steps))
+        return out, result_of(out_dir)
+
+    run(tmp_path / 'two', 5)
+    _, resumed = run(tmp_path / 'two', 8)
+    out, result = run(tmp_path / 'one', 8)
+    assert resumed['tasks'] == result['tasks']
+    assert result['lengths'] == [3, 6, 24]
+    assert list(result['tasks']) == ['flip_flop', 'copy', 'recall']
+    weights = torch.load(tmp_path / 'one' / 'flip_flop+copy.pt', weights_only=True)['model']
+    assert weights['embed.weight'].shape[0] == 32 + 1  # the symbols of copy, and the empty token
+    for row in result['tasks'].values():
+        assert row['inside'] == pytest.approx(np.mean(row['accuracy'][:2]))
+        assert row['outside'] == pytest.approx(row['accuracy'][2]) and len(row['exact']) == 3
+        assert f"{100 * row['accuracy'][2]:.1f} {100 * row['exact'][2]:6.1f}" in out
+        assert all(0 <= exact <= right <= 1 for exact, right in zip(row['exact'], row['accuracy']))
+    again, _ = run(tmp_path / 'one', 8)
+    assert 'loss' not in again
+
+
+@pytest.mark.slow
 def test_a_run_that_was_stopped_or_is_old_ends_as_an_unbroken_one(run, tmp_path):
     # with --eval_every=5 the first length past training is tested, not a multiple
     stage_here('che', *arguments(tmp_path, '--eval_interval=20', '--eval_every=5', steps=20))

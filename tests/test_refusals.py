@@ -103,6 +103,9 @@ export          EXPORT --scale={run}/sets.json --target_length=129 | target_leng
 export          EXPORT --target_length=64 | --scale=None
 export          EXPORT --dtype=int8 | dtype is 'int8'
 che             CHE --tasks=["even_pair"] | even_pair
+che             CHE --tasks=["copy+recal"] | recal
+che             CHE --tasks=["copy+recall","copy"] | twice
+che             CHE --lengths=[7,8] | lengths is
 che             CHE --position=kerpel | 'kerpel'
 bench           --tasks=["trains"] | train, scale
 results/bench/table --table=costs | time_cost, growth, memory

@@ -61,6 +61,25 @@ def root(x):
     return [*map(int, f'{above - 1:0{n_bits}b}')]
 
 
+def recalled(x):
+    """Values are 0 ... 31, keys 32 ... 63; what is asked for are the keys that end the input."""
+    is_key = [32 <= symbol < 64 for symbol in x]
+    pairs = [(x[i], x[i + 1]) for i in range(len(x) - 1) if is_key[i] and x[i + 1] < 32]
+    assert len(dict(pairs)) == len(pairs) == sum(symbol < 32 for symbol in x)
+    n_asked = is_key[::-1].index(False)
+    assert sorted(x[-n_asked:]) == sorted(dict(pairs))  # each once
+    return [dict(pairs)[key] for key in x[-n_asked:]]
+
+
+def flip_flop(x):
+    assert x[0] == 2 and x[-1] == 3
+    for i in range(0, len(x) - 1, 2):
+        if x[i] == 2:
+            held = x[i + 1]
+        assert x[i] == 4 or x[i + 1] == held  # what is read on the way is right, too
+    return [held]
+
+
 # The sizes of both alphabets are those of the released code of Ruoss et al. 2023.
 SLOW = {
     'even_pairs': (2, 2, lambda x: [sum(a != b for a, b in zip(x, x[1:])) % 2]),
@@ -77,7 +96,19 @@ SLOW = {
     'binary_addition': (3, 3, total),
     'compute_sqrt': (2, 2, root),
     'bucket_sort': (5, 5, sorted),
+    'flip_flop': (5, 2, flip_flop),
+    'recall': (96, 32, recalled),
+    'copy': (32, 32, lambda x: x),
 }
+
+
+def real_length(name, n):
+    """Of an input, where n symbols were asked for."""
+    if name == 'flip_flop':
+        n = max(3, n)
+    if name in ('flip_flop', 'modular_arithmetic_simple') and n % 2 == 0:
+        n -= 1
+    return max(3, n) if name == 'recall' else n
 
 
 @pytest.mark.parametrize('name', SLOW)
@@ -86,9 +117,8 @@ def test_answers_are_those_of_the_slow_definition_in_the_right_shape_and_alphabe
     assert (TASKS[name].n_in, TASKS[name].n_out) == (n_in, n_out)
     for length in LENGTHS:
         inputs, answers = TASKS[name].generate(np.random.default_rng(length), 50, length)
-        if name == 'modular_arithmetic_simple' and length % 2 == 0:
-            length -= 1
-        assert inputs.shape == (50, length) and inputs.dtype == answers.dtype == np.int64
+        assert inputs.shape == (50, real_length(name, length))
+        assert inputs.dtype == answers.dtype == np.int64
         assert 0 <= inputs.min() and inputs.max() < n_in
         assert 0 <= answers.min() and answers.max() < n_out
         for x, y in zip(inputs.tolist(), answers.tolist()):
@@ -122,7 +152,7 @@ def test_all_inputs_that_should_occur_do():
         even_pairs 3 8           cycle_navigation 3 27  modular_arithmetic_simple 3 75
         modular_arithmetic 5 75  modular_arithmetic 4 5  solve_equation 3 5  missing_duplicate 4 16
         compute_sqrt 5 31        binary_addition 1 1    binary_addition 2 3  binary_addition 4 6
-        stack_manipulation 3 30
+        stack_manipulation 3 30  flip_flop 5 10
     """.split()
     for name, length, count in zip(counts[::3], counts[1::3], counts[2::3]):
         assert len(seen(name, int(length))) == int(count), name
@@ -138,14 +168,34 @@ def test_all_symbols_and_places_that_should_occur_do():
         depth = np.cumsum([(s == 8) - (s == 9) for s in x])
         outer.add(next(k for k in range(2, 9) if 5 <= x[k] <= 7 and depth[k] == 1))
     assert outer == {2, 3, 4, 5, 6}
+    # Two pairs stand anywhere before the last two of eight symbols, and not inside each other.
+    starts = {tuple(i for i, symbol in enumerate(x[:6]) if 32 <= symbol < 64)
+              for x in seen('recall', 8)}
+    assert starts == {(0, 2), (0, 3), (0, 4), (1, 3), (1, 4), (2, 4)}
+
+
+def test_recall_has_a_quarter_of_its_symbols_as_pairs_and_32_at_most():
+    for n, n_pairs in ((3, 1), (7, 1), (8, 2), (64, 16), (128, 32), (2048, 32)):
+        x, y = TASKS['recall'].generate(np.random.default_rng(0), 3, n)
+        assert x.shape == (3, n) and y.shape == (3, n_pairs)
+        assert ((x < 32).sum(1) == n_pairs).all() and (x >= 64).sum() == 3 * (n - 3 * n_pairs)
+
+
+def test_flip_flop_writes_reads_and_ignores_as_often_as_the_paper():
+    x, _ = TASKS['flip_flop'].generate(np.random.default_rng(0), 400, 401)
+    instructions = x[:, 2:-1:2]  # all but the first and the last
+    for symbol, share in ((2, 0.1), (3, 0.1), (4, 0.8)):
+        assert abs((instructions == symbol).mean() - share) < 0.005
 
 
 def test_random_streams_stay_the_same():
     # or a seed would train on other samples than it did, and old results could not be had again
-    digest = hashlib.sha256()
-    for task in TASKS.values():
+    digest, so_far = hashlib.sha256(), {}
+    for name, task in TASKS.items():
         for length in range(1, 61):
             for seed in range(3):
                 for array in task.generate(np.random.default_rng(seed), 4, length):
                     digest.update(f'{array.shape} {array.tolist()}'.encode())
-    assert digest.hexdigest().startswith('01fa234a495419ad')
+        so_far[name] = digest.hexdigest()[:16]
+    assert so_far['bucket_sort'] == '01fa234a495419ad'
+    assert so_far['copy'] == '7fec86e8e592f2ff'

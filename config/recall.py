@@ -1,0 +1,16 @@
+# Associative recall and copying: one NoPE model of 0.8M parameters that learns both from inputs of
+# up to 32 symbols, tested at 1 to 64 times that.
+# python che.py config/recall.py
+# python che.py config/recall.py --position=alibi
+tasks = ['recall+copy']
+n_layer = 4
+n_head = 8
+n_embd = 128
+n_hidden = 344
+train_length = 32
+batch_size = 64
+max_iters = 2000
+learning_rate = 2e-3
+eval_interval = 100
+lengths = [32, 64, 128, 256, 512, 1024, 2048]
+n_test = 64
