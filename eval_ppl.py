@@ -6,9 +6,9 @@ V2". And far repeats: tokens whose like was last seen before the last L tokens.
 
 What a length T beyond L is worth is told by `gain`, in nats: the loss of the same tokens, by the
 same model with the same scales, in a context cut to the last L tokens (cut_loss), less that in T
-tokens. Above 0 the model reads past L; below 0 it had better not see what is there. The cut context
-is windows of L tokens at most that score their last L / 8, so it holds 7L/8 to L tokens; at far
-repeats, L.
+tokens. Above 0 the model reads past L; below 0 it had better not see what is there. L is the
+context of its first training, also where it was fine-tuned at another. The cut context is windows
+of L tokens at most that score their last L / 8, so it holds 7L/8 to L tokens; at far repeats, L.
 
 $ python eval_ppl.py                                             # sliding windows of L ... 8L
 $ python eval_ppl.py --scale=out/demo/nope/scale_head_640.json   # the same with tuned scales
@@ -152,7 +152,7 @@ def evaluate_sliding(model, data, lengths, stride, rule, max_windows, batch_toke
     One row a length: loss, perplexity, past L the gain over the context cut to L, and how many
     documents, windows and tokens it was measured on; and {length: mean loss of each window}.
     """
-    rows, by_window, measured, L = [], {}, {}, model.config.block_size
+    rows, by_window, measured, L = [], {}, {}, model.config.trained_length
 
     def sums_of(windows, label):
         """As score_windows(), each list of windows once: with rule same, L's are the cut ones."""
@@ -236,7 +236,7 @@ def cut_losses(run, samples, first, end):
             samples[:, lo:hi + 1], batch_tokens,
             lambda inputs, targets: run.model(inputs, targets[:, -n:]).sum(1))
 
-    [pieces] = cut_windows([(0, end, end - first)], run.L)
+    [pieces] = cut_windows([(0, end, end - first)], run.model.config.trained_length)
     return sum(of_piece(*piece) for piece in pieces) / (end - first)
 
 
@@ -257,7 +257,7 @@ def positions(run, sizes):
                       '   gain over L')
     for r in rows:
         T = r['length']
-        if T > L:
+        if T > run.model.config.trained_length:
             r |= gain_of(at[T], cut_losses(run, samples, max(0, T - n_last), T))
         run.runtime.print(f"{T:8d} {r['loss']:25.4f} {r['standard_error']:8.4f} "
                           f"{r['ppl']:10.3f} {r['windows']:9,d}   {gain_text(r)}")
@@ -370,7 +370,7 @@ def far_repeats(run, sizes):
     them occurred before s < t - L, and at no s in [t - L, t): what followed, token s, is not in the
     cut context, tokens t - L ... t - 1. Where there are several s, the latest is looked at.
     """
-    W, L = sizes[-1], run.L
+    W, L = sizes[-1], run.model.config.trained_length
     between({'lengths': W}, 2 * L, 'lengths')
     if gram > L:
         raise UserError(f'gram is {gram}; it must be at most L = {L}, for the cut context to hold '
