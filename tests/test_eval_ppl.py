@@ -357,7 +357,8 @@ def test_a_model_that_looks_up_a_far_repeat_gains_what_it_should(cpu):
 
     model.scale_sets = None
     windows = SimpleNamespace(evenly_spaced=lambda n: x)
-    run = SimpleNamespace(L=L, model=model, runtime=cpu, windows=lambda T: windows)
+    model.config = SimpleNamespace(trained_length=L)
+    run = SimpleNamespace(model=model, runtime=cpu, windows=lambda T: windows)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(eval_ppl, 'gram', 2)
         result = eval_ppl.far_repeats(run, [W])
