@@ -12,6 +12,8 @@ import torch.cuda.amp.common
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from kernels import repeat_heads
+
 # The kernels of scaled dot-product attention, and the compute capability that each is traced with:
 # where it is below 8 there is no FlashAttention, and keys are repeated for the others.
 KERNELS = {'flash': 9, 'cudnn': 9, 'efficient': 7, 'math': 7}
@@ -39,8 +41,10 @@ def forced(kernel):
             mask = F.pad(mask, (0, -S % 16))[..., :S].expand(*q.shape[:3], S)
         attention = aten._scaled_dot_product_cudnn_attention
         if kernel != 'cudnn' or not half:
-            assert not enable_gqa, 'PyTorch would take the kernel that makes the whole matrix'
             attention = aten._scaled_dot_product_efficient_attention
+            if enable_gqa:  # on `cuda` kernels.py has done it
+                assert q.device.type == 'meta', 'no kernel without the whole matrix takes this'
+                k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
         return attention(q, k, v, mask, torch.is_grad_enabled(), 0.0, is_causal)[0]
     return attend
 
