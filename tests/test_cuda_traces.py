@@ -78,7 +78,10 @@ class NothingFromTheHost(TorchDispatchMode):
 def gpu_model(dtype=torch.bfloat16, device=GPU, **changes):
     with torch.device(device):
         model = Transformer(ModelConfig(**SIZES | changes)).init_weights()
-    return cast_matrices(model.to(device), dtype), Runtime(torch.device(device), dtype)
+    for module in model.modules():  # .to() cannot move a model of fake tensors
+        for name, x in module.named_buffers(recurse=False):
+            setattr(module, name, x.to(device))
+    return cast_matrices(model, dtype), Runtime(torch.device(device), dtype)
 
 
 def ids(*shape, device=GPU):

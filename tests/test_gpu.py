@@ -50,7 +50,7 @@ def test_losses_and_gradients_are_those_of_the_cpu(monkeypatch, gpu, changes, at
 def test_compiled_steps_are_those_of_the_cpu(gpu, changes):
     torch.compiler.reset()
     model, on_gpu = on_both(changes, gpu)
-    windows, forward = tokens(2, 141), torch.compile(on_gpu, dynamic=False)
+    windows, forward = tokens(2, 141), torch.compile(on_gpu, dynamic=False).__call__
     losses, gradients = losses_and_gradients(model, windows)
     found, found_gradients = losses_and_gradients(on_gpu, windows.to(gpu), forward)
     near(found.cpu(), losses, atol=1e-3)

@@ -111,7 +111,7 @@ def test_many_chunks_are_a_graph_of_their_own_and_change_nothing(monkeypatch, ch
         monkeypatch.setattr(kernels, 'CHUNKS_IN_A_GRAPH', most)
         torch.compiler.reset()
         counter = CompileCounter()
-        forward = torch.compile(model, backend=counter, dynamic=False)
+        forward = torch.compile(model, backend=counter, dynamic=False).__call__
         found, found_gradients = losses_and_gradients(model, windows, forward)
         near(found, losses, atol=1e-5)
         for name, gradient in gradients.items():

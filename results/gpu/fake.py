@@ -40,7 +40,8 @@ def forced(kernel):
             S = mask.shape[-1]
             mask = F.pad(mask, (0, -S % 16))[..., :S].expand(*q.shape[:3], S)
         attention = aten._scaled_dot_product_cudnn_attention
-        if kernel != 'cudnn' or not half:
+        learned = mask is not None and mask.requires_grad  # cuDNN has no gradient of a bias
+        if kernel != 'cudnn' or not half or learned:
             attention = aten._scaled_dot_product_efficient_attention
             if enable_gqa:  # on `cuda` kernels.py has done it
                 assert q.device.type == 'meta', 'no kernel without the whole matrix takes this'
