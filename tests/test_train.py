@@ -94,7 +94,8 @@ def test_the_log_has_the_attention_entropy_of_validation_windows(plain, corpus_d
     model, _ = checkpoints.load_model('last', plain, 'cpu')
     windows = torch.from_numpy(Windows(str(corpus_dir), 'val', 32).evenly_spaced(4))
     _, attention = plain_transformer(model, windows[:, :-1])
-    assert entropy[12] == pytest.approx(torch.special.entr(attention).sum(-1).mean(), abs=1e-4)
+    expected = float(torch.special.entr(attention).sum(-1).mean())
+    assert entropy[12] == pytest.approx(expected, abs=1e-4)
 
 
 def test_best_pt_holds_the_lowest_validation_loss(runs, plain):
