@@ -26,18 +26,19 @@ part() {
     test ${PIPESTATUS[0]} -eq 0 && touch $out/log/$part.done || { echo "$part: failed, see $out/log/$part.txt"; return 1; }
 }
 bench() { name=$1; shift; part $name python bench.py $bench --out_dir=$out --name=$name "$@"; }
+table() { kind=$1 name=$2; shift 2; part $name python -m results.bench.table $kind $bench --out_dir=$out --name=$name "$@"; }
 largest() { for B in $batches; do bench "$@" --batch_size=$B && return; done; }  # batch that fits into memory
 
 big="--like=['config/nope_1b.py']" small="--like=['config/dape/125m.py']"
 middle="--like=['config/dape/125m.py','config/dape/350m.py']"
 part gpu_tests python -m pytest -m '' tests/test_gpu.py
 largest train_1b "$big" "--tasks=['train']" --context=$L
-bench growth_1b "$big" --table=growth "--contexts=[$L,$((4 * L)),$((9 * L))]"
+table growth growth_1b "$big" "--contexts=[$L,$((4 * L)),$((9 * L))]"
 bench entropy_1b "$big" "--tasks=['entropy']" --read_context=$((8 * L))
-bench eval_1b "$big" "--tasks=['eval']" --context=$((8 * L))
+bench eval_1b "$big" "--tasks=['eval']" --context=$((8 * L)) --batch_size=1
 bench decode_1b "$big" "--tasks=['prefill','decode']" --read_context=$((2 * L))
-bench time_cost_125m "$small" --table=time_cost
-bench time_cost_350m "$middle" --table=time_cost
+table time_cost time_cost_125m "$small"
+table time_cost time_cost_350m "$middle"
 largest train_350m_1x3 "$middle" "--tasks=['train']" --position=kerple --dape_kernel=3
 part tests python -m pytest -m '' $every
 
