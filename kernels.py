@@ -140,7 +140,8 @@ def row_chunks(T, S, n_maps, device, all_keys=False):
 def each(f, chunks, recompute, apart=False):
     """
     [f(*chunk)]. recompute: nothing that f makes is kept for backward, which calls it again. apart:
-    f is compiled by itself, once for every shape, and not again and again in the model's graph.
+    not in the model's compiled graph, which would hold each of them; what is recomputed then stays
+    uncompiled, as checkpoint() is.
     """
     y, recompute = [], recompute and torch.is_grad_enabled()
     for chunk in chunks:
@@ -164,7 +165,8 @@ def in_rows(rows_of, q, k, v, i, j, n_maps, all_keys=False):
     # would grow.
     chunks.reverse()
     recompute = n_maps * T * S > 4 * SCORES_AT_ONCE
-    y = each(rows_of, chunks, recompute, apart=len(chunks) > CHUNKS_IN_A_GRAPH)
+    most = CHUNKS_IN_A_GRAPH * (8 if q.device.type == 'cpu' else 1)  # uncompiled, a CPU is slow
+    y = each(rows_of, chunks, recompute, apart=len(chunks) > most)
     return torch.cat(y[::-1], dim=2)
 
 

@@ -100,14 +100,13 @@ def test_memory_of_training_grows_with_the_length_not_with_its_square(monkeypatc
 @pytest.mark.parametrize('checkpointed', [False, True])
 @pytest.mark.parametrize('changes', [
     {'position': 'kerple'}, {'position': 'kerple', 'dape_kernel': 3}], ids=str)
-def test_many_chunks_are_a_graph_of_their_own_and_change_nothing(monkeypatch, changes,
-                                                                 checkpointed):
-    """However many there are: a graph for every number of keys, the same for all layers."""
+def test_many_chunks_are_left_out_of_the_graph_and_change_nothing(monkeypatch, changes,
+                                                                  checkpointed):
     monkeypatch.setattr(kernels, 'SCORES_AT_ONCE', 8000)  # 21 chunks
     model, windows, n_operations = random_model(**changes), tokens(2, 142), []
     model.checkpoint_activations = checkpointed
     losses, gradients = losses_and_gradients(model, windows)
-    for most in 100, 16:
+    for most in 100, 2:
         monkeypatch.setattr(kernels, 'CHUNKS_IN_A_GRAPH', most)
         torch.compiler.reset()
         counter = CompileCounter()
@@ -120,7 +119,7 @@ def test_many_chunks_are_a_graph_of_their_own_and_change_nothing(monkeypatch, ch
         n_graphs = counter.frame_count
         losses_and_gradients(model, windows, forward)
         assert counter.frame_count == n_graphs, 'compiled again'
-    assert n_operations[1] < n_operations[0] / 2
+    assert n_operations[1] < n_operations[0]
 
 
 # ---------------------------------------------------------------------- on a GPU
