@@ -1,0 +1,287 @@
+"""
+The scoreboard: ways to read past L side by side, under one protocol, with three seeds.
+
+$ bash results/scoreboard/run.sh                 # whatever is not there yet
+$ METHODS=nape bash results/scoreboard/run.sh    # one row alone
+$ python -m results.scoreboard.table --work=False   # the table and the picture of what is there
+
+A row is a model and a way to read it: the arguments of train.py, tune_scale.py and eval_ppl.py.
+What a row and seed gave is one file in results/scoreboard/SIZE, so that a stopped run goes on where
+it was; started twice, two processes share the work. A method of your own is an entry in ROWS.
+Writes results/scoreboard/SIZE.json and .png
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from types import SimpleNamespace
+
+import numpy as np
+
+from configurator import configure
+from lib import plots
+from lib.errors import ROOT, UserError
+from lib.results import lock_file, save_json, unlock_file
+
+size = 'small'               # a key of SIZES
+methods: list[str] = []      # keys of ROWS; []: all
+seeds = [1337, 1338, 1339]   # a row may have fewer
+work = True                  # False: show what is there
+
+
+# ---------------------------------------------------------------------- what is compared
+
+@dataclass
+class Size:
+    config: str              # of train.py
+    L: int
+    max_iters: int           # of training
+    tune_iters: int          # of tuning, each with 8 windows of 8L tokens, whatever is tuned
+
+
+SIZES = {
+    'small': Size('config/scoreboard.py', 128, 2200, 60),         # 0.9M parameters
+    'books': Size('config/books_nope.py', 256, 2800, 75),         # 5M
+    'books_gpu': Size('config/books_gpu.py', 512, 1500, 150),     # 32M, on a GPU
+}
+
+
+@dataclass
+class Row:
+    title: str
+    family: str              # the colour of its point
+    model: str = 'none'      # the run that is read; rows may share one
+    train: str = ''          # arguments of train.py
+    init: str = ''           # the run whose weights training starts from; '' for none
+    tune: str = ''           # arguments of tune_scale.py
+    read: str = ''           # arguments of eval_ppl.py
+    recall: bool = False     # train one on recall and copy, too
+    seeds: int = 3
+    sizes: tuple = ('small',)
+
+
+ALL = tuple(SIZES)
+# The rate is a quarter of pretraining's peak, as in config/finetune_8k.py.
+TUNE_8L = ('--block_size={T} --batch_size=8 --micro_batch_size=8 --max_iters={tune_iters} '
+           '--warmup_iters=0.1 --learning_rate=5e-4 --min_lr=5e-5 --weight_decay=0.0')
+SHORT = '--position=none --max_iters={short_iters} --warmup_iters=0.1'
+KERPLE_DAPE = '--position=kerple --dape_kernel={width}'
+ROWS = {
+    'none': Row('NoPE', 'NoPE', recall=True, sizes=ALL),
+    'uniform': Row('uniform scale', 'NoPE, tuned', tune='--method=uniform', sizes=ALL,
+                   read='--scale={run}/scale_uniform_fit.json'),
+    'head': Row('head scale', 'NoPE, tuned', tune='--tune=scale', sizes=ALL),
+    'channel': Row('channel scale', 'NoPE, tuned', tune='--tune=channel', sizes=ALL),
+    'vectors': Row('small vectors', 'NoPE, tuned', tune='--tune=scale,out,norm', sizes=ALL),
+    'weights': Row('every weight', 'NoPE, tuned', 'none_8l', TUNE_8L, 'none', sizes=ALL),
+    'llama4': Row('Llama-4 temperature', 'temperature', read='--position=llama4'),
+    'adaptive': Row('adaptive temperature', 'temperature', read='--position=adaptive'),
+    'logn': Row('log-n', 'temperature', 'logn', '--position=logn', recall=True),
+    'ssmax': Row('SSMax', 'temperature', 'ssmax', '--position=ssmax', recall=True),
+    'logbeta': Row('log-beta', 'temperature', 'logbeta', '--position=logbeta', recall=True),
+    'rope': Row('RoPE', 'RoPE', 'rope', '--position=rope', recall=True, sizes=ALL),
+    'pi': Row('PI', 'RoPE', 'rope', '--position=rope', read='--rope_scaling=pi:8'),
+    'ntk': Row('NTK', 'RoPE', 'rope', '--position=rope', read='--rope_scaling=ntk:8'),
+    'yarn': Row('YaRN', 'RoPE', 'rope', '--position=rope', read='--rope_scaling=yarn:8',
+                sizes=ALL),
+    'pi_8l': Row('PI, tuned', 'RoPE', 'pi_8l', TUNE_8L + ' --rope_scaling=pi', 'rope'),
+    'ntk_8l': Row('NTK, tuned', 'RoPE', 'ntk_8l', TUNE_8L + ' --rope_scaling=ntk', 'rope'),
+    'yarn_8l': Row('YaRN, tuned', 'RoPE', 'yarn_8l', TUNE_8L + ' --rope_scaling=yarn', 'rope',
+                   sizes=ALL),
+    'prope': Row('p-RoPE, 1/4', 'RoPE', 'prope', '--position=rope --rope_share=0.25', recall=True),
+    'drope15': Row('DroPE, 15%', 'RoPE', 'drope15', SHORT, 'rope'),
+    'drope100': Row('DroPE, 100%', 'RoPE', 'drope100', '--position=none', 'rope'),
+    'alibi': Row('ALiBi', 'bias', 'alibi', '--position=alibi', recall=True, sizes=ALL),
+    'nape': Row('NAPE', 'bias', 'nape', '--position=nape', recall=True),
+    'kerple': Row('Kerple', 'bias', 'kerple', '--position=kerple', recall=True),
+    'dape3': Row('DAPE 1x3', 'DAPE', 'dape3', '--dape_kernel=3', recall=True),
+    'kerple_dape3': Row('DAPE 1x3-Kerple', 'DAPE', 'kerple_dape3', KERPLE_DAPE.format(width=3),
+                        recall=True, sizes=ALL),
+    't5': Row('T5 bias', 'bias', 't5', '--position=t5', seeds=1),
+    'fire': Row('FIRE', 'bias', 'fire', '--position=fire', seeds=1),
+    'cope': Row('CoPE', 'bias', 'cope', '--position=cope', seeds=1),
+    'xl': Row('Transformer-XL', 'bias', 'xl', '--position=xl', seeds=1),
+    'kerple_dape1': Row('DAPE 1x1-Kerple', 'DAPE', 'kerple_dape1', KERPLE_DAPE.format(width=1),
+                        seeds=1),
+    'rope_none': Row('RoPE, NoPE layers', 'RoPE', 'rope_none', '--position=rope,none', seeds=1),
+    'swa_none': Row('RoPE window, NoPE layers', 'RoPE', 'swa_none',
+                    '--position=rope,none --rope_window=64', seeds=1),
+}
+
+
+# ---------------------------------------------------------------------- one row and seed
+
+def run(command):
+    """Run a stage of this project as a user would. The work ends where a stage fails."""
+    print('$ python', command, flush=True)
+    subprocess.run([sys.executable, *command.split()], cwd=ROOT, check=True)
+
+
+def read(path):
+    return json.loads((ROOT / path).read_text())
+
+
+def folder_of(model, seed):
+    return f'out/scoreboard/{size}/{seed}/{model}'
+
+
+def require_model(row, seed, values):
+    """Train the model of a row, or go on with it, unless it is there."""
+    folder, first = folder_of(row.model, seed), ''
+    if (ROOT / folder / 'loss.png').exists():
+        return
+    if row.init:
+        require_model(ROWS[row.init], seed, values)
+        first = f' --init_from={folder_of(row.init, seed)}/last.pt'
+    if (ROOT / folder / 'last.pt').exists():
+        first = ' --init_from=resume'
+    run(f'train.py {SIZES[size].config} {row.train.format(**values)} --seed={seed} '
+        f'--out_dir={folder}{first}')
+
+
+def tuned_numbers(path):
+    """How many numbers of a scale file's last set were tuned."""
+    found = read(path)
+    keys = {'scale': 'head_scale', 'channel': 'channel_scale', 'out': 'head_gain', 'norm': 'norm'}
+    count = 0
+    for kind in found['settings']['tune'].split(','):
+        vectors = found['sets'][-1][keys[kind]]
+        count += np.size(list(vectors.values()) if isinstance(vectors, dict) else vectors)
+    return count
+
+
+def measure(key, seed):
+    """What the file of one row and seed holds. Trains and tunes what it needs."""
+    row, s, began = ROWS[key], SIZES[size], time.perf_counter()
+    folder, L = folder_of(row.model, seed), s.L
+    values = {'run': folder, 'T': 8 * L, 'tune_iters': s.tune_iters,
+              'short_iters': round(0.15 * s.max_iters)}
+    require_model(row, seed, values)
+
+    reading, numbers = row.read.format(**values), 0
+    if row.tune:
+        if not (ROOT / folder / 'scale_uniform_fit.json').exists():
+            run(f'tune_scale.py --out_dir={folder} --method=uniform --n_samples=32')
+        numbers = 1
+        if '--tune' in row.tune:  # a set for 8L, which leaves passes of L tokens as they are
+            run(f'tune_scale.py --out_dir={folder} {row.tune} --target_lengths=[{8 * L}] '
+                f'--max_iters={s.tune_iters} --label={key} --n_samples=16')
+            reading = f'--scale={folder}/scale_sets_{key}.json'
+            numbers = tuned_numbers(f'{folder}/scale_sets_{key}.json')
+
+    common = f'eval_ppl.py --out_dir={folder} {reading} --label={key} --n_samples=96'
+    run(f'{common} --protocol=position --lengths=[{L},{4 * L},{8 * L},{16 * L}]')
+    run(f'{common} --protocol=repeat --lengths=[{8 * L}]')
+    text = read(f'{folder}/eval_ppl_position_{key}.json')
+    found = {'row': key, 'seed': seed, **asdict(row), 'tuned_numbers': numbers,
+             'text': text['rows'], 'repeats': read(f'{folder}/eval_ppl_repeat_{key}.json')['rows'],
+             'versions': text['versions'], 'device': text['device']}
+    if row.recall and size == 'small':
+        run(f'che.py config/recall.py {row.train} --seed={seed} --out_dir={folder}_recall')
+        result = read(f'{folder}_recall/che.json')
+        for task, shares in result['tasks'].items():
+            found[task] = {'lengths': result['lengths'], 'exact': shares['exact'],
+                           'accuracy': shares['accuracy']}
+    return found | {'seconds': round(time.perf_counter() - began)}
+
+
+def result_file(key, seed):
+    return ROOT / f'results/scoreboard/{size}/{key}_{seed}.json'
+
+
+def work_on(todo):
+    """Measure these rows and seeds; what another process works on now comes last."""
+    alone = SimpleNamespace(is_main=True, world_size=1)
+    while todo:
+        for key, seed in list(todo):
+            base = ROWS[key].init or ROWS[key].model  # which several rows may start from
+            try:
+                lock = lock_file(ROOT / folder_of(base, seed) / 'scoreboard', alone)
+            except UserError:
+                continue
+            if not result_file(key, seed).exists():
+                print(f'\n{len(todo)} rows and seeds are left; {key}, seed {seed}', flush=True)
+                result_file(key, seed).parent.mkdir(parents=True, exist_ok=True)
+                save_json(result_file(key, seed), measure(key, seed))
+            unlock_file(lock)
+            todo.remove((key, seed))
+        time.sleep(5 if todo else 0)
+
+
+# ---------------------------------------------------------------------- the table
+
+def column(found, *path):
+    for key in path:
+        found = found[key]
+    return found
+
+
+# Headings, and where in the file of a row and seed the number stands.
+COLUMNS = {
+    'loss at L': ('text', 0, 'loss'),
+    'loss at 4L': ('text', 1, 'loss'),
+    'loss at 16L': ('text', 3, 'loss'),
+    'gain at 8L': ('text', 2, 'gain'),
+    'gain at far repeats': ('repeats', 0, 'gain'),
+    'recall at L': ('recall', 'accuracy', 0),
+    'recall at 4L': ('recall', 'accuracy', 2),
+    'recall at 16L': ('recall', 'accuracy', 3),
+    'copy at 2L': ('copy', 'exact', 1),
+}
+
+
+def collect():
+    """A row for each method that has been measured: mean and standard deviation over its seeds."""
+    rows = []
+    for key, row in ROWS.items():
+        files = [result_file(key, seed) for seed in seeds]
+        runs = [read(file) for file in files if file.exists()]
+        if not runs:
+            continue
+        found = {'row': key, 'title': row.title, 'family': row.family,
+                 'tuned_numbers': runs[0]['tuned_numbers'], 'seeds': [r['seed'] for r in runs]}
+        for heading, path in COLUMNS.items():
+            if path[0] in runs[0]:
+                values = [column(one, *path) for one in runs]
+                sd = statistics.stdev(values) if len(values) > 1 else None
+                found[heading] = {'mean': statistics.mean(values), 'sd': sd}
+        rows.append(found)
+    return rows
+
+
+def print_table(rows):
+    print(f"{'':26}{'tuned':>7}{'seeds':>6}" + ''.join(f'{name:>20}' for name in COLUMNS))
+    for row in rows:
+        line = f"{row['title']:26}{row['tuned_numbers']:7d}{len(row['seeds']):6d}"
+        for name in COLUMNS:
+            cell = row.get(name)
+            text = '' if cell is None else f"{cell['mean']:.3f}"
+            if cell and cell['sd'] is not None:
+                text += f" ± {cell['sd']:.3f}"
+            line += f'{text:>20}'
+        print(line)
+
+
+def main():
+    unknown = set(methods) - set(ROWS)
+    if size not in SIZES or unknown:
+        raise UserError(f"size '{size}' is one of {', '.join(SIZES)}; methods, not "
+                        f"{', '.join(unknown) or 'these'}, are among {', '.join(ROWS)}.")
+    if work:
+        chosen = [key for key in methods or ROWS if size in ROWS[key].sizes]
+        todo = [(key, seed) for i, seed in enumerate(seeds) for key in chosen
+                if i < ROWS[key].seeds and not result_file(key, seed).exists()]
+        work_on(todo)
+    rows = collect()
+    print_table(rows)
+    path = ROOT / f'results/scoreboard/{size}.json'
+    save_json(path, {'stage': 'scoreboard', 'label': size, 'L': SIZES[size].L, 'rows': rows})
+    print('wrote', path, *plots.draw(path))
+
+
+if __name__ == '__main__':
+    configure(globals())
+    main()
