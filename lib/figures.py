@@ -160,10 +160,11 @@ def spread(heights, gap):
     return (up + down) / 2 + steps
 
 
-def label_ends(axis, values=False):
+def label_ends(axis, values=False, gap=0.065):
     """
     Write the name of each curve at its right end, and with values=True what it ends at. Points
-    above the panel become arrows at its edge, and the name then says how high the curve goes.
+    above the panel become arrows at its edge, and the name then says how high the curve goes. gap:
+    between names, as a share of the panel's height.
     """
     _, top = axis.set_ylim(axis.get_ylim())
     share_of_panel = axis.transData - axis.transAxes
@@ -185,7 +186,7 @@ def label_ends(axis, values=False):
         ends.append((min(height, 1), right, text, line))
 
     ends.sort(key=lambda end: end[0])
-    heights = spread(np.array([end[0] for end in ends]), gap=0.065)
+    heights = spread(np.array([end[0] for end in ends]), gap)
     for text_height, (height, right, text, line) in zip(heights, ends):
         leader = {'arrowstyle': '-', 'color': line.get_color(), 'ls': line.get_linestyle(),
                   'relpos': (0, 0.5)}

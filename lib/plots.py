@@ -348,6 +348,34 @@ def draw_report(result):
     return figure
 
 
+# ----------------------------------------------------------------------------- scoreboard
+
+FAMILIES = {'NoPE': BLACK, 'NoPE, tuned': BLUE, 'temperature': ORANGE, 'RoPE': '#D55E00',
+            'bias': '#117733', 'DAPE': '#AA4499'}
+
+
+def draw_scoreboard(result):
+    """What each method gains from beyond L, and what it recalls there, against its loss at L."""
+    rows, at_L = result['rows'], 'loss at L'
+    views = {'gain at far repeats': 'gain from beyond L at far repeats (nats)',
+             'recall at 4L': 'recall at 4 times its training length (share right)'}
+    views = {key: name for key, name in views.items() if any(key in row for row in rows)}
+    figure, axes = panels(f"What reads past L = {result['L']}: {result['label']}", len(views), 2,
+                          width=6.2, height=7)
+    for axis, (key, name) in zip(axes, views.items()):
+        for row in rows:
+            if key not in row:
+                continue
+            (x, y), color = (row[at_L], row[key]), FAMILIES[row['family']]
+            curve(axis, [x['mean']], [y['mean']], row['title'], color=color)
+            axis.errorbar(x['mean'], y['mean'], y['sd'], x['sd'], fmt='none', ecolor=color, lw=1)
+        axis.axhline(0, color=BLACK, lw=1)
+        axis.set(xlabel='loss at L (nats per token), better to the right', ylabel=name)
+        axis.invert_xaxis()
+        label_ends(axis, gap=0.03)
+    return figure
+
+
 # ----------------------------------------------------------------------------- any result
 
 PICTURES = {
@@ -359,6 +387,7 @@ PICTURES = {
     'eval_ppl sliding': draw_ppl,
     'passkey': draw_passkey,
     'report': draw_report,
+    'scoreboard': draw_scoreboard,
     'tune_scale head': draw_head,
     'tune_scale uniform': draw_uniform,
 }
