@@ -32,6 +32,7 @@ curve_samples = 96           # test windows of 8L tokens behind the curves in th
 train_args: list[str] = []   # more settings for train.py, such as ['--n_layer=2']
 tune_args: list[str] = []    # more settings for tune_scale.py
 
+AT = 'loss', 'standard_error', 'cut_loss', 'gain', 'gain_error'  # of eval_ppl.py's rows
 LAST = 64  # "at T" is the mean loss of the last so many positions before T
 TOLERANCE = 0.05  # nats that the loss may rise above its value at L within what a method reaches
 
@@ -62,17 +63,20 @@ def train(folder, *config):
     run('train.py', *arguments)
 
 
+TUNED = {'head': 'scale', 'vectors': 'channel,norm'}  # name in the report: tune_scale.py --tune
+
+
 def tune(folder, lengths):
-    """Find the scales for these lengths. Returns {name of a method: its --scale}."""
+    """Find scales and vectors for these lengths. Returns {name of a method: its --scale}."""
     run('tune_scale.py', f'--out_dir={folder}', '--method=uniform', '--n_samples=32', *tune_args)
     uniform = read(f'{folder}/scale_uniform.json')
     best = dict(zip(uniform['lengths'], uniform['best_by_length']))
     scales = {f'uniform {T}': best[T] for T in lengths}
-    for T in lengths:
+    for (name, kinds), T in itertools.product(TUNED.items(), lengths):
         target = round(overshoot * T)
-        run('tune_scale.py', f'--out_dir={folder}', f'--target_length={target}',
-            f'--max_iters={tune_iters}', *tune_args)
-        scales[f'head {T}'] = f'{folder}/scale_head_{target}.json'
+        run('tune_scale.py', f'--out_dir={folder}', f'--target_length={target}', f'--tune={kinds}',
+            f'--label={name}', f'--max_iters={tune_iters}', *tune_args)
+        scales[f'{name} {T}'] = f'{folder}/scale_head_{target}_{name}.json'
     return scales
 
 
@@ -118,11 +122,14 @@ def numbers(result, curve, scale, L):
     """What the report says of a method. result, curve: of measure()."""
     at = {}
     for row in result['rows']:
-        at[str(row['length'])] = {key: row[key] for key in ('loss', 'standard_error')}
+        at[str(row['length'])] = {key: row[key] for key in AT if key in row}
     position = result['position']  # the middle of each bin
     width = round(LAST / (position[1] - position[0]))  # in bins
     limit = at[str(L)]['loss'] + TOLERANCE
-    scales = read(scale)['head_scale'] if isinstance(scale, str) else scale or 1.0
+    scales = scale or 1.0
+    if isinstance(scale, str):
+        tuned = read(scale)
+        scales = tuned['channel_scale' if 'channel_scale' in tuned else 'head_scale']
     method = {'at': at, 'reach': reach(position, smooth(result['loss'], width), L, limit),
               'scale': [np.min(scales), np.max(scales)]}
     if curve:
@@ -165,6 +172,9 @@ def print_report(report):
         low, high = method['scale']
         scales = f'{low:.2f} to {high:.2f}' if low < high else f'{low:.2f}'
         print(f'{name:22}{losses}{method["reach"]:9d}   {scales}')
+    cut = ''.join(f'{row.get("cut_loss", row["loss"]):9.3f}'
+                  for row in report['methods']['NoPE']['at'].values())
+    print(f'{"NoPE, context cut to L":22}{cut}')
     print(f'\nlargest standard error of a paired difference: '
           f'{report["largest_standard_error"]:.4f} nats')
     print(f'entropy of NoPE per e-fold of context: {report["entropy_slope_before_L"]:.2f} nats '
