@@ -27,8 +27,8 @@ out_dir = 'out/demo'
 max_iters = 2200             # training steps of each twin
 tune_iters = 120             # tuning steps of each set of head scales
 overshoot = 1.25             # scales for T tokens are tuned at this times T (the paper: 1.125)
-n_samples = 1700             # test windows of 4L tokens behind each number in the table
-curve_samples = 96           # test windows of 8L tokens behind the curves in the picture
+n_samples = 600              # test windows of 4L tokens behind each number in the table
+curve_samples = 64           # test windows of 8L tokens behind the curves in the picture
 train_args: list[str] = []   # more settings for train.py, such as ['--n_layer=2']
 tune_args: list[str] = []    # more settings for tune_scale.py
 

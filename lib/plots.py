@@ -329,8 +329,11 @@ def draw_report(result):
     title = f"{out_dir}: curves over {n} windows, dots over {result['windows']}, ± standard error"
     figure, [left, right] = panels(title, 2, 2)
     shown = {'NoPE': 'NoPE', 'NoPE, uniform scale': f'uniform {target}',
-             'NoPE, head scales to': f'head {target}', 'RoPE': 'RoPE'}
+             'NoPE, head scales to': f'head {target}', 'NoPE, channels and norms to':
+             f'vectors {target}', 'RoPE': 'RoPE'}
     for name, key in shown.items():
+        if key not in result['methods']:  # a report from before there were vectors
+            continue
         method = result['methods'][key]
         if key != name:
             name += f" {method['scale'][1]:.2f}"  # the largest
@@ -339,6 +342,11 @@ def draw_report(result):
         for T, row in method['at'].items():
             left.errorbar(int(T), row['loss'], row['standard_error'], fmt='.',
                           color=color_of(name))
+    at = result['methods']['NoPE']['at']
+    cut = [(int(T), row['cut_loss']) for T, row in at.items() if 'cut_loss' in row]
+    if cut:  # what the same model reads when it sees the last L tokens alone
+        curve(left, [L, *(T for T, _ in cut)], [at[str(L)]['loss'], *(loss for _, loss in cut)],
+              'NoPE, context cut to L', color='#777777', ls='--', lw=1)
     draw_bound(right, position)
     right.set_ylim(bottom=0)
     position_axis(left, L, 'log-perplexity (nats per byte)',
