@@ -1,4 +1,4 @@
-# make demo, make test, make test-all, make bench: each sets up what it needs. An active virtual
+# make demo, test, test-all, bench, lessons: each sets up what it needs. An active virtual
 # environment, or PYTHON=..., is used as it is.
 ifdef PYTHON
   SETUP :=
@@ -11,7 +11,7 @@ else
 endif
 DEV := $(if $(SETUP),.venv/ready-dev)
 
-.PHONY: demo test test-all bench
+.PHONY: demo test test-all bench lessons
 demo: $(SETUP)
 	$(PYTHON) demo.py
 
@@ -25,6 +25,9 @@ test: $(DEV)
 test-all: $(DEV)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m pytest -n 2 --dist loadfile -m ''
+
+lessons: $(DEV)
+	$(PYTHON) -m pytest --tb=short lessons/test_exercises.py
 
 .venv/ready: pyproject.toml
 	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo 'python3 must be 3.11 or newer: make PYTHON=...'; exit 1; }

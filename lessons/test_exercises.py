@@ -1,0 +1,413 @@
+"""
+The grader of lessons/exercises.py, run by `make lessons`. What is right is computed here from the
+formulas alone, one number at a time in float64, and so are the usual mistakes: a message says what
+was expected, where the first difference is, and which mistake gives just that.
+"""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from model import ModelConfig, Transformer
+
+H, T, D = 4, 7, 4  # as many heads as channels, so that a scale on the wrong axis is no crash
+SCALE = np.array([0.5, 1.0, 1.5, 2.0])
+
+
+@pytest.fixture
+def student():
+    from lessons import exercises
+    return exercises
+
+
+def draw(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+def refuse(message):
+    pytest.fail(message, pytrace=False)
+
+
+def call(exercise, *inputs, **settings):
+    """What a student's function gives, arrays going in and coming out."""
+    inputs = [torch.tensor(x) if isinstance(x, np.ndarray) else x for x in inputs]
+    try:
+        found, begin = exercise(*inputs, **settings), None
+    except NotImplementedError as error:
+        begin = error
+    if begin:
+        refuse(f'{exercise.__qualname__}() is still to be written. {begin}')
+    return found.detach().numpy() if torch.is_tensor(found) else found
+
+
+def grade(name, found, right, mistakes):
+    """Fail unless `found` is `right`. mistakes: {what was done wrong: what that gives}."""
+    found, right = np.asarray(found, float), np.asarray(right, float)
+    if found.shape != right.shape:
+        refuse(f'{name}: the result is {found.shape}; it should be {right.shape}.')
+    same = np.isclose(found, right, 1e-4, 1e-5)
+    if same.all():
+        return
+    place = tuple(int(n) for n in np.argwhere(~same)[0])
+    where = f'at {list(place)}, the first of {(~same).sum()} of {same.size},' if place else ''
+    causes = [cause for cause, wrong in mistakes.items()
+              if np.isclose(found, wrong, 1e-4, 1e-5, equal_nan=True).all()]
+    advice = f'This is what comes out where {causes[0]}.' if causes else (
+        f"Usual mistakes: {'; '.join(mistakes)}.")
+    refuse(f'{name}: {where} {right[place]:.6g} was expected, not {found[place]:.6g}. '
+           f'{advice}')
+
+
+# ---------------------------------------------------------------------- the softmax scale
+
+def plain_attention(q, k, scale, causal=True):
+    """Attention (H, T, T) by its formula."""
+    a = np.zeros((len(q), q.shape[1], q.shape[1]))
+    for h, i in np.ndindex(*q.shape[:2]):
+        end = i + 1 if causal else q.shape[1]
+        e = [math.exp(scale[h] * (q[h, i] @ k[h, j]) / math.sqrt(q.shape[2])) for j in range(end)]
+        a[h, i, :end] = np.array(e) / sum(e)
+    return a
+
+
+def test_causal_attention(student):
+    q, k, v = draw(3, H, T, D)
+    of_channel = plain_attention(q * SCALE, k, np.ones(H))
+    grade('causal_attention', call(student.causal_attention, q, k, v, SCALE),
+          plain_attention(q, k, SCALE) @ v, {
+        'scores are not divided by sqrt(D)': plain_attention(q, k, SCALE * math.sqrt(D)) @ v,
+        'scores are divided by D': plain_attention(q, k, SCALE / math.sqrt(D)) @ v,
+        'queries see later keys': plain_attention(q, k, SCALE, causal=False) @ v,
+        'the scale is left out': plain_attention(q, k, np.ones(H)) @ v,
+        'a scale belongs to a channel, not to a head': of_channel @ v})
+
+
+def test_scale_queries(student):
+    q = draw(H, T, D)
+    grade('scale_queries', call(student.scale_queries, q, SCALE),
+          [scale * head for scale, head in zip(SCALE, q)], {
+        'a scale belongs to a channel, not to a head: write scale[:, None, None]': q * SCALE,
+        'the root is taken, as if k were scaled, too': q * SCALE[:, None, None] ** 0.5})
+
+
+def test_fold_scale(student):
+    weight = draw(H * D, 16)
+    by_row = np.array([SCALE[row // D] for row in range(H * D)])
+    grade('fold_scale', call(student.fold_scale, weight, SCALE), weight * by_row[:, None], {
+        'columns are scaled, which changes x': weight * by_row,
+        'rows of all heads are mixed: repeat_interleave, not repeat': weight * np.tile(
+            SCALE, D)[:, None]})
+
+
+def test_fit_scale(student):
+    position = np.array([50.0, 100, 150, 200, 400, 800])
+    best = np.array([1.3, 0.9, 1.2, 1.1, 1.7, 1.9])
+    x = np.log(position / 100)
+
+    def slope(x, y):
+        return sum(x * (y - 1)) / sum(x * x)
+
+    grade('fit_scale', call(student.fit_scale, position, best, 100), slope(x[2:], best[2:]), {
+        'positions up to L are fitted, too': slope(x, best),
+        'the 1 is fitted instead of fixed': np.polyfit(x[2:], best[2:], 1)[0],
+        'position is not divided by L': slope(np.log(position[2:]), best[2:])})
+
+
+# ---------------------------------------------------------------------- attention entropy
+
+def plain_entropy(a):
+    return [[sum(-x * math.log(x) for x in row if x > 0) for row in head] for head in a]
+
+
+def test_entropy(student):
+    a = plain_attention(*draw(2, H, T, D), 3 * SCALE)
+    right = np.array(plain_entropy(a))
+    with np.errstate(all='ignore'):
+        not_a_number = -(a * np.log(a)).sum(-1)
+    grade('entropy', call(student.entropy, a), right, {
+        '0 ln 0 is not a number: use torch.special.entr, or xlogy': not_a_number,
+        'the logarithm is to base 2: these are bits': right / math.log(2),
+        'the sign is left out': -right})
+
+
+class NoMatrix(TorchDispatchMode):
+    """Refuses tensors of `most` numbers."""
+
+    def __init__(self, most):
+        super().__init__()
+        self.most = most
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        made = op(*args, **kwargs or {})
+        for x in made if isinstance(made, (tuple, list)) else [made]:
+            if torch.is_tensor(x) and x.numel() >= self.most:
+                refuse(f'entropy_without_matrix: {op} made {tuple(x.shape)}, the whole matrix.'
+                       ' Usual mistake: q @ k.mT of all queries at once.')
+        return made
+
+
+def test_entropy_without_matrix(student):
+    q, k = draw(2, 2, 40, D)
+    a = plain_attention(q, k, np.ones(2))
+    s = np.where(a > 0, q @ k.swapaxes(1, 2), 0)
+    with NoMatrix(40 * 40):
+        found = call(student.entropy_without_matrix, q, k)
+    sums = np.log(np.where(a > 0, np.exp(s / math.sqrt(D)), 0).sum(-1))
+    grade('entropy_without_matrix', found, plain_entropy(a), {
+        'the mean score is not divided by sqrt(D)': sums - (a * s).sum(-1),
+        'the mean score is left out': sums,
+        'queries see later keys': plain_entropy(plain_attention(q, k, np.ones(2), causal=False))})
+
+
+# ---------------------------------------------------------------------- where a token stands
+
+def plain_rotate(x, place, sign=1, step=2, interleaved=False):
+    y = np.zeros_like(x)
+    for t, n in np.ndindex(len(place), D // 2):
+        a, b = (2 * n, 2 * n + 1) if interleaved else (n, n + D // 2)
+        turn = np.exp(1j * sign * place[t] * 100.0 ** (-step * n / D))
+        pair = (x[:, t, a] + 1j * x[:, t, b]) * turn
+        y[:, t, a], y[:, t, b] = pair.real, pair.imag
+    return y
+
+
+def test_rotate(student):
+    x, place = draw(H, T, D), np.arange(3, T + 3)
+    grade('rotate', call(student.rotate, x, place, 100.0), plain_rotate(x, place), {
+        'neighbours are a pair: that is the layout of the paper': plain_rotate(
+            x, place, interleaved=True),
+        'pairs turn clockwise': plain_rotate(x, place, sign=-1),
+        'the angle is base^(-n/D)': plain_rotate(x, place, step=1),
+        'place is not looked at': plain_rotate(x, np.arange(T))})
+
+
+def test_yarn_frequencies(student):
+    size, base, s, L = 16, 10000.0, 4.0, 512
+
+    def pair(turns):
+        return size * math.log(L / (2 * math.pi * turns)) / (2 * math.log(base))
+
+    low, high = max(0, math.floor(pair(32))), min(size - 1, math.ceil(pair(1)))
+    share = np.array([min(1, max(0, (n - low) / (high - low))) for n in range(size // 2)])
+    plain = np.array([base ** (-2 * n / size) for n in range(size // 2)])
+    grade('yarn_frequencies', call(student.yarn_frequencies, size, base, s, L),
+          plain * (1 - share + share / s), {
+        'the fast pairs are divided and the slow ones stay': plain * (share + (1 - share) / s),
+        'all pairs are divided by s: position interpolation': plain / s,
+        'the share is not clamped to 0 ... 1': plain * (
+            1 - (1 - 1 / s) * (np.arange(size // 2) - low) / (high - low))})
+
+
+def test_alibi(student):
+    i, j = np.array([5, 6]), np.arange(7)
+    visible = j <= i[:, None]
+
+    def right(i, j, first=1):
+        slopes = [2.0 ** (-8 * (h + first) / H) for h in range(H)]
+        return np.array([[[-slope * (n - m) for m in j] for n in i] for slope in slopes]) * visible
+
+    grade('alibi', call(student.alibi, H, i, j) * visible, right(i, j), {
+        'far keys get more than near ones: the sign': -right(i, j),
+        'the first head has h = 0': right(i, j, first=0),
+        'i and j are not looked at': right(np.arange(2), j)})
+
+
+def test_own_bias(student):
+    torch.manual_seed(0)
+    own, far = student.OwnBias(model_config()), torch.arange(64 * 8)
+    found = call(own.bias, far[-1:], far)
+    problems = {
+        f'it should be ({H}, T, S) = ({H}, 1, 512), but is {found.shape}':
+            found.shape != (H, 1, 512),
+        'it is not finite at each distance': not np.isfinite(found).all(),
+        'a far key gets more than a near one; usual mistake: the sign':
+            (np.diff(found) < 0).any(),
+        'it is the same everywhere, which softmax does not see': np.ptp(found) == 0}
+    later = call(own.bias, far[-2:-1] + 9, far[:-1] + 9)
+    problems['it depends on more than i - j: use the i and j given, not torch.arange'] = (
+        later.shape != found[..., 1:].shape or not np.allclose(later, found[..., 1:], 1e-4, 1e-5))
+    for problem, there in problems.items():
+        if there:
+            refuse(f'OwnBias: {problem}.')
+    parameters = dict(own.named_parameters())
+    if parameters:
+        (own.bias(far[-9:], far) * torch.tensor(draw(H, 9, 512))).sum().backward()
+    for name, p in parameters.items():
+        if p.grad is None or not p.grad.abs().sum() > 0:
+            refuse(f'OwnBias: no gradient reaches {name}, so it would not be learned.')
+
+
+# ---------------------------------------------------------------------- tuning
+
+def model_config():
+    return ModelConfig(vocab_size=11, block_size=8, n_layer=2, n_head=H, n_kv_head=2, n_embd=16,
+                       n_hidden=16)
+
+
+def random_model():
+    model = Transformer(model_config()).init_weights(torch.Generator().manual_seed(0))
+    for p in model.parameters():
+        p.data *= 3 if p.dim() == 2 else 1  # large enough that attention is far from uniform
+    model.head_scale = 1.0
+    return model.requires_grad_(False)
+
+
+def mean_loss(model, batch):
+    logits, rows = model(batch[0]).double().numpy(), batch[1].numpy()[..., None]
+    return (np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, rows, -1)[..., 0]).mean()
+
+
+def slopes(model, batch):
+    """How the loss changes with each scale of each layer, by trying a little more and less."""
+    rows = []
+    for block in model.blocks:
+        scale = block.attn.head_scale.data.view(-1)
+        for n, was in enumerate(scale.tolist()):
+            scale[n] = was + 0.02
+            more = mean_loss(model, batch)
+            scale[n] = was - 0.02
+            rows.append((more - mean_loss(model, batch)) / 0.04)
+            scale[n] = was
+    return np.array(rows)
+
+
+def require_tuned(student, per_channel):
+    start, what = random_model(), f'tune_scales(per_channel={per_channel})'
+    tokens = torch.randint(11, (8, 17), generator=torch.Generator().manual_seed(1))
+    batch = tokens[:, :-1], tokens[:, 1:]
+    if per_channel:
+        start.head_scale = torch.ones(2, H, D)
+    slope, model = slopes(start, batch), random_model()
+    call(student.tune_scales, model, [batch], 0.05, per_channel=per_channel)
+    for name, p in model.named_parameters():
+        if not name.endswith('head_scale') and not torch.equal(p, start.get_parameter(name)):
+            refuse(f'{what}: {name} has changed, but all weights are frozen. Usual mistake: '
+                   'the optimizer got model.parameters().')
+    found = [block.attn.head_scale.detach() for block in model.blocks]
+    shape = (H, D) if per_channel else (H,)
+    if any(scale.shape != shape for scale in found):
+        refuse(f'{what}: a layer has scales of {tuple(found[0].shape)}, not {shape}. Usual '
+               'mistake: they were not expanded to one per channel.')
+    found = torch.cat([scale.flatten() for scale in found]).double().numpy()
+    if not per_channel and found.min() < 1:
+        refuse(f'{what}: a scale is {found.min():.4f}, below 1. Usual mistake: Eq. (6), the '
+               'clamp after the step, was left out.')
+    moved, clear = found - 1, abs(slope) > 0.1 * abs(slope).max()
+    right = np.where(slope < 0, moved > 0, moved < 0 if per_channel else moved == 0)
+    for n in np.flatnonzero(clear & ~right)[:1]:
+        refuse(f'{what}: the loss changes by {slope[n]:.4f} a unit of scale {n}, but one step '
+               f'changed it by {moved[n]:.4f}. Usual mistakes: a step up the gradient; scales '
+               'that the optimizer did not get.')
+    model = random_model()
+    call(student.tune_scales, model, [batch] * 20, 0.05, per_channel=per_channel)
+    before, after = mean_loss(start, batch), mean_loss(model, batch)
+    if not after < before:
+        refuse(f'{what}: 20 steps changed the loss from {before:.4f} to {after:.4f}. Usual '
+               'mistake: zero_grad() was left out.')
+
+
+def test_tune_scales(student):
+    require_tuned(student, per_channel=False)
+
+
+def test_tune_channel_scales(student):
+    require_tuned(student, per_channel=True)
+
+
+# ---------------------------------------------------------------------- DAPE
+
+def plain_convolution(x, kernel, out):
+    """Row by row, x: {(channel, key): number}, 0 elsewhere; kernel: (channels out, in, K)."""
+    y, K = {}, kernel.shape[2]
+    for c, j in itertools.product(range(len(kernel)), range(out)):
+        y[c, j] = sum(kernel[c, n, t] * x.get((n, j + t - K // 2), 0)
+                      for n in range(kernel.shape[1]) for t in range(K))
+    return y
+
+
+def plain_dape(scores, bias, first, second, hidden=True, goes_on=True, residual=True):
+    n_head, n = scores.shape[:2]
+    result = np.full(scores.shape, -np.inf)
+    for i in range(n):
+        end = i + 1 if hidden else n
+        x = {(c, j): row[i, j] for c, row in enumerate((*scores, *bias)) for j in range(end)}
+        middle = plain_convolution(x, first, n + first.shape[2] // 2 * goes_on)
+        middle = {at: max(y, 0.01 * y) for at, y in middle.items()}
+        f = plain_convolution(middle, second, n)
+        for h, j in np.ndindex(n_head, i + 1):
+            result[h, i, j] = residual * (scores[h, i, j] + bias[h, i, j]) + f[h, j]
+    return result
+
+
+def test_dape(student):
+    inputs = (*draw(2, 2, 6, 6), draw(5, 4, 3, seed=1), draw(2, 5, 3, seed=2))
+    grade('dape', call(student.dape, *inputs), plain_dape(*inputs), {
+        'f sees scores of later keys, which tells it the next token': plain_dape(
+            *inputs, hidden=False),
+        'the middle layer ends at the last key': plain_dape(*inputs, goes_on=False),
+        'S + B is not added to f': plain_dape(*inputs, residual=False)})
+
+
+def test_leaks(student):
+    later = np.triu(np.ones((T, T), bool), 1)
+    one_late = later & ~np.triu(later, 2)
+    cases = {
+        'leaky': (student.leaky, one_late),
+        'a causal f': (lambda s: s.tril() ** 2, later & False),
+        's - its mean over the whole row': (lambda s: (s - s.mean(1, keepdim=True)).tril(), later),
+        's times the score after it': (lambda s: (s * s.roll(-1, 1)).tril(), one_late)}
+    for name, (f, right) in cases.items():
+        grade(f'leaks, of {name}', call(student.leaks, f, T), right, {
+            'the past counts, too: keep j > i alone': right | ~later,
+            'i and j are exchanged': right.T,
+            'nothing is found: were the scores zeros, or the changes too small?': right & False})
+
+
+# ---------------------------------------------------------------------- reading beyond L
+
+def test_sliding_windows(student):
+    for n, length, stride in ((20, 8, 3), (20, 8, 8), (5, 8, 3), (8, 8, 2), (21, 4, 1)):
+        what, scored = f'sliding_windows({n}, {length}, {stride})', {}
+        for window in call(student.sliding_windows, n, length, stride):
+            lo, hi, count = window
+            problem = None
+            if lo < 0 or hi > n or not 0 < hi - lo <= length or not 0 < count < hi - lo + (lo > 0):
+                problem = f'is not within 0 ... {n} and {length} tokens, with 1 or more to score'
+            elif lo > 0 and hi - count - lo < length - stride:
+                problem = (f'scores token {hi - count} with {hi - count - lo} before it, not '
+                           f'{length - stride}')
+            for token in range(hi - count, hi):
+                if token in scored:
+                    problem = (f'scores token {token}, as {scored[token]} did; usual mistake: the '
+                               'last window scores a whole stride again')
+                scored[token] = window
+            if problem:
+                refuse(f'{what}: the window {window} {problem}.')
+        missing = sorted(set(range(1, n)) - set(scored))
+        if missing:
+            refuse(f'{what}: token {missing[0]} is never scored. Usual mistakes: the first '
+                   'window scores a stride alone; the rest at the end is dropped.')
+
+
+def test_far_repeat_gain(student):
+    g, L, n = 2, 16, 300
+    tokens = np.random.default_rng(0).integers(0, 6, n)
+    losses, cut = abs(draw(2, n))
+
+    def gain(start=2 * L, near=L):
+        total = []
+        for t in range(max(start, g), n):
+            same = [s for s in range(g, t) if list(tokens[s - g:s]) == list(tokens[t - g:t])]
+            if same and max(same) < t - near:
+                total.append(cut[t] - losses[t])
+        return sum(total) / len(total)
+
+    right = gain()
+    grade('far_repeat_gain', call(student.far_repeat_gain, tokens, losses, cut, g, L), right, {
+        'the difference has the other sign': -right,
+        'targets before 2L count': gain(start=0),
+        'places within the last L count, too': gain(near=0)})

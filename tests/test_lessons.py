@@ -1,0 +1,264 @@
+"""
+Lessons: the grader refuses blank exercises and typical wrong ones with a message that says why, and
+what the project itself computes passes it.
+"""
+
+import math
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import eval_ppl
+import kernels
+import position
+import tune_scale
+from lessons import exercises
+from lessons import test_exercises as grader
+from lib.devices import Runtime
+from lib.huggingface import folded_weight
+from model import Transformer
+
+GRADED = [name for name in vars(grader) if name.startswith('test_')]
+
+
+def message(name, student):
+    """What the grader says of an exercise, '' if it is right."""
+    try:
+        getattr(grader, name)(student)
+    except pytest.fail.Exception as refused:
+        return refused.msg
+    return ''
+
+
+# ---------------------------------------------------------------------- blank
+
+@pytest.mark.parametrize('name', GRADED)
+def test_blank_exercise_fails_and_says_how_to_begin(name):
+    assert re.fullmatch(r'[\w.]+\(\) is still to be written\. \w.*', message(name, exercises))
+
+
+def test_each_exercise_is_graded():
+    of_file = re.findall(r'^ {4}(\d+)\. ', open(exercises.__file__, encoding='utf-8').read(), re.M)
+    assert of_file == [str(n + 1) for n in range(len(of_file))]
+    assert len(GRADED) == len(of_file) + 1  # tune_scales() is graded twice
+
+
+# ---------------------------------------------------------------------- right
+
+def attention_of(scale, weight):
+    """An attention layer of the project with these scales and queries W x."""
+    model = Transformer(grader.model_config()).double()
+    model.blocks[0].attn.qkv.weight.data[:len(weight)] = weight
+    model.head_scale = scale.expand(2, -1)
+    return model
+
+
+def causal_attention(q, k, v, scale):
+    i = torch.arange(q.shape[1])
+    return kernels.causal_attention((q * scale[:, None, None])[None], k[None], v[None], i, i)[0]
+
+
+def scale_queries(q, scale):
+    attention = attention_of(scale, torch.eye(q.shape[0] * q.shape[2])).blocks[0].attn
+    i = torch.arange(q.shape[1])
+    place = position.Place(i, i, len(i))
+    x = q.transpose(0, 1).flatten(1)[None]
+    return attention(x, place, probe=lambda layer, attention, q, k, place: q)[1][0]
+
+
+def fold_scale(weight, scale):
+    return folded_weight(attention_of(scale, weight), 'blocks.0.attn.qkv.weight')[:len(weight)]
+
+
+def entropy(attention):
+    method = SimpleNamespace(is_plain=False, needs_all_keys=False, scores=lambda q, k, i, j: (
+        attention.log()[None, :, i][..., :len(j)]))
+    q, i = attention[None], torch.arange(attention.shape[1])
+    return kernels.attention_entropy(0, SimpleNamespace(position=method), q, q,
+                                     position.Place(i, i, len(i)))[0]
+
+
+def rotate(x, place, base=10000.0):
+    frequency, _ = position.rope_frequencies(x.shape[2], base, '', 1, 1)
+    angle = place[:, None] * frequency
+    return position.rotate(x[None], angle.cos(), angle.sin())[0]
+
+
+def tune_scales(model, batches, rate, per_channel=False):
+    cpu = Runtime(torch.device('cpu'), torch.float32, rank=0, world_size=1)
+    if per_channel:
+        model.head_scale = model.head_scale[..., None].expand(-1, -1, model.config.head_dim)
+    windows = SimpleNamespace(block_size=batches[0][0].shape[1], batch=lambda step, size, rows: (
+        torch.cat((batches[step][0], batches[step][1][:, -1:]), dim=1)[rows].numpy()))
+    settings = {'tune': 'channel' if per_channel else 'scale', 'max_iters': len(batches),
+                'batch_size': len(batches[0][0]), 'learning_rate': rate, 'compile': False,
+                'channel_learning_rate': rate, 'warmup_iters': 0}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in settings.items():
+            patch.setattr(tune_scale, name, value)
+        tune_scale.tune_vectors(model, windows, cpu)
+
+
+def dape(scores, bias, first, second, cheat=False):
+    class Given(position.Bias):
+        def similarity(self, q, k, i, j):
+            return scores[None]
+
+        def bias(self, i, j):
+            return bias
+
+    config = SimpleNamespace(n_head=len(scores), dape_width=len(first), dape_cheat=cheat,
+                             dape_kernel=first.shape[2], dape_residual=True)
+    method, i = position.DAPE(config, Given(config)).to(scores.dtype), torch.arange(scores.shape[1])
+    for convolution, weight in ((method.first, first), (method.second, second)):
+        convolution.weight.data = weight[:, :, None]
+        convolution.bias.data.zero_()
+    return method.scores(None, None, i, i)[0]
+
+
+def leaks(f, T):
+    scores = torch.randn(T, T, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    moves = torch.autograd.functional.jacobian(f, scores)     # of output (i, j) by score (k, m)
+    rows = [moves[i, :i + 1, i].abs().sum(0) for i in range(T)]
+    return torch.stack(rows).triu(1) > 0
+
+
+def far_repeat_gain(tokens, losses, cut_losses, g, L):
+    latest, gains = {}, []
+    for t in range(g, len(tokens)):
+        gram = tuple(tokens[t - g:t].tolist())
+        if t >= 2 * L and latest.get(gram, t) < t - L:
+            gains.append(cut_losses[t] - losses[t])
+        latest[gram] = t
+    return sum(gains) / len(gains)
+
+
+SOLVED = SimpleNamespace(
+    causal_attention=causal_attention, scale_queries=scale_queries, fold_scale=fold_scale,
+    fit_scale=lambda *fitted: tune_scale.fit_scale(*fitted)[0], entropy=entropy,
+    entropy_without_matrix=lambda q, k: kernels.entropy(q[None], k[None])[0], rotate=rotate,
+    yarn_frequencies=lambda D, base, s, L: (
+        position.rope_frequencies(D, base, f'yarn:{s}', L, L)[0]),
+    alibi=lambda H, i, j: position.ALiBi(SimpleNamespace(n_head=H)).bias(i, j),
+    OwnBias=position.Kerple, tune_scales=tune_scales, dape=dape, leaks=leaks,
+    leaky=exercises.leaky, far_repeat_gain=far_repeat_gain,
+    sliding_windows=lambda n, length, stride: (
+        eval_ppl.sliding_windows(0, n, length, 0, stride, 'classic')))
+
+
+@pytest.mark.parametrize('name', GRADED)
+def test_project_passes_the_grader(name):
+    assert message(name, SOLVED) == ''
+
+
+@pytest.mark.filterwarnings('ignore:dape_cheat')
+def test_leaks_tells_the_dape_that_cheats():
+    """The convolution of the project leaks nothing, unless dape_cheat has it see later keys."""
+    weights = torch.randn(5, 2, 3).double(), torch.randn(1, 5, 3).double()
+    for cheat in (False, True):
+        found = leaks(lambda s, c=cheat: dape(s[None], s[None] * 0, *weights, c)[0].tril(), 6)
+        assert found.any() == cheat
+
+
+# ---------------------------------------------------------------------- wrong
+
+def without_clamp(model, batches, rate, per_channel=False):
+    for block in model.blocks:
+        block.attn.head_scale.requires_grad_(True)
+    optimizer = torch.optim.SGD([block.attn.head_scale for block in model.blocks], 100 * rate)
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        model(inputs, targets).mean().backward()
+        optimizer.step()
+
+
+def every_weight(model, batches, rate, per_channel=False):
+    model.requires_grad_(True)
+    tune = torch.optim.SGD(model.parameters(), rate)
+    model(*batches[0]).mean().backward()
+    tune.step()
+
+
+class NearCountsLess(position.ALiBi):
+    def bias(self, i, j):
+        return -super().bias(i, j)
+
+
+class FromZero(position.ALiBi):
+    def bias(self, i, j):
+        return super().bias(torch.arange(len(i)), torch.arange(len(j)))
+
+
+def bad_rotate(x, place, base):
+    angle = place[:, None] * base ** (-torch.arange(0, x.shape[2], 2) / x.shape[2])
+    a, b = x[..., ::2], x[..., 1::2]
+    pairs = a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()
+    return torch.stack(pairs, dim=-1).flatten(-2)
+
+
+def bad_dape(scores, bias, first, second):
+    x = torch.cat((scores, bias)).transpose(0, 1)
+    f = F.conv1d(F.leaky_relu(F.conv1d(x, first, padding=1)), second, padding=1)
+    return scores + bias + f.transpose(0, 1)
+
+
+def bad_windows(n, length, stride):
+    return [(hi - length, hi, stride) for hi in range(length, n + 1, stride)]
+
+
+def twice(n, length, stride):
+    windows = SOLVED.sliding_windows(n, length, stride)
+    return [(lo, hi, stride if lo else scored) for lo, hi, scored in windows]
+
+
+# Exercise of the grader: a typical wrong solution, and what the message says of it.
+WRONG = [
+    ('causal_attention', lambda q, k, v, scale: SOLVED.causal_attention(
+        q * math.sqrt(q.shape[2]), k, v, scale), 'not divided by sqrt(D)'),
+    ('causal_attention', lambda q, k, v, scale: F.scaled_dot_product_attention(
+        q * scale[:, None, None], k, v), 'queries see later keys'),
+    ('scale_queries', lambda q, scale: q * scale, 'write scale[:, None, None]'),
+    ('fold_scale', lambda weight, scale: weight * scale.repeat(len(weight) // 4)[:, None],
+     'repeat_interleave'),
+    ('fit_scale', lambda position, best, L: np.polyfit(
+        np.log(position / L).tolist(), best.tolist(), 1)[0],
+     'Usual mistakes: positions up to L'),
+    ('fit_scale', lambda position, best, L: np.polyfit(
+        np.log(position / L)[position > L].tolist(), best[position > L].tolist(), 1)[0], 'fitted instead of fixed'),
+    ('entropy', lambda a: -(a * a.log()).sum(-1), '0 ln 0 is not a number'),
+    ('entropy_without_matrix', lambda q, k: SOLVED.entropy(SOLVED.causal_attention(
+        q, k, torch.eye(q.shape[1], dtype=q.dtype).expand(len(q), -1, -1), torch.ones(len(q)))),
+     'the whole matrix'),
+    ('rotate', bad_rotate, 'neighbours are a pair'),
+    ('yarn_frequencies', lambda D, base, s, L: base ** (-torch.arange(0, D, 2) / D) / s,
+     'position interpolation'),
+    ('alibi', lambda H, i, j: -SOLVED.alibi(H, i, j), 'far keys get more'),
+    ('own_bias', NearCountsLess, 'far key gets more'),
+    ('own_bias', FromZero, 'use the i and j given'),
+    ('tune_scales', without_clamp, 'below 1'),
+    ('tune_scales', every_weight, 'all weights are frozen'),
+    ('tune_scales', lambda *args, per_channel: None, 'scales that the optimizer did not get'),
+    ('tune_channel_scales', without_clamp, 'not expanded to one per channel'),
+    ('dape', lambda *inputs: bad_dape(*inputs).tril(), 'Usual mistakes: f sees'),
+    ('dape', lambda *inputs: bad_dape(*inputs).masked_fill(
+        torch.ones(6, 6).triu(1).bool(), -math.inf), 'Usual mistakes: f sees'),
+    ('leaks', lambda f, T: torch.zeros(T, T, dtype=torch.bool), 'nothing is found'),
+    ('sliding_windows', bad_windows, 'the first window scores a stride alone'),
+    ('sliding_windows', twice, 'scores a whole stride again'),
+    ('far_repeat_gain', lambda *inputs: -SOLVED.far_repeat_gain(*inputs), 'the other sign')]
+
+
+@pytest.mark.parametrize('name, wrong, advice', WRONG)
+def test_typical_mistake_is_refused_with_its_message(name, wrong, advice):
+    names = {'tune_channel_scales': 'tune_scales', 'own_bias': 'OwnBias'}
+    student = SimpleNamespace(**vars(SOLVED) | {names.get(name, name): wrong})
+    said = message(f'test_{name}', student)
+    assert advice in said, said
+
+
+def test_each_exercise_has_a_wrong_solution():
+    assert {f'test_{name}' for name, _, _ in WRONG} == set(GRADED)
