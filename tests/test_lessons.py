@@ -193,6 +193,10 @@ class FromZero(position.ALiBi):
         return super().bias(torch.arange(len(i)), torch.arange(len(j)))
 
 
+def line(s, best):
+    return np.polyfit(np.log(s.numpy()), best.numpy(), 1)[0]
+
+
 def bad_rotate(x, place, base):
     angle = place[:, None] * base ** (-torch.arange(0, x.shape[2], 2) / x.shape[2])
     a, b = x[..., ::2], x[..., 1::2]
@@ -224,11 +228,9 @@ WRONG = [
     ('scale_queries', lambda q, scale: q * scale, 'write scale[:, None, None]'),
     ('fold_scale', lambda weight, scale: weight * scale.repeat(len(weight) // 4)[:, None],
      'repeat_interleave'),
-    ('fit_scale', lambda position, best, L: np.polyfit(
-        np.log(position / L).tolist(), best.tolist(), 1)[0],
-     'Usual mistakes: positions up to L'),
-    ('fit_scale', lambda position, best, L: np.polyfit(
-        np.log(position / L)[position > L].tolist(), best[position > L].tolist(), 1)[0], 'fitted instead of fixed'),
+    ('fit_scale', lambda position, best, L: line(position / L, best), 'positions up to L'),
+    ('fit_scale', lambda position, best, L: line(
+        (position / L)[position > L], best[position > L]), 'fitted instead of fixed'),
     ('entropy', lambda a: -(a * a.log()).sum(-1), '0 ln 0 is not a number'),
     ('entropy_without_matrix', lambda q, k: SOLVED.entropy(SOLVED.causal_attention(
         q, k, torch.eye(q.shape[1], dtype=q.dtype).expand(len(q), -1, -1), torch.ones(len(q)))),
