@@ -225,6 +225,24 @@ def load_model(init_from, out_dir, device, position=None, rope_scaling=None, dty
     return model.to(device).eval().requires_grad_(False), state | {'path': source}
 
 
+def open_model(path, scale=None, position=None):
+    """
+    A trained model for a notebook or a program of one's own, on the CPU in float32, and its
+    tokenizer. path: a checkpoint file, a Hugging Face folder or hf:ORG/NAME; scale: a number for
+    all heads, an array (n_layer, H) or (n_layer, H, D), or a scale file; position: as it was
+    trained, where a folder does not say so.
+
+    model, text = open_model('lessons/demo.pt', scale=1.3)
+    ids = torch.tensor([text.encode_ordinary(open('model.py').read()[:513])])
+    losses = model(ids[:, :-1], ids[:, 1:])                    # nats, (1, 512)
+    with model.probe(kernels.attention_entropy) as entropy: model(ids)  # of each layer, (1, H, 513)
+    print(text.decode(lib.generate.complete(model, ids.tolist(), 50)[0]))
+    """
+    model, info = load_model(path, '', 'cpu', position)
+    apply_scale(model, scale, info)
+    return model, tokenizer_from_state(info['tokenizer'])
+
+
 def require_tokenizer(info, tokenizer, dataset):
     """
     Raise UserError unless a data set's tokenizer encodes as that of the checkpoint `info`, which

@@ -191,20 +191,26 @@ def by_position(model, inputs, targets, probe=None):
 def apply_scale(model, scale, info, say=print):
     """
     Set the model's softmax scales from a stage's --scale: None (as trained), a number for all
-    heads, or a scale file. Returns the label of the result: '', 'scale1.2' or the file's name,
-    after the extension of RoPE if any.
+    heads, a scale file, or, from Python, an array (n_layer, H) or (n_layer, H, D). Returns the
+    label of the result: '', 'scale1.2', 'scales' or the file's name, after the extension of RoPE if
+    any.
     """
     label = model.config.rope_scaling.replace(':', '')
     if scale is None:
         return label
     if (model.head_scale != 1).any():
         say(f"--scale={scale} replaces the head scales that {info['path']} brings")
-    if isinstance(scale, str):
+    if isinstance(scale, str | Path):
         name, (data, sets) = Path(scale).stem, read_scale_file(scale, info)
         if 'sets' in data:
             ScaleSets(model, sets)
         else:
             put_vectors(model, *sets.values())
+    elif np.ndim(scale):
+        c = info['model_config']
+        shape = c['n_layer'], c['n_head'], c['n_embd'] // c['n_head']
+        name, model.head_scale = 'scales', finite(
+            np.asarray(scale), shape[:max(2, np.ndim(scale))], 'scale')
     else:
         name, number = f'scale{scale:g}', finite(scale, (), f'scale {scale}')
         if not number > 0:

@@ -3,22 +3,32 @@ Lessons: the grader refuses blank exercises and typical wrong ones with a messag
 what the project itself computes passes it.
 """
 
+import json
 import math
+import os
 import re
+import subprocess
+import sys
+import textwrap
+import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import ROOT, near
 
 import eval_ppl
 import kernels
+import lib.generate
 import position
 import tune_scale
 from lessons import exercises
 from lessons import test_exercises as grader
+from lib.checkpoints import open_model
 from lib.devices import Runtime
+from lib.errors import UserError
 from lib.huggingface import folded_weight
 from model import Transformer
 
@@ -75,11 +85,13 @@ def fold_scale(weight, scale):
 
 
 def entropy(attention):
-    method = SimpleNamespace(is_plain=False, needs_all_keys=False, scores=lambda q, k, i, j: (
-        attention.log()[None, :, i][..., :len(j)]))
+    class Given(position.FromScores):
+        def scores(self, q, k, i, j, *shared):
+            return attention.log()[None, :, i][..., :len(j)]
+
     q, i = attention[None], torch.arange(attention.shape[1])
-    return kernels.attention_entropy(0, SimpleNamespace(position=method), q, q,
-                                     position.Place(i, i, len(i)))[0]
+    layer = SimpleNamespace(position=Given(None))
+    return kernels.attention_entropy(0, layer, q, q, position.Place(i, i, len(i)))[0]
 
 
 def rotate(x, place, base=10000.0):
@@ -264,3 +276,47 @@ def test_typical_mistake_is_refused_with_its_message(name, wrong, advice):
 
 def test_each_exercise_has_a_wrong_solution():
     assert {f'test_{name}' for name, _, _ in WRONG} == set(GRADED)
+
+
+# ---------------------------------------------------------------------- from Python
+
+MODEL, SCALES = ROOT / 'lessons/demo.pt', ROOT / 'lessons/scale_head_640.json'
+
+
+def test_docstring_of_open_model_runs(monkeypatch, capsys):
+    lines = open_model.__doc__.split('\n\n')[1]
+    monkeypatch.chdir(ROOT)
+    names = {'open_model': open_model, 'torch': torch, 'kernels': kernels, 'lib': lib}
+    exec(textwrap.dedent(lines), names)
+    assert names['losses'].shape == (1, 512) and names['losses'].mean() < math.log(256)
+    assert torch.stack(names['entropy']).shape == (4, 1, 8, 513)
+    assert len(capsys.readouterr().out.strip()) > 10
+    assert (names['model'].head_scale == torch.tensor(1.3)).all()
+
+
+def test_open_model_takes_a_number_an_array_or_a_file():
+    head, channel = np.linspace(1, 2, 32).reshape(4, 8), torch.linspace(1, 2, 512).view(4, 8, 16)
+    of_file = json.loads(SCALES.read_text())['head_scale']
+    for scale, expected in ((None, np.ones((4, 8))), (2, np.full((4, 8), 2)), (head, head),
+                            (head.tolist(), head), (channel, channel.mean(2)),
+                            (SCALES, of_file), (str(SCALES), of_file)):
+        model, _ = open_model(MODEL, scale)
+        near(model.head_scale, torch.as_tensor(expected).float(), 1e-6)
+    for scale in (head[:3], head.T, head * math.nan, channel[None]):
+        with pytest.raises(UserError, match='scale must be 4 x 8'):
+            open_model(MODEL, scale)
+
+
+@pytest.mark.slow
+def test_tour_runs_from_top_to_bottom_within_a_minute():
+    path = ROOT / 'lessons/tour.ipynb'
+    cells = [cell for cell in json.loads(path.read_text(encoding='utf-8'))['cells']
+             if cell['cell_type'] == 'code']
+    assert not any(cell['outputs'] for cell in cells)
+    assert MODEL.stat().st_size < 3.5e6
+    program = '\n'.join(''.join(cell['source']) for cell in cells)
+    began = time.perf_counter()
+    run = subprocess.run([sys.executable, '-c', program], cwd=path.parent, text=True,
+                         capture_output=True, env=os.environ | {'MPLBACKEND': 'agg'})
+    assert run.returncode == 0, run.stderr
+    assert 'to 4L' in run.stdout and time.perf_counter() - began < 60
