@@ -53,12 +53,12 @@ def grade(name, found, right, mistakes):
     if same.all():
         return
     place = tuple(int(n) for n in np.argwhere(~same)[0])
-    where = f'at {list(place)}, the first of {(~same).sum()} of {same.size},' if place else ''
+    where = f'at {list(place)}, the first of {(~same).sum()} of {same.size}, ' if place else ''
     causes = [cause for cause, wrong in mistakes.items()
               if np.isclose(found, wrong, 1e-4, 1e-5, equal_nan=True).all()]
     advice = f'This is what comes out where {causes[0]}.' if causes else (
         f"Usual mistakes: {'; '.join(mistakes)}.")
-    refuse(f'{name}: {where} {right[place]:.6g} was expected, not {found[place]:.6g}. '
+    refuse(f'{name}: {where}{right[place]:.6g} was expected, not {found[place]:.6g}. '
            f'{advice}')
 
 
@@ -347,7 +347,7 @@ def test_dape(student):
     inputs = (*draw(2, 2, 6, 6), draw(5, 4, 3, seed=1), draw(2, 5, 3, seed=2))
     grade('dape', call(student.dape, *inputs), plain_dape(*inputs), {
         'f sees scores of later keys, which tells it the next token': plain_dape(
-            *inputs, hidden=False),
+            *inputs, hidden=False, goes_on=False),
         'the middle layer ends at the last key': plain_dape(*inputs, goes_on=False),
         'S + B is not added to f': plain_dape(*inputs, residual=False)})
 
@@ -364,7 +364,7 @@ def test_leaks(student):
         grade(f'leaks, of {name}', call(student.leaks, f, T), right, {
             'the past counts, too: keep j > i alone': right | ~later,
             'i and j are exchanged': right.T,
-            'nothing is found: were the scores zeros, or the changes too small?': right & False})
+            'nothing is found: the scores were zeros, or the changes too small': right & False})
 
 
 # ---------------------------------------------------------------------- reading beyond L

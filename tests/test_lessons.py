@@ -244,8 +244,7 @@ WRONG = [
     ('fit_scale', lambda position, best, L: line(
         (position / L)[position > L], best[position > L]), 'fitted instead of fixed'),
     ('entropy', lambda a: -(a * a.log()).sum(-1), '0 ln 0 is not a number'),
-    ('entropy_without_matrix', lambda q, k: SOLVED.entropy(SOLVED.causal_attention(
-        q, k, torch.eye(q.shape[1], dtype=q.dtype).expand(len(q), -1, -1), torch.ones(len(q)))),
+    ('entropy_without_matrix', lambda q, k: torch.special.entr((q @ k.mT).softmax(-1)).sum(-1),
      'the whole matrix'),
     ('rotate', bad_rotate, 'neighbours are a pair'),
     ('yarn_frequencies', lambda D, base, s, L: base ** (-torch.arange(0, D, 2) / D) / s,
@@ -259,7 +258,7 @@ WRONG = [
     ('tune_channel_scales', without_clamp, 'not expanded to one per channel'),
     ('dape', lambda *inputs: bad_dape(*inputs).tril(), 'Usual mistakes: f sees'),
     ('dape', lambda *inputs: bad_dape(*inputs).masked_fill(
-        torch.ones(6, 6).triu(1).bool(), -math.inf), 'Usual mistakes: f sees'),
+        torch.ones(6, 6).triu(1).bool(), -math.inf), 'comes out where f sees scores of later'),
     ('leaks', lambda f, T: torch.zeros(T, T, dtype=torch.bool), 'nothing is found'),
     ('sliding_windows', bad_windows, 'the first window scores a stride alone'),
     ('sliding_windows', twice, 'scores a whole stride again'),
