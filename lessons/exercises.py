@@ -121,8 +121,8 @@ class OwnBias(position.Bias):
     10. A bias of your own: as it holds in one line of `bias`. Learned numbers, if any, are
     nn.Parameters made in __init__(self, config), after super().__init__(config); config.n_head is
     H. It must depend on i - j alone, give far keys no more than near ones, be finite 64 times
-    beyond L = config.block_size, and pass a gradient to each of its parameters. Then train it for
-    two minutes, by the command on top, and put it beside NoPE.
+    beyond L = config.block_size, and pass a gradient to each of its parameters. Then train it, by
+    the command on top (a minute or two), and put it beside NoPE.
     """
 
     def bias(self, i, j):
@@ -207,6 +207,8 @@ def far_repeat_gain(tokens, losses, cut_losses, g, L):
 
 
 if __name__ == '__main__':
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
     position.METHODS['own'] = OwnBias
     sys.argv = sys.argv[1:]
     runpy.run_path(sys.argv[0], run_name='__main__')

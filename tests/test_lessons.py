@@ -140,13 +140,8 @@ def leaks(f, T):
 
 
 def far_repeat_gain(tokens, losses, cut_losses, g, L):
-    latest, gains = {}, []
-    for t in range(g, len(tokens)):
-        gram = tuple(tokens[t - g:t].tolist())
-        if t >= 2 * L and latest.get(gram, t) < t - L:
-            gains.append(cut_losses[t] - losses[t])
-        latest[gram] = t
-    return sum(gains) / len(gains)
+    t, s = np.arange(len(tokens)), eval_ppl.last_repeats(tokens.numpy()[None], g)[0]
+    return (cut_losses - losses)[(t >= 2 * L) & (s >= 0) & (s < t - L)].mean()
 
 
 SOLVED = SimpleNamespace(
