@@ -1,0 +1,71 @@
+"""
+The demo's claim with five seeds: which reads 2L and 4L better, NoPE, the best uniform scale, head
+scales, or vectors. Training, tuning and windows are those of demo.py, without its RoPE twin.
+
+$ python -m results.demo.table             # 1 hour on 2 CPU cores; goes on where it was stopped
+$ python -m results.demo.table --seeds=[1340]   # of some, in another shell
+
+Writes out_dir/SEED/losses.json, and of all that are there results/demo/seeds.json
+"""
+
+import statistics
+from pathlib import Path
+
+import demo
+from configurator import configure
+from lib.errors import ROOT
+from lib.results import save_json
+
+out_dir = 'out/demo_seeds'
+seeds = [1337, 1338, 1339, 1340, 1341]
+FAMILIES = 'NoPE', 'uniform', 'head', 'vectors'  # in the order that the demo claims
+
+
+def measure(seed, folder):
+    """{name of a method: {length: loss in nats}} of one training."""
+    demo.train_args = [f'--seed={seed}']
+    if not Path(folder, 'loss.png').exists():
+        demo.train(folder)
+    L = demo.read(f'{folder}/config.json')['block_size']
+    lengths, losses = [L, 2 * L, 4 * L], {}
+    for name, scale in ({'NoPE': None} | demo.tune(folder, lengths[1:])).items():
+        result, _ = demo.measure(folder, name, scale, lengths, in_picture=False)
+        losses[name] = {row['length']: row['loss'] for row in result['rows']}
+        if name == 'NoPE':
+            losses['cut'] = {row['length']: row.get('cut_loss', row['loss'])
+                             for row in result['rows']}
+    return losses
+
+
+def loss_at(losses, family, T):
+    """The loss at T of NoPE, or of what was made for T."""
+    return losses[family if family == 'NoPE' else f'{family} {T}'][T]
+
+
+def main():
+    for seed in seeds:
+        path = Path(out_dir, str(seed), 'losses.json')
+        if not path.exists():
+            save_json(path, measure(seed, str(path.parent / 'nope')))
+    found = {path.parent.name: demo.read(path) for path in Path(out_dir).glob('*/losses.json')}
+    lengths = list(next(iter(found.values()))['NoPE'])
+    rows = []
+    for T in lengths[1:]:
+        for family in FAMILIES:
+            values = [loss_at(losses, family, T) for losses in found.values()]
+            sd = statistics.stdev(values) if len(values) > 1 else None
+            rows.append({'length': int(T), 'method': family, 'mean': statistics.mean(values),
+                         'sd': sd})
+            print(f'{T:>6} {family:10} {rows[-1]["mean"]:.3f} ± {sd or 0:.3f}')
+    in_order = {}
+    for seed, losses in found.items():
+        columns = [[loss_at(losses, family, T) for family in FAMILIES] for T in lengths[1:]]
+        in_order[seed] = all(column == sorted(column, reverse=True) for column in columns)
+    print('in order:', in_order)
+    save_json(ROOT / 'results/demo/seeds.json',
+              {'seeds': found, 'rows': rows, 'in_order': in_order})
+
+
+if __name__ == '__main__':
+    configure(globals())
+    main()
