@@ -30,8 +30,9 @@ from model import ModelConfig, Transformer
 from position import FromScores
 from results.gpu.fake import KERNELS, attention_by, fake_gpu
 
-pytestmark = pytest.mark.skipif(
-    not torch.version.cuda, reason="needs PyTorch's CUDA build, see this file's docstring; no GPU")
+if not torch.version.cuda:
+    pytest.skip("needs PyTorch's CUDA build, see this file's docstring; no GPU",
+                allow_module_level=True)
 
 CONFIG = run_config('config/nope_1b.py')
 SIZES = {name: CONFIG[name] for name in train.SIZES} | {'n_layer': 2, 'vocab_size': 32000}

@@ -137,7 +137,8 @@ def test_each_weight_is_cast_once_a_pass_and_stays_float32(runs):
     weights = load(out_dir)['model']
     assert {weight.dtype for weight in weights.values()} == {torch.float32}
     qkv = tuple(weights['blocks.0.attn.qkv.weight'].shape)
-    assert casts.shapes.count(qkv) == 2 * (3 + 1)  # layers, and steps and a validation
+    # in each of 2 layers: 3 steps, a validation, and its entropies
+    assert casts.shapes.count(qkv) == 2 * (3 + 2)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(runs, plain):
