@@ -5,7 +5,8 @@ and says what would come out. Models have the widths of the 1.1B config and two 
 are alike. Numbers, times and Triton's kernels stay untested here, and so does the backward of CUDA
 tensors, which asks the driver for a context: it is traced on `meta` tensors.
 
-$ python3 -m venv cuda && cuda/bin/pip install torch==2.12.0 pytest numpy tiktoken datasets matplotlib
+$ python3 -m venv cuda
+$ cuda/bin/pip install torch==2.12.0 pytest numpy tiktoken datasets matplotlib
 $ cuda/bin/python -m pytest tests/test_cuda_traces.py
 """
 
