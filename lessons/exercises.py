@@ -118,11 +118,11 @@ def alibi(n_head, i, j):
 
 class OwnBias(position.Bias):
     """
-    10. A bias of your own: as it holds in one line of `bias`. Learned numbers, if any, are
-    nn.Parameters made in __init__(self, config), after super().__init__(config); config.n_head is
-    H. It must depend on i - j alone, give far keys no more than near ones, be finite 64 times
-    beyond L = config.block_size, and pass a gradient to each of its parameters. Then train it, by
-    the command on top (a minute or two), and put it beside NoPE.
+    10. A position bias of your own: `bias` gives what is added to the scores. Learned numbers, if
+    any, are nn.Parameters made in __init__(self, config), after super().__init__(config);
+    config.n_head is H. The bias must depend on i - j alone, give far keys no more than near ones,
+    be finite up to 64 L, where L = config.block_size, and pass a gradient to each of its
+    parameters. Then train it by the command on top, and put it beside NoPE: lessons/README.md.
     """
 
     def bias(self, i, j):
