@@ -21,8 +21,9 @@ from lib.errors import UserError
 from lib.results import progress_bar
 
 # FLOP of reading windows of one length from which on it is compiled: on a CPU, on a GPU. Compiling
-# takes about a minute, and what it saves is a tenth to a half of the time.
-WORTH_COMPILING = 2 ** 45, 2 ** 55
+# took 33 to 101 s on a CPU and saved 7% of the time, so it pays where reading takes half an hour.
+# The GPU's number is a guess.
+WORTH_COMPILING = 2 ** 48, 2 ** 55
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 
 
