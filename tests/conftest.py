@@ -281,7 +281,8 @@ def losses_and_gradients(model, windows, forward=None):
     """
     model.zero_grad(set_to_none=True)
     torch.manual_seed(0)  # random positions are drawn anew in training
-    losses = (forward or model)(windows[:, :-1], windows[:, 1:])
+    forward = model if forward is None else forward  # a compiled model has no truth value
+    losses = forward(windows[:, :-1], windows[:, 1:])
     losses.mean().backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return losses.detach(), gradients

@@ -261,7 +261,7 @@ def test_cached_decoding_equals_a_full_pass(changes):
     *(('aot_eager', changes) for changes in EVERY),  # it generates no code, so it is faster
     ('inductor', {'position': 'cope', 'n_layer': 1}),
     ('inductor', {'position': 'kerple', 'dape_kernel': 3, 'n_layer': 1})], ids=str)
-def test_every_oneis_one_graph_for_a_compiler(backend, changes):
+def test_every_method_is_one_graph_for_a_compiler(backend, changes):
     torch.compiler.reset()  # it gives up on code that it has compiled many times
     model, windows = random_model(**changes).train(), tokens(2, 41)
     compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
