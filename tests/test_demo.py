@@ -55,8 +55,10 @@ def test_report_has_the_numbers_of_the_stages(tmp_path):
     report = read(tmp_path / 'report.json')
     best = read(tmp_path / 'nope/scale_uniform.json')['best_by_length']
     scales = {'NoPE': None, 'uniform 256': best[1], 'uniform 512': best[2],
-              'head 256': f'{tmp_path}/nope/scale_head_320.json',
-              'head 512': f'{tmp_path}/nope/scale_head_640.json', 'RoPE': None}
+              'head 256': f'{tmp_path}/nope/scale_head_320_head.json',
+              'head 512': f'{tmp_path}/nope/scale_head_640_head.json',
+              'vectors 256': f'{tmp_path}/nope/scale_head_320_vectors.json',
+              'vectors 512': f'{tmp_path}/nope/scale_head_640_vectors.json', 'RoPE': None}
     assert report['windows'] == 6 and report['lengths'] == [128, 256, 512]
     assert list(report['methods']) == list(scales)
     found = {}
