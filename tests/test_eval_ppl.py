@@ -151,10 +151,11 @@ def test_what_reads_much_is_compiled_once_for_a_length_and_its_losses_are_equal(
     assert graphs() == before
     monkeypatch.setattr(devices, 'WORTH_COMPILING', (0, 0))
     np.testing.assert_allclose(losses(), expected, rtol=1e-6)
-    assert graphs() == before + 4  # two lengths of sliding windows, L alone and 200 whole
+    # two lengths of sliding windows, L alone and 200 whole, cut contexts of L and at a start
+    assert graphs() == before + 6
     model.head_scale = 1.7  # as a search for scales changes them
     changed = losses()
-    assert graphs() == before + 4
+    assert graphs() == before + 6
     monkeypatch.setattr(devices, 'WORTH_COMPILING', (math.inf, math.inf))
     np.testing.assert_allclose(changed, losses(), rtol=1e-6)
     assert abs(changed[0] - expected[0]) > 1e-3
