@@ -180,6 +180,9 @@ def print_report(report):
     print(f'entropy of NoPE per e-fold of context: {report["entropy_slope_before_L"]:.2f} nats '
           f'just before L, {report["entropy_slope_past_L"]:.2f} just past it')
     print(f'NoPE - RoPE at L: {report["gap_to_rope_at_L"]:+.3f} nats')
+    print('\nfive seeds of this recipe, results/demo/seeds.json, mean ± standard deviation:')
+    for row in read(ROOT / 'results/demo/seeds.json')['rows']:
+        print(f"{row['method']:>14} at {row['length']}: {row['mean']:.3f} ± {row['sd']:.3f}")
     print(f'{report["seconds"] / 60:.0f} minutes in all; the picture is {out_dir}/report.png')
 
 
