@@ -1,5 +1,10 @@
 # make demo, test, test-all, bench, lessons: each sets up what it needs. An active virtual
 # environment, or PYTHON=..., is used as it is.
+
+# How often a thread of PyTorch looks whether the others are done before it sleeps. By the default,
+# 300000, one other busy process makes training on a CPU 20 times slower (results/bench/README.md).
+export GOMP_SPINCOUNT ?= 10000
+
 ifdef PYTHON
   SETUP :=
 else ifdef VIRTUAL_ENV

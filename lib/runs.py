@@ -167,7 +167,7 @@ class Speed:
         if self.tokens / seconds < self.fastest / 3:
             note('less than a third of the tokens/s before: does another process use this machine? '
                  'On a CPU its threads then wait for each other in loops; a run that is started '
-                 'with OMP_WAIT_POLICY=PASSIVE in the environment loses less.')
+                 'with GOMP_SPINCOUNT=10000 in the environment loses less.')
         minutes, s = divmod(int(seconds * (self.last_step - step)), 60)
         return (f'{self.tokens / seconds:9,.0f} tokens/s  '
                 f'MFU {self.flops / seconds / self.ceiling:4.0%}  '

@@ -195,7 +195,7 @@ def test_a_run_that_falls_below_a_third_of_its_speed_says_once_what_may_help(
     for step, taken in enumerate(seconds, start=1):
         speed.time -= taken
         speed.line(step)
-    assert capsys.readouterr().out.count('OMP_WAIT_POLICY=PASSIVE') == said
+    assert capsys.readouterr().out.count('GOMP_SPINCOUNT') == said
 
 
 # ---------------------------------------------------------------------- sharded and compiled
