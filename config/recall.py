@@ -1,5 +1,5 @@
 # Associative recall and copying: one NoPE model of 0.8M parameters that learns both from inputs of
-# up to 32 symbols, tested at 1 to 64 times that.
+# up to 16 symbols, tested at 1 to 16 times that.
 # python che.py config/recall.py
 # python che.py config/recall.py --position=alibi
 tasks = ['recall+copy']
@@ -7,10 +7,10 @@ n_layer = 4
 n_head = 8
 n_embd = 128
 n_hidden = 344
-train_length = 32
+train_length = 16
 batch_size = 64
-max_iters = 2000
+max_iters = 6000
 learning_rate = 2e-3
-eval_interval = 100
-lengths = [32, 64, 128, 256, 512, 1024, 2048]
+eval_interval = 500
+lengths = [16, 32, 64, 256]
 n_test = 64
