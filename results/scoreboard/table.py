@@ -235,14 +235,16 @@ COLUMNS = {
 
 def collect():
     """A row for each method that has been measured: mean and standard deviation over its seeds."""
-    rows = []
+    rows, steps = [], ROOT / f'results/scoreboard/{size}_steps.json'
+    ratios = read(steps)['ratios'] if steps.exists() else {}
     for key, row in ROWS.items():
         files = [result_file(key, seed) for seed in seeds]
         runs = [read(file) for file in files if file.exists()]
         if not runs:
             continue
         found = {'row': key, 'title': row.title, 'family': row.family,
-                 'tuned_numbers': runs[0]['tuned_numbers'], 'seeds': [r['seed'] for r in runs]}
+                 'tuned_numbers': runs[0]['tuned_numbers'], 'seeds': [r['seed'] for r in runs],
+                 'step': ratios.get(row.model)}
         for heading, path in COLUMNS.items():
             if path[0] in runs[0]:
                 values = [column(one, *path) for one in runs]
@@ -253,9 +255,11 @@ def collect():
 
 
 def print_table(rows):
-    print(f"{'':26}{'tuned':>7}{'seeds':>6}" + ''.join(f'{name:>20}' for name in COLUMNS))
+    head = f"{'':26}{'tuned':>7}{'seeds':>6}{'step':>6}"
+    print(head + ''.join(f'{name:>20}' for name in COLUMNS))
     for row in rows:
         line = f"{row['title']:26}{row['tuned_numbers']:7d}{len(row['seeds']):6d}"
+        line += f"{row['step']:6.2f}" if row['step'] else f"{'-':>6}"
         for name in COLUMNS:
             cell = row.get(name)
             text = '' if cell is None else f"{cell['mean']:.3f}"

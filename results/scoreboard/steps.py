@@ -1,0 +1,53 @@
+"""
+The time of a training step of each model of the scoreboard against NoPE's, apart from the
+trainings: 20 rounds of a step of both.
+
+$ python -m results.scoreboard.steps    # half an hour on two cores, most of it compiling
+
+Writes results/scoreboard/SIZE_steps.json, from where results/scoreboard/table.py takes it
+"""
+
+import bench
+import train
+from configurator import configure, run_config, settings
+from lib.devices import setup
+from lib.errors import ROOT
+from lib.results import provenance, save_json
+from results.scoreboard.table import ROWS, SIZES
+
+size = 'small'               # a key of SIZES
+device = 'auto'              # auto, cpu, cuda
+
+
+def ratio(row, runtime):
+    """Seconds of a training step of a row's model over those of NoPE's."""
+    names = [argument.removeprefix('--').split('=') for argument in row.train.split()]
+    kinds = {name: type(value) for name, value in bench.METHOD.items()}
+    changes = {name: kinds[name](value) for name, value in names}
+    models = {'NoPE': bench.new_model(bench.context, runtime, position='none'),
+              'row': bench.new_model(bench.context, runtime, **{'position': 'none'} | changes)}
+    works = {name: bench.training_step(model, bench.batch_size, bench.context, runtime)
+             for name, model in models.items()}
+    seconds = bench.medians(works, runtime)
+    return seconds['row'] / seconds['NoPE']
+
+
+def main():
+    chosen = settings(vars(train)) | run_config(SIZES[size].config)
+    sizes = {name: chosen[name] for name in bench.MODEL if name in chosen}
+    vars(bench).update(sizes, context=chosen['block_size'], batch_size=chosen['batch_size'],
+                       vocab_size=257, rounds=20)
+    runtime = setup(device, 'auto', 1337)
+    ratios = {}
+    for key, row in ROWS.items():
+        if row.model == key and not row.init and size in row.sizes:
+            ratios[key] = ratio(row, runtime)
+            print(f'{row.title:26}{ratios[key]:6.2f} of a step of NoPE', flush=True)
+    path = ROOT / f'results/scoreboard/{size}_steps.json'
+    save_json(path, {'ratios': ratios} | provenance(settings(globals()), runtime, 0))
+    print('wrote', path)
+
+
+if __name__ == '__main__':
+    configure(globals())
+    main()
