@@ -309,9 +309,9 @@ def scale_set(rows):
 
 def plain_transformer(model, idx, head_scale=None):
     """
-    The architecture written down a second time, in float64, one head at a time, with the whole
-    matrix of scores. idx: (B, T) ids; head_scale: (n_layer, n_head), the model's own by default.
-    Returns logits (B, T, V) and attention (n_layer, B, H, T, T).
+    The architecture written down a second time, in float64, with the whole matrix of scores. idx:
+    (B, T) ids; head_scale: (n_layer, n_head), the model's own by default. Returns logits (B, T, V)
+    and attention (n_layer, B, H, T, T).
     """
     c = model.config
     state = {name: weight.detach().double() for name, weight in model.state_dict().items()}
@@ -331,13 +331,13 @@ def plain_transformer(model, idx, head_scale=None):
                for name, p in state.items()}
         names, of_layer = c.position.split(','), copy.copy(c)
         of_layer.position = names[layer % len(names)]
-        of_layer.positions = places[layer].i.tolist()
+        of_layer.positions = places[layer].i.double()
         y, matrices = plain_attention(of_layer, own, norm(x, f'{block}.attn_norm.weight'),
                                       head_scale[layer])
         attention.append(matrices)
         x = x + y
         y = norm(x, f'{block}.mlp_norm.weight') @ state[f'{block}.mlp.gate_up.weight'].T
-        gate, up = y[..., :c.n_hidden], y[..., c.n_hidden:]
+        gate, up = y.chunk(2, dim=-1)
         x = x + (gate / (1 + (-gate).exp()) * up) @ state[f'{block}.mlp.out.weight'].T
     return norm(x, 'norm.weight') @ state['head.weight'].T, torch.stack(attention)
 
@@ -348,25 +348,24 @@ def plain_attention(c, own, x, head_scale):
     own: its parameters in float64; x: (B, T, C), normed. Returns (B, T, C) and the matrices of
     weights (B, H, T, T).
     """
-    H, D, T = c.n_head, c.n_embd // c.n_head, x.shape[1]
-    y = x @ own['qkv.weight'].T
-    heads = [y[..., n * D:(n + 1) * D] for n in range(H + 2 * c.n_kv_head)]
-    shared = [h * c.n_kv_head // H for h in range(H)]  # which key head serves a query head
-    q = [head_scale[h] * plain_turn(c, heads[h]) for h in range(H)]
-    k = [heads[H + n] for n in shared]
-    v = [heads[H + c.n_kv_head + n] for n in shared]
+    H, K, D = c.n_head, c.n_kv_head, c.n_embd // c.n_head
+    y = (x @ own['qkv.weight'].T).unflatten(-1, (-1, D)).transpose(1, 2)
+    q, k, v = y.split([H, K, K], dim=1)
+    shared = [h * K // H for h in range(H)]  # which key head serves a query head
+    q, k, v = head_scale.view(H, 1, -1) * plain_turn(c, q), k[:, shared], v[:, shared]
 
-    scores = [q[h] @ plain_turn(c, k[h]).transpose(1, 2) / math.sqrt(D) for h in range(H)]
-    scores = plain_position(c, own, torch.stack(scores, dim=1), q, k)
-    weights = scores.masked_fill(plain_hidden(c, T), -math.inf).softmax(-1)
-    y = [weights[:, h] @ v[h] * own['head_gain'][h] for h in range(H)]
-    return torch.cat(y, dim=-1) @ own['out.weight'].T, weights
+    scores = q @ plain_turn(c, k).mT / math.sqrt(D)
+    scores = plain_position(c, own, scores, q, k).masked_fill(plain_hidden(c), -math.inf)
+    weights = scores.softmax(-1)
+    y = weights @ v * own['head_gain'][:, None, None]
+    return y.transpose(1, 2).flatten(2) @ own['out.weight'].T, weights
 
 
-def plain_hidden(c, T):
+def plain_hidden(c):
     """Which keys a query does not see, (T, T)."""
-    window = c.rope_window if c.position == 'rope' and c.rope_window else T
-    return torch.tensor([[j > i or j <= i - window for j in range(T)] for i in range(T)])
+    i = torch.arange(len(c.positions))
+    window = c.rope_window if c.position == 'rope' and c.rope_window else len(i)
+    return (i > i[:, None]) | (i <= i[:, None] - window)
 
 
 def plain_entropy(model, idx, head_scale=None):
@@ -379,155 +378,111 @@ def plain_turn(c, x):
     """RoPE in complex numbers: x[n] + i x[n + D/2], each times e^(i angle)."""
     if c.position != 'rope':
         return x
-    T, D = x.shape[-2:]
+    D = x.shape[-1]
     frequency = c.rope_base ** -(torch.arange(0, D, 2).double() / D)
     frequency[round(c.rope_share * D / 2):] = 0
-    angle = torch.tensor(c.positions).double()[:, None] * frequency
-    turned = torch.complex(x[..., :D // 2], x[..., D // 2:]) * torch.exp(1j * angle)
+    turned = torch.complex(*x.chunk(2, -1)) * torch.exp(1j * c.positions[:, None] * frequency)
     return torch.cat((turned.real, turned.imag), dim=-1)
 
 
 # ---------------------------------------------------------------------- plain position methods
-# From the papers' formulas, a query and a key at a time where that is short. A new method needs an
-# entry in PLAIN_BIASES or in PLAIN_SCORES.
+# From the papers' formulas. A new method needs an entry in PLAIN_BIASES, PLAIN_FACTORS or
+# PLAIN_SCORES.
 
-def plain_alibi(c, own, i, j):  # 4 heads: slopes 1/4, 1/16, 1/64, 1/256
-    return torch.tensor([-(i - j) * 4.0 ** -(h + 1) for h in range(c.n_head)])
-
-
-def plain_nape(c, own, i, j):  # 4 heads: slopes 1, 1/2, 0, 0
-    return torch.tensor([-(i - j) / (h + 1) if h < c.n_head // 2 else 0.0
-                         for h in range(c.n_head)], dtype=torch.float64)
+def plain_kerple(c, own, d):
+    p, a = (own[f'position.{name}'][:, None, None] for name in 'pa')
+    return -p * (1 + a * d).log()
 
 
-def plain_kerple(c, own, i, j):
-    return -own['position.p'] * torch.log(1 + own['position.a'] * (i - j))
+def plain_fire(c, own, d):
+    slope, L0 = own['position.c'], c.block_size // 2
+    longest = c.positions.clamp(min=abs(own['position.mu'].item()) * L0)[:, None]
+    x = (1 + slope * d).log() / ((1 + slope * longest).log() + 1e-6)
+    hidden = torch.relu(x[..., None] * own['position.f.0.weight'][:, 0] + own['position.f.0.bias'])
+    return (hidden @ own['position.f.2.weight'].T + own['position.f.2.bias']).movedim(-1, 0)
 
 
-def plain_fire(c, own, i, j):
-    longest = max(i, abs(own['position.mu'].item() * (c.block_size // 2)))
-    slope = own['position.c'].item()
-    x = math.log(1 + slope * (i - j)) / (math.log(1 + slope * longest) + 1e-6)
-    hidden = torch.relu(own['position.f.0.weight'][:, 0] * x + own['position.f.0.bias'])
-    return own['position.f.2.weight'] @ hidden + own['position.f.2.bias']
+def plain_t5(c, own, d):
+    wide = 16 + ((d / 16).log() / math.log(8) * 16).floor()
+    bucket = torch.where(d < 16, d, wide.clamp(max=31)).long()
+    return math.sqrt(c.n_embd / c.n_head) * own['position.table'][bucket].movedim(-1, 0)
 
 
-def plain_t5(c, own, i, j):
-    bucket = i - j
-    if bucket >= 16:
-        bucket = min(31, 16 + int(math.log(bucket / 16) / math.log(8) * 16))
-    return math.sqrt(c.n_embd / c.n_head) * own['position.table'][bucket]
-
-
-def plain_nothing(c, own, scores, q, k):
-    return scores
-
-
-def plain_logn(c, own, scores, q, k):
-    n_keys = torch.arange(1, scores.shape[-1] + 1).double()
-    return scores * (n_keys.log() / math.log(c.block_size))[:, None]
-
-
-def plain_ssmax(c, own, scores, q, k):
-    n_keys = torch.arange(1, scores.shape[-1] + 1).double()
-    return scores * (own['position.s'][:, None] * n_keys.log())[:, :, None]
-
-
-def plain_logbeta(c, own, scores, q, k):
-    changed = scores.clone()
-    for h in range(c.n_head):
-        for i in range(scores.shape[-1]):
-            power = math.log(i + 2) ** own['position.gamma'][h]
-            changed[:, h, i] *= 1 + own['position.beta'][h] * power
-    return changed
-
-
-def plain_llama4(c, own, scores, q, k):
-    factors = [1 + 0.1 * math.log(1 + (i + 1) // c.block_size) for i in range(scores.shape[-1])]
-    return scores * torch.tensor(factors, dtype=torch.float64)[:, None]
+def plain_logbeta(c, own, n):
+    beta, gamma = own['position.beta'][:, None], own['position.gamma'][:, None]
+    return 1 + beta * (n + 1).log() ** gamma
 
 
 def plain_adaptive(c, own, scores, q, k):
-    changed = scores.clone()
-    for i in range(scores.shape[-1]):
-        row = changed[:, :, i, :i + 1]  # a view
-        a = row.softmax(-1)
-        H = -(a * a.clamp(min=1e-300).log()).sum(-1, keepdim=True)
-        P = -0.037 * H ** 4 + 0.481 * H ** 3 - 2.3 * H ** 2 + 4.917 * H - 1.791
-        row *= torch.where(H > 0.5, P.clamp(min=1), 1)
-    return changed
+    a = scores.masked_fill(plain_hidden(c), -math.inf).softmax(-1)
+    H = -(a * a.clamp(min=1e-300).log()).sum(-1, keepdim=True)
+    P = -0.037 * H ** 4 + 0.481 * H ** 3 - 2.3 * H ** 2 + 4.917 * H - 1.791
+    return scores * torch.where(H > 0.5, P.clamp(min=1), 1)
 
 
 def plain_cope(c, own, scores, q, k):
-    changed = scores.clone()
-    for i in range(scores.shape[-1]):
-        at_count = torch.stack([head[:, i] @ own['position.e'].T for head in q], dim=1)
-        for j in range(i + 1):
-            count = torch.sigmoid(scores[:, :, i, j:i + 1]).sum(-1).clamp(max=63)
-            low = at_count.gather(-1, count.floor().long()[..., None])[..., 0]
-            high = at_count.gather(-1, count.ceil().long()[..., None])[..., 0]
-            changed[:, :, i, j] += low + (count - count.floor()) * (high - low)
+    changed, at_count = scores.clone(), q @ own['position.e'].T
+    gates = scores.sigmoid().tril()
+    for j in range(scores.shape[-1]):
+        count = gates[..., j:].sum(-1).clamp(max=63)  # from key j to the query's own, (B, H, T)
+        low = at_count.gather(-1, count.floor().long()[..., None])[..., 0]
+        high = at_count.gather(-1, count.ceil().long()[..., None])[..., 0]
+        changed[..., j] += low + (count - count.floor()) * (high - low)
     return changed
 
 
 def plain_xl(c, own, scores, q, k):
-    C, D, changed = c.n_embd, c.n_embd // c.n_head, scores.clone()
-    frequency = torch.tensor([10000 ** (-n / C) for n in range(0, C, 2)], dtype=torch.float64)
-    for d in range(scores.shape[-1]):  # the distance
-        r = torch.cat(((d * frequency).sin(), (d * frequency).cos()))
-        r = (own['position.W.weight'] @ r).split(D)
-        for h in range(c.n_head):
-            for i in range(d, scores.shape[-1]):
-                by_place = (q[h][:, i] + own['position.v'][h]) @ r[h]
-                by_key = k[h][:, i - d] @ own['position.u'][h]
-                changed[:, h, i, i - d] += (by_key + by_place) / math.sqrt(D)
-    return changed
+    C, D, T = c.n_embd, c.n_embd // c.n_head, scores.shape[-1]
+    i = torch.arange(T)
+    angle = i[:, None] * torch.tensor([10000 ** (-n / C) for n in range(0, C, 2)])
+    r = torch.cat((angle.sin(), angle.cos()), dim=-1).double() @ own['position.W.weight'].T
+    r = r.unflatten(-1, (-1, D))[(i[:, None] - i).clamp(min=0)]  # (T, T, H, D)
+    by_place = torch.einsum('bhid,ijhd->bhij', q + own['position.v'][:, None], r)
+    by_key = torch.einsum('bhjd,hd->bhj', k, own['position.u'])[:, :, None]
+    return scores + (by_place + by_key) / math.sqrt(D)
 
 
-# bias of one query and key, (H,)
+# Of the distances d, (T, T), a bias (H, T, T). ALiBi's and NAPE's slopes are those of 4 heads.
 PLAIN_BIASES = {
-    'alibi': plain_alibi,
-    'nape': plain_nape,
+    'alibi': lambda c, own, d: -d * 4.0 ** -torch.arange(1, 5)[:, None, None],
+    'nape': lambda c, own, d: -d * torch.tensor([1, 1 / 2, 0, 0])[:, None, None],
     'kerple': plain_kerple,
     'fire': plain_fire,
     't5': plain_t5,
 }
 
-# the scores (B, H, T, T), changed
-PLAIN_SCORES = {
-    'none': plain_nothing,
-    'rope': plain_nothing,  # plain_turn() has turned q and k already
-    'logn': plain_logn,
-    'ssmax': plain_ssmax,
+# Of the number n of keys that a query sees, (T,), what its scores are multiplied by.
+PLAIN_FACTORS = {
+    'none': lambda c, own, n: n ** 0,
+    'rope': lambda c, own, n: n ** 0,  # plain_turn() has turned q and k already
+    'logn': lambda c, own, n: n.log() / math.log(c.block_size),
+    'ssmax': lambda c, own, n: own['position.s'][:, None] * n.log(),
     'logbeta': plain_logbeta,
-    'llama4': plain_llama4,
-    'adaptive': plain_adaptive,
-    'cope': plain_cope,
-    'xl': plain_xl,
+    'llama4': lambda c, own, n: 1 + 0.1 * (1 + n // c.block_size).log(),
 }
+
+# the scores (B, H, T, T), changed
+PLAIN_SCORES = {'adaptive': plain_adaptive, 'cope': plain_cope, 'xl': plain_xl}
 
 
 def plain_position(c, own, scores, q, k):
     """
     Scores (B, H, T, T) as a position method and DAPE change them. own: the attention's parameters
-    in float64; q, k: a list of (B, T, D), one a head.
+    in float64; q, k: (B, H, T, D).
     """
-    _, H, T, _ = scores.shape
-    if c.position in PLAIN_SCORES:
-        scores = maps = PLAIN_SCORES[c.position](c, own, scores, q, k)
-        bias = 0
-    else:
-        bias = torch.zeros(H, T, T, dtype=torch.float64)
-        for i in range(T):
-            for j in range(i + 1):
-                at = c.positions[i], c.positions[j]
-                bias[:, i, j] = PLAIN_BIASES[c.position](c, own, *at)
+    bias, maps = 0, scores
+    if c.position in PLAIN_BIASES:
+        distances = (c.positions[:, None] - c.positions).clamp(min=0)
+        bias = PLAIN_BIASES[c.position](c, own, distances)
         maps = torch.cat((scores, bias.expand(scores.shape)), dim=1)
-    if not c.dape_kernel:
-        return scores + bias
-    maps = maps.masked_fill(plain_hidden(c, T), 0)
-    scores = scores + plain_dape(c, own, maps)
-    return scores + bias if c.dape_residual else scores
+    elif c.position in PLAIN_FACTORS:
+        n_keys = torch.arange(1, scores.shape[-1] + 1).double()
+        maps = scores = scores * PLAIN_FACTORS[c.position](c, own, n_keys)[..., None]
+    else:
+        maps = scores = PLAIN_SCORES[c.position](c, own, scores, q, k)
+    if c.dape_kernel:
+        scores = scores + plain_dape(c, own, maps.masked_fill(plain_hidden(c), 0))
+    return scores + bias if c.dape_residual or not c.dape_kernel else scores
 
 
 def plain_dape(c, own, maps):

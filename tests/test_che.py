@@ -44,27 +44,29 @@ def test_accuracy_counts_symbols_up_to_the_end_symbol_and_loss_counts_all():
     wrong, end = (right + 1) % 3, right == 2
     before_end = end.cumsum(1) == 0
 
-    def of(answers):
-        rng = np.random.default_rng(0)
-        return measure(Answers(answers), 'stack_manipulation', rng, 16, 10, 5)
+    def of(is_right):
+        model, rng = Answers(torch.where(is_right, right, wrong)), np.random.default_rng(0)
+        return [*map(float, measure(model, 'stack_manipulation', rng, 16, 10, 5))]
 
-    loss, accuracy, exact = of(right)
-    loss_at_zeros, *the_same = of(torch.where(before_end | end, right, wrong))
-    assert accuracy == exact == 1 and the_same == [1, 1] and loss_at_zeros > loss + 0.05
-    assert of(wrong)[1:] == (0, 0)
-    n = before_end.sum()  # and 16 end symbols, which are wrong here
-    _, accuracy, exact = of(torch.where(before_end, right, wrong))
-    assert accuracy.item() == pytest.approx(n / (n + 16)) and exact == 0
+    loss, *counts = of(right == right)
+    loss_at_zeros, *the_same = of(before_end | end)
+    assert counts == the_same == [1, 1] and loss_at_zeros > loss + 0.05
+    assert of(right != right)[1:] == [0, 0]
+    n = before_end.sum().item()  # and 16 end symbols, which are wrong here
+    assert of(before_end)[1:] == [pytest.approx(n / (n + 16)), 0]
     end[:4] = False  # in 4 of 16 answers the end symbol is wrong
-    assert of(torch.where(before_end | end, right, wrong))[2] == 12 / 16
+    assert of(before_end | end)[2] == 12 / 16
 
 
 def test_recall_is_read_at_its_queries_and_copy_as_it_is_generated():
-    tokens, answers = draw('recall', np.random.default_rng(0), 5, 12, empty=96)
-    inputs, values = TASKS['recall'].generate(np.random.default_rng(0), 5, 12)
+    def both(name, n):
+        """As che.py draws it, and as the task is."""
+        return (*draw(name, np.random.default_rng(0), 5, n, empty=96),
+                *TASKS[name].generate(np.random.default_rng(0), 5, n))
+
+    tokens, answers, inputs, values = both('recall', 12)
     assert np.array_equal(tokens, inputs) and np.array_equal(answers, values)
-    tokens, answers = draw('copy', np.random.default_rng(0), 5, 4, empty=96)
-    x, _ = TASKS['copy'].generate(np.random.default_rng(0), 5, 4)
+    tokens, answers, x, _ = both('copy', 4)
     expected = np.concatenate((x, np.full((5, 1), 96), x[:, :3]), axis=1)
     assert np.array_equal(tokens, expected) and np.array_equal(answers, x)
 
@@ -76,14 +78,13 @@ def test_a_copy_counts_as_right_where_greedy_generation_writes_it():
     optimizer = torch.optim.Adam(model.requires_grad_().parameters(), 1e-2)
     with torch.enable_grad():
         for step in range(60):
+            optimizer.zero_grad()
             measure(model, 'copy', np.random.default_rng(step), 64, 3, 32)[0].backward()
             optimizer.step()
-            optimizer.zero_grad()
     *_, exact = measure(model, 'copy', np.random.default_rng(1000), 64, 3, 32)
     x, _ = TASKS['copy'].generate(np.random.default_rng(1000), 64, 3)
     written = complete(model, [[*row, 32] for row in x.tolist()], 3)
-    n_right = sum(ids == row for ids, row in zip(written, x.tolist()))
-    assert 0 < n_right < 64 and exact.item() == n_right / 64
+    assert 0 < exact.item() < 1 and exact.item() == (written == x).all(1).mean()
 
 
 def test_chance_is_a_guess_among_the_symbols_that_an_answer_really_has(capsys):
@@ -108,12 +109,8 @@ def run(tmp_path_factory):
     return out_dir, stage_here('che', *arguments(out_dir, tasks, '--eval_interval=10'))
 
 
-def result_of(out_dir, name='che'):
-    return read(out_dir / f'{name}.json')
-
-
-def arguments(out_dir, *more, steps=30):
-    return [*TINY, "--tasks=['even_pairs']", f'--max_iters={steps}', f'--out_dir={out_dir}', *more]
+def arguments(out_dir, *more, steps=30, tasks="'even_pairs'"):
+    return [*TINY, f'--tasks=[{tasks}]', f'--max_iters={steps}', f'--out_dir={out_dir}', *more]
 
 
 def cells(printed):
@@ -124,32 +121,30 @@ def cells(printed):
 
 def test_result_has_all_lengths_by_value_and_the_papers_accuracy_beside_ours(run):
     out_dir, printed = run
-    result = result_of(out_dir)
+    result = read(out_dir / 'che.json')
     assert result['lengths'] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
     assert list(result['tasks']) == ['bucket_sort', 'even_pairs']
+    column = TABLE['columns'].index('DAPE 1x3 Kerple')
     for name, row in result['tasks'].items():
-        assert row['inside'] == pytest.approx(np.mean(row['accuracy'][:6]))
-        assert row['outside'] == pytest.approx(np.mean(row['accuracy'][6:]))
-        assert row['chance'] == TASKS[name].chance
-        assert row['paper'] == TABLE['rows'][name][TABLE['columns'].index('DAPE 1x3 Kerple')]
+        near([row['inside'], row['outside']],
+             [np.mean(row['accuracy'][:6]), np.mean(row['accuracy'][6:])], atol=1e-6)
+        assert (row['chance'], row['paper']) == (TASKS[name].chance, TABLE['rows'][name][column])
         shown = 100 * row['inside'], 100 * row['outside'], row['paper']
         assert cells(printed)[name][3:] == [f'{number:.2f}' for number in shown]
     assert result['settings']['position'] == 'kerple'
-    assert result['command'].startswith('python che.py')
-    assert (out_dir / 'che.png').read_bytes()[:4] == b'\x89PNG'
+    assert result['command'].startswith('python che.py') and (out_dir / 'che.png').exists()
 
 
 def test_model_learns_even_pairs(tmp_path):
-    larger = '--n_layer=2', '--n_embd=32', '--n_hidden=32', '--batch_size=64'
-    stage_here('che', *arguments(tmp_path, *larger, '--learning_rate=3e-3', '--n_test=200',
-                                 steps=300))
-    assert min(result_of(tmp_path)['tasks']['even_pairs']['accuracy'][1:6]) > 0.9
+    larger = '--n_layer=2 --n_embd=32 --n_hidden=32 --batch_size=64 --learning_rate=3e-3'.split()
+    stage_here('che', *arguments(tmp_path, *larger, '--n_test=200', steps=300))
+    assert min(read(tmp_path / 'che.json')['tasks']['even_pairs']['accuracy'][1:6]) > 0.9
 
 
 def test_finished_task_is_not_trained_again_and_methods_stand_side_by_side(run, tmp_path):
     out_dir = shutil.copytree(run[0], tmp_path / 'copy')
     before = (out_dir / 'even_pairs.pt').read_bytes()
-    other = result_of(out_dir) | {'method': 'CoPE'}
+    other = read(out_dir / 'che.json') | {'method': 'CoPE'}
     other['tasks'] = {'even_pairs': other['tasks']['even_pairs'] | {'paper': None}}
     (tmp_path / 'other.json').write_text(json.dumps(other))
     out = stage_here('che', *arguments(out_dir, f'--compare=["{tmp_path}/other.json"]',
@@ -161,49 +156,46 @@ def test_finished_task_is_not_trained_again_and_methods_stand_side_by_side(run, 
 
 
 def test_one_model_learns_a_mixture_and_goes_on_where_it_stopped(tmp_path):
-    def run(out_dir, steps, *more):
-        out = stage_here('che', *arguments(out_dir, "--tasks=['flip_flop+copy','recall']",
-                                           *more, '--lengths=[24,6,3]', steps=steps))
-        return out, result_of(out_dir)
+    def run(name, steps):
+        out = stage_here('che', *arguments(tmp_path / name, '--lengths=[24,6,3]', steps=steps,
+                                           tasks="'flip_flop+copy','recall'"))
+        return out, read(tmp_path / name / 'che.json')
 
-    run(tmp_path / 'two', 5)
-    _, resumed = run(tmp_path / 'two', 8)
-    out, result = run(tmp_path / 'one', 8)
-    assert resumed['tasks'] == result['tasks']
-    assert result['lengths'] == [3, 6, 24]
+    run('two', 5)
+    (_, resumed), (out, result) = run('two', 8), run('one', 8)
+    assert resumed['tasks'] == result['tasks'] and result['lengths'] == [3, 6, 24]
     assert list(result['tasks']) == ['flip_flop', 'copy', 'recall']
     weights = torch.load(tmp_path / 'one' / 'flip_flop+copy.pt', weights_only=True)['model']
     assert weights['embed.weight'].shape[0] == 32 + 1  # the symbols of copy, and the empty token
     for row in result['tasks'].values():
-        assert row['inside'] == pytest.approx(np.mean(row['accuracy'][:2]))
-        assert row['outside'] == pytest.approx(row['accuracy'][2], rel=1e-4)
-        assert len(row['exact']) == 3
+        near([row['inside'], row['outside']], [np.mean(row['accuracy'][:2]), row['accuracy'][2]],
+             rtol=1e-4)
         assert f"{100 * row['accuracy'][2]:.1f} {100 * row['exact'][2]:6.1f}" in out
         assert all(0 <= exact <= right <= 1 for exact, right in zip(row['exact'], row['accuracy']))
-    again, _ = run(tmp_path / 'one', 8)
-    assert 'loss' not in again
+    assert 'loss' not in run('one', 8)[0]
 
 
 @pytest.mark.slow
 def test_a_run_that_was_stopped_or_is_old_ends_as_an_unbroken_one(run, tmp_path):
     # with --eval_every=5 the first length past training is tested, not a multiple
     stage_here('che', *arguments(tmp_path, '--eval_interval=20', '--eval_every=5', steps=20))
-    assert result_of(tmp_path)['lengths'] == [1, 6, 7]
+    assert read(tmp_path / 'che.json')['lengths'] == [1, 6, 7]
 
     # Older runs have other names of weights and fewer settings.
     state = torch.load(tmp_path / 'even_pairs.pt', weights_only=True)
     state['model'] = {old_name(name): weight for name, weight in state['model'].items()}
     assert 'blocks.0.attn.bias.p' in state['model']
-    for later in ('rope_base', 'rope_scaling', 'dape_residual', 'dape_cheat'):
+    for later in 'rope_base', 'rope_scaling', 'dape_residual', 'dape_cheat':
         del state['settings'][later]
     torch.save(state, tmp_path / 'even_pairs.pt')
-    stage_here('che', *arguments(tmp_path, '--label=more'))
-    resumed, unbroken = (torch.load(folder / 'even_pairs.pt', weights_only=True)
-                         for folder in (tmp_path, run[0]))
-    assert unbroken['step'] == resumed['step'] == 30
-    near(resumed['model'], unbroken['model'])
-    ours, theirs = result_of(tmp_path, 'che_more'), result_of(run[0])
-    assert ours['tasks']['even_pairs'] == theirs['tasks']['even_pairs']
+    stage_here('che', *arguments(tmp_path))
+    found = []
+    for folder in tmp_path, run[0]:
+        state = torch.load(folder / 'even_pairs.pt', weights_only=True)
+        rows = read(folder / 'che.json')['tasks']['even_pairs']
+        found.append((state['step'], state['model'], rows))
+    assert found[0][::2] == found[1][::2]
+    near(found[0][1], found[1][1])
 
 
 @pytest.mark.slow
@@ -223,13 +215,12 @@ def test_a_task_that_another_process_trains_is_refused_and_other_tasks_are_not(t
 
 
 def test_another_run_and_a_damaged_one_are_named(run, tmp_path):
-    for more, named in ((['--seed=7', '--learning_rate=0.01'],
-                               'another run: learning_rate 0.001, not 0.01; seed 1337, not 7'),
-                              (['--max_iters=20'], 'another run: step 30, not at most 20')):
-        assert named in mistake('che', *arguments(run[0], *more))
+    line = mistake('che', *arguments(run[0], '--seed=7', '--learning_rate=0.01'))
+    assert 'learning_rate 0.001, not 0.01; seed 1337, not 7' in line
+    assert 'step 30, not at most 20' in mistake('che', *arguments(run[0], steps=20))
     whole, path = (run[0] / 'even_pairs.pt').read_bytes(), tmp_path / 'even_pairs.pt'
     path.write_bytes(whole[:999])
-    assert f'{path} is cut short or not a run' in mistake('che', *arguments(tmp_path))
+    assert f'{path} is cut short' in mistake('che', *arguments(tmp_path))
     path.write_bytes(whole)
     flip_a_bit(path, len(whole) // 2)
     assert f'{path} is damaged' in mistake('che', *arguments(tmp_path))

@@ -26,13 +26,6 @@ from lib.tokens import get_tokenizer, tokenizer_state
 P = torch.tensor([0.05, 0.4, 0.1, 0.25, 0.2])  # of five tokens
 
 
-def frequencies(**settings):
-    """How often each of the five tokens is drawn."""
-    logits, generator = P.log().expand(20_000, 5), torch.Generator().manual_seed(0)
-    drawn = sample_token(logits, generator=generator, **settings)
-    return torch.bincount(drawn[:, 0], minlength=5) / 20_000
-
-
 # ---------------------------------------------------------------------- one token
 
 @pytest.mark.parametrize('settings', [dict(temperature=0), dict(top_k=1)], ids=str)
@@ -60,10 +53,13 @@ def test_temperature_0_and_top_k_1_take_the_likeliest_and_the_first_of_equals(se
 def test_top_k_and_top_p_keep_exactly_the_right_tokens_in_proportion(row):
     settings, kept = row.split('|')
     settings, kept = json.loads(settings), [int(digit) for digit in kept.strip()]
-    drawn, expected = frequencies(**settings), torch.zeros(5)
-    assert drawn.nonzero()[:, 0].tolist() == kept
+    generator = torch.Generator().manual_seed(0)
+    drawn = sample_token(P.log().expand(20_000, 5), generator=generator, **settings)
+    expected = torch.zeros(5)
     expected[kept] = P[kept] ** (1 / settings.get('temperature', 1.0))
-    near(drawn, expected / expected.sum(), atol=0.015)
+    shares = torch.bincount(drawn[:, 0], minlength=5) / 20_000
+    assert shares.nonzero()[:, 0].tolist() == kept
+    near(shares, expected / expected.sum(), atol=0.015)
 
 
 # ---------------------------------------------------------------------- many tokens
@@ -71,28 +67,24 @@ def test_top_k_and_top_p_keep_exactly_the_right_tokens_in_proportion(row):
 @pytest.mark.parametrize('position', ['none', 'rope'])
 @torch.no_grad()
 def test_greedy_equals_argmax_of_repeated_full_forwards(position):
-    model, start = random_model(position=position), tokens(1, 20)
-    idx = start
+    model, ids = random_model(position=position), tokens(20).tolist()
     for _ in range(40):  # past block_size
-        idx = torch.cat((idx, model(idx)[:, -1].argmax(-1, keepdim=True)), dim=1)
-    prompt, expected = start[0].tolist(), idx[0, 20:].tolist()
+        ids.append(model(torch.tensor([ids]))[0, -1].argmax().item())
+    prompt, expected = ids[:20], ids[20:]
     assert list(generate(model, prompt, 40)) == complete(model, [prompt], 40)[0] == expected
     first = expected.index(expected[4])
     assert list(generate(model, prompt, 40, eos=expected[4])) == expected[:first]
 
 
 def test_the_prompt_is_read_once_and_then_one_token_a_beam_and_the_last_logits_are_computed():
-    def watch(module, name):
-        module.register_forward_hook(lambda _, inputs, y: seen.append((name, *y.shape[:2])))
-
     model, seen = random_model(), []
-    watch(model.embed, 'read')
-    watch(model.head, 'logits')
+    for module in model.embed, model.head:
+        module.register_forward_hook(lambda _, inputs, y: seen.append(tuple(y.shape[:2])))
     list(generate(model, list(range(20)), 3))
-    assert seen == [('read', 1, 20), ('logits', 1, 1)] + 2 * [('read', 1, 1), ('logits', 1, 1)]
+    assert seen == [(1, 20), (1, 1)] + 2 * [(1, 1), (1, 1)]  # read, logits of
     seen.clear()
     complete(model, [[1, 2, 3], [4]], 4, beams=3)
-    assert [row for row in seen if row[0] == 'read'] == [('read', 2, 3)] + 3 * [('read', 6, 1)]
+    assert seen[::2] == [(2, 3)] + 3 * [(6, 1)]
 
 
 def test_cache_that_is_too_short_says_so():
@@ -113,9 +105,8 @@ def test_completions_equal_those_of_transformers(tmp_path, position, beams):
     save_folder(tmp_path, model, tokenizer_state(get_tokenizer('bytes')), torch.float32)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, attn_implementation='eager').eval()
-    generator, n_ended = torch.Generator().manual_seed(3), 0
+    prompts, n_ended = [(7 * tokens(n) % 257).tolist() for n in (1, 7, 31)], 0
     for eos in (), (256,), tuple(range(0, 257, 9)):  # never, rarely and soon at an end
-        prompts = [torch.randint(257, (n,), generator=generator).tolist() for n in (1, 7, 31)]
         for prompt, ours in zip(prompts, complete(model, prompts, 12, beams, eos)):
             idx = torch.tensor([prompt])
             found = theirs.generate(idx, attention_mask=torch.ones_like(idx), max_new_tokens=12,
@@ -157,18 +148,14 @@ def test_steps_of_equal_shapes_give_the_logits_of_steps_that_grow(changes):
 @pytest.mark.skipif(not shutil.which('g++'), reason='torch.compile on a CPU needs g++')
 @pytest.mark.parametrize('position', ['none', 'rope'])
 def test_compiled_steps_are_one_graph_that_completes_as_the_model_does(position):
-    model, prompts = random_model(position=position), [tokens(n).tolist() for n in (40, 3, 17)]
+    model, stats = random_model(position=position), torch._dynamo.utils.counters['stats']
     model.head.weight.data *= 4
-
-    def graphs():
-        return torch._dynamo.utils.counters['stats']['unique_graphs']
-
-    before = graphs()
-    for _ in range(2):  # with other prompts of these lengths, too
+    before = stats['unique_graphs']
+    for seed in 1, 2:  # with other prompts of these lengths, too
+        prompts = [tokens(n, seed=seed).tolist() for n in (40, 3, 17)]
         expected = complete(model, prompts, 20)
         assert complete(model, prompts, 20, compile=True) == expected
-        assert graphs() == before + 1
-        prompts = [prompt[::-1] for prompt in prompts]
+        assert stats['unique_graphs'] == before + 1
     expected = list(generate(model, prompts[0], 20))
     assert list(generate(model, prompts[0], 20, compile=True)) == expected
 
@@ -176,7 +163,7 @@ def test_compiled_steps_are_one_graph_that_completes_as_the_model_does(position)
 @pytest.mark.parametrize('beams', [1, 3])
 def test_completions_end_at_a_stop_and_not_before_their_minimum(beams):
     model, prompt = random_model(), [3, 1, 4, 1, 5]
-    eos = complete(model, [prompt], 12)[0][:1]
+    eos = complete(model, [prompt], 1)[0]
     assert beams > 1 or complete(model, [prompt], 12, eos=eos)[0] == []
     later = complete(model, [prompt], 12, beams, eos, min_new_tokens=3)[0]
     assert len(later) >= 3 and eos[0] not in later[:3]
@@ -209,10 +196,9 @@ def test_characters_of_several_bytes_are_printed_whole_and_broken_ones_marked(tm
     recited = [encoding.eot_token, *recited, encoding.eot_token]
     model = random_model(vocab_size=encoding.n_vocab, n_embd=264)
     for p in model.parameters():
-        p.data.fill_(0 if p.dim() == 2 else 1)
-    for i, (token, following) in enumerate(zip(recited, recited[1:])):
-        model.embed.weight.data[token, i] = 1
-        model.head.weight.data[following, i] = 1
+        p.data.fill_(p.dim() == 1)
+    i = range(len(recited) - 1)
+    model.embed.weight.data[recited[:-1], i] = model.head.weight.data[recited[1:], i] = 1.0
     state = checkpoints.checkpoint_state(model, tokenizer_state(encoding), step=0, settings={})
     checkpoints.save(tmp_path / 'last.pt', **state)
     assert sample(tmp_path, '--temperature=0', '--max_new_tokens=99') == 'Zoë→🙂�a�\n'

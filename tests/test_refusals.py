@@ -4,7 +4,8 @@ the line must name. Capital words stand for the arguments below. {run} is the fo
 run, in it nan.pt, the model with a weight that is not a number, sets.json, scales for 64 and 128
 tokens, and passkey.jsonl, whose third line is not an answer; {corpus} its data set, {other} one of
 another tokenizer, {tmp} an empty folder. {flipped_run} and {flipped_corpus} are the same with a bit
-turned over.
+turned over. {given} is a file of the content at the end of the line, where DEEP stands for many
+open brackets.
 
 $ python -m pytest tests/test_refusals.py
 """
@@ -28,6 +29,9 @@ SHORT = {
     'FINETUNE': '--out_dir={tmp}/new --device=cpu --dataset={corpus} --init_from={run}/last.pt',
     'RESUME': '--out_dir={run} --init_from=resume --device=cpu --dataset={corpus} ' + SIZES,
     'EXPORT': '--out_dir={run} --folder={tmp}/hf',
+    'TEXT': '{corpus}/meta.json --out_dir={tmp}/out --val_fraction=0 --test_fraction=0',
+    'PREPARE': '--out_dir={tmp}/out --val_fraction=0 --test_fraction=0',
+    'GIVEN': '--init_from={run}/last.pt --out_dir={tmp} --device=cpu --compare=["{given}.json"]',
     'CHE': '--out_dir={tmp}/out --tasks=["even_pairs"] --train_length=6 --test_length=9',
 }
 
@@ -56,10 +60,71 @@ entropy         WRITE --compare=["{run}/passkey.json"] | passkey.json
 entropy         WRITE --compare=["{run}/gap.json"] | gap.json has null in loss
 che             CHE --compare=["{run}/gap.json"] | gap.json
 tune_scale      WRITE --method=head | scale_uniform.json
+eval_ppl        WRITE --scale=nowhere.json | nowhere.json
+eval_ppl        WRITE --scale=1,2 | scale
+entropy         GIVEN | given.json | {
+entropy         GIVEN | given.json | []
+entropy         GIVEN | given.json | DEEP
+entropy         GIVEN | given.json | {"stage": "che", "position": [1], "loss": [1]}
+entropy         GIVEN | given.json | {"stage": "entropy"}
+entropy         GIVEN | given.json | {"stage": "entropy", "position": 5, "loss": [1]}
+
+data that cannot be read, tokenizers and mixtures that cannot work
+data/text/prepare  PREPARE | Name files
+data/text/prepare  PREPARE nowhere.txt | nowhere.txt
+data/text/prepare  TEXT --val=["{given}.txt"] --test=["{given}.txt"] | given.txt | text
+data/text/prepare  PREPARE {given}.txt | given.txt is not UTF-8: byte 7 | fine\n\xe4
+data/text/prepare  PREPARE {given}.jsonl | given.jsonl, line 2, | {"text": "fine"}\nDEEP
+data/text/prepare  PREPARE {given}.jsonl | given.jsonl, line 2, | {"text": "fine"}\n{"text":
+data/text/prepare  PREPARE {given}.jsonl | given.jsonl, line 2, | {"text": "fine"}\n[1]
+data/text/prepare  PREPARE {given}.jsonl | {"body": "x" | {"text": "fine"}\n{"body": "x", "id": 1}
+data/text/prepare  PREPARE {given}.txt.gz | given.txt.gz | \x1f\x8b\x08\0\0\0\0\0\0\x03cut
+data/text/prepare  TEXT --tokenizer=none.json | none.json
+data/text/prepare  TEXT --tokenizer=gpt-2 | gpt-2
+data/text/prepare  TEXT --tokenizer=bpe:256 | bpe:256
+data/text/prepare  TEXT --tokenizer=bpe:many | bpe:many
+data/text/prepare  TEXT --tokenizer={given}.json | given.json | {}
+data/text/prepare  TEXT --tokenizer={given}.json | given.json | {"version": "\xff"}
+data/text/prepare  TEXT --tokenizer={given}.tiktoken | given.tiktoken | \xff
+data/text/prepare  TEXT --tokenizer={given}.tiktoken | line 2 | YQ== 0\nAAAA
+data/text/prepare  TEXT --tokenizer={given}.tiktoken | single bytes | YQ== 0
+train           TRAIN --dataset={corpus}:1,{corpus}:x | NAME:WEIGHT
+train           TRAIN --dataset={corpus}:1,{corpus}:-1 | NAME:WEIGHT
+train           TRAIN --dataset={corpus}:1,{corpus}:0 | NAME:WEIGHT
+train           TRAIN --dataset={corpus}:1,{corpus}:nan | NAME:WEIGHT
+train           TRAIN --dataset={corpus}:1,{corpus}:0.00001 | hardly any
+
+position methods and their settings
+train           TRAIN --position=rope,,none | position is
+train           TRAIN --position=rope,none,none | position
+train           TRAIN --rope_scaling=pi:2 | rope_scaling
+train           TRAIN --position=rope --rope_scaling=yarn: | rope_scaling
+train           TRAIN --position=rope --rope_scaling=yarn:0.5 | rope_scaling
+train           TRAIN --position=rope --rope_scaling=yarn:x | rope_scaling
+train           TRAIN --position=rope --rope_scaling=yarn:inf | rope_scaling
+train           TRAIN --position=rope --rope_scaling=nope:2 | rope_scaling
+train           TRAIN --position=rope --rope_scaling=2 | rope_scaling
+train           TRAIN --rope_share=0.5 | rope_share
+train           TRAIN --position=rope --rope_share=1.5 | rope_share
+train           TRAIN --position=rope --rope_window=-1 | rope_window
+train           TRAIN --position=alibi,none --rope_window=4 | rope_window
+train           TRAIN --random_positions=64 | random_positions
+train           TRAIN --position=rope --random_positions=31 | random_positions
+train           TRAIN --position=rope,logn --random_positions=64 | random_positions
+train           TRAIN --position=rope --random_positions=64 --rope_window=4 | random_positions
+train           TRAIN --dape_cheat=True | dape_cheat
+train           TRAIN --dape_kernel=2 | dape_kernel
+train           TRAIN --dape_kernel=-1 | dape_kernel
+train           TRAIN --dape_kernel=3 --dape_width=0 | dape_width
 
 what is no choice, or does not fit the model, the run or the text
 train           TRAIN --position=sinusoidal | position
+train           TRAIN --tracker=notebook | tracker is
 train           TRAIN --dtype=floaty | dtype
+sample          READ --dtype=float16 | dtype is
+sample          READ --device=gpu | device is
+sample          READ --device=cpu: | device is
+sample          READ --device=cuda:99 | device is
 train           TRAIN --block_size=1000000 | 1,000,000
 train           TRAIN --out_dir={run} | --out_dir=
 train           TRAIN --out_dir={run} --init_from={run}/best.pt | --out_dir=
@@ -118,6 +183,7 @@ train           TRAIN --n_layer=100000000 | n_layer=100000000
 passkey         WRITE --scale=1e39 | scale
 eval_ppl        WRITE --scale=1e-60 | scale
 eval_ppl        WRITE --scale=0 | scale
+eval_ppl        WRITE --scale=-0.5 | scale
 export          EXPORT --scale=1e7 --dtype=float16 | self_attn.q_proj.weight
 tune_scale      WRITE --init_scale=1e39 | init_scale
 tune_scale      WRITE --init_scale=1.2 --min_scale=1e39 | min_scale
@@ -138,6 +204,9 @@ train           TRAIN --beta2=1.0 | beta2
 train           TRAIN --position=rope --rope_base=0 | rope_base is
 train           TRAIN --n_head=5 | n_head
 train           TRAIN --n_kv_head=3 | n_kv_head
+train           TRAIN --n_kv_head=0 | n_kv_head
+train           TRAIN --n_embd=36 --n_head=12 --n_kv_head=12 | n_head
+train           TRAIN --n_layer=0 | n_layer
 train           TRAIN --micro_batch_size=3 | micro_batch_size
 train           TRAIN --micro_batch_size=0 | micro_batch_size
 train           TRAIN --max_iters=0 | max_iters
@@ -197,8 +266,14 @@ def places(tiny_run, corpus_dir, other_tokenizer, tmp_path_factory):
 
 @pytest.mark.parametrize('line', [line for line in MISTAKES.splitlines() if '|' in line])
 def test_a_mistake_is_refused_in_one_line_that_names_it(places, tmp_path, line):
-    command, named = line.split(' | ')
+    command, named, *given = line.split(' | ')
     stage, *words = ' '.join(SHORT.get(word, word) for word in command.split()).split()
-    before, names = contents(places['run']), places | {'tmp': tmp_path}
-    assert named.format(**names) in mistake(stage, *(word.format(**names) for word in words))
-    assert contents(tmp_path) == {} and before.items() <= contents(places['run']).items()
+    names = places | {'tmp': tmp_path / 'empty', 'given': tmp_path / 'given'}
+    for content in given:
+        content = content.replace('DEEP', '[' * 100_000).encode().decode('unicode_escape')
+        for kind in 'json', 'jsonl', 'tiktoken', 'txt', 'txt.gz':
+            (tmp_path / f'given.{kind}').write_bytes(content.encode('latin-1'))
+    before = contents(places['run'])
+    line = mistake(stage, *(word.format(**names) for word in words))
+    assert named.replace('{run}', str(places['run'])) in line
+    assert not names['tmp'].exists() and before.items() <= contents(places['run']).items()

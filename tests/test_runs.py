@@ -280,7 +280,6 @@ def test_a_tracker_gets_what_the_log_gets(runs, plain, tmp_path, monkeypatch):
         assert sent[key] == log_rows(runs.folder / 'tracked', key) == log_rows(plain, key)
 
 
-def test_an_unknown_or_missing_tracker_is_refused_before_work(runs, monkeypatch):
-    assert "tracker is 'notebook'" in runs.refused('untracked', '--tracker=notebook')
+def test_a_missing_tracker_is_refused_before_work(runs, monkeypatch):
     monkeypatch.setitem(sys.modules, 'wandb', None)
     assert 'pip install wandb' in runs.refused('untracked', '--tracker=wandb')

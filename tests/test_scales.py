@@ -78,8 +78,7 @@ def test_scale_file_of_other_weights_or_another_position_method_is_refused(tmp_p
             ({'model_config': config | {'position': 'rope'}}, '--position=none')):
         refuses(named, apply_scale, model, path, info | changes)
         refuses('scale.json', apply_scale, model, path, info | changes)
-    for scale in [0, -0.5, 1e39, 1e-60, 'nowhere.json', '1,2']:
-        refuses('scale', apply_scale, model, scale, info)
+
     assert torch.equal(model.head_scale, ONES)
 
 

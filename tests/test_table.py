@@ -40,26 +40,26 @@ def test_row_shows_the_best_of_its_candidates(run, tiny_run, corpus_dir, cpu, ca
         model, _ = load_model('last', tiny_run, 'cpu', *method)
         model.head_scale = scale
         rows, _ = evaluate_sliding(model, data, [32, 128], 4, 'same', 20, 16384, cpu)
-        keys = 'loss', 'standard_error', 'cut_loss'
-        return np.transpose([[row.get(key, np.nan) for key in keys] for row in rows])
+        return [[row.get(key, np.nan) for row in rows]
+                for key in ('loss', 'standard_error', 'cut_loss')]
 
     rows = run({'name': 'NoPE'}, {'name': 'asked', 'scale': [1.0, 3.0], 'paper': 'NoPE'},
                {'name': 'pi', 'position': 'rope', 'rope_scaling': ['', 'pi:2']}, max_windows=20)
     plain = measured(1)
     for row, tried in zip(rows, [{'plain': plain}, {'scale1': plain, 'scale3': measured(3)}, {
             'plain': measured(1, 'rope', ''), 'pi2': measured(1, 'rope', 'pi:2')}]):
-        names, (losses, errors, cut) = list(tried), np.stack(list(tried.values()), axis=1)
+        names, (losses, errors, cut) = [*tried], np.stack([*tried.values()], axis=1)
         best = losses.argmin(0)
         assert row['best'] == [names[i] for i in best]
         assert row['best_single'] == names[losses.mean(1).argmin()]
         assert list(row['losses']) == names
         wanted = {'ppl': np.exp(losses.min(0)), 'standard_error': errors[best, [0, 1]]}
-        for key in wanted:
-            near(row[key], wanted[key], rtol=1e-5)
-        near(list(row['losses'].values()), losses, rtol=1e-5)
-        assert row['cut_loss'] == [None, pytest.approx(cut[:, 1].min(), rel=1e-5)]
-        gain = cut[:, 1].min() - losses[:, 1].min()
-        assert row['gain'] == [None, pytest.approx(gain, abs=1e-4)]
+        for key, expected in wanted.items():
+            near(row[key], expected, rtol=1e-5)
+        near([*row['losses'].values()], losses, rtol=1e-5)
+        best_cut = cut[:, 1].min()
+        assert row['cut_loss'] == [None, pytest.approx(best_cut, rel=1e-5)]
+        assert row['gain'] == [None, pytest.approx(best_cut - losses[:, 1].min(), abs=1e-4)]
         assert row['windows'] == 20 and row['checkpoint'] == f'{tiny_run}/last.pt'
     assert [row['position_method'] for row in rows] == ['none', 'none', 'rope']
     out = capsys.readouterr().out
@@ -83,17 +83,17 @@ def test_table_of_last_tokens(run, tiny_run, corpus_dir, cpu, capsys):
 
 
 def test_rows_of_one_name_become_their_mean():
-    own = {'checkpoint': '', 'weights_digest': '', 'standard_error': []}
-    first = own | {'name': 'a', 'ppl': np.array([2.0, 4.0]), 'delta_p': [None, -5.0]}
-    first |= {'cut_loss': np.array([np.nan, 3.0]), 'gain': np.array([np.nan, 1.0])}
-    second = first | {'ppl': np.array([3.0, 8.0]), 'delta_p': [None, 7.0]}
-    second['gain'] = np.array([np.nan, 0.0])
-    grid = own | {'name': 'a', 'ppl': np.array([1.0, 1.0])}
+    own = {'name': 'a', 'checkpoint': '', 'weights_digest': '', 'standard_error': []}
+    grid = own | {'ppl': np.array([1.0, 1.0])}
+    first, second = (own | {
+        'ppl': np.array(ppl), 'delta_p': [None, delta], 'cut_loss': np.array([np.nan, 3.0]),
+        'gain': np.array([np.nan, gain])}
+        for ppl, delta, gain in (([2.0, 4.0], -5.0, 1.0), ([3.0, 8.0], 7.0, 0.0)))
     merged, alone = merge_seeds([first, second, grid | {'name': 'b'}])
     assert merged['ppl'].tolist() == [2.5, 6.0] and merged['runs'] == [first, second]
-    assert merged['sd'].tolist() == pytest.approx([0.5 ** 0.5, 8 ** 0.5])
-    assert merged['delta_p'][1] == 1 and not own.keys() & merged.keys() and 'sd' not in alone
-    assert (merged['gain'][1], merged['gain_sd'][1]) == pytest.approx((0.5, 0.5 ** 0.5))
+    near(merged['sd'], [0.5 ** 0.5, 8 ** 0.5], atol=1e-9)
+    assert merged['delta_p'][1] == 1 and 'standard_error' not in merged and 'sd' not in alone
+    near([merged['gain'][1], merged['gain_sd'][1]], [0.5, 0.5 ** 0.5], atol=1e-9)
     assert merged['cut_loss'][1] == 3 and np.isnan(merged['gain'][0])
     assert not {'delta_p', 'gain'} & merge_seeds([first, grid])[0].keys()
 
@@ -103,11 +103,10 @@ def test_rows_without_their_files_are_left_out_and_mistakes_are_named(run, capsy
     rows = run(untrained, {'name': 'there'}, {'name': 'untuned', 'scale': 'nowhere/scale.json'})
     out = capsys.readouterr().out
     assert [row['name'] for row in rows] == ['there']
-    assert 'untrained is left out: nowhere/last.pt' in out
-    assert 'untuned is left out: nowhere/scale.json' in out
+    assert 'nowhere/last.pt' in out and 'nowhere/scale.json' in out
     refuses('no row', run, untrained)
-    for key, value in (('protocol', 'position'), ('rule', 'none'), ('stride', 64), ('lengths', [0]),
-                       ('max_windows', 0)):
+    for key, value in {'protocol': 'position', 'rule': 'none', 'stride': 64, 'lengths': [0],
+                       'max_windows': 0}.items():
         refuses(key, run, {'name': 'row'}, **{key: value})
 
 
