@@ -249,24 +249,24 @@ def random_model(seed=0, **changes):
 
 # What a claim about every method is tested with: each method, RoPE with its settings, layers of
 # several methods, and DAPE on top of each kind of method, with wide and narrow kernels.
-EVERY = [{'position': name} for name in METHODS] + [
-    {'position': 'rope', 'rope_scaling': 'yarn:4'},
-    {'position': 'rope', 'rope_scaling': 'dynamic_ntk:4'},
-    {'position': 'rope', 'rope_share': 0.5},
-    {'position': 'rope,none', 'rope_window': 10},
-    {'position': 'none,t5'},
-    {'position': 'rope', 'random_positions': 200},
-    {'position': 'alibi,none', 'random_positions': 200},
-    {'position': 'rope,none', 'rope_window': 10, 'dape_kernel': 3},
-    {'position': 'none', 'dape_kernel': 5},
-    {'position': 'ssmax', 'dape_kernel': 1},
-    {'position': 'adaptive', 'dape_kernel': 3},
-    {'position': 'rope', 'dape_kernel': 1},
-    {'position': 'kerple', 'dape_kernel': 3, 'dape_width': 8},
-    {'position': 'fire', 'dape_kernel': 1, 'dape_residual': False},
-    {'position': 't5', 'dape_kernel': 3, 'dape_width': 8},
-    {'position': 'xl', 'dape_kernel': 3, 'dape_width': 8},
-]
+EVERY = [{'position': name} for name in METHODS] + [json.loads(row) for row in '''
+{"position": "rope", "rope_scaling": "yarn:4"}
+{"position": "rope", "rope_scaling": "dynamic_ntk:4"}
+{"position": "rope", "rope_share": 0.5}
+{"position": "rope,none", "rope_window": 10}
+{"position": "none,t5"}
+{"position": "rope", "random_positions": 200}
+{"position": "alibi,none", "random_positions": 200}
+{"position": "rope,none", "rope_window": 10, "dape_kernel": 3}
+{"position": "none", "dape_kernel": 5}
+{"position": "ssmax", "dape_kernel": 1}
+{"position": "adaptive", "dape_kernel": 3}
+{"position": "rope", "dape_kernel": 1}
+{"position": "kerple", "dape_kernel": 3, "dape_width": 8}
+{"position": "fire", "dape_kernel": 1, "dape_residual": false}
+{"position": "t5", "dape_kernel": 3, "dape_width": 8}
+{"position": "xl", "dape_kernel": 3, "dape_width": 8}
+'''.strip().splitlines()]
 
 
 def tokens(*shape, seed=1):
@@ -587,9 +587,9 @@ def assert_steps(out_dir, n):
 def assert_same(one, other):
     """Two runs, to the last bit: every logged number, and what last.pt and best.pt hold."""
     assert (one / 'log.jsonl').read_text() == (other / 'log.jsonl').read_text()
-    for name in ('last.pt', 'best.pt'):
+    for name in 'last.pt', 'best.pt':
         a, b = load(one, name), load(other, name)
-        for key in ('model', 'optimizer'):
+        for key in 'model', 'optimizer':
             torch.testing.assert_close(a.pop(key, None), b.pop(key, None), rtol=0, atol=0)
         assert a | {'settings': None} == b | {'settings': None}
     assert not list(other.glob('*.part'))

@@ -4,6 +4,7 @@ Checkpoints: written whole or not at all, read without running anyone's code, re
 $ python -m pytest tests/test_checkpoints.py
 """
 
+import contextlib
 import json
 import os
 import pickle
@@ -23,7 +24,6 @@ from lib.checkpoints import (
     load,
     load_model,
     require_space,
-    require_tokenizer,
     save,
     weights_digest,
 )
@@ -95,24 +95,17 @@ def test_disk_without_room_is_refused_but_a_checkpoint_that_will_be_replaced_cou
 # ---------------------------------------------------------------------- load
 
 def test_load_model_rebuilds_last_best_or_any_file(out_dir):
-    shutil.copy(out_dir / 'best.pt', out_dir / 'kept.pt')
-    for init_from, step in ('last', 7), ('best', 5), (out_dir / 'kept.pt', 5):
-        model, info = load_model(init_from, out_dir, 'cpu')
-        near(dict(model.state_dict()), dict(small_model(step).state_dict()))
+    for init_from, step in ('last', 7), ('best', 5), (out_dir / 'best.pt', 5):
+        (model, info), made = load_model(init_from, out_dir, 'cpu'), small_model(step)
+        near(dict(model.state_dict()), dict(made.state_dict()))
         assert (info['step'], info['settings'], info['tokenizer']) == (step, {'seed': step}, BYTES)
-        assert model.config == small_model(0).config and Path(info['path']).parent == out_dir
+        assert model.config == made.config and Path(info['path']).parent == out_dir
         assert not model.training
         assert not any(weight.requires_grad for weight in model.parameters())
     # One that is older than a setting has its default.
     config = load(out_dir / 'last.pt')['model_config']
     older = {name: value for name, value in config.items() if 'dape' not in name}
     assert load(changed(out_dir / 'last.pt', model_config=older))['model_config'] == config
-
-
-def test_data_of_another_tokenizer_is_refused(out_dir):
-    _, info = load_model('last', out_dir, 'cpu')
-    require_tokenizer(info, BYTES | {'name': 'called otherwise'}, 'mine')
-    refuses('mine', require_tokenizer, info, BYTES | {'pattern': 'another'}, 'mine')
 
 
 # ---------------------------------------------------------------------- refused
@@ -140,18 +133,16 @@ def test_code_in_a_strangers_checkpoint_is_refused_and_never_runs(out_dir, write
 
 def test_checkpoint_that_is_cut_short_or_has_a_bit_turned_over_gives_no_other_weights(out_dir):
     """It is refused, or the bit lies in what only fills up the file."""
-    path, places, n_refused = out_dir / 'last.pt', random.Random(0), 0
+    path, places, n_read = out_dir / 'last.pt', random.Random(0), 0
     whole, state = path.read_bytes(), load(path)
     for _ in range(100):
         flip_a_bit(path, places.randrange(len(whole)))
-        try:
-            found = load(path)
+        with contextlib.suppress(UserError):
+            found, n_read = load(path), n_read + 1
             near(found.pop('model'), state['model'])
             assert found == {key: state[key] for key in state if key != 'model'}
-        except UserError:
-            n_refused += 1
         path.write_bytes(whole)
-    assert n_refused > 60
+    assert n_read < 40
     for share in 0.99, 0.5, 0:
         os.truncate(path, int(share * len(whole)))
         refuses('last.pt', load, path)
@@ -197,7 +188,7 @@ def test_model_settings_that_are_not_those_of_the_weights_are_refused(out_dir, r
     [1, 2], {'model': {}, 'step': 1}, {'model': [1]}, {'model': {'w': 1}},
     {'model_config': None}], ids=str)
 def test_file_of_another_program_or_with_entries_of_the_wrong_kind_is_refused(out_dir, content):
-    if isinstance(content, dict) and len(content) == 1:
+    if len(content) == 1:
         content = torch.load(out_dir / 'last.pt', weights_only=True) | content
     torch.save(content, out_dir / 'odd.pt')
     refuses('odd.pt', load, out_dir / 'odd.pt')
@@ -211,29 +202,24 @@ def test_weights_of_another_position_method_are_refused(tmp_path):
         refuses(named, load_model, 'last', tmp_path, 'cpu', position='none')
 
 
-def test_digest_changes_with_any_weight_down_to_its_last_bit_and_samples_large_matrices():
-    cases = [(small_model(0).state_dict(), 3), ({'w': torch.zeros(300, 1000)}, 4)]
-    for state, n_places in cases:
-        digests, n = {weights_digest(state)}, 0
-        for name, weight in state.items():
-            # Of a large one, 4,096 weights are sampled from end to end.
-            places = torch.linspace(0, weight.numel() - 1, min(4096, weight.numel())).long()
-            for i in (0, 1, len(places) // 3, -1)[-n_places:] if weight.dim() == 2 else ():
-                other = weight.flatten().clone()
-                other[places[i]] = torch.nextafter(other[places[i]], torch.tensor(9.0))
-                digests.add(weights_digest(state | {name: other.view_as(weight)}))
-                n += 1
-        assert len(digests) == n + 1 >= 5
+@pytest.mark.parametrize('state', [small_model(0).state_dict(), {'w': torch.zeros(300, 1000)}])
+def test_digest_changes_with_any_weight_down_to_its_last_bit_and_samples_large_matrices(state):
+    states = [state]
+    for name, weight in state.items():
+        # Of a large one, 4,096 weights are sampled from end to end.
+        places = torch.linspace(0, weight.numel() - 1, min(4096, weight.numel())).long()
+        for i in (0, len(places) // 3, -1) if weight.dim() == 2 else ():
+            other = weight.clone()
+            other.view(-1)[places[i]].nextafter_(torch.tensor(9.0))
+            states.append(state | {name: other})
+    assert len({weights_digest(one) for one in states}) == len(states) >= 4
 
 
 # ---------------------------------------------------------------------- digest
 
 def test_digest_changes_with_names_and_shapes_but_not_with_head_scales_and_norms():
-    weight, model = torch.ones(4, 6), small_model(0)
-    states = {'w': weight}, {'v': weight}, {'w': weight.T}, {'w': weight, 'v': weight}
-    assert len({weights_digest(state) for state in states}) == 4
-    before = weights_digest(model.state_dict())
-    for p in model.parameters():
-        if p.dim() == 1:
-            p.data.fill_(1.7)
-    assert weights_digest(dict(reversed(model.state_dict().items()))) == before
+    weight, state = torch.ones(4, 6), small_model(0).state_dict()
+    others = {'w': weight}, {'v': weight}, {'w': weight.T}, {'w': weight, 'v': weight}
+    assert len({weights_digest(other) for other in others}) == 4
+    tuned = {name: p + 0.7 * (p.dim() == 1) for name, p in reversed(state.items())}
+    assert weights_digest(tuned) == weights_digest(state)

@@ -15,7 +15,7 @@ import torch
 from conftest import mistake, near, on, random_model, read, stage_here
 
 import commonsense
-from lib.generate import complete
+from lib.generate import complete, generate
 from lib.tokens import get_tokenizer
 
 L = 32  # of the tiny models
@@ -26,50 +26,40 @@ def questions(model):
     """Nine contexts, each with two continuations and the greedy one, not neighbours."""
     random = np.random.default_rng(0)
     ids = [random.integers(0, 61, n).tolist() for n in random.integers(1, 20, 18)]
-    contexts, others = ids[:9], [row[:6] for row in ids]
-    return list(zip(contexts * 3, others + complete(model, contexts, 5)))
+    return list(zip(ids[:9] * 3, [row[:6] for row in ids] + complete(model, ids[:9], 5)))
 
 
 @torch.no_grad()
 def alone(model, context, continuation):
     """ln p of a continuation, and whether greedy decoding gives it, from a pass over it alone."""
     ids, n = torch.tensor([context + continuation]), len(continuation)
-    logits, targets = model(ids[:, :-1])[0, -n:], ids[0, -n:]
-    log_p = logits.log_softmax(-1).gather(-1, targets[:, None])
-    return log_p.sum().item(), bool((logits.argmax(-1) == targets).all())
+    logits = model(ids[:, :-1])[0, -n:]
+    log_p = -model(ids[:, :-1], ids[:, -n:]).sum()
+    return log_p.item(), bool((logits.argmax(-1) == ids[0, -n:]).all())
 
 
 # With dynamic NTK or random positions no contexts of other lengths can share a pass: both turn by
 # the tokens that the pass will hold.
+@pytest.mark.parametrize('size', [2, 100])
 @pytest.mark.parametrize('changes', [
     {}, {'position': 'rope'}, {'position': 'alibi'}, {'position': 'logn'},
     {'position': 'rope', 'rope_scaling': 'dynamic_ntk:2', 'block_size': 8},
     {'position': 'rope', 'random_positions': 200}])
 @torch.no_grad()
-def test_scores_are_those_of_a_plain_pass_for_each_choice(cpu, changes, monkeypatch):
-    model = random_model(**changes)
-    monkeypatch.setattr(commonsense, 'batch_size', 4)
-    pairs = questions(model)
-    scores = commonsense.Harness(model, None, cpu).scores(pairs)
-    near(scores, [alone(model, *pair) for pair in pairs], atol=1e-4)
-    assert 0 < scores[:, 1].sum() < len(pairs)
-
-
-@pytest.mark.parametrize('size', [1, 2, 100])
-@torch.no_grad()
-def test_batches_ranks_and_order_change_nothing(cpu, monkeypatch, size):
+def test_scores_of_two_ranks_are_those_of_a_plain_pass_for_each_choice(cpu, changes, monkeypatch,
+                                                                       size):
     class Rank(type(cpu)):
         def gather(self, rows, n):  # what this rank alone has
             return np.array(rows)
 
-    model = random_model(position='rope')
-    pairs = questions(model)
-    whole = commonsense.Harness(model, None, cpu).scores(pairs)
+    model = random_model(**changes)
     monkeypatch.setattr(commonsense, 'batch_size', size)
+    pairs = questions(model)
     one, two = (commonsense.Harness(model, None, Rank(cpu.device, cpu.dtype, rank, 2))
-                .scores(pairs[::-1])[::-1] for rank in (0, 1))
-    near(one + two, whole, atol=1e-4)
+                .scores(pairs) for rank in (0, 1))
+    near(one + two, [alone(model, *pair) for pair in pairs], atol=1e-4)
     assert (one.any(1) != two.any(1)).all()
+    assert 0 < (one + two)[:, 1].sum() < len(pairs)
 
 
 @torch.no_grad()
@@ -94,14 +84,14 @@ def test_texts_are_cut_into_question_and_choice(cpu, monkeypatch, add_bos, texts
     theirs = SimpleNamespace(backend='causal', tok_encode=BYTES.encode_ordinary)
     api = pytest.importorskip('lm_eval.api.model').TemplateLM
     for texts in ('Question: a?\nAnswer:', ' b'), ('ends  ', 'b'), ('é ', 'ü'):
-        found, expected = harness.encode(*texts), api._encode_pair(theirs, *texts)
-        assert found == ([256] * add_bos + expected[0], expected[1])
+        context, choice = api._encode_pair(theirs, *texts)
+        assert harness.encode(*texts) == ([256] * add_bos + context, choice)
 
 
 TASK = """
-task: which_comes_after
+task: NAME
 dataset_path: json
-dataset_kwargs: {data_files: {test: %s}}
+dataset_kwargs: {data_files: {test: FILE}}
 output_type: multiple_choice
 test_split: test
 doc_to_text: "Question: {{q}}\\nAnswer:"
@@ -109,6 +99,12 @@ doc_to_target: answer
 doc_to_choice: "{{choices}}"
 metric_list: [{metric: acc}, {metric: acc_norm}]
 """
+
+
+def write_task(folder, name, task, lines):
+    data = folder / f'{name}.jsonl'
+    data.write_text('\n'.join(map(json.dumps, lines)))
+    (folder / f'{name}.yaml').write_text(task.replace('NAME', name).replace('FILE', str(data)))
 
 
 @pytest.fixture
@@ -122,12 +118,11 @@ def tasks(monkeypatch):
 
 def test_a_whole_run_counts_as_a_plain_loop_does(tmp_path, tiny_run, tiny, tasks):
     words = ['if', 'self', 'return value', 'the', 'import everything here', 'a', 'def'] * 2
-    model = tiny[0]
+    model, lines, right, n_cut = tiny[0], [], np.zeros(2, int), 0
     model.head_scale = 1.3
-    lines, right, n_cut = [], np.zeros(2, int), 0
     for i in range(25):
         choices, scores = words[i % 7:i % 7 + 2 + i % 3], []
-        lines.append(json.dumps({'q': f'What is {i}?', 'choices': choices, 'answer': i % 2}))
+        lines.append({'q': f'What is {i}?', 'choices': choices, 'answer': i % 2})
         for choice in choices:
             ids, n = list(f'Question: What is {i}?\nAnswer: {choice}'.encode()), len(choice)
             n_cut += len(ids) > L + 1  # Of the last token only its loss is wanted.
@@ -136,8 +131,7 @@ def test_a_whole_run_counts_as_a_plain_loop_does(tmp_path, tiny_run, tiny, tasks
         right += np.argmax(scores, axis=0) == i % 2
     assert right[0] != right[1] and n_cut > 0  # or this shows little
 
-    (tmp_path / 'data.jsonl').write_text('\n'.join(lines * 2))
-    (tmp_path / 'task.yaml').write_text(TASK % (tmp_path / 'data.jsonl'))
+    write_task(tmp_path, 'which_comes_after', TASK, lines * 2)
     stage_here('commonsense', *on(tiny_run, tmp_path, (
         f'--scale=1.3 --tasks=["which_comes_after"] --task_folder={tmp_path} --limit=25')))
     result = read(tmp_path / 'commonsense_scale1.3.json')
@@ -147,14 +141,14 @@ def test_a_whole_run_counts_as_a_plain_loop_does(tmp_path, tiny_run, tiny, tasks
 
 
 WRITING = """
-task: %s
+task: NAME
 dataset_path: json
-dataset_kwargs: {data_files: {test: %s}}
+dataset_kwargs: {data_files: {test: FILE}}
 output_type: generate_until
 test_split: test
 doc_to_text: "{{q}}"
 doc_to_target: "{{answer}}"
-generation_kwargs: {do_sample: false, max_gen_toks: %d, until: ["%s"]}
+generation_kwargs: {do_sample: false, max_gen_toks: MOST, until: ["ENDS"]}
 metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
 """
 
@@ -166,34 +160,24 @@ def test_text_is_what_the_model_writes_up_to_the_string_that_ends_it(tmp_path, t
     model = tiny[0]
     model.head_scale = 1.3
     prompts = ['def f(self', 'import os', 'x', 'for i in range(', 'return ', 'class A:'] * 2
-    for name, n_new in (('long', 9), ('short', 4)):
+    for name, n_new in ('long', 9), ('short', 4):
         lines = []
         for i, prompt in enumerate(prompts):
-            ids = list(prompt.encode())
-            for _ in range(n_new):
-                with torch.no_grad():
-                    token = model(torch.tensor([ids]))[0, -1].argmax().item()
-                if token == BYTES.eot_token:
-                    break
-                ids.append(token)
-            text = bytes(ids[len(prompt):]).decode(errors='replace').split(ends)[0]
-            lines.append(json.dumps({'q': prompt, 'answer': text + '!' * (i % 2)}))
-        assert ends == 'nothing' or any(len(json.loads(line)['answer']) < n_new for line in lines)
-        (tmp_path / f'{name}.jsonl').write_text('\n'.join(lines))
-        (tmp_path / f'{name}.yaml').write_text(
-            WRITING % (name, tmp_path / f'{name}.jsonl', n_new, ends))
+            ids = list(generate(model, list(prompt.encode()), n_new, eos=BYTES.eot_token))
+            text = bytes(ids).decode(errors='replace').split(ends)[0]
+            lines.append({'q': prompt, 'answer': text + '!' * (i % 2)})
+        assert ends == 'nothing' or any(len(line['answer']) < n_new for line in lines)
+        task = WRITING.replace('MOST', str(n_new)).replace('ENDS', ends)
+        write_task(tmp_path, name, task, lines)
     stage_here('commonsense', *on(tiny_run, tmp_path, (
         f'--scale=1.3 --tasks=["long","short"] --task_folder={tmp_path} --batch_size=5')))
-    result = read(tmp_path / 'commonsense_scale1.3.json')
-    for name in ('long', 'short'):
-        row = result['tasks'][name]
+    for row in read(tmp_path / 'commonsense_scale1.3.json')['tasks'].values():
         assert (row['metric'], row['score'], row['questions']) == ('exact_match', 50, 12)
 
 
 def test_a_prompt_that_would_have_to_be_cut_is_refused(tmp_path, tiny_run, tasks):
-    line = json.dumps({'q': 'x' * 40, 'answer': ''})
-    (tmp_path / 'data.jsonl').write_text(line)
-    (tmp_path / 'task.yaml').write_text(WRITING % ('wordy', tmp_path / 'data.jsonl', 3, 'e'))
+    task = WRITING.replace('MOST', '3').replace('ENDS', 'e')
+    write_task(tmp_path, 'wordy', task, [{'q': 'x' * 40, 'answer': ''}])
     arguments = on(tiny_run, tmp_path, f'--tasks=["wordy"] --task_folder={tmp_path}')
     line = mistake('commonsense', *arguments)
     assert 'wordy has 40 tokens' in line and f'read_length is {L}.' in line
@@ -202,10 +186,10 @@ def test_a_prompt_that_would_have_to_be_cut_is_refused(tmp_path, tiny_run, tasks
 
 
 def test_rulers_score_is_that_of_the_length_asked_for():
-    row = {'alias': 'niah', 'sample_len': 3, '4096,none': -1, '4096_stderr,none': 'N/A',
-           '8192,none': 0.25, '8192_stderr,none': 'N/A'}
-    measured = {'results': {'niah': row}, 'versions': {'niah': 1}, 'configs': {
-        'niah': {'dataset_path': ''}}}
+    row = {'alias': 'niah', 'sample_len': 3, '4096,none': -1, '8192,none': 0.25,
+           '8192_stderr,none': 'N/A'}
+    measured = {'results': {'niah': row}, 'versions': {'niah': 1},
+                'configs': {'niah': {'dataset_path': ''}}}
     found = commonsense.task_scores(measured, 8192)['niah']
     assert (found['score'], found['standard_error'], found['metric']) == (25, None, '8192')
 

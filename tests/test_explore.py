@@ -4,13 +4,12 @@ The page to play with: its data are what the stages measure, and what a browser 
 $ python -m pytest tests/test_explore.py -m 'slow or not slow'
 """
 
-import contextlib
+import html
 import json
-import os
 import re
 import shutil
 import subprocess
-import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -30,46 +29,34 @@ def data_of(page):
     return json.loads(re.search(r'id="data">(.*?)</script>', text, re.S)[1])
 
 
-class Samples:
-    """Windows that were drawn already, for a stage."""
-    block_size = 64
-
-    def __init__(self, ids):
-        self.ids = ids
-
-    def evenly_spaced(self, n):
-        return self.ids[:n].numpy()
-
-
 @torch.no_grad()
 @pytest.mark.parametrize('method', ['none', 'rope'])
 def test_data_are_what_the_stages_measure(method, cpu):
     model, ids = random_model(position=method), tokens(3, 65)
     own, lengths = model.head_scale, [16, 32, 64]
+    windows = SimpleNamespace(block_size=64, evenly_spaced=lambda n: ids[:n].numpy())
     found = explore.measure_all(model, ids, 4, lengths, [1.0, 1.5], [0.5, 1.0])
     near(model.head_scale, own)
 
     def check(of_scale, scales, layer, head):
         model.head_scale = scales
-        _, loss, heads = entropy.measure_entropy(model, Samples(ids), 3, 10 ** 6, 4, cpu)
+        _, loss, heads = entropy.measure_entropy(model, windows, 3, 10 ** 6, 4, cpu)
         near(of_scale['loss'], loss, rtol=6e-3)
         near(of_scale['entropy'], heads[layer, head], rtol=6e-3, atol=1e-4)
-        for n, T in enumerate(lengths):
+        for T, bins in zip(lengths, of_scale['distance'], strict=True):
             each = [attention_maps.measure(model, window[None, :T], layer, head)['by_distance']
                     for window in ids]
             shares = torch.stack(each).mean(0)
-            near(of_scale['distance'][n][:len(shares)], shares, rtol=6e-3, atol=1e-5)
-            assert not any(of_scale['distance'][n][len(shares):])
+            near(bins[:len(shares)], shares, rtol=6e-3, atol=1e-5)
+            assert not any(bins[len(shares):])
 
-    for n, scale in enumerate([1.0, 1.5]):
-        of_all = found['uniform'][n]
-        of_head = {key: np.array(of_all[key])[1, 2] for key in ('entropy', 'distance')}
+    for of_all, scale in zip(found['uniform'], [1.0, 1.5], strict=True):
+        of_head = {key: of_all[key][1][2] for key in ('entropy', 'distance')}
         check({'loss': of_all['loss'], **of_head}, own * scale, 1, 2)
-    for layer, head in ((0, 3), (1, 0)):
-        for n, scale in enumerate([0.5, 1.0]):
-            scales = own.clone()
-            scales[layer, head] *= scale
-            check(found['head'][layer][head][n], scales, layer, head)
+    for layer, head, n, scale in (0, 3, 0, 0.5), (0, 3, 1, 1.0), (1, 0, 0, 0.5):
+        scales = own.clone()
+        scales[layer, head] *= scale
+        check(found['head'][layer][head][n], scales, layer, head)
 
 
 def test_page_is_small_and_calls_for_nothing():
@@ -82,139 +69,70 @@ def test_page_is_small_and_calls_for_nothing():
 
 # ---------------------------------------------------------------------- in a browser
 
-class Browser:
-    """Chromium without a window, spoken to over two pipes in the DevTools protocol."""
-
-    def __init__(self, folder):
-        (read_here, write_there), (read_there, write_here) = os.pipe(), os.pipe()
-        command = (f'exec {BROWSER} --headless --no-sandbox --disable-gpu --remote-debugging-pipe '
-                   f'--user-data-dir={folder} 3<&{read_there} 4>&{write_there}')
-        self.process = subprocess.Popen(['bash', '-c', command], stderr=subprocess.DEVNULL,
-                                        pass_fds=(read_there, write_there))
-        os.close(read_there)
-        os.close(write_there)
-        self.to, self.of = os.fdopen(write_here, 'wb', 0), os.fdopen(read_here, 'rb', 0)
-        self.n, self.session, self.events = 0, None, []
-
-    def message(self):
-        text = bytearray()
-        while (byte := self.of.read(1)) != b'\0':
-            assert byte, 'the browser has ended'
-            text += byte
-        return json.loads(text)
-
-    def ask(self, method, **params):
-        self.n += 1
-        call = {'id': self.n, 'method': method, 'params': params}
-        if self.session:
-            call['sessionId'] = self.session
-        self.to.write(json.dumps(call).encode() + b'\0')
-        while (answer := self.message()).get('id') != self.n:
-            self.events.append(answer)
-        assert 'error' not in answer, answer
-        return answer['result']
-
-    def open(self, url):
-        target = self.ask('Target.createTarget', url='about:blank')['targetId']
-        session = self.ask('Target.attachToTarget', targetId=target, flatten=True)
-        self.session = session['sessionId']
-        for domain in ('Runtime', 'Log', 'Page', 'Network'):
-            self.ask(f'{domain}.enable')
-        self.ask('Page.navigate', url=url)
-        for _ in range(100):
-            if self.run('document.readyState == "complete" && location.protocol == "file:"'):
-                return
-            time.sleep(0.1)
-        raise AssertionError('the page did not load in 10 seconds')
-
-    def run(self, script):
-        answer = self.ask('Runtime.evaluate', expression=script, returnByValue=True)
-        assert 'exceptionDetails' not in answer, answer
-        return answer['result'].get('value')
-
-    def press(self, key, code):
-        for kind in ('keyDown', 'keyUp'):
-            self.ask('Input.dispatchKeyEvent', type=kind, key=key, code=key,
-                     windowsVirtualKeyCode=code)
-
-    def drawn(self, kind, model):
-        """The values of the blue curve, by the numbers at the axis."""
-        svg = f'document.querySelectorAll("#{kind} svg")[{model}]'
-        d = self.run(f'{svg}.querySelector(".now").getAttribute("d")')
-        ticks = self.run(f'[...{svg}.querySelectorAll(".tick")]'
-                         '.map(t => [+t.getAttribute("y") - 4, +t.textContent])')
-        (y0, v0), (y1, v1) = ticks[0], ticks[-1]
-        y = np.array([float(point.split()[1]) for point in re.findall(r'[\d.]+ [\d.]+', d)])
-        return v0 + (y - y0) / (y1 - y0) * (v1 - v0)
-
-
-@pytest.fixture
-def browser(tmp_path):
-    if not BROWSER:
-        pytest.skip('needs Chromium: apt-get install chromium')
-    browser = Browser(tmp_path)
-    yield browser
-    with contextlib.suppress(AssertionError, OSError):
-        browser.session = None
-        browser.ask('Browser.close')
-    browser.to.close()
-    browser.of.close()
-    browser.process.wait(10)
+# Appended to the page: it moves sliders as STEPS say and writes down what is drawn after each.
+DRIVER = '''<pre id="found"></pre><script>
+const errors = [], states = [];
+addEventListener('error', event => errors.push(event.message));
+function curve(svg) {
+  const ticks = [...svg.querySelectorAll('.tick')];
+  const [[y0, v0], [y1, v1]] = [ticks[0], ticks.at(-1)].map(
+    tick => [tick.getAttribute('y') - 4, +tick.textContent]);
+  const points = svg.querySelector('.now').getAttribute('d').matchAll(/[\\d.]+ ([\\d.]+)/g);
+  return [...points].map(point => v0 + (point[1] - y0) / (y1 - y0) * (v1 - v0));
+}
+for (const [id, places] of STEPS) {
+  byId(id).value = +byId(id).value + places;
+  byId(id).dispatchEvent(new Event('input', {bubbles: true}));
+  states.push({
+    uniform: +byId('uniform').value, scale: byId('uniform').getAttribute('aria-valuetext'),
+    summary: byId('summary').textContent,
+    models: data.models.map((_, n) => Object.fromEntries(['loss', 'entropy', 'distance'].map(
+      kind => [kind, curve(document.querySelectorAll(`#${kind} svg`)[n])]))),
+  });
+}
+byId('found').textContent = JSON.stringify({
+  states, errors, width: document.documentElement.scrollWidth,
+  order: [...document.querySelectorAll('input, select')].map(one => one.id),
+  loaded: performance.getEntriesByType('resource').map(entry => entry.name),
+});
+</script>'''
+STEPS = [('length', 0), ('uniform', 2), ('head', 1), ('chosen', 1), ('length', -1)]
 
 
 @pytest.mark.slow
-def test_sliders_move_the_curves_to_the_values_of_the_data(browser):
-    data = data_of(PAGE)
-    browser.open(PAGE.as_uri())
-    one, last = data['uniform'].index(1), len(data['lengths']) - 1
-    n_heads = len(data['models'][0]['head'][0])
+@pytest.mark.skipif(not BROWSER, reason='needs Chromium: apt-get install chromium')
+@pytest.mark.parametrize('width', [320, 390, 1200])
+def test_sliders_move_the_curves_to_the_values_of_the_data(tmp_path, width):
+    page, data = PAGE.read_text(encoding='utf-8'), data_of(PAGE)
+    page = html.escape(page + DRIVER.replace('STEPS', json.dumps(STEPS)))
+    (tmp_path / 'frame.html').write_text(
+        f'<meta charset="utf-8"><iframe width="{width}" srcdoc="{page}" onload="document.body'
+        '.textContent = this.contentDocument.getElementById(\'found\').textContent"></iframe>')
+    run = subprocess.run([BROWSER, '--headless', '--no-sandbox', '--disable-gpu', '--dump-dom',
+                          f'--user-data-dir={tmp_path}/user', tmp_path / 'frame.html'],
+                         capture_output=True, text=True)
+    shown = json.loads(html.unescape(re.search('<body>(.*)</body>', run.stdout, re.S)[1]))
+    assert (shown['errors'], shown['loaded']) == ([], [])
+    assert shown['width'] <= width  # nothing is wider than the screen
+    assert shown['order'] == ['length', 'uniform', 'head', 'chosen']
 
-    def check(length, uniform=one, head=None, chosen=0):
-        layer, h = divmod(chosen, n_heads)
-        for n, model in enumerate(data['models']):
+    states, one = shown['states'], data['uniform'].index(1)
+    last, by_head = len(data['lengths']) - 1, data['one_head'].index(1) + 1
+    assert states[0]['summary'] != states[1]['summary']
+    assert float(states[1]['scale']) == data['uniform'][one + 2] and states[2]['uniform'] == one
+    for state, length, uniform, head, chosen in zip(
+            states, [last, last, last, last, last - 1], [one, one + 2, one, one, one],
+            [None, None, by_head, by_head, by_head], [0, 0, 0, 1, 1], strict=True):
+        for model, drawn in zip(data['models'], state['models'], strict=True):
+            layer, h = divmod(chosen, len(model['head'][0]))
             row = model['uniform'][uniform]
-            found = {kind: row[kind][layer][h] for kind in ('entropy', 'distance')} | {
+            wanted = {kind: row[kind][layer][h] for kind in ('entropy', 'distance')} | {
                 'loss': row['loss']}
             if head is not None:
-                found = model['head'][layer][h][head]
+                wanted = model['head'][layer][h][head]
             bins = sum(p <= data['lengths'][length] for p in data['position'])
-            for kind in ('loss', 'entropy'):
-                near(browser.drawn(kind, n), found[kind][:bins], atol=1e-6)
-            shares = found['distance'][length]
-            near(browser.drawn('distance', n)[::2] / 100,
-                 shares[:len(browser.drawn('distance', n)) // 2], atol=1e-6)
-            assert not any(shares[len(browser.drawn('distance', n)) // 2:])
-
-    check(last)
-    said = browser.run('byId("summary").textContent')
-    browser.run('byId("uniform").focus()')
-    browser.press('ArrowRight', 39)
-    browser.press('ArrowRight', 39)
-    check(last, uniform=one + 2)
-    assert browser.run('byId("summary").textContent') != said
-    scale = browser.run('byId("uniform").getAttribute("aria-valuetext")')
-    assert float(scale) == data['uniform'][one + 2]
-
-    browser.press('Tab', 9)  # to the slider of one head
-    assert browser.run('document.activeElement.id') == 'head'
-    browser.press('ArrowRight', 39)
-    check(last, head=data['one_head'].index(1) + 1)
-    assert browser.run('+byId("uniform").value') == one
-    browser.press('Tab', 9)
-    browser.press('ArrowDown', 40)
-    check(last, head=data['one_head'].index(1) + 1, chosen=1)
-
-    browser.run('byId("length").focus()')
-    browser.press('ArrowLeft', 37)
-    check(last - 1, head=data['one_head'].index(1) + 1, chosen=1)
-
-    for width in (320, 390, 1200):  # nothing is wider than the screen
-        browser.ask('Emulation.setDeviceMetricsOverride', width=width, height=800,
-                    deviceScaleFactor=1, mobile=width < 1000)
-        assert browser.run('document.documentElement.scrollWidth') <= width
-    wrong = [event for event in browser.events
-             if event.get('method') in ('Runtime.exceptionThrown', 'Log.entryAdded')]
-    assert not wrong
-    called = [event['params']['request']['url'] for event in browser.events
-              if event.get('method') == 'Network.requestWillBeSent']
-    assert all(url.startswith(('file:', 'data:')) for url in called)
+            for kind in 'loss', 'entropy':
+                near(drawn[kind], wanted[kind][:bins], atol=1e-6)
+            shares, bars = wanted['distance'][length], np.array(drawn['distance'][::2]) / 100
+            near(bars, shares[:len(bars)], atol=1e-6)
+            assert not any(shares[len(bars):])

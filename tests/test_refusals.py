@@ -35,7 +35,7 @@ SHORT = {
     'CHE': '--out_dir={tmp}/out --tasks=["even_pairs"] --train_length=6 --test_length=9',
 }
 
-MISTAKES = '''
+MISTAKES = r'''
 eval_ppl        NAN --protocol=sliding --max_windows=4 | nan
 eval_ppl        NAN --protocol=last --n_samples=2 | nan
 eval_ppl        NAN --protocol=position --n_samples=2 | nan
@@ -273,7 +273,8 @@ def test_a_mistake_is_refused_in_one_line_that_names_it(places, tmp_path, line):
         content = content.replace('DEEP', '[' * 100_000).encode().decode('unicode_escape')
         for kind in 'json', 'jsonl', 'tiktoken', 'txt', 'txt.gz':
             (tmp_path / f'given.{kind}').write_bytes(content.encode('latin-1'))
+    names['tmp'].mkdir()
     before = contents(places['run'])
     line = mistake(stage, *(word.format(**names) for word in words))
     assert named.replace('{run}', str(places['run'])) in line
-    assert not names['tmp'].exists() and before.items() <= contents(places['run']).items()
+    assert contents(names['tmp']) == {} and before.items() <= contents(places['run']).items()
