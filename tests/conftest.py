@@ -561,8 +561,9 @@ def plain(runs):
 
 
 def contents(folder):
-    """{path: bytes} of every file in a folder."""
-    return {path: path.read_bytes() for path in folder.rglob('*') if path.is_file()}
+    """{path in it: bytes} of every file in a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob('*')
+            if path.is_file()}
 
 
 def load(out_dir, name='last.pt'):

@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import ROOT, flip_a_bit, mistake, near, random_model, read, stage_here
 
-from che import draw, measure, print_table
+from che import measure, print_table
 from lib.checkpoints import old_name
 from lib.generate import complete
 from lib.tasks import TASKS
@@ -56,19 +56,6 @@ def test_accuracy_counts_symbols_up_to_the_end_symbol_and_loss_counts_all():
     assert of(before_end)[1:] == [pytest.approx(n / (n + 16)), 0]
     end[:4] = False  # in 4 of 16 answers the end symbol is wrong
     assert of(before_end | end)[2] == 12 / 16
-
-
-def test_recall_is_read_at_its_queries_and_copy_as_it_is_generated():
-    def both(name, n):
-        """As che.py draws it, and as the task is."""
-        return (*draw(name, np.random.default_rng(0), 5, n, empty=96),
-                *TASKS[name].generate(np.random.default_rng(0), 5, n))
-
-    tokens, answers, inputs, values = both('recall', 12)
-    assert np.array_equal(tokens, inputs) and np.array_equal(answers, values)
-    tokens, answers, x, _ = both('copy', 4)
-    expected = np.concatenate((x, np.full((5, 1), 96), x[:, :3]), axis=1)
-    assert np.array_equal(tokens, expected) and np.array_equal(answers, x)
 
 
 @torch.no_grad()

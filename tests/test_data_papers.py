@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 import test_data
-from conftest import Server
+from conftest import Server, contents
 from test_data import texts
 
 from data import hub
-from lib.errors import ROOT
+from lib.errors import ROOT, UserError
 from lib.tokens import open_tokens
 
 huggingface_hub = pytest.importorskip('huggingface_hub')
@@ -34,13 +34,15 @@ def prepare(name, out, *arguments):
     return test_data.prepare(name, out, *HERE, *arguments)
 
 
-def refused(name, out, *arguments):
-    return test_data.refused(name, out, *HERE, *arguments)
+def refused(*arguments):
+    with pytest.raises(UserError) as caught:
+        prepare(*arguments)
+    return str(caught.value)
 
 
 def command(name, out, *arguments):
     script = ROOT / 'data' / name / 'prepare.py'
-    return [sys.executable, str(script), '--tokenizer=bytes', f'--out_dir={out}', *arguments]
+    return [sys.executable, script, *HERE, f'--out_dir={out}', *arguments]
 
 
 def write_rows(path, rows):
@@ -71,14 +73,13 @@ def pajama(folder, n_files, n_rows, length=20):
 # ---------------------------------------------------------------------- what each takes
 
 def test_slimpajama_leaves_out_github_and_refuses_rows_that_do_not_say(tmp_path):
-    out, local = tmp_path / 'out', f'--local={tmp_path}/in'
+    out = tmp_path / 'out'
     train = pajama(tmp_path / 'in', 3, 10)
     write_rows(tmp_path / 'in/data/validation-00000.parquet', [
         {'text': 'kept', 'meta': {'redpajama_set_name': 'RedPajamaArXiv'}},
         {'text': 'code', 'meta': {'redpajama_set_name': GITHUB}}])
-    prepare('slimpajama', out, local)
-    assert sorted(texts(out, 'train')) == sorted(train)
-    assert texts(out, 'val') == ['kept']
+    prepare('slimpajama', out, f'--local={tmp_path}/in')
+    assert sorted(texts(out, 'train')) == sorted(train) and texts(out, 'val') == ['kept']
     assert not (out / 'parts.part').exists()
 
     write_rows(tmp_path / 'bare/train.parquet', [{'text': 'may be code'}])
@@ -89,35 +90,34 @@ def test_slimpajama_leaves_out_github_and_refuses_rows_that_do_not_say(tmp_path)
     assert texts(tmp_path / 'bare_out', 'train') == ['may be code']
 
 
-def test_arxiv_keeps_only_arxiv_whatever_the_compression(tmp_path):
-    for suffix in '.jsonl.gz', '.jsonl.zst', '.json':
-        folder, out = tmp_path / suffix, tmp_path / f'out{suffix}'
-        for name in ('train/00', 'val', 'test'):
-            write_rows(folder / f'{name}{suffix}', [
-                {'text': f'{name} {kind}', 'meta': {'pile_set_name': kind}}
-                for kind in ('Pile-CC', 'ArXiv', 'Github')])
-        prepare('arxiv', out, f'--local={folder}')
-        assert test_data.all_texts(out) == [['train/00 ArXiv'], ['val ArXiv'], ['test ArXiv']]
+@pytest.mark.parametrize('suffix', ['.jsonl.gz', '.jsonl.zst', '.json'])
+def test_arxiv_keeps_only_arxiv_whatever_the_compression(tmp_path, suffix):
+    for name in 'train/00', 'val', 'test':
+        write_rows(tmp_path / f'in/{name}{suffix}', [
+            {'text': f'{name} {kind}', 'meta': {'pile_set_name': kind}}
+            for kind in ('Pile-CC', 'ArXiv', 'Github')])
+    prepare('arxiv', tmp_path / 'out', f'--local={tmp_path}/in')
+    found = test_data.all_texts(tmp_path / 'out')
+    assert found == [['train/00 ArXiv'], ['val ArXiv'], ['test ArXiv']]
 
 
-def test_starcoder_reads_content_and_a_part_ends_with_a_document(tmp_path):
+@pytest.mark.parametrize('max_tokens, n_documents', [
+    (1, 1), (10, 1), (11, 2), (503, 51), (10 ** 6, 150)])
+def test_starcoder_reads_content_and_a_part_ends_with_a_document(tmp_path, max_tokens, n_documents):
     for i, language in enumerate(('ada', 'python', 'ruby')):
         rows = [{'content': f'{i}{j:03d} code'} for j in range(50)]  # 9 bytes and an end
         write_rows(tmp_path / f'in/{language}/train-0.parquet', rows)
     local, some = f'--local={tmp_path}/in', tmp_path / 'some'
     prepare('starcoder', tmp_path / 'all', local)
-    everything = texts(tmp_path / 'all', 'train')
-    assert len(everything) == 150
-    for max_tokens, n_documents in ((1, 1), (10, 1), (11, 2), (503, 51), (10 ** 6, 150)):
-        prepare('starcoder', some, local, f'--max_tokens={max_tokens}')
-        assert texts(some, 'train') == everything[:n_documents]
-        assert len(open_tokens(str(some), 'train').tokens) == 10 * n_documents
+    prepare('starcoder', some, local, f'--max_tokens={max_tokens}')
+    assert texts(some, 'train') == texts(tmp_path / 'all', 'train')[:n_documents]
+    assert len(open_tokens(str(some), 'train').tokens) == 10 * n_documents
 
 
 @pytest.mark.parametrize('local', ['in', 'in/test/proofpile_test.jsonl.gz', 'in/*/*test*'])
 def test_proof_pile_is_its_test_file_in_order_whatever_its_meta_holds(tmp_path, local):
-    metas = {'a': 1}, {'b': {'c': 'x'}}, {}, {'a': 's'}
-    rows = [{'text': f'proof {i}', 'meta': meta} for i, meta in enumerate(metas)]
+    rows = [{'text': f'proof {i}', 'meta': meta}
+            for i, meta in enumerate(({'a': 1}, {'b': {'c': 'x'}}, {}, {'a': 's'}))]
     write_rows(tmp_path / 'in/test/proofpile_test.jsonl.gz', rows)
     write_rows(tmp_path / 'in/dev/proofpile_dev.jsonl.gz', [{'text': 'no', 'meta': {}}])
     prepare('proof_pile', tmp_path / 'out', f'--local={tmp_path}/{local}')
@@ -151,8 +151,7 @@ def test_a_run_killed_half_way_goes_on_and_ends_with_the_same_bytes(tmp_path):
     assert 0 < before < 40
     again = subprocess.run(line, capture_output=True, text=True)
     assert f'40 files, {before} of them done before' in again.stdout, again.stderr
-    for name in ('train.bin', 'train_starts.bin', 'meta.json', 'tokenizer_state.json'):
-        assert (killed / name).read_bytes() == (whole / name).read_bytes()
+    assert contents(killed) == contents(whole)
     assert 'prepared already' in prepare('slimpajama', killed, local)
 
 

@@ -11,7 +11,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import near, on, plain_losses, random_model, read, scale_set, stage_here
+from conftest import near, on, plain_losses, random_model, read, scale_set, stage_here, tokens
 
 import eval_ppl
 from eval_ppl import (
@@ -25,7 +25,7 @@ from eval_ppl import (
 )
 from lib import devices
 from lib.scales import save_scale
-from lib.tokens import TokenFile, documents, open_tokens
+from lib.tokens import TokenFile, open_tokens
 
 # ---------------------------------------------------------------------- which tokens
 
@@ -78,12 +78,13 @@ def test_each_rule_scores_the_targets_that_it_describes(length, stride):
     ('none', [32, 64], 'classic', 9, 5000, 3),
 ])
 def test_losses_and_gains_of_sliding_windows_equal_a_plain_loop(
-        cpu, corpus_dir, monkeypatch, position, lengths, rule, stride, batch_tokens, passes):
-    model = random_model(vocab_size=257, position=position)
-    data, calls = open_tokens(str(corpus_dir), 'test'), []
+        cpu, monkeypatch, position, lengths, rule, stride, batch_tokens, passes):
+    model, calls = random_model(position=position), []
+    starts = np.cumsum([0, 101, 13, 141, 66, 165])  # each document is followed by end-of-text
+    data = TokenFile(tokens(starts[-1]).numpy().astype(np.uint16), starts[:-1], {}, {})
     monkeypatch.setattr(eval_ppl, 'score_windows',
                         lambda *given: calls.append(0) or score_windows(*given))
-    rows, _ = evaluate_sliding(model, data, lengths, stride, rule, 6, batch_tokens, cpu)
+    rows, by_window = evaluate_sliding(model, data, lengths, stride, rule, 6, batch_tokens, cpu)
     assert len(calls) == passes
 
     def losses(first, end):
@@ -92,13 +93,18 @@ def test_losses_and_gains_of_sliding_windows_equal_a_plain_loop(
 
     for row in rows:
         windows = []
-        for start, end in documents(data):
-            windows += sliding_windows(start, end, row['length'], max(lengths), stride, rule)
+        for start, n in zip(starts, np.diff(starts) - 1):
+            T, longest = row['length'], max(lengths)
+            windows += sliding_windows(start, start + n, T, longest, stride, rule)
         n = len(windows) if rule == 'same' else 6  # six from all over, or the first six
         windows = [windows[n * i // 6] for i in range(6)]
         whole = [losses(lo, hi)[-n:] for lo, hi, n in windows]
-        near(row['loss'], torch.cat(whole).mean(), rtol=1e-5)
-        assert (row['windows'], row['scored_tokens']) == (6, len(torch.cat(whole)))
+        loss = torch.cat(whole).mean()
+        near([row['loss'], row['ppl']], [loss, loss.exp()], rtol=1e-5)
+        near(by_window[str(row['length'])], [part.mean() for part in whole], rtol=1e-5)
+        n_documents = len({starts.searchsorted(hi) for _, hi, _ in windows})
+        counts = row['windows'], row['scored_tokens'], row['documents']
+        assert counts == (6, len(torch.cat(whole)), n_documents)
         assert ('gain' in row) == (row['length'] > 32)
         if row['length'] <= 32:
             continue
@@ -113,27 +119,6 @@ def test_losses_and_gains_of_sliding_windows_equal_a_plain_loop(
 
 
 # ---------------------------------------------------------------------- their losses
-
-# length, documents, windows and scored tokens, of documents of 100, 12, 40, 65 and 64 tokens
-@pytest.mark.parametrize('rule, expected', [
-    # ends 64, 74, 84, 94 | 64
-    ('same', [(16, 2, 5, 50), (64, 2, 5, 50)]),
-    # at 16: 16 ... 96 | none | 16, 26, 36 | 16 ... 56 | 16 ... 56;  at 64 as above
-    ('paper', [(16, 4, 9 + 3 + 5 + 5, 220), (64, 2, 5, 50)]),
-    # all but the first token of each of the five;
-    # at 16: 16 ... 96, 100 | 12 | 16 ... 36, 40 | 16 ... 56, 65 | 16 ... 56, 64
-    ('classic', [(16, 5, 10 + 1 + 4 + 6 + 6, 276), (64, 5, 5 + 1 + 1 + 2 + 1, 276)]),
-])
-def test_documents_windows_and_scored_tokens_are_counted_right(cpu, rule, expected):
-    starts = np.cumsum([0, 101, 13, 41, 66, 65])  # each is followed by end-of-text
-    data = TokenFile(np.arange(starts[-1]) % 61, starts[:-1], {}, {})
-    rows, by_window = evaluate_sliding(random_model(), data, [16, 64], 10, rule, 1000, 500, cpu)
-    found = [tuple(row[key] for key in ('length', 'documents', 'windows', 'scored_tokens'))
-             for row in rows]
-    assert found == expected
-    assert [len(losses) for losses in by_window.values()] == [row['windows'] for row in rows]
-    assert all(row['ppl'] == pytest.approx(math.exp(row['loss'])) for row in rows)
-
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which('g++'), reason='torch.compile on a CPU needs g++')

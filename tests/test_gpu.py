@@ -32,30 +32,21 @@ def on_both(changes, device):
 
 
 @every
-@pytest.mark.parametrize('at_once', [kernels.SCORES_AT_ONCE, 300])
-def test_losses_and_gradients_are_those_of_the_cpu(monkeypatch, gpu, changes, at_once):
-    monkeypatch.setattr(kernels, 'SCORES_AT_ONCE', at_once)  # with 300, in many chunks
+@pytest.mark.parametrize('how', ['plain', 'in many chunks', 'checkpointed', 'compiled'])
+def test_losses_and_gradients_are_those_of_the_cpu(monkeypatch, gpu, changes, how):
+    if how == 'in many chunks':
+        monkeypatch.setattr(kernels, 'SCORES_AT_ONCE', 300)
     model, on_gpu = on_both(changes, gpu)
-    windows = tokens(2, 141)
-    losses, gradients = losses_and_gradients(model, windows)
-    for checkpointed in False, True:
-        on_gpu.checkpoint_activations = checkpointed
-        found, found_gradients = losses_and_gradients(on_gpu, windows.to(gpu))
-        near(found.cpu(), losses, atol=1e-3)
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(found_gradients[name].cpu(), gradient, rtol=1e-2, atol=1e-4)
-
-
-@every
-def test_compiled_steps_are_those_of_the_cpu(gpu, changes):
-    torch.compiler.reset()
-    model, on_gpu = on_both(changes, gpu)
-    windows, forward = tokens(2, 141), torch.compile(on_gpu, dynamic=False).__call__
+    on_gpu.checkpoint_activations = how == 'checkpointed'
+    windows, forward = tokens(2, 141), on_gpu
+    if how == 'compiled':
+        torch.compiler.reset()
+        forward = torch.compile(on_gpu, dynamic=False).__call__
     losses, gradients = losses_and_gradients(model, windows)
     found, found_gradients = losses_and_gradients(on_gpu, windows.to(gpu), forward)
     near(found.cpu(), losses, atol=1e-3)
     for name, gradient in gradients.items():
-        torch.testing.assert_close(found_gradients[name].cpu(), gradient, rtol=1e-2, atol=1e-4)
+        near(found_gradients[name].cpu(), gradient, rtol=1e-2, atol=1e-4)
     with torch.autocast('cuda', torch.bfloat16):
         found, _ = losses_and_gradients(on_gpu, windows.to(gpu), forward)
     near(found.mean().cpu(), losses.mean(), atol=0.05)

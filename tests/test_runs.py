@@ -105,14 +105,14 @@ def test_resume_keeps_every_line_that_can_be_read_and_shows_the_others(runs, pla
 @pytest.mark.parametrize('init_from', ['scratch', 'resume'])
 @pytest.mark.skipif(os.name == 'nt', reason='nothing is locked on Windows')
 def test_a_second_run_in_the_out_dir_of_a_living_one_is_refused(runs, plain, cpu, init_from):
-    out_dir = runs.folder / init_from
+    out_dir, command = runs.folder / init_from, f'--init_from={init_from} --max_iters=13'
     if init_from == 'resume':
         runs.copy(plain, init_from)
     lock = lock_file(out_dir / 'log.jsonl', cpu)  # as the run that lives has it
-    line = runs.refused(init_from, f'--init_from={init_from}')
+    line = runs.refused(init_from, command)
     assert f'process {os.getpid()} ' in line and str(out_dir) in line
     unlock_file(lock)
-    runs.train(init_from, f'--init_from={init_from} --max_iters=13')
+    runs.train(init_from, command)
     assert not list(out_dir.glob('*.lock'))
 
 
@@ -147,38 +147,40 @@ def test_a_run_killed_again_and_again_equals_an_unbroken_one(runs):
 
 # ---------------------------------------------------------------------- two ranks
 
+def step_where_it_stopped(runs, name, process):
+    """Of a run that was told to stop: it must have saved, logged and said so."""
+    assert process.wait() != 0
+    out_dir = runs.folder / name
+    step = load(out_dir)['step']
+    assert f'SIGTERM: saved step {step}' in (runs.folder / f'{name}.out').read_text()
+    assert_steps(out_dir, step)
+    return step
+
+
 @pytest.mark.slow
 def test_two_ranks_train_what_one_does_stop_together_and_one_goes_on(runs):
-    out_dir = runs.folder / 'two_ranks'
+    out_dir, one = runs.folder / 'two_ranks', runs.train('one_rank')
     torchrun = start(runs, 'two_ranks', '--max_iters=10000 --log_interval=1', ranks=2)
     wait_for_steps(out_dir, 20, torchrun)
     torchrun.terminate()
-    assert torchrun.wait() != 0
-    one = runs.train('one_rank')
-    for key in ('loss', 'val_loss'):
+    step = step_where_it_stopped(runs, 'two_ranks', torchrun)
+    for key in 'loss', 'val_loss':
         ours = {step: value for step, value in log_rows(out_dir, key).items() if step <= 12}
         assert ours == pytest.approx(log_rows(one, key), rel=1e-3)
-    step = load(out_dir)['step']
-    assert f'SIGTERM: saved step {step}' in (runs.folder / 'two_ranks.out').read_text()
-    assert_steps(out_dir, step)
-    runs.resume('two_ranks', f'--max_iters={step + 2}')
-    assert_steps(out_dir, step + 2)
+    assert_steps(runs.resume('two_ranks', f'--max_iters={step + 2}'), step + 2)
 
 
 @pytest.mark.slow
 def test_workers_keep_others_out_and_a_signal_to_one_alone_ends_the_run_with_a_checkpoint(runs):
     """As a scheduler may send it; torchrun itself is told nothing."""
-    out_dir, command = runs.folder / 'worker', '--max_iters=100000 --log_interval=1'
-    torchrun = start(runs, 'worker', command, ranks=2)
+    out_dir = runs.folder / 'worker'
+    torchrun = start(runs, 'worker', '--max_iters=100000 --log_interval=1', ranks=2)
     wait_for_steps(out_dir, 4, torchrun)
     worker = int((out_dir / 'log.jsonl.lock').read_text().split()[1])
     line = mistake('train', *runs.arguments('worker', '--init_from=resume'))
     assert f'process {worker} on' in line
     os.kill(worker, signal.SIGTERM)
-    assert torchrun.wait() != 0
-    step = load(out_dir)['step']
-    assert f'SIGTERM: saved step {step}' in (runs.folder / 'worker.out').read_text()
-    assert_steps(out_dir, step)
+    step_where_it_stopped(runs, 'worker', torchrun)
 
 
 @pytest.mark.slow
@@ -256,9 +258,9 @@ def test_two_compiled_ranks_train_what_one_plain_process_does(runs, dtype, speed
 @pytest.mark.parametrize('position', ['none', 'kerple'])
 def test_a_compiled_run_that_recomputes_activations_trains_what_a_plain_one_does(runs, position):
     """And one that is resumed is the same to the last bit."""
-    fast = f'--position={position} --n_layer=1 --compile=True --checkpoint_activations=True'
-    plain = runs.train(f'{position}_plain', f'--position={position} --n_layer=1')
-    whole = runs.train(position, fast)
+    simple = f'--position={position} --n_layer=1'
+    fast = simple + ' --compile=True --checkpoint_activations=True'
+    plain, whole = runs.train(f'{position}_plain', simple), runs.train(position, fast)
     assert 'uncompiled' not in runs.printed
     assert_close_runs(whole, plain, atol=2e-3)
     runs.train(f'{position}_parts', f'{fast} --max_iters=6')
@@ -272,12 +274,10 @@ def test_a_tracker_gets_what_the_log_gets(runs, plain, tmp_path, monkeypatch):
     stage('train', *runs.arguments('tracked', '--tracker=trackio'))
     database, = tmp_path.glob('*.db')
     rows = sqlite3.connect(database).execute('select step, metrics from metrics').fetchall()
-    sent = {}
-    for step, metrics in rows:
-        for key, value in json.loads(metrics).items():
-            sent.setdefault(key, {})[step] = value
-    for key in ('loss', 'val_loss', 'entropy'):
-        assert sent[key] == log_rows(runs.folder / 'tracked', key) == log_rows(plain, key)
+    rows = [(step, json.loads(metrics)) for step, metrics in rows]
+    for key in 'loss', 'val_loss', 'entropy':
+        sent = {step: metrics[key] for step, metrics in rows if key in metrics}
+        assert sent == log_rows(runs.folder / 'tracked', key) == log_rows(plain, key)
 
 
 def test_a_missing_tracker_is_refused_before_work(runs, monkeypatch):
