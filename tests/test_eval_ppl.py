@@ -15,7 +15,6 @@ from conftest import near, on, plain_losses, random_model, read, scale_set, stag
 
 import eval_ppl
 from eval_ppl import (
-    cut_windows,
     evaluate_last,
     evaluate_sliding,
     last_repeats,
@@ -232,16 +231,6 @@ def test_last_tokens_and_the_gain_from_context_equal_a_plain_computation(run, ti
 
 
 # ---------------------------------------------------------------------- the cut context
-
-@pytest.mark.parametrize('windows, L, expected', [
-    ([(0, 64, 8), (10, 74, 8)], 32, [[(32, 64, 4), (28, 60, 4)], [(42, 74, 4), (38, 70, 4)]]),
-    ([(0, 20, 10)], 32, [[(0, 20, 4), (0, 16, 4), (0, 12, 2)]]),  # within the window
-    ([(0, 64, 2)], 32, [[(32, 64, 2)]]),
-    ([(0, 9, 2)], 4, [[(5, 9, 1), (4, 8, 1)]]),
-])
-def test_cut_windows_are_those_counted_by_hand(windows, L, expected):
-    assert cut_windows(windows, L) == expected
-
 
 # ---------------------------------------------------------------------- far repeats
 

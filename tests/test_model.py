@@ -145,15 +145,6 @@ def test_head_scale_of_one_is_plain_attention_to_the_last_bit(monkeypatch, posit
     near(losses_and_gradients(model, windows), expected)
 
 
-def test_head_scale_is_set_by_a_number_or_by_an_array_and_read_back():
-    model, scales = random_model(), [[1, 2, 3, 4], [5, 6, 7, 8.5]]
-    for given, expected in (1.25, [[1.25] * 4] * 2), (scales, scales):
-        model.head_scale = given
-        assert model.head_scale.tolist() == expected
-    with pytest.raises(RuntimeError):
-        model.head_scale = [[1, 2, 3]]
-
-
 def test_a_change_of_a_thousandth_in_a_scale_counts_under_bfloat16():
     model, logits = random_model(), []
     for scale in 1.6, 1.601:  # in bfloat16 they are equal

@@ -244,16 +244,6 @@ def test_llama4s_temperature_is_that_of_transformers(monkeypatch):
     near(found, theirs(x, None, causal)[0], atol=1e-4)
 
 
-@torch.no_grad()
-def test_keys_outside_the_windows_of_all_layers_change_nothing():
-    """Three layers of 10 keys: the last query hears of the last 28 tokens alone."""
-    model = random_model(position='rope', rope_window=10, n_layer=3)
-    idx, other = tokens(1, 90), tokens(1, 90, seed=2)
-    for n, equal in (28, True), (27, False):
-        changed = torch.cat((other[:, :-n], idx[:, -n:]), dim=1)
-        assert torch.allclose(model(changed)[:, -1], model(idx)[:, -1], atol=1e-5) == equal
-
-
 def test_methods_of_the_query_start_as_their_sources_say():
     ssmax = METHODS['ssmax'](random_model().config)
     last = ssmax.factor(torch.tensor([31.0]))  # of a window of L = 32

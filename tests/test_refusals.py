@@ -73,7 +73,7 @@ data that cannot be read, tokenizers and mixtures that cannot work
 data/text/prepare  PREPARE | Name files
 data/text/prepare  PREPARE nowhere.txt | nowhere.txt
 data/text/prepare  TEXT --val=["{given}.txt"] --test=["{given}.txt"] | given.txt | text
-data/text/prepare  PREPARE {given}.txt | given.txt is not UTF-8: byte 7 | fine\n\xe4
+data/text/prepare  PREPARE {given}.txt | given.txt is not UTF-8: byte 5 | fine\n\xe4
 data/text/prepare  PREPARE {given}.jsonl | given.jsonl, line 2, | {"text": "fine"}\nDEEP
 data/text/prepare  PREPARE {given}.jsonl | given.jsonl, line 2, | {"text": "fine"}\n{"text":
 data/text/prepare  PREPARE {given}.jsonl | given.jsonl, line 2, | {"text": "fine"}\n[1]

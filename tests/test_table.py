@@ -36,30 +36,28 @@ def test_row_shows_the_best_of_its_candidates(run, tiny_run, corpus_dir, cpu, ca
     data = open_tokens(str(corpus_dir), 'test')
 
     def measured(scale, *method):
-        """Losses, their standard errors, and losses in the cut context, (3, lengths)."""
         model, _ = load_model('last', tiny_run, 'cpu', *method)
         model.head_scale = scale
-        rows, _ = evaluate_sliding(model, data, [32, 128], 4, 'same', 20, 16384, cpu)
-        return [[row.get(key, np.nan) for row in rows]
-                for key in ('loss', 'standard_error', 'cut_loss')]
+        return evaluate_sliding(model, data, [32, 128], 4, 'same', 20, 16384, cpu)[0]
 
     rows = run({'name': 'NoPE'}, {'name': 'asked', 'scale': [1.0, 3.0], 'paper': 'NoPE'},
                {'name': 'pi', 'position': 'rope', 'rope_scaling': ['', 'pi:2']}, max_windows=20)
     plain = measured(1)
-    for row, tried in zip(rows, [{'plain': plain}, {'scale1': plain, 'scale3': measured(3)}, {
-            'plain': measured(1, 'rope', ''), 'pi2': measured(1, 'rope', 'pi:2')}]):
-        names, (losses, errors, cut) = [*tried], np.stack([*tried.values()], axis=1)
-        best = losses.argmin(0)
-        assert row['best'] == [names[i] for i in best]
-        assert row['best_single'] == names[losses.mean(1).argmin()]
-        assert list(row['losses']) == names
-        wanted = {'ppl': np.exp(losses.min(0)), 'standard_error': errors[best, [0, 1]]}
-        for key, expected in wanted.items():
-            near(row[key], expected, rtol=1e-5)
-        near([*row['losses'].values()], losses, rtol=1e-5)
-        best_cut = cut[:, 1].min()
-        assert row['cut_loss'] == [None, pytest.approx(best_cut, rel=1e-5)]
-        assert row['gain'] == [None, pytest.approx(best_cut - losses[:, 1].min(), abs=1e-4)]
+    for row, candidates in zip(rows, [{'plain': plain}, {'scale1': plain, 'scale3': measured(3)}, {
+            'plain': measured(1, 'rope', ''), 'pi2': measured(1, 'rope', 'pi:2')}], strict=True):
+        for at in 0, 1:  # 32 and 128 tokens
+            losses = {name: found[at]['loss'] for name, found in candidates.items()}
+            name = min(losses, key=losses.get)
+            best = candidates[name][at]
+            assert row['best'][at] == name and list(row['losses']) == list(losses)
+            near([row['ppl'][at], row['standard_error'][at]],
+                 [best['ppl'], best['standard_error']], rtol=1e-5)
+            near([of_one[at] for of_one in row['losses'].values()], [*losses.values()], rtol=1e-5)
+        cut = min(found[1]['cut_loss'] for found in candidates.values())
+        assert row['cut_loss'] == [None, pytest.approx(cut, rel=1e-5)]
+        assert row['gain'] == [None, pytest.approx(cut - best['loss'], abs=1e-4)]
+        means = {name: sum(row['losses'][name]) for name in losses}
+        assert row['best_single'] == min(means, key=means.get)
         assert row['windows'] == 20 and row['checkpoint'] == f'{tiny_run}/last.pt'
     assert [row['position_method'] for row in rows] == ['none', 'none', 'rope']
     out = capsys.readouterr().out
