@@ -46,20 +46,24 @@ def made_up(x):
 
 
 @pytest.fixture(params=KERNELS)
-def kernel(request):
-    with attention_by(request.param):
-        yield request.param
+def kernel(request, changes):
+    """A kernel of attention; all but one are skipped with a method that calls none."""
+    with torch.device('meta'):
+        blocks = Transformer(ModelConfig(**SIZES | changes)).blocks
+    if isinstance(blocks[0].attn.position, FromScores) and request.param != 'math':
+        pytest.skip('this method has its own softmax')
+    return request.param
 
 
-@pytest.fixture(params=KERNELS)
-def fake(request, monkeypatch):
-    """The name of the kernel of attention by which a GPU that is not there goes."""
+@pytest.fixture
+def fake(kernel, monkeypatch):
+    """A GPU that is not there, whose attention goes by the kernel."""
     for name, read in (('numpy', made_up), ('tolist', lambda x: made_up(x).tolist()),
                        ('item', lambda x: made_up(x).item())):
         monkeypatch.setattr(torch.Tensor, name, read)
     torch.compiler.reset()
-    with fake_gpu(request.param):
-        yield request.param
+    with fake_gpu(kernel):
+        yield
 
 
 class NothingFromTheHost(TorchDispatchMode):
@@ -100,15 +104,10 @@ HOW = pytest.mark.parametrize('how', ['plain', 'compiled'])
 
 
 def as_called(model, how):
-    return torch.compile(model, backend='eager', dynamic=False) if how == 'compiled' else model
-
-
-def needs_kernel(changes, kernel):
-    """Skips a kernel of attention with a method that calls none."""
-    with torch.device('meta'):
-        blocks = Transformer(ModelConfig(**SIZES | changes)).blocks
-    if isinstance(blocks[0].attn.position, FromScores) and kernel != 'math':
-        pytest.skip('this method has its own softmax')
+    """The model, compiled or not, and what must hold while it is called as it is."""
+    if how == 'plain':
+        return model, NothingFromTheHost()
+    return torch.compile(model, backend='eager', dynamic=False), contextlib.nullcontext()
 
 
 # Random positions are drawn from as many as the longest pass here has.
@@ -122,11 +121,9 @@ every = pytest.mark.parametrize('changes', [
 @HOW
 @every
 def test_training(fake, changes, how):
-    needs_kernel(changes, fake)
     model, runtime = gpu_model(torch.float32, **changes)
     model.checkpoint_activations, runtime.dtype = True, torch.bfloat16
-    called, x = as_called(model, how), ids(2, 2048)
-    alone = contextlib.nullcontext() if how == 'compiled' else NothingFromTheHost()
+    (called, alone), x = as_called(model, how), ids(2, 2048)
     with runtime.autocast(), alone:
         losses = called(x, x)
     check(losses, (2, 2048), torch.float32)
@@ -136,25 +133,24 @@ def test_training(fake, changes, how):
 @HOW
 @every
 def test_head_scale_tuning(fake, changes, how):
-    needs_kernel(changes, fake)
     model, runtime = gpu_model(**changes)
     model.requires_grad_(False).checkpoint_activations = True
     for p in tune_scale.vectors_of(model, ['scale', 'out', 'norm']).values():
         p.requires_grad_(True)
-    x, alone = ids(1, 8192), NothingFromTheHost() if how == 'plain' else contextlib.nullcontext()
+    (called, alone), x = as_called(model, how), ids(1, 8192)
     with runtime.autocast(), alone:
-        loss = tune_scale.objective(as_called(model, how), x, x)
+        loss = tune_scale.objective(called, x, x)
     check(loss, (), torch.float32)
     assert loss.requires_grad
 
 
 @every
 def test_backward_on_meta_tensors(kernel, changes):
-    needs_kernel(changes, kernel)
     model, _ = gpu_model(torch.float32, 'meta', **changes)
     model.bfloat16()  # as autocast knows no `meta`
     x = ids(2, 2048, device='meta')
-    model(x, x).mean().backward()
+    with attention_by(kernel):
+        model(x, x).mean().backward()
     for p in model.parameters():
         if p.requires_grad:
             check(p.grad, tuple(p.shape), torch.bfloat16, 'meta')
@@ -166,19 +162,18 @@ def test_backward_on_meta_tensors(kernel, changes):
 @every
 @torch.no_grad()
 def test_sliding_windows(fake, changes, how):
-    needs_kernel(changes, fake)
     model, runtime = gpu_model(**changes)
     windows = [(start, start + 4096, 256) for start in range(0, 1024, 256)]
     seen = []
     model.norm.register_forward_hook(lambda norm, inputs, x: seen.append(x))
-    sums = score_windows(as_called(model, how), np.zeros(8192, np.uint16), windows, 8192, runtime)
+    called, _ = as_called(model, how)
+    sums = score_windows(called, np.zeros(8192, np.uint16), windows, 8192, runtime)
     assert sums.shape == (4,)
     check(seen[0], (2, 257, 2048), torch.float32)
 
 
 @every
 def test_entropy(fake, changes):
-    needs_kernel(changes, fake)
     model, runtime = gpu_model(torch.float32, **changes)
     windows = types.SimpleNamespace(block_size=4096,
                                     evenly_spaced=lambda n: np.zeros((n, 4097), np.int64))
@@ -190,7 +185,6 @@ def test_entropy(fake, changes):
 @pytest.mark.parametrize('lengths', [(300, 300), (300, 17)], ids=['equal', 'unequal'])
 @every
 def test_completions(fake, changes, lengths, n_beams):
-    needs_kernel(changes, fake)
     model, runtime = gpu_model(**changes)
     logits = []
     model.head.register_forward_hook(lambda head, inputs, y: logits.append(y))
@@ -204,7 +198,6 @@ def test_completions(fake, changes, lengths, n_beams):
 
 @every
 def test_sampling_one_prompt(fake, changes):
-    needs_kernel(changes, fake)
     model, runtime = gpu_model(**changes)
     with runtime.autocast():
         new = generate(model, [1] * 30, 3, temperature=1.0, top_k=50, top_p=0.9,
