@@ -128,17 +128,6 @@ def test_file_named_for_val_goes_nowhere_else(tmp_path, named):
     assert (train, val) == (['text of a', 'text of c'], ['text of b'])
 
 
-@pytest.mark.parametrize('text', ['word ' * 1000, 'word ' * 900 + '\n' + 'word ' * 100])
-def test_file_that_cannot_be_cut_between_lines_is_refused_before_work(tmp_path, text):
-    path = tmp_path / 'one.txt'
-    path.write_text(text)
-    line = refused('text', tmp_path / 'out', path, '--tokenizer=bpe:300')
-    assert str(path) in line and '_fraction=0' in line
-    assert not (tmp_path / 'out').exists()
-    prepare('text', tmp_path / 'out', path, *EVERYTHING_TRAINS)
-    assert texts(tmp_path / 'out', 'train') == [text]
-
-
 @pytest.mark.skipif(sys.platform != 'linux', reason='other systems refuse such names')
 def test_a_file_name_that_is_not_utf8_is_as_good_as_any(tmp_path):
     folder, out = write(tmp_path / 'in', 'odd\udcff.txt'), tmp_path / 'out\udcff'

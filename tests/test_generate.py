@@ -160,13 +160,14 @@ def test_compiled_steps_are_one_graph_that_completes_as_the_model_does(position)
     assert list(generate(model, prompts[0], 20, compile=True)) == expected
 
 
+@pytest.mark.parametrize('n_new', [1, 3])
 @pytest.mark.parametrize('beams', [1, 3])
-def test_completions_end_at_a_stop_and_not_before_their_minimum(beams):
+def test_completions_end_at_a_stop_and_not_before_their_minimum(beams, n_new):
     model, prompt = random_model(), [3, 1, 4, 1, 5]
     eos = complete(model, [prompt], 1)[0]
     assert beams > 1 or complete(model, [prompt], 12, eos=eos)[0] == []
-    later = complete(model, [prompt], 12, beams, eos, min_new_tokens=3)[0]
-    assert len(later) >= 3 and eos[0] not in later[:3]
+    later = complete(model, [prompt], 12, beams, eos, min_new_tokens=n_new)[0]
+    assert len(later) >= n_new and eos[0] not in later[:n_new]
     assert complete(model, [prompt, prompt], 0, beams) == [[], []]
 
 

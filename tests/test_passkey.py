@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import mistake, on, read, refuses, stage, stage_here
+from conftest import mistake, on, read, stage, stage_here
 
 from lib.results import lock_file, unlock_file
 from lib.tokens import get_tokenizer, train_bpe
@@ -70,12 +70,6 @@ def test_papers_count_adds_up_the_pieces(encoding):
     prompt, *_ = build_prompt(encoding, length, place, 12345, 'paper')
     expected = TASK + FILLER * before + line + FILLER * after + QUESTION
     assert encoding.decode(prompt[1:]) == expected
-
-
-def test_a_length_that_cannot_hold_the_key_is_refused():
-    arguments = 0, 12345, 'exact'
-    refuses('length 253', build_prompt, get_tokenizer('bytes'), 253, *arguments)
-    assert len(build_prompt(get_tokenizer('bytes'), 254, *arguments)[0]) == 248
 
 
 # ---------------------------------------------------------------------- as run

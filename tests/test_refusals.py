@@ -4,13 +4,14 @@ the line must name. Capital words stand for the arguments below. {run} is the fo
 run, in it nan.pt, the model with a weight that is not a number, sets.json, scales for 64 and 128
 tokens, and passkey.jsonl, whose third line is not an answer; {corpus} its data set, {other} one of
 another tokenizer, {tmp} an empty folder. {flipped_run} and {flipped_corpus} are the same with a bit
-turned over. {given} is a file of the content at the end of the line, where DEEP stands for many
-open brackets.
+turned over. {given} is a folder of files with the content at the end of the line, where DEEP stands
+for many open brackets.
 
 $ python -m pytest tests/test_refusals.py
 """
 
 import math
+import re
 import shutil
 
 import pytest
@@ -30,10 +31,13 @@ SHORT = {
     'RESUME': '--out_dir={run} --init_from=resume --device=cpu --dataset={corpus} ' + SIZES,
     'EXPORT': '--out_dir={run} --folder={tmp}/hf',
     'TEXT': '{corpus}/meta.json --out_dir={tmp}/out --val_fraction=0 --test_fraction=0',
+    'LOCAL': '--tokenizer=bytes --workers=1 --out_dir={tmp}/out',
     'PREPARE': '--out_dir={tmp}/out --val_fraction=0 --test_fraction=0',
-    'GIVEN': '--init_from={run}/last.pt --out_dir={tmp} --device=cpu --compare=["{given}.json"]',
+    'GIVEN': '--init_from={run}/last.pt --out_dir={tmp} --device=cpu --compare=["{given}/x.json"]',
     'CHE': '--out_dir={tmp}/out --tasks=["even_pairs"] --train_length=6 --test_length=9',
 }
+
+GIVEN = 'x.json x.jsonl x.tiktoken x.txt x.txt.gz train.jsonl train.parquet test.jsonl'
 
 MISTAKES = r'''
 eval_ppl        NAN --protocol=sliding --max_windows=4 | nan
@@ -62,32 +66,40 @@ che             CHE --compare=["{run}/gap.json"] | gap.json
 tune_scale      WRITE --method=head | scale_uniform.json
 eval_ppl        WRITE --scale=nowhere.json | nowhere.json
 eval_ppl        WRITE --scale=1,2 | scale
-entropy         GIVEN | given.json | {
-entropy         GIVEN | given.json | []
-entropy         GIVEN | given.json | DEEP
-entropy         GIVEN | given.json | {"stage": "che", "position": [1], "loss": [1]}
-entropy         GIVEN | given.json | {"stage": "entropy"}
-entropy         GIVEN | given.json | {"stage": "entropy", "position": 5, "loss": [1]}
+entropy         GIVEN | x.json | {
+entropy         GIVEN | x.json | []
+entropy         GIVEN | x.json | DEEP
+entropy         GIVEN | x.json | {"stage": "che", "position": [1], "loss": [1]}
+entropy         GIVEN | x.json | {"stage": "entropy"}
+entropy         GIVEN | x.json | {"stage": "entropy", "position": 5, "loss": [1]}
 
 data that cannot be read, tokenizers and mixtures that cannot work
 data/text/prepare  PREPARE | Name files
 data/text/prepare  PREPARE nowhere.txt | nowhere.txt
-data/text/prepare  TEXT --val=["{given}.txt"] --test=["{given}.txt"] | given.txt | text
-data/text/prepare  PREPARE {given}.txt | given.txt is not UTF-8: byte 5 | fine\n\xe4
-data/text/prepare  PREPARE {given}.jsonl | given.jsonl, line 2, | {"text": "fine"}\nDEEP
-data/text/prepare  PREPARE {given}.jsonl | given.jsonl, line 2, | {"text": "fine"}\n{"text":
-data/text/prepare  PREPARE {given}.jsonl | given.jsonl, line 2, | {"text": "fine"}\n[1]
-data/text/prepare  PREPARE {given}.jsonl | {"body": "x" | {"text": "fine"}\n{"body": "x", "id": 1}
-data/text/prepare  PREPARE {given}.txt.gz | given.txt.gz | \x1f\x8b\x08\0\0\0\0\0\0\x03cut
+data/text/prepare  TEXT --val=["{given}/x.txt"] --test=["{given}/x.txt"] | x.txt | text
+data/text/prepare  PREPARE {given}/x.txt | x.txt is not UTF-8: byte 5 | fine\n\xe4
+data/text/prepare  PREPARE {given}/x.jsonl | x.jsonl, line 2, | {"text": "fine"}\nDEEP
+data/text/prepare  PREPARE {given}/x.jsonl | x.jsonl, line 2, | {"text": "fine"}\n{"text":
+data/text/prepare  PREPARE {given}/x.jsonl | x.jsonl, line 2, | {"text": "fine"}\n[1]
+data/text/prepare  PREPARE {given}/x.jsonl | {"body": "x" | {"text": "fine"}\n{"body": "x", "id": 1}
+data/text/prepare  PREPARE {given}/x.txt.gz | x.txt.gz | \x1f\x8b\x08\0\0\0\0\0\0\x03cut
 data/text/prepare  TEXT --tokenizer=none.json | none.json
 data/text/prepare  TEXT --tokenizer=gpt-2 | gpt-2
 data/text/prepare  TEXT --tokenizer=bpe:256 | bpe:256
 data/text/prepare  TEXT --tokenizer=bpe:many | bpe:many
-data/text/prepare  TEXT --tokenizer={given}.json | given.json | {}
-data/text/prepare  TEXT --tokenizer={given}.json | given.json | {"version": "\xff"}
-data/text/prepare  TEXT --tokenizer={given}.tiktoken | given.tiktoken | \xff
-data/text/prepare  TEXT --tokenizer={given}.tiktoken | line 2 | YQ== 0\nAAAA
-data/text/prepare  TEXT --tokenizer={given}.tiktoken | single bytes | YQ== 0
+data/text/prepare  TEXT --tokenizer={given}/x.json | x.json | {}
+data/text/prepare  TEXT --tokenizer={given}/x.json | x.json | {"version": "\xff"}
+data/text/prepare  TEXT --tokenizer={given}/x.tiktoken | x.tiktoken | \xff
+data/text/prepare  TEXT --tokenizer={given}/x.tiktoken | line 2 | YQ== 0\nAAAA
+data/text/prepare  TEXT --tokenizer={given}/x.tiktoken | single bytes | YQ== 0
+data/text/prepare  {given}/x.txt --out_dir={tmp}/out | _fraction=0 | all in one line
+data/text/prepare  {given}/x.txt --out_dir={tmp}/out | x.txt | most of it in the first line\n or so
+data/pg19/prepare   LOCAL --local={given}/x.txt | .parquet |
+data/pg19/prepare   LOCAL --local={given}/x.jsonl | x.jsonl | {"text": "of no split"}
+data/pg19/prepare   LOCAL --local={given}/train.jsonl | body, id | {"body": "x", "id": 1}
+data/pg19/prepare   LOCAL --local={given}/train.jsonl --max_tokens=0 | max_tokens is | {"text": "x"}
+data/pg19/prepare   LOCAL --local={given}/train.parquet | train.parquet | no such thing
+data/arxiv/prepare LOCAL --local={given}/test.jsonl | test | {"text": "", "meta": {"pile_set_name": ""}}
 train           TRAIN --dataset={corpus}:1,{corpus}:x | NAME:WEIGHT
 train           TRAIN --dataset={corpus}:1,{corpus}:-1 | NAME:WEIGHT
 train           TRAIN --dataset={corpus}:1,{corpus}:0 | NAME:WEIGHT
@@ -162,6 +174,7 @@ tune_scale      WRITE --init_scale=1.2 --target_lengths=[32,64] | target_length 
 tune_scale      WRITE --method=uniform --target_length=32 | target_length is 32
 passkey         WRITE --protocol=other | protocol
 passkey         WRITE --max_length=600 --n_lengths=16 | max_length
+passkey         WRITE --max_length=253 --n_lengths=1 --n_depths=1 | length 253
 export          EXPORT --scale={run}/sets.json | 32, 64, 128
 export          EXPORT --scale={run}/sets.json --target_length=31 | target_length is 31
 export          EXPORT --scale={run}/sets.json --target_length=129 | target_length is 129
@@ -266,14 +279,15 @@ def places(tiny_run, corpus_dir, other_tokenizer, tmp_path_factory):
 
 @pytest.mark.parametrize('line', [line for line in MISTAKES.splitlines() if '|' in line])
 def test_a_mistake_is_refused_in_one_line_that_names_it(places, tmp_path, line):
-    command, named, *given = line.split(' | ')
+    command, named, *given = re.split(r' \|(?: |$)', line)
     stage, *words = ' '.join(SHORT.get(word, word) for word in command.split()).split()
     names = places | {'tmp': tmp_path / 'empty', 'given': tmp_path / 'given'}
+    for folder in names['tmp'], names['given']:
+        folder.mkdir()
     for content in given:
         content = content.replace('DEEP', '[' * 100_000).encode().decode('unicode_escape')
-        for kind in 'json', 'jsonl', 'tiktoken', 'txt', 'txt.gz':
-            (tmp_path / f'given.{kind}').write_bytes(content.encode('latin-1'))
-    names['tmp'].mkdir()
+        for name in GIVEN.split():
+            (names['given'] / name).write_bytes(content.encode('latin-1'))
     before = contents(places['run'])
     line = mistake(stage, *(word.format(**names) for word in words))
     assert named.replace('{run}', str(places['run'])) in line
