@@ -133,14 +133,14 @@ def corpus_dir(tmp_path_factory):
     document a module.
     """
     folder = tmp_path_factory.mktemp('corpus') / 'bytes'
-    package = Path(email.__file__).parent
-    held_out = [package / 'message.py', package / 'header.py']
-    train = [path for path in sorted(package.glob('*.py')) if path not in held_out]
-    test = sorted(Path(json.__file__).parent.glob('*.py'))
-    documents = {split: [path.read_text(encoding='utf-8') for path in paths]
-                 for split, paths in (('train', train), ('val', held_out), ('test', test))}
-    documents['test'].insert(1, 'import json\n')  # shorter than any window
-    write_corpus(folder, get_tokenizer('bytes'), documents, workers=1)
+    train, test = ({path.name: path.read_text(encoding='utf-8')
+                    for path in sorted(Path(package.__file__).parent.glob('*.py'))}
+                   for package in (email, json))
+    val = [train.pop(name) for name in ('message.py', 'header.py')]
+    first, *others = test.values()
+    test = [first, 'import json\n', *others]  # the second is shorter than any window
+    write_corpus(folder, get_tokenizer('bytes'), {'train': train.values(), 'val': val,
+                                                  'test': test}, workers=1)
     return folder
 
 
@@ -150,7 +150,7 @@ def other_tokenizer(tmp_path_factory):
     folder = tmp_path_factory.mktemp('merged')
     ranks = {bytes([byte]): byte for byte in range(256)} | {b'th': 256}
     (folder / 'th.tiktoken').write_text(format_ranks(ranks))
-    splits = {split: ['the weather then ' * 400] for split in ('train', 'val', 'test')}
+    splits = dict.fromkeys(('train', 'val', 'test'), ['the weather then ' * 400])
     write_corpus(folder / 'data', get_tokenizer(str(folder / 'th.tiktoken')), splits, workers=1)
     return folder / 'data'
 
@@ -415,7 +415,7 @@ def plain_logbeta(c, own, n):
 
 def plain_adaptive(c, own, scores, q, k):
     a = scores.masked_fill(plain_hidden(c), -math.inf).softmax(-1)
-    H = -(a * a.clamp(min=1e-300).log()).sum(-1, keepdim=True)
+    H = torch.special.entr(a).sum(-1, keepdim=True)
     P = -0.037 * H ** 4 + 0.481 * H ** 3 - 2.3 * H ** 2 + 4.917 * H - 1.791
     return scores * torch.where(H > 0.5, P.clamp(min=1), 1)
 
