@@ -224,6 +224,12 @@ def test_without_a_network_local_files_are_asked_for(tmp_path, monkeypatch):
 
 # ---------------------------------------------------------------------- mistakes
 
+def test_a_split_without_text_is_refused(tmp_path):
+    write_rows(tmp_path / 'test.jsonl', [{'text': 'x', 'meta': {'pile_set_name': 'PG'}}])
+    assert 'test split' in refused('arxiv', tmp_path / 'out', f'--local={tmp_path}/test.jsonl')
+    assert not (tmp_path / 'out/meta.json').exists()
+
+
 def test_a_package_that_is_missing_is_asked_for_before_work(tmp_path, monkeypatch):
     (tmp_path / 'train.jsonl.zst').touch()
     monkeypatch.setitem(sys.modules, 'zstandard', None)  # as if it were not installed

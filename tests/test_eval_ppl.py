@@ -66,15 +66,17 @@ def test_each_rule_scores_the_targets_that_it_describes(length, stride):
         assert all(length - stride <= context < length for context in found.values())
 
 
-@pytest.mark.parametrize('position, lengths, rule, stride, batch_tokens, passes', [
-    ('none', [32, 64, 128], 'same', 4, 5000, 3),  # at stride L / 8 those of L are the cut ones
-    ('rope', [64, 128], 'same', 4, 1, 3),         # and without L they are read once
-    ('none', [32, 64], 'same', 9, 300, 3),        # at a longer stride, too
-    ('none', [24, 64], 'paper', 4, 5000, 3),      # each length scores tokens of its own
-    ('none', [32, 64], 'classic', 9, 5000, 3),
+# rule, lengths, stride, tokens in a pass, and in how many calls all is read
+@pytest.mark.parametrize('position, row', [
+    ('none', 'same 32,64,128 4 5000 3'),  # at stride L / 8 those of L are the cut ones
+    ('rope', 'same 64,128 4 1 3'),        # and without L they are read once
+    ('none', 'same 32,64 9 300 3'),       # at a longer stride, too
+    ('none', 'paper 24,64 4 5000 3'),     # each length scores tokens of its own
+    ('none', 'classic 32,64 9 5000 3'),
 ])
-def test_losses_and_gains_of_sliding_windows_equal_a_plain_loop(
-        cpu, monkeypatch, position, lengths, rule, stride, batch_tokens, passes):
+def test_losses_and_gains_of_sliding_windows_equal_a_plain_loop(cpu, monkeypatch, position, row):
+    rule, lengths, *numbers = row.split()
+    lengths, (stride, batch_tokens, passes) = eval(f'[{lengths}]'), map(int, numbers)
     model, calls = random_model(position=position), []
     starts = np.cumsum([0, 101, 13, 141, 66, 165])  # each document is followed by end-of-text
     data = TokenFile(tokens(starts[-1]).numpy().astype(np.uint16), starts[:-1], {}, {})

@@ -32,13 +32,12 @@ SHORT = {
     'EXPORT': '--out_dir={run} --folder={tmp}/hf',
     'TEXT': '{corpus}/meta.json --out_dir={tmp}/out --val_fraction=0 --test_fraction=0',
     'LOCAL': '--tokenizer=bytes --workers=1 --out_dir={tmp}/out',
-    'TESTS': '--local={given}/test.jsonl',
     'PREPARE': '--out_dir={tmp}/out --val_fraction=0 --test_fraction=0',
     'GIVEN': '--init_from={run}/last.pt --out_dir={tmp} --device=cpu --compare=["{given}/x.json"]',
     'CHE': '--out_dir={tmp}/out --tasks=["even_pairs"] --train_length=6 --test_length=9',
 }
 
-GIVEN = 'x.json x.jsonl x.tiktoken x.txt x.txt.gz train.jsonl train.parquet test.jsonl'
+GIVEN = 'x.json x.jsonl x.tiktoken x.txt x.txt.gz train.jsonl train.parquet'
 
 MISTAKES = r'''
 eval_ppl        NAN --protocol=sliding --max_windows=4 | nan
@@ -100,7 +99,6 @@ data/pg19/prepare   LOCAL --local={given}/x.jsonl | x.jsonl | {"text": "of no sp
 data/pg19/prepare   LOCAL --local={given}/train.jsonl | body, id | {"body": "x", "id": 1}
 data/pg19/prepare   LOCAL --local={given}/train.jsonl --max_tokens=0 | max_tokens is | {"text": "x"}
 data/pg19/prepare   LOCAL --local={given}/train.parquet | train.parquet | no such thing
-data/arxiv/prepare  LOCAL TESTS | test split | {"text": "", "meta": {"pile_set_name": ""}}
 train           TRAIN --dataset={corpus}:1,{corpus}:x | NAME:WEIGHT
 train           TRAIN --dataset={corpus}:1,{corpus}:-1 | NAME:WEIGHT
 train           TRAIN --dataset={corpus}:1,{corpus}:0 | NAME:WEIGHT
