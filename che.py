@@ -33,8 +33,9 @@ import torch.nn.functional as F
 import position as methods
 from configurator import between, configure, settings
 from lib import checkpoints, figures, plots
+from lib.checksums import load_whole
 from lib.devices import setup
-from lib.errors import ROOT, UserError, as_user_error
+from lib.errors import ROOT, UserError, as_user_error, fault_of
 from lib.generate import require_positions
 from lib.results import (
     lock_file,
@@ -169,18 +170,13 @@ def read_state(path, wanted):
     """
     if not path.exists():
         return {'step': 0, 'settings': wanted, 'test': {}}
-    open(path, 'rb').close()  # for want of permission, say, this raises: the file may be whole
-    try:
-        state = torch.load(path, map_location='cpu', weights_only=True)
+    state = load_whole(path, 'Remove it.')
+    with fault_of(path, 'a run of che.py', 'Remove it.'):
         old = METHOD | state['settings']  # an older run lacks the settings that came later
         differences = [f'{name} {old[name]}, not {wanted[name]}' for name in wanted
                        if old[name] != wanted[name]]
         if state['step'] > max_iters:
             differences.append(f"step {state['step']}, not at most {max_iters}")
-    except Exception as error:  # zip, unpickling and key errors alike
-        raise UserError(f'{path} is cut short or not a run of che.py ({type(error).__name__}). '
-                        'Remove it.') from error
-    checkpoints.require_checksums(path, state, 'Remove it.')
     if differences:
         raise UserError(f"{path} is another run: {'; '.join(differences)}. Choose another "
                         '--out_dir=, or remove it.')

@@ -169,7 +169,8 @@ def open_model(windows, chosen, given, runtime):
     chosen = chosen | {'init_from': began_with}
     if resumes:
         require_same_data(out_dir, state.get('data'), windows.checksums)
-        for name in require_same_model(out_dir, state['settings'], chosen, (*SIZES, *METHOD)):
+        was = old | state['settings']  # older settings lack those of the model that came later
+        for name in require_same_model(out_dir, was, chosen, (*SIZES, *METHOD)):
             runtime.print(f"resuming with {name} = {chosen[name]} (was {state['settings'][name]})")
     model = Transformer(config)
     model.load_state_dict(checkpoints.named_for(model, state['model'], path))

@@ -210,6 +210,7 @@ def start_worker():
         multiprocessing.parent_process().join()
         os._exit(1)
 
+    os.environ['TOKENIZERS_PARALLELISM'] = 'false'  # a process a core is enough
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # or Ctrl-C prints a traceback from each process
     threading.Thread(target=watch, daemon=True).start()
 

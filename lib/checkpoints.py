@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 
 from lib import huggingface, plots
-from lib.checksums import require_checksums
+from lib.checksums import load_whole
 from lib.devices import setup
-from lib.errors import UserError, as_user_error
+from lib.errors import UserError, as_user_error, fault_of
 from lib.generate import require_positions
 from lib.results import note, provenance, result_path, save_json, whole_file
 from lib.scales import apply_scale
@@ -76,7 +76,7 @@ def save(path, **state):
 def require_space(folder, n_bytes):
     """Raise UserError unless checkpoints of n_bytes in all have room in `folder`."""
     Path(folder).mkdir(parents=True, exist_ok=True)
-    there = sum(file.stat().st_size for file in Path(folder).glob('*.pt'))
+    there = sum(file.stat().st_size for file in Path(folder).glob('*.pt*'))
     free = shutil.disk_usage(folder).free + there
     if free < n_bytes:
         raise UserError(f'checkpoints in {folder} need {n_bytes / 1e9:.2f} GB but {free / 1e9:.2f} '
@@ -99,55 +99,14 @@ def load(source, position=None, optimizer=True):
     if not path.is_file():
         raise UserError(f'{path} does not exist. Train that model first, by train.py with its '
                         'config, or name another with --out_dir= or --init_from=.')
-    open(path, 'rb').close()  # for want of permission, say, this raises: the file may be whole
-    inode = path.stat().st_ino
-    advice = 'Use another one: best.pt, or a kept step.'
-    try:
-        # Windows replaces no file that is mapped, and a run replaces the one it goes on from.
-        state = torch.load(path, map_location='cpu', weights_only=True, mmap=os.name != 'nt')
+    advice = 'Read it again if a run has just replaced it, or use best.pt or a kept step.'
+    state = load_whole(path, advice, without=() if optimizer else ('optimizer',))
+    with fault_of(path, 'a checkpoint of this project', advice):
         missing = {'model', 'model_config', 'tokenizer', 'digest', 'step'} - set(state)
-        held = sum(weight.numel() for weight in state.get('model', {}).values())
-    except Exception as error:  # zip, unpickling and type errors alike
-        raise UserError(f'{path} is cut short or not a checkpoint of this project '
-                        f'({type(error).__name__}). {advice}') from error
-    if missing:
-        raise UserError(f"{path} is not a checkpoint of this project: it lacks "
-                        f"{', '.join(sorted(missing))}.")
-    if not optimizer:
-        state.pop('optimizer', None)
-    try:
-        require_checksums(path, state, advice)
-    except UserError:
-        if path.stat().st_ino != inode:  # a run that trains on has just replaced the file
-            return load(path, position, optimizer)
-        raise
-    config = config_from(state['model_config'], path)
-    if config.n_layer > len(state['model']) or least_params(config) > held:
-        raise UserError(f'{path} holds {held:,} weights, but its settings, such as '
-                        f'n_layer={config.n_layer} and n_embd={config.n_embd}, call for '
-                        f'{least_params(config):,} or more. {advice}')
+        if missing:
+            raise KeyError(*missing)
+        config = ModelConfig(**state['model_config'])  # an older one lacks some settings
     return state | {'model_config': dataclasses.asdict(config)}
-
-
-def config_from(values, path):
-    """The ModelConfig of a file; an older one lacks the settings that came later."""
-    try:
-        for field in dataclasses.fields(ModelConfig):
-            kind = int | float if field.type is float else field.type
-            if field.name in values and not isinstance(values[field.name], kind):
-                raise TypeError(f'{field.name} is {values[field.name]!r}')
-        config = ModelConfig(**values)
-    except (TypeError, ValueError) as error:
-        raise UserError(f'{path} has model settings that are not ours: {error}') from error
-    return config
-
-
-def least_params(config):
-    """Weights that a model of these sizes has at least: a position method and norms add more."""
-    c, heads = config, config.n_embd + 2 * config.head_dim * config.n_kv_head  # rows of qkv
-    layer = c.n_embd * (heads + c.n_embd + 3 * c.n_hidden)
-    layer += 2 * c.dape_kernel * c.dape_width * c.n_head
-    return c.n_layer * layer + (1 if c.tied else 2) * c.vocab_size * c.n_embd
 
 
 def require_memory(config):
@@ -156,7 +115,9 @@ def require_memory(config):
         return
     memory = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
     ranks = int(os.environ.get('LOCAL_WORLD_SIZE', 1))  # torchrun's: each makes the whole model
-    needed = 4 * least_params(config) * ranks
+    c = config
+    layer = c.n_embd * (2 * c.n_embd + 3 * c.n_hidden)  # at least
+    needed = 4 * ranks * (c.n_layer * layer + c.vocab_size * c.n_embd)
     if needed > memory:
         raise UserError(f'a model of n_layer={config.n_layer}, n_embd={config.n_embd}, '
                         f'n_hidden={config.n_hidden} takes {needed / 1e9:,.2f} GB of memory, but '
@@ -168,17 +129,15 @@ def named_for(model, weights, source):
     Weights under the names that this model gives them. Raises UserError unless they are its own, no
     more and no less.
     """
-    ours = model.state_dict()
+    ours = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
     names = {old_name(name): name for name in ours}
     weights = {names.get(name, name): weight for name, weight in weights.items()}
-    for name in sorted(ours.keys() | weights.keys()):
-        has = f'no {name}'
-        if name in weights:
-            has = f'{name} of shape {tuple(weights[name].shape)}'
-        if name not in ours or name not in weights or ours[name].shape != weights[name].shape:
-            raise UserError(f'{source} has {has}, so it was not trained with position '
-                            f'{model.config.position}: methods have weights of their own. Leave '
-                            '--position out.')
+    theirs = {name: tuple(weight.shape) for name, weight in weights.items()}
+    for name, _ in sorted(ours.items() ^ theirs.items()):
+        raise UserError(f'{name} should have shape {ours.get(name)}, and in {source} it has '
+                        f'{theirs.get(name)}: that was not trained with position '
+                        f'{model.config.position}, as methods have weights of their own. Leave '
+                        '--position out.')
     return weights
 
 

@@ -1,4 +1,4 @@
-"""The checksums that torch.save() leaves in a zip file, compared with what was read from it."""
+"""Files of tensors that torch.save() wrote, read whole or refused."""
 
 import os
 import zipfile
@@ -6,17 +6,9 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from lib.errors import UserError
-
-
-def tensors_in(value):
-    """Yield the tensors that nested dicts and lists hold."""
-    if torch.is_tensor(value):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(item)
 
 
 def checksum_of(storage):
@@ -25,30 +17,40 @@ def checksum_of(storage):
     return len(data), zlib.crc32(data.numpy())
 
 
-def written_checksums(path):
+def require_checksums(path, state):
     """
-    {(bytes, CRC-32)} of what torch.save() wrote to a zip file. Raises BadZipFile for a damaged one.
+    Raise ValueError unless `state` is what torch.save() wrote to a zip file: torch.load() does not
+    compare the checksums that the zip keeps of each tensor.
     """
+    storages = [leaf.untyped_storage() for leaf in tree_leaves(state) if torch.is_tensor(leaf)]
+    storages = {storage.data_ptr(): storage for storage in storages}  # tied weights share one
     with zipfile.ZipFile(path) as archive:
-        for entry in archive.infolist():
-            if entry.filename.endswith(('/data.pkl', '/byteorder')):
-                archive.read(entry)  # compares its checksum
-        return {(entry.file_size, entry.CRC) for entry in archive.infolist()}
+        written = {(entry.file_size, entry.CRC) for entry in archive.infolist()}
+        for name in archive.namelist():
+            if name.endswith(('/data.pkl', '/byteorder')):
+                archive.read(name)  # compares its checksum
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        if not written.issuperset(pool.map(checksum_of, storages.values())):
+            raise ValueError('bytes differ from their checksums')
 
 
-def require_checksums(path, state, advice):
+def load_whole(path, advice, without=()):
     """
-    Raise UserError, ending in the advice, unless `state` is what torch.save() wrote to the zip file
-    `path`: torch.load() does not compare the checksums that the zip keeps of each tensor. Entries
-    that were dropped from `state` are not read, as checking costs time.
+    What torch.save() wrote to a file, its tensors in CPU memory, mapped. Raises UserError, ending
+    in the advice, for a file that is damaged or of another kind. without: entries that are left
+    out, which then cost no time to check.
     """
+    with open(path, 'rb') as file:  # an OSError, such as for permissions, names the file
+        is_zip = file.read(4) == b'PK\x03\x04'  # an older kind of file is none
     try:
-        storages = [tensor.untyped_storage() for tensor in tensors_in(state)]
-        storages = {storage.data_ptr(): storage for storage in storages}  # tied weights share one
-        written = written_checksums(path)
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            whole = written.issuperset(pool.map(checksum_of, storages.values()))
-    except Exception:  # zipfile has no common class for all that can be wrong in a zip
-        whole = False
-    if not whole:
-        raise UserError(f'{path} is damaged: its bytes differ from their checksums. {advice}')
+        # Windows replaces no file that is mapped, and a run replaces the one it goes on from.
+        state = torch.load(path, map_location='cpu', weights_only=True,
+                           mmap=is_zip and os.name != 'nt')
+        for name in without:
+            state.pop(name, None)
+        if is_zip:
+            require_checksums(path, state)
+    except Exception as error:  # zip, unpickling and type errors alike
+        raise UserError(f'{path} is damaged, cut short or of another program '
+                        f'({type(error).__name__}). {advice}') from error
+    return state

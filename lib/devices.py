@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map
 
 from lib.errors import UserError
 from lib.results import progress_bar
@@ -80,19 +81,17 @@ class Runtime:
         """
         n, windows, rows = len(windows), self.shard(torch.as_tensor(windows)), []
         most = max(1, batch_tokens // (windows.shape[1] - 1))
-        size = math.ceil(len(windows) / max(1, math.ceil(len(windows) / most)))
+        size = math.ceil(len(windows) / max(1, math.ceil(len(windows) / most))) or 1
         with progress_bar(len(windows), label, self.is_main and label is not None) as bar:
-            while len(rows) < len(windows):
-                # The last batch is as large as the others, or a compiled model would be compiled
-                # for it alone: it begins with windows that the one before has measured.
-                first = min(len(rows), len(windows) - size)
-                batch = windows[first:first + size].to(self.device)
+            for first in range(0, len(windows), size):
+                # The last batch is filled up with the first windows, or a compiled model would be
+                # compiled for it alone.
+                batch = windows[torch.arange(first, first + size) % len(windows)].to(self.device)
                 with self.autocast():
                     result = measure(batch[:, :-1], batch[:, 1:])
-                result = result.cpu().numpy() if torch.is_tensor(result) else result
-                rows += list(result[len(rows) - first:])
-                bar.update(len(rows) - bar.n)
-        return self.gather(rows, n, finite)
+                rows += list(result.cpu().numpy() if torch.is_tensor(result) else result)
+                bar.update(min(size, len(windows) - first))
+        return self.gather(rows[:len(windows)], n, finite)
 
     def wait_for_all(self):
         if self.world_size > 1:
@@ -248,12 +247,13 @@ def sharded(model, runtime, compile):
 def unsharded(state):
     """A state dict whose sharded tensors the first rank puts together in CPU memory. Call it on
     every rank."""
-    if isinstance(state, dict):
-        return {name: unsharded(value) for name, value in state.items()}
-    if not hasattr(state, 'full_tensor'):  # a plain tensor, a number, or a list without tensors
-        return state
-    tensor = state.full_tensor()  # all ranks take part; the others need not keep it
-    return tensor.cpu() if dist.get_rank() == 0 else None
+    def whole(value):
+        if not hasattr(value, 'full_tensor'):  # a plain tensor or a number
+            return value
+        tensor = value.full_tensor()  # all ranks take part; the others need not keep it
+        return tensor.cpu() if dist.get_rank() == 0 else None
+
+    return tree_map(whole, state)
 
 
 def load_sharded(optimizer, state):

@@ -32,6 +32,21 @@ def as_user_error():
         raise UserError(str(error)) from error
 
 
+@contextlib.contextmanager
+def fault_of(path, what, advice):
+    """
+    What goes wrong in here is the fault of a file that is taken apart: `what` it is not, and the
+    advice, are said to the user.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except MALFORMED as error:
+        raise UserError(f'{path} is not {what} ({type(error).__name__}: {error}). '
+                        f'{advice}') from error
+
+
 def report(kind, error, trace):
     """
     A sys.excepthook. Under torchrun the first rank of a node prints what all ranks met, and the

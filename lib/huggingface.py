@@ -16,13 +16,12 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-from lib.checksums import require_checksums
+from lib.checksums import load_whole
 from lib.devices import DTYPES
-from lib.errors import UserError
+from lib.errors import UserError, fault_of
 from lib.results import optional, save_json, write_text
 from lib.tokens import (
     EOT,
-    MALFORMED,
     byte_characters,
     from_hub,
     get_tokenizer,
@@ -87,12 +86,9 @@ def read_config(source):
     if not path.is_file():
         raise UserError(f'{source} has no config.json. Give the folder of a Hugging Face model, or '
                         'last, best or a checkpoint file of ours.')
-    try:
+    with fault_of(path, 'the config.json of a model', 'Get it again.'):
         config = json.loads(path.read_text(encoding='utf-8'))
         return DEFAULTS.get(config.get('model_type'), {}) | config
-    except MALFORMED as error:
-        raise UserError(f'{path} is not the config.json of a model ({error}). Get it '
-                        'again.') from error
 
 
 def is_foreign(source):
@@ -113,26 +109,28 @@ def weight_files(folder):
                     'one. Put the weights there.')
 
 
+def read_safetensors(path):
+    """{name: tensor} of a file."""
+    package = optional('safetensors')
+    open(path, 'rb').close()  # an OSError, such as for permissions, names the file
+    try:
+        with package.safe_open(path, 'pt') as file:
+            return {name: file.get_tensor(name) for name in file.keys()}
+    except Exception as error:  # the package raises nothing more special
+        raise UserError(f'{path} is damaged, cut short or not a file of weights '
+                        f'({type(error).__name__}). Get it again.') from error
+
+
 def read_weights(folder):
     """{name: tensor} of all weight files, mapped: a tensor takes memory only once it is used."""
     tensors = {}
     for path in weight_files(folder):
-        safetensors = optional('safetensors') if path.suffix == '.safetensors' else None
-        with open(path, 'rb') as file:  # an OSError, such as for permissions, names the file
-            is_zip = file.read(4) == b'PK\x03\x04'
-        try:
-            if safetensors:
-                with safetensors.safe_open(path, 'pt') as file:
-                    part = {name: file.get_tensor(name) for name in file.keys()}
-            else:  # the older kind of file, which is no zip, cannot be mapped
-                part = torch.load(path, map_location='cpu', weights_only=True, mmap=is_zip)
-            count = len(tensors) + len(part)
-            tensors |= part
-        except Exception as error:  # of safetensors, zip or unpickling alike
-            raise UserError(f'{path} is missing, cut short or not a file of weights '
-                            f'({type(error).__name__}). Get it again.') from error
-        if is_zip:
-            require_checksums(path, part, 'Get it again.')
+        if path.suffix == '.safetensors':
+            part = read_safetensors(path)
+        else:
+            part = load_whole(path, 'Get it again.')
+        count = len(tensors) + len(part)
+        tensors |= part
         if len(tensors) < count:
             raise UserError(f'{path} has tensors that another file of weights has, too. Remove the '
                             'one that is not of this model.')

@@ -8,7 +8,6 @@ share is in lib/figures.py.
 """
 
 import json
-import re
 import sys
 from pathlib import Path
 
@@ -45,16 +44,14 @@ def draw_log(log_path, png_path):
     """
     log_path = Path(log_path)
     rows = [json.loads(line) for line in log_path.read_text().splitlines()]
-    has_entropy = any('entropy' in row for row in rows)
-    figure, axes = panels(f"Training: {'/'.join(log_path.parts[-4:-1])}", 1 + has_entropy, 2)
-    for key, name, color in (('loss', 'training', SKY), ('val_loss', 'validation', BLUE),
-                             ('entropy', 'validation', BLUE)):
-        axis = axes[-1] if key == 'entropy' else axes[0]
+    figure, [left, right] = panels(f"Training: {'/'.join(log_path.parts[-4:-1])}", 2, 2)
+    for axis, key, name, color in ((left, 'loss', 'training', SKY),
+                                   (left, 'val_loss', 'validation', BLUE),
+                                   (right, 'entropy', 'validation', BLUE)):
         measured = [row for row in rows if key in row]
-        if measured:
-            curve(axis, [row['tokens'] / 1e6 for row in measured], [row[key] for row in measured],
-                  name, color=color, lw=1)
-    for axis, what in zip(axes, ('loss (nats per token)', 'attention entropy (nats)')):
+        curve(axis, [row['tokens'] / 1e6 for row in measured], [row[key] for row in measured],
+              name, color=color, lw=1)
+    for axis, what in (left, 'loss (nats per token)'), (right, 'attention entropy (nats)'):
         axis.set(xlabel='tokens read (millions)', ylabel=what)
         label_ends(axis, values=True)
     save(figure, png_path)
@@ -126,23 +123,6 @@ def draw_head(result):
 
 # ----------------------------------------------------------------------------- perplexity
 
-def families(rows):
-    """{title: rows} of the panels of a table: all in one, or in families of at most MOST rows."""
-    if len(rows) <= MOST:
-        return {'': rows}
-    found = {'NoPE': [], 'RoPE': [], 'Other methods': []}
-    for row in rows:
-        family = re.search('NoPE|RoPE', row['name'])
-        found[family[0] if family else 'Other methods'].append(row)
-    parts = {}
-    for family, members in found.items():
-        n = -(-len(members) // MOST)
-        for part in range(n):
-            title = f'{family}, part {part + 1} of {n}' if n > 1 else family
-            parts[title] = np.array_split(members, n)[part]
-    return parts
-
-
 def ppl_axis(axis, ppl):
     """A logarithmic axis with plain numbers. What explodes, past 20 times the least, leaves it."""
     from matplotlib.ticker import LogLocator
@@ -169,9 +149,17 @@ def draw_ppl(result):
         title += f'\nbars: standard deviation over {seeds} seeds, or standard error over windows'
 
     every = [ppl for row in rows for ppl in row['ppl'] if ppl is not None]
-    groups = families(rows)
+    families = {'': rows}
+    if len(rows) > MOST:
+        families = {}
+        for row in rows:
+            method = next((name for name in ('NoPE', 'RoPE') if name in row['name']), 'other')
+            families.setdefault(method, []).append(row)
+    groups = []
+    for members in families.values():
+        groups += np.array_split(members, -(-len(members) // MOST))
     figure, axes = panels(title, len(groups), 2, width=7, height=3.2)
-    for axis, (family, members) in zip(axes, groups.items()):
+    for axis, members in zip(axes, groups):
         for row in members:
             error = row.get('sd')
             if 'standard_error' in row:  # that of the loss, whose exponential is the perplexity
@@ -180,7 +168,7 @@ def draw_ppl(result):
         draw_cut(axis, result['lengths'], members[0], np.exp)
         ppl_axis(axis, every or [1])
         length_axis(axis, result['lengths'], result['block_size'])
-        axis.set(xlabel='window length (tokens)', title=family)
+        axis.set(xlabel='window length (tokens)')
         label_ends(axis, values=True)
     return figure
 
@@ -244,19 +232,6 @@ def draw_heads(result):
     return figure
 
 
-def draw_map(axis, lines, T, L, **colors):
-    """One map of T tokens, later keys white. lines: cells of a query each, up to its own key."""
-    cells = np.array([line + [np.nan] * (len(lines) - len(line)) for line in lines])
-    image = axis.imshow(cells.clip(min=colors['clim'][0]), extent=(0, T, T, 0), **colors)
-    end = min(L, T)
-    axis.plot([0, end], [end, end], color=BLACK, ls=':', lw=1)
-    axis.annotate(f'L = {L}', (end, end), (8, 0), textcoords='offset points', va='top',
-                  fontsize=8)
-    axis.grid(False)
-    axis.set(xlabel='key', ylabel='query')
-    return image
-
-
 def draw_maps(result):
     """What one head sees: a row of panels for each length, a column for each part of its scores."""
     rows, parts = result['lengths'], list(result['lengths'][0]['maps'])
@@ -271,10 +246,17 @@ def draw_maps(result):
             # two models can be compared.
             colors = {'norm': 'log', 'clim': (1e-4, 1)}
         for axis, row in zip(column, rows):
-            T, share = row['length'], row['first_key'][result['layer']][result['head']]
-            image = draw_map(axis, row['maps'][part], T, result['block_size'], **colors)
-            note = f'\n{share:.1%} on the first key' if part == 'attention' else ''
-            axis.set_title(f'{part}, {T} tokens{note}', pad=4)
+            T, lines = row['length'], row['maps'][part]
+            cells = np.full((len(lines), len(lines)), np.nan)  # later keys stay white
+            cells[np.tril_indices(len(lines))] = np.concatenate(lines)
+            image = axis.imshow(cells.clip(colors['clim'][0]), extent=(0, T, T, 0), **colors)
+            axis.set(xlabel='key', ylabel='query', title=f'{part}, {T} tokens')
+            if part == 'attention':
+                share = row['first_key'][result['layer']][result['head']]
+                axis.set_title(f'{part}, {T} tokens\n{share:.1%} on the first key')
+            axis.grid(False)
+            if result['block_size'] <= T:
+                mark_length(axis, result['block_size'], f"L = {result['block_size']}")
         figure.colorbar(image, ax=column, location='bottom', label='mean of a cell')
     return figure
 
@@ -282,21 +264,23 @@ def draw_maps(result):
 # ----------------------------------------------------------------------------- tasks
 
 def draw_passkey(result):
-    """Figure 6: accuracy by the length of the prompt and the depth of the key."""
+    """
+    Figure 6: accuracy by the length of the prompt, the right edge of a cell, and the depth of the
+    key.
+    """
     lengths, n_depths, window = result['lengths'], result['n_depths'], result['window']
     inside = np.float64(result['accuracy_inside'])  # nan where all prompts are longer
     title = f'Passkey: {run_name(result)}\n{inside:.0%} right up to {window} tokens'
     figure, [axis] = panels(title, 1, 1)
-    accuracy = np.array(result['accuracy'], float).T
-    image = axis.imshow(accuracy, vmin=0, vmax=1, cmap='cividis', aspect='auto')
-    axis.set_xticks(range(len(lengths)), lengths, rotation=45, ha='right')
-    axis.set_yticks(range(n_depths), [f'{depth / n_depths:.0%}' for depth in range(n_depths)])
+    accuracy, depths = np.array(result['accuracy'], float).T, np.linspace(0, 1, n_depths + 1)
+    image = axis.pcolormesh([0, *lengths], depths, accuracy, vmin=0, vmax=1, cmap='cividis')
     axis.set(xlabel='length of the prompt (tokens)', ylabel='depth of the key')
+    axis.yaxis.set_major_formatter('{x:.0%}')
+    axis.invert_yaxis()
     axis.grid(False)
     for length, name in {window: 'window', result['block_size']: 'L'}.items():
-        if lengths[0] <= length < lengths[-1]:
-            right_edge = np.interp(length, lengths, range(len(lengths))) + 0.5
-            mark_length(axis, right_edge, f'{name} = {length}', color='#D55E00')
+        if length < lengths[-1]:
+            mark_length(axis, length, f'{name} = {length}', color='#D55E00')
     figure.colorbar(image, ax=axis, label='accuracy')
     return figure
 
@@ -324,19 +308,15 @@ def draw_tasks(result):
 
 def draw_report(result):
     """The picture of the demo: loss and entropy by position, of NoPE, its scales, and RoPE."""
-    L, target, position = result['block_size'], result['target_length'], result['position']
+    L, position = result['block_size'], result['position']
     out_dir, n = result['settings']['out_dir'], result['settings']['curve_samples']
     title = f"{out_dir}: curves over {n} windows, dots over {result['windows']}, ± standard error"
     figure, [left, right] = panels(title, 2, 2)
-    shown = {'NoPE': 'NoPE', 'NoPE, uniform scale': f'uniform {target}',
-             'NoPE, head scales to': f'head {target}', 'NoPE, channels and norms to':
-             f'vectors {target}', 'RoPE': 'RoPE'}
-    for name, key in shown.items():
-        if key not in result['methods']:  # a report from before there were vectors
+    for name, method in result['methods'].items():
+        if 'loss_curve' not in method:
             continue
-        method = result['methods'][key]
-        if key != name:
-            name += f" {method['scale'][1]:.2f}"  # the largest
+        if name not in ('NoPE', 'RoPE'):  # such as head 640
+            name = f"NoPE, {name}, scales to {method['scale'][1]:.2f}"
         curve(left, position, method['loss_curve'], name)
         curve(right, position, method['entropy_curve'], name)
         for T, row in method['at'].items():

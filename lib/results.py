@@ -17,10 +17,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from tqdm import tqdm
 
-from lib.errors import MALFORMED, ROOT, UserError
+from lib.errors import ROOT, UserError, fault_of
 
 try:
     import fcntl
@@ -98,29 +97,25 @@ def write_text(path, text):
 
 def lock_file(path, runtime):
     """
-    Let no other process write to `path` until unlock_file(), which takes what this returns. Call it
-    on every rank: the first one locks PATH.lock, which the operating system unlocks when the
-    process ends, however it ends. Raises UserError, on every rank, with the process that holds it.
+    Let no other process write to `path` until unlock_file(), which takes what this returns. The
+    first rank locks PATH.lock, which the operating system unlocks when the process ends, however it
+    ends. Raises UserError with the process that holds it.
     """
-    lock, holder = None, [None]
-    if runtime.is_main and fcntl:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = open(path.with_name(path.name + '.lock'), 'a+')
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            lock.truncate(0)
-            lock.write(f'process {os.getpid()} on {platform.node()}')
-            lock.flush()
-        except BlockingIOError:
-            lock.seek(0)
-            holder = [lock.read() or 'another process']
-        except OSError as error:  # some network file systems
-            print(f'{lock.name} cannot be locked ({error}). Start no second run that writes there.')
-    if runtime.world_size > 1:
-        dist.broadcast_object_list(holder)
-    if holder[0]:
-        raise UserError(f'{holder[0]} is writing to {path} now. Wait until it has ended, or choose '
-                        'another --out_dir=.')
+    if not (runtime.is_main and fcntl):
+        return None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = open(path.with_name(path.name + '.lock'), 'a+')
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock.seek(0)
+        raise UserError(f'{lock.read()} is writing to {path} now. Wait until it has ended, or '
+                        'choose another --out_dir=.') from error
+    except OSError as error:  # some network file systems
+        print(f'{lock.name} cannot be locked ({error}). Start no second run that writes there.')
+    lock.truncate(0)
+    lock.write(f'process {os.getpid()} on {platform.node()}')
+    lock.flush()
     return lock
 
 
@@ -128,6 +123,24 @@ def unlock_file(lock):
     if lock:
         Path(lock.name).unlink(missing_ok=True)
         lock.close()
+
+
+def read_lines(path):
+    """
+    The rows of a .jsonl file, dicts; none where there is no file. What cannot be read, as a kill or
+    a full disk leaves it, is left out with a note.
+    """
+    rows = []
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        try:
+            rows.append(dict(json.loads(line)))
+        except (ValueError, TypeError):
+            note(f'{path}: dropped what could not be read: {line}')
+    return rows
+
+
+def write_lines(path, rows):
+    write_text(path, ''.join(f'{json.dumps(row)}\n' for row in rows))
 
 
 def json_value(value, digits=17):
@@ -163,16 +176,14 @@ def read_json(path, stage, *curves):
     The JSON that a stage wrote, such as 'entropy'. curves: keys of lists that are to be drawn.
     Raises UserError for any other file, and where a curve has null, which was not finite.
     """
-    try:
+    with fault_of(path, f'a result of {stage}.py', 'Give the .json that it wrote.'):
         result = json.loads(Path(path).read_text(encoding='utf-8'))
-        ours, gaps = result['stage'] == stage, [key for key in curves if None in result[key]]
-    except MALFORMED:
-        ours = False
-    if not ours:
-        raise UserError(f'{path} is not a result of {stage}.py. Give the .json that it wrote.')
-    if gaps:
-        raise UserError(f'{path} has null in {gaps[0]}, where a number was not finite. '
-                        'Measure it again, or leave it out.')
+        if result['stage'] != stage:
+            raise ValueError(f"its stage is {result['stage']}")
+        for key in curves:
+            if None in result[key]:
+                raise UserError(f'{path} has null in {key}, where a number was not finite. Measure '
+                                'it again, or leave it out.')
     return result
 
 
@@ -259,28 +270,14 @@ class Answers:
         own = self.path
         if not runtime.is_main:
             own = self.path.with_name(f'{self.path.stem}.rank{runtime.rank}.jsonl')
-        own.parent.mkdir(parents=True, exist_ok=True)
-        whole = own.read_bytes() if own.exists() else b''
-        whole = whole[:whole.rfind(b'\n') + 1]  # a kill may have left half a line
-        write_text(own, whole.decode() or json.dumps(self.header) + '\n')
+        write_lines(own, read_lines(own) or [self.header])
         self.file = open(own, 'a', encoding='utf-8')
 
     def read(self):
-        """Yield the answers of all ranks. Raises UserError naming a line that cannot be read."""
+        """Yield the answers of all ranks."""
         others = sorted(self.path.parent.glob(f'{self.path.stem}.rank*.jsonl'))
         for path in [self.path, *others]:
-            lines = path.read_bytes().split(b'\n')[:-1] if path.exists() else []
-            rows = []
-            for number, line in enumerate(lines, start=1):
-                try:
-                    row = json.loads(line)
-                except ValueError:
-                    row = None
-                if not isinstance(row, dict) or number > 1 and 'item' not in row:
-                    raise UserError(f'line {number} of {path} cannot be read. Remove that line, '
-                                    'and its item is answered again, or remove the file.')
-                rows.append(row)
-            header, *answers = rows or [self.header]
+            header, *answers = read_lines(path) or [self.header]
             changed = [key for key in header | self.header
                        if header.get(key) != self.header.get(key)]
             if changed:

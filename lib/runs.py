@@ -13,20 +13,27 @@ import torch.distributed as dist
 from lib import checkpoints
 from lib.devices import unsharded
 from lib.errors import UserError
-from lib.results import lock_file, note, optional, save_json, unlock_file, write_text
+from lib.results import (
+    lock_file,
+    note,
+    optional,
+    read_lines,
+    save_json,
+    unlock_file,
+    write_lines,
+)
 
 # ---------------------------------------------------------------------- before a run goes on
 
 def require_same_data(folder, old, new):
     """Refuse to resume on other text. old, new: {source: checksum of its tokens}."""
-    if old is None:
-        note(f'{folder}/last.pt does not say which text it was trained on; it is taken to be the '
-             'same')
+    if old is None or None in new.values():
+        note(f'{folder}/last.pt or the data do not say which text they are of; it is taken to be '
+             'the same')
         return
-    if None in new.values():  # large files, which the first rank alone reads through
-        return
+    changed = set(old.values()) ^ set(new.values())
     for name, checksum in (new | old).items():
-        if checksum not in old.values() or checksum not in new.values():
+        if checksum in changed:
             raise UserError(f'dataset {name} has other tokens now than when {folder}/last.pt was '
                             'trained, or was not part of it then. Prepare it as it was, or train '
                             'into another --out_dir=.')
@@ -45,21 +52,6 @@ def require_same_model(folder, old, new, fixed):
                             f'{old[name]}. Resume with --{name}={old[name]}, or train into another '
                             '--out_dir=.')
     return changed
-
-
-def lines_until(log_path, step):
-    """
-    The lines of a log up to a step, since a kill may have left steps after the checkpoint, without
-    those that cannot be read, as a full disk or a kill leaves them.
-    """
-    kept = []
-    for line in log_path.read_bytes().splitlines() if log_path.exists() else ():
-        try:
-            if json.loads(line)['step'] <= step:
-                kept.append(line.decode())
-        except (ValueError, LookupError, TypeError):  # no JSON, or no step that is a number in it
-            note(f'{log_path}: dropped what could not be read: {line}')
-    return kept
 
 
 # ---------------------------------------------------------------------- while it goes on
@@ -100,10 +92,8 @@ class Recorder:
         if not self.runtime.is_main:
             return
         save_json(self.folder / 'config.json', self.settings)
-        for part in self.folder.glob('*.pt.part'):  # a kill while writing left it
-            part.unlink()
-        lines = lines_until(self.log_path, step if step else -1)
-        write_text(self.log_path, ''.join(f'{line}\n' for line in lines))
+        rows = [row for row in read_lines(self.log_path) if 0 < row['step'] <= step]
+        write_lines(self.log_path, rows)  # a kill may have left steps after the checkpoint
 
     def log(self, step, **row):
         row = {'tokens': step * self.tokens_per_step} | row

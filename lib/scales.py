@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lib.errors import MALFORMED, UserError
+from lib.errors import UserError, fault_of
 from lib.results import save_json
 
 HEADS = 'head_scale', 'head_gain'
@@ -86,22 +86,17 @@ def read_scale_file(path, info):
     Read a scale file of the model that `info` describes. Returns its JSON and {L': vectors}. Raises
     UserError for another model's.
     """
-    try:
+    if not Path(path).is_file():
+        raise UserError(f'scale file {path} does not exist. Make one with tune_scale.py, or give a '
+                        'number.')
+    with fault_of(path, 'a scale file, which has head_scale or channel_scale, weights_digest and '
+                        'target_length', 'Make one with tune_scale.py.'):
         data = json.loads(Path(path).read_text(encoding='utf-8'))
         tuned_for, sets = data['weights_digest'], {}
         for one in data.get('sets', [data]):
             sets[one['target_length']] = vectors_from_json(one, path, info)
         if min(sets) < 1:
             raise ValueError(f'target_length is {min(sets)}')
-        float(data.get('tuning_tokens', 0))
-    except FileNotFoundError:
-        raise UserError(f'scale file {path} does not exist. Make one with tune_scale.py, or give a '
-                        'number.') from None
-    except UserError:
-        raise
-    except MALFORMED as error:
-        raise UserError(f'{path} is not a scale file, which has head_scale or channel_scale, '
-                        f'weights_digest and target_length: {error!r}.') from error
     if tuned_for != info['digest']:
         raise UserError(f"{path} was tuned for other weights than {info['path']}. Tune it again "
                         'for this checkpoint.')

@@ -21,14 +21,13 @@ import os
 import re
 import shutil
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import tiktoken
 
-from lib.errors import MALFORMED, ROOT, UserError
+from lib.errors import ROOT, UserError, fault_of
 from lib.results import note, optional, progress_bar, save_json, write_text
 
 MIB = 2 ** 20
@@ -67,11 +66,8 @@ def get_tokenizer(name):
     if path.suffix not in ('.tiktoken', '.json'):
         raise UserError(f"There is no tokenizer '{name}'. Take gpt2, bytes, FILE.tiktoken, "
                         'FILE.json, hf:ORG/NAME.')
-    try:
+    with fault_of(path, 'a tokenizer file', 'Check the name, or get it again.'):
         text = path.read_text(encoding='utf-8')
-    except (FileNotFoundError, UnicodeDecodeError) as error:
-        raise UserError(f'{path} is not a tokenizer file that can be read: {error}. Check the '
-                        'name, or get it again.') from error
     if path.suffix == '.json':
         shown = name if name.startswith('hf:') else path.name
         return HFTokenizer(shown, text, end_token(path.with_name('tokenizer_config.json')))
@@ -83,15 +79,12 @@ def end_token(path):
     """The eos_token of a tokenizer_config.json, or None where there is no such file or entry."""
     if not path.is_file():
         return None
-    try:
+    with fault_of(path, 'a tokenizer_config.json', 'Get it again.'):
         token = json.loads(path.read_text(encoding='utf-8')).get('eos_token')
         token = token['content'] if isinstance(token, dict) else token
         if not isinstance(token, str | None):
             raise TypeError(f'eos_token is {token}')
-    except MALFORMED as error:
-        raise UserError(f'{path} is not a tokenizer_config.json ({error}). Get it '
-                        'again.') from error
-    return token
+        return token
 
 
 def tiktoken_encoding(name, ranks, pattern, eot_token):
@@ -102,17 +95,14 @@ def tiktoken_encoding(name, ranks, pattern, eot_token):
 def parse_ranks(text, where):
     """{token: rank} from the lines of a .tiktoken file. where: its name, for the error."""
     ranks = {}
-    for number, line in enumerate(text.splitlines(), start=1):
-        try:
+    with fault_of(where, 'a list of base64 tokens and their ranks', 'Check the file.'):
+        for line in text.splitlines():
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
-        except ValueError as error:
-            raise UserError(f'{where}, line {number}, is not a base64 token and its rank. Check '
-                            'the file.') from error
-    has_bytes = all(bytes([byte]) in ranks for byte in range(256))
-    if not has_bytes or len(set(ranks.values())) < len(ranks):
-        raise UserError(f'{where} lacks one of the 256 single bytes or has a rank twice. Is the '
-                        'file whole?')
+        if not all(bytes([byte]) in ranks for byte in range(256)):
+            raise ValueError('one of the 256 single bytes is missing')
+        if len(set(ranks.values())) < len(ranks):
+            raise ValueError('a rank stands there twice')
     return ranks
 
 
@@ -159,9 +149,13 @@ class HFTokenizer:
         self.start_token = self.eot_token if first == plain[0] else first
 
     def encode_ordinary(self, text):
-        # As a batch of one: unlike encode() it keeps no offsets, and lets other threads run.
-        batch = [without_half_pairs(text)]
-        return self.tokenizer.encode_batch_fast(batch, add_special_tokens=False)[0].ids
+        return self.encode_ordinary_batch([text])[0]
+
+    def encode_ordinary_batch(self, texts, num_threads=None):
+        """As many threads as the package likes. Unlike its encode(), this keeps no offsets."""
+        texts = [without_half_pairs(text) for text in texts]
+        batch = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [encoding.ids for encoding in batch]
 
     def decode(self, ids):
         """The text of ids, special tokens such as <s> left out; decode_bytes() shows them."""
@@ -191,11 +185,8 @@ def from_hub(source, patterns, advice):
         return Path(hub.snapshot_download(repo, revision=revision or None,
                                           allow_patterns=list(patterns)))
     except Exception as error:  # of the name, the network, the proxy, the disk: they share no class
-        kind = type(error).__name__
-        why = {'RepositoryNotFoundError': f'there is no {repo}, or it is private',
-               'RevisionNotFoundError': f'{repo} has no revision {revision}'}
-        why = why.get(kind, f'{kind}: check name, revision and network')
-        raise UserError(f'{source} could not be had: {why}. Or {advice}') from error
+        raise UserError(f'{source} could not be had ({type(error).__name__}): check name, '
+                        f'revision and network. Or {advice}') from error
 
 
 def tokenizer_state(encoding):
@@ -233,11 +224,8 @@ def byte_characters():
     space, else the next from 256.
     """
     others = itertools.count(256)
-    characters = {}
-    for byte in range(256):
-        printable = chr(byte).isprintable() and byte != ord(' ')
-        characters[byte] = chr(byte if printable else next(others))
-    return characters
+    return {byte: chr(byte if chr(byte).isprintable() and byte != ord(' ') else next(others))
+            for byte in range(256)}
 
 
 def word_splitter(pattern):
@@ -261,12 +249,11 @@ def train_bpe(texts, vocab_size, path):
     tokenizer.train_from_iterator(map(without_half_pairs, texts), trainer)
     # A token's rank says when it was merged; the single bytes come first.
     byte_of = {character: byte for byte, character in characters.items()}
+    ranks = {bytes([byte]): byte for byte in range(256)}
     vocab = tokenizer.get_vocab()
-    tokens = [bytes([byte]) for byte in range(256)]
     for token in sorted(vocab, key=vocab.get):
-        if len(token) > 1:
-            tokens.append(bytes(byte_of[character] for character in token))
-    write_text(path, format_ranks({token: rank for rank, token in enumerate(tokens)}))
+        ranks.setdefault(bytes(map(byte_of.get, token)), len(ranks))
+    write_text(path, format_ranks(ranks))
     return get_tokenizer(str(path))
 
 
@@ -303,11 +290,8 @@ def cut(document, limit):
     limit characters with no place to cut is cut anywhere: the text stays the same, the tokens there
     may not.
     """
-    parts = [document] if isinstance(document, str) else document
-    if limit == math.inf:
-        parts = [''.join(parts)]  # at once: to add part to part would copy it all each time
     rest = ''
-    for part in parts:
+    for part in [document] if isinstance(document, str) else document:
         text, start = rest + part, 0
         while len(text) - start > 2 * limit:
             place = CUT.search(text, start + limit, start + 2 * limit)
@@ -319,50 +303,43 @@ def cut(document, limit):
         yield rest, True
 
 
-def chunks(documents, limit):
-    """Yield lists of (piece, is_last) of about MIB characters: the work of a thread."""
-    chunk, size = [], 0
-    for document in documents:
-        for piece, is_last in cut(document, limit):
-            chunk.append((piece, is_last))
-            size += len(piece)
-            if size >= MIB:
-                yield chunk
-                chunk, size = [], 0
-    if chunk:
-        yield chunk
-
-
-def encode(encoding, chunk):
-    """The tokens of a chunk, where in them its documents end, and its bytes of text."""
-    tokens, ends, n_bytes = [], [], 0
-    for piece, is_last in chunk:
-        tokens += encoding.encode_ordinary(piece)
-        n_bytes += len(piece.encode(errors='replace'))
-        if is_last:
-            tokens.append(encoding.eot_token)
-            ends.append(len(tokens))
-    return np.array(tokens, token_type(encoding)), np.array(ends, np.int64), n_bytes
+def batches(pieces, size):
+    """Yield lists of (piece, is_last) of about `size` characters."""
+    batch, n_characters = [], 0
+    for piece in pieces:
+        batch.append(piece)
+        n_characters += len(piece[0])
+        if n_characters >= size:
+            yield batch
+            batch, n_characters = [], 0
+    yield batch
 
 
 def write_split(folder, split, documents, encoding, workers, bar):
     """
     Tokenize documents into the files of a split. Returns how many tokens, documents and bytes of
-    text. Workers are threads, as tokenizers are compiled code, which runs beside Python's own; at
-    most 4 chunks for each are in memory.
+    text. workers: threads, as tokenizers are compiled code, which runs beside Python's own.
     """
     # Some Hugging Face tokenizers put a space before each text: pieces would get one each.
     limit = math.inf if isinstance(encoding, HFTokenizer) else MIB
-    stream, starts, n_tokens, n_bytes = chunks(documents, limit), [[0]], 0, 0
-    with ThreadPoolExecutor(workers) as pool, open(folder / f'{split}.bin', 'wb') as file:
-        while group := list(itertools.islice(stream, 4 * workers)):
-            for tokens, ends, size in pool.map(functools.partial(encode, encoding), group):
-                tokens.tofile(file)
-                starts.append(ends + n_tokens)  # a document starts where the one before it ended
-                n_tokens += len(tokens)
-                n_bytes += size
-                bar.update(size)
-    starts = np.concatenate(starts)[:-1].astype(np.int64)
+    pieces = (piece for document in documents for piece in cut(document, limit))
+    boundaries, n_tokens, n_bytes = [0], 0, 0
+    with open(folder / f'{split}.bin', 'wb') as file:
+        for batch in batches(pieces, workers * MIB):
+            texts = [text for text, _ in batch]
+            encoded = encoding.encode_ordinary_batch(texts, num_threads=workers)
+            tokens = []
+            for ids, (_, is_last) in zip(encoded, batch):
+                tokens += ids
+                if is_last:
+                    tokens.append(encoding.eot_token)
+                    boundaries.append(n_tokens + len(tokens))
+            np.array(tokens, token_type(encoding)).tofile(file)
+            n_tokens += len(tokens)
+            size = sum(len(text.encode(errors='replace')) for text in texts)
+            n_bytes += size
+            bar.update(size)
+    starts = np.array(boundaries[:-1], np.int64)  # each starts where the one before it ended
     starts.tofile(folder / f'{split}_starts.bin')
     return {'tokens': n_tokens, 'documents': len(starts), 'bytes': n_bytes}
 
@@ -442,6 +419,7 @@ def split_by_hash(identity, val_fraction, test_fraction):
 
 # ---------------------------------------------------------------------- reading token files
 
+AGAIN = 'Prepare the dataset again.'
 CHECKED_AT_OPEN = 2 ** 30  # bytes of a token file, above which only train.py reads it through first
 
 
@@ -451,7 +429,7 @@ class TokenFile:
     starts: np.memmap  # (documents,) int64, where each begins
     meta: dict         # meta.json
     tokenizer_state: dict
-    checksum: str | None = None  # of the file of tokens, where it was read through
+    checksum: str | None = None  # of the tokens, as they were written; None if that was long ago
 
 
 def open_tokens(dataset, split, check=False):
@@ -462,29 +440,37 @@ def open_tokens(dataset, split, check=False):
     damaged.
     """
     folder = dataset_folder(dataset)
-    meta, state = read_meta(folder)
-    if split not in meta['splits']:
-        raise UserError(f'Dataset {dataset} has no split {split}. It has '
-                        f"{', '.join(meta['splits'])}.")
-    count = meta['splits'][split]
-    tokens_file, starts_file = split_files(split)
-    tokens = map_array(folder / tokens_file, meta['dtype'], count['tokens'])
-    starts = map_array(folder / starts_file, np.int64, count['documents'])
-    data = TokenFile(tokens, starts, meta, state)
-    if tokens.nbytes >= CHECKED_AT_OPEN:
-        if not check:
-            return data
-        note(f'reading {folder / tokens_file} through, {tokens.nbytes / 1e9:.1f} GB, to find '
-             'damage')
-    found = {name: checksum_of(folder / name) for name in (tokens_file, starts_file)}
-    written = meta.get('checksums', found)  # a dataset of long ago has none
-    for name in found:
-        if written.get(name) != found[name]:
-            raise UserError(f'{folder / name} is damaged: its checksum is {found[name]}, by '
-                            f'meta.json it should be {written.get(name)}. Prepare the dataset '
-                            'again.')
-    data.checksum = found[tokens_file]
-    return data
+    with fault_of(f'{folder}: meta.json or tokenizer_state.json', 'whole', AGAIN):
+        meta, state = [json.loads((folder / name).read_text(encoding='utf-8'))
+                       for name in ('meta.json', 'tokenizer_state.json')]
+        if tokenizer_digest(state) != meta['tokenizer_digest']:
+            raise ValueError('the tokenizer is not that of meta.json')
+        if split not in meta['splits']:
+            raise UserError(f'Dataset {dataset} has no split {split}. It has '
+                            f"{', '.join(meta['splits'])}.")
+        count, checksums = meta['splits'][split], meta.get('checksums', {})
+        arrays = []
+        for name, dtype, n in zip(split_files(split), (meta['dtype'], 'int64'),
+                                  (count['tokens'], count['documents'])):
+            arrays.append(open_array(folder / name, dtype, n, checksums.get(name), check))
+    return TokenFile(*arrays, meta, state, checksums.get(f'{split}.bin'))
+
+
+def open_array(path, dtype, n, checksum, check):
+    """The array of n numbers in a file, mapped, not read; for checksum and check see above."""
+    with fault_of(path, 'as it was prepared', AGAIN):
+        array = np.memmap(path, dtype, 'r')
+        if len(array) != n:
+            raise ValueError(f'it has {len(array):,} numbers, by meta.json {n:,}')
+        if array.nbytes >= CHECKED_AT_OPEN:
+            if not check:
+                return array
+            note(f'reading {path} through, {array.nbytes / 1e9:.1f} GB, to find damage')
+        if checksum is None:
+            note(f'{path} was prepared before checksums were kept: damage in it is not found')
+        elif checksum_of(path) != checksum:
+            raise ValueError('its checksum is not that of meta.json')
+    return array
 
 
 def is_prepared(folder, splits, report):
@@ -510,27 +496,6 @@ def dataset_folder(dataset):
                     f'{", ".join(prepared) or "none"}.')
 
 
-def read_meta(folder):
-    """meta.json and tokenizer_state.json of a dataset. Raises UserError if they are damaged."""
-    try:
-        meta, state = [json.loads((folder / name).read_text(encoding='utf-8'))
-                       for name in ('meta.json', 'tokenizer_state.json')]
-        sizes = [meta['vocab_size']]
-        for count in meta['splits'].values():
-            sizes += [count['tokens'], count['documents']]
-        whole = [tokenizer_digest(state) == meta['tokenizer_digest'],
-                 meta['dtype'] in ('uint16', 'uint32'),
-                 isinstance(meta['tokenizer'], str),
-                 isinstance(meta.get('checksums', {}), dict),
-                 all(type(size) is int and size > 0 for size in sizes)]
-    except MALFORMED:
-        whole = [False]
-    if not all(whole):
-        raise UserError(f'{folder}: meta.json or tokenizer_state.json is damaged. Prepare the '
-                        'dataset again.')
-    return meta, state
-
-
 def checksum_of(path):
     """CRC-32 of a file, as 8 hex digits. It is read, not mapped, which would fill the memory."""
     checksum = 0
@@ -538,19 +503,6 @@ def checksum_of(path):
         while part := file.read(MIB):
             checksum = zlib.crc32(part, checksum)
     return f'{checksum:08x}'
-
-
-def map_array(path, dtype, count):
-    """
-    The array of count numbers in a file, mapped, not read. Raises UserError if the file has another
-    size.
-    """
-    found = path.stat().st_size if path.is_file() else 0
-    expected = count * np.dtype(dtype).itemsize
-    if found != expected:
-        raise UserError(f'{path} has {found:,} bytes, by meta.json it should have {expected:,}. '
-                        'Prepare it again.')
-    return np.memmap(path, dtype, 'r')
 
 
 def documents(data):
@@ -612,7 +564,7 @@ class Windows:
     'slimpajama:0.694,starcoder:0.306', of which val and test are the first source's.
     A window is a block of block_size + 1 consecutive tokens, that is block_size predictions; blocks
     do not overlap. check: as in open_tokens(). checksums: {source: checksum of its tokens}, by
-    which its text can be told from others; None where it was not read through.
+    which its text can be told from others.
     """
 
     def __init__(self, dataset, split, block_size, seed=0, check=False):

@@ -207,7 +207,7 @@ def test_another_run_and_a_damaged_one_are_named(run, tmp_path):
     assert 'step 30, not at most 20' in mistake('che', *arguments(run[0], steps=20))
     whole, path = (run[0] / 'even_pairs.pt').read_bytes(), tmp_path / 'even_pairs.pt'
     path.write_bytes(whole[:999])
-    assert f'{path} is cut short' in mistake('che', *arguments(tmp_path))
+    assert f'{path} is damaged' in mistake('che', *arguments(tmp_path))
     path.write_bytes(whole)
     flip_a_bit(path, len(whole) // 2)
     assert f'{path} is damaged' in mistake('che', *arguments(tmp_path))

@@ -485,8 +485,8 @@ def test_a_missing_repository_and_a_missing_revision_are_named(monkeypatch, tmp_
     with Missing.running() as endpoint:
         download = functools.partial(hub.snapshot_download, endpoint=endpoint, cache_dir=tmp_path)
         monkeypatch.setattr(hub, 'snapshot_download', download)
-        refuses('no revision v2', load_folder, 'hf:someone/nope@v2')
-        refuses('there is no someone/other', load_folder, 'hf:someone/other')
+        refuses('RevisionNotFound', load_folder, 'hf:someone/nope@v2')
+        refuses('RepositoryNotFound', load_folder, 'hf:someone/other')
 
 
 def test_a_missing_optional_package_is_asked_for(tmp_path, monkeypatch):

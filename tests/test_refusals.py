@@ -2,7 +2,7 @@
 Mistakes that are refused in one line before any work, as data: the stage, its arguments, and what
 the line must name. Capital words stand for the arguments below. {run} is the folder of a trained
 run, in it nan.pt, the model with a weight that is not a number, sets.json, scales for 64 and 128
-tokens, and passkey.jsonl, whose third line is not an answer; {corpus} its data set, {other} one of
+tokens, and passkey.jsonl, the answers of another run; {corpus} its data set, {other} one of
 another tokenizer, {tmp} an empty folder. {flipped_run} and {flipped_corpus} are the same with a bit
 turned over. {given} is a folder of files with the content at the end of the line, where DEEP stands
 for many open brackets.
@@ -59,7 +59,7 @@ train           TRAIN --dataset=nowhere | nowhere
 train           TRAIN --dataset={corpus},{other} | th.tiktoken
 train           TRAIN --init_from={run}/last.pt --dataset={other} | th.tiktoken
 train           RESUME --dataset={other} | th.tiktoken
-passkey         READ --max_length=600 --n_lengths=2 | line 3 of {run}/passkey.jsonl
+passkey         READ --max_length=600 --n_lengths=2 | {run}/passkey.jsonl
 entropy         WRITE --compare=["{run}/passkey.json"] | passkey.json
 entropy         WRITE --compare=["{run}/gap.json"] | gap.json has null in loss
 che             CHE --compare=["{run}/gap.json"] | gap.json
@@ -259,7 +259,7 @@ def places(tiny_run, corpus_dir, other_tokenizer, tmp_path_factory):
     state['model']['norm.weight'][0] = math.nan
     checkpoints.save(run / 'nan.pt', **state)
     for name, text in {
-            'passkey.jsonl': '{}\n{"item": 0}\n{"item": 1, "len\n{"item": 2}\n',
+            'passkey.jsonl': '{}\n{"item": 0}\n',
             'passkey.json': '{"stage": "passkey"}',
             'gap.json': ('{"stage": "entropy", "position": [1], "loss": [null], '
                          '"mean_entropy": [1]}'),

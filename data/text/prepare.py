@@ -11,7 +11,6 @@ $ python data/text/prepare.py corpus/ more.jsonl.gz --name=mine --tokenizer=bpe:
 
 import contextlib
 import gzip
-import itertools
 import json
 import math
 import sys
@@ -140,21 +139,22 @@ def field_of(line, where):
 
 def cut_in_parts(file, shares):
     """A plain text file as one of its parts for each split, cut where a line begins."""
-    size, cuts, parts = file.path.stat().st_size, [0], []
+    size, parts, start, share_so_far = file.path.stat().st_size, [], 0, 0.0
     with open(file.path, 'rb') as data:
-        for share in itertools.accumulate(shares.values()):
-            place = round(share * size)
-            data.seek(max(0, place - 1))
-            if place:
+        for split, share in shares.items():
+            share_so_far += share
+            stop, place = start, round(share_so_far * size)
+            if place > start:
+                data.seek(place - 1)
                 data.readline()
-            cuts.append(data.tell())
-    for (split, share), start, stop in zip(shares.items(), cuts, cuts[1:]):
-        if start < stop:
-            parts.append(File(split, file.name, file.path, start, stop))
-        elif share:
-            raise UserError(f'{file.path} cannot be cut for {split}: no line begins in its '
-                            f'{share:.0%}. Break it into lines, set --{split}_fraction=0, or name '
-                            f'another file for {split}.')
+                stop = data.tell()
+            if start < stop:
+                parts.append(File(split, file.name, file.path, start, stop))
+            elif share:
+                raise UserError(f'{file.path} cannot be cut for {split}: no line begins in its '
+                                f'{share:.0%}. Break it into lines, set --{split}_fraction=0, or '
+                                f'name another file for {split}.')
+            start = stop
     return parts
 
 
