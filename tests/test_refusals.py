@@ -90,7 +90,7 @@ data/text/prepare  TEXT --tokenizer=bpe:many | bpe:many
 data/text/prepare  TEXT --tokenizer={given}/x.json | x.json | {}
 data/text/prepare  TEXT --tokenizer={given}/x.json | x.json | {"version": "\xff"}
 data/text/prepare  TEXT --tokenizer={given}/x.tiktoken | x.tiktoken | \xff
-data/text/prepare  TEXT --tokenizer={given}/x.tiktoken | line 2 | YQ== 0\nAAAA
+data/text/prepare  TEXT --tokenizer={given}/x.tiktoken | x.tiktoken | YQ== 0\nAAAA
 data/text/prepare  TEXT --tokenizer={given}/x.tiktoken | single bytes | YQ== 0
 data/text/prepare  {given}/x.txt --out_dir={tmp}/out | _fraction=0 | all in one line
 data/text/prepare  {given}/x.txt --out_dir={tmp}/out | x.txt | most of it in the first line\n or so
