@@ -28,8 +28,8 @@ from lib.results import (
 def require_same_data(folder, old, new):
     """Refuse to resume on other text. old, new: {source: checksum of its tokens}."""
     if old is None or None in new.values():
-        note(f'{folder}/last.pt or the data do not say which text they are of; it is taken to be '
-             'the same')
+        note(f'{folder}/last.pt does not say which text it was trained on, or the data set has no '
+             'checksums; it is taken to be the same')
         return
     changed = set(old.values()) ^ set(new.values())
     for name, checksum in (new | old).items():
