@@ -9,14 +9,12 @@ $ python attention_maps.py --out_dir=out/dape/kerple_1x3 --layer=2 --head=3 --le
 Writes out_dir/attention[_LABEL].json and .png
 """
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
 from configurator import between, configure, settings
 from kernels import row_chunks
 from lib.checkpoints import Run, TextReading
-from lib.errors import UserError
 
 layer: int | None = None     # counted from 0; None: the middle one
 head = 0                     # counted from 0
@@ -32,7 +30,8 @@ def parts_of(method, q, k, i, j, head):
     {part: (rows, keys)} of one head: score, q.k / sqrt(D) and what CoPE or Transformer-XL add;
     bias, B; dape, f([S; B]) of Eq. (3); attention, after softmax.
     """
-    score, bias = method.similarity(q, k, i, j)[0, head], method.bias(i, j)
+    score = method.similarity(q, k, i, j)[0, head]
+    bias = method.bias(i, j)
     seen = method.scores(q, k, i, j)[0, head]
     parts, rest = {'score': score}, seen - score
     if bias is not None:
@@ -61,10 +60,12 @@ def head_maps(attention, q, k, place, head):
     for rows, end in row_chunks(T, T, H, q.device, attention.position.needs_all_keys):
         i, j = place.i[rows], place.j[:end]
         with torch.autocast(q.device.type, enabled=False):
-            chunk = q[:, :, rows].float(), k[:, :, :end].float()
-            parts = parts_of(attention.position, *chunk, i, j, head)
+            queries = q[:, :, rows].float()
+            keys = k[:, :, :end].float()
+            parts = parts_of(attention.position, queries, keys, i, j, head)
         hidden = attention.position.hidden(i, j)[0, 0]
-        values = torch.stack(list(parts.values())).masked_fill(hidden, 0)
+        values = torch.stack([*parts.values()])
+        values = values.masked_fill(hidden, 0)
         maps += in_cell[rows].T @ values @ in_cell[:end]  # sums, (parts, n, n)
         # Later keys fall into the first bin, with no attention.
         distance = token[rows, None] - token[:end]
@@ -74,7 +75,8 @@ def head_maps(attention, q, k, place, head):
 
     # How many keys not after their query a cell has: all, and on the diagonal half.
     size = in_cell.sum(0)
-    pairs = (size[:, None] * size).tril() - (size * (size - 1) / 2).diag()
+    pairs = (size[:, None] * size).tril()
+    pairs -= (size * (size - 1) / 2).diag()
     means = {}
     for part, summed in zip(parts, maps):
         means[part] = summed / (size[:, None] if part == 'attention' else pairs)
@@ -95,7 +97,8 @@ def measure(model, tokens, layer, head):
         first = torch.zeros_like(k)
         first[:, :, 0] = 1  # attention over these values is the share of the first key itself
         share = attention.position.attend(q, k, first, place.i, place.j)
-        return share[0, :, tokens.shape[1] // 2:, 0].float().mean(1)  # (H,)
+        late = share[0, :, share.shape[2] // 2:, 0]
+        return late.float().mean(1)  # (H,)
 
     with model.probe(look) as shares:
         model(tokens, last=1)
@@ -108,12 +111,15 @@ def measure_length(run, windows, at):
     samples = torch.from_numpy(samples).to(run.runtime.device)
     with torch.no_grad(), run.runtime.autocast():
         found = [measure(run.model, window, at, head) for window in samples]
-    mean = {}
+    mean, maps = {}, {}
     for part in found[0]:
-        mean[part] = np.mean([one[part].numpy(force=True) for one in found], axis=0)
-    share, by_distance, maps = mean.pop('first_key'), mean.pop('by_distance'), {}
-    for part, rows in mean.items():  # 3 digits, and no keys after their query
-        maps[part] = [[float(f'{x:.3g}') for x in row[:r + 1]] for r, row in enumerate(rows)]
+        of_windows = torch.stack([one[part] for one in found])
+        mean[part] = of_windows.mean(0).numpy(force=True)
+    share, by_distance = mean.pop('first_key'), mean.pop('by_distance')
+    for part, rows in mean.items():
+        maps[part] = []
+        for r, row in enumerate(rows):  # 3 digits, and no keys after their query
+            maps[part].append([float(f'{x:.3g}') for x in row[:r + 1]])
     T = windows.block_size
     run.runtime.print(f'{T:8,d} tokens: {share[at, head]:.1%} on the first key; '
                       f'mean of all heads {share.mean():.1%}')
@@ -127,10 +133,8 @@ def main():
     run = Run(settings(globals()))
     L, (n_layer, H) = run.L, run.model.head_scale.shape
     at = n_layer // 2 if layer is None else layer
-    for what, number, n in (('layer', at, n_layer), ('head', head, H)):
-        if not 0 <= number < n:
-            raise UserError(f"{what} is {number}, but {run.info['path']} has {n}. "
-                            f'Choose one of 0 to {n - 1}.')
+    between({'layer': at}, 0, 'layer', most=n_layer - 1)
+    between(globals(), 0, 'head', most=H - 1)
     # All are opened before the work, so that a text too short is met first.
     opened = [run.windows(T) for T in lengths or [L, 4 * L, 16 * L]]
     run.write('attention', {

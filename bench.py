@@ -26,11 +26,12 @@ import torch.nn.functional as F
 import kernels
 import position as methods
 from configurator import between, configure, run_config, settings
-from lib.checkpoints import cast_matrices
+from lib.checkpoints import cast_matrices, config_of
 from lib.devices import compiled, matmul_flops, setup, synchronize
-from lib.errors import UserError, as_user_error
+from lib.errors import UserError
 from lib.generate import new_cache, store_by_column
-from lib.results import optional, provenance, result_path, save_json
+from lib.huggingface import their_config
+from lib.results import optional, print_rows, provenance, result_path, save_json
 from model import ModelConfig, Transformer
 
 tasks = ['train', 'scale', 'eval', 'entropy', 'prefill', 'decode']
@@ -59,8 +60,7 @@ dtype = 'auto'               # auto, float32, bfloat16; of entropy float32 alway
 compile = True               # training steps and evaluation, ours and the peer's
 seed = 1337
 
-METHOD = dataclasses.asdict(methods.Settings())  # settings of position methods, and their defaults
-MODEL = (*METHOD, 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'n_hidden')
+MODEL = [field.name for field in dataclasses.fields(ModelConfig)]
 
 
 # ---------------------------------------------------------------------- measuring
@@ -68,28 +68,26 @@ MODEL = (*METHOD, 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'n_hidden')
 rate = functools.cache(matmul_flops)  # measured once, so that all limits of a run agree
 
 
-def one_turn(works, runtime):
-    """Seconds of one call of each function of {name: function}."""
-    seconds = {}
-    for who, work in works.items():
-        synchronize(runtime.device)
-        start = time.perf_counter()
-        work()
-        synchronize(runtime.device)
-        seconds[who] = time.perf_counter() - start
-    return seconds
+def seconds_of(work, runtime):
+    synchronize(runtime.device)
+    start = time.perf_counter()
+    work()
+    synchronize(runtime.device)
+    return time.perf_counter() - start
 
 
 def medians(works, runtime):
     """
-    Median seconds of each function over rounds in which they take turns, as machines are noisy,
-    after two to warm up. Raises RuntimeError where something is compiled after that.
+    Median seconds of each function of {name: function} over rounds in which they take turns, as
+    machines are noisy, after two to warm up. Raises RuntimeError where something is compiled after
+    that.
     """
-    for _ in range(2):
-        one_turn(works, runtime)
-    with torch.compiler.set_stance('fail_on_recompile'):
-        turns = [one_turn(works, runtime) for _ in range(rounds)]
-    return {who: statistics.median(turn[who] for turn in turns) for who in works}
+    turns = {who: [] for who in works}
+    for turn in range(2 + rounds):
+        with torch.compiler.set_stance('default' if turn < 2 else 'fail_on_recompile'):
+            for who, work in works.items():
+                turns[who].append(seconds_of(work, runtime))
+    return {who: statistics.median(seconds[2:]) for who, seconds in turns.items()}
 
 
 def peak_memory(work, runtime):
@@ -129,30 +127,25 @@ def measure(task, works, tokens, limits, runtime):
     """
     if not isinstance(limits, dict):
         limits = dict.fromkeys(works, limits)
-    result = {'task': task, 'tokens': tokens, 'limit_seconds': limits}
+    rows = {}
     for who, seconds in medians(works, runtime).items():
-        row = {'seconds': seconds, 'tokens_per_second': tokens / seconds,
-               'of_limit': limits[who] / seconds, 'peak_memory': peak_memory(works[who], runtime)}
-        result[who] = row
-        times = seconds / result['ours']['seconds']
-        print(f'{task:24} {who:26} {seconds * 1e3:10.2f} ms {tokens / seconds:12,.0f} tokens/s '
-              f"{row['of_limit']:5.0%} of the limit {row['peak_memory'] / 1e6:8,.0f} MB"
-              f'{times:8.2f} times ours', flush=True)
-        if profile:
-            row['operators'] = by_operator(works[who], runtime)
-            for operator, taken in row['operators'].items():
-                print(f'{taken * 1e3:50.2f} ms {operator}')
-    return result
+        rows[who] = {'seconds': seconds, 'tokens_per_second': tokens / seconds,
+                     'of_limit': limits[who] / seconds,
+                     'times_ours': seconds / rows['ours']['seconds'] if rows else 1.0,
+                     'peak_memory': peak_memory(works[who], runtime)}
+    print_rows(print, [{task: who} | row for who, row in rows.items()])
+    for who in works if profile else ():
+        rows[who]['operators'] = by_operator(works[who], runtime)
+        print_rows(print, [{'operator': name, f'seconds of {who}': seconds}
+                           for name, seconds in rows[who]['operators'].items()])
+    return {'task': task, 'tokens': tokens, 'limit_seconds': limits} | rows
 
 
 # ---------------------------------------------------------------------- the models and their work
 
 def new_model(block_size, runtime, **changes):
     torch.manual_seed(seed)
-    chosen = METHOD | settings(globals()) | changes
-    with as_user_error():
-        config = ModelConfig(vocab_size=vocab_size, block_size=block_size,
-                             **{setting: chosen[setting] for setting in MODEL})
+    config = config_of(settings(globals()) | changes, block_size=block_size)
     return Transformer(config).init_weights().to(runtime.device)
 
 
@@ -164,17 +157,18 @@ class Peer(torch.nn.Module):
         super().__init__()
         transformers = optional('transformers')
         self.make_cache = transformers.DynamicCache
-        self.llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-            vocab_size=vocab_size, hidden_size=n_embd, intermediate_size=n_hidden,
-            num_hidden_layers=n_layer, num_attention_heads=n_head, num_key_value_heads=n_kv_head,
-            max_position_embeddings=block_size, rms_norm_eps=1e-5, tie_word_embeddings=False,
-            attn_implementation='sdpa'))
+        twin = config_of(settings(globals()), block_size=block_size, position='rope')
+        config = their_config(twin, torch.float32) | {'attn_implementation': 'sdpa'}
+        self.llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config))
 
     def forward(self, idx, targets=None, last=0, cache=None):
-        if targets is not None:
+        if targets is None:
+            return self.llama(idx, past_key_values=cache, use_cache=cache is not None,
+                              logits_to_keep=last).logits
+        if targets.shape == idx.shape:
             return self.llama(idx, labels=idx).loss  # it shifts the labels itself
-        return self.llama(idx, past_key_values=cache, use_cache=cache is not None,
-                          logits_to_keep=last).logits
+        logits = self.llama(idx).logits[:, -targets.shape[1]:].float()
+        return F.cross_entropy(logits.transpose(1, 2), targets, reduction='none')
 
     def new_cache(self, max_length):
         return self.make_cache(config=self.llama.config)
@@ -212,8 +206,7 @@ def training_step(model, B, T, runtime):
     """
     x, y = random_ids(B, T, runtime), random_ids(B, T, runtime)
     weights = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(weights, lr=1e-5, betas=(0.9, 0.95), weight_decay=0.1,
-                                  fused=runtime.device.type in ('cpu', 'cuda'))
+    optimizer = torch.optim.AdamW(weights, lr=1e-5, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     forward = compiled(model, runtime, compile)
 
     def step():
@@ -283,20 +276,14 @@ def sliding_windows(runtime):
     n, scored, works = 4 * batch_size, -(-context // 8), {}
     batches = random_ids(n, context + 1, runtime).split(batch_size)
 
-    def ours(model):
+    def read_all(model):
         for batch in batches:
             model(batch[:, :-1], batch[:, -scored:])
 
-    def theirs(model):
-        for batch in batches:
-            logits = model(batch[:, :-1])[:, -scored:].float()
-            F.cross_entropy(logits.transpose(1, 2), batch[:, -scored:], reduction='none')
-
     models = both(context, runtime, frozen=True)
     for who, model in models.items():
-        read = ours if who == 'ours' else theirs
-        works[who] = partial(read, compiled(model, runtime, compile))
-        works[f'{who}, uncompiled'] = partial(read, model)
+        works[who] = partial(read_all, compiled(model, runtime, compile))
+        works[f'{who}, uncompiled'] = partial(read_all, model)
     flops = n * reading_flops(models['ours'], context, scored)
     limit = flops / rate(runtime.device, runtime.dtype)
     return measure('sliding windows', works, n * context, limit, runtime)
@@ -373,23 +360,19 @@ TASKS = {'train': train, 'scale': scale, 'eval': sliding_windows, 'entropy': ent
 
 def read_like(given):
     """Take the settings of the model that were not given from the training configs in `like`."""
-    values = {}
+    values = {'position': 'none'}
     for config in like:
         values |= run_config(config)
     if 'n_layer' not in values:
         raise UserError(f'like is {like}, which sets no n_layer: give the config that the model is '
                         'trained with.')
-    values = {'position': 'none', 'context': values.get('block_size', context)} | values
-    for setting in (*MODEL, 'context'):
-        if setting in values and setting not in given:
-            globals()[setting] = values[setting]
+    values['context'] = values.get('block_size', context)
+    own = settings(globals()).keys() & {*MODEL, 'context'}
+    for setting in values.keys() & own - set(given):
+        globals()[setting] = values[setting]
 
 
-def start(given):
-    """The Runtime to measure on, once what was asked for has been checked."""
-    runtime = setup(device, dtype, seed)
-    if like:
-        read_like(given)
+def check_settings(runtime):
     if not set(tasks) <= set(TASKS):
         raise UserError(f"tasks is {tasks}. Choose from: {', '.join(TASKS)}.")
     if peer not in ('', 'hf'):
@@ -397,11 +380,6 @@ def start(given):
     if runtime.world_size > 1:
         raise UserError('bench.py measures one device: start it without torchrun.')
     between(globals(), 1, 'context', 'batch_size', 'read_context', 'n_decode', 'rounds')
-    os.environ.setdefault('KINETO_LOG_LEVEL', '6')  # or each profile announces itself
-    print(f'{runtime.device.type}, {torch.get_num_threads()} threads, torch {torch.__version__}, '
-          f'{runtime.dtype}: a large matrix product does '
-          f'{rate(runtime.device, runtime.dtype) / 1e12:.2f} TFLOP/s')
-    return runtime
 
 
 def main(given=(), works=None):
@@ -409,11 +387,19 @@ def main(given=(), works=None):
     Measure each of the works, {name: function of a Runtime}, and write what they return. given: the
     names of the settings that the user gave.
     """
-    began, runtime = time.perf_counter(), start(given)
+    began, runtime = time.perf_counter(), setup(device, dtype, seed)
+    check_settings(runtime)
+    if like:
+        read_like(given)
+    os.environ.setdefault('KINETO_LOG_LEVEL', '6')  # or each profile announces itself
+    flops = rate(runtime.device, runtime.dtype)
+    print(f'{runtime.device.type}, {torch.get_num_threads()} threads, torch {torch.__version__}, '
+          f'{runtime.dtype}: a large matrix product does {flops / 1e12:.2f} TFLOP/s')
+
     works = works or {task: TASKS[task] for task in tasks}
-    result = {'stage': 'bench', 'matmul_flops': rate(runtime.device, runtime.dtype),
-              'results': {task: work(runtime) for task, work in works.items()}}
+    results = {task: work(runtime) for task, work in works.items()}
     path = result_path(out_dir, name or runtime.device.type) + '.json'
+    result = {'stage': 'bench', 'matmul_flops': flops, 'results': results}
     save_json(path, result | provenance(settings(globals()), runtime, time.perf_counter() - began))
     print(f'wrote {path}')
 

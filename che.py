@@ -21,7 +21,6 @@ Writes out_dir/TASK.pt, from where a task goes on, also to more steps, and che[_
 """
 
 import dataclasses
-import json
 import math
 import time
 from pathlib import Path
@@ -35,25 +34,25 @@ from configurator import between, configure, settings
 from lib import checkpoints, figures, plots
 from lib.checksums import load_whole
 from lib.devices import setup
-from lib.errors import ROOT, UserError, as_user_error, fault_of
+from lib.errors import UserError, fault_of
 from lib.generate import require_positions
 from lib.results import (
     lock_file,
+    paper_table,
+    print_rows,
     progress_bar,
     provenance,
-    read_json,
     result_path,
     save_json,
     unlock_file,
 )
 from lib.tasks import END, TASKS
-from model import ModelConfig, Transformer
+from model import Transformer
 
 # what to run
 tasks: list[str] = ['even_pairs']  # keys of TASKS; []: Table 6's; recall+copy: one model for both
 out_dir: str | None = None   # runs and results go there; None: out/che/METHOD
 label = ''                   # name of the result
-compare: list[str] = []      # che.json of other methods, to stand beside this one in the table
 # model; the settings of its position method are declared in position.py
 n_layer = 5
 n_head = 8
@@ -94,13 +93,8 @@ def check_settings(runtime):
         raise UserError('che.py runs on one device: without torchrun. Start a process for some of '
                         'the tasks on each.')
     names = [name for mixture in tasks for name in mixture.split('+')]
-    unknown = set(names) - set(TASKS)
-    if unknown:
-        raise UserError(f"{', '.join(unknown)}: no task of that name. Choose from "
-                        f"{', '.join(TASKS)}.")
-    if len(names) > len(set(names)):
-        raise UserError(f'tasks is {tasks}, where a task stands twice. A result has one row for '
-                        'each: give them out_dirs of their own.')
+    if not set(names) <= set(TASKS) or len(names) > len(set(names)):
+        raise UserError(f"tasks is {tasks}. Choose from {', '.join(TASKS)}, none of them twice.")
 
 
 def empty_token(mixture):
@@ -153,10 +147,9 @@ def new_model(mixture, chosen):
         rng = np.random.default_rng(0)
         return max(draw(name, rng, 1, length, empty)[0].shape[1] for name in names)
 
-    with as_user_error():
-        config = ModelConfig(vocab_size=max(empty + 1, *(TASKS[name].n_out for name in names)),
-                             n_kv_head=n_head, block_size=tokens_of(train_length),
-                             **{setting: chosen[setting] for setting in MODEL})
+    symbols = max(empty + 1, *(TASKS[name].n_out for name in names))
+    config = checkpoints.config_of(chosen, vocab_size=symbols, n_kv_head=n_head,
+                                   block_size=tokens_of(train_length))
     torch.manual_seed(seed)  # the same weights, whatever was trained before
     model = Transformer(config).init_weights()
     require_positions(model, tokens_of(max(lengths or [test_length])))
@@ -203,7 +196,7 @@ def train(mixture, model, state, path):
     """
     names, empty = mixture.split('+'), empty_token(mixture)
     weights = [p for p in model.parameters() if p.requires_grad]  # all but the head scales
-    optimizer = torch.optim.Adam(weights, fused=weights[0].device.type in ('cpu', 'cuda'))
+    optimizer = torch.optim.Adam(weights, fused=True)
     if 'optimizer' in state:
         optimizer.load_state_dict(state['optimizer'])
     recent = []  # losses and accuracies since the last line on screen
@@ -272,59 +265,48 @@ def method_names(chosen):
     return name, folder
 
 
-def table_cells(row):
-    """A task's accuracies up to train_length, past it, and in the paper, in 28 columns."""
-    if row is None:
-        return f"{'-':>28}"
-    paper = f"{row['paper']:.2f}" if row['paper'] else '-'
-    return f"{100 * row['inside']:8.2f}{100 * row['outside']:10.2f}{paper:>10}"
+def row_of(name, shares, tested, paper):
+    """
+    The result of a task. shares: from test(), of the lengths `tested`; paper: the accuracy in
+    Table 6, or None.
+    """
+    accuracy, exact = shares.T
+    n_inside = sum(length <= train_length for length in tested)
+    return {'level': TASKS[name].level, 'inside': accuracy[:n_inside].mean(),
+            'outside': accuracy[n_inside:].mean(), 'chance': TASKS[name].chance, 'paper': paper,
+            'accuracy': accuracy.tolist(), 'exact': exact.tolist()}
 
 
-def print_table(results):
-    """Table 6's layout: a line a task, three columns a method."""
-    names, lengths = f"{'accuracy (%)':29} chance", ' ' * 36
-    for result in results:
-        inside = f"1-{result['train_length']}"
-        outside = f"{result['train_length'] + 1}-{max(result['lengths'])}"
-        names += f"{result['method']:>28}"
-        lengths += f'{inside:>8}{outside:>10}   Table 6'
-    print(names)
-    print(lengths)
-    for name, task in TASKS.items():
-        rows = [result['tasks'].get(name) for result in results]
-        if any(rows):
-            line = f'{task.level:4}{name:25} {100 * task.chance:6.0f}'
-            print(line + ''.join(map(table_cells, rows)))
-
-
-def print_by_length(result):
-    """Where there are few lengths: the shares of symbols and of whole answers that are right."""
-    if len(result['lengths']) > 12:
-        return
-    print(f"{'symbols, whole answers (%)':36}" + ''.join(f'{n:14d}' for n in result['lengths']))
-    for name, row in result['tasks'].items():
-        cells = [f'{100 * symbols:.1f} {100 * answers:6.1f}'
-                 for symbols, answers in zip(row['accuracy'], row['exact'])]
-        print(f'{name:36}' + ''.join(f'{cell:>14}' for cell in cells))
+def print_results(rows, tested):
+    """Accuracies up to train_length and past it in percent, by length where few were asked for."""
+    table, by_length = [], []
+    for name, row in rows.items():
+        table.append({'level': row['level'], 'task': name, 'chance': 100 * row['chance'],
+                      f'1-{train_length}': 100 * row['inside'],
+                      f'{train_length + 1}-{tested[-1]}': 100 * row['outside'],
+                      'Table 6': row['paper'] or '-'})
+        for length, symbols, answers in zip(tested, row['accuracy'], row['exact']):
+            by_length.append({'task': name, 'length': length, 'symbols right': 100 * symbols,
+                              'whole answers right': 100 * answers})
+    print_rows(print, table)
+    if lengths:
+        print_rows(print, by_length)
 
 
 def main():
     began, runtime = time.perf_counter(), setup(device, 'float32', seed)
     check_settings(runtime)
-    others = [read_json(path, 'che') for path in compare]
-    chosen = settings(globals())
+    chosen, paper = settings(globals()), paper_table('dape_table6')
     method, short_name = method_names(chosen)
     folder = Path(out_dir or f'out/che/{short_name}')
-    table = json.loads((ROOT / 'results/papers/tables.json').read_text())['dape_table6']
+    tested = sorted(lengths) or [*range(1, train_length + 1, eval_every),
+                                 *range(train_length + 1, test_length + 1, eval_every)]
 
     # All tasks are opened before one is trained, so that a mistake is met before work.
     opened = {}
-    for mixture in tasks or table['rows']:
+    for mixture in tasks or paper:
         opened[mixture] = open_task(mixture, folder / f'{mixture}.pt', chosen, runtime)
 
-    tested = sorted(lengths) or [*range(1, train_length + 1, eval_every),
-                                 *range(train_length + 1, test_length + 1, eval_every)]
-    n_inside = sum(length <= train_length for length in tested)
     rows = {}
     for mixture, (model, state, path, lock) in opened.items():
         print(f"{mixture}: {method}, {model.n_params():,} parameters; steps {state['step']} to "
@@ -332,19 +314,13 @@ def main():
         train(mixture, model, state, path)
         for name in mixture.split('+'):
             shares = test(name, model, state, path, tested, empty_token(mixture))
-            accuracy, exact = shares.T
-            in_paper = dict(zip(table['columns'], table['rows'].get(name, [])))
-            rows[name] = {'level': TASKS[name].level, 'inside': accuracy[:n_inside].mean(),
-                          'outside': accuracy[n_inside:].mean(), 'chance': TASKS[name].chance,
-                          'paper': in_paper.get(method), 'accuracy': accuracy.tolist(),
-                          'exact': exact.tolist()}
+            rows[name] = row_of(name, shares, tested, paper.get(name, {}).get(method))
         unlock_file(lock)
 
+    print_results(rows, tested)
     path = result_path(folder, 'che', label) + '.json'
     result = {'stage': 'che', 'label': label, 'method': method, 'train_length': train_length,
               'lengths': tested, 'tasks': rows}
-    print_table([result, *others])
-    print_by_length(result)
     save_json(path, result | provenance(chosen, runtime, time.perf_counter() - began))
     plots.draw(path)
     print(f'wrote {path} and its picture')

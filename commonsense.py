@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from configurator import between, configure, settings
 from lib.checkpoints import Reading, Run
 from lib.errors import UserError
-from lib.generate import complete, needs_equal_lengths, new_cache
+from lib.generate import complete, needs_equal_lengths, read_prompts
 from lib.results import optional, paper_table, print_scores, progress_bar
 from lib.tokens import start_token
 
@@ -43,44 +43,31 @@ add_bos = False              # start questions with the start token, which the p
 batch_size = 16              # questions read at once, each with all its choices
 
 
-def padded(rows, device):
-    """Lists of ids as one tensor, padded on the right, where a causal model cannot see it."""
-    rows = [torch.tensor(row, dtype=torch.long) for row in rows]
-    return pad_sequence(rows, batch_first=True).to(device)
-
-
 @torch.no_grad()
 def score(model, batch, runtime):
     """
     batch: [(context, [continuation, ...])], lists of ids, none of them empty. Returns a row for
     each continuation: ln p in nats, and whether greedy decoding would give it.
     """
-    # All of a context but its last token is read once, into a cache that its continuations share.
-    device, cache, shared, rows = runtime.device, None, [], []
-    for context, continuations in batch:
-        n = 0 if needs_equal_lengths(model) else len(context) - 1
-        shared.append(context[:n])
-        rows += [(context[n:], continuation) for continuation in continuations]
-    ids = padded([context + continuation for context, continuation in rows], device)
-    inputs, targets = ids[:, :-1], ids[:, 1:]                    # (rows, T)
+    contexts, choices = zip(*batch)
+    continuations = [ids for of_one in choices for ids in of_one]
+    targets = pad_sequence([torch.tensor(ids) for ids in continuations], batch_first=True)
+    targets = targets.to(runtime.device)                        # (n, T)
+    T = targets.shape[1]
+    # A context is read once, into a cache that its continuations share.
+    copies = torch.tensor([len(of_one) for of_one in choices], device=runtime.device)
     with runtime.autocast():
-        if any(shared):
-            contexts = padded(shared, device)
-            lengths = torch.tensor([len(context) for context in shared], device=device)
-            copies = torch.tensor([len(continuations) for _, continuations in batch], device=device)
-            slots = contexts.shape[1] + inputs.shape[1]
-            cache = new_cache(model, len(batch), slots, runtime.dtype)
-            model.hidden(contexts, cache)
-            cache.set_prompt_lengths(lengths)
+        logits, cache = read_prompts(model, contexts, T - 1, runtime.dtype)
+        logits = logits.repeat_interleave(copies, dim=0)[:, None]
+        if T > 1:
             cache.repeat(copies)
-        logits = model(inputs, cache=cache).float()              # (rows, T, V)
+            logits = torch.cat((logits, model(targets[:, :-1], cache=cache)), dim=1)
+    logits = logits.float()                                     # (n, T, V)
     log_p = (logits.gather(-1, targets[..., None])[..., 0] - logits.logsumexp(-1)).cpu()
     greedy = (logits.argmax(-1) == targets).cpu()
     scores = []
-    for i, (context, continuation) in enumerate(rows):
-        start = len(context) - 1
-        places = slice(start, start + len(continuation))
-        scores.append((log_p[i, places].sum().item(), greedy[i, places].all().item()))
+    for i, n in enumerate(map(len, continuations)):  # what is after them is padding
+        scores.append((log_p[i, :n].sum().item(), greedy[i, :n].all().item()))
     return scores
 
 
@@ -97,12 +84,13 @@ class Harness(LM):
         pairs: [(context, continuation)], lists of ids. Returns (len(pairs), 2), the rows of
         score(), in order.
         """
-        alone, groups, rows = needs_equal_lengths(self.model), {}, np.zeros((len(pairs), 2))
+        alone, groups = needs_equal_lengths(self.model), {}
         for i, (context, _) in enumerate(pairs):
             groups.setdefault(i if alone else tuple(context), []).append(i)
         # Longest first, so that what does not fit into memory fails at once.
         longest_first = sorted(groups.values(), key=lambda group: -len(pairs[group[0]][0]))
         todo, size = self.runtime.shard(longest_first), 1 if alone else batch_size
+        rows = np.zeros((len(pairs), 2))
         with progress_bar(len(todo), 'questions', self.runtime.is_main) as bar:
             for start in range(0, len(todo), size):
                 some = todo[start:start + size]
@@ -112,19 +100,22 @@ class Harness(LM):
         # Each row is zero on every rank but one.
         return self.runtime.gather([rows], self.runtime.world_size).sum(0)
 
+    def started(self, ids):
+        """A text's ids, after the start token where that is asked for, or where it is empty."""
+        return [start_token(self.encoding), *ids] if add_bos or not ids else ids
+
     def encode(self, context, continuation):
         """
         Ids of both, as lm_eval's models have them: spaces in between are the continuation's; of
         more than read_length tokens the last ones are read.
         """
-        before = self.encoding.encode_ordinary(context.rstrip())
-        after = self.encoding.encode_ordinary(context + continuation)[len(before):]
-        if add_bos or not before:
-            before = [start_token(self.encoding), *before]
-        n_over = len(before) + len(after) - 1 - self.read_length
-        n_over = max(0, min(n_over, len(before) - 1))  # One token of the context always stays.
-        self.n_cut += n_over > 0
-        return before[n_over:], after
+        context_ids = self.encoding.encode_ordinary(context.rstrip())
+        after = self.encoding.encode_ordinary(context + continuation)[len(context_ids):]
+        before = self.started(context_ids)
+        n_over = max(0, len(before) + len(after) - 1 - self.read_length)
+        kept = before[n_over:] or before[-1:]  # One token of the context always stays.
+        self.n_cut += len(kept) < len(before)
+        return kept, after
 
     def loglikelihood(self, requests, disable_tqdm=False):
         pairs = [self.encode(*request.args) for request in requests]
@@ -132,9 +123,7 @@ class Harness(LM):
 
     def prompt(self, request):
         """The ids of what a text is to continue. Raises UserError where they are too many."""
-        ids = self.encoding.encode_ordinary(request.args[0])
-        if add_bos or not ids:
-            ids = [start_token(self.encoding), *ids]
+        ids = self.started(self.encoding.encode_ordinary(request.args[0]))
         if len(ids) > self.read_length:
             raise UserError(f'a prompt of {request.task_name} has {len(ids)} tokens, but '
                             f'read_length is {self.read_length}. Raise --read_length=, or leave '

@@ -37,11 +37,8 @@ def between(scope, least, *names, most=2 ** 63 - 1):
     for name in names:
         value = scope[name]
         numbers = value if isinstance(value, list) else [value]
-        if value is None or all(least <= number <= most for number in numbers):
-            continue
-        too_large = all(number >= least for number in numbers)
-        limit = f'at most {most}' if too_large else f'at least {least}'
-        raise UserError(f'{name} is {value}; it must be {limit}.')
+        if value is not None and not all(least <= number <= most for number in numbers):
+            raise UserError(f'{name} is {value}; it must be at least {least} and at most {most}.')
 
 
 def fit(value, kind):

@@ -17,7 +17,7 @@ import torch
 from configurator import between, configure, settings
 from kernels import attention_entropy
 from lib.checkpoints import Run, TextReading
-from lib.results import bin_means, read_json
+from lib.results import bin_means, print_rows, read_json
 from lib.scales import by_position
 
 length: int | None = None    # tokens in a window; None: 8L
@@ -36,9 +36,8 @@ def spearman(x, y):
     for values in (x, y):
         _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
         ranks.append((np.cumsum(counts) - (counts - 1) / 2)[inverse])
-    a, b = (r - r.mean() for r in ranks)
-    norm = math.sqrt((a * a).sum() * (b * b).sum())
-    return float((a * b).sum() / norm) if norm else math.nan
+    with np.errstate(invalid='ignore'):
+        return float(np.corrcoef(*ranks)[0, 1])
 
 
 def measure_entropy(model, windows, n_samples, batch_tokens, bin_width, runtime):
@@ -55,15 +54,16 @@ def measure_entropy(model, windows, n_samples, batch_tokens, bin_width, runtime)
     T = windows.block_size
     samples = windows.evenly_spaced(n_samples)
     rows = runtime.over_windows(samples, batch_tokens, measure, f'entropy at {T}')
-    positions, means = bin_means(np.zeros(T), bin_width)[0], rows.mean(0)
-    return positions, means[0], means[1:].reshape(-1, model.config.n_head, len(positions))
+    loss, *heads = rows.mean(0)
+    positions, _ = bin_means(np.zeros(T), bin_width)
+    return positions, loss, np.reshape(heads, (-1, model.config.n_head, len(positions)))
 
 
 def main():
     between(globals(), 1, 'length', 'n_samples', 'batch_tokens')
     others = [read_json(path, 'entropy', 'position', 'loss', 'mean_entropy') for path in compare]
     run = Run(settings(globals()))
-    model, L, say = run.model, run.L, run.runtime.print
+    model, L = run.model, run.L
     between(globals(), L // 16, 'length')  # the width of a bin
     windows = run.windows(length or 8 * L)
     positions, loss, entropy = measure_entropy(model, windows, n_samples, batch_tokens, L // 16,
@@ -76,15 +76,18 @@ def main():
               'loss': loss, 'mean_entropy': mean, 'bound': bound, 'head_scale': scales,
               'entropy': entropy / unit}
 
-    say(f'    position   mean entropy ({result["unit"]})   bound')
+    rows = []
     for T in (L // 2, L, 2 * L, 4 * L, 8 * L):
         if T <= windows.block_size:
             i = np.searchsorted(positions, T, side='right') - 1  # the last bin up to T
-            say(f'{T:12d} {mean[i]:21.3f} {bound[i]:7.3f}')
+            rows.append({'position': T, f"mean entropy ({result['unit']})": mean[i],
+                         'bound': bound[i]})
+    print_rows(run.runtime.print, rows)
     if len(np.unique(scales)) > 1:
         result['spearman'] = [spearman(s, e) for s, e in zip(scales, entropy[:, :, -1])]
         for layer, value in enumerate(result['spearman']):
-            say(f'layer {layer}: Spearman correlation of scale and entropy {value:+.2f}')
+            run.runtime.print(f'layer {layer}: Spearman correlation of scale and entropy '
+                              f'{value:+.2f}')
     drawn = 'position_method', 'label', 'unit', 'position', 'loss', 'mean_entropy'
     result['compare'] = [{key: other[key] for key in drawn} for other in others]
     run.write('entropy', result)

@@ -20,19 +20,18 @@ $ torchrun --nproc_per_node=8 eval_ppl.py --out_dir=out/nope_1b --dataset=pg19 -
 Writes out_dir/eval_ppl[_PROTOCOL][_LABEL].json and .png
 """
 
+import functools
 import itertools
 import math
-from functools import partial
 
 import numpy as np
-import torch
 
 from configurator import between, configure, settings
 from lib.checkpoints import Run, TextReading, dataset_of, require_tokenizer
 from lib.devices import reader
 from lib.errors import UserError
 from lib.generate import require_positions
-from lib.results import bin_means
+from lib.results import bin_means, print_rows
 from lib.scales import by_position
 from lib.tokens import documents, open_tokens
 
@@ -58,25 +57,26 @@ def perplexity(loss):
     return math.exp(min(loss, 700))
 
 
-def summary(losses):
-    """Of the mean loss of each window, (n,): mean, perplexity and standard error over windows."""
-    error = losses.std(ddof=1) / len(losses) ** 0.5 if len(losses) > 1 else math.nan
-    return {'ppl': perplexity(losses.mean()), 'loss': losses.mean(), 'standard_error': error,
-            'windows': len(losses)}
+def summary(losses, n_scored=None):
+    """
+    Of the mean loss of each window, (n,): the mean over all tokens scored, its perplexity, and the
+    standard error over windows. n_scored: tokens that each window scores; None: all the same.
+    """
+    mean = np.average(losses, weights=n_scored)
+    n, error = len(losses), math.nan
+    if n > 1:
+        error = losses.std(ddof=1) / n ** 0.5
+    return {'ppl': perplexity(mean), 'loss': mean, 'standard_error': error, 'windows': n}
 
 
-def gain_of(losses, cut_losses):
+def gain_of(losses, cut_losses, n_scored=None):
     """
     Of the mean losses of each window (n,), read whole and cut: the loss when cut, the gain from
     what lies beyond, and its standard error over windows, each paired with itself.
     """
-    gain = summary(cut_losses - losses)
-    return {'cut_loss': cut_losses.mean(), 'gain': gain['loss'],
+    gain = summary(cut_losses - losses, n_scored)
+    return {'cut_loss': np.average(cut_losses, weights=n_scored), 'gain': gain['loss'],
             'gain_error': gain['standard_error']}
-
-
-def gain_text(row):
-    return f"{row['gain']:+.4f} ± {row['gain_error']:.4f}" if 'gain' in row else ''
 
 
 # ---------------------------------------------------------------------- sliding windows
@@ -114,37 +114,50 @@ def cut_windows(windows, L):
     """
     cut = []
     for lo, hi, n in windows:
-        stride = min(n, max(1, L // 8))
-        ends = range(hi, hi - n, -stride)
-        cut.append([(max(lo, end - L), end, min(stride, end - hi + n)) for end in ends])
+        first, stride = hi - n, min(n, max(1, L // 8))
+        ends = range(hi, first, -stride)
+        cut.append([(max(lo, end - L), end, min(stride, end - first)) for end in ends])
     return cut
 
 
-def score_windows(model, tokens, windows, batch_tokens, runtime, label=None):
+def score_windows(model, tokens, windows, batch_tokens, runtime):
     """
     Sum of the losses of each window's scored tokens, in nats: (len(windows),) float64, in order, on
     every rank. tokens: (n,) array of ids; windows: from sliding_windows(). Logits are computed for
     scored tokens only.
     """
-    def shape(i):
-        lo, hi, n_scored = windows[i]
-        return hi - lo, n_scored
+    groups, sums = {}, np.empty(len(windows))
+    for i, (lo, hi, n_scored) in enumerate(windows):
+        groups.setdefault((hi - lo, n_scored), []).append(i)
+    for (T, n_scored), group in groups.items():
+        read = reader(model, runtime, compile, len(group), T)
 
-    def measure(model, n_scored, inputs, targets):
-        losses = model(inputs, targets[:, -n_scored - 1:])[:, :-1]
-        return losses.cpu().double().sum(1)
+        def measure(inputs, targets, read=read, n_scored=n_scored):
+            losses = read(inputs, targets[:, -n_scored - 1:])[:, :-1]
+            return losses.cpu().double().sum(1)
 
-    sums = np.empty(len(windows))
-    for (T, n_scored), group in itertools.groupby(sorted(range(len(windows)), key=shape), shape):
-        group = list(group)
         # All tokens of a window are read, as what a method does may depend on their number. What
         # follows the last one is not known: any token stands for it, and its loss is left out.
-        texts = [np.append(tokens[lo:hi], 0) for lo, hi, _ in (windows[i] for i in group)]
-        texts = np.stack(texts).astype(np.int64)
-        read = partial(measure, reader(model, runtime, compile, len(group), T), n_scored)
-        shown = label if 2 * len(group) > len(windows) else None  # a bar for most of them is enough
-        sums[group] = runtime.over_windows(texts, batch_tokens, read, shown)
+        texts = np.zeros((len(group), T + 1), np.int64)
+        for text, i in zip(texts, group):
+            lo, hi, _ = windows[i]
+            text[:T] = tokens[lo:hi]
+        label = f'windows of {T}' if 2 * len(group) > len(windows) else None
+        sums[group] = runtime.over_windows(texts, batch_tokens, measure, label)
     return sums
+
+
+def windows_of(data, length, longest, stride, rule, max_windows):
+    """The windows of all documents, at most so many: spread over them, or the first (see rule)."""
+    windows = []
+    for start, end in documents(data):
+        windows += sliding_windows(start, end, length, longest, stride, rule)
+    if not windows:
+        raise UserError(f'no document of this split is longer than {longest} tokens. '
+                        'Choose shorter --lengths= or other text.')
+    n = min(max_windows, len(windows))
+    among = len(windows) if rule == 'same' else n
+    return [windows[i * among // n] for i in range(n)]
 
 
 def evaluate_sliding(model, data, lengths, stride, rule, max_windows, batch_tokens, runtime):
@@ -152,44 +165,28 @@ def evaluate_sliding(model, data, lengths, stride, rule, max_windows, batch_toke
     One row a length: loss, perplexity, past L the gain over the context cut to L, and how many
     documents, windows and tokens it was measured on; and {length: mean loss of each window}.
     """
-    rows, by_window, measured, L = [], {}, {}, model.config.trained_length
+    rows, by_window, L = [], {}, model.config.trained_length
+    require_positions(model, max(lengths))
 
-    def sums_of(windows, label):
-        """As score_windows(), each list of windows once: with rule same, L's are the cut ones."""
-        key = tuple(windows)
-        if key not in measured:
-            measured[key] = score_windows(model, data.tokens, windows, batch_tokens, runtime, label)
-        return measured[key]
+    @functools.cache  # by rule same the windows of L, and the cut ones of each length, are the same
+    def sums_of(windows):
+        return score_windows(model, data.tokens, windows, batch_tokens, runtime)
 
     for length in lengths:
-        windows = []
-        for document, (start, end) in enumerate(documents(data)):
-            of_one = sliding_windows(start, end, length, max(lengths), stride, rule)
-            windows += [(document, window) for window in of_one]
-        if not windows:
-            raise UserError(f'no document of this split is longer than {max(lengths)} tokens. '
-                            'Choose shorter --lengths= or other text.')
-        n = min(max_windows, len(windows))
-        among = len(windows) if rule == 'same' else n  # spread over all of them, or the first n
-        windows = [windows[i * among // n] for i in range(n)]
-        used = len({document for document, _ in windows})
-        windows = [window for _, window in windows]
-        sums = sums_of(windows, f'length {length}')
+        windows = windows_of(data, length, max(lengths), stride, rule, max_windows)
         n_scored = np.array([n for _, _, n in windows])
-        row = {'length': length} | summary(sums / n_scored)
-        loss = sums.sum() / n_scored.sum()  # of tokens; windows may score unequally many
-        row |= {'loss': loss, 'ppl': perplexity(loss), 'documents': used,
-                'scored_tokens': n_scored.sum()}
+        losses = sums_of(tuple(windows)) / n_scored
+        first_tokens = [lo for lo, _, _ in windows]
+        used = np.unique(np.searchsorted(data.starts, first_tokens, side='right'))
+        row = {'length': length} | summary(losses, n_scored)
+        row |= {'documents': len(used), 'scored_tokens': n_scored.sum()}
         if length > L:
             pieces = cut_windows(windows, L)
-            cut = sums_of(list(itertools.chain(*pieces)), f'length {length}, cut to {L}')
-            first = np.cumsum([0] + [len(of_one) for of_one in pieces[:-1]])
-            cut = np.add.reduceat(cut, first)  # of each window
-            row |= gain_of(sums / n_scored, cut / n_scored)
-            row['cut_loss'] = cut.sum() / n_scored.sum()
-            row['gain'] = row['cut_loss'] - loss
+            window = np.repeat(range(len(windows)), [len(of_one) for of_one in pieces])
+            cut = np.bincount(window, sums_of(tuple(itertools.chain(*pieces))))
+            row |= gain_of(losses, cut / n_scored, n_scored)
         rows.append(row)
-        by_window[str(length)] = sums / n_scored
+        by_window[str(length)] = losses
     return rows, by_window
 
 
@@ -215,12 +212,6 @@ def sliding(run, sizes):
     data = open_data(run.info, run.settings['dataset'], run.settings['split'])
     rows, by_window = evaluate_sliding(run.model, data, sizes, S, rule, max_windows, batch_tokens,
                                        run.runtime)
-    run.runtime.print('  length        ppl      loss    +-    windows   scored tokens   documents'
-                      '   gain over L')
-    for r in rows:
-        run.runtime.print(f"{r['length']:8d} {r['ppl']:10.3f} {r['loss']:9.4f} "
-                          f"{r['standard_error']:7.4f} {r['windows']:9,d} "
-                          f"{r['scored_tokens']:15,d} {r['documents']:11,d}   {gain_text(r)}")
     return {'rule': rule, 'stride': S, 'lengths': sizes, 'rows': rows, 'loss_by_window': by_window}
 
 
@@ -250,21 +241,18 @@ def positions(run, sizes):
     losses = run.runtime.over_windows(
         samples, batch_tokens, lambda inputs, targets: by_position(model, inputs, targets)[0],
         f'{sizes[-1]} positions')
-    at = {T: losses[:, max(0, T - n_last):T].mean(1) for T in sizes}
-    rows = [{'length': T} | summary(at[T]) | {'scored_tokens': len(at[T]) * min(T, n_last)}
-            for T in sizes]
-    run.runtime.print(f'  at T (last {n_last} positions)      loss    +-          ppl   windows'
-                      '   gain over L')
-    for r in rows:
-        T = r['length']
+    rows, by_window = [], {}
+    for T in sizes:
+        first = max(0, T - n_last)
+        of_windows = by_window[str(T)] = losses[:, first:T].mean(1)
+        row = {'length': T} | summary(of_windows)
+        row['scored_tokens'] = len(samples) * (T - first)
         if T > run.model.config.trained_length:
-            r |= gain_of(at[T], cut_losses(run, samples, max(0, T - n_last), T))
-        run.runtime.print(f"{T:8d} {r['loss']:25.4f} {r['standard_error']:8.4f} "
-                          f"{r['ppl']:10.3f} {r['windows']:9,d}   {gain_text(r)}")
+            row |= gain_of(of_windows, cut_losses(run, samples, first, T))
+        rows.append(row)
     middle, binned = bin_means(losses.mean(0), L // 16)
     return {'rows': rows, 'last': n_last, 'samples': len(losses), 'scored_tokens': losses.size,
-            'position': middle, 'loss': binned,
-            'loss_at_by_window': {str(T): values for T, values in at.items()}}
+            'position': middle, 'loss': binned, 'loss_at_by_window': by_window}
 
 
 # ---------------------------------------------------------------------- the last tokens
@@ -275,32 +263,25 @@ def evaluate_last(model, tokens, lengths, K, L, batch_tokens, runtime):
     same K at every length; and for T > L its Eq. (6), Delta P = P(x[-L:], L) - P(x, L): how much
     better the last L tokens are read with all of x than alone. tokens: (n, max(lengths) + 1) ids.
     """
-    def mean_losses(T):
-        """Of each window of T: the mean over its last K and its last L tokens, (n, 2)."""
+    def losses_in(T):
+        """Losses of the last tokens of each window of T."""
         read = reader(model, runtime, compile, len(tokens), T)
+        return runtime.over_windows(
+            tokens[:, -T - 1:], batch_tokens,
+            lambda inputs, targets: read(inputs, targets[:, -max(K, L):]), f'length {T}')
 
-        def measure(inputs, targets):
-            losses = read(inputs, targets[:, -max(K, L):])
-            return torch.stack([losses[:, -K:].mean(1), losses[:, -L:].mean(1)], dim=1)
-        return runtime.over_windows(tokens[:, -T - 1:], batch_tokens, measure, f'length {T}')
-
-    rows, alone = [], mean_losses(L)[:, 1].mean() if max(lengths) > L else None
+    require_positions(model, max(lengths))
+    rows, alone = [], losses_in(L)
     for T in lengths:
-        losses = mean_losses(T)
-        row = {'length': T} | summary(losses[:, 0]) | {'scored_tokens': len(tokens) * min(K, T)}
+        losses = alone if T == L else losses_in(T)
+        row = {'length': T} | summary(losses[:, -K:].mean(1))
+        row['scored_tokens'] = len(tokens) * min(K, T)
         if T > L:
-            row['ppl_alone'] = perplexity(alone)
-            row['ppl_with_all'] = perplexity(losses[:, 1].mean())
+            row['ppl_alone'] = perplexity(alone[:, -L:].mean())
+            row['ppl_with_all'] = perplexity(losses[:, -L:].mean())
             row['delta_p'] = row['ppl_alone'] - row['ppl_with_all']
-            row['reading'] = what_context_does(row['delta_p'])
         rows.append(row)
     return rows
-
-
-def what_context_does(delta_p):
-    if delta_p == 0:
-        return 'makes no difference'
-    return 'helps' if delta_p > 0 else 'hurts'
 
 
 def checked_last(last, L, sizes):
@@ -317,11 +298,6 @@ def last_tokens(run, sizes):
     K, L = checked_last(last, run.L, sizes), run.L
     samples = run.windows(sizes[-1]).evenly_spaced(n_samples, spacing=K)
     rows = evaluate_last(run.model, samples, sizes, K, L, batch_tokens, run.runtime)
-    say = run.runtime.print
-    say(f'  length   ppl of the last {K}    Delta P of the last {L}: the context before them')
-    for r in rows:
-        delta = f"{r['delta_p']:+20.3f}   {r['reading']}" if 'delta_p' in r else ''
-        say(f"{r['length']:8d} {r['ppl']:19.3f} {delta}")
     return {'last': K, 'lengths': sizes, 'rows': rows, 'samples': len(samples)}
 
 
@@ -333,19 +309,14 @@ def last_repeats(tokens, g):
     place where the g tokens before the target stood before; -1 where there is none. tokens: (n, T)
     ids, each row a window of its own. Returns (n, T).
     """
-    n, T = tokens.shape
-    # Number the grams of each row, token by token: equal numbers, equal grams of the same row.
-    grams = np.arange(n)[:, None]
-    for i in range(g):
-        longer = grams * (int(tokens.max()) + 1) + tokens[:, i:T - g + i]
-        grams = np.unique(longer, return_inverse=True)[1].reshape(n, T - g)
-    # A stable sort brings equal ones together, in their order in the row.
-    order = grams.ravel().argsort(kind='stable')
-    before, after = order[:-1], order[1:]
-    repeated = grams.ravel()[before] == grams.ravel()[after]
-    found = np.full(n * (T - g), -1)
-    found[after[repeated]] = before[repeated] % (T - g) + g
-    return np.concatenate((np.full((n, g), -1), found.reshape(n, T - g)), axis=1)
+    found = np.full(tokens.shape, -1)
+    for row, of_row in zip(tokens, found):
+        latest = {}  # of each gram: where it last ended
+        for t in range(g, len(row)):
+            gram = row[t - g:t].tobytes()
+            of_row[t] = latest.get(gram, -1)
+            latest[gram] = t
+    return found
 
 
 def repeat_summary(losses, cut_losses, window):
@@ -354,14 +325,12 @@ def repeat_summary(losses, cut_losses, window):
     window, such as those of a long repeat, are not independent, so the standard error of the gain
     is that of a ratio estimate, over windows. window: (n,), the one that each target is in.
     """
-    gains = cut_losses - losses
-    sums = np.bincount(window, gains - gains.mean())
-    n_windows = len(np.unique(window))
-    error = math.nan
-    if n_windows > 1:
-        error = ((sums ** 2).sum() * n_windows / (n_windows - 1)) ** 0.5 / len(gains)
+    gains, n_windows = cut_losses - losses, len(np.unique(window))
+    sums = np.bincount(window, gains - gains.mean())  # of each window; 0 where it has no target
+    variance = (sums ** 2).sum() * n_windows / (n_windows - 1) if n_windows > 1 else math.nan
     return {'loss': losses.mean(), 'cut_loss': cut_losses.mean(), 'gain': gains.mean(),
-            'gain_error': error, 'targets': len(gains), 'windows': n_windows}
+            'gain_error': variance ** 0.5 / len(gains), 'targets': len(gains),
+            'windows': n_windows}
 
 
 def far_repeats(run, sizes):
@@ -393,16 +362,12 @@ def far_repeats(run, sizes):
     cut = run.runtime.over_windows(
         contexts, batch_tokens, lambda inputs, after: run.model(inputs, after[:, -1:])[:, 0],
         f'cut to {L} tokens')
-    same = samples[window, place] == samples[window, s[window, place]]
     rows = [{'kind': 'all'} | repeat_summary(whole, cut, window)]
+    same = samples[window, place] == samples[window, s[window, place]]
     if same.any():
         rows.append({'kind': 'same token'} | repeat_summary(whole[same], cut[same], window[same]))
-    say = run.runtime.print
-    say(f'{n_found:,} far repeats of {gram} tokens, {n_found / n_possible:.1%} of the targets')
-    say(f'  what followed    targets   whole loss   cut to {L}   gain')
-    for r in rows:
-        say(f"  {r['kind']:16} {r['targets']:7d} {r['loss']:12.4f} {r['cut_loss']:11.4f}   "
-            f"{gain_text(r)}")
+    run.runtime.print(f'{n_found:,} far repeats of {gram} tokens, {n_found / n_possible:.1%} of '
+                      f'the targets, read whole and cut to {L}')
     return {'length': W, 'gram': gram, 'rows': rows, 'samples': len(samples), 'found': n_found,
             'share': n_found / n_possible}
 
@@ -417,11 +382,9 @@ def main():
             'batch_tokens')
     run = Run(settings(globals()))
     sizes = sorted(lengths or [run.L, 2 * run.L, 4 * run.L, 8 * run.L])
-    read = {key: run.settings[key] for key in ('dataset', 'split')}
-    read['dataset'] = dataset_of(run.info, read['dataset'])
-    require_positions(run.model, sizes[-1])
-    result = {'protocol': protocol} | read
-    result |= PROTOCOLS[protocol](run, sizes)
+    result = {'protocol': protocol, 'dataset': dataset_of(run.info, run.settings['dataset']),
+              'split': run.settings['split']} | PROTOCOLS[protocol](run, sizes)
+    print_rows(run.runtime.print, result['rows'])
     run.write('eval_ppl', result, '' if protocol == 'sliding' else protocol)
 
 

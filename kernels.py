@@ -30,7 +30,9 @@ def at_once(n, device):
 
 def later(i, j):
     """Which keys at positions j come after the queries at positions i: (1 or B, 1, T, S)."""
-    return torch.atleast_2d(j)[:, None, None] > torch.atleast_2d(i)[:, None, :, None]
+    i = torch.atleast_2d(i)[:, None, :, None]
+    j = torch.atleast_2d(j)[:, None, None, :]
+    return j > i
 
 
 def repeat_heads(x, n_head):
@@ -38,7 +40,8 @@ def repeat_heads(x, n_head):
     Keys or values (B, n_kv_head, S, D), each head once for every query head that shares it: (B, H,
     S, D).
     """
-    return x.repeat_interleave(n_head // x.shape[1], dim=1)
+    n_kv_head = x.shape[1]
+    return x.repeat_interleave(n_head // n_kv_head, dim=1)
 
 
 # ---------------------------------------------------------------------- softmax attention
@@ -59,22 +62,31 @@ def attention(q, k, v, mask=None, is_causal=False):
     the whole matrix. mask: (1 or B, 1 or H, T, S), a bias to add to the scores, or True where a key
     is seen.
     """
-    (B, H, T, D), (n_kv_head, S) = q.shape, k.shape[1:3]
-    sees_all = mask is None and not is_causal
-    by_formula = torch.is_grad_enabled() or torch.compiler.is_compiling()
-    if q.device.type == 'cpu' and by_formula and not sees_all:
-        if B * H * T * S <= 2 ** 26:
+    B, H, T, D = q.shape
+    n_kv_head, S = k.shape[1:3]
+
+    in_training = torch.is_grad_enabled() or torch.compiler.is_compiling()
+    few_scores = B * H * T * S <= 2 ** 26
+    if q.device.type == 'cpu' and in_training and few_scores:
+        if is_causal:
+            return causal_matrix_attention(q, k, v)
+        if mask is not None:
             return matrix_attention(q, k, v, mask)
-    if T == 1 and H > n_kv_head and (mask is None or mask.shape[1] == 1):
+
+    shares_keys = H > n_kv_head
+    if T == 1 and shares_keys and (mask is None or mask.shape[1] == 1):
         # One query a head: the heads that share a key become rows of one head, and each key is read
         # once. The kernel may return heads transposed, which a view() would refuse.
         rows = q.reshape(B, n_kv_head, -1, D)
-        return F.scaled_dot_product_attention(rows, k, v, mask).reshape(q.shape)
-    if q.device.type == 'cuda' and H > n_kv_head and not flash_can_share_heads(q, mask):
-        k, v = repeat_heads(k, H), repeat_heads(v, H)
-        n_kv_head = H
+        y = F.scaled_dot_product_attention(rows, k, v, mask)
+        return y.reshape(q.shape)
+
+    if shares_keys and q.device.type == 'cuda' and not flash_can_share_heads(q, mask):
+        k = repeat_heads(k, H)
+        v = repeat_heads(v, H)
+        shares_keys = False
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal,
-                                          enable_gqa=H > n_kv_head)
+                                          enable_gqa=shares_keys)
 
 
 def flash_can_share_heads(q, mask):
@@ -83,40 +95,53 @@ def flash_can_share_heads(q, mask):
     without a mask; with any other kernel PyTorch would compute the whole matrix, so there keys and
     values are repeated.
     """
-    new_enough = torch.cuda.get_device_properties(q.device).major >= 8
-    return mask is None and q.dtype != torch.float32 and new_enough
+    gpu = torch.cuda.get_device_properties(q.device)
+    half_precision = q.dtype != torch.float32
+    return mask is None and half_precision and gpu.major >= 8
 
 
 def matrix_attention(q, k, v, mask):
     """
-    attention() by its formula, sum_j e_ij v_j / sum_j e_ij; mask None: causal. For training on a
-    CPU while the scores are few, as the fused kernel's backward is slow there: compiled, a training
-    step of bench.py's shape took 1.35 s with this and 1.45 s with the fused kernel on two cores
-    with AMX. Scores have the precision of q and k.
+    attention() by its formula, sum_j e_ij v_j / sum_j e_ij. For training on a CPU while the scores
+    are few, as the fused kernel's backward is slow there: compiled, a training step of bench.py's
+    shape took 1.35 s with this and 1.45 s with the fused kernel on two cores with AMX. Scores have
+    the precision of q and k.
     """
-    (B, H, T, D), (n_kv_head, S) = q.shape, k.shape[1:3]
-    if mask is None:
-        # 128 query rows at a time, each time without the keys after the last of them. int32, as a
-        # register holds twice as many of them as of int64.
-        y, i = [], torch.arange(T, dtype=torch.int32)
-        for start in range(0, T, 128):
-            end = min(start + 128, T)
-            rows, keys, values = q[:, :, start:end], k[:, :, :end], v[:, :, :end]
-            seen = i[:end] <= i[start:end, None]
-            y.append(matrix_attention(rows, keys, values, seen))
-        return torch.cat(y, dim=2)
+    B, H, T, D = q.shape
+    n_kv_head, S = k.shape[1:3]
+    at_least_float32 = torch.promote_types(q.dtype, torch.float32)
 
     # The queries that share a key stand one under the other, so that each key head is one matrix
     # product.
-    scores = q.reshape(B, n_kv_head, -1, D) @ k.transpose(-1, -2)
-    scores = scores.view(B, H, T, S).to(torch.promote_types(q.dtype, torch.float32))
+    rows = q.reshape(B, n_kv_head, -1, D)
+    scores = rows @ k.transpose(-1, -2)
+    scores = scores.view(B, H, T, S).to(at_least_float32)
     scores = scores * (1 / math.sqrt(D))
     if mask.dtype == torch.bool:  # adding -inf, unlike filling it in, leaves backward nothing to do
-        mask = torch.zeros(mask.shape, device=q.device).masked_fill(~mask, -math.inf)
+        zeros = torch.zeros(mask.shape, device=q.device)
+        mask = zeros.masked_fill(~mask, -math.inf)
     scores = scores + mask
-    e = (scores - scores.detach().amax(-1, keepdim=True)).exp().to(v.dtype)
-    y = (e.view(B, n_kv_head, -1, S) @ v).view(B, H, T, D)
-    return (y / e.sum(-1, keepdim=True, dtype=scores.dtype)).to(v.dtype)
+
+    largest = scores.detach().amax(-1, keepdim=True)
+    e = (scores - largest).exp().to(v.dtype)
+    total = e.sum(-1, keepdim=True, dtype=scores.dtype)
+    y = e.view(B, n_kv_head, -1, S) @ v
+    y = y.view(B, H, T, D) / total
+    return y.to(v.dtype)
+
+
+def causal_matrix_attention(q, k, v):
+    """matrix_attention() for 128 queries at a time, without the keys after the last of them."""
+    y, end = [], 0
+    i = torch.arange(q.shape[2], dtype=torch.int32)  # a register holds half as many of int64
+    for rows in q.split(128, dim=2):
+        start = end
+        end = start + rows.shape[2]
+        seen = i[:end] <= i[start:end, None]
+        keys = k[:, :, :end]
+        values = v[:, :, :end]
+        y.append(matrix_attention(rows, keys, values, mask=seen))
+    return torch.cat(y, dim=2)
 
 
 # ---------------------------------------------------------------------- some rows at a time
@@ -128,13 +153,17 @@ def row_chunks(T, S, n_maps, device, all_keys=False):
     of the rows (or 32), as early rows need no late keys. Keys come in whole eighths, as a
     convolution makes a plan for each new shape.
     """
-    eighth = -(-S // 8)  # of the keys, rounded up
-    n_rows = at_once(SCORES_AT_ONCE, device) // (n_maps * S)
-    n_rows = max(1, min(n_rows, max(32, T // 8)))
+    eighth = math.ceil(S / 8)
+    most = at_once(SCORES_AT_ONCE, device)
+    most_rows = max(32, T // 8)
+    n_rows = min(most_rows, most // (n_maps * S))
+    n_rows = max(1, n_rows)
     for start in range(0, T, n_rows):
         stop = min(start + n_rows, T)
-        seen = -(-(S - T + stop) // eighth) * eighth
-        yield slice(start, stop), S if all_keys else min(S, seen)
+        last_query = S - T + stop
+        n_keys = math.ceil(last_query / eighth) * eighth
+        rows = slice(start, stop)
+        yield rows, S if all_keys else min(S, n_keys)
 
 
 def each(f, chunks, recompute, apart=False):
@@ -143,11 +172,14 @@ def each(f, chunks, recompute, apart=False):
     not in the model's compiled graph, which would hold each of them; what is recomputed then stays
     uncompiled, as checkpoint() is.
     """
-    y, recompute = [], recompute and torch.is_grad_enabled()
+    y = []
     for chunk in chunks:
         if apart and torch.compiler.is_compiling():
             torch._dynamo.graph_break()  # in a loop: Python then does all of it
-        y.append(checkpoint(f, *chunk, use_reentrant=False) if recompute else f(*chunk))
+        if recompute and torch.is_grad_enabled():
+            y.append(checkpoint(f, *chunk, use_reentrant=False))
+        else:
+            y.append(f(*chunk))
     return y
 
 
@@ -159,14 +191,22 @@ def in_rows(rows_of, q, k, v, i, j, n_maps, all_keys=False):
     every layer would keep that much. n_maps: matrices of scores that a call makes.
     """
     T, S = q.shape[2], k.shape[2]
-    chunks = [(q[:, :, rows], k[:, :, :end], v[:, :, :end], i[..., rows], j[..., :end])
-              for rows, end in row_chunks(T, S, n_maps, q.device, all_keys)]
+    chunks = []
+    for rows, end in row_chunks(T, S, n_maps, q.device, all_keys):
+        queries = q[:, :, rows]
+        keys = k[:, :, :end]
+        values = v[:, :, :end]
+        places = i[..., rows], j[..., :end]
+        chunks.append((queries, keys, values, *places))
     # The longest rows first: shorter ones then fit into the memory that they free, where a heap
     # would grow.
     chunks.reverse()
+
     recompute = n_maps * T * S > 4 * SCORES_AT_ONCE
-    most = CHUNKS_IN_A_GRAPH * (8 if q.device.type == 'cpu' else 1)  # uncompiled, a CPU is slow
-    y = each(rows_of, chunks, recompute, apart=len(chunks) > most)
+    most_in_graph = CHUNKS_IN_A_GRAPH
+    if q.device.type == 'cpu':  # which is slow uncompiled
+        most_in_graph *= 8
+    y = each(rows_of, chunks, recompute, apart=len(chunks) > most_in_graph)
     return torch.cat(y[::-1], dim=2)
 
 
@@ -175,14 +215,15 @@ def attention_with_bias(bias, q, k, v, i, j):
     Softmax attention with bias(i, j), (H, T, S) or (B, H, T, S), added to the scores: (B, H, T, D).
     """
     def rows_of(q, k, v, i, j):
-        mask = bias(i, j).masked_fill(later(i, j), -math.inf)  # 4-D, as fused kernels want it
-        return attention(q, k, v, mask.to(q.dtype))
+        hidden = later(i, j)
+        mask = bias(i, j).masked_fill(hidden, -math.inf)  # 4-D, as fused kernels want it
+        mask = mask.to(q.dtype)
+        return attention(q, k, v, mask)
 
-    # The CPU's training path makes a matrix of scores for each sequence; elsewhere one bias serves
-    # them all.
-    n_maps = q.shape[1]
+    B, H = q.shape[:2]
+    n_maps = H  # one bias serves all sequences
     if torch.is_grad_enabled() and q.device.type == 'cpu':
-        n_maps = len(q) * n_maps
+        n_maps = B * H  # matrix_attention() makes scores for each of them
     return in_rows(rows_of, q, k, v, i, j, n_maps)
 
 
@@ -191,14 +232,16 @@ def attention_over_scores(method, q, k, v, i, j):
     Softmax attention over a position method's scores(q, k, i, j), (B, H, T, S), -inf at later keys:
     (B, H, T, D).
     """
+    B, H = q.shape[:2]
     shared = method.shared(k)
 
     def rows_of(q, k, v, i, j):
         scores = method.scores(q, k, i, j, *shared)
-        weights = scores.softmax(-1, dtype=torch.float32).to(v.dtype)
-        return weights @ repeat_heads(v, q.shape[1])
+        weights = scores.softmax(-1, dtype=torch.float32)
+        return weights.to(v.dtype) @ repeat_heads(v, H)
 
-    return in_rows(rows_of, q, k, v, i, j, len(q) * q.shape[1], method.needs_all_keys)
+    n_maps = B * H
+    return in_rows(rows_of, q, k, v, i, j, n_maps, method.needs_all_keys)
 
 
 # ---------------------------------------------------------------------- entropy
@@ -211,8 +254,8 @@ MEAN_KEY = {
 }
 
 
-def wants_gradient(*tensors):
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+def wants_gradient(q, k):
+    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
 
 
 def entropy(q, k):
@@ -226,10 +269,14 @@ def entropy(q, k):
     """
     if wants_gradient(q, k):
         raise ValueError('entropy() has no gradient: use attention_entropy(), or torch.no_grad().')
-    q, k = q.float(), repeat_heads(k.float(), q.shape[1])  # float32, as the two terms nearly cancel
-    mean_k, log_sum_exp, *_ = MEAN_KEY[q.device.type](q, k, k, is_causal=True)
-    log_sum_exp = log_sum_exp[..., :q.shape[2]]  # CUDA's kernel pads rows
-    return (log_sum_exp - (q * mean_k).sum(-1) / math.sqrt(q.shape[-1])).clamp(min=0)
+    H, T, D = q.shape[1:]
+    q = q.float()  # as the two terms nearly cancel
+    k = repeat_heads(k.float(), H)
+    fused = MEAN_KEY[q.device.type]
+    mean_k, log_sum_exp, *_ = fused(q, k, k, is_causal=True)
+    log_sum_exp = log_sum_exp[..., :T]  # CUDA's kernel pads rows
+    mean_score = (q * mean_k).sum(-1) / math.sqrt(D)
+    return (log_sum_exp - mean_score).clamp(min=0)
 
 
 def attention_entropy(layer, attention, q, k, place):
@@ -238,20 +285,24 @@ def attention_entropy(layer, attention, q, k, place):
     float32, for every position method, with the right gradient where one is wanted: by entropy()
     where that can, else by rows of the matrix.
     """
-    method = attention.position
+    method, (B, H) = attention.position, q.shape[:2]
+    has_kernel = method.is_plain and q.device.type in MEAN_KEY
     with torch.autocast(q.device.type, enabled=False):  # entropy is float32 always
-        if method.is_plain and not wants_gradient(q, k) and q.device.type in MEAN_KEY:
+        if has_kernel and not wants_gradient(q, k):
             return entropy(q, k)
         q, k = q.float(), k.float()
         shared = method.shared(k)
 
         def rows_of(q, k, v, i, j):
-            log_a = method.scores(q, k, i, j, *shared).log_softmax(-1)
+            scores = method.scores(q, k, i, j, *shared)
+            log_a = scores.log_softmax(-1)
             finite = log_a.masked_fill(log_a.isneginf(), 0)  # as 0 ln 0 is 0
-            return (log_a.exp() * finite).sum(-1).neg().clamp(min=0)
+            terms = log_a.exp() * finite
+            total = -terms.sum(-1)
+            return total.clamp(min=0)
 
-        n_maps = len(q) * q.shape[1]
-        return in_rows(rows_of, q, k, k, place.i, place.j, n_maps, method.needs_all_keys)
+        i, j, n_maps = place.i, place.j, B * H
+        return in_rows(rows_of, q, k, k, i, j, n_maps, method.needs_all_keys)
 
 
 # ---------------------------------------------------------------------- loss
@@ -262,18 +313,25 @@ def cross_entropy(x, head, targets):
     batch. x: (B, K, C), ready for the output matrix; head: that matrix, a module; targets: (B, K)
     ids.
     """
-    def of_chunk(x, targets):
-        return F.cross_entropy(head(x).float(), targets, reduction='none')
-
-    if torch.compiler.is_compiling() and torch.is_autocast_enabled(x.device.type):
+    V = head.weight.shape[0]
+    half_precision = torch.is_autocast_enabled(x.device.type)
+    if half_precision and torch.compiler.is_compiling():
         # The logits stay in half precision, float32 is only in registers. F.cross_entropy is not
         # used, as its backward sums over all logits once more; int32, as a register holds twice as
         # many.
         logits = head(x).float()
-        ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=x.device)
-        at_target = ids == targets[..., None].int()
-        return logits.logsumexp(-1) - logits.where(at_target, 0).sum(-1)
+        ids = torch.arange(V, dtype=torch.int32, device=x.device)
+        is_target = ids == targets[..., None].int()
+        at_target = logits.where(is_target, 0).sum(-1)
+        return logits.logsumexp(-1) - at_target
 
-    n_rows = max(1, at_once(LOGITS_AT_ONCE, x.device) // head.weight.shape[0])
-    chunks = list(zip(x.flatten(0, 1).split(n_rows), targets.flatten().split(n_rows)))
-    return torch.cat(each(of_chunk, chunks, recompute=len(chunks) > 1)).view(targets.shape)
+    def of_chunk(x, targets):
+        return F.cross_entropy(head(x).float(), targets, reduction='none')
+
+    most = at_once(LOGITS_AT_ONCE, x.device)
+    n_rows = max(1, most // V)
+    x = x.flatten(0, 1).split(n_rows)
+    ids = targets.flatten().split(n_rows)
+    several = len(x) > 1
+    losses = each(of_chunk, zip(x, ids), recompute=several)
+    return torch.cat(losses).view(targets.shape)

@@ -28,8 +28,7 @@ from configurator import between, configure, settings
 from lib.checkpoints import Reading, Run
 from lib.errors import ROOT, UserError
 from lib.generate import complete
-from lib.results import Answers, optional, paper_table, print_scores
-from lib.scales import identity
+from lib.results import optional, paper_table, print_scores
 from lib.tokens import start_token
 
 # prompts and answers
@@ -216,8 +215,7 @@ def main():
     folder = Path(data) if Path(data).is_dir() else ROOT / data
     asked = {name: read_task(folder, name) for name in TASKS if name in (tasks or TASKS)}
     run = Run(settings(globals()))
-    length, depends_on = context or run.L, identity(run.model, run.scale, run.info)
-    depends_on |= {'beams': beams, 'context': length, 'dtype': str(run.runtime.dtype)}
+    length = context or run.L
     for name, task in asked.items():
         if length < task.max_new_tokens + 2:  # a first and a last token
             raise UserError(f'A context of {length} tokens leaves {name} no room for a prompt: its '
@@ -226,8 +224,8 @@ def main():
 
     results = {}
     for name, task in asked.items():
-        answers = Answers(f"{run.path('longbench')}/{name}.jsonl",
-                          depends_on | {'data': task.digest}, run.runtime)
+        answers = run.answers(f"{run.path('longbench')}/{name}", beams=beams, context=length,
+                              data=task.digest)
         results[name] = answer_task(run, name, task, length, answers)
     scores = {name: result['score'] for name, result in results.items()}
     theirs = {paper: {name: table[paper][name] for name in scores}} if paper else {}

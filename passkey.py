@@ -11,8 +11,7 @@ Writes out_dir/passkey[_LABEL].json and .png; what is answered so far is in .jso
 stopped run goes on
 """
 
-import json
-from pathlib import Path
+import bisect
 
 import numpy as np
 
@@ -20,16 +19,15 @@ from configurator import between, configure, settings
 from lib.checkpoints import Reading, Run
 from lib.errors import UserError
 from lib.generate import complete
-from lib.results import Answers
-from lib.scales import identity
+from lib.results import print_rows
+from lib.scales import read_scale_file
 from lib.tokens import start_token
 
 # prompts
-max_length: int | None = None  # the longest, in tokens; None: twice the window
+max_length: int | None = None  # the longest, in tokens; None: twice what the scales are for, or 2L
 n_lengths = 16               # max_length / 16, 2 max_length / 16 ... max_length
 n_depths = 10                # the key stands in the first tenth of the tokens, the second ...
 n_keys = 10                  # prompts for each length and depth
-window: int | None = None    # what the title tells of; None: what the scales are tuned for, or L
 protocol = 'exact'           # fillers counted on the whole prompt, or piece by piece as in: paper
 batch_tokens = 32768         # tokens of prompts read at once
 # machine
@@ -60,6 +58,15 @@ def draw_cells(lengths, n_depths, n_keys, seed):
     return cells
 
 
+def most(n, fits):
+    """The largest number that fits, 0 at least, from a guess n."""
+    while n and not fits(n):
+        n -= 1
+    while fits(n + 1):
+        n += 1
+    return n
+
+
 def build_prompt(encoding, length, place, key, protocol):
     """
     Ids of a prompt and of its answer, together at most `length` tokens, and the index of the token
@@ -85,15 +92,9 @@ def build_prompt(encoding, length, place, key, protocol):
     def prompt(before, after):
         return TASK + FILLER * before + line + FILLER * after + QUESTION
 
-    if protocol == 'exact':  # the sums were a first guess
-        while before and len(ids(TASK + FILLER * before)) > place:
-            before -= 1
-        while len(ids(TASK + FILLER * (before + 1))) <= place:
-            before += 1
-        while after and len(ids(prompt(before, after))) > budget:
-            after -= 1
-        while len(ids(prompt(before, after + 1))) <= budget:
-            after += 1
+    if protocol == 'exact':  # the sums are a first guess
+        before = most(before, lambda n: len(ids(TASK + FILLER * n)) <= place)
+        after = most(after, lambda n: len(ids(prompt(before, n))) <= budget)
     text = prompt(before, after)
     prompt_ids, whole = ids(text), ids(f'{text} {key}')
     if len(prompt_ids) > budget:
@@ -102,13 +103,11 @@ def build_prompt(encoding, length, place, key, protocol):
                         'lower n_lengths.')
     assert whole[:len(prompt_ids)] == prompt_ids, 'the answer changed the tokens of the prompt'
 
-    # The key line may change the last tokens ahead of it, so they are compared, then decoded.
-    ahead, start = TASK + FILLER * before, 1
-    alone = ids(ahead)
-    while start < len(alone) and prompt_ids[start] == alone[start]:
-        start += 1
-    while len(encoding.decode_bytes(prompt_ids[1:start + 1])) <= len(ahead.encode()):
-        start += 1
+    # The key line may change the last tokens ahead of it, so bytes are counted: it starts in the
+    # first token that ends beyond what is ahead.
+    ahead = len((TASK + FILLER * before).encode())
+    start = bisect.bisect(range(len(prompt_ids)), ahead,
+                          key=lambda n: len(encoding.decode_bytes(prompt_ids[1:n + 1])))
     return prompt_ids, whole[len(prompt_ids):], start
 
 
@@ -132,20 +131,19 @@ def answer_cells(run, cells, answers):
 def main():
     if protocol not in ('exact', 'paper'):
         raise UserError(f"protocol is '{protocol}'. Choose exact or paper.")
-    between(globals(), 1, 'max_length', 'n_lengths', 'n_depths', 'n_keys', 'window', 'batch_tokens')
+    between(globals(), 1, 'max_length', 'n_lengths', 'n_depths', 'n_keys', 'batch_tokens')
     run = Run(settings(globals()))
-    tuned = json.loads(Path(run.scale).read_text()) if isinstance(run.scale, str) else {}
-    sets = run.model.scale_sets.sets if run.model.scale_sets else [run.L]
-    reach = window or tuned.get('target_length') or max(sets)
+    reach = run.L
+    if isinstance(run.scale, str):  # the longest context that its file is tuned for
+        _, sets = read_scale_file(run.scale, run.info)
+        reach = max(sets)
     longest = max_length or 2 * reach
     lengths = [longest * i // n_lengths for i in range(1, n_lengths + 1)]
     build_prompt(run.encoding, lengths[0], 0, 99999, protocol)  # refuses what is too short
     cells = draw_cells(lengths, n_depths, n_keys, seed)
 
-    asked = {'dtype': str(run.runtime.dtype), 'protocol': protocol, 'seed': seed,
-             'lengths': lengths, 'n_depths': n_depths, 'n_keys': n_keys}
-    asked = identity(run.model, run.scale, run.info) | asked
-    answers = Answers(run.path('passkey') + '.jsonl', asked, run.runtime)
+    answers = run.answers(run.path('passkey'), protocol=protocol, seed=seed, lengths=lengths,
+                          n_depths=n_depths, n_keys=n_keys)
     answer_cells(run, cells, answers)
     rows = answers.finish()
 
@@ -153,13 +151,9 @@ def main():
     accuracy = correct.reshape(n_lengths, n_depths, n_keys)[::-1].mean(-1)
     inside = [row['correct'] for row in rows if row['length'] <= reach]
     inside = float(np.mean(inside)) if inside else None
-    say = run.runtime.print
-    say('  length   accuracy')
-    for length, row in zip(lengths, accuracy):
-        say(f'{length:8d} {row.mean():10.0%}')
-    if inside is not None:
-        say(f'up to {reach} tokens {inside:.1%}')
-    say(f'of all {accuracy.mean():.1%}')
+    print_rows(run.runtime.print, [{'length': length, 'accuracy': row.mean()}
+                                   for length, row in zip(lengths, accuracy)])
+    run.runtime.print(f'of all {accuracy.mean():.1%}')
     run.write('passkey', {
         'window': reach, 'lengths': lengths, 'n_depths': n_depths, 'accuracy': accuracy,
         'accuracy_inside': inside, 'accuracy_of_all': accuracy.mean(),

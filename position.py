@@ -155,8 +155,10 @@ class NoPE(nn.Module):
 
     def scores(self, q, k, i, j, *shared):
         """What softmax sees, (B, H, T, S): -inf at hidden keys. q: scaled by Eq. (4)."""
-        scores, bias = self.similarity(q, k, i, j, *shared), self.bias(i, j)
-        scores = scores if bias is None else scores + bias
+        scores = self.similarity(q, k, i, j, *shared)
+        bias = self.bias(i, j)
+        if bias is not None:
+            scores = scores + bias
         return scores.masked_fill(self.hidden(i, j), -math.inf)
 
     def attend(self, q, k, v, i, j):
@@ -222,7 +224,8 @@ def rotate(x, cos, sin):
     x: (B, H, T, D); cos, sin: (1, T, D/2) or (B, 1, T, D/2). Computed in float32.
     """
     a, b = x.float().chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+    turned = a * cos - b * sin, b * cos + a * sin
+    return torch.cat(turned, dim=-1).to(x.dtype)
 
 
 class RoPE(NoPE):
@@ -259,7 +262,7 @@ class RoPE(NoPE):
     def hidden(self, i, j):
         if not self.window:
             return later(i, j)
-        return later(i, j) | (i[..., None, :, None] - j[..., None, None, :] >= self.window)
+        return later(i, j) | (distances(i, j) >= self.window)
 
     def attend(self, q, k, v, i, j):
         if not self.window:
@@ -347,8 +350,9 @@ class Bias(NoPE):
 
 
 def distances(i, j):
-    """i - j of every query and key, 0 where the key is later: (T, S), or (B, T, S)."""
-    return (i[..., :, None] - j[..., None, :]).clamp(min=0)
+    """i - j of every query and key, 0 where the key is later: (1, T, S), or (B, 1, T, S)."""
+    distance = i[..., None, :, None] - j[..., None, None, :]
+    return distance.clamp(min=0)
 
 
 def alibi_slopes(n_head):
@@ -357,8 +361,10 @@ def alibi_slopes(n_head):
     two below, then every second one of the power above. Press et al. 2022, section 3 and its code.
     """
     below = 2 ** int(math.log2(n_head))
-    slopes = [2 ** (-8 * (h + 1) / below) for h in range(below)]
-    return slopes + [2 ** (-4 * (2 * h + 1) / below) for h in range(n_head - below)]
+    first = 2 ** (-8 / below)
+    slopes = [first ** (h + 1) for h in range(below)]
+    between = [first ** (h + 0.5) for h in range(n_head - below)]
+    return slopes + between
 
 
 class ALiBi(Bias):
@@ -374,7 +380,8 @@ class ALiBi(Bias):
         return alibi_slopes(n_head)
 
     def bias(self, i, j):
-        return -self.slopes[:, None, None] * (i[..., None, :, None] - j[..., None, None, :])
+        i, j = i[..., None, :, None], j[..., None, None, :]
+        return -self.slopes[:, None, None] * (i - j)
 
 
 class NAPE(ALiBi):
@@ -398,13 +405,18 @@ class Kerple(Bias):
 
     def bias(self, i, j):
         p, a = at_least(self.p, 0.01), at_least(self.a, 0.01)
-        return -p * torch.log1p(a * distances(i, j)[..., None, :, :])
+        return -p * torch.log1p(a * distances(i, j))
 
 
 def at_least(x, least):
     """Clamp (H,) with a straight-through gradient, so that x < least can recover: (H, 1, 1)."""
     clamped = x + (x.clamp(min=least) - x).detach()
     return clamped[:, None, None]
+
+
+def over_heads(x):
+    """What has a number for each head, (..., 1, T, S, H), as a bias: (..., H, T, S)."""
+    return x.movedim(-1, -4).squeeze(-3)
 
 
 class FIRE(Bias):
@@ -421,10 +433,12 @@ class FIRE(Bias):
         self.f = nn.Sequential(nn.Linear(1, 32), nn.ReLU(), nn.Linear(32, config.n_head))
 
     def bias(self, i, j):
-        longest = torch.maximum(i.float(), (self.mu * self.L0).abs())[..., None]
+        least = (self.mu * self.L0).abs()
+        longest = torch.maximum(i.float(), least)[..., None, :, None]
         near = torch.log1p((self.c * distances(i, j)).abs())
-        share = near / (torch.log1p((self.c * longest).abs()) + 1e-6)        # (T, S)
-        return self.f(share[..., None]).movedim(-1, -3)
+        far = torch.log1p((self.c * longest).abs())
+        share = near / (far + 1e-6)                                          # (1, T, S)
+        return over_heads(self.f(share[..., None]))
 
 
 class T5Bias(Bias):
@@ -446,7 +460,7 @@ class T5Bias(Bias):
         wider = torch.log(distance.clamp(min=1) / 16) / math.log(128 / 16)
         wider = 16 + (16 * wider).long()
         bucket = torch.where(distance < 16, distance, wider.clamp(max=31))
-        return self.factor * self.table[bucket].movedim(-1, -3)
+        return self.factor * over_heads(self.table[bucket])
 
 
 # ---------------------------------------------------------------------- from rows of scores
@@ -471,7 +485,8 @@ class CoPE(FromScores):
         self.e = nn.Parameter(torch.zeros(64, config.head_dim))
 
     def similarity(self, q, k, i, j):
-        scores, most = super().similarity(q, k, i, j), len(self.e) - 1
+        scores = super().similarity(q, k, i, j)
+        most = len(self.e) - 1
         # float32, as bfloat16 counts in quarters from 32 on
         gates = scores.float().sigmoid().masked_fill(later(i, j), 0)
         count = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=most)           # (B, H, T, S)
@@ -498,18 +513,24 @@ class TransformerXL(FromScores):
 
     def shared(self, k):
         """W r of every distance, shorter than the keys are many: (H, D, S)."""
-        S, (H, D) = k.shape[2], self.u.shape
-        frequency = 10000 ** (-torch.arange(0, H * D, 2, device=k.device) / (H * D))
+        S = k.shape[2]
+        H, D = self.u.shape
+        pair = torch.arange(0, H * D, 2, device=k.device)
+        frequency = 10000 ** (-pair / (H * D))
         angle = torch.arange(S, device=k.device)[:, None] * frequency
         r = self.W(torch.cat((angle.sin(), angle.cos()), dim=-1))
-        return r.view(S, H, D).permute(1, 2, 0).to(k.dtype),
+        r = r.view(S, H, D).permute(1, 2, 0)
+        return r.to(k.dtype),
 
     def similarity(self, q, k, i, j, r=None):
-        scores, (H, D) = super().similarity(q, k, i, j), self.u.shape
+        scores = super().similarity(q, k, i, j)
+        H, D = self.u.shape
         r = self.shared(k)[0] if r is None else r[..., :k.shape[2]]
         by_distance = (q + self.v[:, None].to(q.dtype)) @ r                  # (B, H, T, S)
-        by_place = by_distance.gather(-1, distances(i, j)[..., None, :, :].expand(scores.shape))
-        by_key = kernels.repeat_heads(k, H) @ self.u[..., None].to(k.dtype)  # (B, H, S, 1)
+        distance = distances(i, j).expand(scores.shape)
+        by_place = by_distance.gather(-1, distance)
+        keys = kernels.repeat_heads(k, H)
+        by_key = keys @ self.u[..., None].to(k.dtype)                        # (B, H, S, 1)
         return scores + (by_place + by_key.transpose(-1, -2)) / math.sqrt(D)
 
 
@@ -522,13 +543,16 @@ class Adaptive(FromScores):
     P = -0.037, 0.481, -2.3, 4.917, -1.791  # the highest power first
 
     def similarity(self, q, k, i, j):
-        scores, hidden = super().similarity(q, k, i, j), later(i, j)
+        scores = super().similarity(q, k, i, j)
+        hidden = later(i, j)
         log_a = scores.float().masked_fill(hidden, -math.inf).log_softmax(-1)
-        H = -(log_a.exp() * log_a.masked_fill(hidden, 0)).sum(-1, keepdim=True)
+        terms = log_a.exp() * log_a.masked_fill(hidden, 0)
+        H = -terms.sum(-1, keepdim=True)
         beta = 0
         for coefficient in self.P:
             beta = beta * H + coefficient
-        return (scores * beta.clamp(min=1).where(H > 0.5, 1)).to(scores.dtype)
+        factor = beta.clamp(min=1).where(H > 0.5, 1)
+        return (scores * factor).to(scores.dtype)
 
 
 # ---------------------------------------------------------------------- DAPE
@@ -568,8 +592,9 @@ class DAPE(FromScores):
         self.method.share_weights(first.method)
 
     def scores(self, q, k, i, j, *shared):
-        scores, bias = self.similarity(q, k, i, j, *shared), self.bias(i, j)
-        x, pad, hidden = scores, self.kernel // 2, self.hidden(i, j)
+        scores = self.similarity(q, k, i, j, *shared)
+        bias, hidden = self.bias(i, j), self.hidden(i, j)
+        x, pad = scores, self.kernel // 2
         if bias is not None:
             bias = bias.to(scores.dtype)
             x = torch.cat((scores, bias.expand(scores.shape)), dim=1)        # (B, 2H, T, S)

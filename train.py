@@ -117,11 +117,6 @@ def rank_batch(windows, step, runtime):
 
 # ---------------------------------------------------------------------- model
 
-def new_config(chosen, vocab_size):
-    with as_user_error():
-        return ModelConfig(vocab_size=vocab_size, **{k: chosen[k] for k in (*SIZES, *METHOD)})
-
-
 def finetuned_config(old, chosen, given, path):
     """
     The config of a model that is given, at another length and with what may change of its position
@@ -150,7 +145,7 @@ def open_model(windows, chosen, given, runtime):
     from (or None), and the settings as they turned out.
     """
     if init_from == 'scratch':
-        config = new_config(chosen, windows.vocab_size)
+        config = checkpoints.config_of(chosen, vocab_size=windows.vocab_size)
         checkpoints.require_memory(config)
         return Transformer(config).init_weights(), None, chosen
     resumes = init_from == 'resume'
@@ -226,7 +221,7 @@ def train_step(model, optimizer, scaler, weights, batch, next_batch, runtime):
     return step_loss, batch
 
 
-def validate(model, tokens, runtime, measure):
+def mean_over(tokens, model, runtime, measure):
     """Mean over validation windows of measure(inputs, targets), which returns a number for each."""
     n = len(tokens)
     if fsdp:  # its ranks go through each pass together: so many windows for each, some again
@@ -239,11 +234,22 @@ def validate(model, tokens, runtime, measure):
     return float(values[:n].mean())
 
 
-def mean_entropy(model, inputs):
-    """Attention entropy of each window in nats, the mean over layers, heads and queries: (B,)."""
-    with model.probe(attention_entropy) as entropy:
-        model(inputs, last=1)
-    return torch.stack(entropy).mean((0, 2, 3))
+def validate(model, tokens, step, recorder, runtime):
+    """Measure, log and print loss and attention entropy, both in nats. Returns the loss."""
+    def losses(inputs, targets):
+        return model(inputs, targets).mean(1)
+
+    def entropies(inputs, targets):
+        with model.probe(attention_entropy) as entropy:
+            model(inputs, last=1)
+        return torch.stack(entropy).mean((0, 2, 3))  # over layers, heads and queries: (B,)
+
+    loss = mean_over(tokens, model, runtime, losses)
+    entropy = mean_over(tokens[:ENTROPY_WINDOWS], model, runtime, entropies)
+    recorder.require_finite(loss, f'the validation loss became {loss} at step {step}')
+    recorder.log(step, val_loss=loss, entropy=entropy)
+    runtime.print(f'step {step:6d}  validation loss {loss:.4f}  ppl {math.exp(min(loss, 700)):.2f}')
+    return loss
 
 
 def save_last(recorder, model, optimizer, scaler, step, best_val_loss):
@@ -276,8 +282,7 @@ def main(given=()):
     # optimizer
     weights = [p for p in raw_model.parameters() if p.requires_grad]  # all but the head scales
     optimizer = torch.optim.AdamW(weights, lr=learning_rate, betas=(beta1, beta2),
-                                  weight_decay=weight_decay,
-                                  fused=runtime.device.type in ('cpu', 'cuda'))
+                                  weight_decay=weight_decay, fused=True)
     scaler = torch.amp.GradScaler(runtime.device.type, enabled=runtime.dtype == torch.float16)
     step, best_val_loss = 0, math.inf
     if state is not None:
@@ -317,15 +322,7 @@ def main(given=()):
 
         if step % eval_interval == 0 or step == max_iters or step in keep_steps:
             recorder.flush(step)
-            val_loss = validate(raw_model, val_tokens, runtime,
-                                lambda inputs, targets: raw_model(inputs, targets).mean(1))
-            entropy = validate(raw_model, val_tokens[:ENTROPY_WINDOWS], runtime,
-                               lambda inputs, targets: mean_entropy(raw_model, inputs))
-            recorder.require_finite(val_loss, f'the validation loss became {val_loss} at step '
-                                              f'{step}')
-            recorder.log(step, val_loss=val_loss, entropy=entropy)
-            runtime.print(f'step {step:6d}  validation loss {val_loss:.4f}  '
-                          f'ppl {math.exp(min(val_loss, 700)):.2f}')
+            val_loss = validate(raw_model, val_tokens, step, recorder, runtime)
             if val_loss < best_val_loss:
                 best_val_loss = val_loss
                 recorder.save('best.pt', raw_model, step, best_val_loss=best_val_loss)

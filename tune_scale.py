@@ -30,8 +30,8 @@ from kernels import attention_entropy
 from lib import plots
 from lib.checkpoints import Run, dataset_of, load_model
 from lib.devices import compiled, learning_rate_at, reader
-from lib.errors import UserError
-from lib.results import bin_means, progress_bar, provenance, result_path
+from lib.errors import MALFORMED, UserError
+from lib.results import bin_means, print_rows, progress_bar, provenance, result_path
 from lib.scales import ScaleSets, by_position, finite, put_vectors, read_scale_file, save_scale
 from lib.tokens import Windows
 
@@ -74,7 +74,7 @@ dtype = 'auto'               # auto, float32, bfloat16, float16
 compile = True               # torch.compile the tuning step, and a long search's reading
 
 
-def curves(model, windows, n_samples, batch_tokens, runtime, label=None):
+def curves(model, windows, runtime, label=None):
     """
     Loss and attention entropy by position, and the entropy of each head at the end of the window.
     Returns loss (T,) and mean entropy (T,) in nats, means over samples (and heads), and entropy
@@ -85,12 +85,14 @@ def curves(model, windows, n_samples, batch_tokens, runtime, label=None):
 
     def measure(inputs, targets):
         losses, entropy = by_position(model, inputs, targets, attention_entropy)
-        heads = entropy[..., -tail:].mean(-1).transpose(0, 1).flatten(1)  # (B, n_layer * H)
+        heads = entropy[..., -tail:].mean(-1)                # (n_layer, B, H)
+        heads = heads.transpose(0, 1).flatten(1)             # (B, n_layer * H)
         return torch.cat((losses, entropy.mean((0, 2)), heads), dim=1)
 
     T, samples = windows.block_size, windows.evenly_spaced(n_samples)
-    rows = runtime.over_windows(samples, batch_tokens, measure, label).mean(0)
-    return rows[:T], rows[T:2 * T], rows[2 * T:].reshape(-1, model.config.n_head)
+    means = runtime.over_windows(samples, batch_tokens, measure, label).mean(0)
+    loss, entropy, heads = np.split(means, [T, 2 * T])
+    return loss, entropy, heads.reshape(-1, model.config.n_head)
 
 
 # ---------------------------------------------------------------------- uniform
@@ -112,15 +114,11 @@ def fit_scale(position, best, L):
 
 def candidates():
     """The scales of candidate_range."""
-    wrong = len(candidate_range) != 3 or min(candidate_range) <= 0
-    if wrong or candidate_range[0] >= candidate_range[1]:
-        raise UserError(f'candidate_range is {candidate_range}; give first, last and step, as '
-                        '[1.0, 2.0, 0.1].')
-    first, end, step = candidate_range
-    if not (end - first) / step <= 10_000:
-        raise UserError(f'candidate_range is {candidate_range}, more than 10,000 candidates, each '
-                        'of which is measured. Give a larger step.')
     finite(candidate_range, (3,), f'candidate_range {candidate_range}')
+    first, end, step = candidate_range
+    if not 0 < first < end <= first + 10_000 * step:
+        raise UserError(f'candidate_range is {candidate_range}; give first, last and step, all '
+                        'above 0, as [1.0, 2.0, 0.1], and at most 10,000 candidates.')
     return [round(first + i * step, 6) for i in range(round((end - first) / step) + 1)]
 
 
@@ -130,22 +128,24 @@ def search_uniform(model, windows, scales, L, runtime):
     are drawn (None for the others); the best candidate per position and per length; the fit.
     """
     loss, entropy, at = [], [], []
-    T = windows.block_size
+    T, samples = windows.block_size, windows.evenly_spaced(n_samples)
     read = reader(model, runtime, compile, n_samples * len(scales), T)
-    drawn = np.linspace(0, len(scales) - 1, 6).round().astype(int).tolist()  # some, evenly spaced
-    lengths = sorted({T, *(L * 2 ** i for i in range(int(math.log2(T / L)) + 1))})
+    drawn = np.linspace(0, len(scales) - 1, 6).round().astype(int)  # some, evenly spaced
+    lengths = [L]  # and its doubles, up to T
+    while 2 * lengths[-1] < T:
+        lengths.append(2 * lengths[-1])
+    lengths.append(T)
     for i, scale in enumerate(scales):
         model.head_scale = scale
-        what = n_samples, batch_tokens, runtime, f'scale {scale:.2f}'
+        label, mean_entropy = f'scale {scale:.2f}', None
         if i in drawn:
-            of_scale, mean_entropy, _ = curves(model, windows, *what)
-            entropy.append(bin_means(mean_entropy, L // 16)[1])
+            of_scale, by_place, _ = curves(model, windows, runtime, label)
+            mean_entropy = bin_means(by_place, L // 16)[1]
         else:
-            samples = windows.evenly_spaced(n_samples)
-            of_scale = runtime.over_windows(samples, batch_tokens, read, what[-1]).mean(0)
-            entropy.append(None)
+            of_scale = runtime.over_windows(samples, batch_tokens, read, label).mean(0)
         position, binned = bin_means(of_scale, L // 16)
         loss.append(binned)
+        entropy.append(mean_entropy)
         at.append([of_scale[max(0, n - last):n].mean() for n in lengths])
     loss, at, scales = np.array(loss), np.array(at), np.array(scales)
     best = scales[loss.argmin(0)]  # per position
@@ -156,40 +156,45 @@ def search_uniform(model, windows, scales, L, runtime):
             'best_by_length': scales[at.argmin(0)]}
 
 
+def search_all(run, target):
+    """{name: search_uniform()} of the checkpoint, and of those to compare it with."""
+    windows, scales, searches = run.windows(target, 'val'), candidates(), {}
+    for path in [run.info['path'], *compare]:
+        model, info = run.model, run.info
+        if path != info['path']:
+            model, info = load_model(path, out_dir, run.runtime.device, position, rope_scaling,
+                                     run.runtime.dtype)
+        name = f"{Path(path).stem}, step {info['step']}"
+        name = path if name in searches else name
+        searches[name] = search_uniform(model, windows, scales, run.L, run.runtime)
+    return searches
+
+
 def uniform(run, target):
     """Search the best scale for the whole model. Returns what the scale file holds."""
-    scales, L, info, say = candidates(), run.L, run.info, run.runtime.print
-    windows, searches = run.windows(target, 'val'), {}
-    for path in [info['path'], *compare]:
-        model, step = run.model, info['step']
-        if path != info['path']:
-            model, other = load_model(path, out_dir, run.runtime.device, position, rope_scaling,
-                                      run.runtime.dtype)
-            step = other['step']
-        name = f'{Path(path).stem}, step {step}'
-        name = path if name in searches else name
-        searches[name] = search_uniform(model, windows, scales, L, run.runtime)
-
+    L, searches = run.L, search_all(run, target)
     search = next(iter(searches.values()))
-    say('  length   best scale      loss   with scale 1')
-    for i, length in enumerate(search['lengths']):
-        column = search['loss_at_length'][:, i]
-        plain = f'{column[scales.index(1.0)]:9.4f}' if 1.0 in scales else ''
-        say(f"{length:8d} {search['best_by_length'][i]:12.2f} {column.min():9.4f}      {plain}")
+    rows, best_scales = [], search['best_by_length']
+    for T, best, losses in zip(search['lengths'], best_scales, search['loss_at_length'].T):
+        rows.append({'length': T, 'best scale': best, 'loss': losses.min(),
+                     f"with scale {search['candidates'][0]}": losses[0]})
+    print_rows(run.runtime.print, rows)
     for name, found in searches.items():
-        say(f"{name}: scale = 1 + {found['fit_a']:.4f} ln(i / {L}), R2 {found['fit_r2']:.4f}")
+        run.runtime.print(f"{name}: scale = 1 + {found['fit_a']:.4f} ln(i / {L}), "
+                          f"R2 {found['fit_r2']:.4f}")
 
-    run.model.head_scale = search['best_by_length'][-1]
-    best, a = vectors_of(run.model, ['scale']), search['fit_a']
+    def vectors(scale):
+        run.model.head_scale = scale
+        return {name: p.clone() for name, p in vectors_of(run.model, ['scale']).items()}
+
     # The fit as a file of sets, in which each context gets its own uniform scale.
-    fitted = {T: {name: torch.full_like(p, 1 + a * math.log(T / L)) for name, p in best.items()}
-              for T in search['lengths'] if T > L}
+    a = search['fit_a']
+    fitted = {T: vectors(1 + a * math.log(T / L)) for T in search['lengths'] if T > L}
     if run.runtime.is_main and fitted:
         path = result_path(out_dir, 'scale_uniform_fit', label) + '.json'
-        save_scale(path, info, fitted, 'uniform fit', by_length=True, fit_a=a)
-    more = {'lengths': search['lengths'], 'best_by_length': search['best_by_length'],
-            'searches': searches}
-    return 'scale_uniform', {target: best}, more
+        save_scale(path, run.info, fitted, 'uniform fit', by_length=True, fit_a=a)
+    more = {'lengths': search['lengths'], 'best_by_length': best_scales, 'searches': searches}
+    return 'scale_uniform', {target: vectors(best_scales[-1])}, more
 
 
 # ---------------------------------------------------------------------- head
@@ -211,28 +216,24 @@ def vectors_of(model, kinds):
 
 def first_scale(info, target):
     """The initial scale of every head: a number, or the best uniform one (in ln T between)."""
-    if not isinstance(init_scale, str) and init_scale > 0:
-        finite(init_scale, (), f'init_scale {init_scale}')
-        return init_scale
     if init_scale != 'uniform':
-        raise UserError(f"init_scale is '{init_scale}'. Give a number above 0, or uniform.")
+        if isinstance(init_scale, str) or not 0 < init_scale < 1e30:
+            raise UserError(f'init_scale is {init_scale}. Give a number above 0, or uniform.')
+        return init_scale
     path = Path(out_dir, 'scale_uniform.json')
     if not path.exists():
         raise UserError(f'{path} does not exist. Run tune_scale.py --method=uniform first, or give '
                         '--init_scale=1.2.')
     data, _ = read_scale_file(path, info)
     try:
-        lengths, scales = (np.array(data[key], float) for key in ('lengths', 'best_by_length'))
-        whole = lengths.shape == scales.shape == (len(lengths),) and min(*lengths, *scales) > 0
-    except (LookupError, TypeError, ValueError):
-        whole = False
-    if not whole:
-        raise UserError(f'{path} needs lengths and best_by_length, a number above 0 for each. Make '
-                        'it again, with tune_scale.py --method=uniform.')
-    if target > max(lengths):
-        print(f'{path} ends at {max(lengths):g} tokens: tuning for {target} starts from its last '
-              'scale')
-    return float(np.interp(math.log(target), np.log(lengths), scales))
+        longest = max(data['lengths'])
+        start = np.interp(math.log(target), np.log(data['lengths']), data['best_by_length'])
+    except MALFORMED:
+        raise UserError(f'{path} needs lengths and best_by_length, a number for each. Make it '
+                        'again, with tune_scale.py --method=uniform.') from None
+    if target > longest:
+        print(f'{path} ends at {longest} tokens: tuning for {target} starts from its last scale')
+    return float(start)
 
 
 def objective(model, inputs, targets):
@@ -252,16 +253,15 @@ def tune_vectors(model, windows, runtime):
         rate = globals()[KINDS[kind][1]]
         groups.append({'params': list(vectors_of(model, [kind]).values()), 'peak': rate})
     vectors = [p.requires_grad_(True) for group in groups for p in group['params']]
-    optimizer = torch.optim.AdamW(groups, betas=(beta1, beta2), weight_decay=0.0,
-                                  fused=runtime.device.type in ('cpu', 'cuda'))
+    optimizer = torch.optim.AdamW(groups, betas=(beta1, beta2), weight_decay=0.0, fused=True)
     scaler = torch.amp.GradScaler(runtime.device.type, enabled=runtime.dtype == torch.float16)
     forward, losses = compiled(model, runtime, compile), []
     rows = slice(runtime.rank, None, runtime.world_size)  # this rank's share of each batch
     bar = progress_bar(max_iters, f'tuning at {windows.block_size}', runtime.is_main)
     for step in range(max_iters):
+        share = learning_rate_at(step, 1.0, 0.1, warmup_iters, max_iters)  # of the peak
         for group in optimizer.param_groups:
-            peak = group['peak']
-            group['lr'] = learning_rate_at(step, peak, 0.1 * peak, warmup_iters, max_iters)
+            group['lr'] = share * group['peak']
         tokens = torch.from_numpy(windows.batch(step, batch_size, rows)).to(runtime.device)
         step_loss = torch.zeros((), device=runtime.device)
         for part in tokens.split(micro_batch_size):
@@ -297,68 +297,72 @@ def tune_vectors(model, windows, runtime):
 def head(run, targets):
     """Tune the vectors at each target, each from the one before. Returns what the file holds."""
     model, runtime, L, target = run.model, run.runtime, run.L, targets[-1]
-    by_length = bool(target_lengths)
     kinds = ['scale', *tune.split(',')]  # scales are in every file
     tuned = vectors_of(model, kinds)
+    windows, measured, means = run.windows(target, 'val'), {}, []
 
     def copy():
         return {name: p.clone() for name, p in tuned.items()}
 
-    windows, base = run.windows(target, 'val'), copy()
+    def measure(name):
+        loss, entropy, last_entropy = curves(model, windows, runtime)
+        means.append(float(loss.mean()))
+        measured[name] = {'loss': bin_means(loss, L // 16)[1],
+                          'entropy': bin_means(entropy, L // 16)[1]}
+        return last_entropy
+
+    base = copy()
+    measure('as loaded')
     model.head_scale = begin = first_scale(run.info, targets[0])
     if 'channel' in kinds:
         model.head_scale = model.head_scale[..., None].expand(-1, -1, model.config.head_dim)
-    start, sets, losses = copy(), {}, []
+    measure(f'uniform {begin:.2f}')
+
+    sets, losses = {}, []
     for length in targets:
         runtime.print(f'{sum(p.numel() for p in tuned.values())} numbers, on windows of {length} '
                       f'tokens ({max_iters * batch_size * length:,} tokens in all)')
         data = Windows(dataset_of(run.info, dataset), 'train', length, seed)
         losses += tune_vectors(model, data, runtime)
         sets[length] = copy()
-
-    scales, measured, means = model.head_scale, {}, []
-    name = f'head {tune}' if tune == 'scale' else tune.replace(',', ', ')
-    start_name = f'uniform {begin:.2f}'
-    for what, vectors in (('as loaded', base), (start_name, start), (name, sets[target])):
-        put_vectors(model, base if by_length and what == name else vectors)
-        if by_length and what == name:
-            ScaleSets(model, sets)
-        loss, entropy, last_entropy = curves(model, windows, n_samples, batch_tokens, runtime)
-        means.append(float(loss.mean()))
-        middle, loss = bin_means(loss, L // 16)
-        measured[what] = {'loss': loss, 'entropy': bin_means(entropy, L // 16)[1]}
+    scales = model.head_scale
     runtime.print(f'scales {scales.min():.3f} to {scales.max():.3f}, mean {scales.mean():.3f}')
+
+    if target_lengths:  # to be measured as they are read: by the set for the length of a pass
+        put_vectors(model, base)
+        ScaleSets(model, sets)
+    last_entropy = measure(f'head {tune}' if tune == 'scale' else tune.replace(',', ', '))
     _, before, after = means
     if after > before:
         runtime.print(f'the validation loss rose from {before:.4f} to {after:.4f}: what was tuned '
                       'is worse than its start. Lower learning_rate.')
-    more = {'init_scale': begin, 'losses': losses, 'curve_length': target, 'position': middle,
-            'curves': measured, 'last_entropy': last_entropy, 'worse_than_start': after > before,
+    more = {'init_scale': begin, 'losses': losses, 'curve_length': target,
+            'position': bin_means(range(target), L // 16)[0], 'curves': measured,
+            'last_entropy': last_entropy, 'worse_than_start': after > before,
             'tuning_tokens': max_iters * batch_size * sum(targets)}
-    return 'scale_sets' if by_length else f'scale_head_{target}', sets, more
+    return 'scale_sets' if target_lengths else f'scale_head_{target}', sets, more
 
 
 def check_settings(model, targets, world_size):
     """Everything that can be refused before work starts."""
+    if method not in ('uniform', 'head'):
+        raise UserError(f"method is '{method}'. Choose uniform or head.")
     L = model.config.block_size
-    shortest, must_exceed = min(targets), method == 'uniform' or target_lengths
-    if shortest < L or shortest == L and must_exceed:
-        raise UserError(f'target_length is {shortest} but the checkpoint was trained at block_size '
-                        f'{L}. Choose a longer one.')
+    least = L + 1 if method == 'uniform' or target_lengths else L
+    if min(targets) < least:
+        raise UserError(f'target_length is {min(targets)} but the checkpoint was trained at '
+                        f'block_size {L}. Choose a longer one.')
     between(globals(), 1, 'batch_size', 'micro_batch_size', 'max_iters', 'n_samples', 'last',
-            'target_length')
+            'batch_tokens')
     rates = {rate for _, rate in KINDS.values()}
     between(globals(), 0, *rates, 'warmup_iters', 'grad_clip')
     between(globals(), 0, 'beta1', 'beta2', most=1 - 1e-9)
-    if min_scale is not None:
-        finite(min_scale, (), f'min_scale {min_scale}')
+    between(globals(), -1e30, 'min_scale', most=1e30)
     kinds = tune.split(',')
-    if not set(kinds) <= set(KINDS):
-        raise UserError(f"tune is '{tune}'. Choose among {', '.join(KINDS)}, or several, as "
-                        'scale,out,norm.')
-    named = [name for kind in kinds for name in vectors_of(model, [kind])]
-    if len(named) > len(set(named)):
-        raise UserError(f"tune is '{tune}', which names some parameters twice. Leave one out.")
+    named = [name for kind in kinds if kind in KINDS for name in vectors_of(model, [kind])]
+    if not set(kinds) <= set(KINDS) or len(named) > len(set(named)):
+        raise UserError(f"tune is '{tune}'. Choose among {', '.join(KINDS)}, or several that share "
+                        'no parameter, as scale,out,norm.')
     if 'channel' in kinds and 'rope' in model.config.position:
         raise UserError("tune is 'channel', but with RoPE scores depend on i - j alone only where "
                         'both channels of a pair have one scale. Take --tune=scale.')
@@ -367,8 +371,6 @@ def check_settings(model, targets, world_size):
 
 
 def main():
-    if method not in ('uniform', 'head'):
-        raise UserError(f"method is '{method}'. Choose uniform or head.")
     run = Run(settings(globals()) | {'scale': None})
     _ = run.model.head_scale  # a model that is read through transformers has none, and says so
     targets = [target_length or (8 if method == 'uniform' else 4) * run.L]
@@ -379,11 +381,10 @@ def main():
     stem, sets, more = uniform(run, targets[0]) if method == 'uniform' else head(run, targets)
     if run.runtime.is_main:
         path = result_path(out_dir, stem, label) + '.json'
-        more = {'stage': 'tune_scale', 'dataset': dataset_of(run.info, dataset),
-                'checkpoint': run.info['path']} | more
-        more |= provenance(settings(globals()), run.runtime, time.perf_counter() - run.began)
-        by_length = method == 'head' and bool(target_lengths)
-        save_scale(path, run.info, sets, method, by_length, **more)
+        what = {'stage': 'tune_scale', 'dataset': dataset_of(run.info, dataset),
+                'checkpoint': run.info['path']}
+        how = provenance(settings(globals()), run.runtime, time.perf_counter() - run.began)
+        save_scale(path, run.info, sets, method, stem == 'scale_sets', **what, **more, **how)
         print('wrote', path, *plots.draw(path))
     run.runtime.close()
 

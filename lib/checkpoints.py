@@ -21,8 +21,8 @@ from lib.checksums import load_whole
 from lib.devices import setup
 from lib.errors import UserError, as_user_error, fault_of
 from lib.generate import require_positions
-from lib.results import note, provenance, result_path, save_json, whole_file
-from lib.scales import apply_scale
+from lib.results import Answers, note, provenance, result_path, save_json, whole_file
+from lib.scales import apply_scale, identity
 from lib.tokens import Windows, tokenizer_digest, tokenizer_from_state
 from model import ModelConfig, Transformer, matrices
 from position import ROPE_DEFAULTS
@@ -107,6 +107,13 @@ def load(source, position=None, optimizer=True):
             raise KeyError(*missing)
         config = ModelConfig(**state['model_config'])  # an older one lacks some settings
     return state | {'model_config': dataclasses.asdict(config)}
+
+
+def config_of(settings, **sizes):
+    """The ModelConfig that a stage's settings describe; sizes: what they leave out."""
+    names = {field.name for field in dataclasses.fields(ModelConfig)}
+    with as_user_error():
+        return ModelConfig(**{name: settings[name] for name in names & set(settings)} | sizes)
 
 
 def require_memory(config):
@@ -287,6 +294,12 @@ class Run:
     def path(self, *kind):
         """OUT_DIR/KIND[_LABEL], without a suffix."""
         return result_path(self.settings['out_dir'], *kind, self.label)
+
+    def answers(self, path, **asked):
+        """Answers in PATH.jsonl, which depend on the model, its scales and what was asked."""
+        model = identity(self.model, self.scale, self.info)
+        settings = model | {'dtype': str(self.runtime.dtype)} | asked
+        return Answers(f'{path}.jsonl', settings, self.runtime)
 
     def write(self, stage, result, *kind):
         """

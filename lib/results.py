@@ -5,6 +5,7 @@ Results on disk: JSON with what is needed to make it again, progress, answers th
 import contextlib
 import functools
 import importlib
+import itertools
 import json
 import math
 import os
@@ -222,6 +223,28 @@ def paper_table(name):
     """A table of a paper in results/papers/tables.json as {row: {column: number}}."""
     table = json.loads((ROOT / 'results/papers/tables.json').read_text())[name]
     return {row: dict(zip(table['columns'], values)) for row, values in table['rows'].items()}
+
+
+def cell_text(value):
+    if isinstance(value, int | np.integer):
+        return f'{value:,}'
+    if isinstance(value, float):
+        return f'{value:,.0f}' if abs(value) >= 1000 else f'{value:.4f}'
+    return str(value)
+
+
+def print_rows(say, rows):
+    """
+    Print rows, {name: number or text}, as a table. Columns have the names that the result's JSON
+    has; a cell is empty where its row has no such entry.
+    """
+    names = dict.fromkeys(itertools.chain(*rows))
+    table = [[name.replace('_', ' ') for name in names]]
+    for row in rows:
+        table.append([cell_text(row.get(name, '')) for name in names])
+    widths = [max(map(len, column)) for column in zip(*table)]
+    for cells in table:
+        say('  '.join(f'{cell:>{width}}' for cell, width in zip(cells, widths)))
 
 
 def print_scores(say, ours, theirs):

@@ -35,7 +35,6 @@ from eval_ppl import (
     evaluate_sliding,
     open_data,
     perplexity,
-    what_context_does,
 )
 from lib import plots
 from lib.checkpoints import dataset_of, load_model, open_windows
@@ -188,7 +187,7 @@ def line_of(row, paper, n_columns):
     theirs = ''.join(f'{ppl_text(ppl, 1):>7}' for ppl in paper)
     line += f"         {theirs:{7 * n_columns}}"
     if 'delta_p' in row:
-        line += f"{row['delta_p'][-1]:+12.2f} {what_context_does(row['delta_p'][-1])}"
+        line += f"{row['delta_p'][-1]:+12.2f}"
     if 'gain' in row:
         gain = f"{row['gain'][-1]:+.3f}"
         if 'gain_sd' in row:

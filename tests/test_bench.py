@@ -135,7 +135,7 @@ def test_a_training_config_gives_the_model_and_the_command_line_stays(tmp_path, 
     assert row['tokens'] == 2 * context
     assert (settings['n_layer'], settings['position']) == (3, 'none')  # as train.py's default
     operators = row['ours']['operators']
-    assert 'aten::mm' in operators and 'ms aten::mm' in out
+    assert 'aten::mm' in operators and 'aten::mm' in out
     assert [*operators.values()] == sorted(operators.values(), reverse=True)
 
 

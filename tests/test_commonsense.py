@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import mistake, near, on, random_model, read, stage_here
+from conftest import mistake, near, on, random_model, read, refuses, stage_here
 
 import commonsense
 from lib.generate import complete, generate
@@ -68,7 +68,13 @@ def test_a_context_is_read_once_for_all_its_choices(cpu):
     model.embed.register_forward_hook(lambda module, ids, out: read.append(ids[0].numel()))
     pairs = [(list(range(20)), [i, i]) for i in range(5)]
     commonsense.Harness(model, None, cpu).scores(pairs)
-    assert read == [19, 5 * 2]  # not 5 * 21
+    assert read == [20, 5 * 1]  # not 5 * 21
+
+
+def test_a_choice_beyond_the_random_positions_is_refused(cpu):
+    harness = commonsense.Harness(random_model(position='rope', random_positions=40), None, cpu)
+    refuses('below 40', harness.scores, [([1] * 38, [2, 3, 4])])
+    assert harness.scores([([1] * 38, [2, 3])]).shape == (1, 2)
 
 
 @pytest.mark.parametrize('add_bos, texts, ids, n_cut', [

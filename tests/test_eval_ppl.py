@@ -11,7 +11,17 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import near, on, plain_losses, random_model, read, scale_set, stage_here, tokens
+from conftest import (
+    near,
+    on,
+    plain_losses,
+    random_model,
+    read,
+    refuses,
+    scale_set,
+    stage_here,
+    tokens,
+)
 
 import eval_ppl
 from eval_ppl import (
@@ -148,6 +158,13 @@ def test_what_reads_much_is_compiled_once_for_a_length_and_its_losses_are_equal(
         assert (none, n) == (0, n_graphs)
 
 
+def test_lengths_beyond_the_random_positions_are_refused(cpu):
+    model, text = random_model(position='rope', random_positions=63), np.arange(130) % 61
+    data = TokenFile(text, np.array([0]), {}, {})
+    refuses('below 63', evaluate_sliding, model, data, [32, 64], 4, 'same', 9, 500, cpu)
+    refuses('below 63', evaluate_last, model, text[None], [32, 64], 4, 32, 500, cpu)
+
+
 # ---------------------------------------------------------------------- as run
 
 @pytest.fixture
@@ -170,7 +187,7 @@ def test_sliding_run_writes_what_it_prints_and_all_it_takes_to_repeat_it(run, co
     rows, _ = evaluate_sliding(model, data, lengths, 4, 'same', 20, 16384, cpu)
     for row, expected in zip(result['rows'], rows, strict=True):
         assert row == pytest.approx(expected, rel=1e-4)
-        assert f"{row['ppl']:.3f}" in out and f"{row['loss']:.4f}" in out
+        assert f"{row['ppl']:.4f}" in out and f"{row['loss']:.4f}" in out
     assert (result['rule'], result['stride'], result['label']) == ('same', 4, 'scale1.3')
     assert result['weights_digest'] == info['digest'] and result['block_size'] == 32
     assert {'command', 'commit', 'versions', 'device', 'seconds', 'split'} <= result.keys()
@@ -198,7 +215,7 @@ def test_position_run_and_its_gains_equal_a_plain_computation(run, tiny, windows
     near(row['cut_loss'], cut.mean(), rtol=1e-4)
     near(row['gain'], (cut - expected).mean(), rtol=1e-2)
     near(row['gain_error'], (cut - expected).std() / 10 ** 0.5, rtol=1e-2)
-    assert f"{row['gain']:+.4f} ± {row['gain_error']:.4f}" in out
+    assert f"{row['gain']:.4f}" in out and f"{row['gain_error']:.4f}" in out
 
 
 def test_each_position_is_read_by_the_scale_set_of_the_pass_that_ends_nearest(run, tiny, windows,
@@ -225,8 +242,7 @@ def test_last_tokens_and_the_gain_from_context_equal_a_plain_computation(run, ti
     assert 'delta_p' not in result['rows'][0] and 'delta_p' in result['rows'][1]
     row = result['rows'][2]
     near(row['delta_p'], ppl(32, 32) - ppl(128, 32), rtol=1e-2)
-    assert row['reading'] == ('helps' if row['delta_p'] > 0 else 'hurts')
-    assert f"{row['delta_p']:+.3f}" in out
+    assert f"{row['delta_p']:.4f}" in out
 
 
 # ---------------------------------------------------------------------- the cut context
@@ -273,7 +289,7 @@ def test_far_repeats_equal_a_plain_loop(run, windows, tiny):
         near(found['gain'], (cut - whole).mean(), rtol=1e-2)
         error = repeat_summary(whole, cut, w.astype(int))['gain_error']
         near(found['gain_error'], error, rtol=1e-3)
-        assert f"{found['gain']:+.4f}" in out
+        assert f"{found['gain']:.4f}" in out
 
     some, _ = run(command + '7')
     assert some['rows'][0]['targets'] == 7 and some['found'] == len(rows)

@@ -62,7 +62,6 @@ train           RESUME --dataset={other} | th.tiktoken
 passkey         READ --max_length=600 --n_lengths=2 | {run}/passkey.jsonl
 entropy         WRITE --compare=["{run}/passkey.json"] | passkey.json
 entropy         WRITE --compare=["{run}/gap.json"] | gap.json has null in loss
-che             CHE --compare=["{run}/gap.json"] | gap.json
 tune_scale      WRITE --method=head | scale_uniform.json
 eval_ppl        WRITE --scale=nowhere.json | nowhere.json
 eval_ppl        WRITE --scale=1,2 | scale

@@ -78,7 +78,7 @@ def test_table_of_last_tokens(run, tiny_run, corpus_dir, cpu, capsys):
              rtol=1e-4)
         assert row['delta_p'][0] is None
     out = capsys.readouterr().out
-    assert '32.1   29.1   28.1' in out and f"{rows[0]['delta_p'][1]:+.2f} " in out
+    assert '32.1   29.1   28.1' in out and f"{rows[0]['delta_p'][1]:+.2f}" in out
 
 
 def test_rows_of_one_name_become_their_mean():

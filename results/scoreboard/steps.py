@@ -13,6 +13,7 @@ from configurator import configure, run_config, settings
 from lib.devices import setup
 from lib.errors import ROOT
 from lib.results import provenance, save_json
+from position import Settings
 from results.scoreboard.table import ROWS, SIZES
 
 size = 'small'               # a key of SIZES
@@ -22,7 +23,7 @@ device = 'auto'              # auto, cpu, cuda
 def ratio(row, runtime):
     """Seconds of a training step of a row's model over those of NoPE's."""
     names = [argument.removeprefix('--').split('=') for argument in row.train.split()]
-    kinds = {name: type(value) for name, value in bench.METHOD.items()}
+    kinds = {name: type(value) for name, value in vars(Settings()).items()}
     changes = {name: kinds[name](value) for name, value in names}
     models = {'NoPE': bench.new_model(bench.context, runtime, position='none'),
               'row': bench.new_model(bench.context, runtime, **{'position': 'none'} | changes)}
