@@ -11,6 +11,7 @@ SmolLM3. gguf is a folder with model.gguf for llama.cpp, NoPE or RoPE. Both get 
 README.md.
 """
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from lib.huggingface import (
 from lib.results import optional, whole_folder, write_text
 from lib.scales import read_scale_file
 from lib.tokens import PATTERN, tokenizer_from_state
+from position import parse_scaling
 
 out_dir = 'out/demo/nope'  # the run to read
 init_from = 'last'         # last or best (of out_dir), a checkpoint file, or hf:ORG/NAME
@@ -42,22 +44,26 @@ ids_only = False           # gguf: leave the tokenizer out, so that the file is 
 license = 'unknown'        # of the weights, as the hub calls it: what their training text allows
 
 
-def choose_set(model, L):
-    """Put the set for target_length tokens into the model, for good. Returns that length."""
-    sets = model.scale_sets
-    if sets is None:
-        if target_length is not None:
-            raise UserError('target_length chooses a set of a scale file; '
-                            f'--scale={scale} has none. Leave it out.')
-        return None
-    lengths = ', '.join(map(str, sets.sets))
-    if target_length is None or not L <= target_length <= max(sets.sets):
-        raise UserError(f'target_length is {target_length}, and {scale} has sets for {lengths} '
-                        'tokens, of which a folder can hold one. Choose one, or a length in '
-                        'between.')
-    sets.use(target_length)
-    sets.remove()
-    return target_length
+def tuned_length(run):
+    """
+    The tokens that the scales are for, 0 where nothing says so. Of several sets, that for
+    target_length is put into the model, for good.
+    """
+    sets = run.model.scale_sets
+    if sets:
+        if target_length is None or not run.L <= target_length <= max(sets.sets):
+            raise UserError(f'target_length is {target_length}, and {scale} has sets for '
+                            f"{', '.join(map(str, sets.sets))} tokens, of which a folder can hold "
+                            'one. Choose one, or a length in between.')
+        sets.use(target_length)
+        sets.remove()
+        return target_length
+    if target_length is not None:
+        raise UserError(f'target_length chooses a set of a scale file; --scale={scale} has none. '
+                        'Leave it out.')
+    if isinstance(scale, str):
+        return min(read_scale_file(scale, run.info)[1])  # of its one set
+    return 0
 
 
 # ---------------------------------------------------------------------- GGUF
@@ -108,44 +114,37 @@ def save_gguf(path, model, tokenizer, dtype, length):
     """
     gguf, c = optional('gguf'), model.config
     require_exportable(model)
-    if ',' in c.position:
-        raise UserError(f"position is '{c.position}', but llama.cpp has RoPE in all layers or in "
-                        'none. Export with --format=hf.')
-    config = their_config(c, dtype, length=length)
-    architecture = 'llama' if c.position == 'rope' else 'granite'
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_context_length(config['max_position_embeddings'])
-    writer.add_embedding_length(c.n_embd)
-    writer.add_block_count(c.n_layer)
-    writer.add_feed_forward_length(c.n_hidden)
-    writer.add_head_count(c.n_head)
-    writer.add_head_count_kv(c.n_kv_head)
-    writer.add_layer_norm_rms_eps(c.norm_eps)
-    writer.add_rope_dimension_count(c.head_dim)
-    writer.add_vocab_size(c.vocab_size)
+    kind, factor = parse_scaling(c.rope_scaling)
+    if ',' in c.position or kind == 'dynamic_ntk':
+        raise UserError(f"position is '{c.position}' {c.rope_scaling}, but llama.cpp has RoPE in "
+                        'all layers or in none, and no dynamic NTK. Export with --format=hf.')
+    config = their_config(c, dtype, length)
+    entries = {
+        'context_length': config['max_position_embeddings'], 'embedding_length': c.n_embd,
+        'block_count': c.n_layer, 'feed_forward_length': c.n_hidden, 'head_count': c.n_head,
+        'head_count_kv': c.n_kv_head, 'layer_norm_rms_eps': c.norm_eps,
+        'rope_dimension_count': c.head_dim, 'vocab_size': c.vocab_size}
     if c.position == 'none':
-        writer.add_rope_scaling_finetuned(False)
-        writer.add_attention_scale(c.head_dim ** -0.5)
-        for add in (writer.add_logit_scale, writer.add_residual_scale, writer.add_embedding_scale):
-            add(1.0)
+        architecture = 'granite'
+        entries |= {'rope_scaling_finetuned': False, 'attention_scale': c.head_dim ** -0.5,
+                    'logit_scale': 1.0, 'residual_scale': 1.0, 'embedding_scale': 1.0}
     else:
-        writer.add_rope_freq_base(config['rope_theta'])
+        architecture = 'llama'
+        entries['rope_freq_base'] = config['rope_theta']
         if config['rope_scaling']:
-            kind, factor = config['rope_scaling']['rope_type'], config['rope_scaling']['factor']
-            if kind == 'dynamic':
-                raise UserError('llama.cpp has no dynamic NTK. Export it as trained, or with yarn '
-                                'or pi.')
-            writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
-            writer.add_rope_scaling_factor(factor)
-            writer.add_rope_scaling_orig_ctx_len(c.trained_length)
-
+            entries |= {
+                'rope_scaling_type': gguf.RopeScalingType(config['rope_scaling']['rope_type']),
+                'rope_scaling_factor': factor, 'rope_scaling_orig_ctx_len': c.trained_length}
+    writer = gguf.GGUFWriter(path, architecture)
+    for name, value in entries.items():
+        getattr(writer, f'add_{name}')(value)
     if tokenizer:
         add_tokenizer(writer, gguf, tokenizer, c.vocab_size)
     else:
         writer.add_tokenizer_model('none')
 
     kinds = gguf.GGMLQuantizationType
-    matrices = {'float32': kinds.F32, 'float16': kinds.F16, 'bfloat16': kinds.BF16}[config['dtype']]
+    matrices = kinds[config['dtype'].replace('float', 'F').upper()]  # F32, F16, BF16
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], c.n_layer)
     for name, weight in their_state(model, dtype, 'llama').items():
         if c.position == 'rope' and name.endswith(('q_proj.weight', 'k_proj.weight')):
@@ -153,10 +152,10 @@ def save_gguf(path, model, tokenizer, dtype, length):
         kind = matrices if weight.dim() == 2 else kinds.F32
         data = gguf.quants.quantize(weight.float().numpy(), kind)  # exact: it is rounded already
         writer.add_tensor(names.get_name(name, try_suffixes=('.weight',)), data, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    with contextlib.closing(writer):  # Windows removes no file that is open
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
 
 
 # ---------------------------------------------------------------------- the model card
@@ -193,7 +192,7 @@ def model_card(run, length, target):
     how = '\n'.join(f'| {name} | {trained[name]} |' for name in names if name in trained)
     low, high = run.model.head_scale.aminmax()
     tokenizer = info['tokenizer']['name'] if info['tokenizer'] else 'none came with it'
-    code = HOW_TO_RUN[format].format(folder=target, n_ctx=max(c.block_size, length or 0))
+    code = HOW_TO_RUN[format].format(folder=target, n_ctx=max(c.block_size, length))
     return f'''---
 license: {license}
 pipeline_tag: text-generation
@@ -217,7 +216,8 @@ A causal transformer with position method `{c.position}` (`none` is NoPE: no pos
 ## Softmax scales
 
 Between {low:.3f} and {high:.3f}, folded into the weights of q; 1 is as trained. Asked for:
-`--scale={scale}`, for passes of {length or 'any number of'} tokens.
+`--scale={scale}`, for passes of {length or 'any number of'} tokens. Gains of heads and norms that a
+scale file has are in their weights, too.
 
 ## Measured losses
 
@@ -239,16 +239,14 @@ def main():
     if format not in HOW_TO_RUN:
         raise UserError(f"format is '{format}'. Choose {', '.join(HOW_TO_RUN)}.")
     run = Run(settings(globals()) | {'device': 'cpu', 'dtype': 'float32'})
-    length = choose_set(run.model, run.L)
-    if length is None and isinstance(scale, str):
-        length, = read_scale_file(scale, run.info)[1]  # of its one set
-    target, tokenizer = folder or f'{out_dir}/{format}', run.info['tokenizer']
+    length, target = tuned_length(run), folder or f'{out_dir}/{format}'
+    tokenizer, precision = run.info['tokenizer'], DTYPES[dtype]
     with whole_folder(target) as part:
         if format == 'gguf':
-            save_gguf(part / 'model.gguf', run.model, None if ids_only else tokenizer,
-                      DTYPES[dtype], length or 0)
+            tokenizer = None if ids_only else tokenizer
+            save_gguf(part / 'model.gguf', run.model, tokenizer, precision, length)
         else:
-            save_folder(part, run.model, tokenizer, DTYPES[dtype], length or 0)
+            save_folder(part, run.model, tokenizer, precision, length)
         write_text(part / 'README.md', model_card(run, length, target))
     print(f"{run.info['path']} ({run.model.n_params():,} parameters, "
           f'position={run.model.config.position}) is now {target}, in {dtype}. '

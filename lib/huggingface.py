@@ -36,12 +36,13 @@ from position import parse_scaling, rope_frequencies
 
 # Granite with attention in every layer and no experts is a Llama, or without RoPE its NoPE twin.
 GRANITE = 'granitemoehybrid'
-# Sizes in a ModelConfig: in a config.json.
-SIZES = {'vocab_size': 'vocab_size', 'block_size': 'max_position_embeddings',
+# Settings of a ModelConfig: their names in a config.json.
+NAMES = {'vocab_size': 'vocab_size', 'block_size': 'max_position_embeddings',
          'n_layer': 'num_hidden_layers', 'n_head': 'num_attention_heads',
          'n_kv_head': 'num_key_value_heads', 'n_embd': 'hidden_size',
-         'n_hidden': 'intermediate_size'}
-GRANITE_SIZES = SIZES | {'n_hidden': 'shared_intermediate_size'}
+         'n_hidden': 'intermediate_size', 'norm_eps': 'rms_norm_eps',
+         'tied': 'tie_word_embeddings'}
+GRANITE_NAMES = NAMES | {'n_hidden': 'shared_intermediate_size'}
 # What a config.json may leave out, as its class in transformers has it.
 LLAMA = {'max_position_embeddings': 2048, 'rope_theta': 10000.0, 'rms_norm_eps': 1e-6,
          'tie_word_embeddings': False}
@@ -165,38 +166,32 @@ def our_config(config, source, position=None):
         raise UserError(f"{source} has model_type '{kind}'; of {', '.join(DEFAULTS)} alone we "
                         'make a model to train, tune or export. Others can only be read as they '
                         'are, by eval_ppl.py and sample.py.')
-    if config.get('num_key_value_heads') is None:
-        config = config | {'num_key_value_heads': config.get('num_attention_heads')}
-    names = GRANITE_SIZES if kind == GRANITE else SIZES
-    sizes = {ours: config.get(theirs) for ours, theirs in names.items()}
-    odd = [f'{names[name]} {size}' for name, size in sizes.items()
-           if type(size) is not int or size < 1]
-    if odd:
-        raise UserError(f"{where} has {', '.join(odd)}; each must be a whole number. Get it again.")
-    n_layer = sizes['n_layer']
+    names = GRANITE_NAMES if kind == GRANITE else NAMES
+    values = {ours: config.get(theirs) for ours, theirs in names.items()}
+    if values['n_kv_head'] is None:
+        values['n_kv_head'] = values['n_head']
+    values['position'] = position or position_of(config, where)
+    if 'rope' in values['position'].split(','):
+        values |= rope_config(config, where)
+    for field in dataclasses.fields(ModelConfig):
+        wanted = int | float if field.type is float else field.type
+        if field.name in values and not isinstance(values[field.name], wanted):
+            raise TypeError(f'{names.get(field.name, field.name)} is {values[field.name]}')
+    try:
+        c = ModelConfig(**values)
+    except ValueError as error:
+        raise UserError(f'{where}: {error}') from error
 
     expected = {'hidden_act': 'silu', 'attention_bias': False, 'mlp_bias': False,
-                'partial_rotary_factor': 1, 'head_dim': sizes['n_embd'] // sizes['n_head'],
-                'sliding_window': None, 'num_local_experts': 0, 'embedding_multiplier': 1,
-                'residual_multiplier': 1, 'logits_scaling': 1}
-    if not same_in_all(config.get('layer_types'), ('attention', 'full_attention'), n_layer):
+                'partial_rotary_factor': 1, 'head_dim': c.head_dim, 'sliding_window': None,
+                'num_local_experts': 0, 'embedding_multiplier': 1, 'residual_multiplier': 1,
+                'logits_scaling': 1}
+    if not same_in_all(config.get('layer_types'), ('attention', 'full_attention'), c.n_layer):
         expected['layer_types'] = 'attention in each layer'
     for key, value in expected.items():
         if config.get(key) not in (None, value):
             raise UserError(f'{where} has {key} {config[key]}; our model has {value}. Choose '
                             'another checkpoint.')
-
-    position = position or position_of(config, where)
-    rope = rope_config(config, where) if 'rope' in position.split(',') else {}
-    try:
-        c = ModelConfig(**sizes, **rope, position=position, norm_eps=config['rms_norm_eps'],
-                        tied=config['tie_word_embeddings'])
-    except ValueError as error:
-        raise UserError(f'{where}: {error}') from error
-    for field in dataclasses.fields(c):
-        kind = int | float if field.type is float else field.type
-        if not isinstance(getattr(c, field.name), kind):
-            raise TypeError(f'{field.name} is {getattr(c, field.name)}')
     return c
 
 
@@ -232,14 +227,12 @@ def rope_config(config, where):
     kind = rope.get('rope_type') or rope.get('type') or 'default'
     odd = {key: value for key, value in rope.items()
            if key not in ROPE_READ and value not in (None, ROPE_FIXED.get(key))}
-    scales = kind == 'default' or (rope.get('factor') or 0) >= 1
-    if kind not in ROPE_TYPES or not scales or odd:
+    if kind not in ROPE_TYPES or odd:
         raise UserError(f"{where} has RoPE of type '{kind}' with {odd or rope}; our model has "
-                        f"{', '.join(ROPE_TYPES)} with a factor of 1 or more alone. Choose another "
-                        'checkpoint.')
+                        f"{', '.join(ROPE_TYPES)} alone. Choose another checkpoint.")
     ours = {'rope_base': rope.get('rope_theta') or config['rope_theta']}
     if kind != 'default':
-        ours['rope_scaling'] = f"{ROPE_TYPES[kind]}:{rope['factor']}"
+        ours['rope_scaling'] = f"{ROPE_TYPES[kind]}:{rope.get('factor')}"
     if kind == 'yarn':
         key = 'original_max_position_embeddings'
         ours['rope_length'] = config.get(key) or rope.get(key)
@@ -354,25 +347,24 @@ def load_folder(source, position=None):
 # ---------------------------------------------------------------------- out
 
 # What of a ModelConfig a config.json says; without dape_kernel, the rest of DAPE's says nothing.
-EXPORTED = {*SIZES, 'position', 'rope_base', 'rope_scaling', 'rope_length', 'tied', 'norm_eps',
-            'dape_width', 'dape_residual', 'dape_cheat'}
+EXPORTED = {*NAMES, 'position', 'rope_base', 'rope_scaling', 'rope_length', 'dape_width',
+            'dape_residual', 'dape_cheat'}
 
 
 def require_exportable(model):
     """Refuse a model with a setting or a weight that a stock model has no place for."""
     c = model.config
-    if not set(c.position.split(',')) <= {'rope', 'none'}:
-        raise UserError(f"position '{c.position}' has no place in the models of transformers that "
-                        'we write. Only rope, none and patterns of both can be exported.')
     odd = [f'{field.name} {getattr(c, field.name)}' for field in dataclasses.fields(c)
            if field.name not in EXPORTED and getattr(c, field.name) != field.default]
+    if not set(c.position.split(',')) <= {'rope', 'none'}:
+        odd.append(f'position {c.position}')
     known = {*tensor_table(c), 'head.weight'}
     odd += [name for name in model.state_dict()
             if name not in known and not name.endswith(('.attn.head_scale', '.attn.head_gain'))]
     if odd:
         raise UserError(f"the model has {', '.join(odd[:3])}, for which a model of transformers "
                         'has no place that we know: the folder would be another model. Export one '
-                        'without.')
+                        'without: position rope, none or a pattern of both.')
 
 
 def their_config(c, dtype, length=0):
@@ -396,21 +388,20 @@ def their_config(c, dtype, length=0):
         longest = L
 
     # RoPE in the older way, which every version of transformers reads.
-    names, own = SIZES, {'model_type': 'llama', 'architectures': ['LlamaForCausalLM'],
+    names, own = NAMES, {'model_type': 'llama', 'architectures': ['LlamaForCausalLM'],
                          'rope_theta': base, 'rope_scaling': rope}
     if ',' in c.position:
         flags = [int(c.method_of(layer) == 'rope') for layer in range(c.n_layer)]
         own |= {'model_type': 'smollm3', 'architectures': ['SmolLM3ForCausalLM'],
                 'no_rope_layers': flags}
     if c.position == 'none':
-        names, own = GRANITE_SIZES, {
+        names, own = GRANITE_NAMES, {
             'model_type': GRANITE, 'architectures': ['GraniteMoeHybridForCausalLM'],
             'position_embedding_type': 'nope', 'layer_types': ['attention'] * c.n_layer,
             'num_local_experts': 0, 'attention_multiplier': c.head_dim ** -0.5,
             'mamba_n_heads': 1}  # of no layer, but it must divide twice the width
     return {theirs: getattr(c, ours) for ours, theirs in names.items()} | own | {
-        'max_position_embeddings': longest, 'rms_norm_eps': c.norm_eps,
-        'tie_word_embeddings': c.tied, 'dtype': str(dtype).removeprefix('torch.')}
+        'max_position_embeddings': longest, 'dtype': str(dtype).removeprefix('torch.')}
 
 
 @torch.no_grad()
@@ -499,7 +490,7 @@ def save_folder(folder, model, tokenizer, dtype, length=0):
         safetensors.save_file(their_state(model, dtype, config['model_type']),
                               folder / 'model.safetensors', metadata={'format': 'pt'})
     except optional('safetensors').SafetensorError as error:
-        raise OSError(f'could not write {folder} ({error}). Is the disk full?') from error
+        raise OSError(error) from error
 
 
 # ---------------------------------------------------------------------- others, by transformers
@@ -568,49 +559,34 @@ class Foreign(nn.Module):
     probe = refuse
 
 
-def require_sizes(source, folder):
-    """
-    Refuse a config.json that calls for more than the weights hold, and damaged weights, which
-    transformers itself does not check.
-    """
-    tensors = read_weights(folder)  # mapped
-    held = sum(tensor.numel() for tensor in tensors.values())
-    try:
-        config = optional('transformers').AutoConfig.from_pretrained(folder,
-                                                                     trust_remote_code=False)
-        sizes = {name: getattr(config, name, 0)
-                 for name in ('num_hidden_layers', 'hidden_size', 'vocab_size')}
-        fits = sizes['num_hidden_layers'] <= len(tensors) and max(sizes.values()) <= held
-    except Exception as error:
-        raise UserError(f'transformers cannot read config.json of {source} '
-                        f'({type(error).__name__}: {error}). Choose another checkpoint, or get its '
-                        'files again.') from error
-    if not fits:
-        raise UserError(f'config.json of {source} calls for {sizes}, but its weights are '
-                        f'{len(tensors)} tensors of {held:,} numbers in all. Do both belong '
-                        'together?')
-
-
 def load_foreign(source, dtype=torch.float32):
     """A Foreign model, and the rest of a checkpoint as in load_folder(). dtype: of its weights."""
-    auto, folder = optional('transformers').AutoModelForCausalLM, model_files(source)
+    package, folder = optional('transformers'), model_files(source)
     optional('transformers.utils.logging').disable_progress_bar()
-    require_sizes(source, folder)
+    tensors = read_weights(folder)  # mapped; transformers does not see that some are damaged
+    held = sum(tensor.numel() for tensor in tensors.values())
+    local = {'local_files_only': True, 'trust_remote_code': False}
     try:
-        model, report = auto.from_pretrained(folder, dtype=dtype, local_files_only=True,
-                                             trust_remote_code=False, output_loading_info=True)
+        config = package.AutoConfig.from_pretrained(folder, **local)
+        sizes = {name: getattr(config, name, 0)
+                 for name in ('num_hidden_layers', 'hidden_size', 'vocab_size')}
+        # Before memory is asked for so much.
+        if sizes['num_hidden_layers'] > len(tensors) or max(sizes.values()) > held:
+            raise ValueError(f'config.json calls for {sizes}, but its weights are {len(tensors)} '
+                             f'tensors of {held:,} numbers in all.')
+        model, report = package.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, output_loading_info=True, **local)
+        if report['missing_keys']:  # transformers would go on with random weights
+            raise ValueError(f"it lacks {', '.join(sorted(report['missing_keys'])[:3])} ...")
+        model, idx = Foreign(model.eval()), torch.tensor([[0, 1]])
+        with torch.no_grad():  # some types change logits after the output matrix, unseen here
+            if not torch.allclose(model(idx), model.model(idx).logits, rtol=1e-3, atol=1e-4):
+                raise ValueError(f'the logits of a {model.config.position} model are more than its '
+                                 'output matrix times its last state, which we do not read.')
     except Exception as error:  # of its many loaders
-        raise UserError(f'transformers cannot read {source}: {str(error).splitlines()[0]} Choose '
-                        'another checkpoint, or get its files again.') from error
-    if report['missing_keys']:  # transformers would go on with random weights
-        missing = sorted(report['missing_keys'])[:3]
-        raise UserError(f"{source} lacks weights: {', '.join(missing)} ... Get it again.")
-    model, idx = Foreign(model.eval()), torch.tensor([[0, 1]])
-    with torch.no_grad():  # some types change logits after the output matrix, which is unseen here
-        if not torch.allclose(model(idx), model.model(idx).logits, rtol=1e-3, atol=1e-4):
-            raise UserError(f'{source}: the logits of a {model.config.position} model are more '
-                            'than its output matrix times its last state, which we do not read. '
-                            'Choose another checkpoint.')
+        why = str(error).partition('\n')[0]
+        raise UserError(f'transformers cannot read {source}: {why} Choose another checkpoint, or '
+                        'get its files again.') from error
     tokenizer = load_tokenizer(folder, model.config.vocab_size)
     return model, {'model_config': vars(model.config), 'tokenizer': tokenizer, 'step': 0,
                    'settings': {}}

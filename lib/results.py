@@ -87,13 +87,15 @@ def whole_folder(folder):
         if folder.exists():  # Windows replaces no folder
             folder.rmdir()
         part.replace(folder)
+    except OSError as error:
+        raise OSError(f'could not write {folder} ({error}). Is the disk full?') from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
 
 
 def write_text(path, text):
-    with whole_file(path) as part:
-        part.write_text(text, encoding='utf-8')
+    with whole_file(path) as part:  # the same bytes on every system
+        part.write_text(text, encoding='utf-8', newline='\n')
 
 
 def lock_file(path, runtime):

@@ -114,6 +114,7 @@ def test_a_stopped_run_goes_on_to_the_answers_of_an_unbroken_one(whole, tiny_run
     assert 'passkey.jsonl' in line and '(seed)' in line
 
 
+@pytest.mark.skipif(os.name == 'nt', reason='nothing is locked on Windows')
 def test_a_second_run_into_the_answers_of_a_living_one_is_refused(tiny_run, tmp_path, cpu):
     lock = lock_file(tmp_path / 'passkey.jsonl', cpu)  # as the run that lives has it
     line = mistake('passkey', *arguments(tiny_run, tmp_path))
