@@ -16,7 +16,6 @@ gguf = pytest.importorskip('gguf')
 pytest.importorskip('tokenizers')
 
 
-
 def field(reader, name):
     return reader.get_field(name).contents()
 
