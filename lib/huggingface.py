@@ -354,13 +354,13 @@ EXPORTED = {*NAMES, 'position', 'rope_base', 'rope_scaling', 'rope_length', 'dap
 def require_exportable(model):
     """Refuse a model with a setting or a weight that a stock model has no place for."""
     c = model.config
-    odd = [f'{field.name} {getattr(c, field.name)}' for field in dataclasses.fields(c)
-           if field.name not in EXPORTED and getattr(c, field.name) != field.default]
-    if not set(c.position.split(',')) <= {'rope', 'none'}:
-        odd.append(f'position {c.position}')
-    known = {*tensor_table(c), 'head.weight'}
-    odd += [name for name in model.state_dict()
-            if name not in known and not name.endswith(('.attn.head_scale', '.attn.head_gain'))]
+    odd = [f'position {c.position}']
+    if set(c.position.split(',')) <= {'rope', 'none'}:
+        odd = [f'{field.name} {getattr(c, field.name)}' for field in dataclasses.fields(c)
+               if field.name not in EXPORTED and getattr(c, field.name) != field.default]
+        known = {*tensor_table(c), 'head.weight'}
+        odd += [name for name in model.state_dict()
+                if name not in known and not name.endswith(('attn.head_scale', 'attn.head_gain'))]
     if odd:
         raise UserError(f"the model has {', '.join(odd[:3])}, for which a model of transformers "
                         'has no place that we know: the folder would be another model. Export one '

@@ -664,7 +664,7 @@ def test_other_models_say_what_they_cannot_do(tmp_path):
     refuses(through, apply_scale, model, 1.2, info)
     refuses(through, by_position, model, tokens(5), tokens(5), print)
     refuses('128 positions but 129', model, tokens(129))
-    refuses("'gpt2'", export, tmp_path / 'hf', model)
+    refuses('position gpt2', export, tmp_path / 'hf', model)
     edit_weights(tmp_path, remove=['transformer.h.1.mlp.c_fc.weight'])
     refuses('transformer.h.1.mlp.c_fc.weight', load_foreign, str(tmp_path))
     edit_config(tmp_path, model_type='unheard_of')
