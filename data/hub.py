@@ -224,7 +224,8 @@ def write_parts(parts, split, source, state, max_tokens, workers):
     print(f'{split}: {len(parts)} files, {n_done} of them done before', flush=True)
     write = partial(write_part, split=split, source=source, state=state, max_tokens=max_tokens)
     spawn = multiprocessing.get_context('spawn')  # forked, they would share connections
-    pool = ProcessPoolExecutor(min(workers, len(parts)), spawn, start_worker)
+    # 61 is the most that Windows takes.
+    pool = ProcessPoolExecutor(min(workers, len(parts), 61), spawn, start_worker)
     run = map if workers == 1 else pool.map
     written, n_tokens = [], 0
     try:
