@@ -191,6 +191,7 @@ def model_card(run, length, target):
     names = 'dataset', 'init_from', 'batch_size', 'learning_rate', 'weight_decay', 'seed'
     how = '\n'.join(f'| {name} | {trained[name]} |' for name in names if name in trained)
     low, high = run.model.head_scale.aminmax()
+    position = f'{c.position} {c.rope_scaling}'.strip()
     tokenizer = info['tokenizer']['name'] if info['tokenizer'] else 'none came with it'
     code = HOW_TO_RUN[format].format(folder=target, n_ctx=max(c.block_size, length))
     return f'''---
@@ -200,9 +201,9 @@ pipeline_tag: text-generation
 
 # {Path(target).name}
 
-A causal transformer with position method `{c.position}` (`none` is NoPE: no position encoding)
-{c.rope_scaling}: {run.model.n_params():,} parameters, {c.n_layer} layers, {c.n_head} heads, width
-{c.n_embd}, {c.vocab_size} tokens (tokenizer: {tokenizer}). Licence of the weights: {license}.
+A causal transformer: {run.model.n_params():,} parameters, {c.n_layer} layers, {c.n_head} heads,
+width {c.n_embd}, {c.vocab_size} tokens (tokenizer: {tokenizer}). Its position method is
+`{position}`; `none` is NoPE, no position encoding. Licence of the weights: {license}.
 
 ## How it was trained
 
@@ -216,8 +217,8 @@ A causal transformer with position method `{c.position}` (`none` is NoPE: no pos
 ## Softmax scales
 
 Between {low:.3f} and {high:.3f}, folded into the weights of q; 1 is as trained. Asked for:
-`--scale={scale}`, for passes of {length or 'any number of'} tokens. Gains of heads and norms that a
-scale file has are in their weights, too.
+`--scale={scale}`, for passes of {length or 'any number of'} tokens. The gains of heads and norms
+that a scale file may have are in their weights, too.
 
 ## Measured losses
 
