@@ -364,10 +364,33 @@ def draw_scoreboard(result):
     return figure
 
 
+def draw_channels(result):
+    """The loss of what was tuned, by length; and what the tuned scales of channels go with."""
+    seeds = len(result['seeds'])
+    title = f"Tuned at {result['target_length']} tokens: a scale per head or per channel, and " \
+            f'gains (bars: standard deviation of {seeds} seeds)'
+    figure, axes = panels(title, 2, 2)
+    for name, row in list(result['losses'].items())[:MOST]:
+        curve(axes[0], result['lengths'], row['mean'], name, row['sd'])
+    length_axis(axes[0], result['lengths'], result['block_size'])
+    axes[0].set(xlabel='position (tokens)', ylabel='loss (nats per token)')
+    label_ends(axes[0])
+    colors = [BLACK, BLUE, ORANGE, SKY, *FAMILIES.values()]
+    for (name, row), color in zip(result['correlations'].items(), colors):
+        layers = range(len(row['mean']))
+        curve(axes[1], layers, row['mean'], name, row['sd'], color)
+    axes[1].axhline(0, color=BLACK, lw=1)
+    axes[1].set(xlabel='layer', xticks=layers, ylabel='rank correlation with the scale',
+                title='Channels whose scale was raised')
+    label_ends(axes[1])
+    return figure
+
+
 # ----------------------------------------------------------------------------- any result
 
 PICTURES = {
     'attention': draw_maps,
+    'channel_scale': draw_channels,
     'che': draw_tasks,
     'entropy': draw_entropy,
     'eval_ppl last': draw_ppl,

@@ -9,7 +9,6 @@ $ python -m results.channel_scale.table   # 20 s and 1 minute of one core for a 
 Goes on where it was stopped. Writes results/channel_scale/channel_scale.json and .png
 """
 
-import statistics
 from pathlib import Path
 
 import numpy as np
@@ -35,9 +34,9 @@ TUNED = {
     'scale per head': 'scale',
     'scale per channel': 'channel',
     'gains of attention norms': 'attn_norm',
+    'channel and all norms': 'channel,norm',
     'gains of all norms': 'norm',
     'channel and attention norms': 'channel,attn_norm',
-    'channel and all norms': 'channel,norm',
 }
 
 
@@ -58,10 +57,15 @@ def losses_of(folder, label, *reading):
 def measure(folder, seed):
     """{what was tuned: {length: loss}} of one model. Tunes what is not there yet."""
     target, found = 4 * L, {}
-    found['nothing'], found['nothing, cut to L'] = losses_of(folder, 'channel_study_none')
+    found['NoPE'], found['NoPE, cut to L'] = losses_of(folder, 'channel_study_none')
     uniform = read(f'{folder}/scale_uniform.json')
     best = dict(zip(uniform['lengths'], uniform['best_by_length']))[target]
     found['uniform scale'], _ = losses_of(folder, 'channel_study_uniform', f'--scale={best}')
+    whole = str(Path(folder).with_name('whole'))
+    if not Path(whole, 'loss.png').exists():
+        run('train.py', 'config/finetune_demo.py', f'--init_from={folder}/last.pt',
+            f'--out_dir={whole}', f'--learning_rate={RATE}', '--min_lr=0', f'--seed={seed}')
+    found['every weight'], _ = losses_of(whole, 'channel_study_whole')
     for name, kinds in TUNED.items():
         label = f"study_{kinds.replace(',', '_')}"
         file = f'{folder}/scale_head_{target}_{label}.json'
@@ -69,11 +73,6 @@ def measure(folder, seed):
             run('tune_scale.py', f'--out_dir={folder}', f'--target_length={target}',
                 f'--tune={kinds}', f'--label={label}', '--max_iters=120', '--n_samples=16')
         found[name], _ = losses_of(folder, f'channel_{label}', f'--scale={file}')
-    whole = str(Path(folder).with_name('whole'))
-    if not Path(whole, 'loss.png').exists():
-        run('train.py', 'config/finetune_demo.py', f'--init_from={folder}/last.pt',
-            f'--out_dir={whole}', f'--learning_rate={RATE}', '--min_lr=0', f'--seed={seed}')
-    found['every weight'], _ = losses_of(whole, 'channel_study_whole')
     return found
 
 
@@ -82,7 +81,9 @@ def measure(folder, seed):
 def features(folder, n=8):
     """
     {name: (n_layer, H, D)} of the channels of a model as it was trained, from its weights and from
-    n test windows of 4L tokens. Of a channel c, q_c k_c is its part of a score.
+    n test windows of 4L tokens, of which the last L are queries. q_c k_c is the part of channel c
+    of a score. Its lead: that part, weighted by attention to the last L keys alone, less the same
+    for the keys before them.
     """
     model, info = load_model('last', folder, 'cpu')
     windows = open_windows(info, None, 'test', 4 * L)
@@ -90,13 +91,18 @@ def features(folder, n=8):
     H, D = model.config.n_head, model.config.head_dim
     with torch.no_grad(), model.probe(lambda layer, attention, q, k, place: (q, k)) as seen:
         model(inputs)
-    layers = []
+    layers, T = [], 4 * L
+    i, j = torch.arange(3 * L, T)[:, None], torch.arange(T)          # the last queries, all keys
+    is_near = (j <= i) & (j > i - L)
     for block, (q, k) in zip(model.blocks, seen):
         k = k.repeat_interleave(H // k.shape[1], dim=1)              # (n, H, 4L, D)
         w_q, w_k, _ = block.attn.qkv.weight.detach().split(
             [width * D for width in block.attn.heads])
-        first, near, far = k[:, :, :L], k[:, :, 3 * L:], k[:, :, :3 * L]
-        power = q[:, :, 3 * L:].square().mean((0, 2))                # (H, D), of the last queries
+        q, first, near, far = q[:, :, 3 * L:], k[:, :, :L], k[:, :, 3 * L:], k[:, :, :3 * L]
+        power = q.square().mean((0, 2))                              # (H, D)
+        scores = q @ k.transpose(-1, -2) / D ** 0.5                  # (n, H, L, 4L)
+        attended = [scores.masked_fill(~keys, -torch.inf).softmax(-1) @ k
+                    for keys in (is_near, j <= i - L)]               # (n, H, L, D) each
         layers.append({
             'norm of its row of W_q': w_q.norm(dim=1).view(H, D),
             'norm of its row of W_k': w_k.norm(dim=1).view(-1, D).repeat_interleave(
@@ -105,48 +111,66 @@ def features(folder, n=8):
             'far variance over near': far.var(dim=(0, 2)) / near.var(dim=(0, 2)),
             'drift of its keys': ((near.mean((0, 2)) - first.mean((0, 2))).abs()
                                   / first.std(dim=(0, 2))),
+            'lead of near keys over far ones': (q * (attended[0] - attended[1])).mean((0, 2)),
         })
     return {name: torch.stack([layer[name] for layer in layers]).numpy() for name in layers[0]}
 
 
 def correlations(scales, found):
-    """Rank correlation of scales and each feature over the channels of a head: mean over heads."""
+    """
+    {feature: (n_layer,)}: its rank correlation with the scales over the channels of a head, a mean
+    over the heads of a layer.
+    """
     means = {}
     for name, values in found.items():
-        pairs = zip(scales.reshape(-1, scales.shape[-1]), values.reshape(-1, scales.shape[-1]))
-        means[name] = np.mean([spearman(scale, value) for scale, value in pairs])
+        means[name] = [np.mean([spearman(*head) for head in zip(*layer)])
+                       for layer in zip(scales, values)]
     return means
 
 
 # ---------------------------------------------------------------------- all of it
 
-def mean_and_sd(values):
-    sd = statistics.stdev(values) if len(values) > 1 else None
-    return {'mean': statistics.mean(values), 'sd': sd}
+def over_seeds(values):
+    """values: a number, or a list of as many, a seed each."""
+    sd = np.std(values, axis=0, ddof=1) if len(values) > 1 else None
+    return {'mean': np.mean(values, axis=0), 'sd': sd}
+
+
+def show(name, cell, digits=3):
+    line = f'{name:38}'
+    for k, mean in enumerate(cell['mean']):
+        line += f'{mean:10.{digits}f}'
+        if cell['sd'] is not None:
+            line += f" ± {cell['sd'][k]:.{digits}f}"
+    return line
 
 
 def main():
-    losses, shared, last = [], [], {}
+    losses, shared, spread, drawn = [], [], [], {}
     for seed in seeds:
         folder = f'{out_dir}/{seed}/nope'
         losses.append(measure(folder, seed))
         tuned = read(f'{folder}/scale_head_{4 * L}_study_channel.json')
-        last = {'channel_scale': np.array(tuned['channel_scale'])} | features(folder)
-        shared.append(correlations(last['channel_scale'], features(folder)))
+        scales, found = np.array(tuned['channel_scale']), features(folder)
+        shared.append(correlations(scales, found))
+        spread.append([scales.mean(2).std(), scales.std(2).mean()])
+        drawn = drawn or {'scale': scales} | found
     result = {
         'stage': 'channel_scale', 'block_size': L, 'target_length': 4 * L, 'lengths': LENGTHS,
         'seeds': seeds,
-        'losses': {name: {T: mean_and_sd([one[name][T] for one in losses]) for T in LENGTHS}
+        'losses': {name: over_seeds([[one[name][T] for T in LENGTHS] for one in losses])
                    for name in losses[0]},
-        'correlations': {name: mean_and_sd([one[name] for one in shared]) for name in shared[0]},
-        'last_seed': last}
-    print(f"{'tuned at 4L':30}" + ''.join(f'{T:>17}' for T in LENGTHS))
-    for name, row in result['losses'].items():
-        cells = [f"{cell['mean']:.3f} ± {cell['sd'] or 0:.3f}" for cell in row.values()]
-        print(f'{name:30}' + ''.join(f'{cell:>17}' for cell in cells))
-    print('rank correlation of a channel scale, within a head, with')
+        'spread': over_seeds(spread),
+        'correlations': {name: over_seeds([one[name] for one in shared]) for name in shared[0]},
+        'first_seed': drawn}
+    print('loss at', LENGTHS, 'when this was tuned at', 4 * L)
+    for name, cell in result['losses'].items():
+        print(show(name, cell))
+    print(show('\nstandard deviation of the scales: of the means of heads, within a head',
+               result['spread'], 2))
+    print('\nrank correlation, within a head, of scales and, in each layer:')
     for name, cell in result['correlations'].items():
-        print(f"{name:38}{cell['mean']:+.2f} ± {cell['sd'] or 0:.2f}")
+        print(show(name, cell, 2))
     path = ROOT / 'results/channel_scale/channel_scale.json'
     save_json(path, result)
     print('wrote', path, *plots.draw(path))
