@@ -28,7 +28,7 @@ from lib import checkpoints, devices
 from lib.devices import Runtime
 from lib.errors import UserError
 from lib.results import note
-from lib.tokens import Windows, format_ranks, get_tokenizer, write_corpus
+from lib.tokens import Windows, format_ranks, get_tokenizer, tokenizer_state, write_corpus
 from model import ModelConfig, Transformer
 from position import METHODS, Place
 
@@ -297,6 +297,13 @@ def near(found, expected, atol=0, rtol=0):
         found, expected = (x if torch.is_tensor(x) else torch.from_numpy(np.array(x, float))
                            for x in (found, expected))
     torch.testing.assert_close(found, expected, atol=atol, rtol=rtol, check_dtype=False)
+
+
+def save_model(model, path, step=0, settings=()):
+    """Write a checkpoint of a model that reads bytes."""
+    encoding = tokenizer_state(get_tokenizer('bytes'))
+    state = checkpoints.checkpoint_state(model, encoding, step, settings=dict(settings))
+    checkpoints.save(path, **state)
 
 
 def scale_set(rows):

@@ -10,11 +10,19 @@ import math
 
 import pytest
 import torch
-from conftest import near, on, plain_transformer, random_model, read, stage_here, tokens
+from conftest import (
+    near,
+    on,
+    plain_transformer,
+    random_model,
+    read,
+    save_model,
+    stage_here,
+    tokens,
+)
 
 import attention_maps
 import kernels
-from lib import checkpoints
 
 MODELS = [json.loads(row) for row in '''
 {}
@@ -87,9 +95,8 @@ def test_row_chunks_change_nothing_even_where_dape_sees_later_keys(monkeypatch):
 # ---------------------------------------------------------------------- as run
 
 def test_run_writes_a_picture_and_the_parts_that_the_model_has(tiny, tmp_path):
-    model, info = random_model(vocab_size=257, position='kerple', dape_kernel=3), tiny[1]
-    state = checkpoints.checkpoint_state(model, info['tokenizer'], 0, settings=info['settings'])
-    checkpoints.save(tmp_path / 'last.pt', **state)
+    model = random_model(vocab_size=257, position='kerple', dape_kernel=3)
+    save_model(model, tmp_path / 'last.pt', settings=tiny[1]['settings'])
     command = on(tmp_path, tmp_path, '--n_samples=2 --lengths=[32,100] --head=3')
     out, result = stage_here('attention_maps', *command), read(tmp_path / 'attention.json')
     assert (tmp_path / 'attention.png').stat().st_size > 10000

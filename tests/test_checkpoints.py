@@ -17,10 +17,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, files_at_most, flip_a_bit, near, random_model, refuses
+from conftest import ROOT, files_at_most, flip_a_bit, near, random_model, refuses, save_model
 
 from lib.checkpoints import (
-    checkpoint_state,
     load,
     load_model,
     require_space,
@@ -41,8 +40,7 @@ def small_model(seed, **changes):
 def out_dir(tmp_path):
     """last.pt at step 7 and best.pt at step 5, of two models."""
     for name, step in ('last.pt', 7), ('best.pt', 5):
-        state = checkpoint_state(small_model(step), BYTES, step, settings={'seed': step})
-        save(tmp_path / name, **state)
+        save_model(small_model(step), tmp_path / name, step, {'seed': step})
     return tmp_path
 
 
@@ -194,8 +192,7 @@ def test_file_of_another_program_or_with_entries_of_the_wrong_kind_is_refused(ou
 
 def test_weights_of_another_position_method_are_refused(tmp_path):
     """DAPE on ALiBi and on NoPE has the same names, but other channels."""
-    model = random_model(position='alibi', dape_kernel=3)
-    save(tmp_path / 'last.pt', **checkpoint_state(model, BYTES, 0))
+    save_model(random_model(position='alibi', dape_kernel=3), tmp_path / 'last.pt')
     for named in 'blocks.0.attn.position.first.weight', '(32, 8, 1, 3)':
         refuses(named, load_model, 'last', tmp_path, 'cpu', position='none')
 

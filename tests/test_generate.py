@@ -9,9 +9,8 @@ import shutil
 
 import pytest
 import torch
-from conftest import EVERY, near, random_model, stage_here, tokens
+from conftest import EVERY, near, random_model, save_model, stage_here, tokens
 
-from lib import checkpoints
 from lib.generate import (
     complete,
     generate,
@@ -200,6 +199,5 @@ def test_characters_of_several_bytes_are_printed_whole_and_broken_ones_marked(tm
         p.data.fill_(p.dim() == 1)
     i = range(len(recited) - 1)
     model.embed.weight.data[recited[:-1], i] = model.head.weight.data[recited[1:], i] = 1.0
-    state = checkpoints.checkpoint_state(model, tokenizer_state(encoding), step=0, settings={})
-    checkpoints.save(tmp_path / 'last.pt', **state)
+    save_model(model, tmp_path / 'last.pt')
     assert sample(tmp_path, '--temperature=0', '--max_new_tokens=99') == 'Zoë→🙂�a�\n'

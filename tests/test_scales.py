@@ -10,12 +10,11 @@ import warnings
 
 import pytest
 import torch
-from conftest import near, random_model, read, refuses, scale_set
+from conftest import near, random_model, read, refuses, save_model, scale_set
 
-from lib.checkpoints import checkpoint_state, load_model, save
+from lib.checkpoints import load_model
 from lib.generate import new_cache
 from lib.scales import ScaleSets, apply_scale, by_position, read_scale_file, save_scale
-from lib.tokens import get_tokenizer, tokenizer_state
 
 # 2 layers of 4 heads, one of them below 0, as tuning without a constraint may leave it
 SCALES = [[1.0, 1.25, 1.5, 2.0], [3.0, 0.123456, -0.07, 1.6]]
@@ -27,8 +26,7 @@ def loaded(tmp_path):
     """A model of L = 8 whose vectors are all 1, and what its checkpoint says."""
     model = random_model(vocab_size=20, block_size=8)
     model.load_state_dict(vectors(1, model), strict=False)
-    state = checkpoint_state(model, tokenizer_state(get_tokenizer('bytes')), 0, settings={})
-    save(tmp_path / 'last.pt', **state)
+    save_model(model, tmp_path / 'last.pt')
     return load_model('last', tmp_path, 'cpu')
 
 
