@@ -19,7 +19,6 @@ from conftest import SIZES, as_stage, stage_here
 from configurator import settings
 from lib.errors import report
 
-# What makes each stage small; names of `files` stand for them. A case changes or adds some.
 # What makes each stage small; {names} are of `files`. A case changes or adds some.
 READ = 'init_from={last.pt} out_dir=out device=cpu dtype=float32 '
 STAGES = {
