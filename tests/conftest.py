@@ -90,9 +90,11 @@ def mistake(name, *arguments):
     with its name. Returns the line. In this process; an uncaught error ends as Python would end it.
     """
     with as_stage(name, arguments), contextlib.redirect_stderr(io.StringIO()) as err:
-        with pytest.raises(Exception) as caught:
+        try:
             runpy.run_path(str(ROOT / f'{name}.py'), run_name='__main__')
-        sys.excepthook(caught.type, caught.value, caught.tb)
+            pytest.fail(f'{name}.py {arguments} was not refused')
+        except Exception as error:
+            sys.excepthook(type(error), error, error.__traceback__)
     begins = f'{Path(name).name}.py: '
     lines = [line for line in err.getvalue().splitlines() if line.startswith(begins)]
     assert len(lines) == 1 and 'Traceback' not in err.getvalue(), err.getvalue()

@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import ROOT, flip_a_bit, mistake, near, random_model, read, stage_here
 
-from che import measure
+from che import draw, measure
 from lib.checkpoints import old_name
 from lib.generate import complete
 from lib.tasks import TASKS
@@ -48,14 +48,21 @@ def test_accuracy_counts_symbols_up_to_the_end_symbol_and_loss_counts_all():
         model, rng = Answers(torch.where(is_right, right, wrong)), np.random.default_rng(0)
         return [*map(float, measure(model, 'stack_manipulation', rng, 16, 10, 5))]
 
-    loss, *counts = of(right == right)
+    everything = torch.ones_like(end)
+    loss, *counts = of(everything)
     loss_at_zeros, *the_same = of(before_end | end)
     assert counts == the_same == [1, 1] and loss_at_zeros > loss + 0.05
-    assert of(right != right)[1:] == [0, 0]
+    assert of(~everything)[1:] == [0, 0]
     n = before_end.sum().item()  # and 16 end symbols, which are wrong here
     assert of(before_end)[1:] == [pytest.approx(n / (n + 16)), 0]
     end[:4] = False  # in 4 of 16 answers the end symbol is wrong
     assert of(before_end | end)[2] == 12 / 16
+
+
+def test_recall_is_read_at_its_queries():
+    found = draw('recall', np.random.default_rng(0), 5, 12, empty=96)
+    expected = TASKS['recall'].generate(np.random.default_rng(0), 5, 12)
+    assert all(map(np.array_equal, found, expected))
 
 
 @torch.no_grad()
