@@ -73,8 +73,8 @@ def test_a_context_is_read_once_for_all_its_choices(cpu):
 
 def test_a_choice_beyond_the_random_positions_is_refused(cpu):
     harness = commonsense.Harness(random_model(position='rope', random_positions=40), None, cpu)
-    refuses('below 40', harness.scores, [([1] * 38, [2, 3, 4])])
-    assert harness.scores([([1] * 38, [2, 3])]).shape == (1, 2)
+    refuses('below 40', harness.scores, [([1] * 38, [2, 3, 4, 5])])  # whose last is not read
+    assert harness.scores([([1] * 38, [2, 3, 4])]).shape == (1, 2)
 
 
 @pytest.mark.parametrize('add_bos, texts, ids, n_cut', [
