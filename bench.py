@@ -133,10 +133,10 @@ def measure(task, works, tokens, limits, runtime):
                      'of_limit': limits[who] / seconds,
                      'times_ours': seconds / rows['ours']['seconds'] if rows else 1.0,
                      'peak_memory': peak_memory(works[who], runtime)}
-    print_rows(print, [{task: who} | row for who, row in rows.items()])
+    print_rows(runtime.print, [{task: who} | row for who, row in rows.items()])
     for who in works if profile else ():
         rows[who]['operators'] = by_operator(works[who], runtime)
-        print_rows(print, [{'operator': name, f'seconds of {who}': seconds}
+        print_rows(runtime.print, [{'operator': name, f'seconds of {who}': seconds}
                            for name, seconds in rows[who]['operators'].items()])
     return {'task': task, 'tokens': tokens, 'limit_seconds': limits} | rows
 
