@@ -106,6 +106,8 @@ def load(source, position=None, optimizer=True):
         if missing:
             raise KeyError(*missing)
         config = ModelConfig(**state['model_config'])  # an older one lacks some settings
+        if config.n_layer > len(state['model']):  # layers without end would be made
+            raise ValueError(f'n_layer={config.n_layer}')
     return state | {'model_config': dataclasses.asdict(config)}
 
 

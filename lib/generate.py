@@ -43,6 +43,9 @@ class KVCache:
             return (self.k[layer].index_copy_(2, slot, k.to(self.k[layer].dtype)),
                     self.v[layer].index_copy_(2, slot, v.to(self.v[layer].dtype)))
         end = self.length + k.shape[2]
+        if end > self.max_length:  # one token too many would be dropped without a word
+            raise ValueError(f'the KV cache holds {self.max_length} tokens but {end} are needed. '
+                             'Make it longer.')
         self.k[layer][:, :, self.length:end] = k
         self.v[layer][:, :, self.length:end] = v
         return self.k[layer][:, :, :end], self.v[layer][:, :, :end]

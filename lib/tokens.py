@@ -21,6 +21,7 @@ import os
 import re
 import shutil
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -149,13 +150,9 @@ class HFTokenizer:
         self.start_token = self.eot_token if first == plain[0] else first
 
     def encode_ordinary(self, text):
-        return self.encode_ordinary_batch([text])[0]
-
-    def encode_ordinary_batch(self, texts, num_threads=None):
-        """As many threads as the package likes. Unlike its encode(), this keeps no offsets."""
-        texts = [without_half_pairs(text) for text in texts]
-        batch = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [encoding.ids for encoding in batch]
+        # As a batch of one: unlike encode() it keeps no offsets, and lets other threads run.
+        batch = [without_half_pairs(text)]
+        return self.tokenizer.encode_batch_fast(batch, add_special_tokens=False)[0].ids
 
     def decode(self, ids):
         """The text of ids, special tokens such as <s> left out; decode_bytes() shows them."""
@@ -290,8 +287,11 @@ def cut(document, limit):
     limit characters with no place to cut is cut anywhere: the text stays the same, the tokens there
     may not.
     """
+    parts = [document] if isinstance(document, str) else document
+    if limit == math.inf:
+        parts = [''.join(parts)]  # at once: to add part to part would copy it all each time
     rest = ''
-    for part in [document] if isinstance(document, str) else document:
+    for part in parts:
         text, start = rest + part, 0
         while len(text) - start > 2 * limit:
             place = CUT.search(text, start + limit, start + 2 * limit)
@@ -303,16 +303,29 @@ def cut(document, limit):
         yield rest, True
 
 
-def batches(pieces, size):
-    """Yield lists of (piece, is_last) of about `size` characters."""
-    batch, n_characters = [], 0
-    for piece in pieces:
-        batch.append(piece)
-        n_characters += len(piece[0])
-        if n_characters >= size:
-            yield batch
-            batch, n_characters = [], 0
-    yield batch
+def chunks(documents, limit):
+    """Yield lists of (piece, is_last) of about MIB characters: the work of a thread."""
+    chunk, size = [], 0
+    for document in documents:
+        for piece, is_last in cut(document, limit):
+            chunk.append((piece, is_last))
+            size += len(piece)
+            if size >= MIB:
+                yield chunk
+                chunk, size = [], 0
+    yield chunk
+
+
+def encode(encoding, chunk):
+    """The tokens of a chunk, where in them its documents end, and its bytes of text."""
+    tokens, ends, n_bytes = [], [], 0
+    for piece, is_last in chunk:
+        tokens += encoding.encode_ordinary(piece)
+        n_bytes += len(piece.encode(errors='replace'))
+        if is_last:
+            tokens.append(encoding.eot_token)
+            ends.append(len(tokens))
+    return np.array(tokens, token_type(encoding)), np.array(ends, np.int64), n_bytes
 
 
 def write_split(folder, split, documents, encoding, workers, bar):
@@ -322,24 +335,16 @@ def write_split(folder, split, documents, encoding, workers, bar):
     """
     # Some Hugging Face tokenizers put a space before each text: pieces would get one each.
     limit = math.inf if isinstance(encoding, HFTokenizer) else MIB
-    pieces = (piece for document in documents for piece in cut(document, limit))
-    boundaries, n_tokens, n_bytes = [0], 0, 0
-    with open(folder / f'{split}.bin', 'wb') as file:
-        for batch in batches(pieces, workers * MIB):
-            texts = [text for text, _ in batch]
-            encoded = encoding.encode_ordinary_batch(texts, num_threads=workers)
-            tokens = []
-            for ids, (_, is_last) in zip(encoded, batch):
-                tokens += ids
-                if is_last:
-                    tokens.append(encoding.eot_token)
-                    boundaries.append(n_tokens + len(tokens))
-            np.array(tokens, token_type(encoding)).tofile(file)
-            n_tokens += len(tokens)
-            size = sum(len(text.encode(errors='replace')) for text in texts)
-            n_bytes += size
-            bar.update(size)
-    starts = np.array(boundaries[:-1], np.int64)  # each starts where the one before it ended
+    stream, starts, n_tokens, n_bytes = chunks(documents, limit), [[0]], 0, 0
+    with ThreadPoolExecutor(workers) as pool, open(folder / f'{split}.bin', 'wb') as file:
+        while group := list(itertools.islice(stream, 4 * workers)):  # which memory holds
+            for tokens, ends, size in pool.map(functools.partial(encode, encoding), group):
+                tokens.tofile(file)
+                starts.append(ends + n_tokens)  # a document starts where the one before it ended
+                n_tokens += len(tokens)
+                n_bytes += size
+                bar.update(size)
+    starts = np.concatenate(starts)[:-1].astype(np.int64)
     starts.tofile(folder / f'{split}_starts.bin')
     return {'tokens': n_tokens, 'documents': len(starts), 'bytes': n_bytes}
 
@@ -445,6 +450,8 @@ def open_tokens(dataset, split, check=False):
                        for name in ('meta.json', 'tokenizer_state.json')]
         if tokenizer_digest(state) != meta['tokenizer_digest']:
             raise ValueError('the tokenizer is not that of meta.json')
+        if type(meta['vocab_size']) is not int or meta['dtype'] not in ('uint16', 'uint32'):
+            raise ValueError('vocab_size or dtype is not one of ours')
         if split not in meta['splits']:
             raise UserError(f'Dataset {dataset} has no split {split}. It has '
                             f"{', '.join(meta['splits'])}.")

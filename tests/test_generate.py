@@ -90,7 +90,7 @@ def test_cache_that_is_too_short_says_so():
     model = random_model()
     cache = new_cache(model, 1, 10)
     model(tokens(1, 8), cache=cache)
-    with pytest.raises(RuntimeError, match='size'):
+    with pytest.raises(ValueError, match='KV cache holds 10'):
         model(tokens(1, 3), cache=cache)
 
 

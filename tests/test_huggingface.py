@@ -431,7 +431,7 @@ def test_a_folder_that_is_not_whole_is_refused(tmp_path):
     pickled.write_bytes(pickled.read_bytes()[:-1000])
     refused('pytorch_model.bin')
     torch.save({'x': Path('/')}, pickled)  # code to run, not weights
-    refused('not a file of weights')
+    refused('pytorch_model.bin')
     pickled.unlink()
     (tmp_path / 'last.pt').touch()
     refused(f'--init_from={tmp_path}/last.pt')

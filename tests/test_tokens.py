@@ -278,6 +278,8 @@ def test_large_file_is_read_through_only_where_that_is_asked_for(prepared, monke
 {"splits": {"train": null}}
 {"splits": {"train": {"tokens": 24}}}
 {"tokenizer_digest": null}
+{"vocab_size": "257"}
+{"dtype": "float16"}
 {"checksums": ["x"]}
 '''.split('\n')[1:-1])
 def test_entry_of_the_wrong_kind_in_meta_json_is_refused(prepared, changes):
