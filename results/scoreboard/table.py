@@ -58,7 +58,7 @@ class Row:
     init: str = ''           # the run whose weights training starts from; '' for none
     tune: str = ''           # arguments of tune_scale.py
     read: str = ''           # arguments of eval_ppl.py
-    recall: bool = False     # train one on recall and copy, too
+    recalls: bool = False    # train one on recall and copy, too
     seeds: int = 3
     sizes: tuple = ('small',)
 
@@ -70,7 +70,7 @@ TUNE_8L = ('--block_size={T} --batch_size=8 --micro_batch_size=8 --max_iters={tu
 SHORT = '--position=none --max_iters={short_iters} --warmup_iters=0.1'
 KERPLE_DAPE = '--position=kerple --dape_kernel={width}'
 ROWS = {
-    'none': Row('NoPE', 'NoPE', recall=True, sizes=ALL),
+    'none': Row('NoPE', 'NoPE', recalls=True, sizes=ALL),
     'uniform': Row('uniform scale', 'NoPE, tuned', tune='--method=uniform', sizes=ALL,
                    read='--scale={run}/scale_uniform_fit.json'),
     'head': Row('head scale', 'NoPE, tuned', tune='--tune=scale', sizes=ALL),
@@ -79,10 +79,10 @@ ROWS = {
     'weights': Row('every weight', 'NoPE, tuned', 'none_8l', TUNE_8L, 'none', sizes=ALL),
     'llama4': Row('Llama-4 temperature', 'temperature', read='--position=llama4'),
     'adaptive': Row('adaptive temperature', 'temperature', read='--position=adaptive'),
-    'logn': Row('log-n', 'temperature', 'logn', '--position=logn', recall=True),
-    'ssmax': Row('SSMax', 'temperature', 'ssmax', '--position=ssmax', recall=True),
-    'logbeta': Row('log-beta', 'temperature', 'logbeta', '--position=logbeta', recall=True),
-    'rope': Row('RoPE', 'RoPE', 'rope', '--position=rope', recall=True, sizes=ALL),
+    'logn': Row('log-n', 'temperature', 'logn', '--position=logn', recalls=True),
+    'ssmax': Row('SSMax', 'temperature', 'ssmax', '--position=ssmax', recalls=True),
+    'logbeta': Row('log-beta', 'temperature', 'logbeta', '--position=logbeta', recalls=True),
+    'rope': Row('RoPE', 'RoPE', 'rope', '--position=rope', recalls=True, sizes=ALL),
     'pi': Row('PI', 'RoPE', 'rope', '--position=rope', read='--rope_scaling=pi:8'),
     'ntk': Row('NTK', 'RoPE', 'rope', '--position=rope', read='--rope_scaling=ntk:8'),
     'yarn': Row('YaRN', 'RoPE', 'rope', '--position=rope', read='--rope_scaling=yarn:8',
@@ -91,15 +91,15 @@ ROWS = {
     'ntk_8l': Row('NTK, tuned', 'RoPE', 'ntk_8l', TUNE_8L + ' --rope_scaling=ntk', 'rope'),
     'yarn_8l': Row('YaRN, tuned', 'RoPE', 'yarn_8l', TUNE_8L + ' --rope_scaling=yarn', 'rope',
                    sizes=ALL),
-    'prope': Row('p-RoPE, 1/4', 'RoPE', 'prope', '--position=rope --rope_share=0.25', recall=True),
+    'prope': Row('p-RoPE, 1/4', 'RoPE', 'prope', '--position=rope --rope_share=0.25', recalls=True),
     'drope15': Row('DroPE, 15%', 'RoPE', 'drope15', SHORT, 'rope'),
     'drope100': Row('DroPE, 100%', 'RoPE', 'drope100', '--position=none', 'rope'),
-    'alibi': Row('ALiBi', 'bias', 'alibi', '--position=alibi', recall=True, sizes=ALL),
-    'nape': Row('NAPE', 'bias', 'nape', '--position=nape', recall=True),
-    'kerple': Row('Kerple', 'bias', 'kerple', '--position=kerple', recall=True),
-    'dape3': Row('DAPE 1x3', 'DAPE', 'dape3', '--dape_kernel=3', recall=True),
+    'alibi': Row('ALiBi', 'bias', 'alibi', '--position=alibi', recalls=True, sizes=ALL),
+    'nape': Row('NAPE', 'bias', 'nape', '--position=nape', recalls=True),
+    'kerple': Row('Kerple', 'bias', 'kerple', '--position=kerple', recalls=True),
+    'dape3': Row('DAPE 1x3', 'DAPE', 'dape3', '--dape_kernel=3', recalls=True),
     'kerple_dape3': Row('DAPE 1x3-Kerple', 'DAPE', 'kerple_dape3', KERPLE_DAPE.format(width=3),
-                        recall=True, sizes=ALL),
+                        recalls=True, sizes=ALL),
     't5': Row('T5 bias', 'bias', 't5', '--position=t5', seeds=1),
     'fire': Row('FIRE', 'bias', 'fire', '--position=fire', seeds=1),
     'cope': Row('CoPE', 'bias', 'cope', '--position=cope', seeds=1),
@@ -179,7 +179,7 @@ def measure(key, seed):
     found = {'row': key, 'seed': seed, **asdict(row), 'tuned_numbers': numbers,
              'text': text['rows'], 'repeats': read(f'{folder}/eval_ppl_repeat_{key}.json')['rows'],
              'versions': text['versions'], 'device': text['device']}
-    if row.recall and size == 'small':
+    if row.recalls and size == 'small':
         run(f'che.py config/recall.py {row.train} --seed={seed} --out_dir={folder}_recall')
         result = read(f'{folder}_recall/che.json')
         for task, shares in result['tasks'].items():
@@ -246,7 +246,7 @@ def collect():
                  'tuned_numbers': runs[0]['tuned_numbers'], 'seeds': [r['seed'] for r in runs],
                  'step': ratios.get(row.model)}
         for heading, path in COLUMNS.items():
-            if path[0] in runs[0]:
+            if runs[0].get(path[0]):
                 values = [column(one, *path) for one in runs]
                 sd = statistics.stdev(values) if len(values) > 1 else None
                 found[heading] = {'mean': statistics.mean(values), 'sd': sd}
