@@ -243,7 +243,8 @@ def collect():
         if not runs:
             continue
         found = {'row': key, 'title': row.title, 'family': row.family,
-                 'tuned_numbers': runs[0]['tuned_numbers'], 'seeds': [r['seed'] for r in runs],
+                 'tuned_numbers': 'all' if row.init else runs[0]['tuned_numbers'],
+                 'seeds': [run['seed'] for run in runs],
                  'step': ratios.get(row.model)}
         for heading, path in COLUMNS.items():
             if runs[0].get(path[0]):
@@ -258,7 +259,7 @@ def print_table(rows):
     head = f"{'':26}{'tuned':>7}{'seeds':>6}{'step':>6}"
     print(head + ''.join(f'{name:>20}' for name in COLUMNS))
     for row in rows:
-        line = f"{row['title']:26}{row['tuned_numbers']:7d}{len(row['seeds']):6d}"
+        line = f"{row['title']:26}{row['tuned_numbers']:>7}{len(row['seeds']):6d}"
         line += f"{row['step']:6.2f}" if row['step'] else f"{'-':>6}"
         for name in COLUMNS:
             cell = row.get(name)
