@@ -15,6 +15,7 @@ else
   SETUP := .venv/ready
 endif
 DEV := $(if $(SETUP),.venv/ready-dev)
+LESSONS := $(if $(SETUP),.venv/ready-lessons)
 
 .PHONY: demo test test-all bench lessons
 demo: $(SETUP)
@@ -31,7 +32,7 @@ test-all: $(DEV)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m pytest -n 2 --dist loadfile -m ''
 
-lessons: $(DEV)
+lessons: $(LESSONS)
 	$(PYTHON) -m pytest --tb=short lessons/test_exercises.py
 
 .venv/ready: pyproject.toml
@@ -40,6 +41,6 @@ lessons: $(DEV)
 	.venv/bin/python -m pip install -q .
 	touch $@
 
-.venv/ready-dev: .venv/ready
-	.venv/bin/python -m pip install -q '.[dev]'
+.venv/ready-%: .venv/ready
+	.venv/bin/python -m pip install -q '.[$*]'
 	touch $@

@@ -54,7 +54,8 @@ class Settings:
         for name in names:
             if name not in METHODS:
                 raise ValueError(f"position is '{name}', which is unknown. Choose one of: "
-                                 f"{', '.join(METHODS)}; or several, with commas.")
+                                 f"{', '.join(METHODS)}; or several, with commas. A bias of "
+                                 'lessons/exercises.py needs python -m lessons.exercises STAGE.')
         if not 1 < self.rope_base < math.inf:
             raise ValueError(f'rope_base is {self.rope_base}; it must be above 1, such as 10000.')
         if not 0 <= self.rope_share <= 1:

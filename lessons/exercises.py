@@ -16,10 +16,13 @@ Shapes: H heads of size D, T tokens, so that q, k and v are (H, T, D) and scores
 attention. Numbers may come in float64: make new tensors with the dtype of what you were given.
 """
 
+import math
 import runpy
 import sys
 
+import torch
 import torch.nn.functional as F
+from torch import nn
 
 import position
 
@@ -100,8 +103,8 @@ def yarn_frequencies(D, base, s, L):
     a factor s. Pair n turns L / (2 pi base^(2n/D)) times in L tokens, so the pair that turns r
     times is n(r) = D ln(L / (2 pi r)) / (2 ln base). Pairs up to low = floor(n(32)), but not below
     0, stay as they are; those from high = ceil(n(1)), but not above D - 1, are divided by s; the
-    share of the latter grows linearly between. Returns (D/2,) float64. (YaRN's temperature is left
-    out.)
+    share of the latter grows linearly between. Where high is not above low, the pairs after low are
+    divided whole. Returns (D/2,) float64. (YaRN's temperature is left out.)
     """
     raise NotImplementedError('Begin with RoPE and the share, a straight line that is 0 at low and '
                               '1 at high, clamped.')
@@ -119,14 +122,22 @@ def alibi(n_head, i, j):
 class OwnBias(position.Bias):
     """
     10. A position bias of your own: `bias` gives what is added to the scores. Learned numbers, if
-    any, are nn.Parameters made in __init__(self, config), after super().__init__(config);
-    config.n_head is H. The bias must depend on i - j alone, give far keys no more than near ones,
-    be finite up to 64 L, where L = config.block_size, and pass a gradient to each of its
-    parameters. Then train it by the command on top, and put it beside NoPE: lessons/README.md.
+    any, are nn.Parameters made in __init__. The bias must depend on i - j alone, give far keys no
+    more than near ones, be finite up to 64 L, where L = config.block_size, and pass a gradient to
+    each of its parameters. What it gives at j > i does not matter, but must be finite. Then train
+    it by the command on top, and put it beside NoPE: lessons/README.md.
     """
 
+    def __init__(self, config):
+        super().__init__(config)
+        self.n_head = config.n_head  # H
+
     def bias(self, i, j):
-        """i: (T,) positions of queries, j: (S,) of keys. Returns (H, T, S)."""
+        """
+        i: (T,) positions of queries, j: (S,) of keys. Returns (H, T, S). Where prompts differ in
+        length, they are (B, T) and (B, S), and it returns (B, H, T, S): position.distances(i, j),
+        i - j or 0 at j > i, is (1, T, S) or (B, 1, T, S), and so serves both.
+        """
         raise NotImplementedError('Begin with alibi(), then bend the line: a logarithm, a square '
                                   'root, a horizon ...')
 
@@ -141,7 +152,8 @@ def tune_scales(model, batches, rate, per_channel=False):
     choice. After each step no scale is left below 1, Eq. (6). batches: a list of (inputs, targets),
     (B, T) ids each; rate: the learning rate. Leaves the scales in the model.
     per_channel (beyond the paper): one scale for each channel of a head, (H, D), that starts at its
-    head's; without the bound. `model.head_scale = ` takes (n_layer, H, D).
+    head's; without the bound. D is model.config.head_dim; `model.head_scale = ` takes (n_layer, H,
+    D).
     """
     raise NotImplementedError('Begin with model.requires_grad_(False), then let the scales alone '
                               'require a gradient, and give them to an optimizer.')

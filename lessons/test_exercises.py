@@ -34,13 +34,17 @@ def refuse(message):
 
 def call(exercise, *inputs, **settings):
     """What a student's function gives, arrays going in and coming out."""
-    inputs = [torch.tensor(x) if isinstance(x, np.ndarray) else x for x in inputs]
+    given = [torch.tensor(x) if isinstance(x, np.ndarray) else x for x in inputs]
     try:
-        found, begin = exercise(*inputs, **settings), None
+        found, begin = exercise(*given, **settings), None
     except NotImplementedError as error:
         begin = error
     if begin:
         refuse(f'{exercise.__qualname__}() is still to be written. {begin}')
+    for x, was in zip(given, inputs):
+        if isinstance(was, np.ndarray) and not np.array_equal(x, was):
+            refuse(f'{exercise.__qualname__}() has changed what it was given. Usual mistake: an '
+                   'operation in place, such as q *= scale.')
     return found.detach().numpy() if torch.is_tensor(found) else found
 
 
@@ -64,14 +68,13 @@ def grade(name, found, right, mistakes):
 
 # ---------------------------------------------------------------------- the softmax scale
 
-def plain_attention(q, k, scale, causal=True):
-    """Attention (H, T, T) by its formula."""
+def plain_attention(q, k, scale, later=lambda score: 0):
+    """Attention (H, T, T) by its formula. later: what counts for exp(score) of a later key."""
     a = np.zeros((len(q), q.shape[1], q.shape[1]))
-    for h, i in np.ndindex(*q.shape[:2]):
-        end = i + 1 if causal else q.shape[1]
-        e = [math.exp(scale[h] * (q[h, i] @ k[h, j]) / math.sqrt(q.shape[2])) for j in range(end)]
-        a[h, i, :end] = np.array(e) / sum(e)
-    return a
+    for h, i, j in np.ndindex(a.shape):
+        score = scale[h] * (q[h, i] @ k[h, j]) / math.sqrt(q.shape[2])
+        a[h, i, j] = math.exp(score) if j <= i else later(score)
+    return a / a.sum(-1, keepdims=True)
 
 
 def test_causal_attention(student):
@@ -81,7 +84,9 @@ def test_causal_attention(student):
           plain_attention(q, k, SCALE) @ v, {
         'scores are not divided by sqrt(D)': plain_attention(q, k, SCALE * math.sqrt(D)) @ v,
         'scores are divided by D': plain_attention(q, k, SCALE / math.sqrt(D)) @ v,
-        'queries see later keys': plain_attention(q, k, SCALE, causal=False) @ v,
+        'queries see later keys': plain_attention(q, k, SCALE, later=math.exp) @ v,
+        'scores of later keys are 0, which exp makes 1: they should be -inf': plain_attention(
+            q, k, SCALE, later=lambda score: 1) @ v,
         'the scale is left out': plain_attention(q, k, np.ones(H)) @ v,
         'a scale belongs to a channel, not to a head': of_channel @ v})
 
@@ -128,10 +133,14 @@ def test_entropy(student):
     right = np.array(plain_entropy(a))
     with np.errstate(all='ignore'):
         not_a_number = -(a * np.log(a)).sum(-1)
-    grade('entropy', call(student.entropy, a), right, {
+    found = call(student.entropy, a)
+    grade('entropy', found, right, {
         '0 ln 0 is not a number: use torch.special.entr, or xlogy': not_a_number,
         'the logarithm is to base 2: these are bits': right / math.log(2),
         'the sign is left out': -right})
+    if found.min() < 0:
+        refuse(f'entropy: {found.min():.1g} was found, but it is never below 0. Usual mistake: '
+               'log(a + 1e-9), where the logarithm should be of a itself.')
 
 
 class NoMatrix(TorchDispatchMode):
@@ -160,7 +169,8 @@ def test_entropy_without_matrix(student):
     grade('entropy_without_matrix', found, plain_entropy(a), {
         'the mean score is not divided by sqrt(D)': sums - (a * s).sum(-1),
         'the mean score is left out': sums,
-        'queries see later keys': plain_entropy(plain_attention(q, k, np.ones(2), causal=False))})
+        'queries see later keys': plain_entropy(plain_attention(
+            q, k, np.ones(2), later=math.exp))})
 
 
 # ---------------------------------------------------------------------- where a token stands
@@ -185,21 +195,29 @@ def test_rotate(student):
         'place is not looked at': plain_rotate(x, np.arange(T))})
 
 
+def plain_yarn(base, s, L, size=16, least=0, most=15, clamp=True):
+    low = max(least, math.floor(size * math.log(L / (64 * math.pi)) / (2 * math.log(base))))
+    high = min(most, math.ceil(size * math.log(L / (2 * math.pi)) / (2 * math.log(base))))
+    found = []
+    for n in range(size // 2):
+        share = (n - low) / (high - low) if high > low else float(n > low)
+        share = min(1, max(0, share)) if clamp else share
+        found.append(base ** (-2 * n / size) * (1 - share + share / s))
+    return np.array(found)
+
+
 def test_yarn_frequencies(student):
-    size, base, s, L = 16, 10000.0, 4.0, 512
-
-    def pair(turns):
-        return size * math.log(L / (2 * math.pi * turns)) / (2 * math.log(base))
-
-    low, high = max(0, math.floor(pair(32))), min(size - 1, math.ceil(pair(1)))
-    share = np.array([min(1, max(0, (n - low) / (high - low))) for n in range(size // 2)])
-    plain = np.array([base ** (-2 * n / size) for n in range(size // 2)])
-    grade('yarn_frequencies', call(student.yarn_frequencies, size, base, s, L),
-          plain * (1 - share + share / s), {
-        'the fast pairs are divided and the slow ones stay': plain * (share + (1 - share) / s),
-        'all pairs are divided by s: position interpolation': plain / s,
-        'the share is not clamped to 0 ... 1': plain * (
-            1 - (1 - 1 / s) * (np.arange(size // 2) - low) / (high - low))})
+    # low < 0 at 64; high = low at 4; high is past D/2 - 1 at 100000, past D - 1 with the base 10.
+    for base, L in ((10000.0, 512), (10000.0, 64), (10000.0, 4), (10000.0, 100000), (10.0, 600)):
+        s, right, plain = 4.0, plain_yarn(base, 4.0, L), plain_yarn(base, 1.0, L)
+        grade(f'yarn_frequencies(16, {base}, {s}, {L})',
+              call(student.yarn_frequencies, 16, base, s, L), right, {
+            'the fast pairs are divided and the slow ones stay': plain * (1 + 1 / s) - right,
+            'all pairs are divided by s: position interpolation': plain / s,
+            'the share is not clamped to 0 ... 1': plain_yarn(base, s, L, clamp=False),
+            'low may be below 0': plain_yarn(base, s, L, least=-99),
+            'high ends at D/2 - 1 instead of D - 1': plain_yarn(base, s, L, most=7),
+            'high may be above D - 1': plain_yarn(base, s, L, most=99)})
 
 
 def test_alibi(student):
@@ -237,6 +255,9 @@ def test_own_bias(student):
     if parameters:
         (own.bias(far[-9:], far) * torch.tensor(draw(H, 9, 512))).sum().backward()
     for name, p in parameters.items():
+        if p.grad is not None and not p.grad.isfinite().all():
+            refuse(f'OwnBias: the gradient of {name} is not finite. Usual mistake: a logarithm or '
+                   'a root of i - j < 0; at j > i clamp i - j to 0.')
         if p.grad is None or not p.grad.abs().sum() > 0:
             refuse(f'OwnBias: no gradient reaches {name}, so it would not be learned.')
 
@@ -253,11 +274,11 @@ def random_model():
     for p in model.parameters():
         p.data *= 3 if p.dim() == 2 else 1  # large enough that attention is far from uniform
     model.head_scale = 1.0
-    return model.requires_grad_(False)
+    return model
 
 
 def mean_loss(model, batch):
-    logits, rows = model(batch[0]).double().numpy(), batch[1].numpy()[..., None]
+    logits, rows = model(batch[0]).detach().double().numpy(), batch[1].numpy()[..., None]
     return (np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, rows, -1)[..., 0]).mean()
 
 
@@ -275,39 +296,83 @@ def slopes(model, batch):
     return np.array(rows)
 
 
+def require_bound(model, mistake):
+    least = min(block.attn.head_scale.min() for block in model.blocks)
+    if least < 1:
+        refuse(f'tune_scales: a scale is {least:.4f}, below 1. Usual mistake: Eq. (6), the clamp '
+               f'after each step, was {mistake}.')
+
+
+def tuned(student, batches, per_channel, rate=0.05):
+    """A model that the student has tuned."""
+    model, stuck = random_model(), False
+
+    def before_each_pass(*inputs):
+        if not per_channel:
+            require_bound(model, 'left for the end')
+
+    asked = model.register_forward_pre_hook(before_each_pass)
+    try:
+        call(student.tune_scales, model, batches, rate, per_channel=per_channel)
+    except RuntimeError as error:
+        stuck = 'does not require grad' in str(error)
+        if not stuck:
+            raise
+    if stuck:
+        refuse('tune_scales: nothing takes part in the gradient. Usual mistake: the scales lack '
+               'requires_grad_(True) after model.requires_grad_(False).')
+    asked.remove()
+    return model
+
+
+def require_frozen(model):
+    start = random_model()
+    for name, p in model.named_parameters():
+        if name.endswith('head_scale'):
+            continue
+        if not torch.equal(p, start.get_parameter(name)):
+            refuse(f'tune_scales: {name} has changed, but all weights are frozen. Usual mistake: '
+                   'the optimizer got model.parameters().')
+        if p.grad is not None:
+            refuse(f'tune_scales: a gradient was computed for {name}, but all weights are frozen. '
+                   'Usual mistake: model.requires_grad_(False) was left out.')
+
+
 def require_tuned(student, per_channel):
     start, what = random_model(), f'tune_scales(per_channel={per_channel})'
     tokens = torch.randint(11, (8, 17), generator=torch.Generator().manual_seed(1))
     batch = tokens[:, :-1], tokens[:, 1:]
     if per_channel:
         start.head_scale = torch.ones(2, H, D)
-    slope, model = slopes(start, batch), random_model()
-    call(student.tune_scales, model, [batch], 0.05, per_channel=per_channel)
-    for name, p in model.named_parameters():
-        if not name.endswith('head_scale') and not torch.equal(p, start.get_parameter(name)):
-            refuse(f'{what}: {name} has changed, but all weights are frozen. Usual mistake: '
-                   'the optimizer got model.parameters().')
+    slope, model = slopes(start, batch), tuned(student, [batch], per_channel)
+    require_frozen(model)
     found = [block.attn.head_scale.detach() for block in model.blocks]
     shape = (H, D) if per_channel else (H,)
     if any(scale.shape != shape for scale in found):
         refuse(f'{what}: a layer has scales of {tuple(found[0].shape)}, not {shape}. Usual '
                'mistake: they were not expanded to one per channel.')
-    found = torch.cat([scale.flatten() for scale in found]).double().numpy()
-    if not per_channel and found.min() < 1:
-        refuse(f'{what}: a scale is {found.min():.4f}, below 1. Usual mistake: Eq. (6), the '
-               'clamp after the step, was left out.')
-    moved, clear = found - 1, abs(slope) > 0.1 * abs(slope).max()
+    if not per_channel:
+        require_bound(model, 'left out')
+
+    # One step goes down the gradient.
+    moved = torch.cat([scale.flatten() for scale in found]).double().numpy() - 1
+    clear = abs(slope) > 0.1 * abs(slope).max()
     right = np.where(slope < 0, moved > 0, moved < 0 if per_channel else moved == 0)
     for n in np.flatnonzero(clear & ~right)[:1]:
         refuse(f'{what}: the loss changes by {slope[n]:.4f} a unit of scale {n}, but one step '
                f'changed it by {moved[n]:.4f}. Usual mistakes: a step up the gradient; scales '
-               'that the optimizer did not get.')
-    model = random_model()
-    call(student.tune_scales, model, [batch] * 20, 0.05, per_channel=per_channel)
-    before, after = mean_loss(start, batch), mean_loss(model, batch)
-    if not after < before:
-        refuse(f'{what}: 20 steps changed the loss from {before:.4f} to {after:.4f}. Usual '
+               'that the optimizer did not get; the bound was kept for channels, too.')
+
+    # At a rate of 0 all steps have the same gradient, so what is left after two is no more.
+    one, two = [[p.grad for p in tuned(student, [batch] * steps, per_channel, 0.0).parameters()
+                 if p.grad is not None] for steps in (1, 2)]
+    if one and all(torch.allclose(p, 2 * q, 1e-3) for p, q in zip(two, one)):
+        refuse(f'{what}: the gradient of the second step holds that of the first, too. Usual '
                'mistake: zero_grad() was left out.')
+    before = mean_loss(start, batch)
+    after = mean_loss(tuned(student, [batch] * 20, per_channel), batch)
+    if not after < before:
+        refuse(f'{what}: 20 steps changed the loss from {before:.4f} to {after:.4f}.')
 
 
 def test_tune_scales(student):
@@ -358,13 +423,16 @@ def test_leaks(student):
     cases = {
         'leaky': (student.leaky, one_late),
         'a causal f': (lambda s: s.tril() ** 2, later & False),
+        's itself': (lambda s: s, later & False),
+        'sums over rows': (lambda s: s.cumsum(0), later & False),
         's - its mean over the whole row': (lambda s: (s - s.mean(1, keepdim=True)).tril(), later),
         's times the score after it': (lambda s: (s * s.roll(-1, 1)).tril(), one_late)}
     for name, (f, right) in cases.items():
         grade(f'leaks, of {name}', call(student.leaks, f, T), right, {
             'the past counts, too: keep j > i alone': right | ~later,
             'i and j are exchanged': right.T,
-            'nothing is found: the scores were zeros, or the changes too small': right & False})
+            'nothing is found: the scores were zeros, or the changes too small': right & False,
+            'outputs at keys after i, or of other rows, count, too': later})
 
 
 # ---------------------------------------------------------------------- reading beyond L
@@ -395,7 +463,7 @@ def test_sliding_windows(student):
 
 def test_far_repeat_gain(student):
     g, L, n = 2, 16, 300
-    tokens = np.random.default_rng(0).integers(0, 6, n)
+    tokens = np.random.default_rng(3).integers(0, 6, n)
     losses, cut = abs(draw(2, n))
 
     def gain(start=2 * L, near=L):
@@ -410,4 +478,6 @@ def test_far_repeat_gain(student):
     grade('far_repeat_gain', call(student.far_repeat_gain, tokens, losses, cut, g, L), right, {
         'the difference has the other sign': -right,
         'targets before 2L count': gain(start=0),
+        'the target at 2L does not count': gain(start=2 * L + 1),
+        's = t - L is taken for far': gain(near=L - 1),
         'places within the last L count, too': gain(near=0)})

@@ -159,8 +159,10 @@ class Speed:
                  'On a CPU its threads then wait for each other in loops; a run that is started '
                  'with GOMP_SPINCOUNT=10000 in the environment loses less.')
         minutes, s = divmod(int(seconds * (self.last_step - step)), 60)
-        return (f'{self.tokens / seconds:9,.0f} tokens/s  '
-                f'MFU {self.flops / seconds / self.ceiling:4.0%}  '
+        # Above 1 the ceiling was measured too low, as happens on a busy machine.
+        share = self.flops / seconds / self.ceiling
+        mfu = f'MFU {share:4.0%}  ' if share <= 1 else ''
+        return (f'{self.tokens / seconds:9,.0f} tokens/s  {mfu}'
                 f'{minutes // 60}:{minutes % 60:02d}:{s:02d} left')
 
 

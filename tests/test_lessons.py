@@ -98,6 +98,7 @@ def rotate(x, place, base=10000.0):
 
 
 def tune_scales(model, batches, rate, per_channel=False):
+    model.requires_grad_(False)  # as load_model() leaves it
     cpu = Runtime(torch.device('cpu'), torch.float32, rank=0, world_size=1)
     if per_channel:
         model.head_scale = model.head_scale[..., None].expand(-1, -1, model.config.head_dim)
@@ -134,9 +135,9 @@ def leaks(f, T):
     return torch.stack([moves[i, :i + 1, i].abs().sum(0) for i in range(T)]).triu(1) > 0
 
 
-def far_repeat_gain(tokens, losses, cut_losses, g, L):
+def far_repeat_gain(tokens, losses, cut_losses, g, L, first=2):
     t, s = np.arange(len(tokens)), eval_ppl.last_repeats(tokens.numpy()[None], g)[0]
-    return (cut_losses - losses)[(t >= 2 * L) & (s >= 0) & (s < t - L)].mean()
+    return (cut_losses - losses)[(t >= first * L) & (s >= 0) & (s < t - L)].mean()
 
 
 SOLVED = SimpleNamespace(
@@ -159,23 +160,35 @@ def test_project_passes_the_grader(name):
 
 # ---------------------------------------------------------------------- wrong
 
-def plain_descent(model, batches, parameters, rate):
-    for p in parameters:
-        p.requires_grad_(True)
-    optimizer = torch.optim.SGD(parameters, rate)
-    for inputs, targets in batches:
-        optimizer.zero_grad()
-        model(inputs, targets).mean().backward()
-        optimizer.step()
+def descent(freeze=True, require=True, zero=True, expand=True, clamp='each step',
+            channel_bound=None, every_weight=False):
+    """tune_scales() as its text says, by Adam; or with a step of it left out."""
+    def tune(model, batches, rate, per_channel=False):
+        if freeze:
+            model.requires_grad_(False)
+        if per_channel and expand:
+            scale = model.head_scale[..., None]
+            model.head_scale = scale.expand(-1, -1, model.config.head_dim)
+        scales = [block.attn.head_scale for block in model.blocks]
+        for p in scales:
+            p.requires_grad_(require)
+        optimizer = torch.optim.Adam(model.parameters() if every_weight else scales, rate)
+        when = channel_bound if per_channel else clamp
+        for inputs, targets in batches:
+            if zero:
+                optimizer.zero_grad()
+            model(inputs, targets).mean().backward()
+            optimizer.step()
+            for p in scales if when == 'each step' else []:
+                p.data.clamp_(min=1)
+        for p in scales if when == 'the end' else []:
+            p.data.clamp_(min=1)
+    return tune
 
 
-def without_clamp(model, batches, rate, per_channel=False):
-    scales = [block.attn.head_scale for block in model.blocks]
-    plain_descent(model, batches, scales, 100 * rate)
-
-
-def every_weight(model, batches, rate, per_channel=False):
-    plain_descent(model, batches, [*model.parameters()], rate)
+@pytest.mark.parametrize('name', ['test_tune_scales', 'test_tune_channel_scales'])
+def test_a_student_who_follows_the_text_passes_and_may_leave_the_scales_unfrozen(name):
+    assert message(name, SimpleNamespace(tune_scales=descent())) == ''
 
 
 class NearCountsLess(position.ALiBi):
@@ -186,6 +199,35 @@ class NearCountsLess(position.ALiBi):
 class FromZero(position.ALiBi):
     def bias(self, i, j):
         return super().bias(torch.arange(len(i)), torch.arange(len(j)))
+
+
+class LogOfNegative(position.Kerple):
+    def bias(self, i, j):
+        return -self.p[:, None, None] * torch.log1p(i[:, None] - j)
+
+
+def yarn(least=lambda D: 0, most=lambda D: D - 1):
+    """YaRN's frequencies, the ends of its ramp held at least and most."""
+    def frequencies(D, base, s, L):
+        low, high = (D * math.log(L / (2 * math.pi * r)) / (2 * math.log(base)) for r in (32, 1))
+        low, high = max(least(D), math.floor(low)), min(most(D), math.ceil(high))
+        n = torch.arange(D // 2).double()
+        share = ((n - low) / max(high - low, 0.001)).clamp(0, 1)
+        return base ** (-2 * n / D) * (1 - share + share / s)
+    return frequencies
+
+
+def leaks_seen_at(outputs):
+    """leaks() by changing one score; outputs: which of all that move are looked at, for row i."""
+    def found(f, T):
+        moved, scores = torch.zeros(T, T, dtype=torch.bool), torch.randn(T, T).double()
+        for i, j in torch.ones(T, T).triu(1).nonzero():
+            changed = scores.clone()
+            changed[i, j] += 0.1
+            difference = f(changed) - f(scores)
+            moved[i, j] = (outputs(difference, i) != 0).any()
+        return moved
+    return found
 
 
 def line(s, best):
@@ -218,6 +260,10 @@ WRONG = [
         q * math.sqrt(q.shape[2]), k, v, scale), 'not divided by sqrt(D)'),
     ('causal_attention', lambda q, k, v, scale: F.scaled_dot_product_attention(
         q * scale[:, None, None], k, v), 'queries see later keys'),
+    ('causal_attention', lambda q, k, v, scale: (
+        scale[:, None, None] * q @ k.mT / math.sqrt(q.shape[2])).tril().softmax(-1) @ v,
+     'scores of later keys are 0'),
+    ('scale_queries', lambda q, scale: q.mul_(scale[:, None, None]), 'in place'),
     ('scale_queries', lambda q, scale: q * scale, 'write scale[:, None, None]'),
     ('fold_scale', lambda weight, scale: weight * scale.repeat(len(weight) // 4)[:, None],
      'repeat_interleave'),
@@ -225,25 +271,38 @@ WRONG = [
     ('fit_scale', lambda position, best, L: line(
         (position / L)[position > L], best[position > L]), 'fitted instead of fixed'),
     ('entropy', lambda a: -(a * a.log()).sum(-1), '0 ln 0 is not a number'),
+    ('entropy', lambda a: -(a * (a + 1e-9).log()).sum(-1), 'of a itself'),
     ('entropy_without_matrix', lambda q, k: torch.special.entr((q @ k.mT).softmax(-1)).sum(-1),
      'the whole matrix'),
     ('rotate', bad_rotate, 'neighbours are a pair'),
     ('yarn_frequencies', lambda D, base, s, L: base ** (-torch.arange(0, D, 2) / D) / s,
      'position interpolation'),
+    ('yarn_frequencies', yarn(least=lambda D: -D), 'low may be below 0'),
+    ('yarn_frequencies', yarn(most=lambda D: D // 2 - 1), 'high ends at D/2 - 1'),
+    ('yarn_frequencies', yarn(most=lambda D: 2 * D), 'high may be above D - 1'),
     ('alibi', lambda H, i, j: -SOLVED.alibi(H, i, j), 'far keys get more'),
     ('own_bias', NearCountsLess, 'far key gets more'),
     ('own_bias', FromZero, 'use the i and j given'),
-    ('tune_scales', without_clamp, 'below 1'),
-    ('tune_scales', every_weight, 'all weights are frozen'),
+    ('own_bias', LogOfNegative, 'at j > i clamp i - j to 0'),
+    ('tune_scales', descent(clamp=None), 'after each step, was left out'),
+    ('tune_scales', descent(clamp='the end'), 'after each step, was left for the end'),
+    ('tune_scales', descent(freeze=False, every_weight=True), 'all weights are frozen'),
+    ('tune_scales', descent(freeze=False), 'requires_grad_(False) was left out'),
+    ('tune_scales', descent(require=False), 'lack requires_grad_(True)'),
+    ('tune_scales', descent(zero=False), 'zero_grad() was left out'),
     ('tune_scales', lambda *args, per_channel: None, 'scales that the optimizer did not get'),
-    ('tune_channel_scales', without_clamp, 'not expanded to one per channel'),
+    ('tune_channel_scales', descent(expand=False), 'not expanded to one per channel'),
+    ('tune_channel_scales', descent(channel_bound='each step'), 'the bound was kept'),
     ('dape', lambda *inputs: bad_dape(*inputs).tril(), 'Usual mistakes: f sees'),
     ('dape', lambda *inputs: bad_dape(*inputs).masked_fill(
         torch.ones(6, 6).triu(1).bool(), -math.inf), 'comes out where f sees scores of later'),
     ('leaks', lambda f, T: torch.zeros(T, T, dtype=torch.bool), 'nothing is found'),
+    ('leaks', leaks_seen_at(lambda moved, i: moved[i]), 'outputs at keys after i'),
+    ('leaks', leaks_seen_at(lambda moved, i: moved.tril()), 'or of other rows'),
     ('sliding_windows', bad_windows, 'the first window scores a stride alone'),
     ('sliding_windows', twice, 'scores a whole stride again'),
-    ('far_repeat_gain', lambda *inputs: -SOLVED.far_repeat_gain(*inputs), 'the other sign')]
+    ('far_repeat_gain', lambda *inputs: -SOLVED.far_repeat_gain(*inputs), 'the other sign'),
+    ('far_repeat_gain', lambda *inputs: far_repeat_gain(*inputs, first=1), 'before 2L count')]
 
 
 @pytest.mark.parametrize('name, wrong, advice', WRONG)
@@ -251,6 +310,26 @@ def test_typical_mistake_is_refused_with_its_message(name, wrong, advice):
     exercise = {'tune_channel_scales': 'tune_scales', 'own_bias': 'OwnBias'}.get(name, name)
     student = SimpleNamespace(**vars(SOLVED) | {exercise: wrong})
     assert advice in message(f'test_{name}', student)
+
+
+@pytest.mark.parametrize('name', GRADED)
+def test_each_mistake_that_the_grader_names_gives_another_result(monkeypatch, name):
+    told_apart = {}
+
+    def grade(what, found, right, mistakes):
+        for mistake, wrong in mistakes.items():
+            differs = not np.allclose(right, wrong, 1e-4, 1e-5)
+            told_apart[mistake] = told_apart.get(mistake, False) or differs
+
+    monkeypatch.setattr(grader, 'grade', grade)
+    assert message(name, SOLVED) == ''
+    assert all(told_apart.values()), told_apart
+
+
+def test_leaks_by_changing_one_score_are_found():
+    right = SimpleNamespace(leaky=exercises.leaky, leaks=leaks_seen_at(
+        lambda moved, i: moved[i, :i + 1]))
+    assert message('test_leaks', right) == ''
 
 
 def test_each_exercise_has_a_wrong_solution():

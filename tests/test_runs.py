@@ -188,6 +188,14 @@ def test_a_run_that_falls_below_a_third_of_its_speed_says_once_what_may_help(
     assert capsys.readouterr().out.count('GOMP_SPINCOUNT') == said
 
 
+def test_a_share_of_more_than_the_machine_can_do_is_not_shown():
+    for ceiling, shown in (2e9, 'MFU  50%'), (0.5e9, ''):
+        speed = Speed(0, 100, 1000, 1e6, ceiling)
+        speed.time -= 1
+        line = speed.line(1)
+        assert shown in line and ('MFU' in line) == bool(shown) and 'left' in line
+
+
 # ---------------------------------------------------------------------- sharded and compiled
 
 def seed_of(runs, dtype='float32'):
