@@ -105,6 +105,7 @@ train           TRAIN --dataset={corpus}:1,{corpus}:nan | NAME:WEIGHT
 train           TRAIN --dataset={corpus}:1,{corpus}:0.00001 | hardly any
 
 position methods and their settings
+train           TRAIN --position=own | lessons.exercises
 train           TRAIN --position=rope,,none | position is
 train           TRAIN --position=rope,none,none | position
 train           TRAIN --rope_scaling=pi:2 | rope_scaling
