@@ -28,7 +28,7 @@ page = 'lessons/explore.html'  # what is written
 out = 'out/explore.json'       # what was measured, for --data
 dataset: str | None = None     # a folder of data/; None: the one the first was trained on
 split = 'test'
-uniform = [1.0, 1.2, 1.4, 1.6, 1.8, 2.0, 2.2, 2.4]  # softmax scales of all heads
+uniform = [0.6, 0.8, 1.0, 1.2, 1.4, 1.6, 1.8, 2.0, 2.2, 2.4]  # softmax scales of all heads
 one_head = [0.5, 1.0, 1.5, 2.0, 3.0]  # of one head, the others staying at 1
 n_samples = 8                  # windows of 8L tokens, evenly spaced over the split
 
@@ -134,11 +134,12 @@ def measured():
         name = model.config.position
         found.append({
             'name': NAMES.get(name, name), 'steps': its['step'], 'weights_digest': its['digest'],
-            'max_iters': its['settings'].get('max_iters'), 'parameters': model.n_params(),
+            'parameters': model.n_params(),
             **measure_all(model, samples, width, lengths, uniform, one_head,
                           lambda: bar.update(1))})
     return {'stage': 'explore', 'dataset': windows.dataset, 'split': split,
-            'n_windows': len(samples), 'queries': QUERIES, 'block_size': L, 'width': width,
+            'tokenizer': windows.tokenizer_state['name'], 'n_windows': len(samples),
+            'queries': QUERIES, 'block_size': L, 'width': width,
             'position': positions.tolist(), 'lengths': lengths, 'uniform': uniform,
             'one_head': one_head, 'models': found}
 

@@ -90,13 +90,17 @@ for (const [id, places] of STEPS) {
       kind => [kind, curve(document.querySelectorAll(`#${kind} svg`)[n])]))),
   });
 }
+const form = document.querySelector('form');
+const controls = [getComputedStyle(form).position];
+byId('distance').scrollIntoView();
+controls.push(Math.round(form.getBoundingClientRect().top));
 byId('found').textContent = JSON.stringify({
-  states, errors, width: document.documentElement.scrollWidth,
+  states, errors, width: document.documentElement.scrollWidth, controls,
   order: [...document.querySelectorAll('input, select')].map(one => one.id),
   loaded: performance.getEntriesByType('resource').map(entry => entry.name),
 });
 </script>'''
-STEPS = [('length', 0), ('uniform', 2), ('head', 1), ('chosen', 1), ('length', -1)]
+STEPS = [('length', 0), ('uniform', 1), ('head', 1), ('chosen', 1), ('length', 1)]
 
 
 @pytest.mark.slow
@@ -114,14 +118,15 @@ def test_sliders_move_the_curves_to_the_values_of_the_data(tmp_path, width):
     shown = json.loads(html.unescape(re.search('<body>(.*)</body>', run.stdout, re.S)[1]))
     assert (shown['errors'], shown['loaded']) == ([], [])
     assert shown['width'] <= width  # nothing is wider than the screen
+    assert shown['controls'] == ['sticky', 0]  # they stay in sight beside the pictures
     assert shown['order'] == ['length', 'uniform', 'head', 'chosen']
 
-    states, one = shown['states'], data['uniform'].index(1)
-    last, by_head = len(data['lengths']) - 1, data['one_head'].index(1) + 1
+    states, one, start = shown['states'], data['uniform'].index(1), data['uniform'].index(1.8)
+    fourfold, by_head = data['lengths'].index(4 * data['block_size']), data['one_head'].index(1) + 1
     assert states[0]['summary'] != states[1]['summary']
-    assert float(states[1]['scale']) == data['uniform'][one + 2] and states[2]['uniform'] == one
+    assert float(states[1]['scale']) == data['uniform'][start + 1] and states[2]['uniform'] == one
     for state, length, uniform, head, chosen in zip(
-            states, [last, last, last, last, last - 1], [one, one + 2, one, one, one],
+            states, [fourfold] * 4 + [fourfold + 1], [start, start + 1, one, one, one],
             [None, None, by_head, by_head, by_head], [0, 0, 0, 1, 1], strict=True):
         for model, drawn in zip(data['models'], state['models'], strict=True):
             layer, h = divmod(chosen, len(model['head'][0]))
