@@ -110,8 +110,9 @@ def test_sliders_move_the_curves_to_the_values_of_the_data(tmp_path, width):
     page, data = PAGE.read_text(encoding='utf-8'), data_of(PAGE)
     page = html.escape(page + DRIVER.replace('STEPS', json.dumps(STEPS)))
     (tmp_path / 'frame.html').write_text(
-        f'<meta charset="utf-8"><iframe width="{width}" srcdoc="{page}" onload="document.body'
-        '.textContent = this.contentDocument.getElementById(\'found\').textContent"></iframe>')
+        f'<meta charset="utf-8"><iframe width="{width}" height="800" srcdoc="{page}" '
+        'onload="document.body.textContent = '
+        'this.contentDocument.getElementById(\'found\').textContent"></iframe>')
     run = subprocess.run([BROWSER, '--headless', '--no-sandbox', '--disable-gpu', '--dump-dom',
                           f'--user-data-dir={tmp_path}/user', tmp_path / 'frame.html'],
                          capture_output=True, text=True)
