@@ -244,10 +244,10 @@ def train(runtime):
 
 def step_limits(model, tokens, T, runtime, forwards=1):
     """
-    Seconds that a head-scale step ('ours') and a whole one cannot be faster than, on windows of T:
-    {name: of products with weights}, and those of attention. In the units of a forward pass: each
-    forward once, the gradients that go on to lower layers once, in a whole step those of weights
-    once; attention's backward twice.
+    Lower bounds, in seconds, of a head-scale step ('ours') and of a whole one on windows of T:
+    {name: products with weights}, and attention. Counted in forward passes: each forward is one,
+    the gradients that go on to lower layers one, those of weights, in a whole step, one, and
+    attention's backward two.
     """
     matmul, attention = model.flops_per_token(T)
     second = tokens / rate(runtime.device, runtime.dtype)  # of a FLOP per token

@@ -8,14 +8,13 @@ slots in one pass. The papers' model is a bidirectional encoder; ours is the cau
 model.py, with as many layers and heads and about as many weights. Its slots stand last, and so see
 the whole input.
 
-Recall and copy, which Table 6 does not have, are read otherwise: recall at the keys that are asked
-for, copy as text is generated. Equal slots can be told apart by their places alone, which would ask
-a method for counting where retrieval is meant; a key, or the symbols before, say what to look for.
-Whatever the position method, all see the same tokens, in one pass.
+Recall and copy, which Table 6 does not have, are read otherwise, as empty slots differ only by
+their positions and so would test counting: recall is read at the keys that are asked for, and copy
+is generated symbol by symbol. All position methods see the same tokens, in one pass.
 
 $ python che.py --tasks="['bucket_sort']" --max_iters=1000 --test_length=100 --eval_every=10
 $ python che.py --tasks=[] --position=kerple --dape_kernel=3 --max_iters=200000  # Table 6, on a GPU
-$ python che.py config/recall.py         # one model for two tasks, tested at 1 to 64 times L
+$ python che.py config/recall.py         # one model for two tasks, tested at 1 to 16 times L
 
 Writes out_dir/TASK.pt, from where a task goes on, also to more steps, and che[_LABEL].json and .png
 """

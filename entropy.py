@@ -17,6 +17,7 @@ import torch
 from configurator import between, configure, settings
 from kernels import attention_entropy
 from lib.checkpoints import Run, TextReading
+from lib.errors import UserError
 from lib.results import bin_means, print_rows, read_json
 from lib.scales import by_position
 
@@ -59,9 +60,19 @@ def measure_entropy(model, windows, n_samples, batch_tokens, bin_width, runtime)
     return positions, loss, np.reshape(heads, (-1, model.config.n_head, len(positions)))
 
 
+def what_is_drawn(path):
+    """The curves and names that a picture needs of another result of this stage."""
+    curves, names = ['position', 'loss', 'mean_entropy'], ['position_method', 'label', 'unit']
+    result = read_json(path, 'entropy', *curves)
+    if not all(isinstance(result.get(name), str) for name in names):
+        raise UserError(f"{path} lacks one of {', '.join(names)}. Give the .json that entropy.py "
+                        'wrote.')
+    return {key: result[key] for key in curves + names}
+
+
 def main():
     between(globals(), 1, 'length', 'n_samples', 'batch_tokens')
-    others = [read_json(path, 'entropy', 'position', 'loss', 'mean_entropy') for path in compare]
+    others = [what_is_drawn(path) for path in compare]
     run = Run(settings(globals()))
     model, L = run.model, run.L
     between(globals(), L // 16, 'length')  # the width of a bin
@@ -88,8 +99,7 @@ def main():
         for layer, value in enumerate(result['spearman']):
             run.runtime.print(f'layer {layer}: Spearman correlation of scale and entropy '
                               f'{value:+.2f}')
-    drawn = 'position_method', 'label', 'unit', 'position', 'loss', 'mean_entropy'
-    result['compare'] = [{key: other[key] for key in drawn} for other in others]
+    result['compare'] = others
     run.write('entropy', result)
 
 

@@ -117,7 +117,7 @@ def matrix_attention(q, k, v, mask):
     scores = rows @ k.transpose(-1, -2)
     scores = scores.view(B, H, T, S).to(at_least_float32)
     scores = scores * (1 / math.sqrt(D))
-    if mask.dtype == torch.bool:  # adding -inf, unlike filling it in, leaves backward nothing to do
+    if mask.dtype == torch.bool:  # adding -inf has a trivial backward, unlike masked_fill
         zeros = torch.zeros(mask.shape, device=q.device)
         mask = zeros.masked_fill(~mask, -math.inf)
     scores = scores + mask
@@ -133,7 +133,7 @@ def matrix_attention(q, k, v, mask):
 def causal_matrix_attention(q, k, v):
     """matrix_attention() for 128 queries at a time, without the keys after the last of them."""
     y, end = [], 0
-    i = torch.arange(q.shape[2], dtype=torch.int32)  # a register holds half as many of int64
+    i = torch.arange(q.shape[2], dtype=torch.int32)  # a vector register holds twice as many
     for rows in q.split(128, dim=2):
         start = end
         end = start + rows.shape[2]
@@ -168,9 +168,9 @@ def row_chunks(T, S, n_maps, device, all_keys=False):
 
 def each(f, chunks, recompute, apart=False):
     """
-    [f(*chunk)]. recompute: nothing that f makes is kept for backward, which calls it again. apart:
-    not in the model's compiled graph, which would hold each of them; what is recomputed then stays
-    uncompiled, as checkpoint() is.
+    Call f on each chunk; returns the results as a list. recompute: backward calls f again instead
+    of keeping what it made. apart: leave the loop out of the model's compiled graph, which would
+    hold every chunk; what is recomputed then stays uncompiled, as checkpoint() is.
     """
     y = []
     for chunk in chunks:

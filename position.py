@@ -68,6 +68,9 @@ class Settings:
             if getattr(self, name) != default and 'rope' not in names:
                 raise ValueError(f'{name} {getattr(self, name)} is a setting of RoPE, but position '
                                  f"is '{self.position}'. Leave it out, or choose another position.")
+        if not 0 <= self.random_positions <= 2 ** 24:
+            raise ValueError(f'random_positions is {self.random_positions}; it must be at most '
+                             '2^24, or 0 for positions in order.')
         if self.random_positions:
             read = {name for name in names if issubclass(METHODS[name], (RoPE, Bias))}
             if not read or set(names) - read - {'none'} or self.rope_scaling or self.rope_window:

@@ -83,8 +83,9 @@ METHOD = tuple(field.name for field in dataclasses.fields(methods.Settings))
 
 def check_settings(runtime):
     """Everything that can be refused before work starts."""
-    between(globals(), 1, 'batch_size', 'micro_batch_size', 'max_iters', 'eval_interval',
-            'log_interval', 'eval_windows', 'block_size')
+    between(globals(), 1, 'max_iters', 'eval_interval', 'log_interval', 'eval_windows',
+            'block_size', 'lr_decay_iters', 'keep_steps')
+    between(globals(), 1, 'batch_size', 'micro_batch_size', most=2 ** 24)
     between(globals(), 0, 'learning_rate', 'min_lr', 'warmup_iters', 'weight_decay', 'grad_clip')
     between(globals(), 0, 'beta1', 'beta2', most=1 - 1e-9)
     if init_from != 'resume' and Path(out_dir, 'last.pt').exists():
@@ -344,7 +345,7 @@ def main(given=()):
         plots.draw_log(recorder.log_path, Path(out_dir, 'loss.png'))
     recorder.close()
     runtime.close()
-    if stopped_by:  # as of a process that the signal ended: a script does not go on
+    if stopped_by:  # exit as the signal would have, so that a shell script stops, too
         sys.exit(128 + stopped_by)
 
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 from lib.errors import UserError
 from lib.results import progress_bar
 
-# FLOP of reading windows of one length from which on it is compiled: on a CPU, on a GPU. Compiling
+# Reading windows of one length is compiled from this many FLOP on: on a CPU, on a GPU. Compiling
 # took 33 to 101 s on a CPU and saved 7% of the time, so it pays where reading takes half an hour.
 # The GPU's number is a guess.
 WORTH_COMPILING = 2 ** 48, 2 ** 55
@@ -84,8 +84,8 @@ class Runtime:
         size = math.ceil(len(windows) / max(1, math.ceil(len(windows) / most))) or 1
         with progress_bar(len(windows), label, self.is_main and label is not None) as bar:
             for first in range(0, len(windows), size):
-                # The last batch is filled up with the first windows, or a compiled model would be
-                # compiled for it alone.
+                # The last batch is filled up with the first windows: a batch of another size would
+                # be compiled again.
                 batch = windows[torch.arange(first, first + size) % len(windows)].to(self.device)
                 with self.autocast():
                     result = measure(batch[:, :-1], batch[:, 1:])

@@ -113,15 +113,16 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None
     """
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
-    logits = logits.float() / temperature
+    logits = logits.float()
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # finite for any of them
     if top_k is not None:
         # Among equals the first, as argmax does.
         kept = logits.argsort(descending=True, stable=True)[:, :top_k]
         logits = torch.full_like(logits, -math.inf).scatter(-1, kept, logits.gather(-1, kept))
     if top_p is not None:
         ordered, order = logits.softmax(-1).sort(descending=True)
-        # The mass of the tokens likelier than this one: 0 for the first, which so always stays.
-        before = ordered.cumsum(-1) - ordered
+        before = ordered.cumsum(-1) - ordered  # the mass of the tokens likelier than this one
+        before[:, 0] = -1                      # so the likeliest always stays
         dropped = (before >= top_p).gather(-1, order.argsort(-1))
         logits = logits.masked_fill(dropped, -math.inf)
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)
@@ -129,9 +130,8 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None
 
 def store_by_column(model):
     """
-    Store float32 matrices on a CPU by column; no value changes. The product with one token is up to
-    2.5 times as fast so, as PyTorch's library goes about it, and that with many tokens as fast as
-    before.
+    Store float32 matrices on a CPU column-major; no value changes. PyTorch's products with one
+    token are up to 2.5 times as fast so, and those with many tokens as fast as before.
     """
     for module in model.modules():
         weight = getattr(module, 'weight', None)
@@ -143,9 +143,9 @@ def store_by_column(model):
 
 def step_of(model, cache, compile):
     """
-    What reads the next tokens, model(token, last=1, cache=cache): the model, or where it is to be
-    compiled, and can be, one graph for all steps (on a GPU a CUDA graph). That pays for thousands
-    of tokens.
+    The function that reads the next token, called as model(token, last=1, cache=cache): the model
+    itself, or where it is to be compiled and can be, one graph for all steps, on a GPU a CUDA
+    graph. Compiling pays for thousands of tokens.
     """
     if not compile or needs_equal_lengths(model) or hasattr(model, 'new_cache'):
         return model

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lib.errors import MALFORMED, UserError, report
+from lib.errors import MALFORMED, UserError, fault_of, report
 from lib.figures import (
     BLACK,
     BLUE,
@@ -203,7 +203,9 @@ def draw_entropy(result):
     correlation ρ of scale and entropy in each layer.
     """
     n = 3 if 'spearman' in result else 2
-    figure, axes = panels(f'Attention entropy: {run_name(result)}', n, n, width=6)
+    others = len(result['compare'])
+    what = f'{others + 1} runs' if others else run_name(result)
+    figure, axes = panels(f'Attention entropy: {what}', n, n, width=6)
     curves = []
     for one in [*result['compare'], result]:
         curves.append((curve_name(one), one['position'], one['loss'], one['mean_entropy'], None))
@@ -367,8 +369,8 @@ def draw_scoreboard(result):
 def draw_channels(result):
     """The loss of what was tuned, by length; and what the tuned scales of channels go with."""
     seeds = len(result['seeds'])
-    title = f"Tuned at {result['target_length']} tokens: a scale per head or per channel, and " \
-            f'gains (bars: standard deviation of {seeds} seeds)'
+    title = f"{result['settings']['out_dir']}, tuned at {result['target_length']} tokens " \
+            f'(bars: standard deviation of {seeds} seeds)'
     figure, axes = panels(title, 2, 2)
     for name, row in list(result['losses'].items())[:MOST]:
         curve(axes[0], result['lengths'], row['mean'], name, row['sd'])
@@ -435,7 +437,8 @@ def main():
     if not sys.argv[1:]:
         raise UserError('Give the results to draw: python -m lib.plots FILE.json [FILE.json ...]')
     for path in sys.argv[1:]:
-        drawn = draw(path)
+        with fault_of(path, 'a result as its stage wrote it', 'Measure it again.'):
+            drawn = draw(path)
         if not drawn:
             raise UserError(f"{path} has no picture. These have one: {', '.join(PICTURES)}.")
         print('wrote', *drawn)

@@ -176,13 +176,17 @@ def save_json(path, data):
 
 def read_json(path, stage, *curves):
     """
-    The JSON that a stage wrote, such as 'entropy'. curves: keys of lists that are to be drawn.
-    Raises UserError for any other file, and where a curve has null, which was not finite.
+    The JSON that a stage wrote, such as 'entropy'. curves: keys of lists, equally long, of numbers
+    that are to be drawn. Raises UserError for any other file, and where a curve has null, which was
+    not finite.
     """
     with fault_of(path, f'a result of {stage}.py', 'Give the .json that it wrote.'):
         result = json.loads(Path(path).read_text(encoding='utf-8'))
         if result['stage'] != stage:
             raise ValueError(f"its stage is {result['stage']}")
+        shapes = {np.array(result[key], float).shape for key in curves}
+        if curves and shapes != {(len(result[curves[0]]),)}:
+            raise ValueError(f"{', '.join(curves)} are not equally long lists")
         for key in curves:
             if None in result[key]:
                 raise UserError(f'{path} has null in {key}, where a number was not finite. Measure '

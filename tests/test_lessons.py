@@ -6,6 +6,7 @@ what the project itself computes passes it.
 import math
 import os
 import re
+import resource
 import subprocess
 import sys
 import textwrap
@@ -363,13 +364,16 @@ def test_open_model_takes_a_number_an_array_or_a_file():
 
 
 @pytest.mark.slow
-def test_tour_runs_from_top_to_bottom_within_a_minute():
+def test_tour_runs_from_top_to_bottom_within_a_minute_of_two_cores():
     assert MODEL.stat().st_size < 3.5e6
     cells = [cell for cell in read(ROOT / 'lessons/tour.ipynb')['cells']
              if cell['cell_type'] == 'code']
     assert not any(cell['outputs'] for cell in cells)
     program = '\n'.join(''.join(cell['source']) for cell in cells)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     run = subprocess.run([sys.executable, '-c', program], cwd=ROOT / 'lessons', text=True,
-                         capture_output=True, env=os.environ | {'MPLBACKEND': 'agg'}, timeout=60)
+                         capture_output=True, env=os.environ | {'MPLBACKEND': 'agg'})
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert run.returncode == 0, run.stderr
+    assert after.ru_utime - before.ru_utime < 120  # of two cores, whatever else they do
     assert 'to 4L' in run.stdout

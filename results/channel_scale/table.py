@@ -9,18 +9,20 @@ $ python -m results.channel_scale.table   # 20 s and 1 minute of one core for a 
 Goes on where it was stopped. Writes results/channel_scale/channel_scale.json and .png
 """
 
+import time
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from configurator import configure
+from configurator import configure, settings
 from demo import read, run
 from entropy import spearman
 from lib import plots
 from lib.checkpoints import load_model, open_windows
+from lib.devices import setup
 from lib.errors import ROOT
-from lib.results import save_json
+from lib.results import provenance, save_json
 
 out_dir = 'out/demo_seeds'   # SEED/nope is a model
 seeds = [1337, 1338, 1339]
@@ -146,6 +148,7 @@ def show(name, cell, digits=3):
 
 
 def main():
+    began, runtime = time.perf_counter(), setup('cpu', 'float32')
     losses, shared, spread, drawn = [], [], [], {}
     for seed in seeds:
         folder = f'{out_dir}/{seed}/nope'
@@ -172,7 +175,8 @@ def main():
     for name, cell in result['correlations'].items():
         print(show(name, cell, 2))
     path = ROOT / 'results/channel_scale/channel_scale.json'
-    save_json(path, result)
+    seconds = time.perf_counter() - began
+    save_json(path, result | provenance(settings(globals()), runtime, seconds))
     print('wrote', path, *plots.draw(path))
 
 

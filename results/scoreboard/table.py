@@ -21,10 +21,11 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from configurator import configure
+from configurator import configure, settings
 from lib import plots
+from lib.devices import setup
 from lib.errors import ROOT, UserError
-from lib.results import lock_file, save_json, unlock_file
+from lib.results import lock_file, provenance, save_json, unlock_file
 
 size = 'small'               # a key of SIZES
 methods: list[str] = []      # keys of ROWS; []: all
@@ -271,6 +272,7 @@ def print_table(rows):
 
 
 def main():
+    began = time.perf_counter()
     unknown = set(methods) - set(ROWS)
     if size not in SIZES or unknown:
         raise UserError(f"size '{size}' is one of {', '.join(SIZES)}; methods, not "
@@ -283,7 +285,9 @@ def main():
     rows = collect()
     print_table(rows)
     path = ROOT / f'results/scoreboard/{size}.json'
-    save_json(path, {'stage': 'scoreboard', 'label': size, 'L': SIZES[size].L, 'rows': rows})
+    result = {'stage': 'scoreboard', 'label': size, 'L': SIZES[size].L, 'rows': rows}
+    seconds = time.perf_counter() - began
+    save_json(path, result | provenance(settings(globals()), setup('cpu', 'float32'), seconds))
     print('wrote', path, *plots.draw(path))
 
 
