@@ -2,10 +2,12 @@
 The time of a training step of each model of the scoreboard against NoPE's, apart from the
 trainings: 20 rounds of a step of both.
 
-$ python -m results.scoreboard.steps    # half an hour on two cores, most of it compiling
+$ python -m results.scoreboard.steps    # half an hour on two cores; goes on where it was stopped
 
 Writes results/scoreboard/SIZE_steps.json, from where results/scoreboard/table.py takes it
 """
+
+import json
 
 import bench
 import train
@@ -39,13 +41,13 @@ def main():
     vars(bench).update(sizes, context=chosen['block_size'], batch_size=chosen['batch_size'],
                        vocab_size=257, rounds=20)
     runtime = setup(device, 'auto', 1337)
-    ratios = {}
+    path = ROOT / f'results/scoreboard/{size}_steps.json'
+    ratios = json.loads(path.read_text())['ratios'] if path.exists() else {}
     for key, row in ROWS.items():
-        if row.model == key and not row.init and size in row.sizes:
+        if row.model == key and not row.init and size in row.sizes and key not in ratios:
             ratios[key] = ratio(row, runtime)
             print(f'{row.title:26}{ratios[key]:6.2f} of a step of NoPE', flush=True)
-    path = ROOT / f'results/scoreboard/{size}_steps.json'
-    save_json(path, {'ratios': ratios} | provenance(settings(globals()), runtime, 0))
+            save_json(path, {'ratios': ratios} | provenance(settings(globals()), runtime, 0))
     print('wrote', path)
 
 
