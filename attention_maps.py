@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from configurator import between, configure, settings
 from kernels import row_chunks
-from lib.checkpoints import Run, TextReading
+from lib.checkpoints import Run, TextSettings
 
 layer: int | None = None     # counted from 0; None: the middle one
 head = 0                     # counted from 0
@@ -101,7 +101,7 @@ def measure(model, tokens, layer, head):
         return late.float().mean(1)  # (H,)
 
     with model.probe(look) as shares:
-        model(tokens, last=1)
+        model(tokens, tail=1)
     return found | {'first_key': torch.stack(shares)}
 
 
@@ -143,5 +143,5 @@ def main():
 
 
 if __name__ == '__main__':
-    configure(globals(), TextReading)
+    configure(globals(), TextSettings)
     main()

@@ -29,7 +29,7 @@ from configurator import between, configure, run_config, settings
 from lib.checkpoints import cast_matrices, config_of
 from lib.devices import compiled, matmul_flops, setup, synchronize
 from lib.errors import UserError
-from lib.generate import new_cache, store_by_column
+from lib.generate import new_cache, store_column_major
 from lib.huggingface import their_config
 from lib.results import optional, print_rows, provenance, result_path, save_json
 from model import ModelConfig, Transformer
@@ -161,10 +161,10 @@ class Peer(torch.nn.Module):
         config = their_config(twin, torch.float32) | {'attn_implementation': 'sdpa'}
         self.llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config))
 
-    def forward(self, idx, targets=None, last=0, cache=None):
+    def forward(self, idx, targets=None, tail=0, cache=None):
         if targets is None:
             return self.llama(idx, past_key_values=cache, use_cache=cache is not None,
-                              logits_to_keep=last).logits
+                              logits_to_keep=tail).logits
         if targets.shape == idx.shape:
             return self.llama(idx, labels=idx).loss  # it shifts the labels itself
         logits = self.llama(idx).logits[:, -targets.shape[1]:].float()
@@ -219,12 +219,12 @@ def training_step(model, B, T, runtime):
     return step
 
 
-def reading_flops(model, T, last):
+def reading_flops(model, T, tail):
     """
     FLOP of reading T tokens for the logits of the last few. Of the others the last layer makes keys
     and values only, and attention of a query grows with its place.
     """
-    (matmul, attention), unread = model.flops_per_token(T), T - last
+    (matmul, attention), unread = model.flops_per_token(T), T - tail
     head, block = 2 * model.head.weight.numel(), model.blocks[-1]
     after = block.attn.out.weight.numel() + sum(p.numel() for p in block.mlp.parameters())
     skipped = unread * (2 * after + head) + unread ** 2 / T * attention / n_layer
@@ -311,7 +311,7 @@ def entropy(runtime):
 def read(model, idx):
     """Prefill. Returns the cache, with room for what will be decoded, and the first new token."""
     cache = new_cache(model, 1, read_context + n_decode)
-    logits = model(idx, last=1, cache=cache)
+    logits = model(idx, tail=1, cache=cache)
     return cache, logits[:, -1].argmax(-1, keepdim=True)
 
 
@@ -328,7 +328,7 @@ def decode(runtime):
     """Tokens one by one, greedy, after read_context; the prompt's pass is not counted."""
     models, idx = both(read_context, runtime, frozen=True), random_ids(1, read_context, runtime)
     ours = models['ours']
-    store_by_column(ours)  # as lib/generate.py does
+    store_column_major(ours)  # as lib/generate.py does
 
     def decoding(model):
         cache, first = read(model, idx)
@@ -336,7 +336,7 @@ def decode(runtime):
         def work():
             token = first
             for _ in range(n_decode):
-                token = model(token, last=1, cache=cache)[:, -1].argmax(-1, keepdim=True)
+                token = model(token, tail=1, cache=cache)[:, -1].argmax(-1, keepdim=True)
             if model is ours:  # back to the end of the prompt
                 cache.length -= n_decode
             else:

@@ -125,7 +125,7 @@ def measure(model, name, rng, batch, length, empty):
     tokens, targets = draw(name, rng, batch, length, empty)
     device = model.head.weight.device
     tokens, targets = tokens.to(device), targets.to(device)    # (B, T), (B, m)
-    logits = model(tokens, last=targets.shape[1])[..., :task.n_out]  # (B, m, n_out)
+    logits = model(tokens, tail=targets.shape[1])[..., :task.n_out]  # (B, m, n_out)
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     right, counted = logits.argmax(-1) == targets, torch.ones_like(targets, dtype=torch.bool)

@@ -22,7 +22,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from configurator import between, configure, settings
-from lib.checkpoints import Reading, Run
+from lib.checkpoints import Run, RunSettings
 from lib.errors import UserError
 from lib.generate import complete, needs_equal_lengths, read_prompts
 from lib.results import optional, paper_table, print_scores, progress_bar
@@ -209,5 +209,5 @@ def main():
 
 
 if __name__ == '__main__':
-    configure(globals(), Reading)
+    configure(globals(), RunSettings)
     main()

@@ -33,7 +33,7 @@ train_args: list[str] = []   # more settings for train.py, such as ['--n_layer=2
 tune_args: list[str] = []    # more settings for tune_scale.py
 
 AT = 'loss', 'standard_error', 'cut_loss', 'gain', 'gain_error'  # of eval_ppl.py's rows
-LAST = 64  # "at T" is the mean loss of the last so many positions before T
+TAIL = 64  # "at T" is the mean loss of the last so many positions before T
 TOLERANCE = 0.05  # nats that the loss may rise above its value at L within what a method reaches
 
 
@@ -87,7 +87,7 @@ def measure(folder, name, scale, lengths, in_picture):
     if scale is not None:
         common.append(f'--scale={scale}')
     run('eval_ppl.py', *common, '--protocol=position', f'--lengths={lengths}'.replace(' ', ''),
-        f'--n_samples={n_samples}', f'--last={LAST}')
+        f'--n_samples={n_samples}', f'--tail={TAIL}')
     result, curve = read(f'{folder}/eval_ppl_position_{label}.json'), None
     if in_picture:
         run('entropy.py', *common, f'--n_samples={curve_samples}')
@@ -124,7 +124,7 @@ def numbers(result, curve, scale, L):
     for row in result['rows']:
         at[str(row['length'])] = {key: row[key] for key in AT if key in row}
     position = result['position']  # the middle of each bin
-    width = round(LAST / (position[1] - position[0]))  # in bins
+    width = round(TAIL / (position[1] - position[0]))  # in bins
     limit = at[str(L)]['loss'] + TOLERANCE
     scales = scale or 1.0
     if isinstance(scale, str):
@@ -164,7 +164,7 @@ def comparisons(methods, losses, position, L):
 
 
 def print_report(report):
-    print(f'\nLoss in nats per byte, mean of the last {LAST} positions of {report["windows"]} test '
+    print(f'\nLoss in nats per byte, mean of the last {TAIL} positions of {report["windows"]} test '
           f'windows; L = {report["block_size"]}')
     print(' ' * 22 + '        L       2L       4L    reach   scales')
     for name, method in report['methods'].items():

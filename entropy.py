@@ -16,7 +16,7 @@ import torch
 
 from configurator import between, configure, settings
 from kernels import attention_entropy
-from lib.checkpoints import Run, TextReading
+from lib.checkpoints import Run, TextSettings
 from lib.errors import UserError
 from lib.results import bin_means, print_rows, read_json
 from lib.scales import by_position
@@ -104,5 +104,5 @@ def main():
 
 
 if __name__ == '__main__':
-    configure(globals(), TextReading)
+    configure(globals(), TextSettings)
     main()

@@ -13,7 +13,7 @@ of L tokens at most that score their last L / 8, so it holds 7L/8 to L tokens; a
 $ python eval_ppl.py                                             # sliding windows of L ... 8L
 $ python eval_ppl.py --scale=out/demo/nope/scale_head_640.json   # the same with tuned scales
 $ python eval_ppl.py --protocol=position                         # the loss at each position to 8L
-$ python eval_ppl.py --protocol=last                             # last tokens of each length
+$ python eval_ppl.py --protocol=tail                             # last tokens of each length
 $ python eval_ppl.py --protocol=repeat                           # far repeats in windows of 8L
 $ torchrun --nproc_per_node=8 eval_ppl.py --out_dir=out/nope_1b --dataset=pg19 --rule=paper
 
@@ -27,8 +27,8 @@ import math
 import numpy as np
 
 from configurator import between, configure, settings
-from lib.checkpoints import Run, TextReading, dataset_of, require_tokenizer
-from lib.devices import reader
+from lib.checkpoints import Run, TextSettings, dataset_of, require_tokenizer
+from lib.devices import compiled_for
 from lib.errors import UserError
 from lib.generate import require_positions
 from lib.results import bin_means, print_rows
@@ -36,14 +36,14 @@ from lib.scales import by_position
 from lib.tokens import documents, open_tokens
 
 # how to read it
-protocol = 'sliding'         # sliding windows, position (each of one pass), last (last tokens), or
+protocol = 'sliding'         # sliding windows, position (each of one pass), tail (last tokens), or
                              # repeat (far repeats, in windows of the longest length)
 lengths: list[int] | None = None  # window lengths in tokens; None: L, 2L, 4L and 8L
 rule = 'same'                # sliding windows: same, paper or classic; see sliding_windows()
 stride: int | None = None    # tokens scored per sliding window; None: 256, or L/8 where L < 2048
 max_windows = 1024           # sliding: windows per length; rule same: evenly spaced, else the first
 n_samples = 256              # all but sliding: windows of the longest length, evenly spaced
-last: int | None = None      # tokens at the end of a length; None: position 64, last 256 or L
+tail: int | None = None      # tokens at the end of a length; None: position 64, tail 256 or L
 gram = 8                     # repeat: so many tokens before a target occurred before
 targets = 1500               # repeat: targets to score, drawn at random from those found
 batch_tokens = 16384         # tokens in one forward pass; lower it when memory runs out
@@ -130,7 +130,7 @@ def score_windows(model, tokens, windows, batch_tokens, runtime):
     for i, (lo, hi, n_scored) in enumerate(windows):
         groups.setdefault((hi - lo, n_scored), []).append(i)
     for (T, n_scored), group in groups.items():
-        read = reader(model, runtime, compile, len(group), T)
+        read = compiled_for(model, runtime, compile, len(group), T)
 
         def measure(inputs, targets, read=read, n_scored=n_scored):
             losses = read(inputs, targets[:, -n_scored - 1:])[:, :-1]
@@ -232,18 +232,18 @@ def cut_losses(run, samples, first, end):
 
 
 def positions(run, sizes):
-    n_last, L = last or 64, run.L
+    n_tail, L = tail or 64, run.L
     between({'lengths': sizes[-1]}, L // 16, 'lengths')  # the width of a bin
     windows = run.windows(sizes[-1])
     # They may overlap, but no token is scored twice at one length.
-    samples = windows.evenly_spaced(n_samples, spacing=n_last)
-    model = reader(run.model, run.runtime, compile, len(samples), sizes[-1])
+    samples = windows.evenly_spaced(n_samples, spacing=n_tail)
+    model = compiled_for(run.model, run.runtime, compile, len(samples), sizes[-1])
     losses = run.runtime.over_windows(
         samples, batch_tokens, lambda inputs, targets: by_position(model, inputs, targets)[0],
         f'{sizes[-1]} positions')
     rows, by_window = [], {}
     for T in sizes:
-        first = max(0, T - n_last)
+        first = max(0, T - n_tail)
         of_windows = by_window[str(T)] = losses[:, first:T].mean(1)
         row = {'length': T} | summary(of_windows)
         row['scored_tokens'] = len(samples) * (T - first)
@@ -251,13 +251,13 @@ def positions(run, sizes):
             row |= gain_of(of_windows, cut_losses(run, samples, first, T))
         rows.append(row)
     middle, binned = bin_means(losses.mean(0), L // 16)
-    return {'rows': rows, 'last': n_last, 'samples': len(losses), 'scored_tokens': losses.size,
+    return {'rows': rows, 'tail': n_tail, 'samples': len(losses), 'scored_tokens': losses.size,
             'position': middle, 'loss': binned, 'loss_at_by_window': by_window}
 
 
-# ---------------------------------------------------------------------- the last tokens
+# ---------------------------------------------------------------------- the tail of each length
 
-def evaluate_last(model, tokens, lengths, K, L, batch_tokens, runtime):
+def evaluate_tail(model, tokens, lengths, K, L, batch_tokens, runtime):
     """
     DAPE V2's protocol: one row a length T, the perplexity of the last K tokens of windows of T, the
     same K at every length; and for T > L its Eq. (6), Delta P = P(x[-L:], L) - P(x, L): how much
@@ -265,7 +265,7 @@ def evaluate_last(model, tokens, lengths, K, L, batch_tokens, runtime):
     """
     def losses_in(T):
         """Losses of the last tokens of each window of T."""
-        read = reader(model, runtime, compile, len(tokens), T)
+        read = compiled_for(model, runtime, compile, len(tokens), T)
         return runtime.over_windows(
             tokens[:, -T - 1:], batch_tokens,
             lambda inputs, targets: read(inputs, targets[:, -max(K, L):]), f'length {T}')
@@ -284,21 +284,21 @@ def evaluate_last(model, tokens, lengths, K, L, batch_tokens, runtime):
     return rows
 
 
-def checked_last(last, L, sizes):
+def checked_tail(tail, L, sizes):
     """The tokens to score, None standing for 256, or L where that is less. Refuses too many."""
-    K = last or min(256, L)
+    K = tail or min(256, L)
     short = [T for T in sizes if T < K and T != L]  # L itself is the least that a model reads
     if short:
-        raise UserError(f'last is {K}, but lengths has {short[0]}, a window of fewer tokens. '
-                        'Choose longer ones, or a smaller last.')
+        raise UserError(f'tail is {K}, but lengths has {short[0]}, a window of fewer tokens. '
+                        'Choose longer ones, or a smaller tail.')
     return K
 
 
-def last_tokens(run, sizes):
-    K, L = checked_last(last, run.L, sizes), run.L
+def tail_tokens(run, sizes):
+    K, L = checked_tail(tail, run.L, sizes), run.L
     samples = run.windows(sizes[-1]).evenly_spaced(n_samples, spacing=K)
-    rows = evaluate_last(run.model, samples, sizes, K, L, batch_tokens, run.runtime)
-    return {'last': K, 'lengths': sizes, 'rows': rows, 'samples': len(samples)}
+    rows = evaluate_tail(run.model, samples, sizes, K, L, batch_tokens, run.runtime)
+    return {'tail': K, 'lengths': sizes, 'rows': rows, 'samples': len(samples)}
 
 
 # ---------------------------------------------------------------------- far repeats
@@ -372,13 +372,13 @@ def far_repeats(run, sizes):
             'share': n_found / n_possible}
 
 
-PROTOCOLS = {'sliding': sliding, 'position': positions, 'last': last_tokens, 'repeat': far_repeats}
+PROTOCOLS = {'sliding': sliding, 'position': positions, 'tail': tail_tokens, 'repeat': far_repeats}
 
 
 def main():
     if protocol not in PROTOCOLS:
         raise UserError(f"protocol is '{protocol}'. Choose {', '.join(PROTOCOLS)}.")
-    between(globals(), 1, 'lengths', 'max_windows', 'n_samples', 'last', 'gram', 'targets',
+    between(globals(), 1, 'lengths', 'max_windows', 'n_samples', 'tail', 'gram', 'targets',
             'batch_tokens')
     run = Run(settings(globals()))
     sizes = sorted(lengths or [run.L, 2 * run.L, 4 * run.L, 8 * run.L])
@@ -389,5 +389,5 @@ def main():
 
 
 if __name__ == '__main__':
-    configure(globals(), TextReading)
+    configure(globals(), TextSettings)
     main()

@@ -25,7 +25,7 @@ from collections import Counter, namedtuple
 from pathlib import Path
 
 from configurator import between, configure, settings
-from lib.checkpoints import Reading, Run
+from lib.checkpoints import Run, RunSettings
 from lib.errors import ROOT, UserError
 from lib.generate import complete
 from lib.results import optional, paper_table, print_scores
@@ -236,5 +236,5 @@ def main():
 
 
 if __name__ == '__main__':
-    configure(globals(), Reading)
+    configure(globals(), RunSettings)
     main()

@@ -83,9 +83,9 @@ class Attention(nn.Module):
         self.head_gain = nn.Parameter(torch.ones(config.n_head), requires_grad=False)
         self.position = position_method(config, layer)
 
-    def forward(self, x, place, cache=None, last=0, probe=None):
+    def forward(self, x, place, cache=None, tail=0, probe=None):
         """
-        x: (B, T, C). Returns (B, T, C), or of the last positions alone (B, last, C), and what the
+        x: (B, T, C). Returns (B, T, C), or of the last positions alone (B, tail, C), and what the
         probe returned.
         """
         B, T, C = x.shape
@@ -99,7 +99,7 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.append(self.layer, k, v)            # (B, n_kv_head, S, D)
 
-        y = self.position.attend(q[:, :, -last:], k, v, place.i[..., -last:], place.j)
+        y = self.position.attend(q[:, :, -tail:], k, v, place.i[..., -tail:], place.j)
         y = (y * self.head_gain[:, None, None]).to(y.dtype)
         return self.out(y.transpose(1, 2).reshape(B, -1, C)), seen
 
@@ -123,9 +123,9 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(config.n_embd, eps=config.norm_eps)
         self.mlp = SwiGLU(config)
 
-    def forward(self, x, place, cache=None, last=0, probe=None):
-        y, seen = self.attn(self.attn_norm(x), place, cache, last, probe)
-        x = x[:, -last:] + y
+    def forward(self, x, place, cache=None, tail=0, probe=None):
+        y, seen = self.attn(self.attn_norm(x), place, cache, tail, probe)
+        x = x[:, -tail:] + y
         return x + self.mlp(self.mlp_norm(x)), seen
 
 
@@ -165,23 +165,23 @@ class Transformer(nn.Module):
             nn.init.normal_(p, std=std, generator=generator)
         return self
 
-    def forward(self, idx, targets=None, last=0, cache=None):
+    def forward(self, idx, targets=None, tail=0, cache=None):
         """
         idx: (B, T) token ids; with a cache (lib/generate.py) they continue what it holds.
-        Without targets: logits of the last `last` positions (0: all), (B, last, V).
+        Without targets: logits of the last `tail` positions (0: all), (B, tail, V).
         With targets (B, K), the tokens that follow the last K positions: their losses -ln p in
         nats, (B, K) float32.
         """
         if targets is not None:
-            last = targets.shape[1]
-        x = self.hidden(idx, cache, last if last < idx.shape[1] else 0)[:, -last:]
+            tail = targets.shape[1]
+        x = self.hidden(idx, cache, tail if tail < idx.shape[1] else 0)[:, -tail:]
         if targets is None:
             return self.head(x)
         return kernels.cross_entropy(x, self.head, targets)
 
-    def hidden(self, idx, cache=None, last=0):
+    def hidden(self, idx, cache=None, tail=0):
         """
-        What the output matrix reads, (B, T, C), or at the last positions alone (B, last, C), which
+        What the output matrix reads, (B, T, C), or at the last positions alone (B, tail, C), which
         the last layer then computes alone.
         """
         T = idx.shape[1]
@@ -197,7 +197,7 @@ class Transformer(nn.Module):
         # float32 even where matrices are in half precision, as the layers' outputs add up here
         x = self.embed(idx).to(self.norm.weight.dtype)        # (B, T, C)
         for block, place in zip(self.blocks, places):
-            rest = place, cache, last if block is self.blocks[-1] else 0, self.probe_with
+            rest = place, cache, tail if block is self.blocks[-1] else 0, self.probe_with
             if self.checkpoint_activations and torch.is_grad_enabled():
                 x, seen = checkpoint(block, x, *rest, use_reentrant=False)
             else:

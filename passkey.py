@@ -16,7 +16,7 @@ import bisect
 import numpy as np
 
 from configurator import between, configure, settings
-from lib.checkpoints import Reading, Run
+from lib.checkpoints import Run, RunSettings
 from lib.errors import UserError
 from lib.generate import complete
 from lib.results import print_rows
@@ -161,5 +161,5 @@ def main():
 
 
 if __name__ == '__main__':
-    configure(globals(), Reading)
+    configure(globals(), RunSettings)
     main()

@@ -12,7 +12,6 @@ $ torchrun --nproc_per_node=8 train.py config/nope_1b.py # the paper's model on 
 Writes out_dir/last.pt, best.pt, step_N.pt, config.json, log.jsonl, loss.png
 """
 
-import dataclasses
 import functools
 import math
 import sys
@@ -21,7 +20,6 @@ from pathlib import Path
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-import position as methods
 from configurator import between, configure, settings
 from kernels import attention_entropy
 from lib import checkpoints, plots
@@ -34,10 +32,10 @@ from lib.devices import (
     sharded,
     unsharded,
 )
-from lib.errors import UserError, as_user_error
-from lib.runs import Recorder, Speed, StopSignal, require_same_data, require_same_model
+from lib.errors import UserError
+from lib.runs import Recorder, Speed, StopSignal, model_to_train
 from lib.tokens import Windows
-from model import ModelConfig, Transformer
+from position import Settings
 
 # output
 out_dir = 'out/demo/nope'    # checkpoints, log and pictures go here
@@ -77,8 +75,6 @@ checkpoint_activations = False  # recompute activations in backward: less memory
 seed = 1337                  # of initial weights and data order
 
 ENTROPY_WINDOWS = 4  # of the validation windows: attention entropy varies little between windows
-SIZES = ('n_layer', 'n_head', 'n_kv_head', 'n_embd', 'n_hidden', 'block_size')
-METHOD = tuple(field.name for field in dataclasses.fields(methods.Settings))
 
 
 def check_settings(runtime):
@@ -106,7 +102,7 @@ def check_settings(runtime):
 
 # ---------------------------------------------------------------------- data
 
-def rank_batch(windows, step, runtime):
+def rank_batch(windows, step, batch_size, runtime):
     """This rank's rows of the global batch: inputs and targets, each (rows, block_size)."""
     rows = slice(runtime.rank, None, runtime.world_size)
     tokens = torch.from_numpy(windows.batch(step, batch_size, rows))
@@ -118,62 +114,7 @@ def rank_batch(windows, step, runtime):
 
 # ---------------------------------------------------------------------- model
 
-def finetuned_config(old, chosen, given, path):
-    """
-    The config of a model that is given, at another length and with what may change of its position
-    method. Refuses any other setting that the user gave and that the model does not have.
-    """
-    may_change = {'position', 'rope_scaling', 'block_size'}
-    for name in set(given) & {*SIZES, *METHOD} - may_change:
-        if chosen[name] != old[name]:
-            raise UserError(f'{name} is {chosen[name]}, but the model was trained with '
-                            f'{old[name]}: {path}. Leave {name} out; the model keeps its own.')
-    L = old['rope_length'] or old['block_size']
-    new = old | {'block_size': chosen['block_size'], 'rope_length': L}
-    new |= {name: chosen[name] for name in ('position', 'rope_scaling') if name in given}
-    if 'rope' not in new['position'].split(','):
-        new |= {name: default for name, default in methods.ROPE_DEFAULTS.items()
-                if name not in given}
-    if new['rope_scaling'].isidentifier():  # yarn is yarn by the ratio of the lengths
-        new['rope_scaling'] += f":{chosen['block_size'] / L:g}"
-    with as_user_error():
-        return ModelConfig(**new)
-
-
-def open_model(windows, chosen, given, runtime):
-    """
-    The model: new, resumed, or started from another's weights. Returns it, the checkpoint to resume
-    from (or None), and the settings as they turned out.
-    """
-    if init_from == 'scratch':
-        config = checkpoints.config_of(chosen, vocab_size=windows.vocab_size)
-        checkpoints.require_memory(config)
-        return Transformer(config).init_weights(), None, chosen
-    resumes = init_from == 'resume'
-    path = Path(out_dir, 'last.pt') if resumes else init_from
-    state = checkpoints.load(path, chosen['position'] if 'position' in given else None, resumes)
-    checkpoints.require_tokenizer(state | {'path': path}, windows.tokenizer_state, dataset)
-    began_with = state['settings'].get('init_from') if resumes else init_from
-    old = state['model_config']
-    if began_with == 'scratch':
-        config = ModelConfig(**old)
-    else:  # a model that was given has the sizes it has
-        config = finetuned_config(old, chosen, given, path)
-        chosen = chosen | {k: getattr(config, k) for k in (*SIZES, *METHOD)}
-        shown = ' '.join(f'{name}={chosen[name]}' for name in (*METHOD, *SIZES))
-        runtime.print('the model is as in', path, shown)
-    chosen = chosen | {'init_from': began_with}
-    if resumes:
-        require_same_data(out_dir, state.get('data'), windows.checksums)
-        was = old | state['settings']  # older settings lack those of the model that came later
-        for name in require_same_model(out_dir, was, chosen, (*SIZES, *METHOD)):
-            runtime.print(f"resuming with {name} = {chosen[name]} (was {state['settings'][name]})")
-    model = Transformer(config)
-    model.load_state_dict(checkpoints.named_for(model, state['model'], path))
-    return model, state if resumes else None, chosen
-
-
-def place_model(model, runtime):
+def place_model(model, fsdp, compile, runtime):
     """Put the model on its device. Returns it, sharded if so asked, and as it is called in
     training: compiled, and under DDP with several ranks."""
     if fsdp:
@@ -189,7 +130,35 @@ def place_model(model, runtime):
 
 # ---------------------------------------------------------------------- training
 
-def train_step(model, optimizer, scaler, weights, batch, next_batch, runtime):
+def new_optimizer(model, settings, runtime):
+    """AdamW on every weight, and what scales the loss so that float16 holds its gradients."""
+    weights = [p for p in model.parameters() if p.requires_grad]  # all but the head scales
+    optimizer = torch.optim.AdamW(weights, lr=settings['learning_rate'], fused=True,
+                                  betas=(settings['beta1'], settings['beta2']),
+                                  weight_decay=settings['weight_decay'])
+    return optimizer, torch.amp.GradScaler(runtime.device.type,
+                                           enabled=runtime.dtype == torch.float16)
+
+
+def go_on_from(state, optimizer, scaler):
+    """The step and the best validation loss so far; optimizer and scaler as state has them."""
+    if state is None:
+        return 0, math.inf
+    load_sharded(optimizer, state['optimizer'])
+    if state['scaler']:  # empty where the run so far was not in float16
+        scaler.load_state_dict(state['scaler'])
+    return state['step'], state['best_val_loss']
+
+
+def average_gradients(model, now):
+    """Whether the next backward averages gradients over the ranks: once a step is enough."""
+    if isinstance(model, DistributedDataParallel):
+        model.require_backward_grad_sync = now
+    elif hasattr(model, 'set_requires_gradient_sync'):  # FSDP
+        model.set_requires_gradient_sync(now)
+
+
+def train_step(model, optimizer, scaler, batch, next_batch, micro_batch_size, grad_clip, runtime):
     """
     One step on this rank's rows of the global batch, in micro-batches. Returns the loss, a mean
     over ranks, and the next batch, which next_batch() fetches while the device computes.
@@ -199,11 +168,7 @@ def train_step(model, optimizer, scaler, weights, batch, next_batch, runtime):
     parts = list(zip(x.split(micro_batch_size), y.split(micro_batch_size)))
     for i, (inputs, targets) in enumerate(parts):
         is_last = i + 1 == len(parts)
-        if runtime.world_size > 1:  # gradients are averaged over ranks only once a step
-            if fsdp:
-                model.set_requires_gradient_sync(is_last)
-            else:
-                model.require_backward_grad_sync = is_last
+        average_gradients(model, is_last)
         with runtime.autocast():
             loss = model(inputs, targets).mean() / len(parts)
         if is_last:
@@ -212,7 +177,7 @@ def train_step(model, optimizer, scaler, weights, batch, next_batch, runtime):
         step_loss += loss.detach()
     if grad_clip:
         scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(weights, grad_clip)
+        torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]['params'], grad_clip)
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
@@ -222,31 +187,30 @@ def train_step(model, optimizer, scaler, weights, batch, next_batch, runtime):
     return step_loss, batch
 
 
-def mean_over(tokens, model, runtime, measure):
-    """Mean over validation windows of measure(inputs, targets), which returns a number for each."""
-    n = len(tokens)
-    if fsdp:  # its ranks go through each pass together: so many windows for each, some again
-        whole = range(n + -n % runtime.world_size)
-        tokens = tokens.take(whole, axis=0, mode='wrap')
-    model.eval()
-    values = runtime.over_windows(tokens, micro_batch_size * block_size, measure,
+def mean_over(windows, batch_tokens, runtime, measure):
+    """Mean over windows of measure(inputs, targets), which returns a number for each."""
+    n = len(windows)
+    # Ranks that share a model (FSDP) go through each pass together: as many windows for each.
+    whole = windows.take(range(n + -n % runtime.world_size), axis=0, mode='wrap')
+    values = runtime.over_windows(whole, batch_tokens, measure,
                                   finite=False)  # what is not finite, the recorder reports
-    model.train()
     return float(values[:n].mean())
 
 
-def validate(model, tokens, step, recorder, runtime):
+def validate(model, windows, batch_tokens, step, recorder, runtime):
     """Measure, log and print loss and attention entropy, both in nats. Returns the loss."""
     def losses(inputs, targets):
         return model(inputs, targets).mean(1)
 
     def entropies(inputs, targets):
         with model.probe(attention_entropy) as entropy:
-            model(inputs, last=1)
+            model(inputs, tail=1)
         return torch.stack(entropy).mean((0, 2, 3))  # over layers, heads and queries: (B,)
 
-    loss = mean_over(tokens, model, runtime, losses)
-    entropy = mean_over(tokens[:ENTROPY_WINDOWS], model, runtime, entropies)
+    model.eval()
+    loss = mean_over(windows, batch_tokens, runtime, losses)
+    entropy = mean_over(windows[:ENTROPY_WINDOWS], batch_tokens, runtime, entropies)
+    model.train()
     recorder.require_finite(loss, f'the validation loss became {loss} at step {step}')
     recorder.log(step, val_loss=loss, entropy=entropy)
     runtime.print(f'step {step:6d}  validation loss {loss:.4f}  ppl {math.exp(min(loss, 700)):.2f}')
@@ -255,8 +219,19 @@ def validate(model, tokens, step, recorder, runtime):
 
 def save_last(recorder, model, optimizer, scaler, step, best_val_loss):
     """Write last.pt, from which a run goes on."""
+    recorder.flush(step)
     recorder.save('last.pt', model, step, best_val_loss=best_val_loss, scaler=scaler.state_dict(),
                   optimizer=unsharded(optimizer.state_dict()))
+
+
+def finish(recorder, stopped_by, runtime):
+    """The end of a run: its picture, or the exit code of the signal that stopped it."""
+    if runtime.is_main and not stopped_by:  # so where it stands the run is whole
+        plots.draw_log(recorder.log_path, Path(recorder.folder, 'loss.png'))
+    recorder.close()
+    runtime.close()
+    if stopped_by:  # exit as the signal would have, so that a shell script stops, too
+        sys.exit(128 + stopped_by)
 
 
 def main(given=()):
@@ -267,55 +242,46 @@ def main(given=()):
     # data
     windows = Windows(dataset, 'train', block_size, seed, check=runtime.is_main)
     val_windows = Windows(dataset, 'val', block_size, seed, check=runtime.is_main)
-    val_tokens = val_windows.evenly_spaced(eval_windows)
+    val_windows = val_windows.evenly_spaced(eval_windows)
 
     # model
-    raw_model, state, chosen = open_model(windows, settings(globals()), given, runtime)
+    raw_model, state, chosen = model_to_train(windows, settings(globals()), given, runtime)
     raw_model.checkpoint_activations = checkpoint_activations
     # 4 bytes each for a weight and its two Adam moments: last.pt and its successor while it is
     # written; best.pt and each kept step have the weights alone.
     copies = 2 * 3 + 1 + len(keep_steps)
     checkpoints.require_space(out_dir, 4 * raw_model.n_params() * copies)
-    recorder = Recorder(out_dir, runtime, chosen, batch_size * block_size, windows.tokenizer_state,
+    tokens_per_step = batch_size * block_size
+    recorder = Recorder(out_dir, runtime, chosen, tokens_per_step, windows.tokenizer_state,
                         data=windows.checksums)
-    raw_model, model = place_model(raw_model, runtime)
+    raw_model, model = place_model(raw_model, fsdp, compile, runtime)
 
     # optimizer
-    weights = [p for p in raw_model.parameters() if p.requires_grad]  # all but the head scales
-    optimizer = torch.optim.AdamW(weights, lr=learning_rate, betas=(beta1, beta2),
-                                  weight_decay=weight_decay, fused=True)
-    scaler = torch.amp.GradScaler(runtime.device.type, enabled=runtime.dtype == torch.float16)
-    step, best_val_loss = 0, math.inf
-    if state is not None:
-        load_sharded(optimizer, state['optimizer'])
-        if state['scaler']:  # empty where the run so far was not in float16
-            scaler.load_state_dict(state['scaler'])
-        step, best_val_loss = state['step'], state['best_val_loss']
-        state = None  # the file's copy of weights and optimizer
+    optimizer, scaler = new_optimizer(raw_model, chosen, runtime)
+    step, best_val_loss = go_on_from(state, optimizer, scaler)
+    state = None  # the file's copy of weights and optimizer
+    warmup = warmup_iters if warmup_iters >= 1 else round(warmup_iters * max_iters)
 
     recorder.begin(step)
     runtime.print(f"{raw_model.n_params():,} parameters, position={chosen['position']}, "
                   f'{runtime.device.type}, {runtime.dtype}; steps {step} to {max_iters} of '
-                  f'{batch_size * block_size:,} tokens into {out_dir}')
+                  f'{tokens_per_step:,} tokens into {out_dir}')
 
     # loop
     flops = 3 * sum(raw_model.flops_per_token(block_size))  # backward costs two forwards
     ceiling = matmul_flops(runtime.device, runtime.dtype) * runtime.world_size
-    speed = Speed(step, max_iters, batch_size * block_size, flops, ceiling)
-    first, warmup = step, warmup_iters if warmup_iters >= 1 else round(warmup_iters * max_iters)
-    stop, stopped_by = StopSignal(runtime), None
-    batch = rank_batch(windows, step, runtime)
+    speed = Speed(step, max_iters, tokens_per_step, flops, ceiling)
+    first, stop, stopped_by = step, StopSignal(runtime), None
+    batch = rank_batch(windows, step, batch_size, runtime)
     while step < max_iters and not stopped_by:
         lr = learning_rate_at(step, learning_rate, min_lr, warmup, lr_decay_iters or max_iters)
-        for group in optimizer.param_groups:
-            group['lr'] = lr
+        optimizer.param_groups[0]['lr'] = lr
         torch.manual_seed(seed + step)  # so that random positions too depend on the step alone
-        next_batch = functools.partial(rank_batch, windows, step + 1, runtime)
-        loss, batch = train_step(model, optimizer, scaler, weights, batch, next_batch, runtime)
+        next_batch = functools.partial(rank_batch, windows, step + 1, batch_size, runtime)
+        loss, batch = train_step(model, optimizer, scaler, batch, next_batch, micro_batch_size,
+                                 grad_clip, runtime)
         recorder.pending.append(loss)
         step += 1
-        if step == first + 1 and log_interval > 1:
-            speed.restart(step)  # the first step compiles
 
         if step % log_interval == 0 or step == max_iters:
             loss = recorder.flush(step)
@@ -323,31 +289,27 @@ def main(given=()):
 
         if step % eval_interval == 0 or step == max_iters or step in keep_steps:
             recorder.flush(step)
-            val_loss = validate(raw_model, val_tokens, step, recorder, runtime)
-            if val_loss < best_val_loss:
-                best_val_loss = val_loss
-                recorder.save('best.pt', raw_model, step, best_val_loss=best_val_loss)
-            if step in keep_steps:
-                recorder.save(f'step_{step}.pt', raw_model, step, best_val_loss=best_val_loss)
+            val_loss = validate(raw_model, val_windows, micro_batch_size * block_size, step,
+                                recorder, runtime)
+            names = ['best.pt'] if val_loss < best_val_loss else []
+            best_val_loss = min(best_val_loss, val_loss)
+            for name in names + [f'step_{step}.pt'] * (step in keep_steps):
+                recorder.save(name, raw_model, step, best_val_loss=best_val_loss)
             # After the others: a run killed in between comes back here and writes them again.
             save_last(recorder, raw_model, optimizer, scaler, step, best_val_loss)
             speed.restart(step)
+        if step == first + 1:
+            speed.restart(step)  # the first step compiles
 
         # Ranks must stop at the same step, so they ask each other: on GPUs, rarely.
         if step < max_iters and (step % log_interval == 0 or runtime.device.type == 'cpu'):
             stopped_by = stop.on_any_rank()
 
     if stopped_by:
-        recorder.flush(step)
         save_last(recorder, raw_model, optimizer, scaler, step, best_val_loss)
         runtime.print(f'{stopped_by.name}: saved step {step}; go on with --init_from=resume')
-    elif runtime.is_main:  # so where it stands the run is whole
-        plots.draw_log(recorder.log_path, Path(out_dir, 'loss.png'))
-    recorder.close()
-    runtime.close()
-    if stopped_by:  # exit as the signal would have, so that a shell script stops, too
-        sys.exit(128 + stopped_by)
+    finish(recorder, stopped_by, runtime)
 
 
 if __name__ == '__main__':
-    main(configure(globals(), methods.Settings))
+    main(configure(globals(), Settings))

@@ -29,7 +29,7 @@ from configurator import between, configure, settings
 from kernels import attention_entropy
 from lib import plots
 from lib.checkpoints import Run, dataset_of, load_model
-from lib.devices import compiled, learning_rate_at, reader
+from lib.devices import compiled, compiled_for, learning_rate_at
 from lib.errors import MALFORMED, UserError
 from lib.results import bin_means, print_rows, progress_bar, provenance, result_path
 from lib.scales import ScaleSets, by_position, finite, put_vectors, read_scale_file, save_scale
@@ -48,7 +48,7 @@ label = ''                   # appended to the names of the files written
 # uniform: candidates, each tried at every position
 candidate_range: list[float] = [1.0, 2.4, 0.1]  # first, last, step, in units of 1/sqrt(d)
 compare: list[str] = []      # other checkpoint files of the run, fitted too (Figure 7)
-last = 64                    # "for length T" is over the last so many positions before T
+tail = 64                    # "for length T" is over the last so many positions before T
 # head: the recipe of Appendix A
 tune = 'scale'               # a key of KINDS below, or several, as scale,out,norm
 init_scale: float | str = 'uniform'  # a number, or uniform: the best of scale_uniform.json
@@ -81,11 +81,11 @@ def curves(model, windows, runtime, label=None):
     (n_layer, n_head) of the last L / 64 positions. In half precision q and k are rounded before
     their entropy is taken: close enough for these pictures; entropy.py measures in float32.
     """
-    tail = max(1, model.config.block_size // 64)
+    end = max(1, model.config.block_size // 64)
 
     def measure(inputs, targets):
         losses, entropy = by_position(model, inputs, targets, attention_entropy)
-        heads = entropy[..., -tail:].mean(-1)                # (n_layer, B, H)
+        heads = entropy[..., -end:].mean(-1)                # (n_layer, B, H)
         heads = heads.transpose(0, 1).flatten(1)             # (B, n_layer * H)
         return torch.cat((losses, entropy.mean((0, 2)), heads), dim=1)
 
@@ -129,7 +129,7 @@ def search_uniform(model, windows, scales, L, runtime):
     """
     loss, entropy, at = [], [], []
     T, samples = windows.block_size, windows.evenly_spaced(n_samples)
-    read = reader(model, runtime, compile, n_samples * len(scales), T)
+    read = compiled_for(model, runtime, compile, n_samples * len(scales), T)
     drawn = np.linspace(0, len(scales) - 1, 6).round().astype(int)  # some, evenly spaced
     lengths = [L]  # and its doubles, up to T
     while 2 * lengths[-1] < T:
@@ -146,7 +146,7 @@ def search_uniform(model, windows, scales, L, runtime):
         position, binned = bin_means(of_scale, L // 16)
         loss.append(binned)
         entropy.append(mean_entropy)
-        at.append([of_scale[max(0, n - last):n].mean() for n in lengths])
+        at.append([of_scale[max(0, n - tail):n].mean() for n in lengths])
     loss, at, scales = np.array(loss), np.array(at), np.array(scales)
     best = scales[loss.argmin(0)]  # per position
     a, r2 = fit_scale(position, best, L)
@@ -352,8 +352,9 @@ def check_settings(model, targets, world_size):
     if min(targets) < least:
         raise UserError(f'target_length is {min(targets)} but the checkpoint was trained at '
                         f'block_size {L}. Choose a longer one.')
-    between(globals(), 1, 'batch_size', 'micro_batch_size', 'max_iters', 'n_samples', 'last',
+    between(globals(), 1, 'batch_size', 'micro_batch_size', 'max_iters', 'n_samples',
             'batch_tokens')
+    between(globals(), 1, 'tail', most=min(targets))
     rates = {rate for _, rate in KINDS.values()}
     between(globals(), 0, *rates, 'warmup_iters', 'grad_clip')
     between(globals(), 0, 'beta1', 'beta2', most=1 - 1e-9)

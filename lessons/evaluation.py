@@ -8,7 +8,7 @@ Writes out_dir/accuracy[_LABEL].json
 """
 
 from configurator import configure, settings
-from lib.checkpoints import Run, TextReading
+from lib.checkpoints import Run, TextSettings
 
 lengths = [128, 256, 512]  # tokens in a window
 n_samples = 64             # windows of each length, evenly spaced over the split
@@ -16,7 +16,7 @@ n_samples = 64             # windows of each length, evenly spaced over the spli
 
 def accuracy(model, inputs, targets):
     """The share of the last 64 tokens that are predicted, (B,). inputs, targets: (B, T) ids."""
-    logits = model(inputs, last=64)                                # (B, 64, V)
+    logits = model(inputs, tail=64)                                # (B, 64, V)
     right = logits.argmax(-1) == targets[:, -64:]
     return right.float().mean(1)
 
@@ -32,5 +32,5 @@ def main():
 
 
 if __name__ == '__main__':
-    configure(globals(), TextReading)
+    configure(globals(), TextSettings)
     main()

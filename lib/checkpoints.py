@@ -21,7 +21,7 @@ from lib.checksums import load_whole
 from lib.devices import setup
 from lib.errors import UserError, as_user_error, fault_of
 from lib.generate import require_positions
-from lib.results import Answers, note, provenance, result_path, save_json, whole_file
+from lib.results import AnswerLog, note, provenance, result_path, save_json, whole_file
 from lib.scales import apply_scale, identity
 from lib.tokens import Windows, tokenizer_digest, tokenizer_from_state
 from model import ModelConfig, Transformer, matrices
@@ -247,7 +247,7 @@ def open_windows(info, wanted, split, length):
 # ---------------------------------------------------------------------- open one for a stage
 
 @dataclasses.dataclass
-class Reading:
+class RunSettings:
     """The settings of every stage that measures a trained model."""
     out_dir: str = 'out/demo/nope'    # the run to read; results go there too
     init_from: str = 'last'           # last or best (of out_dir), a checkpoint file, hf:ORG/NAME
@@ -260,7 +260,7 @@ class Reading:
 
 
 @dataclasses.dataclass
-class TextReading(Reading):
+class TextSettings(RunSettings):
     """The settings of every stage that measures one on text."""
     dataset: str | None = None        # a folder of data/; None: the one it was trained on
     split: str = 'test'
@@ -269,7 +269,7 @@ class TextReading(Reading):
 class Run:
     """
     A trained model as the settings of a stage ask for it, and the results that it writes.
-    settings: the stage's, {name: value}, with those of Reading.
+    settings: the stage's, {name: value}, with those of RunSettings.
     """
 
     def __init__(self, settings):
@@ -301,7 +301,7 @@ class Run:
         """Answers in PATH.jsonl, which depend on the model, its scales and what was asked."""
         model = identity(self.model, self.scale, self.info)
         settings = model | {'dtype': str(self.runtime.dtype)} | asked
-        return Answers(f'{path}.jsonl', settings, self.runtime)
+        return AnswerLog(f'{path}.jsonl', settings, self.runtime)
 
     def write(self, stage, result, *kind):
         """

@@ -213,7 +213,7 @@ def compiled(model, runtime, enabled):
     return torch.compile(model, dynamic=False) if can_compile(runtime, enabled) else model
 
 
-def reader(model, runtime, enabled, n, length):
+def compiled_for(model, runtime, enabled, n, length):
     """The model, compiled where n windows of `length` tokens are enough work for that to pay."""
     if not hasattr(model, 'flops_per_token') or model.scale_sets:
         return model  # of transformers, or one whose vectors are exchanged before each pass
@@ -292,16 +292,18 @@ def synchronize(device):
 def matmul_flops(device, dtype, seconds=0.3, size=None):
     """
     FLOP/s of a large square matrix product in this precision, the best of those done in so many
-    seconds: the ceiling that MFU is measured by.
+    seconds: the ceiling that MFU is measured by. On a CPU by the time that this thread computes,
+    which leaves out what other processes take: so it is the ceiling of an idle machine, too.
     """
+    clock = time.thread_time if device.type == 'cpu' else time.perf_counter
     size = size or (8192 if device.type == 'cuda' else 2048)
     a = torch.randn(size, size, device=device, dtype=dtype)
     a @ a  # the first may take a second, while the library loads
     best, stop = 0.0, time.perf_counter() + seconds
     while time.perf_counter() < stop:
         synchronize(device)
-        start = time.perf_counter()
+        start = clock()
         a @ a
         synchronize(device)
-        best = max(best, 2 * size ** 3 / (time.perf_counter() - start))
+        best = max(best, 2 * size ** 3 / (clock() - start))
     return best

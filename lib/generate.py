@@ -52,15 +52,15 @@ class KVCache:
 
     def place(self, T):
         """Where the next T tokens and all keys with them stand."""
-        fixed = torch.is_tensor(self.length)
-        j = torch.arange(self.max_length if fixed else self.length + T, device=self.k[0].device)
+        all_slots = torch.is_tensor(self.length)
+        j = torch.arange(self.max_length if all_slots else self.length + T, device=self.k[0].device)
         # A prompt of 3 tokens in 5 slots, then two new tokens: slots 0 1 2 3 4 5 6 are positions
         # 0 1 2 PADDING PADDING 3 4.
         if self.prompt_lengths is not None:
             new = j - self.padded + self.prompt_lengths
             after = torch.where(j < self.padded, self.PADDING, new)
             j = torch.where(j < self.prompt_lengths, j, after)
-        if fixed:
+        if all_slots:
             j = j.expand(len(self.k[0]), -1)
             return Place(j.index_select(1, self.length[None]), j, self.max_length)
         return Place(j[..., self.length:], j, self.max_length)
@@ -128,7 +128,7 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)
 
 
-def store_by_column(model):
+def store_column_major(model):
     """
     Store float32 matrices on a CPU column-major; no value changes. PyTorch's products with one
     token are up to 2.5 times as fast so, and those with many tokens as fast as before.
@@ -143,7 +143,7 @@ def store_by_column(model):
 
 def step_of(model, cache, compile):
     """
-    The function that reads the next token, called as model(token, last=1, cache=cache): the model
+    The function that reads the next token, called as model(token, tail=1, cache=cache): the model
     itself, or where it is to be compiled and can be, one graph for all steps, on a GPU a CUDA
     graph. Compiling pays for thousands of tokens.
     """
@@ -162,11 +162,11 @@ def generate(model, prompt, max_new_tokens, temperature=0.0, top_k=None, top_p=N
     `eos`. The prompt is read in one pass that computes logits for its last position only. compile:
     see step_of().
     """
-    store_by_column(model)
+    store_column_major(model)
     cache = new_cache(model, 1, len(prompt) + max_new_tokens, cache_dtype)
     token, read = torch.tensor([prompt], device=model.head.weight.device), model
     for _ in range(max_new_tokens):
-        logits = read(token, last=1, cache=cache)[:, -1]  # (1, V)
+        logits = read(token, tail=1, cache=cache)[:, -1]  # (1, V)
         if read is model:
             read = step_of(model, cache, compile)
         token = sample_token(logits, temperature, top_k, top_p, generator)
@@ -188,7 +188,7 @@ def read_prompts(model, prompts, max_new_tokens, cache_dtype=None):
     padded = torch.zeros(len(prompts), lengths.max(), dtype=torch.long)
     for row, prompt in zip(padded, prompts):
         row[:len(prompt)] = torch.tensor(prompt)
-    store_by_column(model)
+    store_column_major(model)
     cache = new_cache(model, len(prompts), padded.shape[1] + max_new_tokens, cache_dtype)
     device = model.head.weight.device
     x = model.hidden(padded.to(device), cache)  # (B, T, C)
@@ -236,7 +236,7 @@ def greedy(model, prompts, max_new_tokens, beams, eos, min_new_tokens, cache_dty
                 new[b].append(t)
         if not unfinished or step + 1 == max_new_tokens:
             break
-        logits = read(token, last=1, cache=cache)[:, -1]
+        logits = read(token, tail=1, cache=cache)[:, -1]
     return new
 
 
@@ -289,5 +289,5 @@ def beam_search(model, prompts, max_new_tokens, beams, eos, min_new_tokens, cach
         scores = torch.tensor(kept_scores, device=logits.device).view(B, beams)
         source, tokens = torch.tensor([source, tokens], device=logits.device)
         cache.reorder(source, start)
-        logits = model(tokens[:, None], last=1, cache=cache)[:, -1]
+        logits = model(tokens[:, None], tail=1, cache=cache)[:, -1]
     return [one[0][1] for one in finished]

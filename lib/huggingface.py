@@ -528,8 +528,8 @@ class Foreign(nn.Module):
     def head(self):
         return self.model.get_output_embeddings()
 
-    def hidden(self, idx, cache=None, last=0):
-        """As Transformer.hidden(); all positions are computed, whatever `last` asks for."""
+    def hidden(self, idx, cache=None, tail=0):
+        """As Transformer.hidden(); all positions are computed, whatever `tail` asks for."""
         c, store = self.model.config, cache or ForeignCache(None, None)
         end = store.length + idx.shape[1]
         if cache and end > store.max_length:
@@ -543,7 +543,7 @@ class Foreign(nn.Module):
             c.max_seq_len = end
         store.length = end
         x = self.model.base_model(idx, past_key_values=store.keys, use_cache=bool(cache))[0]
-        return x[:, -last:]
+        return x[:, -tail:]
 
     def new_cache(self, max_length):
         """A cache of up to max_length tokens."""

@@ -184,7 +184,7 @@ def draw_cut(axis, lengths, row, of=np.array):
 def draw_positions(result):
     """Loss by position, and its standard error over windows at the lengths that were asked for."""
     title = f"Loss on {Path(result['dataset']).name}: {run_name(result)}\n" \
-            f"dots: mean of the last {result['last']} positions, with its standard error"
+            f"dots: mean of the last {result['tail']} positions, with its standard error"
     figure, [axis] = panels(title, 1, 1)
     curve(axis, result['position'], result['loss'], 'bins of L / 16', color=SKY, lw=1)
     for row in result['rows']:
@@ -395,9 +395,9 @@ PICTURES = {
     'channel_scale': draw_channels,
     'che': draw_tasks,
     'entropy': draw_entropy,
-    'eval_ppl last': draw_ppl,
     'eval_ppl position': draw_positions,
     'eval_ppl sliding': draw_ppl,
+    'eval_ppl tail': draw_ppl,
     'passkey': draw_passkey,
     'report': draw_report,
     'scoreboard': draw_scoreboard,
@@ -420,7 +420,9 @@ def draw(path):
     path = Path(path)
     try:
         result = json.loads(path.read_text(encoding='utf-8'))
-        kind = kind_of(result)
+        if 'last' in result:  # the name of `tail` in older files, and of the protocol
+            result |= {'tail': result['last']}
+        kind = kind_of(result).replace('eval_ppl last', 'eval_ppl tail')
         figures = {path.with_suffix('.png'): PICTURES[kind]}
     except MALFORMED:  # it is not a result, or one without a picture
         return []

@@ -282,7 +282,7 @@ def bin_means(values, width):
 
 # ---------------------------------------------------------------------- answers that survive a stop
 
-class Answers:
+class AnswerLog:
     """
     Work done item by item, a JSON line each, so that a stopped run goes on where it was, also with
     another number of ranks. path: of the .jsonl; each rank but the first has a file of its own

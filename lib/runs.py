@@ -1,5 +1,6 @@
 """A training run on disk: its log, its checkpoints, and what is asked before it goes on."""
 
+import dataclasses
 import json
 import math
 import os
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 from lib import checkpoints
 from lib.devices import unsharded
-from lib.errors import UserError
+from lib.errors import UserError, as_user_error
 from lib.results import (
     lock_file,
     note,
@@ -22,8 +23,14 @@ from lib.results import (
     unlock_file,
     write_lines,
 )
+from model import ModelConfig, Transformer
+from position import ROPE_DEFAULTS, Settings
 
-# ---------------------------------------------------------------------- before a run goes on
+# What a model keeps: its sizes, and the settings of its position method.
+MODEL = ('n_layer', 'n_head', 'n_kv_head', 'n_embd', 'n_hidden', 'block_size',
+         *(field.name for field in dataclasses.fields(Settings)))
+
+# ---------------------------------------------------------------------- before a run begins
 
 def require_same_data(folder, old, new):
     """Refuse to resume on other text. old, new: {source: checksum of its tokens}."""
@@ -39,19 +46,78 @@ def require_same_data(folder, old, new):
                             'into another --out_dir=.')
 
 
-def require_same_model(folder, old, new, fixed):
+def require_same_model(folder, old, new):
     """
-    Refuse to resume with another value of a `fixed` setting. Returns the names of others that
-    changed. old, new: {setting: value}.
+    Refuse to resume with another model. Returns the names of other settings that changed. old, new:
+    {setting: value}.
     """
     changed = [name for name in new if name in old and old[name] != new[name]
                and name not in ('init_from', 'out_dir')]
     for name in changed:
-        if name in fixed:
+        if name in MODEL:
             raise UserError(f'{name} is {new[name]} but {folder}/last.pt was trained with '
                             f'{old[name]}. Resume with --{name}={old[name]}, or train into another '
                             '--out_dir=.')
     return changed
+
+
+def finetuned_config(old, chosen, given, path):
+    """
+    The config of a model that is given, at another length and with what may change of its position
+    method. Refuses any other setting that the user gave and that the model does not have.
+    """
+    may_change = {'position', 'rope_scaling', 'block_size'}
+    for name in set(given) & set(MODEL) - may_change:
+        if chosen[name] != old[name]:
+            raise UserError(f'{name} is {chosen[name]}, but the model was trained with '
+                            f'{old[name]}: {path}. Leave {name} out; the model keeps its own.')
+    L = old['rope_length'] or old['block_size']
+    new = old | {'block_size': chosen['block_size'], 'rope_length': L}
+    new |= {name: chosen[name] for name in ('position', 'rope_scaling') if name in given}
+    if 'rope' not in new['position'].split(','):
+        new |= {name: default for name, default in ROPE_DEFAULTS.items()
+                if name not in given}
+    if new['rope_scaling'].isidentifier():  # yarn is yarn by the ratio of the lengths
+        new['rope_scaling'] += f":{chosen['block_size'] / L:g}"
+    with as_user_error():
+        return ModelConfig(**new)
+
+
+def model_to_train(windows, chosen, given, runtime):
+    """
+    The model: new, resumed, or started from another's weights. chosen: all settings; given: the
+    names of those that the user gave. Returns the model, the checkpoint to resume from (or None),
+    and the settings as they turned out.
+    """
+    out_dir, init_from = chosen['out_dir'], chosen['init_from']
+    if init_from == 'scratch':
+        config = checkpoints.config_of(chosen, vocab_size=windows.vocab_size)
+        checkpoints.require_memory(config)
+        return Transformer(config).init_weights(), None, chosen
+    resumes = init_from == 'resume'
+    path = Path(out_dir, 'last.pt') if resumes else init_from
+    state = checkpoints.load(path, chosen['position'] if 'position' in given else None, resumes)
+    checkpoints.require_tokenizer(state | {'path': path}, windows.tokenizer_state,
+                                  chosen['dataset'])
+    began_with = state['settings'].get('init_from') if resumes else init_from
+    old = state['model_config']
+    if began_with == 'scratch':
+        config = ModelConfig(**old)
+    else:  # a model that was given has the sizes it has
+        config = finetuned_config(old, chosen, given, path)
+        kept = {name: getattr(config, name) for name in MODEL}
+        shown = ' '.join(f'{name}={value}' for name, value in kept.items())
+        runtime.print('the model is as in', path, shown)
+        chosen = chosen | kept
+    chosen = chosen | {'init_from': began_with}
+    if resumes:
+        require_same_data(out_dir, state.get('data'), windows.checksums)
+        was = old | state['settings']  # older settings lack those of the model that came later
+        for name in require_same_model(out_dir, was, chosen):
+            runtime.print(f"resuming with {name} = {chosen[name]} (was {state['settings'][name]})")
+    model = Transformer(config)
+    model.load_state_dict(checkpoints.named_for(model, state['model'], path))
+    return model, state if resumes else None, chosen
 
 
 # ---------------------------------------------------------------------- while it goes on

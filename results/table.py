@@ -29,10 +29,10 @@ import numpy as np
 
 from configurator import between
 from eval_ppl import (
-    checked_last,
     checked_stride,
-    evaluate_last,
+    checked_tail,
     evaluate_sliding,
+    evaluate_tail,
     open_data,
     perplexity,
 )
@@ -49,13 +49,13 @@ class Settings:
     """The settings of every table, beside out_dir. A table may have defaults of its own."""
     dataset: str | None = None  # a folder of data/; None: the one that each model was trained on
     split: str = 'test'
-    protocol: str = 'sliding'   # sliding windows, or last (last tokens)
+    protocol: str = 'sliding'   # sliding windows, or tail (last tokens)
     lengths: list[int] | None = None  # window lengths in tokens; None: L to 8L of the first row
     rule: str = 'same'          # sliding windows: same, paper or classic; see eval_ppl.py
     stride: int | None = None   # tokens scored per sliding window; None: 256, or L/8 if L < 2048
     max_windows: int = 1024     # sliding: windows per length
-    n_samples: int = 256        # last: windows of the longest length, evenly spaced
-    last: int | None = None     # last: tokens at the end of a length; None: 256, or L if L < 256
+    n_samples: int = 256        # tail: windows of the longest length, evenly spaced
+    tail: int | None = None     # tail: tokens at the end of a length; None: 256, or L if L < 256
     batch_tokens: int = 16384   # tokens in one forward pass; lower it when memory runs out
     label: str = ''             # name of the result
     device: str = 'auto'        # auto, cpu, cuda, mps
@@ -64,7 +64,7 @@ class Settings:
 
 # Where the papers' own numbers are, and which lengths they are of.
 PAPER = {'sliding': ('nope_table2', ['2K', '4K', '8K', '16K']),
-         'last': ('dape_table9', [128, 256, 512, 1024, 2048, 4096, 8192])}
+         'tail': ('dape_table9', [128, 256, 512, 1024, 2048, 4096, 8192])}
 
 
 def paper_rows(protocol):
@@ -83,8 +83,8 @@ def measure(model, info, dataset, s, runtime):
                                    s.batch_tokens, runtime)
         return rows
     windows = open_windows(info, dataset, s.split, s.lengths[-1])
-    samples = windows.evenly_spaced(s.n_samples, spacing=s.last)
-    return evaluate_last(model, samples, s.lengths, s.last, model.config.block_size,
+    samples = windows.evenly_spaced(s.n_samples, spacing=s.tail)
+    return evaluate_tail(model, samples, s.lengths, s.tail, model.config.block_size,
                          s.batch_tokens, runtime)
 
 
@@ -204,7 +204,7 @@ def print_table(rows, s, runtime):
     width = max(len(row['name']) for row in rows)
     head = f'{"":{width}}     tokens' + ''.join(f'{T:>17}' for T in s.lengths)
     head += '   paper:' + ''.join(f'{T:>7}' for T in columns)
-    if s.protocol == 'last':
+    if s.protocol == 'tail':
         head += f'   Delta P at {s.lengths[-1]}'
     elif any('gain' in row for row in rows):
         head += f"{f'gain at {s.lengths[-1]}':>17}"
@@ -249,7 +249,7 @@ def run_table(settings, rows):
     began, s = time.perf_counter(), SimpleNamespace(**settings)
     if s.protocol not in PAPER:
         raise UserError(f"protocol is '{s.protocol}'. Choose {' or '.join(PAPER)}.")
-    between(settings, 1, 'lengths', 'max_windows', 'n_samples', 'last', 'batch_tokens')
+    between(settings, 1, 'lengths', 'max_windows', 'n_samples', 'tail', 'batch_tokens')
     runtime = setup(s.device, s.dtype)
     rows = rows_there(rows, runtime)
     first = rows[0]
@@ -260,8 +260,8 @@ def run_table(settings, rows):
         s.stride = checked_stride(s.stride, L, s.lengths)
         how = {'rule': s.rule, 'stride': s.stride}
     else:
-        s.last = checked_last(s.last, L, s.lengths)
-        how = {'last': s.last}
+        s.tail = checked_tail(s.tail, L, s.lengths)
+        how = {'tail': s.tail}
 
     rows = merge_seeds([evaluate_row(row, s, runtime) for row in rows])
     print_table(rows, s, runtime)

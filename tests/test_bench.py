@@ -70,13 +70,13 @@ def test_every_task_is_timed_beside_its_alternative_and_its_limit(tmp_path):
 
 
 def test_flop_of_reading_are_those_of_the_products_that_are_needed(tiny):
-    model, T, last = bench.new_model(16, tiny), 40, 6
+    model, T, tail = bench.new_model(16, tiny), 40, 6
     with FlopCounterMode(display=False) as counter:
-        model(torch.randint(61, (1, T)), last=last)
+        model(torch.randint(61, (1, T)), tail=tail)
     products = counter.get_flop_counts()['Global'][torch.ops.aten.mm]
-    queries = [*range(T), *range(T - last, T)]  # of the first layer, then of the last
+    queries = [*range(T), *range(T - tail, T)]  # of the first layer, then of the last
     attention = sum(4 * 32 * i for i in queries)  # q.k and a.v
-    assert bench.reading_flops(model, T, last) == close(products + attention, rel=0.03)
+    assert bench.reading_flops(model, T, tail) == close(products + attention, rel=0.03)
 
 
 def test_whole_matrix_gives_the_logits_of_our_attention(tiny):

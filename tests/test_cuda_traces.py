@@ -19,7 +19,6 @@ import torch
 from conftest import EVERY
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import train
 import tune_scale
 from configurator import run_config
 from entropy import measure_entropy
@@ -36,7 +35,8 @@ if not torch.version.cuda:
                 allow_module_level=True)
 
 CONFIG = run_config('config/nope_1b.py')
-SIZES = {name: CONFIG[name] for name in train.SIZES} | {'n_layer': 2, 'vocab_size': 32000}
+SIZES = {name: CONFIG[name] for name in ('n_head', 'n_kv_head', 'n_embd', 'n_hidden', 'block_size')}
+SIZES |= {'n_layer': 2, 'vocab_size': 32000}
 GPU = torch.device('cuda', 0)
 
 

@@ -131,9 +131,10 @@ def test_without_a_compiler_one_line_names_it_and_the_model_stays(
 
 
 def test_ceiling_is_the_operations_of_a_matrix_product_over_its_time(monkeypatch, cpu):
-    seconds = itertools.count()  # one between any two looks at the clock
+    seconds, computed = itertools.count(step=100), itertools.count()  # what others take is left out
     monkeypatch.setattr(devices.time, 'perf_counter', lambda: next(seconds))
-    assert matmul_flops(cpu.device, cpu.dtype, seconds=10) == 2 * 2048 ** 3
+    monkeypatch.setattr(devices.time, 'thread_time', lambda: next(computed))
+    assert matmul_flops(cpu.device, cpu.dtype, seconds=200) == 2 * 2048 ** 3
 
 
 if __name__ == '__main__':  # a rank of the first test

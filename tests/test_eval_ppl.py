@@ -25,8 +25,8 @@ from conftest import (
 
 import eval_ppl
 from eval_ppl import (
-    evaluate_last,
     evaluate_sliding,
+    evaluate_tail,
     last_repeats,
     repeat_summary,
     score_windows,
@@ -145,7 +145,7 @@ def test_what_reads_much_is_compiled_once_for_a_length_and_its_losses_are_equal(
         monkeypatch.setattr(devices, 'WORTH_COMPILING', (worth, worth))
         before = stats['unique_graphs']
         _, by_window = evaluate_sliding(model, data, [64, 200], 40, 'same', 11, 400, cpu)
-        rows = evaluate_last(model, samples, [200], 9, 64, 600, cpu)
+        rows = evaluate_tail(model, samples, [200], 9, 64, 600, cpu)
         found = np.concatenate([*by_window.values(), [row['loss'] for row in rows]])
         return found, stats['unique_graphs'] - before
 
@@ -162,7 +162,7 @@ def test_lengths_beyond_the_random_positions_are_refused(cpu):
     model, text = random_model(position='rope', random_positions=63), np.arange(130) % 61
     data = TokenFile(text, np.array([0]), {}, {})
     refuses('below 63', evaluate_sliding, model, data, [32, 64], 4, 'same', 9, 500, cpu)
-    refuses('below 63', evaluate_last, model, text[None], [32, 64], 4, 32, 500, cpu)
+    refuses('below 63', evaluate_tail, model, text[None], [32, 64], 4, 32, 500, cpu)
 
 
 # ---------------------------------------------------------------------- as run
@@ -194,7 +194,7 @@ def test_sliding_run_writes_what_it_prints_and_all_it_takes_to_repeat_it(run, co
 
 
 def test_position_run_and_its_gains_equal_a_plain_computation(run, tiny, windows):
-    result, out = run('--protocol=position --n_samples=10 --lengths=[64,128,30] --last=10 '
+    result, out = run('--protocol=position --n_samples=10 --lengths=[64,128,30] --tail=10 '
                       '--batch_tokens=300')
     windows = windows(10, 128, 10)
     losses = plain_losses(tiny[0], windows)
@@ -223,21 +223,21 @@ def test_each_position_is_read_by_the_scale_set_of_the_pass_that_ends_nearest(ru
     model, info = tiny
     sets = {64: scale_set([[1.5] * 4] * 2), 128: scale_set([[3.0] * 4] * 2)}
     save_scale(tmp_path / 'sets.jsn', info, sets, 'head')
-    result, _ = run('--protocol=position --n_samples=4 --last=16 --lengths=[32,64,128] '
+    result, _ = run('--protocol=position --n_samples=4 --tail=16 --lengths=[32,64,128] '
                     f'--scale={tmp_path}/sets.jsn')
     for T, scale in ((32, 1.0), (64, 1.5), (128, 3.0)):
         losses = plain_losses(model, windows(4, 128, 16)[:, :T + 1], torch.full((2, 4), scale))
         near(result['loss_at_by_window'][str(T)], losses[:, -16:].mean(1), rtol=1e-4)
 
 
-def test_last_tokens_and_the_gain_from_context_equal_a_plain_computation(run, tiny, windows):
-    result, out = run('--protocol=last --n_samples=7 --lengths=[32,64,128] --last=40')
+def test_tails_and_the_gain_from_context_equal_a_plain_computation(run, tiny, windows):
+    result, out = run('--protocol=tail --n_samples=7 --lengths=[32,64,128] --tail=40')
 
     def ppl(T, n):
         text = windows(7, 128, 40)[:, -T - 1:]
         return math.exp(plain_losses(tiny[0], text)[:, -n:].mean())
 
-    expected = [ppl(32, 32), ppl(64, 40), ppl(128, 40)]  # of L, all, as that is less than `last`
+    expected = [ppl(32, 32), ppl(64, 40), ppl(128, 40)]  # of L, all, as that is less than the tail
     near([row['ppl'] for row in result['rows']], expected, rtol=1e-4)
     assert 'delta_p' not in result['rows'][0] and 'delta_p' in result['rows'][1]
     row = result['rows'][2]

@@ -137,7 +137,7 @@ def test_steps_of_equal_shapes_give_the_logits_of_steps_that_grow(changes):
         _, cache = read_prompts(model, [list(range(n)) for n in lengths], 8)
         if fixed:
             cache.fix()
-        found.append([model(new[:, t:t + 1], last=1, cache=cache) for t in range(6)])
+        found.append([model(new[:, t:t + 1], tail=1, cache=cache) for t in range(6)])
         assert int(cache.length) == 15
     for grown, fixed in zip(*found):
         near(fixed, grown, atol=1e-5)

@@ -139,7 +139,7 @@ def assert_same_model(model, theirs, length=100):
     log_p = expected[:, -11:-1].log_softmax(-1)
     assert log_p.std(1).mean() > 0.1  # or equal logits would tell little of what was read
     equal(model(idx), expected)
-    equal(model(idx, last=3), expected[:, -3:])
+    equal(model(idx, tail=3), expected[:, -3:])
     losses, targets = model(idx[:, :-1], idx[:, -10:]), idx[:, -10:, None]
     if not model.config.rope_scaling.startswith('dynamic'):  # which turns by the pass's length
         equal(losses, -log_p.gather(-1, targets)[..., 0])

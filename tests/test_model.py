@@ -93,8 +93,8 @@ def test_logits_and_losses_equal_those_of_a_plain_float64_transformer(n_kv_head,
 @pytest.mark.parametrize('changes', EVERY, ids=str)
 def test_logits_and_losses_of_the_last_positions_equal_those_of_a_full_pass(changes):
     model, idx, seen = random_model(**changes), tokens(2, 21), []
-    for last in 1, 21, 30:
-        near(model(idx, last=last), model(idx)[:, -last:], atol=1e-5)
+    for tail in 1, 21, 30:
+        near(model(idx, tail=tail), model(idx)[:, -tail:], atol=1e-5)
     losses = model(idx[:, :-1], idx[:, 1:])
     for block in model.blocks:  # the last layer computes the last positions alone
         block.mlp.register_forward_hook(lambda mlp, inputs, y: seen.append(y.shape[1]))
@@ -119,7 +119,7 @@ def test_checkpointed_activations_give_the_same_loss_and_gradients(changes):
 class AttentionWithoutScale(Attention):
     """Attention without head scales and gains."""
 
-    def forward(self, x, place, cache=None, last=0, probe=None):
+    def forward(self, x, place, cache=None, tail=0, probe=None):
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         q, k, v = heads.split(self.heads, dim=1)
         q, k = self.position.turn(q, k, place)

@@ -41,7 +41,7 @@ GIVEN = 'x.json x.jsonl x.tiktoken x.txt x.txt.gz train.jsonl train.parquet'
 
 MISTAKES = r'''
 eval_ppl        NAN --protocol=sliding --max_windows=4 | nan
-eval_ppl        NAN --protocol=last --n_samples=2 | nan
+eval_ppl        NAN --protocol=tail --n_samples=2 | nan
 eval_ppl        NAN --protocol=position --n_samples=2 | nan
 entropy         NAN --n_samples=2 --length=64 | nan
 tune_scale      NAN --method=uniform --n_samples=2 --dataset={corpus} | nan
@@ -239,10 +239,11 @@ commonsense     READ --limit=0 | limit is 0
 windows shorter than what is measured in them
 entropy         WRITE --length=1 | length is
 eval_ppl        WRITE --protocol=position --lengths=[1] | lengths is
-eval_ppl        WRITE --protocol=last --lengths=[-3,32] | lengths is
-eval_ppl        WRITE --protocol=last --lengths=[16,64] --last=20 | last is
+eval_ppl        WRITE --protocol=tail --lengths=[-3,32] | lengths is
+eval_ppl        WRITE --protocol=tail --lengths=[16,64] --tail=20 | tail is
 eval_ppl        WRITE --stride=32 | stride
-tune_scale      WRITE --method=uniform --last=0 | last is
+tune_scale      WRITE --method=uniform --tail=0 | tail is
+tune_scale      WRITE --method=uniform --tail=999 | tail is
 che             CHE --test_length=6 | test_length is 6
 che             CHE --position=kerple --random_positions=9 | below 9
 '''

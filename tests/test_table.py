@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, as_stage, near, read, refuses
 
-from eval_ppl import evaluate_last, evaluate_sliding
+from eval_ppl import evaluate_sliding, evaluate_tail
 from lib.checkpoints import load_model
 from lib.tokens import Windows, get_tokenizer, open_tokens, write_corpus
 from results.table import Settings, merge_seeds, paper_rows, run_table
@@ -66,14 +66,14 @@ def test_row_shows_the_best_of_its_candidates(run, tiny_run, corpus_dir, cpu, ca
     assert len(numbers) == 1 and '14.6  326.9' in numbers[0]  # the paper's, only where asked for
 
 
-def test_table_of_last_tokens(run, tiny_run, corpus_dir, cpu, capsys):
+def test_table_of_tails(run, tiny_run, corpus_dir, cpu, capsys):
     rows = run({'name': 'asked', 'paper': 'Kerple'}, {'name': 'wide', 'scale': 2.0},
-               protocol='last', n_samples=7)
+               protocol='tail', n_samples=7)
     samples = Windows(str(corpus_dir), 'test', 128).evenly_spaced(7, spacing=32)
     model, _ = load_model('last', tiny_run, 'cpu')
     for row, scale in zip(rows, (1, 2)):
         model.head_scale = scale
-        short, long = evaluate_last(model, samples, [32, 128], 32, 32, 16384, cpu)
+        short, long = evaluate_tail(model, samples, [32, 128], 32, 32, 16384, cpu)
         near([*row['ppl'], row['delta_p'][1]], [short['ppl'], long['ppl'], long['delta_p']],
              rtol=1e-4)
         assert row['delta_p'][0] is None

@@ -43,7 +43,7 @@ RECIPE = {
     'compile': False,
     'n_samples': 6,
     'batch_tokens': 600,
-    'last': 16,
+    'tail': 16,
 }
 
 

@@ -3,7 +3,7 @@
 # python data/arxiv/prepare.py --tokenizer=gpt2
 # torchrun --nproc_per_node=8 train.py config/dape/125m.py --position=kerple --dape_kernel=3 \
 #     --out_dir=out/dape/125m_1x3
-# python eval_ppl.py --protocol=last --out_dir=out/dape/125m_1x3 --lengths=[512,1024,2048,4096,8192]
+# python eval_ppl.py --protocol=tail --out_dir=out/dape/125m_1x3 --lengths=[512,1024,2048,4096,8192]
 dataset = 'arxiv'
 block_size = 512
 batch_size = 256

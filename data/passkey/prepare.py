@@ -35,9 +35,9 @@ def documents(encoding, n, stream):
 
 def main():
     between(globals(), 0, 'seed')
-    encoding, few = get_tokenizer(tokenizer), n_documents // 100
-    splits = {'train': documents(encoding, n_documents, 0), 'val': documents(encoding, few, 1),
-              'test': documents(encoding, few, 2)}
+    encoding = get_tokenizer(tokenizer)
+    counts = {'train': n_documents, 'val': n_documents // 100, 'test': n_documents // 100}
+    splits = {split: documents(encoding, n, i) for i, (split, n) in enumerate(counts.items())}
     write_corpus(out_dir or ROOT / 'data/passkey', encoding, splits)
 
 

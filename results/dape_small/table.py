@@ -17,10 +17,10 @@ from results.table import Settings, run_table
 
 table = 'small'              # small, kernels, bases, equal_tokens or head_scale; or the word alone
 out_dir = 'out/dape'
-protocol = 'last'
+protocol = 'tail'
 lengths: list[int] | None = None  # None: doubled from 128 to 8192 for small, else to 2048
 n_samples: int | None = None  # windows; None: 16 for small, 96 for head_scale, else 32
-last: int | None = None      # tokens scored; None: 128 for head_scale, else 256
+tail: int | None = None      # tokens scored; None: 128 for head_scale, else 256
 label: str | None = None     # name of the result; None: the table's, but none for small
 
 SMALL = {
@@ -101,11 +101,11 @@ TABLES = {'small': beside_paper(SMALL), 'kernels': beside_paper(KERNELS), 'bases
 
 def defaults(table):
     """What None stands for in each table."""
-    chosen = {'lengths': [128, 256, 512, 1024, 2048], 'n_samples': 32, 'last': 256, 'label': table}
+    chosen = {'lengths': [128, 256, 512, 1024, 2048], 'n_samples': 32, 'tail': 256, 'label': table}
     if table == 'small':
         chosen |= {'lengths': chosen['lengths'] + [4096, 8192], 'n_samples': 16, 'label': ''}
     if table == 'head_scale':
-        chosen |= {'n_samples': 96, 'last': 128}
+        chosen |= {'n_samples': 96, 'tail': 128}
     return chosen
 
 
