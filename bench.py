@@ -27,9 +27,9 @@ import kernels
 import position as methods
 from configurator import between, configure, run_config, settings
 from lib.checkpoints import cast_matrices, config_of
-from lib.devices import compiled, matmul_flops, setup, synchronize
+from lib.devices import can_compile, compiled, matmul_flops, setup, synchronize
 from lib.errors import UserError
-from lib.generate import new_cache, store_column_major
+from lib.generate import new_cache, step_of, store_column_major
 from lib.huggingface import their_config
 from lib.results import optional, print_rows, provenance, result_path, save_json
 from model import ModelConfig, Transformer
@@ -325,18 +325,22 @@ def prefill(runtime):
 
 @torch.no_grad()
 def decode(runtime):
-    """Tokens one by one, greedy, after read_context; the prompt's pass is not counted."""
+    """
+    Tokens one by one, greedy, after read_context, and by one graph that is compiled for all steps;
+    the prompt's pass is not counted.
+    """
     models, idx = both(read_context, runtime, frozen=True), random_ids(1, read_context, runtime)
     ours = models['ours']
     store_column_major(ours)  # as lib/generate.py does
 
-    def decoding(model):
+    def decoding(model, compile=False):
         cache, first = read(model, idx)
+        step = step_of(model, cache, compile)
 
         def work():
             token = first
             for _ in range(n_decode):
-                token = model(token, tail=1, cache=cache)[:, -1].argmax(-1, keepdim=True)
+                token = step(token, tail=1, cache=cache)[:, -1].argmax(-1, keepdim=True)
             if model is ours:  # back to the end of the prompt
                 cache.length -= n_decode
             else:
@@ -344,6 +348,8 @@ def decode(runtime):
         return work
 
     works = {who: decoding(model) for who, model in models.items()}
+    if can_compile(runtime, compile):
+        works['compiled'] = decoding(ours, True)
     weights = ours.n_params() - ours.embed.weight.numel()
     keys = 2 * n_layer * n_kv_head * (n_embd // n_head) * (read_context + n_decode / 2)
     x = torch.ones(2 ** 26, device=runtime.device)  # 256 MB, to measure the memory's bandwidth

@@ -48,7 +48,7 @@ label = ''                   # appended to the names of the files written
 # uniform: candidates, each tried at every position
 candidate_range: list[float] = [1.0, 2.4, 0.1]  # first, last, step, in units of 1/sqrt(d)
 compare: list[str] = []      # other checkpoint files of the run, fitted too (Figure 7)
-tail = 64                    # "for length T" is over the last so many positions before T
+tail = 64                    # "for length T" is over so many positions before T, or all of them
 # head: the recipe of Appendix A
 tune = 'scale'               # a key of KINDS below, or several, as scale,out,norm
 init_scale: float | str = 'uniform'  # a number, or uniform: the best of scale_uniform.json
@@ -352,9 +352,8 @@ def check_settings(model, targets, world_size):
     if min(targets) < least:
         raise UserError(f'target_length is {min(targets)} but the checkpoint was trained at '
                         f'block_size {L}. Choose a longer one.')
-    between(globals(), 1, 'batch_size', 'micro_batch_size', 'max_iters', 'n_samples',
+    between(globals(), 1, 'batch_size', 'micro_batch_size', 'max_iters', 'n_samples', 'tail',
             'batch_tokens')
-    between(globals(), 1, 'tail', most=min(targets))
     rates = {rate for _, rate in KINDS.values()}
     between(globals(), 0, *rates, 'warmup_iters', 'grad_clip')
     between(globals(), 0, 'beta1', 'beta2', most=1 - 1e-9)

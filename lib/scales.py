@@ -95,8 +95,8 @@ def read_scale_file(path, info):
         tuned_for, sets = data['weights_digest'], {}
         for one in data.get('sets', [data]):
             sets[one['target_length']] = vectors_from_json(one, path, info)
-        if min(sets) < 1:
-            raise ValueError(f'target_length is {min(sets)}')
+        if not sets or not all(isinstance(T, int) and T > 0 for T in sets):
+            raise ValueError(f'target_length is {list(sets)}')
     if tuned_for != info['digest']:
         raise UserError(f"{path} was tuned for other weights than {info['path']}. Tune it again "
                         'for this checkpoint.')

@@ -243,7 +243,6 @@ eval_ppl        WRITE --protocol=tail --lengths=[-3,32] | lengths is
 eval_ppl        WRITE --protocol=tail --lengths=[16,64] --tail=20 | tail is
 eval_ppl        WRITE --stride=32 | stride
 tune_scale      WRITE --method=uniform --tail=0 | tail is
-tune_scale      WRITE --method=uniform --tail=999 | tail is
 che             CHE --test_length=6 | test_length is 6
 che             CHE --position=kerple --random_positions=9 | below 9
 '''

@@ -88,6 +88,7 @@ def test_scale_file_of_other_weights_or_another_position_method_is_refused(tmp_p
 {"sets": [5]}
 {"sets": {}}
 {"target_length": "64"}
+{"target_length": 1.5}
 {"head_gain": null}
 {"head_scale": {}}
 {"head_scale": [[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1]]}
