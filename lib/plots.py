@@ -350,14 +350,17 @@ def draw_scoreboard(result):
     views = {'gain at far repeats': 'gain from beyond L at far repeats (nats)',
              'recall at 4L': 'recall at 4 times its training length (share right)'}
     views = {key: name for key, name in views.items() if any(key in row for row in rows)}
-    figure, axes = panels(f"What reads past L = {result['L']}: {result['label']}", len(views), 2,
-                          width=6.2, height=7)
+    figure, axes = panels(f"What reads past L = {result['L']}, size {result['label']} "
+                          '(bars: standard deviation of seeds)', len(views), 2, width=6.2, height=7)
+    edge = 1.4 * min(row[at_L]['mean'] for row in rows)  # what is worse at L stands here
     for axis, (key, name) in zip(axes, views.items()):
         for row in rows:
             if key not in row:
                 continue
-            (x, y), color = (row[at_L], row[key]), FAMILIES[row['family']]
-            curve(axis, [x['mean']], [y['mean']], row['title'], color=color)
+            (x, y), color, title = (row[at_L], row[key]), FAMILIES[row['family']], row['title']
+            if x['mean'] > edge:
+                title, x = f"{title}  ← {x['mean']:.2f}", {'mean': edge, 'sd': None}
+            curve(axis, [x['mean']], [y['mean']], title, color=color)
             axis.errorbar(x['mean'], y['mean'], y['sd'], x['sd'], fmt='none', ecolor=color, lw=1)
         axis.axhline(0, color=BLACK, lw=1)
         axis.set(xlabel='loss at L (nats per token), better to the right', ylabel=name)
