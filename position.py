@@ -590,7 +590,7 @@ class DAPE(FromScores):
         self.needs_equal_lengths = method.needs_equal_lengths or self.kernel > 1
         channels, pad = 2 * H if isinstance(method, Bias) else H, self.kernel // 2
         self.first = nn.Conv2d(channels, width, (1, self.kernel), padding=(0, 2 * pad))
-        self.second = nn.Conv2d(width, H, (1, self.kernel), padding=(0, pad))
+        self.second = nn.Conv2d(width, H, (1, self.kernel))
 
     def share_weights(self, first):
         self.method.share_weights(first.method)
@@ -604,8 +604,10 @@ class DAPE(FromScores):
             x = torch.cat((scores, bias.expand(scores.shape)), dim=1)        # (B, 2H, T, S)
         if not self.cheat:
             x = x.masked_fill(hidden, 0)
-        x = nn.functional.leaky_relu(self.first(x)[..., pad:])           # (B, width, T, S + pad)
-        x = self.second(x)[..., :scores.shape[-1]]
+        x = self.first(x)                           # (B, width, T, S + 2 pad), from key -pad on
+        x = x.masked_fill(torch.arange(x.shape[-1], device=x.device) < pad, 0)
+        # In place, backward needs its result alone, and no mask, which takes a CPU long to write.
+        x = self.second(nn.functional.leaky_relu(x, inplace=True))
         if bias is not None and self.residual:
             scores = scores + bias
         return (scores + x).masked_fill(hidden, -math.inf)
