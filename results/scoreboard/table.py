@@ -257,18 +257,16 @@ def collect():
 
 
 def print_table(rows):
-    head = f"{'':26}{'tuned':>7}{'seeds':>6}{'step':>6}"
-    print(head + ''.join(f'{name:>20}' for name in COLUMNS))
+    """As Markdown, as the page has it."""
+    head = ['', 'tuned', 'step', 'seeds', *COLUMNS]
+    print(f"| {' | '.join(head)} |\n{'|---' * len(head)}|")
     for row in rows:
-        line = f"{row['title']:26}{row['tuned_numbers']:>7}{len(row['seeds']):6d}"
-        line += f"{row['step']:6.2f}" if row['step'] else f"{'-':>6}"
+        cells = [row['title'], row['tuned_numbers'], row['step'] or '', len(row['seeds'])]
         for name in COLUMNS:
-            cell = row.get(name)
-            text = '' if cell is None else f"{cell['mean']:.3f}"
-            if cell and cell['sd'] is not None:
-                text += f" ± {cell['sd']:.3f}"
-            line += f'{text:>20}'
-        print(line)
+            mean, sd = row.get(name, {}).get('mean', ''), row.get(name, {}).get('sd')
+            cells.append(mean if sd is None else f'{mean:.3f} ± {sd:.3f}')
+        cells = [f'{cell:.3f}' if isinstance(cell, float) else str(cell) for cell in cells]
+        print(f"| {' | '.join(cells)} |")
 
 
 def main():
