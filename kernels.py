@@ -314,8 +314,7 @@ def cross_entropy(x, head, targets):
     ids.
     """
     V = head.weight.shape[0]
-    half_precision = torch.is_autocast_enabled(x.device.type)
-    if half_precision and torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and torch.is_autocast_enabled(x.device.type):
         # The logits stay in half precision, float32 is only in registers. F.cross_entropy is not
         # used, as its backward sums over all logits once more; int32, as a register holds twice as
         # many.
