@@ -6,6 +6,7 @@ search.
 import math
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from lib.errors import UserError
 from position import Place
@@ -184,17 +185,15 @@ def read_prompts(model, prompts, max_new_tokens, cache_dtype=None):
     right, which a causal model cannot see. Returns the logits after each prompt, (B, V), and the
     cache, with room for max_new_tokens more.
     """
-    lengths = torch.tensor([len(prompt) for prompt in prompts])
-    padded = torch.zeros(len(prompts), lengths.max(), dtype=torch.long)
-    for row, prompt in zip(padded, prompts):
-        row[:len(prompt)] = torch.tensor(prompt)
+    sizes, device = [len(prompt) for prompt in prompts], model.head.weight.device
+    padded = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
     store_column_major(model)
-    cache = new_cache(model, len(prompts), padded.shape[1] + max_new_tokens, cache_dtype)
-    device = model.head.weight.device
+    cache = new_cache(model, len(prompts), max(sizes) + max_new_tokens, cache_dtype)
     x = model.hidden(padded.to(device), cache)  # (B, T, C)
-    if lengths.min() < lengths.max():
-        cache.set_prompt_lengths(lengths.to(device))
-    return model.head(x[torch.arange(len(prompts)), lengths - 1]), cache
+    lengths = torch.tensor(sizes, device=device)
+    if min(sizes) < max(sizes):
+        cache.set_prompt_lengths(lengths)
+    return model.head(x[torch.arange(len(prompts), device=device), lengths - 1]), cache
 
 
 @torch.no_grad()
