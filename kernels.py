@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 SCORES_AT_ONCE = 2 ** 22  # where scores are made some rows at a time; on a GPU 16 times as many
 LOGITS_AT_ONCE = 2 ** 23  # float32 logits of the loss, 32 MB; on a GPU 16 times as many
+LOGITS_KEPT = 2 ** 28     # of a compiled loss: above it, backward computes float32 logits again
 CHUNKS_IN_A_GRAPH = 16    # of a layer's attention; at 16K tokens, 22 layers would have 2,816
 
 
@@ -309,15 +310,14 @@ def attention_entropy(layer, attention, q, k, place):
 
 def cross_entropy(x, head, targets):
     """
-    Loss of each target, -ln p(target) in nats, (B, K) float32, without float32 logits of the whole
-    batch. x: (B, K, C), ready for the output matrix; head: that matrix, a module; targets: (B, K)
-    ids.
+    Loss of each target, -ln p(target) in nats, (B, K) float32, with at most 1 GB of float32 logits.
+    x: (B, K, C), ready for the output matrix; head: that matrix, a module; targets: (B, K) ids.
     """
     V = head.weight.shape[0]
-    if torch.compiler.is_compiling() and torch.is_autocast_enabled(x.device.type):
-        # The logits stay in half precision, float32 is only in registers. F.cross_entropy is not
-        # used, as its backward sums over all logits once more; int32, as a register holds twice as
-        # many.
+    small = targets.numel() * V <= LOGITS_KEPT
+    if torch.compiler.is_compiling() and (small or torch.is_autocast_enabled(x.device.type)):
+        # In half precision float32 is only in registers. F.cross_entropy is not used, as its
+        # backward sums over all logits once more; int32, as a register holds twice as many.
         logits = head(x).float()
         ids = torch.arange(V, dtype=torch.int32, device=x.device)
         is_target = ids == targets[..., None].int()
