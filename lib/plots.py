@@ -364,6 +364,12 @@ def draw_scoreboard(result):
             axis.errorbar(x['mean'], y['mean'], y['sd'], x['sd'], fmt='none', ecolor=color, lw=1)
         axis.axhline(0, color=BLACK, lw=1)
         axis.set(xlabel='loss at L (nats per token), better to the right', ylabel=name)
+        if 'gain' in key:  # from a hundredth of a nat to many
+            axis.set_yscale('asinh', linear_width=0.1)
+            low, ticks = axis.get_ylim()[0], [0.1, 0, -0.1, -0.3, -1, -3, -10]
+            axis.set_yticks(ticks, [f'{tick:g}' for tick in ticks])
+            axis.minorticks_off()
+            axis.set_ylim(1.2 * low, 0.1)
         axis.invert_xaxis()
         label_ends(axis, gap=0.03)
     return figure
