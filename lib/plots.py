@@ -415,6 +415,16 @@ PICTURES = {
 }
 
 
+def read_result(path):
+    """A stage's JSON; what older files call `last`, a setting and a protocol, is `tail`."""
+    result = json.loads(Path(path).read_text(encoding='utf-8'))
+    if 'last' in result:
+        result['tail'] = result.pop('last')
+    if result.get('protocol') == 'last':
+        result['protocol'] = 'tail'
+    return result
+
+
 def kind_of(result):
     """The key in PICTURES of a result: its stage, and what tells the pictures of a stage apart."""
     if 'paired_differences' in result:
@@ -428,10 +438,8 @@ def draw(path):
     """Draw the pictures of a stage's JSON beside it. Returns their paths, which may be none."""
     path = Path(path)
     try:
-        result = json.loads(path.read_text(encoding='utf-8'))
-        if 'last' in result:  # the name of `tail` in older files, and of the protocol
-            result |= {'tail': result['last']}
-        kind = kind_of(result).replace('eval_ppl last', 'eval_ppl tail')
+        result = read_result(path)
+        kind = kind_of(result)
         figures = {path.with_suffix('.png'): PICTURES[kind]}
     except MALFORMED:  # it is not a result, or one without a picture
         return []

@@ -206,6 +206,25 @@ def test_losses_in_chunks_equal_losses_at_once_and_hold_a_chunk_of_logits(monkey
     assert max(sizes) == rows * 61
 
 
+@pytest.mark.parametrize('kept, products', [(2 * 21 * 61, 1), (2 * 21 * 61 - 1, 4)])
+def test_compiled_float32_losses_keep_so_many_logits_and_are_those_of_the_plain_ones(
+        monkeypatch, kept, products):
+    x, head, targets = torch.randn(2, 21, 16), torch.nn.Linear(16, 61, bias=False), tokens(2, 21)
+
+    def gradients(loss):
+        losses = loss(x, head, targets)
+        return losses, *torch.autograd.grad(losses.square().mean(), head.weight)
+
+    expected, calls = gradients(kernels.cross_entropy), []
+    monkeypatch.setattr(kernels, 'LOGITS_KEPT', kept)
+    monkeypatch.setattr(kernels, 'LOGITS_AT_ONCE', 21 * 61)  # two pieces, backward again
+    head.register_forward_hook(lambda *_: calls.append(1))
+    found = gradients(torch.compile(kernels.cross_entropy, backend='eager', dynamic=False))
+    for a, b in zip(found, expected):
+        near(a, b, atol=1e-5)
+    assert len(calls) == products
+
+
 @pytest.mark.slow
 def test_a_compiled_training_step_casts_each_matrix_to_bfloat16_once():
     """In the graphs that a compiler gets, cut as Inductor cuts them."""

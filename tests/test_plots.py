@@ -13,7 +13,7 @@ from lib import figures, plots
 
 RESULTS = {}
 for path in sorted(Path(__file__).parents[1].glob('results/**/*.json')):
-    result = json.loads(path.read_text())
+    result = plots.read_result(path)
     if plots.kind_of(result) in plots.PICTURES:
         RESULTS[f'{path.parent.name}/{path.stem}'] = result
 
@@ -42,6 +42,17 @@ def test_every_result_draws_without_a_warning_and_names_its_run(name):
     else:
         run = result.get('method', result['settings'].get('out_dir', result.get('label')))
     assert run in figure.get_suptitle()
+
+
+def test_results_from_before_the_tail_had_that_name_draw_the_same_picture(tmp_path):
+    old = Path(__file__).parents[1] / 'results/dape_small/eval_ppl_table.json'
+    assert json.loads(old.read_text())['protocol'] == 'last'
+    [then] = plots.draw(write(tmp_path, 'old', json.loads(old.read_text())))
+    [now] = plots.draw(write(tmp_path, 'new', RESULTS['dape_small/eval_ppl_table']))
+    assert RESULTS['dape_small/eval_ppl_table']['protocol'] == 'tail'
+    assert then.read_bytes() == now.read_bytes()
+    path = write(tmp_path, 'position', {'protocol': 'position', 'last': 64})
+    assert plots.read_result(path) == {'protocol': 'position', 'tail': 64}
 
 
 def test_a_value_above_the_panel_is_written_at_its_edge():
