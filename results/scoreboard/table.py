@@ -11,17 +11,16 @@ it was; started twice, two processes share the work. A method of your own is an 
 Writes results/scoreboard/SIZE.json and .png
 """
 
-import json
 import statistics
-import subprocess
-import sys
 import time
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 
 import numpy as np
 
+import demo
 from configurator import configure, settings
+from demo import read
 from lib import plots
 from lib.devices import setup
 from lib.errors import ROOT, UserError
@@ -117,12 +116,7 @@ ROWS = {
 
 def run(command):
     """Run a stage of this project as a user would. The work ends where a stage fails."""
-    print('$ python', command, flush=True)
-    subprocess.run([sys.executable, *command.split()], cwd=ROOT, check=True)
-
-
-def read(path):
-    return json.loads((ROOT / path).read_text())
+    demo.run(*command.split())
 
 
 def folder_of(model, seed):
