@@ -29,7 +29,7 @@ from configurator import between, configure, run_config, settings
 from lib.checkpoints import cast_matrices, config_of
 from lib.devices import can_compile, compiled, matmul_flops, setup, synchronize
 from lib.errors import UserError
-from lib.generate import new_cache, step_of, store_column_major
+from lib.generate import needs_equal_lengths, new_cache, step_of, store_column_major
 from lib.huggingface import their_config
 from lib.results import optional, print_rows, provenance, result_path, save_json
 from model import ModelConfig, Transformer
@@ -348,7 +348,7 @@ def decode(runtime):
         return work
 
     works = {who: decoding(model) for who, model in models.items()}
-    if can_compile(runtime, compile):
+    if can_compile(runtime, compile) and not needs_equal_lengths(ours):
         works['compiled'] = decoding(ours, True)
     weights = ours.n_params() - ours.embed.weight.numel()
     keys = 2 * n_layer * n_kv_head * (n_embd // n_head) * (read_context + n_decode / 2)

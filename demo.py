@@ -212,7 +212,8 @@ def main():
         'scale_fit': {key: search[key] for key in ('fit_a', 'fit_r2')},
         'seeds': {'train': trained['seed'], 'tune': uniform['settings']['seed']},
         'position': curve['position'], 'settings': settings(globals()), 'train_settings': trained,
-        'versions': result['versions'], 'device': result['device'],
+        'command': ' '.join(['python', Path(sys.argv[0]).name, *sys.argv[1:]]),
+        **{key: result[key] for key in ('commit', 'versions', 'device', 'dtype')},
         'seconds': round(time.perf_counter() - began, 1)}
     report = save_json(f'{out_dir}/report.json', report)
     plots.draw(f'{out_dir}/report.json')

@@ -248,9 +248,18 @@ def test_own_bias(student):
     later = call(own.bias, far[-2:-1] + 9, far[:-1] + 9)
     problems['it depends on more than i - j: use the i and j given, not torch.arange'] = (
         later.shape != found[..., 1:].shape or not np.allclose(later, found[..., 1:], 1e-4, 1e-5))
+    problems['it is not finite at j > i; usual mistake: a logarithm or a root of i - j < 0'] = (
+        not np.isfinite(call(own.bias, far[:9], far)).all())
     for problem, there in problems.items():
         if there:
             refuse(f'OwnBias: {problem}.')
+    try:
+        of_two = own.bias(far[:18].view(2, 9), far.expand(2, -1)).shape
+    except (RuntimeError, IndexError) as error:
+        of_two = str(error)
+    if of_two != (2, H, 9, 512):
+        refuse(f'OwnBias: of two sequences, i (2, 9) and j (2, 512), it should be (2, {H}, 9, '
+               f'512), but is {of_two}. Usual mistake: i[:, None] - j for position.distances().')
     parameters = dict(own.named_parameters())
     if parameters:
         (own.bias(far[-9:], far) * torch.tensor(draw(H, 9, 512))).sum().backward()

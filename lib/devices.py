@@ -293,9 +293,10 @@ def matmul_flops(device, dtype, seconds=0.3, size=None):
     """
     FLOP/s of a large square matrix product in this precision, the best of those done in so many
     seconds: the ceiling that MFU is measured by. On a CPU by the time that this thread computes,
-    which leaves out what other processes take: so it is the ceiling of an idle machine, too.
+    which leaves out most of what other processes take; Windows counts that in steps of 16 ms.
     """
-    clock = time.thread_time if device.type == 'cpu' else time.perf_counter
+    of_thread = device.type == 'cpu' and sys.platform != 'win32'
+    clock = time.thread_time if of_thread else time.perf_counter
     size = size or (8192 if device.type == 'cuda' else 2048)
     a = torch.randn(size, size, device=device, dtype=dtype)
     a @ a  # the first may take a second, while the library loads

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lib.errors import MALFORMED, UserError, fault_of, report
+from lib.errors import MALFORMED, UserError, report
 from lib.figures import (
     BLACK,
     BLUE,
@@ -366,10 +366,10 @@ def draw_scoreboard(result):
         axis.set(xlabel='loss at L (nats per token), better to the right', ylabel=name)
         if 'gain' in key:  # from a hundredth of a nat to many
             axis.set_yscale('asinh', linear_width=0.1)
-            low, ticks = axis.get_ylim()[0], [0.1, 0, -0.1, -0.3, -1, -3, -10]
+            (low, high), ticks = axis.get_ylim(), [3, 1, 0.3, 0.1, 0, -0.1, -0.3, -1, -3, -10]
             axis.set_yticks(ticks, [f'{tick:g}' for tick in ticks])
             axis.minorticks_off()
-            axis.set_ylim(1.2 * low, 0.1)
+            axis.set_ylim(1.2 * low, max(0.1, 1.2 * high))
         axis.invert_xaxis()
         label_ends(axis, gap=0.03)
     return figure
@@ -456,8 +456,10 @@ def main():
     if not sys.argv[1:]:
         raise UserError('Give the results to draw: python -m lib.plots FILE.json [FILE.json ...]')
     for path in sys.argv[1:]:
-        with fault_of(path, 'a result as its stage wrote it', 'Measure it again.'):
+        try:
             drawn = draw(path)
+        except KeyError as key:
+            raise UserError(f'{path} has no {key}. Measure it again.') from key
         if not drawn:
             raise UserError(f"{path} has no picture. These have one: {', '.join(PICTURES)}.")
         print('wrote', *drawn)

@@ -184,9 +184,10 @@ def read_json(path, stage, *curves):
         result = json.loads(Path(path).read_text(encoding='utf-8'))
         if result['stage'] != stage:
             raise ValueError(f"its stage is {result['stage']}")
-        shapes = {np.array(result[key], float).shape for key in curves}
-        if curves and shapes != {(len(result[curves[0]]),)}:
-            raise ValueError(f"{', '.join(curves)} are not equally long lists")
+        lengths = {len(result[key]) for key in curves}
+        kinds = {type(number) for key in curves for number in result[key]}
+        if curves and (len(lengths) > 1 or 0 in lengths or kinds - {int, float, type(None)}):
+            raise ValueError(f"{', '.join(curves)} are not equally long lists of numbers")
         for key in curves:
             if None in result[key]:
                 raise UserError(f'{path} has null in {key}, where a number was not finite. Measure '

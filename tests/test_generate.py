@@ -27,7 +27,8 @@ P = torch.tensor([0.05, 0.4, 0.1, 0.25, 0.2])  # of five tokens
 
 # ---------------------------------------------------------------------- one token
 
-@pytest.mark.parametrize('settings', [dict(temperature=0), dict(top_k=1)], ids=str)
+@pytest.mark.parametrize('settings', [{'temperature': 0}, {'temperature': 1e-46}, {'top_k': 1}],
+                         ids=str)
 def test_temperature_0_and_top_k_1_take_the_likeliest_and_the_first_of_equals(settings):
     logits = torch.randn(8, 50)
     logits[:2, 7:9] = 9.0

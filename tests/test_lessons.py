@@ -6,7 +6,6 @@ what the project itself computes passes it.
 import math
 import os
 import re
-import resource
 import subprocess
 import sys
 import textwrap
@@ -207,6 +206,17 @@ class LogOfNegative(position.Kerple):
         return -self.p[:, None, None] * torch.log1p(i[:, None] - j)
 
 
+class RootOfNegative(position.Kerple):
+    def bias(self, i, j):
+        distance = i[..., None, :, None] - j[..., None, None, :]
+        return -torch.where(distance < 0, 0, (self.p[:, None, None] * distance).sqrt())
+
+
+class OneSequence(position.ALiBi):
+    def bias(self, i, j):
+        return super().bias(i, j) if i.dim() == 1 else -(i[:, None] - j).float()
+
+
 def yarn(least=lambda D: 0, most=lambda D: D - 1):
     """YaRN's frequencies, the ends of its ramp held at least and most."""
     def frequencies(D, base, s, L):
@@ -284,7 +294,9 @@ WRONG = [
     ('alibi', lambda H, i, j: -SOLVED.alibi(H, i, j), 'far keys get more'),
     ('own_bias', NearCountsLess, 'far key gets more'),
     ('own_bias', FromZero, 'use the i and j given'),
-    ('own_bias', LogOfNegative, 'at j > i clamp i - j to 0'),
+    ('own_bias', LogOfNegative, 'not finite at j > i'),
+    ('own_bias', RootOfNegative, 'at j > i clamp i - j to 0'),
+    ('own_bias', OneSequence, 'for position.distances()'),
     ('tune_scales', descent(clamp=None), 'after each step, was left out'),
     ('tune_scales', descent(clamp='the end'), 'after each step, was left for the end'),
     ('tune_scales', descent(freeze=False, every_weight=True), 'all weights are frozen'),
@@ -365,6 +377,7 @@ def test_open_model_takes_a_number_an_array_or_a_file():
 
 @pytest.mark.slow
 def test_tour_runs_from_top_to_bottom_within_a_minute_of_two_cores():
+    resource = pytest.importorskip('resource')  # not on Windows
     assert MODEL.stat().st_size < 3.5e6
     cells = [cell for cell in read(ROOT / 'lessons/tour.ipynb')['cells']
              if cell['cell_type'] == 'code']
@@ -372,7 +385,8 @@ def test_tour_runs_from_top_to_bottom_within_a_minute_of_two_cores():
     program = '\n'.join(''.join(cell['source']) for cell in cells)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     run = subprocess.run([sys.executable, '-c', program], cwd=ROOT / 'lessons', text=True,
-                         capture_output=True, env=os.environ | {'MPLBACKEND': 'agg'})
+                         capture_output=True, timeout=1800,
+                         env=os.environ | {'MPLBACKEND': 'agg'})
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert run.returncode == 0, run.stderr
     assert after.ru_utime - before.ru_utime < 120  # of two cores, whatever else they do

@@ -90,6 +90,25 @@ def test_a_result_without_a_picture_is_refused(tmp_path, monkeypatch, result):
     assert not (tmp_path / 'x.png').exists()
 
 
+def test_a_result_that_lacks_a_key_is_refused_but_a_bug_is_not_blamed_on_it(tmp_path, monkeypatch):
+    whole = RESULTS['books/eval_ppl_table']
+    path = write(tmp_path, 'x', {key: value for key, value in whole.items() if key != 'rows'})
+    monkeypatch.setattr(sys, 'argv', ['plots.py', str(path)])
+    refuses("x.json has no 'rows'", plots.main)
+    write(tmp_path, 'x', whole)
+    monkeypatch.setitem(plots.PICTURES, plots.kind_of(whole), lambda result: None + 1)
+    with pytest.raises(TypeError):
+        plots.main()
+
+
+def test_a_gain_from_beyond_L_is_inside_the_scoreboards_panel():
+    result = copy.deepcopy(RESULTS['scoreboard/small'])
+    result['rows'][0]['gain at far repeats']['mean'] = 0.35
+    figure = plots.draw_scoreboard(result)
+    low, high = figure.axes[0].get_ylim()
+    assert low < -0.35 and 0.35 < high < 1
+
+
 def test_a_log_draws_with_and_without_validation(tmp_path):
     rows = [{'step': 1, 'tokens': 64, 'loss': 5.0}, {'step': 1, 'tokens': 64, 'val_loss': 4.9}]
     for n in (0, 1, 2):

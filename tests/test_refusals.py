@@ -71,6 +71,8 @@ entropy         GIVEN | x.json | DEEP
 entropy         GIVEN | x.json | {"stage": "che", "position": [1], "loss": [1]}
 entropy         GIVEN | x.json | {"stage": "entropy"}
 entropy         GIVEN | x.json | {"stage": "entropy", "position": 5, "loss": [1]}
+entropy        GIVEN | x.json | {"stage": "entropy", "position": [], "mean_entropy": [], "loss": []}
+entropy   GIVEN | x.json | {"stage": "entropy", "position": [1], "mean_entropy": [1], "loss": ["1"]}
 
 data that cannot be read, tokenizers and mixtures that cannot work
 data/text/prepare  PREPARE | Name files

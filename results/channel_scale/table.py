@@ -135,7 +135,7 @@ def correlations(scales, found):
 def over_seeds(values):
     """values: a number, or a list of as many, a seed each."""
     sd = np.std(values, axis=0, ddof=1) if len(values) > 1 else None
-    return {'mean': np.mean(values, axis=0), 'sd': sd}
+    return {'mean': np.mean(values, axis=0), 'sd': sd, 'each': values}
 
 
 def show(name, cell, digits=3):

@@ -9,12 +9,14 @@ Writes out_dir/SEED/losses.json, and of all that are there results/demo/seeds.js
 """
 
 import statistics
+import time
 from pathlib import Path
 
 import demo
-from configurator import configure
+from configurator import configure, settings
+from lib.devices import setup
 from lib.errors import ROOT
-from lib.results import save_json
+from lib.results import provenance, save_json
 
 out_dir = 'out/demo_seeds'
 seeds = [1337, 1338, 1339, 1340, 1341]
@@ -43,6 +45,7 @@ def loss_at(losses, family, T):
 
 
 def main():
+    began = time.perf_counter()
     for seed in seeds:
         path = Path(out_dir, str(seed), 'losses.json')
         if not path.exists():
@@ -62,8 +65,9 @@ def main():
         columns = [[loss_at(losses, family, T) for family in FAMILIES] for T in lengths[1:]]
         in_order[seed] = all(column == sorted(column, reverse=True) for column in columns)
     print('in order:', in_order)
+    made = provenance(settings(globals()), setup('cpu', 'float32'), time.perf_counter() - began)
     save_json(ROOT / 'results/demo/seeds.json',
-              {'seeds': found, 'rows': rows, 'in_order': in_order})
+              {'seeds': found, 'rows': rows, 'in_order': in_order} | made)
 
 
 if __name__ == '__main__':

@@ -4,16 +4,18 @@ trainings: 20 rounds of a step of both.
 
 $ python -m results.scoreboard.steps    # half an hour on two cores; goes on where it was stopped
 
-Writes results/scoreboard/SIZE_steps.json, from where results/scoreboard/table.py takes it
+Writes results/scoreboard/SIZE_steps.json, from where results/scoreboard/table.py takes it. One of
+another machine or version is begun anew; remove one of this machine to measure again.
 """
 
 import json
+import time
 
 import bench
 import train
 from configurator import configure, run_config, settings
 from lib.devices import setup
-from lib.errors import ROOT
+from lib.errors import ROOT, UserError
 from lib.results import provenance, save_json
 from position import Settings
 from results.scoreboard.table import ROWS, SIZES
@@ -36,19 +38,26 @@ def ratio(row, runtime):
 
 
 def main():
+    if size not in SIZES:
+        raise UserError(f"size is '{size}'. Choose from {', '.join(SIZES)}.")
+    began = time.perf_counter()
     chosen = settings(vars(train)) | run_config(SIZES[size].config)
     sizes = {name: chosen[name] for name in bench.MODEL if name in chosen}
     vars(bench).update(sizes, context=chosen['block_size'], batch_size=chosen['batch_size'],
                        vocab_size=257, rounds=20)
     runtime = setup(device, 'auto', 1337)
     path = ROOT / f'results/scoreboard/{size}_steps.json'
-    ratios = json.loads(path.read_text())['ratios'] if path.exists() else {}
+    found, ratios = json.loads(path.read_text()) if path.exists() else {}, {}
+    here = provenance(settings(globals()), runtime, 0)
+    if all(found.get(key) == here[key] for key in ('device', 'dtype', 'versions')):
+        ratios = found['ratios']
     for key, row in ROWS.items():
         if row.model == key and not row.init and size in row.sizes and key not in ratios:
             ratios[key] = ratio(row, runtime)
             print(f'{row.title:26}{ratios[key]:6.2f} of a step of NoPE', flush=True)
-            save_json(path, {'ratios': ratios} | provenance(settings(globals()), runtime, 0))
-    print('wrote', path)
+            seconds = time.perf_counter() - began
+            save_json(path, {'ratios': ratios} | provenance(settings(globals()), runtime, seconds))
+    print(path, 'is whole')
 
 
 if __name__ == '__main__':

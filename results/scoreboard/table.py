@@ -14,6 +14,7 @@ Writes results/scoreboard/SIZE.json and .png
 import statistics
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,7 +24,7 @@ from configurator import configure, settings
 from demo import read
 from lib import plots
 from lib.devices import setup
-from lib.errors import ROOT, UserError
+from lib.errors import UserError
 from lib.results import lock_file, provenance, save_json, unlock_file
 
 size = 'small'               # a key of SIZES
@@ -126,12 +127,12 @@ def folder_of(model, seed):
 def require_model(row, seed, values):
     """Train the model of a row, or go on with it, unless it is there."""
     folder, first = folder_of(row.model, seed), ''
-    if (ROOT / folder / 'loss.png').exists():
+    if Path(folder, 'loss.png').exists():
         return
     if row.init:
         require_model(ROWS[row.init], seed, values)
         first = f' --init_from={folder_of(row.init, seed)}/last.pt'
-    if (ROOT / folder / 'last.pt').exists():
+    if Path(folder, 'last.pt').exists():
         first = ' --init_from=resume'
     run(f'train.py {SIZES[size].config} {row.train.format(**values)} --seed={seed} '
         f'--out_dir={folder}{first}')
@@ -158,7 +159,7 @@ def measure(key, seed):
 
     reading, numbers = row.read.format(**values), 0
     if row.tune:
-        if not (ROOT / folder / 'scale_uniform_fit.json').exists():
+        if not Path(folder, 'scale_uniform_fit.json').exists():
             run(f'tune_scale.py --out_dir={folder} --method=uniform --n_samples=32')
         numbers = 1
         if '--tune' in row.tune:  # a set for 8L, which leaves passes of L tokens as they are
@@ -184,7 +185,7 @@ def measure(key, seed):
 
 
 def result_file(key, seed):
-    return ROOT / f'results/scoreboard/{size}/{key}_{seed}.json'
+    return Path(f'results/scoreboard/{size}/{key}_{seed}.json')
 
 
 def work_on(todo):
@@ -194,7 +195,7 @@ def work_on(todo):
         for key, seed in list(todo):
             base = ROWS[key].init or ROWS[key].model  # which several rows may start from
             try:
-                lock = lock_file(ROOT / folder_of(base, seed) / 'scoreboard', alone)
+                lock = lock_file(Path(folder_of(base, seed), 'scoreboard'), alone)
             except UserError:
                 continue
             if not result_file(key, seed).exists():
@@ -230,7 +231,7 @@ COLUMNS = {
 
 def collect():
     """A row for each method that has been measured: mean and standard deviation over its seeds."""
-    rows, steps = [], ROOT / f'results/scoreboard/{size}_steps.json'
+    rows, steps = [], Path(f'results/scoreboard/{size}_steps.json')
     ratios = read(steps)['ratios'] if steps.exists() else {}
     for key, row in ROWS.items():
         files = [result_file(key, seed) for seed in seeds]
@@ -276,7 +277,7 @@ def main():
         work_on(todo)
     rows = collect()
     print_table(rows)
-    path = ROOT / f'results/scoreboard/{size}.json'
+    path = Path(f'results/scoreboard/{size}.json')
     result = {'stage': 'scoreboard', 'label': size, 'L': SIZES[size].L, 'rows': rows}
     seconds = time.perf_counter() - began
     save_json(path, result | provenance(settings(globals()), setup('cpu', 'float32'), seconds))
