@@ -2,7 +2,7 @@
 # there already is not made again, so the same command goes on where an earlier one stopped.
 #   bash results/gpu/run.sh 60                   # one GPU; JSON into results/gpu
 #   BOOKS=FOLDER bash results/gpu/run.sh 120     # the last part reads the books of results/books
-#   SIZE=toy bash results/gpu/run.sh 3           # the same path on a CPU, into out/gpu_toy
+#   SIZE=toy bash results/gpu/run.sh 60          # the same path on a CPU, into out/gpu_toy
 set -u
 end=$(($(date +%s) + 60 * ${1:-60}))
 if [ "${SIZE:-full}" = toy ]; then
