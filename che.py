@@ -10,7 +10,8 @@ the whole input.
 
 Recall and copy, which Table 6 does not have, are read otherwise, as empty slots differ only by
 their positions and so would test counting: recall is read at the keys that are asked for, and copy
-is generated symbol by symbol. All position methods see the same tokens, in one pass.
+is generated symbol by symbol. reverse_string is of Table 6 and read as there: at slots it tests
+counting, too. All position methods see the same tokens, in one pass.
 
 $ python che.py --tasks="['bucket_sort']" --max_iters=1000 --test_length=100 --eval_every=10
 $ python che.py --tasks=[] --position=kerple --dape_kernel=3 --max_iters=200000  # Table 6, on a GPU

@@ -166,9 +166,10 @@ def comparisons(methods, losses, position, L):
 def print_report(report):
     print(f'\nLoss in nats per byte, mean of the last {TAIL} positions of {report["windows"]} test '
           f'windows; L = {report["block_size"]}')
-    print(' ' * 22 + '        L       2L       4L    reach   scales')
+    print(' ' * 22 + '        L       2L       4L  gain at 4L    reach   scales')
     for name, method in report['methods'].items():
-        losses = ''.join(f'{row["loss"]:9.3f}' for row in method['at'].values())
+        rows = list(method['at'].values())
+        losses = ''.join(f'{row["loss"]:9.3f}' for row in rows) + f'{rows[-1]["gain"]:12.3f}'
         low, high = method['scale']
         scales = f'{low:.2f} to {high:.2f}' if low < high else f'{low:.2f}'
         print(f'{name:22}{losses}{method["reach"]:9d}   {scales}')

@@ -366,12 +366,17 @@ def draw_scoreboard(result):
         axis.set(xlabel='loss at L (nats per token), better to the right', ylabel=name)
         if 'gain' in key:  # from a hundredth of a nat to many
             axis.set_yscale('asinh', linear_width=0.1)
-            (low, high), ticks = axis.get_ylim(), [3, 1, 0.3, 0.1, 0, -0.1, -0.3, -1, -3, -10]
+            low, ticks = axis.get_ylim()[0], [3, 1, 0.3, 0.1, 0, -0.1, -0.3, -1, -3, -10]
+            best = max(row[key]['mean'] for row in rows if key in row)
             axis.set_yticks(ticks, [f'{tick:g}' for tick in ticks])
             axis.minorticks_off()
-            axis.set_ylim(1.2 * low, max(0.1, 1.2 * high))
+            axis.set_ylim(1.2 * low, max(0.1, 1.5 * best))
         axis.invert_xaxis()
         label_ends(axis, gap=0.03)
+    shown = {row['family'] for row in rows}
+    handles = [axes[0].plot([], 'o', color=color, label=family)[0]
+               for family, color in FAMILIES.items() if family in shown]
+    figure.legend(handles=handles, loc='outside lower center', ncols=len(handles), frameon=False)
     return figure
 
 

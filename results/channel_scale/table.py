@@ -57,24 +57,25 @@ def losses_of(folder, label, *reading):
 
 
 def measure(folder, seed):
-    """{what was tuned: {length: loss}} of one model. Tunes what is not there yet."""
+    """{what was tuned: what losses_of() gives} of one model. Tunes what is not there yet."""
     target, found = 4 * L, {}
-    found['NoPE'], found['NoPE, cut to L'] = losses_of(folder, 'channel_study_none')
+    found['NoPE'] = losses_of(folder, 'channel_study_none')
+    found['NoPE, cut to L'] = found['NoPE'][1], found['NoPE'][1]
     uniform = read(f'{folder}/scale_uniform.json')
     best = dict(zip(uniform['lengths'], uniform['best_by_length']))[target]
-    found['uniform scale'], _ = losses_of(folder, 'channel_study_uniform', f'--scale={best}')
+    found['uniform scale'] = losses_of(folder, 'channel_study_uniform', f'--scale={best}')
     whole = str(Path(folder).with_name('whole'))
     if not Path(whole, 'loss.png').exists():
         run('train.py', 'config/finetune_demo.py', f'--init_from={folder}/last.pt',
             f'--out_dir={whole}', f'--learning_rate={RATE}', '--min_lr=0', f'--seed={seed}')
-    found['every weight'], _ = losses_of(whole, 'channel_study_whole')
+    found['every weight'] = losses_of(whole, 'channel_study_whole')
     for name, kinds in TUNED.items():
         label = f"study_{kinds.replace(',', '_')}"
         file = f'{folder}/scale_head_{target}_{label}.json'
         if not Path(file).exists():
             run('tune_scale.py', f'--out_dir={folder}', f'--target_length={target}',
                 f'--tune={kinds}', f'--label={label}', '--max_iters=120', '--n_samples=16')
-        found[name], _ = losses_of(folder, f'channel_{label}', f'--scale={file}')
+        found[name] = losses_of(folder, f'channel_{label}', f'--scale={file}')
     return found
 
 
@@ -161,13 +162,18 @@ def main():
     result = {
         'stage': 'channel_scale', 'block_size': L, 'target_length': 4 * L, 'lengths': LENGTHS,
         'seeds': seeds,
-        'losses': {name: over_seeds([[one[name][T] for T in LENGTHS] for one in losses])
+        'losses': {name: over_seeds([[one[name][0][T] for T in LENGTHS] for one in losses])
                    for name in losses[0]},
+        'gains': {name: over_seeds([[one[name][1][T] - one[name][0][T] for T in LENGTHS]
+                                    for one in losses]) for name in losses[0]},
         'spread': over_seeds(spread),
         'correlations': {name: over_seeds([one[name] for one in shared]) for name in shared[0]},
         'first_seed': drawn}
     print('loss at', LENGTHS, 'when this was tuned at', 4 * L)
     for name, cell in result['losses'].items():
+        print(show(name, cell))
+    print('gain from beyond L at the same lengths')
+    for name, cell in result['gains'].items():
         print(show(name, cell))
     print(show('\nstandard deviation of the scales: of the means of heads, within a head',
                result['spread'], 2))

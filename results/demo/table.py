@@ -40,8 +40,8 @@ def measure(seed, folder):
 
 
 def loss_at(losses, family, T):
-    """The loss at T of NoPE, or of what was made for T."""
-    return losses[family if family == 'NoPE' else f'{family} {T}'][T]
+    """The loss at T of NoPE, also with its context cut to L, or of what was made for T."""
+    return losses[family if family in ('NoPE', 'cut') else f'{family} {T}'][T]
 
 
 def main():
@@ -53,8 +53,8 @@ def main():
     found = {path.parent.name: demo.read(path) for path in Path(out_dir).glob('*/losses.json')}
     lengths = list(next(iter(found.values()))['NoPE'])
     rows = []
-    for T in lengths[1:]:
-        for family in FAMILIES:
+    for T in lengths:
+        for family in (*FAMILIES, 'cut') if T != lengths[0] else ('NoPE',):
             values = [loss_at(losses, family, T) for losses in found.values()]
             sd = statistics.stdev(values) if len(values) > 1 else None
             rows.append({'length': int(T), 'method': family, 'mean': statistics.mean(values),

@@ -149,6 +149,10 @@ def tuned_numbers(path):
     return count
 
 
+def made(began):
+    return provenance(settings(globals()), setup('auto', 'auto'), time.perf_counter() - began)
+
+
 def measure(key, seed):
     """What the file of one row and seed holds. Trains and tunes what it needs."""
     row, s, began = ROWS[key], SIZES[size], time.perf_counter()
@@ -173,15 +177,14 @@ def measure(key, seed):
     run(f'{common} --protocol=repeat --lengths=[{8 * L}]')
     text = read(f'{folder}/eval_ppl_position_{key}.json')
     found = {'row': key, 'seed': seed, **asdict(row), 'tuned_numbers': numbers,
-             'text': text['rows'], 'repeats': read(f'{folder}/eval_ppl_repeat_{key}.json')['rows'],
-             'versions': text['versions'], 'device': text['device']}
+             'text': text['rows'], 'repeats': read(f'{folder}/eval_ppl_repeat_{key}.json')['rows']}
     if row.recalls and size == 'small':
         run(f'che.py config/recall.py {row.train} --seed={seed} --out_dir={folder}_recall')
         result = read(f'{folder}_recall/che.json')
         for task, shares in result['tasks'].items():
             found[task] = {'lengths': result['lengths'], 'exact': shares['exact'],
                            'accuracy': shares['accuracy']}
-    return found | {'seconds': round(time.perf_counter() - began)}
+    return found | made(began)
 
 
 def result_file(key, seed):
@@ -220,11 +223,13 @@ COLUMNS = {
     'loss at L': ('text', 0, 'loss'),
     'loss at 4L': ('text', 1, 'loss'),
     'loss at 16L': ('text', 3, 'loss'),
+    'cut at 8L': ('text', 2, 'cut_loss'),
     'gain at 8L': ('text', 2, 'gain'),
     'gain at far repeats': ('repeats', 0, 'gain'),
     'recall at L': ('recall', 'accuracy', 0),
     'recall at 4L': ('recall', 'accuracy', 2),
     'recall at 16L': ('recall', 'accuracy', 3),
+    'copy at L': ('copy', 'exact', 0),
     'copy at 2L': ('copy', 'exact', 1),
 }
 
@@ -279,8 +284,7 @@ def main():
     print_table(rows)
     path = Path(f'results/scoreboard/{size}.json')
     result = {'stage': 'scoreboard', 'label': size, 'L': SIZES[size].L, 'rows': rows}
-    seconds = time.perf_counter() - began
-    save_json(path, result | provenance(settings(globals()), setup('cpu', 'float32'), seconds))
+    save_json(path, result | made(began))
     print('wrote', path, *plots.draw(path))
 
 
