@@ -41,12 +41,13 @@ class Size:
     L: int
     max_iters: int           # of training
     tune_iters: int          # of tuning, each with 8 windows of 8L tokens, whatever is tuned
+    gram: int                # tokens that repeat before a target; 0.5 to 4% of all then count
 
 
 SIZES = {
-    'small': Size('config/scoreboard.py', 128, 2200, 60),         # 0.9M parameters
-    'books': Size('config/books_nope.py', 256, 2800, 75),         # 5M
-    'books_gpu': Size('config/books_gpu.py', 512, 1500, 150),     # 32M, on a GPU
+    'small': Size('config/scoreboard.py', 128, 2200, 60, 8),         # 0.9M parameters
+    'books': Size('config/books_nope.py', 256, 2800, 75, 8),         # 5M
+    'books_gpu': Size('config/books_gpu.py', 512, 1500, 150, 4),     # 32M, on a GPU
 }
 
 
@@ -174,10 +175,11 @@ def measure(key, seed):
 
     common = f'eval_ppl.py --out_dir={folder} {reading} --label={key} --n_samples=96'
     run(f'{common} --protocol=position --lengths=[{L},{4 * L},{8 * L},{16 * L}]')
-    run(f'{common} --protocol=repeat --lengths=[{8 * L}]')
-    text = read(f'{folder}/eval_ppl_position_{key}.json')
+    run(f'{common} --protocol=repeat --lengths=[{8 * L}] --gram={s.gram}')
+    text, repeats = [read(f'{folder}/eval_ppl_{protocol}_{key}.json')
+                     for protocol in ('position', 'repeat')]
     found = {'row': key, 'seed': seed, **asdict(row), 'tuned_numbers': numbers,
-             'text': text['rows'], 'repeats': read(f'{folder}/eval_ppl_repeat_{key}.json')['rows']}
+             'text': text['rows'], 'repeats': repeats['rows'], 'share': repeats['share']}
     if row.recalls and size == 'small':
         run(f'che.py config/recall.py {row.train} --seed={seed} --out_dir={folder}_recall')
         result = read(f'{folder}_recall/che.json')
