@@ -21,7 +21,7 @@ import numpy as np
 from configurator import configure, settings
 from lib import plots
 from lib.errors import ROOT
-from lib.results import save_json
+from lib.results import command, save_json
 
 out_dir = 'out/demo'
 max_iters = 2200             # training steps of each twin
@@ -163,6 +163,12 @@ def comparisons(methods, losses, position, L):
             'gap_to_rope_at_L': at_L['NoPE'] - at_L['RoPE']}
 
 
+def made_with(result, began):
+    """The provenance of what is put together from results of stages, of which this is one."""
+    same = {key: result[key] for key in ('commit', 'versions', 'device', 'dtype')}
+    return {'command': command(), **same, 'seconds': round(time.perf_counter() - began, 1)}
+
+
 def print_report(report):
     print(f'\nLoss in nats per byte, mean of the last {TAIL} positions of {report["windows"]} test '
           f'windows; L = {report["block_size"]}')
@@ -213,9 +219,7 @@ def main():
         'scale_fit': {key: search[key] for key in ('fit_a', 'fit_r2')},
         'seeds': {'train': trained['seed'], 'tune': uniform['settings']['seed']},
         'position': curve['position'], 'settings': settings(globals()), 'train_settings': trained,
-        'command': ' '.join(['python', Path(sys.argv[0]).name, *sys.argv[1:]]),
-        **{key: result[key] for key in ('commit', 'versions', 'device', 'dtype')},
-        'seconds': round(time.perf_counter() - began, 1)}
+        **made_with(result, began)}
     report = save_json(f'{out_dir}/report.json', report)
     plots.draw(f'{out_dir}/report.json')
     print_report(report)

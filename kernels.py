@@ -316,8 +316,9 @@ def cross_entropy(x, head, targets):
     V = head.weight.shape[0]
     small = targets.numel() * V <= LOGITS_KEPT
     if torch.compiler.is_compiling() and (small or torch.is_autocast_enabled(x.device.type)):
-        # In half precision float32 is only in registers. F.cross_entropy is not used, as its
-        # backward sums over all logits once more; int32, as a register holds twice as many.
+        # Under autocast the logits stay in half precision, float32 is only in registers.
+        # F.cross_entropy is not used, as its backward sums over all logits once more; int32, as a
+        # register holds twice as many.
         logits = head(x).float()
         ids = torch.arange(V, dtype=torch.int32, device=x.device)
         is_target = ids == targets[..., None].int()

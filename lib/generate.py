@@ -112,7 +112,7 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None
     temperature: 0 takes the likeliest; top_k: only the k likeliest; top_p: only the fewest whose
     mass reaches p.
     """
-    if temperature < 1e-30:  # by which float32 cannot divide any more
+    if temperature < 1e-30:  # float32 logits divided by less may be infinite
         return logits.argmax(-1, keepdim=True)
     logits = logits.float()
     logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # exp() is at most 1

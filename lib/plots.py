@@ -344,6 +344,10 @@ FAMILIES = {'NoPE': BLACK, 'NoPE, tuned': BLUE, 'temperature': ORANGE, 'RoPE': '
             'bias': '#117733', 'DAPE': '#AA4499'}
 
 
+def family_color(row):
+    return FAMILIES.get(row['family'], '#777777')
+
+
 def draw_scoreboard(result):
     """What each method gains from beyond L, and what it recalls there, against its loss at L."""
     rows, at_L = result['rows'], 'loss at L'
@@ -357,7 +361,7 @@ def draw_scoreboard(result):
         for row in rows:
             if key not in row:
                 continue
-            (x, y), color, title = (row[at_L], row[key]), FAMILIES[row['family']], row['title']
+            (x, y), color, title = (row[at_L], row[key]), family_color(row), row['title']
             if x['mean'] > edge:
                 title, x = f"{title}  ← {x['mean']:.2f}", {'mean': edge, 'sd': None}
             curve(axis, [x['mean']], [y['mean']], title, color=color)
@@ -373,9 +377,9 @@ def draw_scoreboard(result):
             axis.set_ylim(1.2 * low, max(0.1, 1.5 * best))
         axis.invert_xaxis()
         label_ends(axis, gap=0.03)
-    shown = {row['family'] for row in rows}
+    families = {row['family']: family_color(row) for row in rows}
     handles = [axes[0].plot([], 'o', color=color, label=family)[0]
-               for family, color in FAMILIES.items() if family in shown]
+               for family, color in families.items()]
     figure.legend(handles=handles, loc='outside lower center', ncols=len(handles), frameon=False)
     return figure
 

@@ -201,6 +201,13 @@ def result_path(folder, *parts):
     return str(Path(folder, '_'.join(part for part in parts if part)))
 
 
+def command():
+    """What was typed to run this program."""
+    module = sys.modules['__main__'].__spec__  # None where a file is run
+    program = f'-m {module.name}' if module else Path(sys.argv[0]).name
+    return ' '.join(['python', program, *sys.argv[1:]])
+
+
 def provenance(settings, runtime, seconds):
     """What a result needs to be made again: command, settings, commit, versions, device, time."""
     commit = ''
@@ -211,10 +218,8 @@ def provenance(settings, runtime, seconds):
     device = platform.machine()
     if runtime.device.type == 'cuda':
         device = torch.cuda.get_device_name(runtime.device)
-    module = sys.modules['__main__'].__spec__  # None where a file is run
-    program = f'-m {module.name}' if module else Path(sys.argv[0]).name
     return {
-        'command': ' '.join(['python', program, *sys.argv[1:]]),
+        'command': command(),
         'settings': settings,
         'commit': commit or None,
         'versions': {'python': platform.python_version(), 'torch': torch.__version__,

@@ -101,6 +101,13 @@ def test_a_result_that_lacks_a_key_is_refused_but_a_bug_is_not_blamed_on_it(tmp_
         plots.main()
 
 
+def test_a_method_of_a_family_that_is_not_known_is_drawn():
+    result = copy.deepcopy(RESULTS['scoreboard/small'])
+    result['rows'][0]['family'] = 'mine'
+    labels = [text.get_text() for text in plots.draw_scoreboard(result).legends[0].get_texts()]
+    assert {'mine', 'NoPE, tuned'} < set(labels)
+
+
 def test_a_gain_from_beyond_L_is_inside_the_scoreboards_panel():
     result = copy.deepcopy(RESULTS['scoreboard/small'])
     result['rows'][0]['gain at far repeats']['mean'] = 0.35
