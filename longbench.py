@@ -152,7 +152,7 @@ def read_task(folder, name):
     except UserError:  # A metric needs a package.
         raise
     except Exception as error:  # The files, the JSON and the fields in it fail in many ways.
-        raise UserError(f'{name} in {folder} is not as in LongBench ({type(error).__name__}: '
+        raise UserError(f'{name} of LongBench cannot be read in {folder} ({type(error).__name__}: '
                         f'{error}). Run data/longbench/prepare.py, or name the folder with '
                         '--data=.') from error
     digest = hashlib.sha256(f'{template}{max_new_tokens}{text}'.encode()).hexdigest()
