@@ -17,6 +17,7 @@ from configurator import configure, run_config, settings
 from lib.devices import setup
 from lib.errors import ROOT, UserError
 from lib.results import provenance, save_json
+from lib.tokens import open_tokens
 from position import Settings
 from results.scoreboard.table import ROWS, SIZES
 
@@ -44,7 +45,8 @@ def main():
     chosen = settings(vars(train)) | run_config(SIZES[size].config)
     sizes = {name: chosen[name] for name in bench.MODEL if name in chosen}
     vars(bench).update(sizes, context=chosen['block_size'], batch_size=chosen['batch_size'],
-                       vocab_size=257, rounds=20)
+                       rounds=20,
+                       vocab_size=open_tokens(chosen['dataset'], 'train').meta['vocab_size'])
     runtime = setup(device, 'auto', 1337)
     path = ROOT / f'results/scoreboard/{size}_steps.json'
     found, ratios = json.loads(path.read_text()) if path.exists() else {}, {}

@@ -70,11 +70,11 @@ ALL = tuple(SIZES)
 TUNE_8L = ('--block_size={T} --batch_size=8 --micro_batch_size=8 --max_iters={tune_iters} '
            '--warmup_iters=0.1 --learning_rate=5e-4 --min_lr=5e-5 --weight_decay=0.0')
 SHORT = '--position=none --max_iters={short_iters} --warmup_iters=0.1'
+UNIFORM = {'tune': '--method=uniform', 'read': '--scale={run}/scale_uniform_fit.json'}
 KERPLE_DAPE = '--position=kerple --dape_kernel={width}'
 ROWS = {
     'none': Row('NoPE', 'NoPE', recalls=True, sizes=ALL),
-    'uniform': Row('uniform scale', 'NoPE, tuned', tune='--method=uniform', sizes=ALL,
-                   read='--scale={run}/scale_uniform_fit.json'),
+    'uniform': Row('uniform scale', 'NoPE, tuned', sizes=ALL, **UNIFORM),
     'head': Row('head scale', 'NoPE, tuned', tune='--tune=scale', sizes=ALL),
     'channel': Row('channel scale', 'NoPE, tuned', tune='--tune=channel', sizes=ALL),
     'vectors': Row('small vectors', 'NoPE, tuned', tune='--tune=scale,out,norm', sizes=ALL),
@@ -94,8 +94,8 @@ ROWS = {
     'yarn_8l': Row('YaRN, tuned', 'RoPE', 'yarn_8l', TUNE_8L + ' --rope_scaling=yarn', 'rope',
                    sizes=ALL),
     'prope': Row('p-RoPE, 1/4', 'RoPE', 'prope', '--position=rope --rope_share=0.25', recalls=True),
-    'drope15': Row('DroPE, 15%', 'RoPE', 'drope15', SHORT, 'rope'),
-    'drope100': Row('DroPE, 100%', 'RoPE', 'drope100', '--position=none', 'rope'),
+    'drope15': Row('DroPE, 15%', 'RoPE', 'drope15', SHORT, 'rope', **UNIFORM),
+    'drope100': Row('DroPE, 100%', 'RoPE', 'drope100', '--position=none', 'rope', **UNIFORM),
     'alibi': Row('ALiBi', 'bias', 'alibi', '--position=alibi', recalls=True, sizes=ALL),
     'nape': Row('NAPE', 'bias', 'nape', '--position=nape', recalls=True),
     'kerple': Row('Kerple', 'bias', 'kerple', '--position=kerple', recalls=True),
