@@ -84,8 +84,9 @@ def check_settings(runtime):
     """What can be refused before anything is read."""
     between(globals(), 1, 'train_length', 'batch_size', 'max_iters', 'eval_interval', 'eval_every',
             'n_test')
-    between(globals(), train_length + 1, 'test_length')
-    if lengths and not 1 <= min(lengths) <= train_length < max(lengths):
+    if not lengths:
+        between(globals(), train_length + 1, 'test_length')
+    elif not 1 <= min(lengths) <= train_length < max(lengths):
         raise UserError(f'lengths is {lengths}; it must have one up to train_length, '
                         f'{train_length}, and one past it.')
     between(globals(), 0, 'learning_rate', 'warmup_iters', 'grad_clip')

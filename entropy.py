@@ -64,6 +64,9 @@ def what_is_drawn(path):
     """The curves and names that a picture needs of another result of this stage."""
     curves, names = ['position', 'loss', 'mean_entropy'], ['position_method', 'label', 'unit']
     result = read_json(path, 'entropy', *curves)
+    if result.get('unit') in ('bits', 'nats') and bits != (result['unit'] == 'bits'):
+        raise UserError(f"{path} is in {result['unit']}. Give --bits={not bits}, or measure it "
+                        'again.')
     if not all(isinstance(result.get(name), str) for name in names):
         raise UserError(f"{path} lacks one of {', '.join(names)}. Give the .json that entropy.py "
                         'wrote.')

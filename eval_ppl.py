@@ -6,9 +6,10 @@ V2". And far repeats: tokens whose like was last seen before the last L tokens.
 
 What a length T beyond L is worth is told by `gain`, in nats: the loss of the same tokens, by the
 same model with the same scales, in a context cut to the last L tokens (cut_loss), less that in T
-tokens. Above 0 the model reads past L; below 0 it had better not see what is there. L is the
-context of its first training, also where it was fine-tuned at another. The cut context is windows
-of L tokens at most that score their last L / 8, so it holds 7L/8 to L tokens; at far repeats, L.
+tokens. Above 0 the model reads past L; below 0 it had better not see what is there. The cut context
+is windows of L tokens at most that score their last L / 8, so it holds 7L/8 to L tokens; at far
+repeats, L. Of a model that was fine-tuned at another length, lengths and strides follow the new L,
+and the context is cut to the old one.
 
 $ python eval_ppl.py                                             # sliding windows of L ... 8L
 $ python eval_ppl.py --scale=out/demo/nope/scale_head_640.json   # the same with tuned scales
@@ -17,7 +18,7 @@ $ python eval_ppl.py --protocol=tail                             # last tokens o
 $ python eval_ppl.py --protocol=repeat                           # far repeats in windows of 8L
 $ torchrun --nproc_per_node=8 eval_ppl.py --out_dir=out/nope_1b --dataset=pg19 --rule=paper
 
-Writes out_dir/eval_ppl[_PROTOCOL][_LABEL].json and .png
+Writes out_dir/eval_ppl[_PROTOCOL][_LABEL].json and, but for far repeats, .png
 """
 
 import functools

@@ -172,17 +172,19 @@ print(model('def ', max_tokens=50)['choices'][0]['text'])'''}
 
 
 def measured_losses(run):
-    """Lines of a table: the losses that eval_ppl.py measured of these weights with these scales."""
+    """
+    Lines of a table: the losses that eval_ppl.py measured of this model with these scales; of
+    several sets, at the length whose set was exported.
+    """
     lines = []
     for path in sorted(Path(out_dir).glob('eval_ppl*.json')):
         result = json.loads(path.read_text(encoding='utf-8'))
-        same = all(result['settings'].get(name) == run.settings[name]
-                   for name in ('scale', 'position', 'rope_scaling'))
-        if same and result['weights_digest'] == run.info['digest']:
+        if result.get('identity') == run.identity:
             lines += [f"| {row['length']} | {row['loss']} ± {row['standard_error']} "
-                      f"| {result['dataset']}, {result['split']} | {result['protocol']} |"
-                      for row in result['rows'] if 'length' in row]
-    return '\n'.join(lines) or '| not measured | | | |'
+                      f"| {row.get('gain', '')} | {result['dataset']}, {result['split']} "
+                      f"| {result['protocol']} |"
+                      for row in result['rows'] if target_length in (None, row['length'])]
+    return '\n'.join(lines) or '| not measured | | | | |'
 
 
 def model_card(run, length, target):
@@ -222,8 +224,10 @@ that a scale file may have are in their weights, too.
 
 ## Measured losses
 
-| length in tokens | nats per token | text | protocol |
-|---|---|---|---|
+Gain: the loss with the context cut to the last L tokens, less that with all of it.
+
+| length in tokens | nats per token | gain past L | text | protocol |
+|---|---|---|---|---|
 {measured_losses(run)}
 
 ## How to run

@@ -28,7 +28,7 @@ max_length: int | None = None  # the longest, in tokens; None: twice what the sc
 n_lengths = 16               # max_length / 16, 2 max_length / 16 ... max_length
 n_depths = 10                # the key stands in the first tenth of the tokens, the second ...
 n_keys = 10                  # prompts for each length and depth
-protocol = 'exact'           # fillers counted on the whole prompt, or piece by piece as in: paper
+protocol = 'exact'           # exact: fillers counted on the whole prompt; paper: piece by piece
 batch_tokens = 32768         # tokens of prompts read at once
 # machine
 seed = 42                    # of keys and their places
@@ -140,6 +140,7 @@ def main():
     longest = max_length or 2 * reach
     lengths = [longest * i // n_lengths for i in range(1, n_lengths + 1)]
     build_prompt(run.encoding, lengths[0], 0, 99999, protocol)  # refuses what is too short
+    between(globals(), 1, 'n_depths', most=lengths[0])
     cells = draw_cells(lengths, n_depths, n_keys, seed)
 
     answers = run.answers(run.path('passkey'), protocol=protocol, seed=seed, lengths=lengths,

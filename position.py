@@ -281,7 +281,10 @@ class QueryFactor(NoPE):
     """A method that multiplies the query at position i by factor(i) and changes nothing else."""
 
     def factor(self, i):
-        """i: (1, T), or (B, 1, T) where prompts differ in length. Returns that, or H for the 1."""
+        """
+        i: (1, T), or (B, 1, T) where prompts differ in length. Returns as many factors, or for
+        each head its own, (H, T) or (B, H, T).
+        """
         raise NotImplementedError
 
     def turn(self, q, k, place):

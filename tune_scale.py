@@ -31,7 +31,7 @@ from lib import plots
 from lib.checkpoints import Run, dataset_of, load_model
 from lib.devices import compiled, compiled_for, learning_rate_at
 from lib.errors import MALFORMED, UserError
-from lib.results import bin_means, print_rows, progress_bar, provenance, result_path
+from lib.results import bin_means, note, print_rows, progress_bar, provenance, result_path
 from lib.scales import ScaleSets, by_position, finite, put_vectors, read_scale_file, save_scale
 from lib.tokens import Windows
 
@@ -48,7 +48,7 @@ label = ''                   # appended to the names of the files written
 # uniform: candidates, each tried at every position
 candidate_range: list[float] = [1.0, 2.4, 0.1]  # first, last, step, in units of 1/sqrt(d)
 compare: list[str] = []      # other checkpoint files of the run, fitted too (Figure 7)
-tail = 64                    # "for length T" is over so many positions before T, or all of them
+tail = 64                    # the loss at a length is the mean of so many positions before it
 # head: the recipe of Appendix A
 tune = 'scale'               # a key of KINDS below, or several, as scale,out,norm
 init_scale: float | str = 'uniform'  # a number, or uniform: the best of scale_uniform.json
@@ -232,7 +232,7 @@ def first_scale(info, target):
         raise UserError(f'{path} needs lengths and best_by_length, a number for each. Make it '
                         'again, with tune_scale.py --method=uniform.') from None
     if target > longest:
-        print(f'{path} ends at {longest} tokens: tuning for {target} starts from its last scale')
+        note(f'{path} ends at {longest} tokens: tuning for {target} starts from its last scale')
     return float(start)
 
 
@@ -349,6 +349,9 @@ def check_settings(model, targets, world_size):
         raise UserError(f"method is '{method}'. Choose uniform or head.")
     L = model.config.block_size
     least = L + 1 if method == 'uniform' or target_lengths else L
+    if target_lengths and (method == 'uniform' or target_length):
+        raise UserError('target_lengths is for --method=head, and stands for target_length. Leave '
+                        'one of them out.')
     if min(targets) < least:
         raise UserError(f'target_length is {min(targets)} but the checkpoint was trained at '
                         f'block_size {L}. Choose a longer one.')

@@ -280,6 +280,7 @@ class Run:
             settings['rope_scaling'], self.runtime.dtype)
         self.scale = settings['scale']
         scale_label = apply_scale(self.model, self.scale, self.info, self.runtime.print)
+        self.identity = identity(self.model, self.scale, self.info)
         self.label = settings.get('label') or scale_label
         self.L = self.model.config.block_size
 
@@ -299,8 +300,7 @@ class Run:
 
     def answers(self, path, **asked):
         """Answers in PATH.jsonl, which depend on the model, its scales and what was asked."""
-        model = identity(self.model, self.scale, self.info)
-        settings = model | {'dtype': str(self.runtime.dtype)} | asked
+        settings = self.identity | {'dtype': str(self.runtime.dtype)} | asked
         return AnswerLog(f'{path}.jsonl', settings, self.runtime)
 
     def write(self, stage, result, *kind):
@@ -312,7 +312,8 @@ class Run:
         if runtime.is_main:
             what = {'stage': stage, 'label': self.label, 'position_method': config.position,
                     'block_size': self.L, 'checkpoint': self.info['path'],
-                    'weights_digest': self.info['digest'], 'scale': self.scale}
+                    'weights_digest': self.info['digest'], 'scale': self.scale,
+                    'identity': self.identity}
             seconds = time.perf_counter() - self.began
             path = self.path(stage, *kind) + '.json'
             save_json(path, what | result | provenance(self.settings, runtime, seconds))

@@ -9,6 +9,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from lib.errors import UserError
+from lib.results import note
 from position import Place
 
 
@@ -148,7 +149,10 @@ def step_of(model, cache, compile):
     itself, or where it is to be compiled and can be, one graph for all steps, on a GPU a CUDA
     graph. Compiling pays for thousands of tokens.
     """
-    if not compile or needs_equal_lengths(model) or hasattr(model, 'new_cache'):
+    if not compile or hasattr(model, 'new_cache'):
+        return model
+    if needs_equal_lengths(model):
+        note('read uncompiled: scale sets, or a method that reads each length otherwise')
         return model
     cache.fix()
     mode = 'reduce-overhead' if model.head.weight.device.type == 'cuda' else None

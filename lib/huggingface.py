@@ -19,7 +19,7 @@ import torch.nn as nn
 from lib.checksums import load_whole
 from lib.devices import DTYPES
 from lib.errors import UserError, fault_of
-from lib.results import optional, save_json, write_text
+from lib.results import note, optional, save_json, write_text
 from lib.tokens import (
     EOT,
     byte_characters,
@@ -289,7 +289,7 @@ def our_state(tensors, c, config, source):
     if any(name in tensors for name in scales):
         for i, name in enumerate(scales):
             table[f'blocks.{i}.attn.head_scale'] = [(name, (c.n_head,))]
-        print(f'{source} has head scales of its own', flush=True)
+        note(f'{source} has head scales of its own')
     missing = [name for parts in table.values() for name, _ in parts if name not in tensors]
     if missing:
         raise UserError(f"{source} lacks {len(missing)} tensors: {', '.join(missing[:3])} ... Is "
@@ -337,9 +337,8 @@ def load_folder(source, position=None):
             raise UserError(f"{source} has head scales (scale_param), which the paper's code gives "
                             'to models without position encoding, but its config says Llama. '
                             'Add --position=none, or --position=rope if it was trained with RoPE.')
-        print(f'{source}: its config says Llama, read as RoPE; a checkpoint trained without '
-              'position encoding says the same: if its card says NoPE, add '
-              '--position=none', flush=True)
+        note(f'{source}: its config says Llama, read as RoPE; a checkpoint trained without '
+             'position encoding says the same: if its card says NoPE, add --position=none')
     return {'tokenizer': tokenizer, 'model': our_state(tensors, c, config, source),
             'model_config': dataclasses.asdict(c), 'step': 0, 'settings': {}}
 

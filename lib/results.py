@@ -116,6 +116,8 @@ def lock_file(path, runtime):
                         'choose another --out_dir=.') from error
     except OSError as error:  # some network file systems
         print(f'{lock.name} cannot be locked ({error}). Start no second run that writes there.')
+    if not os.fstat(lock.fileno()).st_nlink:  # its last holder has removed it meanwhile
+        return lock_file(path, runtime)
     lock.truncate(0)
     lock.write(f'process {os.getpid()} on {platform.node()}')
     lock.flush()

@@ -215,8 +215,10 @@ def apply_scale(model, scale, info, say=print):
 
 
 def identity(model, scale, info):
-    """What a model's answers depend on, its scale file by content: for a file of answers."""
-    if isinstance(scale, str):
-        scale = hashlib.sha256(Path(scale).read_bytes()).hexdigest()
+    """What a model's answers depend on; `scale`: a SHA-256 of its vectors and its scale file."""
+    digest = hashlib.sha256(Path(scale).read_bytes() if isinstance(scale, str) else b'')
+    for name, weight in model.state_dict().items():
+        if weight.dim() < 2 or name.endswith('head_scale'):
+            digest.update(weight.float().numpy(force=True).tobytes())
     return {'weights_digest': info['digest'], 'position': model.config.position,
-            'rope_scaling': model.config.rope_scaling, 'scale': scale}
+            'rope_scaling': model.config.rope_scaling, 'scale': digest.hexdigest()}

@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 import pytest
-from conftest import near, on, plain_entropy, plain_losses, read, scale_set, stage_here
+from conftest import mistake, near, on, plain_entropy, plain_losses, read, scale_set, stage_here
 
 from entropy import spearman
 from lib.scales import save_scale
@@ -62,3 +62,5 @@ def test_run_without_a_scale_has_no_correlation_and_no_label(tiny_run, tmp_path)
     stage_here('entropy', *on(tiny_run, tmp_path, command))
     other, = read(tmp_path / 'entropy_two.json')['compare']
     assert other['mean_entropy'] == result['mean_entropy']
+    line = mistake('entropy', *on(tiny_run, tmp_path, f'{command} --bits=True'))
+    assert f'{tmp_path}/entropy.json is in nats' in line

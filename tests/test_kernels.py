@@ -175,6 +175,16 @@ def test_entropy_without_a_matrix_equals_that_of_the_float64_matrix(n_kv_head, s
             kernels.entropy(*pair)
 
 
+@pytest.mark.parametrize(
+    'changes', [changes for changes in EVERY if 'rope_scaling' not in changes], ids=str)
+@torch.no_grad()
+def test_entropy_of_every_method_is_that_of_the_float64_matrix(changes):
+    model, idx = random_model(**changes), tokens(2, 50)
+    with model.probe(attention_entropy) as entropy:
+        model(idx)
+    near(torch.stack(entropy), plain_entropy(model, idx), atol=1e-4)
+
+
 @pytest.mark.parametrize('changes', [
     {}, {'position': 'logn'}, {'position': 'rope'}, {'position': 'xl'},
     {'position': 'kerple', 'dape_kernel': 3}], ids=str)

@@ -173,9 +173,13 @@ tune_scale      WRITE --init_scale=1.2 --tune=channel --position=rope | channel
 tune_scale      WRITE --init_scale=1.2 --target_length=16 | target_length is 16
 tune_scale      WRITE --init_scale=1.2 --target_lengths=[32,64] | target_length is 32
 tune_scale      WRITE --method=uniform --target_length=32 | target_length is 32
+tune_scale      WRITE --method=uniform --target_lengths=[64] | target_lengths is
+tune_scale      WRITE --init_scale=1.2 --target_length=64 --target_lengths=[64] | target_lengths is
 passkey         WRITE --protocol=other | protocol
 passkey         WRITE --max_length=600 --n_lengths=16 | max_length
 passkey         WRITE --max_length=253 --n_lengths=1 --n_depths=1 | length 253
+passkey         WRITE --max_length=800 --n_lengths=1 --n_depths=801 | n_depths is 801
+data/passkey/prepare --min_length=300 | min_length is 300
 export          EXPORT --scale={run}/sets.json | 32, 64, 128
 export          EXPORT --scale={run}/sets.json --target_length=31 | target_length is 31
 export          EXPORT --scale={run}/sets.json --target_length=129 | target_length is 129

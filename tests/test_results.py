@@ -5,6 +5,7 @@ $ python -m pytest tests/test_results.py
 """
 
 import json
+import os
 import sys
 
 import numpy as np
@@ -12,7 +13,9 @@ import pytest
 import torch
 from conftest import files_at_most
 
-from lib.results import bin_means, progress_bar, provenance, save_json, write_text
+from lib import results
+from lib.errors import UserError
+from lib.results import bin_means, lock_file, progress_bar, provenance, save_json, write_text
 
 
 def strict(path):
@@ -58,6 +61,23 @@ def test_file_is_replaced_whole_or_not_at_all(tmp_path, write):
         write(path)
         assert reader.read() == 'old', 'a reader of the old file sees the new one'
     assert path.read_text() != 'old' and list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.skipif(os.name == 'nt', reason='nothing is locked on Windows')
+def test_a_lock_whose_file_is_removed_before_it_is_held_is_taken_anew(tmp_path, monkeypatch, cpu):
+    take, taken = results.fcntl.flock, []
+
+    def flock(file, how):
+        take(file, how)
+        taken.append(file)
+        if len(taken) == 1:  # as its last holder does, which another process has waited for
+            os.unlink(file.name)
+
+    monkeypatch.setattr(results.fcntl, 'flock', flock)
+    lock = lock_file(tmp_path / 'log.jsonl', cpu)
+    with pytest.raises(UserError, match=f'process {os.getpid()} '):
+        lock_file(tmp_path / 'log.jsonl', cpu)
+    assert len(taken) == 2 and lock is taken[1]
 
 
 def test_provenance_says_how_a_result_was_made(tmp_path, monkeypatch, cpu):

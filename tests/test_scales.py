@@ -14,7 +14,14 @@ from conftest import near, random_model, read, refuses, save_model, scale_set
 
 from lib.checkpoints import load_model
 from lib.generate import new_cache
-from lib.scales import ScaleSets, apply_scale, by_position, read_scale_file, save_scale
+from lib.scales import (
+    ScaleSets,
+    apply_scale,
+    by_position,
+    identity,
+    read_scale_file,
+    save_scale,
+)
 
 # 2 layers of 4 heads, one of them below 0, as tuning without a constraint may leave it
 SCALES = [[1.0, 1.25, 1.5, 2.0], [3.0, 0.123456, -0.07, 1.6]]
@@ -55,6 +62,18 @@ def test_scale_of_a_stage_is_nothing_a_number_or_a_file(tmp_path, loaded):
         assert apply_scale(model, scale, info, said.append) == label
         assert torch.equal(model.head_scale, expected) and len(said) == notes
     assert info['path'] in said[0] and '2' in said[0]
+
+
+def test_answers_of_models_that_differ_in_a_vector_alone_are_told_apart(loaded):
+    model, info = loaded
+    seen = [identity(model, None, info)]
+    model.head_scale = 1.5
+    seen.append(identity(model, None, info))
+    with torch.no_grad():
+        model.norm.weight[0] += 1
+    seen.append(identity(model, None, info))
+    assert len({one['scale'] for one in seen}) == 3
+    assert identity(model, None, info) == seen[-1]
 
 
 def test_scale_file_reads_as_it_was_written(tmp_path, loaded):
