@@ -245,7 +245,9 @@ def main(given=()):
     val_windows = val_windows.evenly_spaced(eval_windows)
 
     # model
-    raw_model, state, chosen = model_to_train(windows, settings(globals()), given, runtime)
+    # What auto came to, as another machine may choose otherwise when the run goes on there.
+    chosen = settings(globals()) | {'dtype': str(runtime.dtype).removeprefix('torch.')}
+    raw_model, state, chosen = model_to_train(windows, chosen, given, runtime)
     raw_model.checkpoint_activations = checkpoint_activations
     # 4 bytes each for a weight and its two Adam moments: last.pt and its successor while it is
     # written; best.pt and each kept step have the weights alone.
