@@ -38,7 +38,7 @@ tasks = ['arc_challenge', 'arc_easy', 'boolq', 'hellaswag', 'openbookqa', 'piqa'
 task_folder = ''             # more of lm_eval's task files, .yaml: your own, or of data you have
 limit: int | None = None     # the first so many questions of each task; None: all
 read_length: int | None = None  # tokens: of the prompts that RULER makes, and at most read; None: L
-tokenizer = ''               # by which RULER counts them: a Hugging Face name; '': init_from's, if it is one
+tokenizer = ''               # that RULER counts by: a Hugging Face name; '': init_from's, if one
 add_bos = False              # start questions with the start token, which the paper did not
 batch_size = 16              # questions read at once, each with all its choices
 

@@ -1,0 +1,65 @@
+"""The scoreboard's rows: shared between processes, gone on with after a stop, and averaged."""
+
+import pytest
+from conftest import near, read
+
+from lib.errors import UserError
+from lib.results import lock_file, save_json, unlock_file
+from results.scoreboard import table
+
+
+def row_file(key, seed, loss):
+    """What a row and seed measured, as far as the table takes it."""
+    text = [{'loss': loss}, {'loss': loss}, {'cut_loss': 1.5, 'gain': -0.25}, {'loss': loss}]
+    return {'seed': seed, 'tuned_numbers': 0, 'text': text, 'repeats': [{'gain': -0.5}]}
+
+
+def test_what_is_there_is_not_measured_again_and_what_another_process_has_comes_last(
+        monkeypatch, tmp_path, cpu):
+    measured, rope = [], tmp_path / 'out/scoreboard/small/1/rope'
+    monkeypatch.chdir(tmp_path)
+
+    def measure(key, seed):
+        measured.append((key, seed))
+        return row_file(key, seed, 1.0)
+
+    monkeypatch.setattr(table, 'measure', measure)
+    there = tmp_path / 'results/scoreboard/small/none_1.json'
+    there.parent.mkdir(parents=True)
+    save_json(there, row_file('none', 1, 2.0))
+    lock = lock_file(rope / 'scoreboard', cpu)  # as another process that works on RoPE
+
+    def other_process_ends(seconds):
+        if not rope.joinpath('ended').exists():
+            rope.joinpath('ended').touch()
+            save_json(table.result_file('rope', 1), row_file('rope', 1, 3.0))
+            unlock_file(lock)
+
+    monkeypatch.setattr(table.time, 'sleep', other_process_ends)
+    table.work_on([('none', 1), ('rope', 1), ('yarn', 1), ('alibi', 1)])
+    assert measured == [('alibi', 1), ('yarn', 1)]  # YaRN reads the RoPE model
+    assert read(there)['text'][0]['loss'] == 2 and not list(tmp_path.glob('out/**/*.lock'))
+
+
+def test_a_row_is_the_mean_and_the_spread_of_its_seeds(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(table, 'seeds', [1, 2, 3])
+    for key, seed, loss in ('none', 1, 1.0), ('none', 3, 2.0), ('t5', 1, 3.0):
+        table.result_file(key, seed).parent.mkdir(parents=True, exist_ok=True)
+        save_json(table.result_file(key, seed), row_file(key, seed, loss))
+    none, t5 = table.collect()
+    assert none['seeds'] == [1, 3] and none['loss at L']['mean'] == 1.5
+    near(none['loss at L']['sd'], 0.5 ** 0.5)
+    assert t5['gain at 8L'] == {'mean': -0.25, 'sd': None} and 'recall at L' not in t5
+    table.print_table([none, t5])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].startswith('| NoPE | 0 |  | 2 | 1.500 ± 0.707 |')
+    assert lines[3].startswith('| T5 bias | 0 |  | 1 | 3.000 |')
+
+
+def test_an_unknown_row_or_size_is_refused(monkeypatch):
+    for name, value in ('methods', ['kerpel']), ('size', 'large'):
+        with monkeypatch.context() as patch:
+            patch.setattr(table, name, value)
+            with pytest.raises(UserError, match=str(value).strip("[]'")):
+                table.main()
