@@ -183,7 +183,8 @@ def measured_losses(run):
             lines += [f"| {row['length']} | {row['loss']} ± {row['standard_error']} "
                       f"| {row.get('gain', '')} | {result['dataset']}, {result['split']} "
                       f"| {result['protocol']} |"
-                      for row in result['rows'] if target_length in (None, row['length'])]
+                      for row in result['rows']  # far repeats have no length
+                      if 'length' in row and target_length in (None, row['length'])]
     return '\n'.join(lines) or '| not measured | | | | |'
 
 

@@ -149,6 +149,9 @@ def test_an_export_has_a_card_with_what_was_measured(tmp_path, tiny_run):
         row, = json.loads((tiny_run / f'eval_ppl{name}.json').read_text())['rows']
         measured[name] = f"| 64 | {row['loss']} ± {row['standard_error']} | {row['gain']} |"
     save_json(tiny_run / 'eval_ppl_table.json', {'rows': []})
+    repeats = json.loads((tiny_run / 'eval_ppl_scale1.5.json').read_text())
+    repeats['rows'] = [{'kind': 'all', 'loss': 9.0, 'gain': -1.0}]
+    save_json(tiny_run / 'eval_ppl_repeat_scale1.5.json', repeats)
     try:
         for kind in ('hf', 'gguf'):
             said = stage_here('export', f'--out_dir={tiny_run}', f'--folder={tmp_path}/{kind}',
