@@ -189,7 +189,8 @@ def print_report(report):
     print(f'NoPE - RoPE at L: {report["gap_to_rope_at_L"]:+.3f} nats')
     print('\nfive seeds of this recipe, results/demo/seeds.json, mean ± standard deviation:')
     for row in read(ROOT / 'results/demo/seeds.json')['rows']:
-        print(f"{row['method']:>14} at {row['length']}: {row['mean']:.3f} ± {row['sd']:.3f}")
+        print(f"{row['method']:>14} at {row['length']}: {row['mean']:.3f} ± {row['sd']:.3f}, "
+              f"gain {row['gain']:.3f}")
     print(f'{report["seconds"] / 60:.0f} minutes in all; the picture is {out_dir}/report.png')
 
 

@@ -24,24 +24,27 @@ FAMILIES = 'NoPE', 'uniform', 'head', 'vectors'  # in the order that the demo cl
 
 
 def measure(seed, folder):
-    """{name of a method: {length: loss in nats}} of one training."""
+    """{name of a method: {length: loss, cut_loss and gain in nats}} of one training."""
     demo.train_args = [f'--seed={seed}']
     if not Path(folder, 'loss.png').exists():
         demo.train(folder)
     L = demo.read(f'{folder}/config.json')['block_size']
-    lengths, losses = [L, 2 * L, 4 * L], {}
+    lengths, found = [L, 2 * L, 4 * L], {}
     for name, scale in ({'NoPE': None} | demo.tune(folder, lengths[1:])).items():
         result, _ = demo.measure(folder, name, scale, lengths, in_picture=False)
-        losses[name] = {row['length']: row['loss'] for row in result['rows']}
-        if name == 'NoPE':
-            losses['cut'] = {row['length']: row.get('cut_loss', row['loss'])
-                             for row in result['rows']}
-    return losses
+        found[name] = {row['length']: {key: row[key] for key in ('loss', 'cut_loss', 'gain')
+                                       if key in row} for row in result['rows']}
+    return found
 
 
-def loss_at(losses, family, T):
-    """The loss at T of NoPE, also with its context cut to L, or of what was made for T."""
-    return losses[family if family in ('NoPE', 'cut') else f'{family} {T}'][T]
+def numbers(methods, family, T):
+    """Loss and gain at T of NoPE, also with its context cut to L, or of what was made for T."""
+    row = methods[family if family in ('NoPE', 'cut') else f'{family} {T}'][T]
+    return row['loss'], row.get('gain', 0)
+
+
+def mean_and_sd(values):
+    return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else None
 
 
 def main():
@@ -50,19 +53,24 @@ def main():
         path = Path(out_dir, str(seed), 'losses.json')
         if not path.exists():
             save_json(path, measure(seed, str(path.parent / 'nope')))
-    found = {path.parent.name: demo.read(path) for path in Path(out_dir).glob('*/losses.json')}
+    found = {path.parent.name: demo.read(path)
+             for path in sorted(Path(out_dir).glob('*/losses.json'))}
+    for methods in found.values():
+        methods['cut'] = {T: {'loss': row.get('cut_loss', row['loss'])}
+                          for T, row in methods['NoPE'].items()}
     lengths = list(next(iter(found.values()))['NoPE'])
     rows = []
     for T in lengths:
         for family in (*FAMILIES, 'cut') if T != lengths[0] else ('NoPE',):
-            values = [loss_at(losses, family, T) for losses in found.values()]
-            sd = statistics.stdev(values) if len(values) > 1 else None
-            rows.append({'length': int(T), 'method': family, 'mean': statistics.mean(values),
-                         'sd': sd})
-            print(f'{T:>6} {family:10} {rows[-1]["mean"]:.3f} ± {sd or 0:.3f}')
+            losses, gains = zip(*[numbers(methods, family, T) for methods in found.values()])
+            (mean, sd), (gain, gain_sd) = mean_and_sd(losses), mean_and_sd(gains)
+            rows.append({'length': int(T), 'method': family, 'mean': mean, 'sd': sd,
+                         'gain': gain, 'gain_sd': gain_sd})
+            print(f'{T:>6} {family:10} {mean:.3f} ± {sd or 0:.3f}, '
+                  f'gain {gain:.3f} ± {gain_sd or 0:.3f}')
     in_order = {}
-    for seed, losses in found.items():
-        columns = [[loss_at(losses, family, T) for family in FAMILIES] for T in lengths[1:]]
+    for seed, methods in found.items():
+        columns = [[numbers(methods, family, T)[0] for family in FAMILIES] for T in lengths[1:]]
         in_order[seed] = all(column == sorted(column, reverse=True) for column in columns)
     print('in order:', in_order)
     made = provenance(settings(globals()), setup('cpu', 'float32'), time.perf_counter() - began)
