@@ -19,12 +19,13 @@ from kernels import attention_entropy
 from lib.checkpoints import Run, TextSettings
 from lib.errors import UserError
 from lib.results import bin_means, print_rows, read_json
-from lib.scales import by_position
+from lib.scales import by_position, cut_curve
 
 length: int | None = None    # tokens in a window; None: 8L
 n_samples = 64               # windows, evenly spaced over the split
 compare: list[str] = []      # other results of this stage (their JSON), drawn in the same picture
 bits = False                 # report bits, as the paper's code does, instead of nats
+tail = 64                    # positions behind each point of the loss with the context cut to L
 batch_tokens = 16384         # tokens in one forward pass; lower it when memory runs out
 dtype = 'float32'            # auto, float32, bfloat16, float16; half precision rounds q and k
 
@@ -74,7 +75,7 @@ def what_is_drawn(path):
 
 
 def main():
-    between(globals(), 1, 'length', 'n_samples', 'batch_tokens')
+    between(globals(), 1, 'length', 'n_samples', 'tail', 'batch_tokens')
     others = [what_is_drawn(path) for path in compare]
     run = Run(settings(globals()))
     model, L = run.model, run.L
@@ -102,6 +103,9 @@ def main():
         for layer, value in enumerate(result['spearman']):
             run.runtime.print(f'layer {layer}: Spearman correlation of scale and entropy '
                               f'{value:+.2f}')
+    if windows.block_size > L:
+        result['cut'] = cut_curve(model, windows.evenly_spaced(n_samples), L, tail, batch_tokens,
+                                  run.runtime)
     result['compare'] = others
     run.write('entropy', result)
 

@@ -33,7 +33,7 @@ from lib.devices import compiled_for
 from lib.errors import UserError
 from lib.generate import require_positions
 from lib.results import bin_means, print_rows
-from lib.scales import by_position
+from lib.scales import by_position, cut_losses, cut_windows
 from lib.tokens import documents, open_tokens
 
 # how to read it
@@ -106,19 +106,6 @@ def sliding_windows(start, end, length, first_end, stride, rule):
         before, hi = hi, min(hi + stride, end)
         windows.append((hi - length, hi, hi - before))
     return windows
-
-
-def cut_windows(windows, L):
-    """
-    The tokens that each window scores, in windows of L tokens at most, within it, that score L / 8
-    or fewer: a list of windows for each.
-    """
-    cut = []
-    for lo, hi, n in windows:
-        first, stride = hi - n, min(n, max(1, L // 8))
-        ends = range(hi, first, -stride)
-        cut.append([(max(lo, end - L), end, min(stride, end - first)) for end in ends])
-    return cut
 
 
 def score_windows(model, tokens, windows, batch_tokens, runtime):
@@ -218,20 +205,6 @@ def sliding(run, sizes):
 
 # ---------------------------------------------------------------------- each position
 
-def cut_losses(run, samples, first, end):
-    """
-    Of each sample, the mean loss of the targets that follow tokens first ... end - 1, read by
-    cut_windows(). samples: (n, T + 1) ids. Returns (n,).
-    """
-    def of_piece(lo, hi, n):
-        return run.runtime.over_windows(
-            samples[:, lo:hi + 1], batch_tokens,
-            lambda inputs, targets: run.model(inputs, targets[:, -n:]).sum(1))
-
-    [pieces] = cut_windows([(0, end, end - first)], run.model.config.trained_length)
-    return sum(of_piece(*piece) for piece in pieces) / (end - first)
-
-
 def positions(run, sizes):
     n_tail, L = tail or 64, run.L
     between({'lengths': sizes[-1]}, L // 16, 'lengths')  # the width of a bin
@@ -249,7 +222,8 @@ def positions(run, sizes):
         row = {'length': T} | summary(of_windows)
         row['scored_tokens'] = len(samples) * (T - first)
         if T > run.model.config.trained_length:
-            row |= gain_of(of_windows, cut_losses(run, samples, first, T))
+            cut = cut_losses(run.model, samples, T, n_tail, batch_tokens, run.runtime)
+            row |= gain_of(of_windows, cut)
         rows.append(row)
     middle, binned = bin_means(losses.mean(0), L // 16)
     return {'rows': rows, 'tail': n_tail, 'samples': len(losses), 'scored_tokens': losses.size,

@@ -32,7 +32,15 @@ from lib.checkpoints import Run, dataset_of, load_model
 from lib.devices import compiled, compiled_for, learning_rate_at
 from lib.errors import MALFORMED, UserError
 from lib.results import bin_means, note, print_rows, progress_bar, provenance, result_path
-from lib.scales import ScaleSets, by_position, finite, put_vectors, read_scale_file, save_scale
+from lib.scales import (
+    ScaleSets,
+    by_position,
+    cut_curve,
+    finite,
+    put_vectors,
+    read_scale_file,
+    save_scale,
+)
 from lib.tokens import Windows
 
 # what to tune
@@ -45,10 +53,10 @@ target_length: int | None = None  # L', tokens to extend to; None: 8L for unifor
 target_lengths: list[int] = []  # head: tune a set for each of these, each from the one before
 dataset: str | None = None   # a folder of data/; None: the one the model was trained on
 label = ''                   # appended to the names of the files written
+tail = 64                    # the loss at a length is the mean of so many positions before it
 # uniform: candidates, each tried at every position
 candidate_range: list[float] = [1.0, 2.4, 0.1]  # first, last, step, in units of 1/sqrt(d)
 compare: list[str] = []      # other checkpoint files of the run, fitted too (Figure 7)
-tail = 64                    # the loss at a length is the mean of so many positions before it
 # head: the recipe of Appendix A
 tune = 'scale'               # a key of KINDS below, or several, as scale,out,norm
 init_scale: float | str = 'uniform'  # a number, or uniform: the best of scale_uniform.json
@@ -131,10 +139,8 @@ def search_uniform(model, windows, scales, L, runtime):
     T, samples = windows.block_size, windows.evenly_spaced(n_samples)
     read = compiled_for(model, runtime, compile, n_samples * len(scales), T)
     drawn = np.linspace(0, len(scales) - 1, 6).round().astype(int)  # some, evenly spaced
-    lengths = [L]  # and its doubles, up to T
-    while 2 * lengths[-1] < T:
-        lengths.append(2 * lengths[-1])
-    lengths.append(T)
+    cut = cut_curve(model, samples, L, tail, batch_tokens, runtime)
+    lengths = cut['position']
     for i, scale in enumerate(scales):
         model.head_scale = scale
         label, mean_entropy = f'scale {scale:.2f}', None
@@ -153,7 +159,7 @@ def search_uniform(model, windows, scales, L, runtime):
     return {'position': position, 'candidates': scales.tolist(), 'loss': loss, 'entropy': entropy,
             'best_by_position': best, 'best_loss_by_position': loss.min(0), 'fit_a': a,
             'fit_r2': r2, 'lengths': lengths, 'loss_at_length': at,
-            'best_by_length': scales[at.argmin(0)]}
+            'best_by_length': scales[at.argmin(0)], 'cut': cut}
 
 
 def search_all(run, target):
@@ -175,9 +181,11 @@ def uniform(run, target):
     L, searches = run.L, search_all(run, target)
     search = next(iter(searches.values()))
     rows, best_scales = [], search['best_by_length']
-    for T, best, losses in zip(search['lengths'], best_scales, search['loss_at_length'].T):
-        rows.append({'length': T, 'best scale': best, 'loss': losses.min(),
-                     f"with scale {search['candidates'][0]}": losses[0]})
+    losses, cuts = search['loss_at_length'].T, search['cut']['loss']
+    for T, best, of_length, cut in zip(search['lengths'], best_scales, losses, cuts):
+        rows.append({'length': T, 'best scale': best, 'loss': of_length.min(),
+                     f"with scale {search['candidates'][0]}": of_length[0],
+                     'as loaded, cut to L': cut})
     print_rows(run.runtime.print, rows)
     for name, found in searches.items():
         run.runtime.print(f"{name}: scale = 1 + {found['fit_a']:.4f} ln(i / {L}), "
@@ -311,7 +319,8 @@ def head(run, targets):
                           'entropy': bin_means(entropy, L // 16)[1]}
         return last_entropy
 
-    base = copy()
+    samples, base = windows.evenly_spaced(n_samples), copy()
+    cut = cut_curve(model, samples, L, tail, batch_tokens, runtime)
     measure('as loaded')
     model.head_scale = begin = first_scale(run.info, targets[0])
     if 'channel' in kinds:
@@ -337,7 +346,7 @@ def head(run, targets):
         runtime.print(f'the validation loss rose from {before:.4f} to {after:.4f}: what was tuned '
                       'is worse than its start. Lower learning_rate.')
     more = {'init_scale': begin, 'losses': losses, 'curve_length': target,
-            'position': bin_means(range(target), L // 16)[0], 'curves': measured,
+            'position': bin_means(range(target), L // 16)[0], 'curves': measured, 'cut': cut,
             'last_entropy': last_entropy, 'worse_than_start': after > before,
             'tuning_tokens': max_iters * batch_size * sum(targets)}
     return 'scale_sets' if target_lengths else f'scale_head_{target}', sets, more

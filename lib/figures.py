@@ -226,11 +226,24 @@ def draw_bound(axis, position, unit='nats'):
     curve(axis, position, bound, 'upper bound log i', color=BLACK, ls='--', lw=1)
 
 
-def loss_and_entropy(axes, curves, L, unit='nats'):
-    """Two panels by position. curves: rows of a name, its position, loss, entropy, and colour."""
+def draw_cut(axis, lengths, losses, name='context cut to L'):
+    """The loss of a model with its context cut to the last L tokens; where it is None, nothing."""
+    losses = np.array(losses, float)
+    known = np.isfinite(losses)
+    if known.any():
+        curve(axis, np.array(lengths)[known], losses[known], name, color='#777777', ls='--', lw=1)
+
+
+def loss_and_entropy(axes, curves, L, unit='nats', cut=None):
+    """
+    Two panels by position. curves: rows of a name, its position, loss, entropy, and colour; cut: of
+    lib.scales.cut_curve().
+    """
     for name, position, loss, entropy, color in curves:
         curve(axes[0], running_mean(position), running_mean(loss), name, color=color)
         curve(axes[1], position, entropy, name, color=color)
+    if cut:
+        draw_cut(axes[0], cut['position'], cut['loss'])
     draw_bound(axes[1], position, unit)
     position_axis(axes[0], L, 'loss (nats per token, running mean)', 'Loss')
     position_axis(axes[1], L, f'mean attention entropy ({unit})', 'Entropy')

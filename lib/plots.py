@@ -24,6 +24,7 @@ from lib.figures import (
     curve,
     curve_name,
     draw_bound,
+    draw_cut,
     label_ends,
     length_axis,
     loss_and_entropy,
@@ -74,7 +75,7 @@ def draw_uniform(result):
                        search['entropy'][i], colormaps['viridis'](i / len(search['loss']))))
     curve(axes[0], running_mean(position), running_mean(search['best_loss_by_position']),
           'best at each', color=BLACK, ls='--')
-    loss_and_entropy(axes, curves, L)
+    loss_and_entropy(axes, curves, L, cut=search.get('cut'))
 
     beyond = position[position > L]
     ln_s = np.log(beyond / L)
@@ -108,7 +109,7 @@ def draw_head(result):
     curves = []
     for name, measured in result['curves'].items():
         curves.append((name, result['position'], measured['loss'], measured['entropy'], None))
-    loss_and_entropy(axes, curves, result['block_size'])
+    loss_and_entropy(axes, curves, result['block_size'], cut=result.get('cut'))
     for axis in axes[:2]:
         mark_length(axis, target, f'tuned at {target}')
     scatter_heads(axes[2], heads, result['last_entropy'], range(len(scales)),
@@ -116,6 +117,7 @@ def draw_head(result):
     image = axes[3].imshow(scales.reshape(len(scales), -1), aspect='auto', cmap='cividis')
     axes[3].set(xlabel='head' if scales.ndim == 2 else 'channel, the heads side by side',
                 ylabel='layer', title='Tuned scales')
+    axes[3].yaxis.get_major_locator().set_params(integer=True)
     axes[3].grid(False)
     figure.colorbar(image, ax=axes[3], label=r'scale ($1/\sqrt{d}$)')
     return figure
@@ -165,20 +167,14 @@ def draw_ppl(result):
             if 'standard_error' in row:  # that of the loss, whose exponential is the perplexity
                 error = np.array(row['standard_error'], float) * np.array(row['ppl'], float)
             curve(axis, result['lengths'], row['ppl'], row['name'], error)
-        draw_cut(axis, result['lengths'], members[0], np.exp)
+        first = members[0]
+        draw_cut(axis, result['lengths'], np.exp(np.array(first.get('cut_loss', []), float)),
+                 f"{first['name']}, cut to L")
         ppl_axis(axis, every or [1])
         length_axis(axis, result['lengths'], result['block_size'])
         axis.set(xlabel='window length (tokens)')
         label_ends(axis, values=True)
     return figure
-
-
-def draw_cut(axis, lengths, row, of=np.array):
-    """The loss, or a function of it, of a row's model whose context is cut to the last L tokens."""
-    cut = np.array(row.get('cut_loss', []), float)
-    past = np.isfinite(cut)
-    if past.any():
-        curve(axis, np.array(lengths)[past], of(cut[past]), f"{row['name']}, cut to L", ls=':')
 
 
 def draw_positions(result):
@@ -189,8 +185,8 @@ def draw_positions(result):
     curve(axis, result['position'], result['loss'], 'bins of L / 16', color=SKY, lw=1)
     for row in result['rows']:
         axis.errorbar(row['length'], row['loss'], row['standard_error'], fmt='.', color=BLACK)
-    columns = {'cut_loss': [row.get('cut_loss') for row in result['rows']], 'name': 'the model'}
-    draw_cut(axis, [row['length'] for row in result['rows']], columns)
+    lengths, cut = zip(*[(row['length'], row.get('cut_loss')) for row in result['rows']])
+    draw_cut(axis, lengths, cut)
     position_axis(axis, result['block_size'], 'loss (nats per token)')
     return figure
 
@@ -209,7 +205,7 @@ def draw_entropy(result):
     curves = []
     for one in [*result['compare'], result]:
         curves.append((curve_name(one), one['position'], one['loss'], one['mean_entropy'], None))
-    loss_and_entropy(axes, curves, result['block_size'], result['unit'])
+    loss_and_entropy(axes, curves, result['block_size'], result['unit'], result.get('cut'))
     if 'spearman' in result:
         layers = []
         for layer, rho in enumerate(np.array(result['spearman'], float)):
@@ -325,10 +321,8 @@ def draw_report(result):
             left.errorbar(int(T), row['loss'], row['standard_error'], fmt='.',
                           color=color_of(name))
     at = result['methods']['NoPE']['at']
-    cut = [(int(T), row['cut_loss']) for T, row in at.items() if 'cut_loss' in row]
-    if cut:  # what the same model reads when it sees the last L tokens alone
-        curve(left, [L, *(T for T, _ in cut)], [at[str(L)]['loss'], *(loss for _, loss in cut)],
-              'NoPE, context cut to L', color='#777777', ls='--', lw=1)
+    draw_cut(left, [int(T) for T in at], [row.get('cut_loss', row['loss']) for row in at.values()],
+             'NoPE, context cut to L')
     draw_bound(right, position)
     right.set_ylim(bottom=0)
     position_axis(left, L, 'log-perplexity (nats per byte)',

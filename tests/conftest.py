@@ -514,6 +514,18 @@ def plain_losses(model, tokens, head_scale=None):
     return -log_p.gather(-1, tokens[:, 1:, None])[..., 0]
 
 
+def plain_cut(model, tokens, T, tail, head_scale=None):
+    """
+    The loss of the `tail` targets up to position T, (B, tail), each block of L / 8 read from the L
+    tokens before its end. tokens: (B, T + 1) ids or more.
+    """
+    L, blocks = model.config.block_size, []
+    for end in range(T - tail + L // 8, T + 1, L // 8):
+        piece = tokens[:, max(0, end - L):end + 1]
+        blocks.append(plain_losses(model, piece, head_scale)[:, -L // 8:])
+    return torch.cat(blocks, dim=1)
+
+
 # ---------------------------------------------------------------------- runs of train.py
 
 # 12 steps of two micro-batches each, validated at every third

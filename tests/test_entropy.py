@@ -9,7 +9,17 @@ import math
 
 import numpy as np
 import pytest
-from conftest import mistake, near, on, plain_entropy, plain_losses, read, scale_set, stage_here
+from conftest import (
+    mistake,
+    near,
+    on,
+    plain_cut,
+    plain_entropy,
+    plain_losses,
+    read,
+    scale_set,
+    stage_here,
+)
 
 from entropy import spearman
 from lib.scales import save_scale
@@ -33,7 +43,7 @@ def test_run_in_bits_reports_the_float64_matrix_over_ln_2(tiny_run, tiny, window
     """In float32 where no dtype is given: bfloat16 would be tenths of a nat off."""
     model, info = tiny
     save_scale(tmp_path / 'mine.json', info, {256: scale_set(SCALES)}, 'head')
-    command = f'--scale={tmp_path}/mine.json --bits=True --length=128 --n_samples=3'
+    command = f'--scale={tmp_path}/mine.json --bits=True --length=128 --n_samples=3 --tail=16'
     command = [word for word in on(tiny_run, tmp_path, command) if '--dtype' not in word]
     out, result = stage_here('entropy', *command), read(tmp_path / 'entropy_mine.json')
 
@@ -44,6 +54,9 @@ def test_run_in_bits_reports_the_float64_matrix_over_ln_2(tiny_run, tiny, window
     for key, expected in {'entropy': bits, 'mean_entropy': bits.mean((0, 1)), 'loss': losses,
                           'bound': np.log2(result['position'])}.items():
         near(result[key], expected, rtol=1e-4, atol=1e-4)
+    cut = [plain_cut(model, tokens, T, 16).mean() for T in (32, 64, 128)]
+    assert result['cut']['position'] == [32, 64, 128]
+    near(result['cut']['loss'], cut, rtol=1e-5)
     assert (result['unit'], result['head_scale']) == ('bits', SCALES)
     assert result['weights_digest'] == info['digest']
     assert result['spearman'] == [pytest.approx(spearman(SCALES[0], bits[0, :, -1])), None]

@@ -17,6 +17,7 @@ import torch
 from conftest import (
     near,
     on,
+    plain_cut,
     plain_entropy,
     plain_losses,
     read,
@@ -147,6 +148,7 @@ def test_fit_equals_a_hand_calculation():
 
 def test_uniform_search_equals_brute_force(cpu, recipe, model, corpus_dir):
     windows, scales = Windows(str(corpus_dir), 'val', 128), np.array([0.3, 0.5, 1, 1.7, 3, 5, 9])
+    plain = copy.deepcopy(model)
     search = search_uniform(model, windows, scales.tolist(), 32, cpu)
     tokens, losses, entropy = torch.from_numpy(windows.evenly_spaced(6)), [], []
     for scale in scales:
@@ -158,6 +160,8 @@ def test_uniform_search_equals_brute_force(cpu, recipe, model, corpus_dir):
     binned, drawn = (rows.reshape(7, 64, 2).mean(-1) for rows in (losses, entropy))
     best = scales[binned.argmin(0)]
     assert search['lengths'] == [32, 64, 128] and len(set(best)) > 1
+    cut = [plain_cut(plain, tokens, T, 16).mean() for T in search['lengths']]
+    near(search['cut']['loss'], cut, rtol=1e-5)
     assert search['entropy'].pop(3) is None  # six of the seven are drawn
     near(search['entropy'], np.delete(drawn, 3, axis=0), atol=1e-4)
     for name, expected in {
@@ -228,6 +232,7 @@ def test_scale_file_says_what_it_is_and_gives_a_model_its_scales(tuned, tiny_run
     assert data['init_scale'] == uniform['best_by_length'][1]  # the best at 2L
     assert {'command', 'commit', 'versions', 'device', 'seconds', 'dataset'} <= data.keys()
     assert len(data['losses']) == 6 and np.shape(data['last_entropy']) == (2, 4)
+    assert data['cut']['position'] == [32, 64]
     near(applied(out_dir, path).head_scale, data['head_scale'], rtol=1e-6)
     assert (out_dir / 'last.pt').read_bytes() == (tiny_run / 'last.pt').read_bytes()
 
