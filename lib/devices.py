@@ -109,7 +109,8 @@ def has_bfloat16(device):
     True where bfloat16 arithmetic is in hardware; elsewhere it is slower than float32. On a CPU it
     must also be the faster of the two in a trial of 60 ms: where products have AMX it is, by far;
     with AVX-512 alone we met a processor on which they are twice as fast and one on which they take
-    twice as long, both of which say that they have it.
+    twice as long, both of which say that they have it. The trial has one thread: with more, other
+    work on the same cores turned one choice in four.
     """
     if device.type == 'cuda':
         return torch.cuda.is_bf16_supported(including_emulation=False)
@@ -117,8 +118,11 @@ def has_bfloat16(device):
         return False
     if not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):
         return False
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     half, full = (matmul_flops(device, dtype, seconds=0.03, size=512)
                   for dtype in (torch.bfloat16, torch.float32))
+    torch.set_num_threads(threads)
     return half > full
 
 
