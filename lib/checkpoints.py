@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from lib import huggingface, plots
 from lib.checksums import load_whole
@@ -157,6 +158,17 @@ def cast_matrices(model, dtype):
     return model
 
 
+class Uninitialised(TorchFunctionMode):
+    """
+    Weights whose values will be loaded are not initialised first. On the meta device that would
+    load the compiler, for one second.
+    """
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if getattr(function, '__module__', '') == 'torch.nn.init':
+            return kwargs['tensor']
+        return function(*args, **(kwargs or {}))
+
+
 def load_model(init_from, out_dir, device, position=None, rope_scaling=None, dtype=torch.float32):
     """
     init_from: 'last' or 'best' (of out_dir), a checkpoint file, a Hugging Face folder or
@@ -181,7 +193,7 @@ def load_model(init_from, out_dir, device, position=None, rope_scaling=None, dty
             config |= ROPE_DEFAULTS
     if rope_scaling is not None:
         config |= {'rope_scaling': rope_scaling}
-    with as_user_error(), torch.device('meta'):
+    with as_user_error(), torch.device('meta'), Uninitialised():
         model = Transformer(ModelConfig(**config))
     weights = named_for(model, state.pop('model'), source)
     weights = {name: weight if weight.dtype == dtype else weight.float()

@@ -169,8 +169,9 @@ def setup(device='auto', dtype='auto', seed=1337):
     if device.type == 'cpu':
         keep_freed_memory()
         # Compiled embedding gradients are otherwise summed in another order in each run. New
-        # tensors are not filled, which would cost a pass over each.
-        torch.use_deterministic_algorithms(True)
+        # tensors are not filled, which would cost a pass over each. use_deterministic_algorithms()
+        # would load the compiler, a second of every start; can_compile() calls it.
+        torch.set_deterministic_debug_mode('error')
         torch.utils.deterministic.fill_uninitialized_memory = False
     # TF32 would round the products of entropies and score maps to 10-bit mantissas. Off, it slows
     # down no half precision. PyTorch's newer switch, fp32_precision, cannot be mixed with this one.
@@ -207,6 +208,8 @@ def can_compile(runtime, enabled):
     if missing:  # a GPU's kernels need both, too
         runtime.print(f'torch.compile needs {missing}; going on uncompiled, which is slower.')
         return False
+    if runtime.device.type == 'cpu':
+        torch.use_deterministic_algorithms(True)
     # Of lengths or models: beyond this limit a call would silently go uncompiled.
     torch._dynamo.config.recompile_limit = 64
     return True

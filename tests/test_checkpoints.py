@@ -118,6 +118,18 @@ class Code:
         return Path.touch, (self.mark,)
 
 
+def test_opening_a_model_does_not_load_the_compiler(out_dir):
+    """It would take a second of every start."""
+    code = f"""
+import sys
+from lib.checkpoints import load_model
+from lib.devices import setup
+runtime = setup('cpu', 'float32')
+load_model('last', {str(out_dir)!r}, runtime.device)
+sys.exit('torch._dynamo' in sys.modules)"""
+    subprocess.run([sys.executable, '-c', code], cwd=ROOT, check=True)
+
+
 @pytest.mark.parametrize('write', [torch.save, lambda x, path: path.write_bytes(pickle.dumps(x))])
 def test_code_in_a_strangers_checkpoint_is_refused_and_never_runs(out_dir, write):
     mark, path = out_dir / 'executed', out_dir / 'strange.pt'
