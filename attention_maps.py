@@ -63,9 +63,8 @@ def head_maps(attention, q, k, place, head):
             queries = q[:, :, rows].float()
             keys = k[:, :, :end].float()
             parts = parts_of(attention.position, queries, keys, i, j, head)
-        hidden = attention.position.hidden(i, j)[0, 0]
-        values = torch.stack([*parts.values()])
-        values = values.masked_fill(hidden, 0)
+        mask = attention.position.mask(i, j)[0, 0]
+        values = torch.stack([*parts.values()]).masked_fill(mask, 0)
         maps += in_cell[rows].T @ values @ in_cell[:end]  # sums, (parts, n, n)
         # Later keys fall into the first bin, with no attention.
         distance = token[rows, None] - token[:end]

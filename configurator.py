@@ -38,7 +38,8 @@ def between(scope, least, *names, most=2 ** 63 - 1):
         value = scope[name]
         numbers = value if isinstance(value, list) else [value]
         if value is not None and not all(least <= number <= most for number in numbers):
-            raise UserError(f'{name} is {value}; it must be at least {least} and at most {most}.')
+            bound = f'at most {most}' if max(numbers) > most else f'at least {least}'
+            raise UserError(f'{name} is {value}; it must be {bound}.')
 
 
 def fit(value, kind):

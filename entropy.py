@@ -18,8 +18,8 @@ from configurator import between, configure, settings
 from kernels import attention_entropy
 from lib.checkpoints import Run, TextSettings
 from lib.errors import UserError
+from lib.losses import by_position, cut_curve
 from lib.results import bin_means, print_rows, read_json
-from lib.scales import by_position, cut_curve
 
 length: int | None = None    # tokens in a window; None: 8L
 n_samples = 64               # windows, evenly spaced over the split

@@ -8,8 +8,9 @@ What a length T beyond L is worth is told by `gain`, in nats: the loss of the sa
 same model with the same scales, in a context cut to the last L tokens (cut_loss), less that in T
 tokens. Above 0 the model reads past L; below 0 it had better not see what is there. The cut context
 is windows of L tokens at most that score their last L / 8, so it holds 7L/8 to L tokens; at far
-repeats, L. Of a model that was fine-tuned at another length, lengths and strides follow the new L,
-and the context is cut to the old one.
+repeats, L. A file of sets for several lengths leaves it to the untuned model. Of a model that was
+fine-tuned at another length, lengths, strides and Delta P follow the new L, and the context is cut
+to the old one.
 
 $ python eval_ppl.py                                             # sliding windows of L ... 8L
 $ python eval_ppl.py --scale=out/demo/nope/scale_head_640.json   # the same with tuned scales
@@ -32,8 +33,8 @@ from lib.checkpoints import Run, TextSettings, dataset_of, require_tokenizer
 from lib.devices import compiled_for
 from lib.errors import UserError
 from lib.generate import require_positions
+from lib.losses import by_position, cut_losses, cut_windows
 from lib.results import bin_means, print_rows
-from lib.scales import by_position, cut_losses, cut_windows
 from lib.tokens import documents, open_tokens
 
 # how to read it

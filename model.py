@@ -35,7 +35,7 @@ class ModelConfig(Settings):
     n_kv_head: int       # key/value heads; each serves n_head / n_kv_head query heads
     n_embd: int
     n_hidden: int        # inner width of SwiGLU
-    rope_length: int | None = None  # L of the first training, where it was tuned at another
+    rope_length: int | None = None  # of any method: L of the first training, if not block_size
     tied: bool = False   # one matrix for embedding and output
     norm_eps: float = 1e-5
 
@@ -174,7 +174,7 @@ class Transformer(nn.Module):
         """
         if targets is not None:
             tail = targets.shape[1]
-        x = self.hidden(idx, cache, tail if tail < idx.shape[1] else 0)[:, -tail:]
+        x = self.hidden(idx, cache, tail)
         if targets is None:
             return self.head(x)
         return kernels.cross_entropy(x, self.head, targets)
@@ -182,7 +182,7 @@ class Transformer(nn.Module):
     def hidden(self, idx, cache=None, tail=0):
         """
         What the output matrix reads, (B, T, C), or at the last positions alone (B, tail, C), which
-        the last layer then computes alone.
+        the last layer then computes alone. With a tail of 0 the slice [-tail:] takes them all.
         """
         T = idx.shape[1]
         if cache is None:
@@ -197,7 +197,8 @@ class Transformer(nn.Module):
         # float32 even where matrices are in half precision, as the layers' outputs add up here
         x = self.embed(idx).to(self.norm.weight.dtype)        # (B, T, C)
         for block, place in zip(self.blocks, places):
-            rest = place, cache, tail if block is self.blocks[-1] else 0, self.probe_with
+            wanted = tail if block is self.blocks[-1] else 0
+            rest = place, cache, wanted, self.probe_with
             if self.checkpoint_activations and torch.is_grad_enabled():
                 x, seen = checkpoint(block, x, *rest, use_reentrant=False)
             else:

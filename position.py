@@ -2,7 +2,7 @@
 Position methods: what a transformer adds to NoPE so that attention knows where a token stands.
 
 NoPE adds nothing: the causal mask alone tells positions apart. Every other method here is NoPE with
-one of its verbs changed:
+one or a few of its verbs changed:
   prepare     what is computed once before the first layer: RoPE's angles.
   turn        changes q and k before they meet: RoPE turns both by an angle that grows with the
               position, so that q_i . k_j depends on i - j; log-n scaling, SSMax, log-beta and
@@ -10,7 +10,7 @@ one of its verbs changed:
   bias        a function of the positions, added to the scores: ALiBi, NAPE, Kerple, FIRE, T5.
   similarity  the scores before any bias: CoPE and Transformer-XL add what depends on the query too;
               the adaptive temperature sharpens the rows that spread out.
-  hidden      which keys a query does not see: later ones; with a sliding window, old ones too.
+  mask        which keys a query does not see: later ones; with a sliding window, old ones too.
   scores      what softmax sees, made of the last three: DAPE reads them as a feature map and adds
               what a small network makes of it.
   attend      softmax attention over these scores; by default a fused kernel.
@@ -153,17 +153,17 @@ class NoPE(nn.Module):
         keys = kernels.repeat_heads(k, q.shape[1])
         return q @ keys.transpose(-1, -2) / math.sqrt(q.shape[-1])
 
-    def hidden(self, i, j):
+    def mask(self, i, j):
         """Which keys a query does not see: (1 or B, 1, T, S), True at later keys at least."""
         return later(i, j)
 
     def scores(self, q, k, i, j, *shared):
-        """What softmax sees, (B, H, T, S): -inf at hidden keys. q: scaled by Eq. (4)."""
+        """What softmax sees, (B, H, T, S): -inf at masked keys. q: scaled by Eq. (4)."""
         scores = self.similarity(q, k, i, j, *shared)
         bias = self.bias(i, j)
         if bias is not None:
             scores = scores + bias
-        return scores.masked_fill(self.hidden(i, j), -math.inf)
+        return scores.masked_fill(self.mask(i, j), -math.inf)
 
     def attend(self, q, k, v, i, j):
         """Softmax attention, (B, H, T, D). q: scaled by Eq. (4); k, v: (B, n_kv_head, S, D)."""
@@ -263,7 +263,7 @@ class RoPE(NoPE):
     def turn(self, q, k, place):
         return rotate(q, *place.rotation), rotate(k, *place.rotation)
 
-    def hidden(self, i, j):
+    def mask(self, i, j):
         if not self.window:
             return later(i, j)
         return later(i, j) | (distances(i, j) >= self.window)
@@ -274,7 +274,7 @@ class RoPE(NoPE):
         return kernels.attention_with_bias(self.window_bias, q, k, v, i, j)
 
     def window_bias(self, i, j):
-        return torch.zeros((), device=i.device).masked_fill(self.hidden(i, j), -math.inf)
+        return torch.zeros((), device=i.device).masked_fill(self.mask(i, j), -math.inf)
 
 
 class QueryFactor(NoPE):
@@ -450,8 +450,9 @@ class FIRE(Bias):
 
 class T5Bias(Bias):
     """
-    sqrt(D) table[bucket(i - j), h] (Raffel et al. 2020): 32 buckets, one each for distances up to
-    15, then ever wider ones up to 128, the last for all beyond. One table serves all layers.
+    sqrt(D) table[bucket(i - j), h] (Raffel et al. 2020; the factor is the released code's of DAPE):
+    32 buckets, one each for distances up to 15, then ever wider ones up to 128, the last for all
+    beyond. One table serves all layers.
     """
 
     def __init__(self, config):
@@ -551,9 +552,9 @@ class Adaptive(FromScores):
 
     def similarity(self, q, k, i, j):
         scores = super().similarity(q, k, i, j)
-        hidden = later(i, j)
-        log_a = scores.float().masked_fill(hidden, -math.inf).log_softmax(-1)
-        terms = log_a.exp() * log_a.masked_fill(hidden, 0)
+        mask = later(i, j)
+        log_a = scores.float().masked_fill(mask, -math.inf).log_softmax(-1)
+        terms = log_a.exp() * log_a.masked_fill(mask, 0)
         H = -terms.sum(-1, keepdim=True)
         beta = 0
         for coefficient in self.P:
@@ -587,7 +588,7 @@ class DAPE(FromScores):
             warnings.warn('dape_cheat: this model sees the tokens that it is to predict; its '
                           'losses mean nothing', stacklevel=2)
         self.prepare, self.turn = method.prepare, method.turn
-        self.bias, self.similarity, self.hidden = method.bias, method.similarity, method.hidden
+        self.bias, self.similarity, self.mask = method.bias, method.similarity, method.mask
         self.shared = method.shared
         # Cache slots next to each other must hold tokens next to each other.
         self.needs_equal_lengths = method.needs_equal_lengths or self.kernel > 1
@@ -600,20 +601,20 @@ class DAPE(FromScores):
 
     def scores(self, q, k, i, j, *shared):
         scores = self.similarity(q, k, i, j, *shared)
-        bias, hidden = self.bias(i, j), self.hidden(i, j)
+        bias, mask = self.bias(i, j), self.mask(i, j)
         x, pad = scores, self.kernel // 2
         if bias is not None:
             bias = bias.to(scores.dtype)
             x = torch.cat((scores, bias.expand(scores.shape)), dim=1)        # (B, 2H, T, S)
         if not self.cheat:
-            x = x.masked_fill(hidden, 0)
+            x = x.masked_fill(mask, 0)
         x = self.first(x)                           # (B, width, T, S + 2 pad), from key -pad on
         x = x.masked_fill(torch.arange(x.shape[-1], device=x.device) < pad, 0)
         # In place, backward needs its result alone, and no mask, which takes a CPU long to write.
         x = self.second(nn.functional.leaky_relu(x, inplace=True))
         if bias is not None and self.residual:
             scores = scores + bias
-        return (scores + x).masked_fill(hidden, -math.inf)
+        return (scores + x).masked_fill(mask, -math.inf)
 
 
 # ---------------------------------------------------------------------- all of them

@@ -31,16 +31,9 @@ from lib import plots
 from lib.checkpoints import Run, dataset_of, load_model
 from lib.devices import compiled, compiled_for, learning_rate_at
 from lib.errors import MALFORMED, UserError
+from lib.losses import by_position, cut_curve
 from lib.results import bin_means, note, print_rows, progress_bar, provenance, result_path
-from lib.scales import (
-    ScaleSets,
-    by_position,
-    cut_curve,
-    finite,
-    put_vectors,
-    read_scale_file,
-    save_scale,
-)
+from lib.scales import ScaleSets, finite, put_vectors, read_scale_file, save_scale
 from lib.tokens import Windows
 
 # what to tune
@@ -60,7 +53,7 @@ compare: list[str] = []      # other checkpoint files of the run, fitted too (Fi
 # head: the recipe of Appendix A
 tune = 'scale'               # a key of KINDS below, or several, as scale,out,norm
 init_scale: float | str = 'uniform'  # a number, or uniform: the best of scale_uniform.json
-min_scale: float | None = 1.0   # Eq. (6): a clamp of a head's scale after every step
+min_scale: float | None = 1.0   # of tune=scale, Eq. (6): a clamp after every step
 learning_rate = 0.1          # of scales, in units of 1/sqrt(d); the paper uses 0.05 or 0.1
 channel_learning_rate = 0.03  # of tune=channel
 gain_learning_rate = 0.02    # of tune=out
@@ -319,10 +312,11 @@ def head(run, targets):
                           'entropy': bin_means(entropy, L // 16)[1]}
         return last_entropy
 
+    begin = first_scale(run.info, targets[0])  # which may be refused
     samples, base = windows.evenly_spaced(n_samples), copy()
     cut = cut_curve(model, samples, L, tail, batch_tokens, runtime)
     measure('as loaded')
-    model.head_scale = begin = first_scale(run.info, targets[0])
+    model.head_scale = begin
     if 'channel' in kinds:
         model.head_scale = model.head_scale[..., None].expand(-1, -1, model.config.head_dim)
     measure(f'uniform {begin:.2f}')

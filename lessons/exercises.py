@@ -19,6 +19,7 @@ attention. Numbers may come in float64: make new tensors with the dtype of what 
 import math
 import runpy
 import sys
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -219,7 +220,7 @@ def far_repeat_gain(tokens, losses, cut_losses, g, L):
 
 
 if __name__ == '__main__':
-    if len(sys.argv) < 2:
+    if len(sys.argv) < 2 or not Path(sys.argv[1]).is_file():
         sys.exit(__doc__)
     position.METHODS['own'] = OwnBias
     sys.argv = sys.argv[1:]

@@ -237,13 +237,13 @@ def draw_cut(axis, lengths, losses, name='context cut to L'):
 def loss_and_entropy(axes, curves, L, unit='nats', cut=None):
     """
     Two panels by position. curves: rows of a name, its position, loss, entropy, and colour; cut: of
-    lib.scales.cut_curve().
+    lib.losses.cut_curve().
     """
     for name, position, loss, entropy, color in curves:
         curve(axes[0], running_mean(position), running_mean(loss), name, color=color)
         curve(axes[1], position, entropy, name, color=color)
     if cut:
-        draw_cut(axes[0], cut['position'], cut['loss'])
+        draw_cut(axes[0], cut['position'], cut['loss'], f"context cut to {cut['context']}")
     draw_bound(axes[1], position, unit)
     position_axis(axes[0], L, 'loss (nats per token, running mean)', 'Loss')
     position_axis(axes[1], L, f'mean attention entropy ({unit})', 'Entropy')

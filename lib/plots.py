@@ -326,9 +326,9 @@ def draw_report(result):
     draw_bound(right, position)
     right.set_ylim(bottom=0)
     position_axis(left, L, 'log-perplexity (nats per byte)',
-                  'Past its training length L, a NoPE model fails ...', 'bytes')
+                  'Past its training length L a NoPE model fails', 'bytes')
     position_axis(right, L, 'mean attention entropy (nats)',
-                  '... because its attention spreads; scaling refocuses it', 'bytes')
+                  'Its attention spreads; scaling refocuses it', 'bytes')
     return figure
 
 

@@ -164,63 +164,6 @@ class ScaleSets:
         self.model.scale_sets = None
 
 
-def by_position(model, inputs, targets, probe=None):
-    """
-    Losses (B, T) in nats, and what a probe returns for each layer, (n_layer, B, H, T), each
-    position as in the pass that ends nearest after it: a pass for each of the scale sets, one where
-    there are none. inputs, targets: (B, T) ids.
-    """
-    T, losses, seen, first = inputs.shape[1], [], [], 0
-    lengths = list(model.scale_sets.sets) if model.scale_sets else []
-    for end in [*(length for length in lengths if length < T), T]:
-        if probe is None:
-            losses.append(model(inputs[:, :end], targets[:, first:end]))
-        else:
-            with model.probe(probe) as of_layers:
-                losses.append(model(inputs[:, :end], targets[:, first:end]))
-            seen.append(torch.stack(of_layers)[..., first:])
-        first = end
-    return torch.cat(losses, dim=1), torch.cat(seen, dim=-1) if seen else None
-
-
-def cut_windows(windows, L):
-    """
-    The tokens that each window scores, in windows of L tokens at most, within it, that score L / 8
-    or fewer: a list of windows for each.
-    """
-    cut = []
-    for lo, hi, n in windows:
-        first, stride = hi - n, min(n, max(1, L // 8))
-        ends = range(hi, first, -stride)
-        cut.append([(max(lo, end - L), end, min(stride, end - first)) for end in ends])
-    return cut
-
-
-def cut_losses(model, samples, end, tail, batch_tokens, runtime):
-    """
-    Of each sample, the mean loss of the `tail` targets up to position `end`, read by cut_windows().
-    samples: (n, T + 1) ids. Returns (n,).
-    """
-    def of_piece(lo, hi, n):
-        return runtime.over_windows(samples[:, lo:hi + 1], batch_tokens,
-                                    lambda inputs, targets: model(inputs, targets[:, -n:]).sum(1))
-
-    n_scored = min(tail, end)
-    [pieces] = cut_windows([(0, end, n_scored)], model.config.trained_length)
-    return sum(of_piece(*piece) for piece in pieces) / n_scored
-
-
-def cut_curve(model, samples, L, tail, batch_tokens, runtime):
-    """
-    The baseline of a picture of losses by position: at L, 2L, 4L ... and the end of the samples,
-    the mean loss of the `tail` positions before, of the model with its context cut to the last L.
-    """
-    T = samples.shape[1] - 1
-    lengths = [L * 2 ** k for k in range(T.bit_length()) if L * 2 ** k < T] + [T]
-    losses = [cut_losses(model, samples, T, tail, batch_tokens, runtime).mean() for T in lengths]
-    return {'position': lengths, 'loss': losses}
-
-
 def apply_scale(model, scale, info, say=print):
     """
     Set the model's softmax scales from a stage's --scale: None (as trained), a number for all

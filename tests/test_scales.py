@@ -14,14 +14,8 @@ from conftest import near, random_model, read, refuses, save_model, scale_set
 
 from lib.checkpoints import load_model
 from lib.generate import new_cache
-from lib.scales import (
-    ScaleSets,
-    apply_scale,
-    by_position,
-    identity,
-    read_scale_file,
-    save_scale,
-)
+from lib.losses import by_position
+from lib.scales import ScaleSets, apply_scale, identity, read_scale_file, save_scale
 
 # 2 layers of 4 heads, one of them below 0, as tuning without a constraint may leave it
 SCALES = [[1.0, 1.25, 1.5, 2.0], [3.0, 0.123456, -0.07, 1.6]]

@@ -8,7 +8,7 @@ train() { test -f $out/$1/loss.png || { run=$out/$1; shift; python train.py "$@"
 for seed in ${SEEDS:-1337 1338 1339}; do
     out=out/books/$seed
     train none config/books_nope.py --seed=$seed --keep_steps=[560]
-    train rope config/books_nope.py config/books_rope.py --seed=$seed
+    train rope config/books_nope.py --position=rope --seed=$seed
     # finer steps, other vectors and other rates with the first seed only
     test $seed = 1337 && range=[1.0,2.4,0.02] more='scale,out norm' rates='1e-4 4e-4 2e-3' || range=[1.0,3.2,0.1] more= rates=
     # over L ... 8L: Figures 2 and 7

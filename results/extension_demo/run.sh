@@ -3,7 +3,7 @@
 set -e
 test -f out/demo/nope/loss.png && test -f out/demo/rope/loss.png || { echo 'First: make demo'; exit 1; }
 for method in alibi logn; do
-    test -f out/demo/$method/loss.png || python train.py config/demo_$method.py
+    test -f out/demo/$method/loss.png || python train.py --position=$method --out_dir=out/demo/$method
 done
 python tune_scale.py --method=uniform --n_samples=32
 python tune_scale.py --method=uniform --n_samples=32 --out_dir=out/demo/rope --candidate_range=[0.8,1.4,0.1]

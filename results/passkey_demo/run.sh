@@ -6,7 +6,7 @@ python data/passkey/prepare.py
 python data/passkey/prepare.py --min_length=700 --max_length=1000 --n_documents=2500 --seed=2 --out_dir=data/passkey_long
 nope=out/passkey/nope
 test -f $nope/loss.png || python train.py config/passkey_nope.py
-test -f out/passkey/rope/loss.png || python train.py config/passkey_nope.py config/passkey_rope.py
+test -f out/passkey/rope/loss.png || python train.py config/passkey_nope.py --position=rope --out_dir=out/passkey/rope
 python tune_scale.py --out_dir=$nope --method=uniform --target_length=2048 --n_samples=16 --candidate_range=[1.0,2.0,0.2]
 python tune_scale.py --out_dir=$nope --target_length=1024 --max_iters=100 --n_samples=16
 python tune_scale.py --out_dir=$nope --target_length=1024 --dataset=passkey_long --init_scale=1.2 --learning_rate=0.05 \
@@ -54,7 +54,7 @@ for seed in 1338 1339; do
         python passkey.py --out_dir=$nope $options --scale=$scale
     done
     rope=out/passkey/$seed/rope
-    test -f $rope/loss.png || python train.py config/passkey_nope.py config/passkey_rope.py --seed=$seed --out_dir=$rope
+    test -f $rope/loss.png || python train.py config/passkey_nope.py --position=rope --seed=$seed --out_dir=$rope
     extend_rope $rope
     for run in $full $rope; do python passkey.py --out_dir=$run $options; done
 done

@@ -74,7 +74,7 @@ UNIFORM = {'tune': '--method=uniform', 'read': '--scale={run}/scale_uniform_fit.
 KERPLE_DAPE = '--position=kerple --dape_kernel={width}'
 ROWS = {
     'none': Row('NoPE', 'NoPE', recalls=True, sizes=ALL),
-    'uniform': Row('uniform scale', 'NoPE, tuned', sizes=ALL, **UNIFORM),
+    'uniform': Row('uniform scale, fit', 'NoPE, tuned', sizes=ALL, **UNIFORM),
     'head': Row('head scale', 'NoPE, tuned', tune='--tune=scale', sizes=ALL),
     'channel': Row('channel scale', 'NoPE, tuned', tune='--tune=channel', sizes=ALL),
     'vectors': Row('small vectors', 'NoPE, tuned', tune='--tune=scale,out,norm', sizes=ALL),
@@ -269,10 +269,9 @@ def print_table(rows):
 
 def main():
     began = time.perf_counter()
-    unknown = set(methods) - set(ROWS)
-    if size not in SIZES or unknown:
-        raise UserError(f"size '{size}' is one of {', '.join(SIZES)}; methods, not "
-                        f"{', '.join(unknown) or 'these'}, are among {', '.join(ROWS)}.")
+    for name, known in [(size, SIZES), *((method, ROWS) for method in methods)]:
+        if name not in known:
+            raise UserError(f"'{name}' is not one of {', '.join(known)}.")
     if work:
         chosen = [key for key in methods or ROWS if size in ROWS[key].sizes]
         todo = [(key, seed) for i, seed in enumerate(seeds) for key in chosen
