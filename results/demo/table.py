@@ -5,7 +5,7 @@ scales, or vectors. Training, tuning and windows are those of demo.py, without i
 $ python -m results.demo.table             # 1 hour on 2 CPU cores; goes on where it was stopped
 $ python -m results.demo.table --seeds=[1340]   # of some, in another shell
 
-Writes out_dir/SEED/losses.json, and of all that are there results/demo/seeds.json
+Writes out_dir/SEED/losses.json, and once all five are there results/demo/seeds.json
 """
 
 import statistics
@@ -19,12 +19,17 @@ from lib.errors import ROOT
 from lib.results import provenance, save_json
 
 out_dir = 'out/demo_seeds'
-seeds = [1337, 1338, 1339, 1340, 1341]
+SEEDS = [1337, 1338, 1339, 1340, 1341]
+seeds = SEEDS
 FAMILIES = 'NoPE', 'uniform', 'head', 'vectors'  # in the order that the demo claims
 
 
 def measure(seed, folder):
-    """{name of a method: {length: loss, cut_loss and gain in nats}} of one training."""
+    """
+    Of one training: {name of a method: {length: loss, cut_loss and gain in nats}}, and what it was
+    made with.
+    """
+    began = time.perf_counter()
     demo.train_args = [f'--seed={seed}']
     if not Path(folder, 'loss.png').exists():
         demo.train(folder)
@@ -34,7 +39,7 @@ def measure(seed, folder):
         result, _ = demo.measure(folder, name, scale, lengths, in_picture=False)
         found[name] = {row['length']: {key: row[key] for key in ('loss', 'cut_loss', 'gain')
                                        if key in row} for row in result['rows']}
-    return found
+    return {'methods': found} | demo.made_with(result, began)
 
 
 def numbers(methods, family, T):
@@ -53,8 +58,9 @@ def main():
         path = Path(out_dir, str(seed), 'losses.json')
         if not path.exists():
             save_json(path, measure(seed, str(path.parent / 'nope')))
-    found = {path.parent.name: demo.read(path)
-             for path in sorted(Path(out_dir).glob('*/losses.json'))}
+    runs = {path.parent.name: demo.read(path)
+            for path in sorted(Path(out_dir).glob('*/losses.json'))}
+    found = {seed: run['methods'] for seed, run in runs.items()}
     for methods in found.values():
         methods['cut'] = {T: {'loss': row.get('cut_loss', row['loss'])}
                           for T, row in methods['NoPE'].items()}
@@ -73,9 +79,12 @@ def main():
         columns = [[numbers(methods, family, T)[0] for family in FAMILIES] for T in lengths[1:]]
         in_order[seed] = all(column == sorted(column, reverse=True) for column in columns)
     print('in order:', in_order)
+    if len(found) < len(SEEDS):
+        print('results/demo/seeds.json is written once there are', len(SEEDS))
+        return
     made = provenance(settings(globals()), setup('cpu', 'float32'), time.perf_counter() - began)
     save_json(ROOT / 'results/demo/seeds.json',
-              {'seeds': found, 'rows': rows, 'in_order': in_order} | made)
+              {'seeds': runs, 'rows': rows, 'in_order': in_order} | made)
 
 
 if __name__ == '__main__':
