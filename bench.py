@@ -26,12 +26,13 @@ import torch.nn.functional as F
 import kernels
 import position as methods
 from configurator import between, configure, run_config, settings
+from lib import plots
 from lib.checkpoints import cast_matrices, config_of
 from lib.devices import can_compile, compiled, matmul_flops, setup, synchronize
 from lib.errors import UserError
 from lib.generate import needs_equal_lengths, new_cache, step_of, store_column_major
 from lib.huggingface import their_config
-from lib.results import optional, print_rows, provenance, result_path, save_json
+from lib.results import optional, print_rows, result_path
 from model import ModelConfig, Transformer
 
 tasks = ['train', 'scale', 'eval', 'entropy', 'prefill', 'decode']
@@ -404,10 +405,9 @@ def main(given=(), works=None):
 
     works = works or {task: TASKS[task] for task in tasks}
     results = {task: work(runtime) for task, work in works.items()}
-    path = result_path(out_dir, name or runtime.device.type) + '.json'
     result = {'stage': 'bench', 'matmul_flops': flops, 'results': results}
-    save_json(path, result | provenance(settings(globals()), runtime, time.perf_counter() - began))
-    print(f'wrote {path}')
+    plots.write_result(result_path(out_dir, name or runtime.device.type), result,
+                       settings(globals()), runtime, began)
 
 
 if __name__ == '__main__':

@@ -41,9 +41,7 @@ from lib.results import (
     paper_table,
     print_rows,
     progress_bar,
-    provenance,
     result_path,
-    save_json,
     unlock_file,
 )
 from lib.tasks import END, TASKS
@@ -92,7 +90,7 @@ def check_settings(runtime):
     between(globals(), 0, 'learning_rate', 'warmup_iters', 'grad_clip')
     if runtime.world_size > 1:
         raise UserError('che.py runs on one device: without torchrun. Start a process for some of '
-                        'the tasks on each.')
+                        'the tasks on each, with a --label= of its own.')
     names = [name for mixture in tasks for name in mixture.split('+')]
     if not set(names) <= set(TASKS) or len(names) > len(set(names)):
         raise UserError(f"tasks is {tasks}. Choose from {', '.join(TASKS)}, none of them twice.")
@@ -319,12 +317,9 @@ def main():
         unlock_file(lock)
 
     print_results(rows, tested)
-    path = result_path(folder, 'che', label) + '.json'
     result = {'stage': 'che', 'label': label, 'method': method, 'train_length': train_length,
               'lengths': tested, 'tasks': rows}
-    save_json(path, result | provenance(chosen, runtime, time.perf_counter() - began))
-    plots.draw(path)
-    print(f'wrote {path} and its picture')
+    plots.write_result(result_path(folder, 'che', label), result, chosen, runtime, began)
 
 
 if __name__ == '__main__':

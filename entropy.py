@@ -12,13 +12,11 @@ Writes out_dir/entropy[_LABEL].json and .png (Figures 1, 5), entropy_heads[_LABE
 import math
 
 import numpy as np
-import torch
 
 from configurator import between, configure, settings
-from kernels import attention_entropy
 from lib.checkpoints import Run, TextSettings
-from lib.errors import UserError
-from lib.losses import by_position, cut_curve
+from lib.errors import UserError, fault_of
+from lib.losses import cut_curve, loss_and_entropy
 from lib.results import bin_means, print_rows, read_json
 
 length: int | None = None    # tokens in a window; None: 8L
@@ -42,36 +40,21 @@ def spearman(x, y):
         return float(np.corrcoef(*ranks)[0, 1])
 
 
-def measure_entropy(model, windows, n_samples, batch_tokens, bin_width, runtime):
-    """
-    Means over samples, in bins of `bin_width` positions: the positions (bins,), the loss (bins,)
-    and the entropy of every head (n_layer, n_head, bins), in nats.
-    """
-    def measure(inputs, targets):
-        losses, entropy = by_position(model, inputs, targets, attention_entropy)
-        heads = entropy.transpose(0, 1).flatten(1, 2)          # (B, n_layer * H, T)
-        both = torch.cat((losses[:, None], heads), dim=1)
-        return bin_means(both.cpu().numpy(), bin_width)[1]
-
-    T = windows.block_size
-    samples = windows.evenly_spaced(n_samples)
-    rows = runtime.over_windows(samples, batch_tokens, measure, f'entropy at {T}')
-    loss, *heads = rows.mean(0)
-    positions, _ = bin_means(np.zeros(T), bin_width)
-    return positions, loss, np.reshape(heads, (-1, model.config.n_head, len(positions)))
-
-
 def what_is_drawn(path):
     """The curves and names that a picture needs of another result of this stage."""
+    result = read_json(path, 'entropy')
     curves, names = ['position', 'loss', 'mean_entropy'], ['position_method', 'label', 'unit']
-    result = read_json(path, 'entropy', *curves)
-    if result.get('unit') in ('bits', 'nats') and bits != (result['unit'] == 'bits'):
-        raise UserError(f"{path} is in {result['unit']}. Give --bits={not bits}, or measure it "
+    with fault_of(path, 'a result of entropy.py', 'Give the .json that it wrote.'):
+        numbers = np.array([result[key] for key in curves], float)  # as many of each
+        for key, curve in zip(curves, numbers):
+            if not np.isfinite(curve).all():
+                raise UserError(f'{path} has null in {key}, where a number was not finite. Measure '
+                                'it again, or leave it out.')
+        drawn = {key: result[key] for key in curves + names}
+    if bits != (drawn['unit'] == 'bits'):
+        raise UserError(f"{path} is in {drawn['unit']}. Give --bits={not bits}, or measure it "
                         'again.')
-    if not all(isinstance(result.get(name), str) for name in names):
-        raise UserError(f"{path} lacks one of {', '.join(names)}. Give the .json that entropy.py "
-                        'wrote.')
-    return {key: result[key] for key in curves + names}
+    return drawn
 
 
 def main():
@@ -81,15 +64,17 @@ def main():
     model, L = run.model, run.L
     between(globals(), L // 16, 'length')  # the width of a bin
     windows = run.windows(length or 8 * L)
-    positions, loss, entropy = measure_entropy(model, windows, n_samples, batch_tokens, L // 16,
-                                               run.runtime)
+    samples = windows.evenly_spaced(n_samples)
+    losses, entropy = loss_and_entropy(model, samples, L // 16, batch_tokens, run.runtime,
+                                       f'entropy at {windows.block_size}')
+    positions, loss = bin_means(losses, L // 16)
     unit = math.log(2) if bits else 1.0
     mean, bound = entropy.mean((0, 1)) / unit, np.log(positions) / unit
     scales = model.head_scale.numpy(force=True)
     result = {'dataset': windows.dataset, 'split': windows.split,
               'unit': 'bits' if bits else 'nats', 'position': positions,
-              'loss': loss, 'mean_entropy': mean, 'bound': bound, 'head_scale': scales,
-              'entropy': entropy / unit}
+              'samples': len(samples), 'loss': loss, 'mean_entropy': mean, 'bound': bound,
+              'head_scale': scales, 'entropy': entropy / unit}
 
     rows = []
     for T in (L // 2, L, 2 * L, 4 * L, 8 * L):
@@ -104,8 +89,7 @@ def main():
             run.runtime.print(f'layer {layer}: Spearman correlation of scale and entropy '
                               f'{value:+.2f}')
     if windows.block_size > L:
-        result['cut'] = cut_curve(model, windows.evenly_spaced(n_samples), L, tail, batch_tokens,
-                                  run.runtime)
+        result['cut'] = cut_curve(model, samples, L, tail, batch_tokens, run.runtime)
     result['compare'] = others
     run.write('entropy', result)
 

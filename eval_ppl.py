@@ -29,13 +29,12 @@ import math
 import numpy as np
 
 from configurator import between, configure, settings
-from lib.checkpoints import Run, TextSettings, dataset_of, require_tokenizer
+from lib.checkpoints import Run, TextSettings, dataset_of
 from lib.devices import compiled_for
 from lib.errors import UserError
-from lib.generate import require_positions
 from lib.losses import by_position, cut_losses, cut_windows
 from lib.results import bin_means, print_rows
-from lib.tokens import documents, open_tokens
+from lib.tokens import documents
 
 # how to read it
 protocol = 'sliding'         # sliding windows, position (each of one pass), tail (last tokens), or
@@ -66,8 +65,9 @@ def summary(losses, n_scored=None):
     """
     mean = np.average(losses, weights=n_scored)
     n, error = len(losses), math.nan
-    if n > 1:
-        error = losses.std(ddof=1) / n ** 0.5
+    if n > 1:  # windows that score more tokens weigh more
+        weights = 1 if n_scored is None else n_scored / n_scored.mean()
+        error = (((weights * (losses - mean)) ** 2).sum() / (n - 1) / n) ** 0.5
     return {'ppl': perplexity(mean), 'loss': mean, 'standard_error': error, 'windows': n}
 
 
@@ -149,20 +149,21 @@ def windows_of(data, length, longest, stride, rule, max_windows):
     return [windows[i * among // n] for i in range(n)]
 
 
-def evaluate_sliding(model, data, lengths, stride, rule, max_windows, batch_tokens, runtime):
+def sliding(run, sizes):
     """
     One row a length: loss, perplexity, past L the gain over the context cut to L, and how many
     documents, windows and tokens it was measured on; and {length: mean loss of each window}.
     """
-    rows, by_window, L = [], {}, model.config.trained_length
-    require_positions(model, max(lengths))
+    s, rows, by_window, L = run.settings, [], {}, run.model.config.trained_length
+    S = checked_stride(s['stride'], run.L, sizes)
+    data = run.windows(sizes[-1]).data
 
     @functools.cache  # by rule same the windows of L, and the cut ones of each length, are the same
     def sums_of(windows):
-        return score_windows(model, data.tokens, windows, batch_tokens, runtime)
+        return score_windows(run.model, data.tokens, windows, s['batch_tokens'], run.runtime)
 
-    for length in lengths:
-        windows = windows_of(data, length, max(lengths), stride, rule, max_windows)
+    for length in sizes:
+        windows = windows_of(data, length, sizes[-1], S, s['rule'], s['max_windows'])
         n_scored = np.array([n for _, _, n in windows])
         losses = sums_of(tuple(windows)) / n_scored
         first_tokens = [lo for lo, _, _ in windows]
@@ -176,15 +177,8 @@ def evaluate_sliding(model, data, lengths, stride, rule, max_windows, batch_toke
             row |= gain_of(losses, cut / n_scored, n_scored)
         rows.append(row)
         by_window[str(length)] = losses
-    return rows, by_window
-
-
-def open_data(info, wanted, split):
-    """The token file to read with the model of `info`: of a mixture, its first source."""
-    name = dataset_of(info, wanted).split(',')[0].split(':')[0]
-    data = open_tokens(name, split)
-    require_tokenizer(info, data.tokenizer_state, name)
-    return data
+    return {'rule': s['rule'], 'stride': S, 'lengths': sizes, 'rows': rows,
+            'loss_by_window': by_window}
 
 
 def checked_stride(stride, L, sizes):
@@ -194,14 +188,6 @@ def checked_stride(stride, L, sizes):
         raise UserError(f'stride is {S}; it must be at least 1 and below the shortest length, '
                         f'{sizes[0]}.')
     return S
-
-
-def sliding(run, sizes):
-    S = checked_stride(stride, run.L, sizes)
-    data = open_data(run.info, run.settings['dataset'], run.settings['split'])
-    rows, by_window = evaluate_sliding(run.model, data, sizes, S, rule, max_windows, batch_tokens,
-                                       run.runtime)
-    return {'rule': rule, 'stride': S, 'lengths': sizes, 'rows': rows, 'loss_by_window': by_window}
 
 
 # ---------------------------------------------------------------------- each position
@@ -233,22 +219,24 @@ def positions(run, sizes):
 
 # ---------------------------------------------------------------------- the tail of each length
 
-def evaluate_tail(model, tokens, lengths, K, L, batch_tokens, runtime):
+def tail_tokens(run, sizes):
     """
     DAPE V2's protocol: one row a length T, the perplexity of the last K tokens of windows of T, the
     same K at every length; and for T > L its Eq. (6), Delta P = P(x[-L:], L) - P(x, L): how much
-    better the last L tokens are read with all of x than alone. tokens: (n, max(lengths) + 1) ids.
+    better the last L tokens are read with all of x than alone.
     """
+    K, L = checked_tail(run.settings['tail'], run.L, sizes), run.L
+    tokens = run.windows(sizes[-1]).evenly_spaced(run.settings['n_samples'], spacing=K)
+
     def losses_in(T):
         """Losses of the last tokens of each window of T."""
-        read = compiled_for(model, runtime, compile, len(tokens), T)
-        return runtime.over_windows(
-            tokens[:, -T - 1:], batch_tokens,
+        read = compiled_for(run.model, run.runtime, compile, len(tokens), T)
+        return run.runtime.over_windows(
+            tokens[:, -T - 1:], run.settings['batch_tokens'],
             lambda inputs, targets: read(inputs, targets[:, -max(K, L):]), f'length {T}')
 
-    require_positions(model, max(lengths))
     rows, alone = [], losses_in(L)
-    for T in lengths:
+    for T in sizes:
         losses = alone if T == L else losses_in(T)
         row = {'length': T} | summary(losses[:, -K:].mean(1))
         row['scored_tokens'] = len(tokens) * min(K, T)
@@ -257,7 +245,7 @@ def evaluate_tail(model, tokens, lengths, K, L, batch_tokens, runtime):
             row['ppl_with_all'] = perplexity(losses[:, -L:].mean())
             row['delta_p'] = row['ppl_alone'] - row['ppl_with_all']
         rows.append(row)
-    return rows
+    return {'tail': K, 'lengths': sizes, 'rows': rows, 'samples': len(tokens)}
 
 
 def checked_tail(tail, L, sizes):
@@ -268,13 +256,6 @@ def checked_tail(tail, L, sizes):
         raise UserError(f'tail is {K}, but lengths has {short[0]}, a window of fewer tokens. '
                         'Choose longer ones, or a smaller tail.')
     return K
-
-
-def tail_tokens(run, sizes):
-    K, L = checked_tail(tail, run.L, sizes), run.L
-    samples = run.windows(sizes[-1]).evenly_spaced(n_samples, spacing=K)
-    rows = evaluate_tail(run.model, samples, sizes, K, L, batch_tokens, run.runtime)
-    return {'tail': K, 'lengths': sizes, 'rows': rows, 'samples': len(samples)}
 
 
 # ---------------------------------------------------------------------- far repeats

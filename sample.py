@@ -8,15 +8,11 @@ $ python sample.py --prompt='def ' --max_new_tokens=1000 --scale=out/demo/nope/s
 import torch
 
 from configurator import between, configure, settings
-from lib.checkpoints import Run
+from lib.checkpoints import ModelSettings, Run
 from lib.devices import can_compile
 from lib.generate import generate
 from lib.tokens import start_token
 
-out_dir = 'out/demo/nope'    # the run to read
-init_from = 'last'           # last or best (of out_dir), a checkpoint file, or hf:ORG/NAME
-position: str | None = None  # read the checkpoint with this position method; None: as it says
-rope_scaling: str | None = None  # extend RoPE, such as yarn:4; None: as the checkpoint says
 scale: float | str | None = None  # softmax scale: a number for all heads, or a scale file
 prompt = ''                  # text to go on from; empty: the start of a document
 n_samples = 1
@@ -25,8 +21,6 @@ temperature = 0.8            # 0 always takes the likeliest token
 top_k: int | None = None     # only the k likeliest tokens
 top_p: float | None = None   # only the likeliest tokens that together have this probability
 seed = 1337
-device = 'auto'              # auto, cpu, cuda, mps
-dtype = 'auto'               # auto, float32, bfloat16, float16
 compile = False              # one graph for all tokens; pays from thousands of them on
 
 
@@ -58,5 +52,5 @@ def main():
 
 
 if __name__ == '__main__':
-    configure(globals())
+    configure(globals(), ModelSettings)
     main()

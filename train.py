@@ -158,10 +158,12 @@ def average_gradients(model, now):
         model.set_requires_gradient_sync(now)
 
 
-def train_step(model, optimizer, scaler, batch, next_batch, micro_batch_size, grad_clip, runtime):
+def train_step(model, optimizer, scaler, batch, next_batch, micro_batch_size, grad_clip, runtime,
+               seed=0):
     """
-    One step on this rank's rows of the global batch, in micro-batches. Returns the loss, a mean
-    over ranks, and the next batch, which next_batch() fetches while the device computes.
+    One step on this rank's rows of the global batch, in micro-batches, which all have the random
+    positions of this seed. Returns the loss, a mean over ranks, and the next batch, which
+    next_batch() fetches while the device computes.
     """
     x, y = batch
     step_loss = torch.zeros((), device=runtime.device)
@@ -169,6 +171,7 @@ def train_step(model, optimizer, scaler, batch, next_batch, micro_batch_size, gr
     for i, (inputs, targets) in enumerate(parts):
         is_last = i + 1 == len(parts)
         average_gradients(model, is_last)
+        torch.manual_seed(seed)
         with runtime.autocast():
             loss = model(inputs, targets).mean() / len(parts)
         if is_last:
@@ -278,10 +281,9 @@ def main(given=()):
     while step < max_iters and not stopped_by:
         lr = learning_rate_at(step, learning_rate, min_lr, warmup, lr_decay_iters or max_iters)
         optimizer.param_groups[0]['lr'] = lr
-        torch.manual_seed(seed + step)  # so that random positions too depend on the step alone
         next_batch = functools.partial(rank_batch, windows, step + 1, batch_size, runtime)
         loss, batch = train_step(model, optimizer, scaler, batch, next_batch, micro_batch_size,
-                                 grad_clip, runtime)
+                                 grad_clip, runtime, seed + step)
         recorder.pending.append(loss)
         step += 1
 

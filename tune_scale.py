@@ -19,28 +19,28 @@ scale_sets.json; and a .png. Every stage takes such a file as --scale=FILE
 """
 
 import math
-import time
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from configurator import between, configure, settings
-from kernels import attention_entropy
-from lib import plots
-from lib.checkpoints import Run, dataset_of, load_model
+from lib.checkpoints import ModelSettings, Run, dataset_of
 from lib.devices import compiled, compiled_for, learning_rate_at
 from lib.errors import MALFORMED, UserError
-from lib.losses import by_position, cut_curve
-from lib.results import bin_means, note, print_rows, progress_bar, provenance, result_path
-from lib.scales import ScaleSets, finite, put_vectors, read_scale_file, save_scale
+from lib.losses import cut_curve, loss_and_entropy
+from lib.results import bin_means, note, print_rows, progress_bar
+from lib.scales import (
+    ScaleSets,
+    finite,
+    put_vectors,
+    read_scale_file,
+    save_scale,
+    scale_entries,
+)
 from lib.tokens import Windows
 
 # what to tune
-out_dir = 'out/demo/nope'    # the run to read; the scale file goes there too
-init_from = 'last'           # last or best (of out_dir), a checkpoint file, or hf:ORG/NAME
-position: str | None = None  # read the checkpoint with this position method; None: as it says
-rope_scaling: str | None = None  # extend RoPE, such as yarn:4; None: as the checkpoint says
 method = 'head'              # uniform or head
 target_length: int | None = None  # L', tokens to extend to; None: 8L for uniform, 4L for head
 target_lengths: list[int] = []  # head: tune a set for each of these, each from the one before
@@ -70,30 +70,7 @@ seed = 314                   # of the tuning data's order: another than pretrain
 # machine
 n_samples = 128              # validation windows behind each curve
 batch_tokens = 16384         # tokens in one forward pass of a measurement
-device = 'auto'              # auto, cpu, cuda, mps
-dtype = 'auto'               # auto, float32, bfloat16, float16
 compile = True               # torch.compile the tuning step, and a long search's reading
-
-
-def curves(model, windows, runtime, label=None):
-    """
-    Loss and attention entropy by position, and the entropy of each head at the end of the window.
-    Returns loss (T,) and mean entropy (T,) in nats, means over samples (and heads), and entropy
-    (n_layer, n_head) of the last L / 64 positions. In half precision q and k are rounded before
-    their entropy is taken: close enough for these pictures; entropy.py measures in float32.
-    """
-    end = max(1, model.config.block_size // 64)
-
-    def measure(inputs, targets):
-        losses, entropy = by_position(model, inputs, targets, attention_entropy)
-        heads = entropy[..., -end:].mean(-1)                # (n_layer, B, H)
-        heads = heads.transpose(0, 1).flatten(1)             # (B, n_layer * H)
-        return torch.cat((losses, entropy.mean((0, 2)), heads), dim=1)
-
-    T, samples = windows.block_size, windows.evenly_spaced(n_samples)
-    means = runtime.over_windows(samples, batch_tokens, measure, label).mean(0)
-    loss, entropy, heads = np.split(means, [T, 2 * T])
-    return loss, entropy, heads.reshape(-1, model.config.n_head)
 
 
 # ---------------------------------------------------------------------- uniform
@@ -107,10 +84,9 @@ def fit_scale(position, best, L):
     position, best = np.asarray(position, float), np.asarray(best, float)
     beyond = position > L
     x, y = np.log(position[beyond] / L), best[beyond]
-    a = (x * (y - 1)).sum() / (x * x).sum()
-    total = ((y - y.mean()) ** 2).sum()
-    rest = ((y - 1 - a * x) ** 2).sum()
-    return a, 1 - rest / total if total else math.nan
+    a = x @ (y - 1) / (x @ x)
+    rest, spread = y - 1 - a * x, y - y.mean()
+    return a, 1 - rest @ rest / (spread @ spread) if spread.any() else math.nan
 
 
 def candidates():
@@ -120,7 +96,8 @@ def candidates():
     if not 0 < first < end <= first + 10_000 * step:
         raise UserError(f'candidate_range is {candidate_range}; give first, last and step, all '
                         'above 0, as [1.0, 2.0, 0.1], and at most 10,000 candidates.')
-    return [round(first + i * step, 6) for i in range(round((end - first) / step) + 1)]
+    n = math.floor((end - first) / step + 1e-6)
+    return [round(first + i * step, 6) for i in range(n + 1)]
 
 
 def search_uniform(model, windows, scales, L, runtime):
@@ -138,8 +115,9 @@ def search_uniform(model, windows, scales, L, runtime):
         model.head_scale = scale
         label, mean_entropy = f'scale {scale:.2f}', None
         if i in drawn:
-            of_scale, by_place, _ = curves(model, windows, runtime, label)
-            mean_entropy = bin_means(by_place, L // 16)[1]
+            of_scale, of_heads = loss_and_entropy(model, samples, L // 16, batch_tokens, runtime,
+                                                  label)
+            mean_entropy = of_heads.mean((0, 1))
         else:
             of_scale = runtime.over_windows(samples, batch_tokens, read, label).mean(0)
         position, binned = bin_means(of_scale, L // 16)
@@ -152,20 +130,21 @@ def search_uniform(model, windows, scales, L, runtime):
     return {'position': position, 'candidates': scales.tolist(), 'loss': loss, 'entropy': entropy,
             'best_by_position': best, 'best_loss_by_position': loss.min(0), 'fit_a': a,
             'fit_r2': r2, 'lengths': lengths, 'loss_at_length': at,
-            'best_by_length': scales[at.argmin(0)], 'cut': cut}
+            'best_by_length': scales[at.argmin(0)], 'cut': cut, 'samples': len(samples)}
 
 
 def search_all(run, target):
     """{name: search_uniform()} of the checkpoint, and of those to compare it with."""
     windows, scales, searches = run.windows(target, 'val'), candidates(), {}
-    for path in [run.info['path'], *compare]:
-        model, info = run.model, run.info
-        if path != info['path']:
-            model, info = load_model(path, out_dir, run.runtime.device, position, rope_scaling,
-                                     run.runtime.dtype)
-        name = f"{Path(path).stem}, step {info['step']}"
+    others = [Run(run.settings | {'init_from': path, 'dataset': windows.dataset})
+              for path in compare if path != run.info['path']]
+    for read in others:
+        read.windows(target, 'val')  # is refused where its tokenizer is another
+    for read in [run, *others]:
+        path = read.info['path']
+        name = f"{Path(path).stem}, step {read.info['step']}"
         name = path if name in searches else name
-        searches[name] = search_uniform(model, windows, scales, run.L, run.runtime)
+        searches[name] = search_uniform(read.model, windows, scales, run.L, run.runtime)
     return searches
 
 
@@ -192,8 +171,8 @@ def uniform(run, target):
     a = search['fit_a']
     fitted = {T: vectors(1 + a * math.log(T / L)) for T in search['lengths'] if T > L}
     if run.runtime.is_main and fitted:
-        path = result_path(out_dir, 'scale_uniform_fit', label) + '.json'
-        save_scale(path, run.info, fitted, 'uniform fit', by_length=True, fit_a=a)
+        save_scale(f"{run.path('scale_uniform_fit')}.json", run.info, fitted, 'uniform fit', True,
+                   fit_a=a)
     more = {'lengths': search['lengths'], 'best_by_length': best_scales, 'searches': searches}
     return 'scale_uniform', {target: vectors(best_scales[-1])}, more
 
@@ -215,17 +194,17 @@ def vectors_of(model, kinds):
     return {name: p for name, p in model.named_parameters() if name.endswith(endings)}
 
 
-def first_scale(info, target):
+def first_scale(run, target):
     """The initial scale of every head: a number, or the best uniform one (in ln T between)."""
     if init_scale != 'uniform':
         if isinstance(init_scale, str) or not 0 < init_scale < 1e30:
             raise UserError(f'init_scale is {init_scale}. Give a number above 0, or uniform.')
         return init_scale
-    path = Path(out_dir, 'scale_uniform.json')
+    path = Path(run.settings['out_dir'], 'scale_uniform.json')
     if not path.exists():
         raise UserError(f'{path} does not exist. Run tune_scale.py --method=uniform first, or give '
                         '--init_scale=1.2.')
-    data, _ = read_scale_file(path, info)
+    data, _ = read_scale_file(path, run.info)
     try:
         longest = max(data['lengths'])
         start = np.interp(math.log(target), np.log(data['lengths']), data['best_by_length'])
@@ -306,13 +285,12 @@ def head(run, targets):
         return {name: p.clone() for name, p in tuned.items()}
 
     def measure(name):
-        loss, entropy, last_entropy = curves(model, windows, runtime)
+        loss, entropy = loss_and_entropy(model, samples, L // 16, batch_tokens, runtime)
         means.append(float(loss.mean()))
-        measured[name] = {'loss': bin_means(loss, L // 16)[1],
-                          'entropy': bin_means(entropy, L // 16)[1]}
-        return last_entropy
+        measured[name] = {'loss': bin_means(loss, L // 16)[1], 'entropy': entropy.mean((0, 1))}
+        return entropy[..., -1]
 
-    begin = first_scale(run.info, targets[0])  # which may be refused
+    begin = first_scale(run, targets[0])  # which may be refused
     samples, base = windows.evenly_spaced(n_samples), copy()
     cut = cut_curve(model, samples, L, tail, batch_tokens, runtime)
     measure('as loaded')
@@ -323,7 +301,8 @@ def head(run, targets):
 
     sets, losses = {}, []
     for length in targets:
-        runtime.print(f'{sum(p.numel() for p in tuned.values())} numbers, on windows of {length} '
+        n_tuned = sum(p.numel() for p in vectors_of(model, tune.split(',')).values())
+        runtime.print(f'{n_tuned} numbers, on windows of {length} '
                       f'tokens ({max_iters * batch_size * length:,} tokens in all)')
         data = Windows(dataset_of(run.info, dataset), 'train', length, seed)
         losses += tune_vectors(model, data, runtime)
@@ -341,6 +320,7 @@ def head(run, targets):
                       'is worse than its start. Lower learning_rate.')
     more = {'init_scale': begin, 'losses': losses, 'curve_length': target,
             'position': bin_means(range(target), L // 16)[0], 'curves': measured, 'cut': cut,
+            'samples': len(samples),
             'last_entropy': last_entropy, 'worse_than_start': after > before,
             'tuning_tokens': max_iters * batch_size * sum(targets)}
     return 'scale_sets' if target_lengths else f'scale_head_{target}', sets, more
@@ -351,15 +331,19 @@ def check_settings(model, targets, world_size):
     if method not in ('uniform', 'head'):
         raise UserError(f"method is '{method}'. Choose uniform or head.")
     L = model.config.block_size
-    least = L + 1 if method == 'uniform' or target_lengths else L
+    least = L + 1 if target_lengths else L
+    if method == 'uniform':  # the fit is over bins of L / 16 positions past L
+        least += max(1, L // 8)
+    elif compare:
+        raise UserError('compare is for --method=uniform. Leave it out.')
     if target_lengths and (method == 'uniform' or target_length):
         raise UserError('target_lengths is for --method=head, and stands for target_length. Leave '
                         'one of them out.')
     if min(targets) < least:
         raise UserError(f'target_length is {min(targets)} but the checkpoint was trained at '
                         f'block_size {L}. Choose a longer one.')
-    between(globals(), 1, 'batch_size', 'micro_batch_size', 'max_iters', 'n_samples', 'tail',
-            'batch_tokens')
+    between(globals(), 1, 'target_length', 'batch_size', 'micro_batch_size', 'max_iters',
+            'n_samples', 'tail', 'batch_tokens')
     rates = {rate for _, rate in KINDS.values()}
     between(globals(), 0, *rates, 'warmup_iters', 'grad_clip')
     between(globals(), 0, 'beta1', 'beta2', most=1 - 1e-9)
@@ -377,7 +361,8 @@ def check_settings(model, targets, world_size):
 
 
 def main():
-    run = Run(settings(globals()) | {'scale': None})
+    run = Run(settings(globals()))
+    run.label = label  # not of the extension of RoPE
     _ = run.model.head_scale  # a model that is read through transformers has none, and says so
     targets = [target_length or (8 if method == 'uniform' else 4) * run.L]
     if method == 'head' and target_lengths:
@@ -385,16 +370,10 @@ def main():
     check_settings(run.model, targets, run.runtime.world_size)
 
     stem, sets, more = uniform(run, targets[0]) if method == 'uniform' else head(run, targets)
-    if run.runtime.is_main:
-        path = result_path(out_dir, stem, label) + '.json'
-        what = {'stage': 'tune_scale', 'dataset': dataset_of(run.info, dataset),
-                'checkpoint': run.info['path']}
-        how = provenance(settings(globals()), run.runtime, time.perf_counter() - run.began)
-        save_scale(path, run.info, sets, method, stem == 'scale_sets', **what, **more, **how)
-        print('wrote', path, *plots.draw(path))
-    run.runtime.close()
+    run.write(stem, scale_entries(run.info, sets, method, stem == 'scale_sets') | more | {
+        'stage': 'tune_scale', 'dataset': dataset_of(run.info, dataset)})
 
 
 if __name__ == '__main__':
-    configure(globals())
+    configure(globals(), ModelSettings)
     main()

@@ -22,7 +22,7 @@ from lib.checksums import load_whole
 from lib.devices import setup
 from lib.errors import UserError, as_user_error, fault_of
 from lib.generate import require_positions
-from lib.results import AnswerLog, note, provenance, result_path, save_json, whole_file
+from lib.results import AnswerLog, note, result_path, whole_file
 from lib.scales import apply_scale, identity
 from lib.tokens import Windows, tokenizer_digest, tokenizer_from_state
 from model import ModelConfig, Transformer, matrices
@@ -103,7 +103,7 @@ def load(source, position=None, optimizer=True):
     advice = 'Read it again if a run has just replaced it, or use best.pt or a kept step.'
     state = load_whole(path, advice, without=() if optimizer else ('optimizer',))
     with fault_of(path, 'a checkpoint of this project', advice):
-        missing = {'model', 'model_config', 'tokenizer', 'digest', 'step'} - set(state)
+        missing = {'model', 'model_config', 'settings', 'tokenizer', 'digest', 'step'} - set(state)
         if missing:
             raise KeyError(*missing)
         config = ModelConfig(**state['model_config'])  # an older one lacks some settings
@@ -259,16 +259,21 @@ def open_windows(info, wanted, split, length):
 # ---------------------------------------------------------------------- open one for a stage
 
 @dataclasses.dataclass
-class RunSettings:
-    """The settings of every stage that measures a trained model."""
+class ModelSettings:
+    """The settings of every stage that reads a trained model."""
     out_dir: str = 'out/demo/nope'    # the run to read; results go there too
     init_from: str = 'last'           # last or best (of out_dir), a checkpoint file, hf:ORG/NAME
     position: str | None = None       # read it with this position method; None: as it says
     rope_scaling: str | None = None   # extend RoPE, such as yarn:4; None: as it says
-    scale: float | str | None = None  # softmax scale: a number for all heads, or a scale file
-    label: str = ''                   # name of the result; empty: the scale's
     device: str = 'auto'              # auto, cpu, cuda, mps
     dtype: str = 'auto'               # auto, float32, bfloat16, float16
+
+
+@dataclasses.dataclass
+class RunSettings(ModelSettings):
+    """The settings of every stage that measures one, with any softmax scale."""
+    scale: float | str | None = None  # softmax scale: a number for all heads, or a scale file
+    label: str = ''                   # name of the result; empty: the scale's
 
 
 @dataclasses.dataclass
@@ -290,7 +295,7 @@ class Run:
         self.model, self.info = load_model(
             settings['init_from'], settings['out_dir'], self.runtime.device, settings['position'],
             settings['rope_scaling'], self.runtime.dtype)
-        self.scale = settings['scale']
+        self.scale = settings.get('scale')
         scale_label = apply_scale(self.model, self.scale, self.info, self.runtime.print)
         self.identity = identity(self.model, self.scale, self.info)
         self.label = settings.get('label') or scale_label
@@ -320,14 +325,10 @@ class Run:
         Write OUT_DIR/STAGE[_KIND][_LABEL].json: the result, what was measured, and what is needed
         to measure it again; and its picture. The stage ends here, on every rank.
         """
-        runtime, config = self.runtime, self.model.config
-        if runtime.is_main:
-            what = {'stage': stage, 'label': self.label, 'position_method': config.position,
-                    'block_size': self.L, 'checkpoint': self.info['path'],
-                    'weights_digest': self.info['digest'], 'scale': self.scale,
-                    'identity': self.identity}
-            seconds = time.perf_counter() - self.began
-            path = self.path(stage, *kind) + '.json'
-            save_json(path, what | result | provenance(self.settings, runtime, seconds))
-            print('wrote', path, *plots.draw(path))
-        runtime.close()
+        what = {'stage': stage, 'label': self.label,
+                'position_method': self.model.config.position, 'block_size': self.L,
+                'trained_length': self.model.config.trained_length,
+                'checkpoint': self.info['path'], 'weights_digest': self.info['digest'],
+                'scale': self.scale, 'identity': self.identity}
+        plots.write_result(self.path(stage, *kind), what | result, self.settings, self.runtime,
+                           self.began)

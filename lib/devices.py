@@ -165,6 +165,10 @@ def setup(device='auto', dtype='auto', seed=1337):
         # Saving a large checkpoint may take longer than NCCL's 10 minutes.
         backend = 'nccl' if device.type == 'cuda' else 'gloo'
         dist.init_process_group(backend, timeout=datetime.timedelta(hours=2))
+    if world_size > 1:
+        chosen = [dtype]
+        dist.broadcast_object_list(chosen)  # that of the first rank, as trials may differ
+        dtype = chosen[0]
     torch.manual_seed(seed)
     if device.type == 'cpu':
         keep_freed_memory()
@@ -300,18 +304,20 @@ def matmul_flops(device, dtype, seconds=0.3, size=None):
     """
     FLOP/s of a large square matrix product in this precision, the best of those done in so many
     seconds: the ceiling that MFU is measured by. On a CPU by the time that this thread computes,
-    which leaves out most of what other processes take; Windows counts that in steps of 16 ms.
+    which leaves out most of what other processes take; some systems count it in steps of 10 ms.
     """
-    of_thread = device.type == 'cpu' and sys.platform != 'win32'
-    clock = time.thread_time if of_thread else time.perf_counter
+    clock = time.thread_time if device.type == 'cpu' else time.perf_counter
     size = size or (8192 if device.type == 'cuda' else 2048)
     a = torch.randn(size, size, device=device, dtype=dtype)
     a @ a  # the first may take a second, while the library loads
     best, stop = 0.0, time.perf_counter() + seconds
-    while time.perf_counter() < stop:
-        synchronize(device)
-        start = clock()
+    synchronize(device)
+    start, n = clock(), 0
+    while not best or time.perf_counter() < stop:
         a @ a
         synchronize(device)
-        best = max(best, 2 * size ** 3 / (clock() - start))
+        n, elapsed = n + 1, clock() - start
+        if elapsed > 0:
+            best = max(best, n * 2 * size ** 3 / elapsed)
+            start, n = clock(), 0
     return best

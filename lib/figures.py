@@ -226,8 +226,8 @@ def draw_bound(axis, position, unit='nats'):
     curve(axis, position, bound, 'upper bound log i', color=BLACK, ls='--', lw=1)
 
 
-def draw_cut(axis, lengths, losses, name='context cut to L'):
-    """The loss of a model with its context cut to the last L tokens; where it is None, nothing."""
+def draw_cut(axis, lengths, losses, name):
+    """The loss of a model with its context cut to its last tokens; where it is None, nothing."""
     losses = np.array(losses, float)
     known = np.isfinite(losses)
     if known.any():

@@ -3,7 +3,11 @@ Losses by position, read whole and, as the baseline of all that goes past L, in 
 last L tokens.
 """
 
+import contextlib
+
 import torch
+
+from kernels import attention_entropy
 
 
 def by_position(model, inputs, targets, probe=None):
@@ -15,14 +19,30 @@ def by_position(model, inputs, targets, probe=None):
     T, losses, seen, first = inputs.shape[1], [], [], 0
     lengths = list(model.scale_sets.sets) if model.scale_sets else []
     for end in [*(length for length in lengths if length < T), T]:
-        if probe is None:
+        with model.probe(probe) if probe else contextlib.nullcontext() as of_layers:
             losses.append(model(inputs[:, :end], targets[:, first:end]))
-        else:
-            with model.probe(probe) as of_layers:
-                losses.append(model(inputs[:, :end], targets[:, first:end]))
+        if probe:
             seen.append(torch.stack(of_layers)[..., first:])
         first = end
     return torch.cat(losses, dim=1), torch.cat(seen, dim=-1) if seen else None
+
+
+def loss_and_entropy(model, samples, width, batch_tokens, runtime, label=None):
+    """
+    In nats, means over samples: the loss by position, (T,), and the entropy of every head in bins
+    of `width` positions, (n_layer, n_head, bins). samples: (n, T + 1) ids. In half precision q and
+    k are rounded before their entropy is taken.
+    """
+    T, width = samples.shape[1] - 1, max(1, width)
+    bins = T // width
+
+    def measure(inputs, targets):
+        losses, entropy = by_position(model, inputs, targets, attention_entropy)
+        heads = entropy[..., :bins * width].unflatten(-1, (bins, width)).mean(-1)
+        return torch.cat((losses, heads.transpose(0, 1).flatten(1)), dim=1)
+
+    means = runtime.over_windows(samples, batch_tokens, measure, label).mean(0)
+    return means[:T], means[T:].reshape(-1, model.config.n_head, bins)
 
 
 def cut_windows(windows, L):

@@ -9,6 +9,7 @@ share is in lib/figures.py.
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,7 @@ from lib.figures import (
     running_mean,
     save,
 )
+from lib.results import provenance, save_json
 
 # ----------------------------------------------------------------------------- training
 
@@ -169,12 +171,17 @@ def draw_ppl(result):
             curve(axis, result['lengths'], row['ppl'], row['name'], error)
         first = members[0]
         draw_cut(axis, result['lengths'], np.exp(np.array(first.get('cut_loss', []), float)),
-                 f"{first['name']}, cut to L")
+                 f"{first['name']}, cut to {trained_length({**result, **first})}")
         ppl_axis(axis, every or [1])
         length_axis(axis, result['lengths'], result['block_size'])
         axis.set(xlabel='window length (tokens)')
         label_ends(axis, values=True)
     return figure
+
+
+def trained_length(result):
+    """Tokens that the context is cut to; older results do not say it."""
+    return result.get('trained_length', result['block_size'])
 
 
 def draw_positions(result):
@@ -186,7 +193,7 @@ def draw_positions(result):
     for row in result['rows']:
         axis.errorbar(row['length'], row['loss'], row['standard_error'], fmt='.', color=BLACK)
     lengths, cut = zip(*[(row['length'], row.get('cut_loss')) for row in result['rows']])
-    draw_cut(axis, lengths, cut)
+    draw_cut(axis, lengths, cut, f'context cut to {trained_length(result)}')
     position_axis(axis, result['block_size'], 'loss (nats per token)')
     return figure
 
@@ -452,6 +459,18 @@ def draw(path):
     for png_path, draw_figure in figures.items():
         save(draw_figure(result), png_path)
     return list(figures)
+
+
+def write_result(path, result, settings, runtime, began):
+    """
+    The end of a stage, on every rank: the first one writes PATH.json, the result and what is needed
+    to measure it again, and its pictures. began: time.perf_counter() at the start.
+    """
+    if runtime.is_main:
+        seconds = time.perf_counter() - began
+        save_json(f'{path}.json', result | provenance(settings, runtime, seconds))
+        print('wrote', f'{path}.json', *draw(f'{path}.json'))
+    runtime.close()
 
 
 def main():

@@ -4,6 +4,7 @@ Results on disk: JSON with what is needed to make it again, progress, answers th
 
 import contextlib
 import functools
+import glob
 import importlib
 import itertools
 import json
@@ -176,24 +177,12 @@ def save_json(path, data):
     return json.loads(text)
 
 
-def read_json(path, stage, *curves):
-    """
-    The JSON that a stage wrote, such as 'entropy'. curves: keys of lists, equally long, of numbers
-    that are to be drawn. Raises UserError for any other file, and where a curve has null, which was
-    not finite.
-    """
+def read_json(path, stage):
+    """The JSON that a stage wrote, such as 'explore'. Raises UserError for any other file."""
     with fault_of(path, f'a result of {stage}.py', 'Give the .json that it wrote.'):
         result = json.loads(Path(path).read_text(encoding='utf-8'))
         if result['stage'] != stage:
             raise ValueError(f"its stage is {result['stage']}")
-        lengths = {len(result[key]) for key in curves}
-        kinds = {type(number) for key in curves for number in result[key]}
-        if curves and (len(lengths) > 1 or 0 in lengths or kinds - {int, float, type(None)}):
-            raise ValueError(f"{', '.join(curves)} are not equally long lists of numbers")
-        for key in curves:
-            if None in result[key]:
-                raise UserError(f'{path} has null in {key}, where a number was not finite. Measure '
-                                'it again, or leave it out.')
     return result
 
 
@@ -312,7 +301,7 @@ class AnswerLog:
 
     def read(self):
         """Yield the answers of all ranks."""
-        others = sorted(self.path.parent.glob(f'{self.path.stem}.rank*.jsonl'))
+        others = sorted(self.path.parent.glob(f'{glob.escape(self.path.stem)}.rank*.jsonl'))
         for path in [self.path, *others]:
             header, *answers = read_lines(path) or [self.header]
             changed = [key for key in header | self.header

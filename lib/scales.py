@@ -7,7 +7,6 @@ tokens: head_scale and head_gain, (n_layer, n_head), or for the first channel_sc
 n_head, head_dim); and norm, {parameter: values}. It names the weights that it was tuned for.
 """
 
-import bisect
 import hashlib
 import json
 import math
@@ -67,18 +66,23 @@ def finite(values, shape, what):
     return tensor
 
 
-def save_scale(path, info, sets, method, by_length=False, **more):
+def save_scale(path, *what, **more):
+    """Write a scale file of scale_entries(*what) and more; returns what a reader gets."""
+    return save_json(path, scale_entries(*what) | more)
+
+
+def scale_entries(info, sets, method, by_length=False):
     """
-    Write a scale file; returns what a reader gets. sets: {L': vectors by parameter name}, L' being
+    What makes a result a scale file. sets: {L': vectors by parameter name}, L' being
     the context in tokens that they are for; info: of the checkpoint. One set is for every pass,
     unless by_length: then it too leaves those of L tokens alone.
     """
     c = info['model_config']
     sets = [{'target_length': T} | vectors_to_json(vectors) for T, vectors in sets.items()]
     sets = {'sets': sets} if by_length or len(sets) > 1 else sets[0]
-    what = {'method': method, 'block_size': c['block_size'], 'position_method': c['position'],
-            'rope_scaling': c['rope_scaling'], 'weights_digest': info['digest']}
-    return save_json(path, what | sets | more)
+    return sets | {
+        'method': method, 'block_size': c['block_size'], 'position_method': c['position'],
+        'rope_scaling': c['rope_scaling'], 'weights_digest': info['digest']}
 
 
 def read_scale_file(path, info):
@@ -145,18 +149,14 @@ class ScaleSets:
     @torch.no_grad()
     def use(self, total):
         """Take the vectors for passes of `total` tokens."""
-        lengths = list(self.sets)
+        lengths, sets = list(self.sets), list(self.sets.values())
         if total > lengths[-1]:
             warnings.warn(f'no scales for more than {lengths[-1]} tokens: those serve beyond, too',
                           stacklevel=2)
-        i = min(bisect.bisect_left(lengths, total), len(lengths) - 1)
-        before, after, share = lengths[max(0, i - 1)], lengths[i], 1.0
-        if before < total < after:
-            share = math.log(total / before) / math.log(after / before)
-        for name, vector in self.sets[after].items():
-            if share < 1:
-                vector = torch.lerp(self.sets[before][name], vector, share)
-            self.model.get_parameter(name).copy_(vector)
+        place = np.interp(np.log(total), np.log(lengths), range(len(lengths)))  # 0.5: between two
+        before, after = sets[math.floor(place)], sets[math.ceil(place)]
+        for name, vector in before.items():
+            self.model.get_parameter(name).copy_(torch.lerp(vector, after[name], place % 1))
 
     def remove(self):
         """Leave the model with the vectors it has now, whatever the length."""
@@ -183,13 +183,13 @@ def apply_scale(model, scale, info, say=print):
         else:
             put_vectors(model, *sets.values())
     elif np.ndim(scale):
-        c = info['model_config']
-        shape = c['n_layer'], c['n_head'], c['n_embd'] // c['n_head']
-        name, model.head_scale = 'scales', finite(
-            np.asarray(scale), shape[:max(2, np.ndim(scale))], 'scale')
+        c = model.config
+        shape = c.n_layer, c.n_head, c.head_dim
+        name = 'scales'
+        model.head_scale = finite(np.asarray(scale), shape[:max(2, np.ndim(scale))], 'scale')
     else:
         name, number = f'scale{scale:g}', finite(scale, (), f'scale {scale}')
-        if not number > 0:
+        if number <= 0:
             raise UserError(f'scale is {scale}; a softmax scale must be above 0.')
         model.head_scale = number
     return f'{label}_{name}' if label else name

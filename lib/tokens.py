@@ -596,6 +596,7 @@ class Windows:
                                 f'than a window of {block_size:,} + 1. Choose a shorter one or '
                                 'prepare more text.')
             self.blocks.append(data.tokens[:n * size].reshape(n, size))
+        self.data = sources[parts[0][0]]  # as what is not sampled is the first source's
         self.slots = mixture_slots([weight for _, weight in parts], dataset)
         self.vocab_size, self.tokenizer_state = data.meta['vocab_size'], data.tokenizer_state
 

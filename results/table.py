@@ -28,20 +28,12 @@ from types import SimpleNamespace
 import numpy as np
 
 from configurator import between
-from eval_ppl import (
-    checked_stride,
-    checked_tail,
-    evaluate_sliding,
-    evaluate_tail,
-    open_data,
-    perplexity,
-)
+from eval_ppl import PROTOCOLS, checked_stride, checked_tail, perplexity
 from lib import plots
-from lib.checkpoints import dataset_of, load_model, open_windows
+from lib.checkpoints import Run, dataset_of, load_model
 from lib.devices import setup
 from lib.errors import UserError
-from lib.results import paper_table, provenance, result_path, save_json
-from lib.scales import apply_scale
+from lib.results import paper_table, print_rows, result_path
 
 
 @dataclass
@@ -75,19 +67,6 @@ def paper_rows(protocol):
 
 # ---------------------------------------------------------------------- measure
 
-def measure(model, info, dataset, s, runtime):
-    """Rows of eval_ppl.py for one model, one a length. s: the settings."""
-    if s.protocol == 'sliding':
-        data = open_data(info, dataset, s.split)
-        rows, _ = evaluate_sliding(model, data, s.lengths, s.stride, s.rule, s.max_windows,
-                                   s.batch_tokens, runtime)
-        return rows
-    windows = open_windows(info, dataset, s.split, s.lengths[-1])
-    samples = windows.evenly_spaced(s.n_samples, spacing=s.tail)
-    return evaluate_tail(model, samples, s.lengths, s.tail, model.config.block_size,
-                         s.batch_tokens, runtime)
-
-
 def candidates(row, key):
     """The values that a row has for a key, to be measured one by one."""
     value = row.get(key)
@@ -104,7 +83,7 @@ def tuning_tokens(info, scale):
     return info['step'] * settings['batch_size'] * settings['block_size']
 
 
-def evaluate_row(row, s, runtime):
+def evaluate_row(row, settings, lengths):
     """
     The row with what was measured: the loss of each candidate at each length; the least perplexity
     at each length, its standard error in nats, and the candidate that gave it; and the candidate
@@ -113,10 +92,11 @@ def evaluate_row(row, s, runtime):
     tried = {}
     for scale, scaling in itertools.product(candidates(row, 'scale'),
                                             candidates(row, 'rope_scaling')):
-        model, info = load_model(row['init_from'], s.out_dir, runtime.device, row.get('position'),
-                                 scaling, runtime.dtype)
-        label = apply_scale(model, scale, info, runtime.print) or 'plain'
-        tried[label] = measure(model, info, row.get('dataset') or s.dataset, s, runtime)
+        run = Run(settings | row | {'scale': scale, 'rope_scaling': scaling, 'label': ''})
+        label = run.label or 'plain'
+        if label in tried:
+            raise UserError(f"two candidates of {row['name']} are called {label}. Rename a file.")
+        tried[label] = PROTOCOLS[settings['protocol']](run, lengths)['rows']
 
     names = list(tried)
     losses = np.array([[r['loss'] for r in rows] for rows in tried.values()])
@@ -131,9 +111,10 @@ def evaluate_row(row, s, runtime):
         found['cut_loss'] = np.min(cut, axis=0)
         found['gain'] = found['cut_loss'] - losses.min(0)
     return row | found | {
-        'position_method': model.config.position, 'block_size': model.config.block_size,
-        'checkpoint': info['path'], 'weights_digest': info['digest'],
-        'tuning_tokens': tuning_tokens(info, scale),
+        'position_method': run.model.config.position, 'block_size': run.L,
+        'trained_length': run.model.config.trained_length,
+        'checkpoint': run.info['path'], 'weights_digest': run.info['digest'],
+        'tuning_tokens': tuning_tokens(run.info, scale),
         'ppl': np.array([perplexity(loss) for loss in losses.min(0)]),
         'standard_error': errors[best, np.arange(len(best))],
         'losses': dict(zip(names, losses)),
@@ -173,45 +154,25 @@ def ppl_text(ppl, digits):
     return f'{ppl:.{digits}f}' if ppl < 1000 else '>10^3'
 
 
-def line_of(row, paper, n_columns):
-    """A row as text, after its name. paper: the perplexities to stand beside it."""
-    tokens = '-'
-    if row['tuning_tokens']:
-        tokens = f"{row['tuning_tokens'] / 1e6:.1f}M"
-    line = f'{tokens:>10}'
-    for i, ppl in enumerate(row['ppl']):
-        cell = ppl_text(ppl, 2)
+def line_of(row, paper, s):
+    """{heading: text} of a row. paper: the perplexities to stand beside it."""
+    tokens = row['tuning_tokens']
+    line = {'row': row['name'], 'tokens': f'{tokens / 1e6:.1f}M' if tokens else '-'}
+    for i, T in enumerate(s.lengths):
+        line[str(T)] = ppl_text(row['ppl'][i], 2)
         if 'sd' in row:
-            cell += f" ± {row['sd'][i]:.2f}"
-        line += f'{cell:>17}'
-    theirs = ''.join(f'{ppl_text(ppl, 1):>7}' for ppl in paper)
-    line += f"         {theirs:{7 * n_columns}}"
+            line[str(T)] += f" ± {row['sd'][i]:.2f}"
+    for T, ppl in zip(PAPER[s.protocol][1], paper):
+        line[f'paper: {T}'] = ppl_text(ppl, 1)
     if 'delta_p' in row:
-        line += f"{row['delta_p'][-1]:+12.2f}"
+        line[f'Delta P at {s.lengths[-1]}'] = f"{row['delta_p'][-1]:+.2f}"
     if 'gain' in row:
-        gain = f"{row['gain'][-1]:+.3f}"
+        line[f'gain at {s.lengths[-1]}'] = f"{row['gain'][-1]:+.3f}"
         if 'gain_sd' in row:
-            gain += f" ± {row['gain_sd'][-1]:.3f}"
-        line += f'{gain:>17}'
+            line[f'gain at {s.lengths[-1]}'] += f" ± {row['gain_sd'][-1]:.3f}"
     if len(row['losses']) > 1:
-        line += f"   {', '.join(row['best'])}"
-    return line.rstrip()
-
-
-def print_table(rows, s, runtime):
-    """The rows by length, each beside the row of the paper that it names."""
-    columns, paper = PAPER[s.protocol][1], paper_rows(s.protocol)
-    width = max(len(row['name']) for row in rows)
-    head = f'{"":{width}}     tokens' + ''.join(f'{T:>17}' for T in s.lengths)
-    head += '   paper:' + ''.join(f'{T:>7}' for T in columns)
-    if s.protocol == 'tail':
-        head += f'   Delta P at {s.lengths[-1]}'
-    elif any('gain' in row for row in rows):
-        head += f"{f'gain at {s.lengths[-1]}':>17}"
-    runtime.print(head)
-    for row in rows:
-        line = line_of(row, paper.get(row.get('paper'), []), len(columns))
-        runtime.print(f"{row['name']:{width}} {line}")
+        line['best'] = ', '.join(row['best'])
+    return line
 
 
 # ---------------------------------------------------------------------- the whole table
@@ -263,13 +224,12 @@ def run_table(settings, rows):
         s.tail = checked_tail(s.tail, L, s.lengths)
         how = {'tail': s.tail}
 
-    rows = merge_seeds([evaluate_row(row, s, runtime) for row in rows])
-    print_table(rows, s, runtime)
-    if runtime.is_main:
-        path = result_path(s.out_dir, 'eval_ppl_table', s.label) + '.json'
-        what = {'stage': 'eval_ppl', 'protocol': s.protocol, 'label': s.label, 'block_size': L,
-                'dataset': dataset_of(info, data_name), 'split': s.split, **how,
-                'lengths': s.lengths, 'rows': rows}
-        save_json(path, what | provenance(settings, runtime, time.perf_counter() - began))
-        print('wrote', path, *plots.draw(path))
-    runtime.close()
+    s.position, s.dtype = None, str(runtime.dtype).removeprefix('torch.')
+    rows = merge_seeds([evaluate_row(row, vars(s), s.lengths) for row in rows])
+    paper = paper_rows(s.protocol)
+    print_rows(runtime.print, [line_of(row, paper.get(row.get('paper'), []), s) for row in rows])
+    result = {'stage': 'eval_ppl', 'protocol': s.protocol, 'label': s.label, 'block_size': L,
+              'dataset': dataset_of(info, data_name), 'split': s.split, **how,
+              'lengths': s.lengths, 'rows': rows}
+    plots.write_result(result_path(s.out_dir, 'eval_ppl_table', s.label), result, settings, runtime,
+                       began)

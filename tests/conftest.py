@@ -18,6 +18,7 @@ import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ import torch.nn.functional as F
 from lib import checkpoints, devices
 from lib.devices import Runtime
 from lib.errors import UserError
+from lib.generate import require_positions
 from lib.results import note
 from lib.tokens import Windows, format_ranks, get_tokenizer, tokenizer_state, write_corpus
 from model import ModelConfig, Transformer
@@ -299,6 +301,17 @@ def near(found, expected, atol=0, rtol=0):
     torch.testing.assert_close(found, expected, atol=atol, rtol=rtol, check_dtype=False)
 
 
+def as_run(model, runtime, L=None, **more):
+    """What a protocol of eval_ppl.py takes of a Run. more: its settings, and data or samples."""
+    def windows(length):
+        require_positions(model, length)
+        return SimpleNamespace(data=more.get('data'),
+                               evenly_spaced=lambda n, spacing: more['samples'])
+
+    return SimpleNamespace(model=model, runtime=runtime, L=L or model.config.block_size,
+                           windows=windows, settings=more)
+
+
 def save_model(model, path, step=0, settings=()):
     """Write a checkpoint of a model that reads bytes."""
     encoding = tokenizer_state(get_tokenizer('bytes'))
@@ -519,7 +532,7 @@ def plain_cut(model, tokens, T, tail, head_scale=None):
     The loss of the `tail` targets up to position T, (B, tail), each block of L / 8 read from the L
     tokens before its end. tokens: (B, T + 1) ids or more.
     """
-    L, blocks = model.config.block_size, []
+    L, blocks = model.config.trained_length, []
     for end in range(T - tail + L // 8, T + 1, L // 8):
         piece = tokens[:, max(0, end - L):end + 1]
         blocks.append(plain_losses(model, piece, head_scale)[:, -L // 8:])

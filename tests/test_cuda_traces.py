@@ -11,7 +11,6 @@ $ cuda/bin/python -m pytest tests/test_cuda_traces.py
 """
 
 import contextlib
-import types
 
 import numpy as np
 import pytest
@@ -21,11 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tune_scale
 from configurator import run_config
-from entropy import measure_entropy
 from eval_ppl import score_windows
 from lib.checkpoints import cast_matrices
 from lib.devices import Runtime
 from lib.generate import complete, generate
+from lib.losses import loss_and_entropy
 from model import ModelConfig, Transformer
 from position import FromScores
 from results.gpu.fake import KERNELS, attention_by, fake_gpu
@@ -175,10 +174,8 @@ def test_sliding_windows(fake, changes, how):
 @every
 def test_entropy(fake, changes):
     model, runtime = gpu_model(torch.float32, **changes)
-    windows = types.SimpleNamespace(block_size=4096,
-                                    evenly_spaced=lambda n: np.zeros((n, 4097), np.int64))
-    _, loss, heads = measure_entropy(model, windows, 2, 8192, 128, runtime)
-    assert loss.shape == (32,) and heads.shape == (2, 32, 32)
+    loss, heads = loss_and_entropy(model, np.zeros((2, 4097), np.int64), 128, 8192, runtime)
+    assert loss.shape == (4096,) and heads.shape == (2, 32, 32)
 
 
 @pytest.mark.parametrize('n_beams', [1, 3])

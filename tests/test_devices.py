@@ -135,6 +135,10 @@ def test_ceiling_is_the_operations_of_a_matrix_product_over_its_time(monkeypatch
     monkeypatch.setattr(devices.time, 'perf_counter', lambda: next(seconds))
     monkeypatch.setattr(devices.time, 'thread_time', lambda: next(computed))
     assert matmul_flops(cpu.device, cpu.dtype, seconds=200) == 2 * 2048 ** 3
+    # a clock that stands still for three products counts them all
+    coarse = iter([0, 0, 0, 1, 1, 1, 1, 2])
+    monkeypatch.setattr(devices.time, 'thread_time', lambda: next(coarse))
+    assert matmul_flops(cpu.device, cpu.dtype, seconds=100) == 3 * 2 * 2048 ** 3
 
 
 if __name__ == '__main__':  # a rank of the first test

@@ -9,7 +9,6 @@ import json
 import re
 import shutil
 import subprocess
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,8 +16,9 @@ import torch
 from conftest import ROOT, near, random_model, tokens
 
 import attention_maps
-import entropy
 from lessons import explore
+from lib.losses import loss_and_entropy
+from lib.results import bin_means
 
 PAGE = ROOT / 'lessons/explore.html'
 BROWSER = shutil.which('chromium') or shutil.which('google-chrome')
@@ -34,14 +34,13 @@ def data_of(page):
 def test_data_are_what_the_stages_measure(method, cpu):
     model, ids = random_model(position=method), tokens(3, 65)
     own, lengths = model.head_scale, [16, 32, 64]
-    windows = SimpleNamespace(block_size=64, evenly_spaced=lambda n: ids[:n].numpy())
     found = explore.measure_all(model, ids, 4, lengths, [1.0, 1.5], [0.5, 1.0])
     near(model.head_scale, own)
 
     def check(of_scale, scales, layer, head):
         model.head_scale = scales
-        _, loss, heads = entropy.measure_entropy(model, windows, 3, 10 ** 6, 4, cpu)
-        near(of_scale['loss'], loss, rtol=6e-3)
+        loss, heads = loss_and_entropy(model, ids.numpy(), 4, 10 ** 6, cpu)
+        near(of_scale['loss'], bin_means(loss, 4)[1], rtol=6e-3)
         near(of_scale['entropy'], heads[layer, head], rtol=6e-3, atol=1e-4)
         for T, bins in zip(lengths, of_scale['distance'], strict=True):
             each = [attention_maps.measure(model, window[None, :T], layer, head)['by_distance']

@@ -107,6 +107,14 @@ def test_best_pt_holds_the_lowest_validation_loss(runs, plain):
     assert best['step'] < 24 and load(out_dir)['best_val_loss'] == best['best_val_loss']
 
 
+def test_all_micro_batches_of_a_step_have_the_same_random_positions(runs):
+    losses = [log_rows(runs.train(f'random_{size}', '--position=rope --random_positions=64 '
+                                  f'--max_iters=3 --micro_batch_size={size}'))
+              for size in (1, 2, 4)]
+    for other in losses[1:]:
+        near([*other.values()], [*losses[0].values()], atol=1e-5)
+
+
 def test_evaluation_and_micro_batches_cannot_change_training_but_another_seed_does(runs, plain):
     often = runs.train('often', '--eval_interval=1 --eval_windows=9')
     assert log_rows(often) == log_rows(plain)

@@ -10,6 +10,7 @@ import copy
 import io
 import math
 import shutil
+import types
 
 import numpy as np
 import pytest
@@ -146,6 +147,12 @@ def test_fit_equals_a_hand_calculation():
     assert a == 0 and math.isnan(r2)  # one value has no R2
 
 
+def test_candidates_end_at_or_before_the_last(recipe):
+    for given, expected in (([1.0, 2.0, 0.6], [1.0, 1.6]), ([1.0, 1.3, 0.1], [1.0, 1.1, 1.2, 1.3])):
+        recipe(candidate_range=given)
+        assert tune_scale.candidates() == expected
+
+
 def test_uniform_search_equals_brute_force(cpu, recipe, model, corpus_dir):
     windows, scales = Windows(str(corpus_dir), 'val', 128), np.array([0.3, 0.5, 1, 1.7, 3, 5, 9])
     plain = copy.deepcopy(model)
@@ -279,15 +286,16 @@ def test_channel_scales_are_a_vector_per_head_and_read_back(tuned):
 
 def test_start_is_interpolated_in_ln_of_the_length(tuned, tmp_path, recipe):
     _, info = checkpoints.load_model('last', tuned[0], 'cpu')
-    recipe(out_dir=tmp_path, init_scale='uniform')
+    recipe(init_scale="uniform")
+    run = types.SimpleNamespace(info=info, settings={"out_dir": tmp_path})
     for lengths in [32, 64, 128], [32, 64], 'many', None, [[32], [64], [128]]:
         save_scale(tmp_path / 'scale_uniform.json', info, {128: scale_set([[1] * 4] * 2)},
                    'uniform', lengths=lengths, best_by_length=[1.0, 1.2, 1.6])
         if lengths == [32, 64, 128]:
-            found = [first_scale(info, T) for T in (32, 64, 64 * 2 ** 0.5, 128)]
+            found = [first_scale(run, T) for T in (32, 64, 64 * 2 ** 0.5, 128)]
             near(found, [1.0, 1.2, 1.4, 1.6], 1e-6)
         else:
-            refuses('scale_uniform.json needs lengths', first_scale, info, 64)
+            refuses('scale_uniform.json needs lengths', first_scale, run, 64)
 
 
 def test_every_setting_can_be_given_under_torchrun():

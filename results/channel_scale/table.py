@@ -22,7 +22,6 @@ from lib import plots
 from lib.checkpoints import load_model, open_windows
 from lib.devices import setup
 from lib.errors import ROOT
-from lib.results import provenance, save_json
 
 out_dir = 'out/demo_seeds'   # SEED/nope is a model
 seeds = [1337, 1338, 1339]
@@ -180,10 +179,8 @@ def main():
     print('\nrank correlation, within a head, of scales and, in each layer:')
     for name, cell in result['correlations'].items():
         print(show(name, cell, 2))
-    path = ROOT / 'results/channel_scale/channel_scale.json'
-    seconds = time.perf_counter() - began
-    save_json(path, result | provenance(settings(globals()), runtime, seconds))
-    print('wrote', path, *plots.draw(path))
+    plots.write_result(ROOT / 'results/channel_scale/channel_scale', result, settings(globals()),
+                       runtime, began)
 
 
 if __name__ == '__main__':

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import demo
 from configurator import configure, settings
+from lib import plots
 from lib.devices import setup
 from lib.errors import ROOT
-from lib.results import provenance, save_json
+from lib.results import save_json
 
 out_dir = 'out/demo_seeds'
 SEEDS = [1337, 1338, 1339, 1340, 1341]
@@ -82,9 +83,9 @@ def main():
     if len(found) < len(SEEDS):
         print('results/demo/seeds.json is written once there are', len(SEEDS))
         return
-    made = provenance(settings(globals()), setup('cpu', 'float32'), time.perf_counter() - began)
-    save_json(ROOT / 'results/demo/seeds.json',
-              {'seeds': runs, 'rows': rows, 'in_order': in_order} | made)
+    result = {'seeds': runs, 'rows': rows, 'in_order': in_order}
+    plots.write_result(ROOT / 'results/demo/seeds', result, settings(globals()),
+                       setup('cpu', 'float32'), began)
 
 
 if __name__ == '__main__':

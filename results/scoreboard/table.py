@@ -25,7 +25,7 @@ from demo import read
 from lib import plots
 from lib.devices import setup
 from lib.errors import UserError
-from lib.results import lock_file, provenance, save_json, unlock_file
+from lib.results import lock_file, save_json, unlock_file
 
 size = 'small'               # a key of SIZES
 methods: list[str] = []      # keys of ROWS; []: all
@@ -279,11 +279,9 @@ def main():
         work_on(todo)
     rows = collect()
     print_table(rows)
-    path = Path(f'results/scoreboard/{size}.json')
     result = {'stage': 'scoreboard', 'label': size, 'L': SIZES[size].L, 'rows': rows}
-    seconds = time.perf_counter() - began
-    save_json(path, result | provenance(settings(globals()), setup('cpu', 'float32'), seconds))
-    print('wrote', path, *plots.draw(path))
+    plots.write_result(f'results/scoreboard/{size}', result, settings(globals()),
+                       setup('cpu', 'float32'), began)
 
 
 if __name__ == '__main__':
