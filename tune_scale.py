@@ -170,7 +170,7 @@ def uniform(run, target):
     # The fit as a file of sets, in which each context gets its own uniform scale.
     a = search['fit_a']
     fitted = {T: vectors(1 + a * math.log(T / L)) for T in search['lengths'] if T > L}
-    if run.runtime.is_main and fitted:
+    if run.runtime.is_main:
         save_scale(f"{run.path('scale_uniform_fit')}.json", run.info, fitted, 'uniform fit', True,
                    fit_a=a)
     more = {'lengths': search['lengths'], 'best_by_length': best_scales, 'searches': searches}
@@ -320,8 +320,8 @@ def head(run, targets):
                       'is worse than its start. Lower learning_rate.')
     more = {'init_scale': begin, 'losses': losses, 'curve_length': target,
             'position': bin_means(range(target), L // 16)[0], 'curves': measured, 'cut': cut,
-            'samples': len(samples),
-            'last_entropy': last_entropy, 'worse_than_start': after > before,
+            'samples': len(samples), 'last_entropy': last_entropy,
+            'worse_than_start': after > before,
             'tuning_tokens': max_iters * batch_size * sum(targets)}
     return 'scale_sets' if target_lengths else f'scale_head_{target}', sets, more
 
