@@ -1,6 +1,6 @@
-# Two Chomsky-hierarchy tasks at a small budget, with DAPE 1x3-Kerple, RoPE, and RoPE at random
-# positions (three seeds): one to eight minutes of one CPU core each. Lengths to 60 in steps of 3,
-# then 41 to 500 in steps of 51. From the project's root.
+# Two Chomsky-hierarchy tasks at a small budget, with DAPE 1x3-Kerple, Kerple, RoPE, and RoPE at
+# random positions: one to eight minutes of one CPU core each. Lengths to 60 in steps of 3, then 41 to
+# 500 in steps of 51. From the project's root.
 set -e
 
 train() {  # NAME SEED METHOD: both tasks
@@ -14,6 +14,7 @@ train() {  # NAME SEED METHOD: both tasks
 
 for seed in ${SEEDS:-1337 1338 1339}; do
     train rope_random_$seed $seed --position=rope --random_positions=2048
+    train rope_$seed $seed --position=rope
+    train kerple_$seed $seed --position=kerple
+    train kerple_dape3_$seed $seed --position=kerple --dape_kernel=3
 done
-train rope 1337 --position=rope
-train kerple_dape3 1337 --position=kerple --dape_kernel=3
