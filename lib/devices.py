@@ -149,9 +149,9 @@ def setup(device='auto', dtype='auto', seed=1337):
     """
     rank, world_size = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
     device = choose_device(device, world_size)
-    # Sharp attention has weights below 1e-38, with which a CPU reckons up to a hundred times slower
-    # unless it takes them for 0: a tuning step of the 5M model took 19 s and takes 7.5. First of
-    # all, as the threads of a pool take this over when they are made.
+    # Sharp attention has weights below 1e-38, with which a CPU reckons slowly unless it takes them
+    # for 0: a tuning step of the 5M model at scale 2.2 took 19 s and takes 7.5. First of all, as
+    # the threads of a pool take this over when they are made.
     torch.set_flush_denormal(True)
     if dtype == 'auto':
         half = 'float16' if device.type == 'cuda' else 'float32'

@@ -234,7 +234,7 @@ def draw_cut(axis, lengths, losses, name):
         curve(axis, np.array(lengths)[known], losses[known], name, color='#777777', ls='--', lw=1)
 
 
-def loss_and_entropy(axes, curves, L, unit='nats', cut=None):
+def draw_loss_and_entropy(axes, curves, L, unit='nats', cut=None):
     """
     Two panels by position. curves: rows of a name, its position, loss, entropy, and colour; cut: of
     lib.losses.cut_curve().

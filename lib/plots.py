@@ -26,9 +26,9 @@ from lib.figures import (
     curve_name,
     draw_bound,
     draw_cut,
+    draw_loss_and_entropy,
     label_ends,
     length_axis,
-    loss_and_entropy,
     mark_length,
     panels,
     position_axis,
@@ -77,7 +77,7 @@ def draw_uniform(result):
                        search['entropy'][i], colormaps['viridis'](i / len(search['loss']))))
     curve(axes[0], running_mean(position), running_mean(search['best_loss_by_position']),
           'best at each', color=BLACK, ls='--')
-    loss_and_entropy(axes, curves, L, cut=search.get('cut'))
+    draw_loss_and_entropy(axes, curves, L, cut=search.get('cut'))
 
     beyond = position[position > L]
     ln_s = np.log(beyond / L)
@@ -111,7 +111,7 @@ def draw_head(result):
     curves = []
     for name, measured in result['curves'].items():
         curves.append((name, result['position'], measured['loss'], measured['entropy'], None))
-    loss_and_entropy(axes, curves, result['block_size'], cut=result.get('cut'))
+    draw_loss_and_entropy(axes, curves, result['block_size'], cut=result.get('cut'))
     for axis in axes[:2]:
         mark_length(axis, target, f'tuned at {target}')
     scatter_heads(axes[2], heads, result['last_entropy'], range(len(scales)),
@@ -212,7 +212,7 @@ def draw_entropy(result):
     curves = []
     for one in [*result['compare'], result]:
         curves.append((curve_name(one), one['position'], one['loss'], one['mean_entropy'], None))
-    loss_and_entropy(axes, curves, result['block_size'], result['unit'], result.get('cut'))
+    draw_loss_and_entropy(axes, curves, result['block_size'], result['unit'], result.get('cut'))
     if 'spearman' in result:
         layers = []
         for layer, rho in enumerate(np.array(result['spearman'], float)):

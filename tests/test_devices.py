@@ -104,7 +104,7 @@ def test_setup_takes_cpu_and_float32_where_there_is_nothing_better():
     assert torch.initial_seed() == 5
     assert (run.device.type, run.dtype, run.rank, run.world_size) == ('cpu', torch.float32, 0, 1)
     assert run.is_main and torch.are_deterministic_algorithms_enabled()
-    assert torch.tensor([1e-38]) * 1e-3 == 0  # what is so small costs a CPU a hundred times as much
+    assert torch.tensor([1e-38]) * 1e-3 == 0  # what is so small slows a CPU down
 
 
 @pytest.mark.parametrize('supported, half, full, dtype', [
