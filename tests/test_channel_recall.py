@@ -1,0 +1,78 @@
+"""
+Recall with vectors tuned past L: what is tuned, and how a cut context is read.
+
+$ python -m pytest tests/test_channel_recall.py
+"""
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, near, stage_here
+
+import che
+from results.channel_scale import recall
+
+TINY = ('--n_layer=2 --n_head=2 --n_embd=16 --n_hidden=16 --max_iters=4 --lengths=[16,32] '
+        '--n_test=8 --device=cpu').split()
+
+
+@pytest.fixture(scope='module')
+def measured(tmp_path_factory):
+    """recall.measure() of a small model, each method tuned for 30 steps; and its losses."""
+    folder, losses, before = tmp_path_factory.mktemp('recall'), {}, dict(vars(che))
+    stage_here('che', ROOT / 'config/recall.py', *TINY, f'--out_dir={folder}/7/none_recall')
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ('models', folder), ('max_iters', 30), ('n_test', 64), ('RATE', 1e-2):
+            patch.setattr(recall, name, value)
+        tune = recall.tune
+
+        def tune_and_look(model, groups, seed, clamp=None):
+            weights = {name: p.clone() for name, p in model.named_parameters()}
+            start = loss(model)
+            n = tune(model, groups, seed, clamp)
+            changed = {name for name, p in model.named_parameters() if (p != weights[name]).any()}
+            losses[len(losses)] = start, loss(model), changed, model.head_scale
+            return n
+
+        @torch.no_grad()
+        def loss(model):
+            return sum(recall.loss_of(model, *batch).item()
+                       for batch in recall.samples('val', 7, 64, 256))
+
+        patch.setattr(recall, 'tune', tune_and_look)
+        yield recall.measure(7), list(losses.values())
+    vars(che).update(before)
+
+
+def test_each_tuning_changes_what_it_names_alone_and_lowers_the_loss(measured):
+    found, tunings = measured
+    endings = [('head_scale',)] * 4 + [('attn_norm.weight',)]
+    endings += [('head_scale', 'head_gain', 'norm.weight'), ('head_scale', 'norm.weight')]
+    assert list(found['numbers'].values())[:7] == [4, 4, 32, 32, 32, 8 + 5 * 16, 32 + 5 * 16]
+    for (start, end, changed, _), ending in zip(tunings, endings, strict=False):
+        assert changed and all(name.endswith(ending) for name in changed) and end < start
+    start, end, changed, scale = tunings[-1]
+    assert end < start and not any('head_' in name for name in changed) and (scale == 1).all()
+    for _, _, _, scale in tunings[:2]:
+        assert (scale >= 1).all()
+
+
+def test_every_row_has_a_share_for_each_length(measured):
+    found, _ = measured
+    assert set(found['right']) == {'nothing', 'nothing, context cut to L', 'uniform scale',
+                                   'every weight', *recall.TUNED}
+    assert found['uniform_scale'] in np.arange(10, 25) / 10
+    for shares in found['right'].values():
+        assert len(shares) == 5 and all(0 <= share <= 1 for share in shares)
+
+
+def test_cut_context_is_the_last_L_symbols_of_each_question(measured):
+    model = che.new_model(recall.TASK, {name: vars(che)[name] for name in che.MODEL}).eval()
+    [(tokens, answers)] = recall.samples('test', 1, 64, 64)
+    n = answers.shape[1]
+    with torch.no_grad():
+        cut = recall.answer_cut(model, tokens, n)
+        for k in range(n):
+            end = 64 - n + 1 + k
+            near(cut[:, k], model(tokens[:, end - 16:end])[:, -1], atol=1e-5)
+        assert (cut - recall.answer(model, tokens, n)).abs().max() > 1e-4
