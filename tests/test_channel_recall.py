@@ -76,3 +76,4 @@ def test_cut_context_is_the_last_L_symbols_of_each_question(measured):
             end = 64 - n + 1 + k
             near(cut[:, k], model(tokens[:, end - 16:end])[:, -1], atol=1e-5)
         assert (cut - recall.answer(model, tokens, n)).abs().max() > 1e-4
+        near(recall.answer_cut(model, tokens[:, -16:], 4), model(tokens[:, -16:])[:, -4:], 1e-5)

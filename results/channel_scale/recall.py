@@ -62,6 +62,8 @@ def answer(model, tokens, n):
 
 def answer_cut(model, tokens, n):
     """The same, each read in a context cut to the last L tokens."""
+    if tokens.shape[1] <= L:
+        return answer(model, tokens, n)
     ends = tokens.shape[1] - n + 1 + torch.arange(n)
     contexts = tokens[:, ends[:, None] - L + torch.arange(L)]         # (64, n, L)
     return model(contexts.flatten(0, 1), tail=1).unflatten(0, (-1, n))[:, :, 0]

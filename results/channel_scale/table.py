@@ -9,6 +9,7 @@ $ python -m results.channel_scale.table   # 20 s and 1 minute of one core for a 
 Goes on where it was stopped. Writes results/channel_scale/channel_scale.json and .png
 """
 
+import re
 import time
 from pathlib import Path
 
@@ -30,14 +31,16 @@ n_samples = 256              # test windows of 6L tokens behind each loss
 L = 128
 LENGTHS = [L, 2 * L, 4 * L, 6 * L]
 RATE = 1e-3  # of every weight, the best of four in results/vectors_demo
-# What is shown: --tune of tune_scale.py
+# {what is shown: what tune_scale.py is given}
 TUNED = {
-    'scale per head': 'scale',
-    'scale per channel': 'channel',
-    'gains of attention norms': 'attn_norm',
-    'channel and all norms': 'channel,norm',
-    'gains of all norms': 'norm',
-    'channel and attention norms': 'channel,attn_norm',
+    'scale per head': '--tune=scale',
+    'scale per channel': '--tune=channel',
+    'gains of attention norms': '--tune=attn_norm',
+    'channel and all norms': '--tune=channel,norm',
+    'gains of all norms': '--tune=norm',
+    'channel and attention norms': '--tune=channel,attn_norm',
+    'scale per head, rate 0.03': '--tune=scale --learning_rate=0.03',
+    'scale per channel, rate 0.1': '--tune=channel --channel_learning_rate=0.1',
 }
 
 
@@ -68,12 +71,13 @@ def measure(folder, seed):
         run('train.py', 'config/finetune_demo.py', f'--init_from={folder}/last.pt',
             f'--out_dir={whole}', f'--learning_rate={RATE}', '--min_lr=0', f'--seed={seed}')
     found['every weight'] = losses_of(whole, 'channel_study_whole')
-    for name, kinds in TUNED.items():
-        label = f"study_{kinds.replace(',', '_')}"
+    for name, arguments in TUNED.items():
+        # Files are named after the values given.
+        label = '_'.join(['study', *re.findall('[^ ,=]+(?=,| |$)', arguments)])
         file = f'{folder}/scale_head_{target}_{label}.json'
         if not Path(file).exists():
             run('tune_scale.py', f'--out_dir={folder}', f'--target_length={target}',
-                f'--tune={kinds}', f'--label={label}', '--max_iters=120', '--n_samples=16')
+                f'--label={label}', '--max_iters=120', '--n_samples=16', *arguments.split())
         found[name] = losses_of(folder, f'channel_{label}', f'--scale={file}')
     return found
 
