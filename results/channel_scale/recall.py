@@ -1,10 +1,10 @@
 """
-The same on a task that must read past L: associative recall. NoPE models that learned it from
-inputs of up to L = 16 symbols are tuned on inputs of 4L, a few vectors or every weight, all with
-the same samples, and answer inputs of L to 16L.
+A scale per head, per channel and other small vectors on a task whose answers lie beyond L:
+associative recall. NoPE models that learned it from inputs of up to L = 16 symbols are tuned on
+inputs of 4L, all with the same samples, and answer inputs of L to 16L.
 
 $ METHODS=none bash results/scoreboard/run.sh   # first, for the models
-$ python -m results.channel_scale.recall        # 15 minutes of one busy core for a seed
+$ python -m results.channel_scale.recall        # 13 minutes of one busy core for a seed
 
 Goes on where it was stopped. Writes results/channel_scale/recall.json
 """
@@ -116,7 +116,7 @@ def measure(seed):
     """{what was tuned: the share of answers right at each of LENGTHS}, the scale, the numbers."""
     folder = f'{models}/{seed}/none_recall'
     chosen = read(f'{folder}/che.json')['settings']
-    vars(che).update(chosen)
+    vars(che).update(chosen)  # its functions take their settings from there
     weights = load_whole(Path(folder, f'{TASK}.pt'), 'Train it again.')['model']
 
     def trained():

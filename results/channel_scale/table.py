@@ -73,7 +73,7 @@ def measure(folder, seed):
     found['every weight'] = losses_of(whole, 'channel_study_whole')
     for name, arguments in TUNED.items():
         # Files are named after the values given.
-        label = '_'.join(['study', *re.findall('[^ ,=]+(?=,| |$)', arguments)])
+        label = '_'.join(['study', *re.findall(r'=(\S+)', arguments)]).replace(',', '_')
         file = f'{folder}/scale_head_{target}_{label}.json'
         if not Path(file).exists():
             run('tune_scale.py', f'--out_dir={folder}', f'--target_length={target}',
