@@ -7,7 +7,7 @@ $ python -m pytest tests/test_channel_recall.py
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, near, stage_here
+from conftest import ROOT, as_stage, near, refuses, stage_here
 
 import che
 from results.channel_scale import recall
@@ -78,3 +78,10 @@ def test_cut_context_is_the_last_L_symbols_of_each_question(measured):
             near(cut[:, k], model(tokens[:, end - 16:end])[:, -1], atol=1e-5)
         assert (cut - recall.answer(model, tokens, n)).abs().max() > 1e-4
         near(recall.answer_cut(model, tokens[:, -16:], 4), model(tokens[:, -16:])[:, -4:], 1e-5)
+
+
+def test_a_model_that_is_missing_is_named_before_work(monkeypatch, tmp_path):
+    monkeypatch.setattr(recall, 'models', tmp_path)
+    monkeypatch.setattr(recall, 'out_dir', tmp_path)
+    with as_stage('recall', []):
+        refuses('1337/none_recall/che.json does not exist', recall.main)

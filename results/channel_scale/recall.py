@@ -20,7 +20,7 @@ from configurator import configure, settings
 from demo import read
 from lib.checksums import load_whole
 from lib.devices import learning_rate_at, setup
-from lib.errors import ROOT
+from lib.errors import ROOT, UserError
 from lib.plots import write_result
 from lib.results import save_json
 from results.channel_scale.table import over_seeds, show
@@ -149,6 +149,11 @@ def measure(seed):
 
 def main():
     began, runtime, found = time.perf_counter(), setup('cpu', 'float32'), []
+    for seed in seeds:
+        model = Path(models, str(seed), 'none_recall/che.json')
+        if not (model.exists() or Path(out_dir, f'{seed}.json').exists()):
+            raise UserError(f'{model} does not exist. Train the model first: METHODS=none bash '
+                            'results/scoreboard/run.sh')
     for seed in seeds:
         path = Path(out_dir, f'{seed}.json')
         if not path.exists():
