@@ -161,16 +161,19 @@ def draw_ppl(result):
             families.setdefault(method, []).append(row)
     groups = []
     for members in families.values():
-        groups += np.array_split(members, -(-len(members) // MOST))
+        parts = np.array_split(members, -(-len(members) // MOST))
+        groups += [(members[0], part) for part in parts]
     figure, axes = panels(title, len(groups), 2, width=7, height=3.2)
-    for axis, members in zip(axes, groups):
+    for axis, (first, members) in zip(axes, groups):
         for row in members:
             error = row.get('sd')
             if 'standard_error' in row:  # that of the loss, whose exponential is the perplexity
                 error = np.array(row['standard_error'], float) * np.array(row['ppl'], float)
             curve(axis, result['lengths'], row['ppl'], row['name'], error)
-        first = members[0]
-        draw_cut(axis, result['lengths'], np.exp(np.array(first.get('cut_loss', []), float)),
+        cut = np.exp(np.array(first.get('cut_loss', []), float))
+        if 'cut_loss' not in first and result.get('rule') == 'same':
+            cut = len(result['lengths']) * first['ppl'][:1]  # at L, of the same tokens
+        draw_cut(axis, result['lengths'], cut,
                  f"{first['name']}, cut to {trained_length({**result, **first})}")
         ppl_axis(axis, every or [1])
         length_axis(axis, result['lengths'], result['block_size'])

@@ -33,7 +33,7 @@ def test_every_result_draws_without_a_warning_and_names_its_run(name):
         figure.draw_without_rendering()
     for axis in figure.axes:
         curves = [line for line in figures.named_lines(axis) if len(line.get_xdata()) > 1]
-        assert len(curves) <= 8
+        assert len([line for line in curves if ', cut to ' not in line.get_label()]) <= 8
         assert axis.get_legend() is None
     if result.get('compare'):
         run = f"{1 + len(result['compare'])} runs"
@@ -42,6 +42,15 @@ def test_every_result_draws_without_a_warning_and_names_its_run(name):
     else:
         run = result.get('method', result['settings'].get('out_dir', result.get('label')))
     assert run in figure.get_suptitle()
+
+
+def test_the_panels_of_a_table_show_the_cut_context_of_their_familys_first_row():
+    result = RESULTS['books/eval_ppl_table']
+    drawn = {line.get_label(): tuple(line.get_ydata()) for axis in plots.draw_ppl(result).axes
+             for line in figures.named_lines(axis) if ', cut to ' in line.get_label()}
+    at_L = {row['name']: row['ppl'][0] for row in result['rows']}
+    assert drawn == {f'{name}, cut to 256': 4 * (at_L[name],)
+                     for name in ('RoPE', 'NoPE', 'ALiBi, trained so')}
 
 
 def test_results_from_before_the_tail_had_that_name_draw_the_same_picture(tmp_path):
