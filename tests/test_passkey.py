@@ -17,6 +17,7 @@ from conftest import mistake, on, read, stage, stage_here
 from lib.results import lock_file, unlock_file
 from lib.tokens import get_tokenizer, train_bpe
 from passkey import FILLER, KEY, QUESTION, TASK, build_prompt, draw_cells
+from results.channel_scale import passkey as study
 
 
 @pytest.fixture(scope='module', params=['bytes', 'bpe'])
@@ -96,6 +97,17 @@ def test_result_holds_every_answer_and_the_accuracies_that_follow_from_them(whol
     assert result['window'] == result['block_size'] == 32
     assert result['accuracy_inside'] is None  # every length was beyond L
     assert (whole / 'passkey.png').exists()
+
+
+def test_keys_that_a_cut_context_leaves_are_those_whose_line_its_text_has(whole, monkeypatch):
+    result, encoding = read(whole / 'passkey.json'), get_tokenizer('bytes')
+    monkeypatch.setattr(study, 'L', 300)
+    monkeypatch.setattr(study, 'LENGTHS', [300, 600])
+    shares = {300: [], 600: []}
+    for length, _, place, key in draw_cells([300, 600], 3, 2, seed=42):
+        prompt, *_ = build_prompt(encoding, length, place, key, 'exact')
+        shares[length].append(KEY.format(key=key) in encoding.decode(prompt[-300:]))
+    assert study.within(result) == [1, np.mean(shares[600])] and 0 < np.mean(shares[600]) < 1
 
 
 @pytest.mark.parametrize('ranks', [1, pytest.param(2, marks=pytest.mark.slow)])
