@@ -8,6 +8,7 @@ import email.message
 import functools
 import json
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -99,15 +100,23 @@ def test_result_holds_every_answer_and_the_accuracies_that_follow_from_them(whol
     assert (whole / 'passkey.png').exists()
 
 
-def test_keys_that_a_cut_context_leaves_are_those_whose_line_its_text_has(whole, monkeypatch):
-    result, encoding = read(whole / 'passkey.json'), get_tokenizer('bytes')
+def test_a_cut_context_holds_the_end_of_a_prompt_and_the_answer(whole, tiny_run, monkeypatch):
+    result, encoding, expected = read(whole / 'passkey.json'), get_tokenizer('bytes'), []
+    for length, _, place, key in draw_cells([300, 600], 3, 2, seed=42):
+        prompt, answer, _ = build_prompt(encoding, length, place, key, 'exact')
+        seen = encoding.decode([*prompt, *answer][-300:])[:-len(f' {key}')]
+        expected.append((length, str(key) in seen))
+
+    def perfect_reader(model, prompts, n):
+        keys = re.findall(r'\d{5}', encoding.decode(prompts[0]))
+        return [encoding.encode_ordinary(f' {keys[0]}' if keys else '?')]
+
     monkeypatch.setattr(study, 'L', 300)
     monkeypatch.setattr(study, 'LENGTHS', [300, 600])
-    shares = {300: [], 600: []}
-    for length, _, place, key in draw_cells([300, 600], 3, 2, seed=42):
-        prompt, *_ = build_prompt(encoding, length, place, key, 'exact')
-        shares[length].append(KEY.format(key=key) in encoding.decode(prompt[-300:]))
-    assert study.within(result) == [1, np.mean(shares[600])] and 0 < np.mean(shares[600]) < 1
+    monkeypatch.setattr(study, 'complete', perfect_reader)
+    shares = [np.mean([found for length, found in expected if length == one]) for one in (300, 600)]
+    assert study.found_when_cut(tiny_run, result) == shares
+    assert shares[0] == 1 and 0 < shares[1] < 1
 
 
 @pytest.mark.parametrize('ranks', [1, pytest.param(2, marks=pytest.mark.slow)])

@@ -15,9 +15,12 @@ import numpy as np
 
 from configurator import configure, settings
 from demo import read, run
+from lib.checkpoints import open_model
 from lib.devices import setup
 from lib.errors import ROOT
+from lib.generate import complete
 from lib.plots import write_result
+from passkey import build_prompt, draw_cells
 from results.channel_scale.table import over_seeds, show
 
 out_dir = 'out/passkey'      # SEED/nope is a model, SEED/whole the same with every weight tuned
@@ -68,17 +71,23 @@ def measure(seed):
         run('train.py', *WHOLE, f'--init_from={folder}/last.pt', f'--out_dir={whole}')
     found['every weight'] = found_with(whole, 'study')
     shares = {name: np.mean(one['accuracy'], axis=1).tolist() for name, one in found.items()}
-    return shares | {'stands in the last L tokens': within(found['nothing'])}
+    return shares | {'nothing, context cut to L': found_when_cut(folder, found['nothing'])}
 
 
-def within(result):
+def found_when_cut(folder, whole):
     """
-    The share of keys whose line starts in the last L tokens of the prompt, at each of LENGTHS: all
-    that a context cut to L leaves to find.
+    The share of keys that the model finds at each of LENGTHS when it reads only the end of each
+    prompt of `whole`, what passkey.py gave: L tokens with the answer.
     """
-    rows = [dict(zip(result['answers']['columns'], row)) for row in result['answers']['rows']]
-    return [np.mean([row['key_at'] >= row['tokens'] - L for row in rows if row['length'] == length])
-            for length in LENGTHS]
+    model, encoding = open_model(f'{folder}/last.pt')
+    asked = whole['settings']
+    right = {length: [] for length in LENGTHS}
+    for length, _, place, key in draw_cells(LENGTHS, asked['n_depths'], asked['n_keys'],
+                                            asked['seed']):
+        prompt, answer, _ = build_prompt(encoding, length, place, key, asked['protocol'])
+        end = prompt[-(L - len(answer)):]
+        right[length].append(complete(model, [end], len(answer))[0] == answer)
+    return [np.mean(right[length]) for length in LENGTHS]
 
 
 def main():
