@@ -145,7 +145,7 @@ def draw_ppl(result):
         about = f"{result['settings']['out_dir']} {result['label']}"
     else:
         about = run_name(result)
-        columns = {key: [row.get(key) for row in rows] for key in rows[0]}
+        columns = {key: [row.get(key) for row in rows] for key in rows[0] | rows[-1]}
         rows = [columns | {'name': curve_name(result)}]
     title = f"Perplexity on {Path(result['dataset']).name}, protocol {result['protocol']}: {about}"
     seeds = max(len(row.get('runs', [])) for row in rows)
@@ -170,11 +170,12 @@ def draw_ppl(result):
             if 'standard_error' in row:  # that of the loss, whose exponential is the perplexity
                 error = np.array(row['standard_error'], float) * np.array(row['ppl'], float)
             curve(axis, result['lengths'], row['ppl'], row['name'], error)
+        L = trained_length(result | first)
         cut = np.exp(np.array(first.get('cut_loss', []), float))
-        if 'cut_loss' not in first and result.get('rule') == 'same':
-            cut = len(result['lengths']) * first['ppl'][:1]  # at L, of the same tokens
-        draw_cut(axis, result['lengths'], cut,
-                 f"{first['name']}, cut to {trained_length({**result, **first})}")
+        if result.get('rule') == 'same' and L in result['lengths']:  # of the same tokens
+            at_L = first['ppl'][result['lengths'].index(L)]
+            cut = [at_L if T >= L else None for T in result['lengths']]
+        draw_cut(axis, result['lengths'], cut, f"{first['name']}, cut to {L}")
         ppl_axis(axis, every or [1])
         length_axis(axis, result['lengths'], result['block_size'])
         axis.set(xlabel='window length (tokens)')

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import sys
 import warnings
 from pathlib import Path
@@ -51,6 +52,24 @@ def test_the_panels_of_a_table_show_the_cut_context_of_their_familys_first_row()
     at_L = {row['name']: row['ppl'][0] for row in result['rows']}
     assert drawn == {f'{name}, cut to 256': 4 * (at_L[name],)
                      for name in ('RoPE', 'NoPE', 'ALiBi, trained so')}
+
+
+@pytest.mark.parametrize('lengths, drawn', [
+    ([64], {}),
+    ([64, 128, 256], {128: 5.0, 256: 5.0}),                         # those of L score the same
+    ([256, 512], {256: math.exp(1.25), 512: math.exp(1.5)})])       # L was not measured
+def test_a_models_cut_context_begins_at_L(lengths, drawn):
+    rows = [{'length': T, 'ppl': 5.0 if T == 128 else 7.0} for T in lengths]
+    for row in rows:
+        if row['length'] > 128:
+            row['cut_loss'] = 1 + row['length'] / 1024
+    result = {'rows': rows, 'lengths': lengths, 'rule': 'same', 'protocol': 'sliding', 'label': '',
+              'dataset': 'books', 'position_method': 'none', 'checkpoint': 'out/nope/last.pt',
+              'block_size': 512, 'trained_length': 128}
+    [axis] = plots.draw_ppl(result).axes
+    cut = [line.get_xydata() for line in figures.named_lines(axis) if 'cut to 128' in
+           line.get_label()]
+    assert dict(cut[0] if cut else []) == pytest.approx(drawn)
 
 
 def test_results_from_before_the_tail_had_that_name_draw_the_same_picture(tmp_path):
