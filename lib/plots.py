@@ -152,7 +152,8 @@ def draw_ppl(result):
     if seeds:
         title += f'\nbars: standard deviation over {seeds} seeds, or standard error over windows'
 
-    every = [ppl for row in rows for ppl in row['ppl'] if ppl is not None]
+    every = [ppl for row in rows for ppl in (*row['ppl'], *cut_ppl(result, row))
+             if ppl is not None]
     families = {'': rows}
     if len(rows) > MOST:
         families = {}
@@ -170,17 +171,22 @@ def draw_ppl(result):
             if 'standard_error' in row:  # that of the loss, whose exponential is the perplexity
                 error = np.array(row['standard_error'], float) * np.array(row['ppl'], float)
             curve(axis, result['lengths'], row['ppl'], row['name'], error)
-        L = trained_length(result | first)
-        cut = np.exp(np.array(first.get('cut_loss', []), float))
-        if result.get('rule') == 'same' and L in result['lengths']:  # of the same tokens
-            at_L = first['ppl'][result['lengths'].index(L)]
-            cut = [at_L if T >= L else None for T in result['lengths']]
-        draw_cut(axis, result['lengths'], cut, f"{first['name']}, cut to {L}")
+        draw_cut(axis, result['lengths'], cut_ppl(result, first),
+                 f"{first['name']}, cut to {trained_length(result | first)}")
         ppl_axis(axis, every or [1])
         length_axis(axis, result['lengths'], result['block_size'])
         axis.set(xlabel='window length (tokens)')
         label_ends(axis, values=True)
     return figure
+
+
+def cut_ppl(result, row):
+    """A row's perplexity with the context cut to L at each length, None where it is not known."""
+    lengths, L = result['lengths'], trained_length(result | row)
+    if result.get('rule') == 'same' and L in lengths:  # of the same tokens
+        at_L = row['ppl'][lengths.index(L)]
+        return [at_L if T >= L else None for T in lengths]
+    return [None if loss is None else np.exp(loss) for loss in row.get('cut_loss', [])]
 
 
 def trained_length(result):

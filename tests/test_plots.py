@@ -67,6 +67,8 @@ def test_a_models_cut_context_begins_at_L(lengths, drawn):
               'dataset': 'books', 'position_method': 'none', 'checkpoint': 'out/nope/last.pt',
               'block_size': 512, 'trained_length': 128}
     [axis] = plots.draw_ppl(result).axes
+    low, high = axis.get_ylim()
+    assert all(low < ppl < high for ppl in drawn.values())
     cut = [line.get_xydata() for line in figures.named_lines(axis) if 'cut to 128' in
            line.get_label()]
     assert dict(cut[0] if cut else []) == pytest.approx(drawn)
