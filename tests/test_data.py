@@ -7,14 +7,16 @@ $ python -m pytest tests/test_data.py
 import gzip
 import hashlib
 import json
+import re
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 from conftest import contents, read, stage_here
 
 from lib.errors import ROOT, UserError
-from lib.tokens import SPLITS, documents, open_tokens, tokenizer_from_state
+from lib.tokens import SPLITS, documents, get_tokenizer, open_tokens, tokenizer_from_state
 
 EVERYTHING_TRAINS = '--val_fraction=0', '--test_fraction=0'
 
@@ -65,6 +67,124 @@ def test_stdlib_is_split_by_file_and_prepared_only_once(tmp_path):
     (tmp_path / 'val.bin').write_bytes(b'cut short')
     assert 'prepared already' not in prepare('stdlib', tmp_path)
     assert texts(tmp_path, 'val') == val
+
+
+# ---------------------------------------------------------------------- code
+
+@pytest.fixture
+def index(tmp_path, monkeypatch):
+    """A folder that pip takes wheels from, instead of the network."""
+    folder = tmp_path / 'index'
+    folder.mkdir()
+    monkeypatch.setenv('PIP_NO_INDEX', '1')
+    monkeypatch.setenv('PIP_FIND_LINKS', str(folder))
+    return folder
+
+
+def lines_of(word):
+    """Source of 20 lines; no passage of it occurs with another word."""
+    return ''.join(f'def {word}_{i}():\n\n    return {i}\n' for i in range(20))
+
+
+def wheel(index, name, split, **files):
+    """Put a wheel of these files, {module: source}, into the index. Returns its manifest entry."""
+    path = index / f'{name}-1.0-py3-none-any.whl'
+    described = f'{name}-1.0.dist-info'
+    with zipfile.ZipFile(path, 'w') as archive:
+        for module, source in files.items():
+            archive.writestr(f'{name}/{module}.py', source)
+        archive.writestr(f'{name}/data.txt', 'no Python source')
+        archive.writestr(f'{name}/tests/test_it.py', lines_of('a_test'))
+        archive.writestr(f'{described}/METADATA',
+                         f'Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n')
+        archive.writestr(f'{described}/WHEEL',
+                         'Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n')
+        archive.writestr(f'{described}/RECORD', '')
+    return {'split': split, 'file': path.name,
+            'sha256': hashlib.sha256(path.read_bytes()).hexdigest()}
+
+
+def three_wheels(index, tmp_path):
+    """The --manifest= of a wheel for each split. `taken` and `short` stand in two of them."""
+    taken = lines_of('taken')
+    wheels = [
+        wheel(index, 'one', 'train', a=lines_of('a'), b=lines_of('b'), taken=taken, short='x = 1'),
+        wheel(index, 'two', 'val', c=lines_of('c'), copied=lines_of('c'), empty='', short='x = 1'),
+        wheel(index, 'three', 'test', d=lines_of('d'), f=lines_of('f') + lines_of('c'),
+              e=lines_of('e') + taken.replace('\n', '\n\n')),
+    ]
+    path = tmp_path / 'manifest.json'
+    path.write_text(json.dumps(wheels))
+    return wheels, f'--manifest={path}', '--tokenizer=bytes'
+
+
+def test_code_is_split_by_package_and_files_that_share_passages_are_dropped(tmp_path, index):
+    _, *arguments = three_wheels(index, tmp_path)
+    out = tmp_path / 'out'
+    said = prepare('code', out, *arguments)
+    train, val, test = all_texts(out)
+    expected = [*map(lines_of, ('a', 'b', 'taken')), 'x = 1']
+    assert sorted(train) == sorted(expected)
+    assert (val, test) == ([lines_of('c')], [lines_of('d')])
+    assert 'test: 1 files are kept. 0 copies and 2 files that share' in said
+    assert 'val: 1 files are kept. 1 copies and 1 files that share' in said
+
+    for path in index.iterdir():  # neither pip nor the index is needed again
+        path.unlink()
+    assert 'prepared already' in prepare('code', out, *arguments)
+    (out / 'meta.json').unlink()
+    prepare('code', out, *arguments)
+    assert all_texts(out) == [train, val, test]
+
+
+@pytest.mark.parametrize('fault', ['changed', 'missing'])
+def test_wheel_that_is_not_the_one_of_the_manifest_is_refused(tmp_path, index, fault):
+    wheels, *arguments = three_wheels(index, tmp_path)
+    out, path = tmp_path / 'out', index / wheels[1]['file']
+    whole = path.read_bytes()
+    if fault == 'changed':
+        wheel(index, 'two', 'val', c=lines_of('other'))
+    else:
+        path.unlink()
+    message = refused('code', out, *arguments)
+    assert wheels[1]['file'] in message and len(message.splitlines()) == 1
+    assert [path.name for path in out.glob('wheels/*.whl')] == [wheels[0]['file']]
+    assert not (out / 'meta.json').exists()
+
+    path.write_bytes(whole)  # and the same command goes on from there
+    assert wheels[0]['file'] not in prepare('code', out, *arguments)
+    assert texts(out, 'val') == [lines_of('c')]
+
+
+def test_cached_wheel_that_was_cut_short_is_downloaded_again(tmp_path, index):
+    wheels, *arguments = three_wheels(index, tmp_path)
+    out = tmp_path / 'out'
+    prepare('code', out, *arguments)
+    (out / 'meta.json').unlink()
+    (out / 'wheels' / wheels[2]['file']).write_bytes(b'cut short')
+    said = prepare('code', out, *arguments)
+    assert [wheel['file'] in said for wheel in wheels] == [False, False, True]
+    assert texts(out, 'test') == [lines_of('d')]
+
+
+def test_code_without_an_index_is_the_standard_library_and_says_so(tmp_path, index):
+    _, *arguments = three_wheels(index, tmp_path)
+    for path in index.iterdir():
+        path.unlink()
+    out = tmp_path / 'out'
+    assert 'standard library' in prepare('code', out, *arguments)
+    assert 'standard library' in read(out / 'meta.json')['report']['source']
+    assert min(len(files) for files in all_texts(out)) > 10
+    assert 'prepared already' in prepare('code', out, *arguments)
+
+
+def test_the_manifest_of_code_is_whole_and_its_bpe_has_1024_tokens():
+    wheels = read(ROOT / 'data/code/manifest.json')
+    for split in SPLITS:
+        assert sum(wheel['split'] == split for wheel in wheels) >= 2
+    assert len({wheel['file'].split('-')[0] for wheel in wheels}) == len(wheels)
+    assert all(re.fullmatch('[0-9a-f]{64}', wheel['sha256']) for wheel in wheels)
+    assert get_tokenizer(str(ROOT / 'data/code/bpe_1024.tiktoken')).n_vocab == 1024
 
 
 # ---------------------------------------------------------------------- text

@@ -1,0 +1,189 @@
+"""
+Python source, a text that repeats itself over long distances: the *.py files of the wheels that
+manifest.json lists. Each package goes to train, val or test as a whole. A file that shares a
+passage with an earlier split is dropped, and so is a copy of a file. The text has several licenses
+and is not part of this project: pip downloads the wheels once and keeps them in data/code/wheels.
+
+$ python data/code/prepare.py     # downloads 49 MB; 20.5M tokens to train on
+$ python data/code/prepare.py --tokenizer=bpe:1024 --out_dir=out/code    # trains the BPE anew
+
+The BPE of 1,024 tokens stands in this folder; the second command made it. Where pip reaches no
+index, the standard library of the Python that runs this takes the place of the wheels.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from configurator import configure
+from data.stdlib.prepare import library_files
+from lib.errors import ROOT, UserError
+from lib.tokens import (
+    SPLITS,
+    is_prepared,
+    split_by_hash,
+    stable_hash,
+    tokenizer_for,
+    write_corpus,
+)
+
+tokenizer = ''  # as in data/stdlib/prepare.py; '' for data/code/bpe_1024.tiktoken
+manifest = ''   # the list of wheels; '' for data/code/manifest.json
+out_dir = ''    # where wheels and token files go; '' for data/code
+
+BPE = 'bpe_1024.tiktoken'
+PASSAGE = 200       # characters of consecutive lines that mark two files as related
+LARGEST = 200_000   # bytes of a file; larger ones are mostly tables that programs wrote
+SKIP = {'test', 'tests'}  # folders left out
+FRACTION = 0.07     # of the standard library's files, for val and for test
+
+
+# ---------------------------------------------------------------------- wheels
+
+def is_whole(path, wheel):
+    return path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == wheel['sha256']
+
+
+def pip_download(wheel, folder):
+    """Have pip put a wheel of the manifest into a folder. Returns what pip said if it failed."""
+    name, version, python, abi, system = wheel['file'].removesuffix('.whl').split('-')
+    command = [sys.executable, '-m', 'pip', 'download', f'{name}=={version}', '--quiet',
+               '--no-deps', '--only-binary=:all:', f'--dest={folder}', f'--platform={system}',
+               f'--abi={abi}', f'--implementation={python[:2]}', '--python-version=3.11',
+               '--retries=2']
+    done = subprocess.run(command, capture_output=True, text=True)
+    errors = [line for line in done.stderr.splitlines() if line.startswith('ERROR')]
+    return '' if done.returncode == 0 else (errors or ['pip failed'])[-1]
+
+
+def get_wheels(wheels, folder):
+    """
+    Download to `folder` the wheels that it does not hold. Returns True when it holds all of them,
+    False when pip cannot even get the first one. Raises UserError when pip fails later, or when a
+    wheel is not the one of the manifest.
+    """
+    unchecked = folder / 'unchecked.part'
+    for i, wheel in enumerate(wheels):
+        path = folder / wheel['file']
+        if is_whole(path, wheel):
+            continue
+        print(f"downloading {wheel['file']}", flush=True)
+        shutil.rmtree(unchecked, ignore_errors=True)
+        problem = pip_download(wheel, unchecked)
+        if problem and i == 0:
+            print(f'{wheel["file"]} could not be downloaded: {problem}')
+            return False
+        if problem:
+            raise UserError(f'{wheel["file"]} could not be downloaded: {problem}. The {i} wheels '
+                            f'before it are in {folder}: the same command goes on from there.')
+        if not is_whole(unchecked / wheel['file'], wheel):
+            raise UserError(f'{wheel["file"]} was downloaded, but its SHA-256 is not the one of '
+                            'the manifest. Nothing was written. Check the index that pip uses.')
+        os.replace(unchecked / wheel['file'], path)
+    return True
+
+
+def sources(path):
+    """{name: text} of the Python sources in a wheel."""
+    texts = {}
+    with zipfile.ZipFile(path) as wheel:
+        for file in wheel.infolist():
+            *folders, name = file.filename.split('/')
+            is_read = name.endswith('.py') and 0 < file.file_size <= LARGEST
+            if is_read and not SKIP & {*folders}:
+                texts[file.filename] = wheel.read(file).decode(errors='replace')
+    return texts
+
+
+# ---------------------------------------------------------------------- what splits share
+
+def passages(text):
+    """
+    The hashes of a text's passages. A passage begins at a line and ends with the line that gives it
+    PASSAGE characters. A shorter text is one passage. Empty lines, and spaces around a line, do not
+    count.
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    hashes, end, length = set(), 0, 0
+    for start, line in enumerate(lines):
+        while length < PASSAGE and end < len(lines):
+            length += len(lines[end])
+            end += 1
+        if length < PASSAGE and start > 0:
+            break
+        hashes.add(hash('\n'.join(lines[start:end])))
+        length -= len(line)
+    return hashes
+
+
+def without_shared(splits):
+    """
+    {split: [text]} of {split: {name: text}}, in the order of a hash: without files that share a
+    passage with an earlier split, and without copies of a file.
+    """
+    kept, seen = {}, set()
+    for split, texts in splits.items():
+        by_text = {texts[name]: passages(texts[name]) for name in sorted(texts, key=stable_hash)}
+        own = {text: hashes for text, hashes in by_text.items() if not hashes & seen}
+        seen = seen.union(*own.values())
+        kept[split] = list(own)
+        print(f'{split}: {len(own)} files are kept. {len(texts) - len(by_text)} copies and '
+              f'{len(by_text) - len(own)} files that share a passage with an earlier split are '
+              'dropped.')
+    return kept
+
+
+# ---------------------------------------------------------------------- both sources of text
+
+def texts_of_wheels(wheels, folder):
+    splits = {split: {} for split in SPLITS}
+    for wheel in wheels:
+        splits[wheel['split']] |= sources(folder / wheel['file'])
+    return splits
+
+
+def texts_of_library():
+    splits = {split: {} for split in SPLITS}
+    for name, text in library_files(Path(sysconfig.get_paths()['stdlib'])).items():
+        splits[split_by_hash(name, FRACTION, FRACTION)][name] = text
+    return splits
+
+
+def main():
+    folder, listing = Path(out_dir or ROOT / 'data/code'), ROOT / 'data/code/manifest.json'
+    listing = Path(manifest or listing).read_bytes()
+    wheels, cache = json.loads(listing), folder / 'wheels'
+    chosen = tokenizer or str(ROOT / 'data/code' / BPE)
+    report = {'source': 'wheels', 'manifest_sha256': hashlib.sha256(listing).hexdigest(),
+              'tokenizer': tokenizer or BPE}
+    if is_prepared(folder, SPLITS, report):
+        print(f'{folder} is prepared already: same wheels, same tokenizer.')
+        return
+    cache.mkdir(parents=True, exist_ok=True)
+    if get_wheels(wheels, cache):
+        splits = texts_of_wheels(wheels, cache)
+    else:
+        report['source'] = f'standard library of Python {platform.python_version()}'
+        print(f'Instead of the wheels, the {report["source"]} is used. It is a smaller text, so '
+              'losses on the two cannot be compared.')
+        splits = texts_of_library()
+        if is_prepared(folder, SPLITS, report):
+            print(f'{folder} is prepared already: same library, same tokenizer.')
+            return
+    splits = without_shared(splits)
+    n_bytes = sum(len(text) for texts in splits.values() for text in texts)
+    encoding = tokenizer_for(chosen, splits['train'], folder)
+    write_corpus(folder, encoding, splits, report=report, total_bytes=n_bytes)
+
+
+if __name__ == '__main__':
+    configure(globals())
+    main()
