@@ -12,11 +12,19 @@ repeats, L. A file of sets for several lengths leaves it to the untuned model. O
 fine-tuned at another length, lengths, strides and Delta P follow the new L, and the context is cut
 to the old one.
 
+At far repeats `gain` is against the cut context of the untuned model, the checkpoint without the
+scales and the position method that are asked for, or --baseline; `own_gain` is against the model's
+own. `headroom` is how much there is to gain: what a copy cache gains (Grave et al. 2017,
+arXiv:1612.04426, in its simplest form). The cache gives the target the probability (1 - w) p + w c.
+p is that of the untuned model in the cut context; c is 1 where the token that followed the repeat
+is the target, else 0; the split val chooses the weight w. R = gain / headroom.
+
 $ python eval_ppl.py                                             # sliding windows of L ... 8L
 $ python eval_ppl.py --scale=out/demo/nope/scale_head_640.json   # the same with tuned scales
 $ python eval_ppl.py --protocol=position                         # the loss at each position to 8L
 $ python eval_ppl.py --protocol=tail                             # last tokens of each length
 $ python eval_ppl.py --protocol=repeat                           # far repeats in windows of 8L
+$ python eval_ppl.py --protocol=repeat "--controls=['near','other']"   # and the controls
 $ torchrun --nproc_per_node=8 eval_ppl.py --out_dir=out/nope_1b --dataset=pg19 --rule=paper
 
 Writes out_dir/eval_ppl[_PROTOCOL][_LABEL].json and, but for far repeats, .png
@@ -25,15 +33,16 @@ Writes out_dir/eval_ppl[_PROTOCOL][_LABEL].json and, but for far repeats, .png
 import functools
 import itertools
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
 from configurator import between, configure, settings
-from lib.checkpoints import Run, TextSettings, dataset_of
+from lib.checkpoints import Run, TextSettings, dataset_of, load_model, require_tokenizer
 from lib.devices import compiled_for
 from lib.errors import UserError
 from lib.losses import by_position, cut_losses, cut_windows
-from lib.results import bin_means, print_rows
+from lib.results import bin_means, note, print_rows
 from lib.tokens import documents
 
 # how to read it
@@ -47,6 +56,9 @@ n_samples = 256              # all but sliding: windows of the longest length, e
 tail: int | None = None      # tokens at the end of a length; None: position 64, tail 256 or L
 gram = 8                     # repeat: so many tokens before a target occurred before
 targets = 1500               # repeat: targets to score, drawn at random from those found
+baseline: str | None = None  # repeat: the untuned model's checkpoint file; None: the one it reads
+controls: list[str] = []     # repeat: near (repeats in the last L), other (another document's text
+                             # before the last L)
 batch_tokens = 16384         # tokens in one forward pass; lower it when memory runs out
 compile = True               # torch.compile the model, where it reads so much that this pays
 
@@ -276,57 +288,203 @@ def last_repeats(tokens, g):
     return found
 
 
-def repeat_summary(losses, cut_losses, window):
+@dataclass
+class Targets:
+    """Tokens of windows to predict. The tokens before each of them stood earlier, too."""
+    window: np.ndarray   # (n,), the window of each target
+    t: np.ndarray        # (n,), its position in that window
+    same: np.ndarray     # (n,), whether the same token followed earlier
+    found: int           # so many were found, and n of them drawn
+
+
+def find_targets(samples, L, near=False):
     """
-    Of single targets, read whole and cut, (n,) each: both losses and the gain. Targets of one
-    window, such as those of a long repeat, are not independent, so the standard error of the gain
-    is that of a ratio estimate, over windows. window: (n,), the one that each target is in.
+    Targets t >= 2L of windows (n, W + 1) whose `gram` tokens before them occurred before s < t - L,
+    and at no s in [t - L, t): what followed, token s, is not in the cut context, tokens t - L ...
+    t - 1. near: those where it is, t - L <= s. Where there are several s, the latest is looked at.
     """
-    gains, n_windows = cut_losses - losses, len(np.unique(window))
-    sums = np.bincount(window, gains - gains.mean())  # of each window; 0 where it has no target
+    t, s = np.arange(samples.shape[1]), last_repeats(samples, gram)
+    is_near = s >= t - L
+    window, place = np.nonzero((t >= 2 * L) & (is_near if near else (s >= 0) & ~is_near))
+    n_found = len(place)
+    if n_found == 0:
+        raise UserError(f'no token of {len(samples)} windows of {samples.shape[1] - 1} tokens is a '
+                        f'{"near" if near else "far"} repeat of {gram} tokens. Lower --gram=, or '
+                        'give other text.')
+    if n_found > targets:
+        drawn = np.sort(np.random.default_rng(0).choice(n_found, targets, replace=False))
+        window, place = window[drawn], place[drawn]
+    same = samples[window, place] == samples[window, s[window, place]]
+    return Targets(window, place, same, n_found)
+
+
+def losses_when_cut(model, samples, chosen, L, runtime):
+    """The losses of targets, (n,), each after the L tokens before it."""
+    contexts = samples[chosen.window[:, None], chosen.t[:, None] + np.arange(-L, 1)]
+    return runtime.over_windows(
+        contexts, batch_tokens, lambda inputs, after: model(inputs, after[:, -1:])[:, 0],
+        f'cut to {L} tokens')
+
+
+def copy_losses(losses, same, weight):
+    """
+    The losses of targets, (n,), by the mixture of the model and the copy of the token that followed
+    earlier: -ln((1 - weight) e^-loss + weight [same]).
+    """
+    with np.errstate(divide='ignore'):  # ln 0, where the copy is wrong
+        return -np.logaddexp(np.log1p(-weight) - losses, np.log(weight * same))
+
+
+def fit_copy_weight(losses, same):
+    """
+    The weight in [0, 1) with the smallest mean of copy_losses(). The mean is convex in the weight,
+    so bisect for the place where its slope is 0.
+    """
+    p, low, high = np.exp(-losses), 0.0, 1.0
+    for _ in range(50):
+        weight = (low + high) / 2
+        # The derivative of each target's log probability
+        rise = np.where(same, (1 - p) / (p + weight * (1 - p)), -1 / (1 - weight))
+        low, high = (weight, high) if rise.sum() > 0 else (low, weight)
+    return low
+
+
+def ratio_over_windows(a, b, window):
+    """
+    Of single targets, (n,) each: the sum of a over the sum of b, and its standard error. Targets of
+    one window, such as those of a long repeat, are not independent, so the error is that of a ratio
+    estimate, over windows. window: (n,), the one that each target is in.
+    """
+    total, n_windows = b.sum() or math.nan, len(np.unique(window))
+    ratio = a.sum() / total
+    sums = np.bincount(window, a - ratio * b)  # of each window; 0 where it has no target
     variance = (sums ** 2).sum() * n_windows / (n_windows - 1) if n_windows > 1 else math.nan
-    return {'loss': losses.mean(), 'cut_loss': cut_losses.mean(), 'gain': gains.mean(),
-            'gain_error': variance ** 0.5 / len(gains), 'targets': len(gains),
-            'windows': n_windows}
+    return ratio, variance ** 0.5 / abs(total)
+
+
+def repeat_summary(window, losses, cut, own_cut, copied=None):
+    """
+    A row of the result, from the losses of single targets, (n,) each: with the whole window, with
+    the context cut by the untuned model, cut by the model itself, and cut with the copy cache. The
+    error of R takes the weight of the copy for known.
+    """
+    one, row = np.ones(len(window)), {'loss': losses.mean(), 'cut_loss': cut.mean()}
+    row['gain'], row['gain_error'] = ratio_over_windows(cut - losses, one, window)
+    row['own_cut_loss'] = own_cut.mean()
+    row['own_gain'], row['own_gain_error'] = ratio_over_windows(own_cut - losses, one, window)
+    if copied is not None:
+        row |= {'copy_loss': copied.mean(), 'headroom': (cut - copied).mean()}
+        row['R'], row['R_error'] = ratio_over_windows(cut - losses, cut - copied, window)
+    return row | {'targets': len(window), 'windows': len(np.unique(window))}
+
+
+def untuned_model(run, windows):
+    """The model whose cut context all gains are against, and its checkpoint's entries."""
+    s = run.settings
+    if all(s[name] is None for name in ('baseline', 'scale', 'position', 'rope_scaling')):
+        return run.model, run.info
+    model, info = load_model(s['baseline'] or s['init_from'], s['out_dir'], run.runtime.device,
+                             dtype=run.runtime.dtype)
+    require_tokenizer(info, windows.tokenizer_state, windows.dataset)
+    theirs, L = model.config.trained_length, run.model.config.trained_length
+    if theirs != L:
+        raise UserError(f"baseline {info['path']} was trained at {theirs} tokens, the model that "
+                        f'is read at {L}. Name the checkpoint that its training started from.')
+    return model, info
+
+
+def other_windows(windows, n):
+    """
+    For each of n evenly spaced windows the index of a window that shares no document with it. The
+    search begins half of the windows further on.
+    """
+    starts, others = windows.evenly_spaced_starts(n), []
+    n = len(starts)
+    first, last = (np.searchsorted(windows.data.starts, place, side='right')
+                   for place in (starts, starts + windows.block_size))
+    for window in range(n):
+        further = (window + n // 2 + np.arange(n)) % n
+        is_other = (last[further] < first[window]) | (first[further] > last[window])
+        if not is_other.any():
+            raise UserError("controls has 'other', but no window is of another document than "
+                            f'window {window}. Raise --n_samples=, or give other text.')
+        others.append(further[is_other.argmax()])
+    return np.array(others)
+
+
+def losses_in_ways(run, untuned, windows, samples, chosen, near=False):
+    """
+    The losses of targets, (n,) each, with the context cut to L: by the untuned model, by the model
+    itself and, if the data has a split val, by the untuned model with the copy cache. And the
+    weight of the copy.
+    """
+    L, runtime = run.model.config.trained_length, run.runtime
+    cut = losses_when_cut(untuned, samples, chosen, L, runtime)
+    own_cut = cut
+    if untuned is not run.model:
+        own_cut = losses_when_cut(run.model, samples, chosen, L, runtime)
+    if 'val' not in windows.data.meta['splits']:
+        note('There is no split val to fit the copy cache on: headroom and R are left out.')
+        return [cut, own_cut], None
+    samples = run.windows(windows.block_size, 'val').evenly_spaced(n_samples)
+    fitted_on = find_targets(samples, L, near)
+    val_cut = losses_when_cut(untuned, samples, fitted_on, L, runtime)
+    weight = fit_copy_weight(val_cut, fitted_on.same)
+    return [cut, own_cut, copy_losses(cut, chosen.same, weight)], weight
+
+
+def repeat_rows(kind, chosen, *losses):
+    """A row for all targets, and one for those that the token after the repeat predicts."""
+    rows = [{'kind': f'{kind}all'} | repeat_summary(chosen.window, *losses)]
+    if chosen.same.any():
+        of_same = [array[chosen.same] for array in (chosen.window, *losses)]
+        rows.append({'kind': f'{kind}same token'} | repeat_summary(*of_same))
+    return rows
 
 
 def far_repeats(run, sizes):
     """
-    Targets t >= 2L of windows of W tokens, W being the longest length, whose `gram` tokens before
-    them occurred before s < t - L, and at no s in [t - L, t): what followed, token s, is not in the
-    cut context, tokens t - L ... t - 1. Where there are several s, the latest is looked at.
+    Far repeats, see find_targets(), in windows of W tokens, W being the longest length. Each
+    control has rows of its own. other: the same targets, but the tokens before t - L are those of
+    another document's window, so that no gain should be left. near: near repeats, whose cut context
+    holds what to copy.
     """
     W, L = sizes[-1], run.model.config.trained_length
     between({'lengths': W}, 2 * L, 'lengths')
     if gram > L:
         raise UserError(f'gram is {gram}; it must be at most L = {L}, for the cut context to hold '
                         'it.')
-    samples = run.windows(W).evenly_spaced(n_samples)
-    t, s = np.arange(W + 1), last_repeats(samples, gram)
-    window, place = np.nonzero((t >= 2 * L) & (s >= 0) & (s < t - L))
-    if len(place) == 0:
-        raise UserError(f'no token of {len(samples)} windows of {W} tokens is a far repeat of '
-                        f'{gram} tokens. Lower --gram=, or give other text.')
-    n_found, n_possible = len(place), len(samples) * (W + 1 - 2 * L)
-    if n_found > targets:
-        drawn = np.sort(np.random.default_rng(0).choice(n_found, targets, replace=False))
-        window, place = window[drawn], place[drawn]
+    for control in set(controls) - {'near', 'other'}:
+        raise UserError(f"controls has '{control}'. Choose from near, other.")
+    windows = run.windows(W)
+    samples = windows.evenly_spaced(n_samples)
+    others = other_windows(windows, n_samples) if 'other' in controls else None
+    untuned, untuned_info = untuned_model(run, windows)
 
-    whole = run.runtime.over_windows(
-        samples, batch_tokens, lambda inputs, after: by_position(run.model, inputs, after)[0],
-        f'{W} tokens')[window, place - 1]
-    contexts = samples[window[:, None], place[:, None] + np.arange(-L, 1)]  # and the target
-    cut = run.runtime.over_windows(
-        contexts, batch_tokens, lambda inputs, after: run.model(inputs, after[:, -1:])[:, 0],
-        f'cut to {L} tokens')
-    rows = [{'kind': 'all'} | repeat_summary(whole, cut, window)]
-    same = samples[window, place] == samples[window, s[window, place]]
-    if same.any():
-        rows.append({'kind': 'same token'} | repeat_summary(whole[same], cut[same], window[same]))
-    run.runtime.print(f'{n_found:,} far repeats of {gram} tokens, {n_found / n_possible:.1%} of '
-                      f'the targets, read whole and cut to {L}')
-    return {'length': W, 'gram': gram, 'rows': rows, 'samples': len(samples), 'found': n_found,
-            'share': n_found / n_possible}
+    def losses_of(texts):
+        return run.runtime.over_windows(
+            texts, batch_tokens, lambda inputs, after: by_position(run.model, inputs, after)[0],
+            f'{W} tokens')
+
+    far, whole = find_targets(samples, L), losses_of(samples)
+    cut, weight = losses_in_ways(run, untuned, windows, samples, far)
+    rows, weights = repeat_rows('', far, whole[far.window, far.t - 1], *cut), {'far': weight}
+    if 'other' in controls:
+        is_far = np.arange(W + 1) < far.t[:, None] - L
+        texts = np.where(is_far, samples[others[far.window]], samples[far.window])
+        losses = losses_of(texts)[np.arange(len(texts)), far.t - 1]
+        rows += repeat_rows('other document, ', far, losses, *cut)
+    if 'near' in controls:
+        near = find_targets(samples, L, near=True)
+        cut, weights['near'] = losses_in_ways(run, untuned, windows, samples, near, near=True)
+        rows += repeat_rows('near, ', near, whole[near.window, near.t - 1], *cut)
+
+    share = far.found / (len(samples) * (W + 1 - 2 * L))
+    run.runtime.print(f'{far.found:,} far repeats of {gram} tokens, {share:.1%} of the targets, '
+                      f'read whole and cut to {L}')
+    return {'length': W, 'gram': gram, 'rows': rows, 'samples': len(samples), 'found': far.found,
+            'share': share, 'copy_weight': weights, 'untuned': {
+                'checkpoint': untuned_info['path'], 'weights_digest': untuned_info['digest']}}
 
 
 PROTOCOLS = {'sliding': sliding, 'position': positions, 'tail': tail_tokens, 'repeat': far_repeats}

@@ -625,12 +625,16 @@ class Windows:
         start less than `spacing` tokens apart (None: no overlap). Returns (n, block_size + 1)
         int64.
         """
-        tokens, size = self.blocks[0].reshape(-1), self.block_size + 1
+        starts, tokens = self.evenly_spaced_starts(n, spacing), self.blocks[0].reshape(-1)
+        return tokens[starts[:, None] + np.arange(self.block_size + 1)].astype(np.int64)
+
+    def evenly_spaced_starts(self, n, spacing=None):
+        """Where these windows start in the split, (n,)."""
+        size = self.block_size + 1
         spacing = spacing or size
-        places = (len(tokens) - size) // spacing + 1
+        places = (self.blocks[0].size - size) // spacing + 1
         n = min(n, places)
-        starts = np.arange(n) * places // n * spacing
-        return tokens[starts[:, None] + np.arange(size)].astype(np.int64)
+        return np.arange(n) * places // n * spacing
 
 
 def parse_part(part):

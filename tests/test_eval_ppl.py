@@ -5,6 +5,7 @@ second transformer.
 $ python -m pytest tests/test_eval_ppl.py
 """
 
+import json
 import math
 import shutil
 
@@ -26,8 +27,10 @@ from conftest import (
 
 import eval_ppl
 from eval_ppl import (
+    copy_losses,
+    fit_copy_weight,
     last_repeats,
-    repeat_summary,
+    ratio_over_windows,
     score_windows,
     sliding,
     sliding_windows,
@@ -35,7 +38,7 @@ from eval_ppl import (
 )
 from lib import checkpoints, devices
 from lib.scales import save_scale
-from lib.tokens import TokenFile, open_tokens
+from lib.tokens import TokenFile, Windows, open_tokens
 
 
 def evaluate_sliding(model, data, lengths, stride, rule, max_windows, batch_tokens, runtime):
@@ -295,34 +298,189 @@ def test_last_repeats_equal_a_plain_search(g, n_symbols):
 
 def test_standard_error_of_a_gain_is_over_windows():
     # Of windows of equal size it is that of their means; targets of a window may be alike.
-    of_window = np.random.default_rng(0).normal(size=5)
-    row = repeat_summary(np.zeros(100), np.repeat(of_window, 20), np.repeat(np.arange(5), 20))
-    near(row['gain_error'], of_window.std(ddof=1) / 5 ** 0.5, rtol=1e-9)
+    of_window, one = np.random.default_rng(0).normal(size=5), np.ones(100)
+    _, error = ratio_over_windows(np.repeat(of_window, 20), one, np.repeat(np.arange(5), 20))
+    near(error, of_window.std(ddof=1) / 5 ** 0.5, rtol=1e-9)
     # Of unequal ones: the mean is 1/4, deviations sum to 3/4 and -3/4; (2 (9/16 + 9/16))^(1/2) / 4.
-    row = repeat_summary(np.zeros(4), np.eye(4)[0], np.array([0, 1, 1, 1]))
-    assert (row['gain'], row['gain_error'], row['windows']) == (0.25, 0.375, 2)
+    found = ratio_over_windows(np.eye(4)[0], np.ones(4), np.array([0, 1, 1, 1]))
+    assert found == (0.25, 0.375)
+    # Of a ratio: 6 / 3 = 2, and 2 - 2 · 2 = -2, 4 - 2 · 1 = 2; (2 (4 + 4))^(1/2) / 3.
+    found = ratio_over_windows(np.array([2., 4]), np.array([2., 1]), np.arange(2))
+    assert found == (2, pytest.approx(4 / 3))
+    none = ratio_over_windows(np.ones(2), np.zeros(2), np.arange(2))  # no headroom, no share of it
+    assert np.isnan(none).all()
 
 
-def test_far_repeats_equal_a_plain_loop(run, windows, tiny):
-    command = '--protocol=repeat --n_samples=12 --lengths=[128] --gram=3 --targets='
-    (result, out), model, rows = run(command + '9999'), tiny[0], []
-    for w, x in enumerate(windows(12, 128).tolist()):
-        whole = plain_losses(model, torch.tensor([x]))[0]
-        for t in range(64, 129):
-            places = [s for s in range(3, t) if x[s - 3:s] == x[t - 3:t]]
-            if places and places[-1] < t - 32:
-                cut = plain_losses(model, torch.tensor([x[t - 32:t + 1]]))[0, -1]
-                rows.append((w, whole[t - 1].item(), cut.item(), x[places[-1]] == x[t]))
-    rows = np.array(rows)
-    assert (result['found'], result['share']) == (len(rows), len(rows) / (12 * 65))
-    for found, of_kind in zip(result['rows'], (rows, rows[rows[:, 3] == 1]), strict=True):
-        w, whole, cut = of_kind.T[:3]
-        assert (found['targets'], found['windows']) == (len(w), len(set(w)))
-        near([found['loss'], found['cut_loss']], [whole.mean(), cut.mean()], rtol=1e-4)
-        near(found['gain'], (cut - whole).mean(), rtol=1e-2)
-        error = repeat_summary(whole, cut, w.astype(int))['gain_error']
-        near(found['gain_error'], error, rtol=1e-3)
-        assert f"{found['gain']:.4f}" in out
+def plain_copy_loss(losses, same, weight):
+    """The copy cache by its definition, of single numbers."""
+    p = [(1 - weight) * math.exp(-loss) + weight * (1 if is_same else 0)
+         for loss, is_same in zip(losses, same)]
+    return sum(-math.log(each) for each in p) / len(p)
 
-    some, _ = run(command + '7')
-    assert some['rows'][0]['targets'] == 7 and some['found'] == len(rows)
+
+@pytest.mark.parametrize('share', [0.0, 0.3, 0.9, 1.0])
+@pytest.mark.parametrize('spread', [0.1, 3.0])
+def test_weight_of_the_copy_is_the_best_of_a_grid(share, spread):
+    random = np.random.default_rng(int(10 * share))
+    losses, same = random.exponential(spread, 200), random.random(200) < share
+    weight = fit_copy_weight(losses, same)
+    near(copy_losses(losses, same, weight).mean(), plain_copy_loss(losses, same, weight),
+         rtol=1e-9, atol=1e-15)
+    grid = np.linspace(0, 1, 1000, endpoint=False)
+    values = [plain_copy_loss(losses, same, each) for each in grid]
+    best = grid[np.argmin(values)]
+    assert abs(weight - best) <= 1e-3 + 1e-9
+    assert copy_losses(losses, same, weight).mean() <= min(values) + 1e-12
+    assert 0 <= weight < 1 and (weight == 0) == (best == 0)
+
+
+def test_copy_cache_takes_probabilities_that_no_float_holds():
+    losses, same = np.array([800.0, 800.0, 0.0]), np.array([True, False, False])
+    assert np.isfinite(fit_copy_weight(losses, same))
+    near(copy_losses(losses, same, 0.25), [math.log(4), 800 + math.log(4 / 3), math.log(4 / 3)],
+         rtol=1e-12)
+    near(copy_losses(losses, same, 0.0), losses)
+
+
+def plain_repeats(x, g, L, is_near):
+    """The targets of a window of ids, [(t, s)], by a search for each of them."""
+    found = []
+    for t in range(2 * L, len(x)):
+        places = [s for s in range(g, t) if x[s - g:s] == x[t - g:t]]
+        if places and (places[-1] >= t - L) == is_near:
+            found.append((t, places[-1]))
+    return found
+
+
+def plain_repeat_losses(model, untuned, texts, is_near=False, others=None):
+    """
+    A row for each repeat of 3 tokens, L being 32: window, loss read whole, cut by `untuned`, cut by
+    the model itself, whether token s is the target. model, untuned: (model, head scale). others:
+    windows whose tokens stand before t - L when the target is read whole.
+    """
+    rows = []
+    for w, x in enumerate(texts.tolist()):
+        for t, s in plain_repeats(x, 3, 32, is_near):
+            before = x[:t - 32] if others is None else others[w].tolist()[:t - 32]
+            whole = torch.tensor([before + x[t - 32:t + 1]])
+            cut = whole[:, -33:]
+            losses = [plain_losses(one, text, head_scale)[0, -1].item() for (one, head_scale), text
+                      in ((model, whole), (untuned, cut), (model, cut))]
+            rows.append((w, *losses, x[s] == x[t]))
+    return np.array(rows)
+
+
+def matches(found, rows, weight):
+    """Raise AssertionError unless a row of the result is that of these targets."""
+    w, whole, cut, own_cut, same = rows.T
+    copied = np.array([plain_copy_loss([loss], [is_same], weight)
+                       for loss, is_same in zip(cut, same)])
+    assert (found['targets'], found['windows']) == (len(w), len(set(w)))
+    gains = {'gain': cut - whole, 'own_gain': own_cut - whole}
+    losses = {'loss': whole, 'cut_loss': cut, 'own_cut_loss': own_cut, 'copy_loss': copied}
+    for name, values in losses.items():
+        near(found[name], values.mean(), rtol=1e-4)
+    for name, values in gains.items():
+        near(found[name], values.mean(), rtol=1e-2)
+        _, error = ratio_over_windows(values, np.ones(len(w)), w.astype(int))
+        near(found[f'{name}_error'], error, rtol=1e-2)
+    near(found['headroom'], (cut - copied).mean(), rtol=1e-3)
+    R, error = ratio_over_windows(cut - whole, cut - copied, w.astype(int))
+    near([found['R'], found['R_error']], [R, error], rtol=1e-2)
+
+
+def scaled(scale):
+    return None if scale is None else torch.full((2, 4), scale)
+
+
+REPEAT = '--protocol=repeat --n_samples=12 --lengths=[128] --gram=3 --targets=9999 '
+
+
+@pytest.mark.parametrize('scale', [None, 3.0])
+def test_far_and_near_repeats_and_their_headroom_equal_plain_loops(run, windows, tiny, corpus_dir,
+                                                                   scale):
+    command = REPEAT + "--controls=['near']" + ('' if scale is None else f' --scale={scale}')
+    result, out = run(command)
+    val = torch.from_numpy(Windows(str(corpus_dir), 'val', 128).evenly_spaced(12))
+    model, untuned = (tiny[0], scaled(scale)), (tiny[0], None)
+    found = iter(result['rows'])
+    for kind, is_near in ('far', False), ('near', True):
+        rows = plain_repeat_losses(model, untuned, windows(12, 128), is_near)
+        of_val = plain_repeat_losses(untuned, untuned, val, is_near)
+        grid = np.linspace(0, 1, 500, endpoint=False)
+        weight = min(grid, key=lambda w: plain_copy_loss(of_val[:, 2], of_val[:, 4], w))
+        assert abs(result['copy_weight'][kind] - weight) <= 2e-3
+        weight = result['copy_weight'][kind]
+        matches(next(found), rows, weight)
+        matches(next(found), rows[rows[:, 4] == 1], weight)
+        if not is_near:
+            assert (result['found'], result['share']) == (len(rows), len(rows) / (12 * 65))
+    kinds = [row['kind'] for row in result['rows']]
+    assert kinds == ['all', 'same token', 'near, all', 'near, same token']
+    for row in result['rows']:
+        assert (row['own_gain'] == row['gain']) == (scale is None)
+        assert f"{row['gain']:.4f}" in out and f"{row['R']:.4f}" in out
+
+
+@pytest.mark.parametrize('split', ['test', 'val'])  # val: most of it is one document
+def test_far_part_of_another_document_equals_a_plain_loop(run, tiny, corpus_dir, split):
+    result, _ = run(REPEAT + f"--controls=['other'] --split={split}")
+    data = open_tokens(str(corpus_dir), split)
+    texts = torch.from_numpy(Windows(str(corpus_dir), split, 128).evenly_spaced(12))
+    whole = data.tokens.astype(np.int64)
+    starts = [next(i for i in range(len(whole)) if (whole[i:i + 129] == text.numpy()).all())
+              for text in texts]
+    document = np.searchsorted(data.starts, np.arange(len(whole)), side='right')
+    of_window = [set(document[start:start + 129]) for start in starts]
+    look_further = any(of_window[w] & of_window[(w + 6) % 12] for w in range(12))
+    assert look_further == (split == 'val')
+    others = []
+    for w in range(12):
+        further = [(w + 6 + k) % 12 for k in range(12)]
+        others.append(texts[next(v for v in further if not of_window[v] & of_window[w])])
+    rows = plain_repeat_losses((tiny[0], None), (tiny[0], None), texts, others=others)
+    weight, (every, same) = result['copy_weight']['far'], result['rows'][2:]
+    matches(every, rows, weight)
+    matches(same, rows[rows[:, 4] == 1], weight)
+    assert every['kind'] == 'other document, all'
+    assert every['loss'] != result['rows'][0]['loss']
+    assert every['cut_loss'] == result['rows'][0]['cut_loss']
+
+
+def test_targets_are_drawn_from_those_found(run):
+    every, _ = run(REPEAT)
+    some, _ = run(REPEAT.replace('9999', '7'))
+    assert some['rows'][0]['targets'] == 7 and some['found'] == every['found']
+    assert some['rows'][0]['loss'] != every['rows'][0]['loss']
+
+
+def test_gain_is_against_the_cut_context_of_the_untuned_checkpoint(run, tiny_run, tmp_path):
+    state = checkpoints.load(tiny_run / 'last.pt')
+    state['model']['head.weight'] *= 1.5
+    state['model_config'] |= {'block_size': 64, 'rope_length': 32}  # it was tuned at 2L
+    checkpoints.save(tmp_path / 'tuned.pt', **state)
+    untuned, _ = run(REPEAT)
+    tuned, _ = run(REPEAT + f'--init_from={tmp_path}/tuned.pt')
+    found, _ = run(REPEAT + f'--init_from={tmp_path}/tuned.pt --baseline={tiny_run}/last.pt')
+    for row, before, own in zip(found['rows'], untuned['rows'], tuned['rows'], strict=True):
+        for name in 'cut_loss', 'copy_loss', 'headroom':
+            assert row[name] == before[name] != own[name]
+        assert row['loss'] == own['loss'] and row['own_gain'] == own['gain']
+        near(row['gain'], before['cut_loss'] - own['loss'], atol=2e-5)  # as JSON rounds
+    assert found['untuned']['weights_digest'] == untuned['weights_digest']
+
+    state['model_config']['rope_length'] = 64  # trained at 2L from the start
+    checkpoints.save(tmp_path / 'longer.pt', **state)
+    refuses('longer.pt was trained at 64', run, REPEAT + f'--baseline={tmp_path}/longer.pt')
+
+
+def test_text_without_a_split_val_has_gains_but_no_headroom(run, corpus_dir, tmp_path):
+    folder = tmp_path / 'test_alone'
+    shutil.copytree(corpus_dir, folder)
+    meta = read(folder / 'meta.json')
+    del meta['splits']['val']
+    (folder / 'meta.json').write_text(json.dumps(meta))
+    (whole, _), (found, out) = run(REPEAT), run(REPEAT + f'--dataset={folder}')
+    assert 'no split val' in out
+    assert found['rows'][0].items() < whole['rows'][0].items()
+    assert 'gain' in found['rows'][0] and 'R' not in found['rows'][0]

@@ -159,6 +159,8 @@ eval_ppl        WRITE --protocol=repeat --lengths=[63] | lengths is 63
 eval_ppl        WRITE --protocol=repeat --gram=0 | gram is 0
 eval_ppl        WRITE --protocol=repeat --gram=33 | gram is 33
 eval_ppl        WRITE --protocol=repeat --gram=32 --lengths=[65] --n_samples=1 | Lower --gram=
+eval_ppl        WRITE --protocol=repeat --controls=["far"] | controls has 'far'
+eval_ppl        WRITE --protocol=repeat --controls=["other"] --n_samples=1 | n_samples
 eval_ppl        WRITE --lengths=[32,40000] | 40000
 eval_ppl        WRITE --protocol=position --lengths=[32,50000] | 50,000
 entropy         WRITE --length=100000 | 100,000

@@ -171,7 +171,8 @@ def measure(key, seed):
 
     common = f'eval_ppl.py --out_dir={folder} {reading} --label={key} --n_samples=96'
     run(f'{common} --protocol=position --lengths=[{L},{4 * L},{8 * L},{16 * L}]')
-    run(f'{common} --protocol=repeat --lengths=[{8 * L}] --gram={s.gram}')
+    untuned = f'--baseline={folder_of(row.init, seed)}/last.pt' if row.init else ''
+    run(f'{common} --protocol=repeat --lengths=[{8 * L}] --gram={s.gram} {untuned}')
     text, repeats = [read(f'{folder}/eval_ppl_{protocol}_{key}.json')
                      for protocol in ('position', 'repeat')]
     found = {'row': key, 'seed': seed, **asdict(row), 'tuned_numbers': numbers,
