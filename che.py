@@ -56,6 +56,8 @@ n_layer = 5
 n_head = 8
 n_embd = 64
 n_hidden = 176               # of SwiGLU: about the weights of the papers' 256 with ReLU
+short_conv = 0               # tokens that each short convolution reads, such as 4; 0 for none
+short_conv_at = 'AC'         # A: before attention; C: before the MLP; AC: both
 # training
 train_length = 40            # longest input, in symbols; a step draws one length for its batch
 batch_size = 128             # samples in a step, made anew for each
@@ -74,7 +76,7 @@ device = 'auto'              # auto, cpu, cuda, mps
 seed = 1337                  # of initial weights and samples
 
 METHOD = dataclasses.asdict(methods.Settings())  # settings of position methods, and their defaults
-MODEL = (*METHOD, 'n_layer', 'n_head', 'n_embd', 'n_hidden')
+MODEL = (*METHOD, 'n_layer', 'n_head', 'n_embd', 'n_hidden', 'short_conv', 'short_conv_at')
 TRAINING = ('train_length', 'batch_size', 'learning_rate', 'warmup_iters', 'grad_clip', 'seed')
 
 
@@ -164,7 +166,8 @@ def read_state(path, wanted):
         return {'step': 0, 'settings': wanted, 'test': {}}
     state = load_whole(path, 'Remove it.')
     with fault_of(path, 'a run of che.py', 'Remove it.'):
-        old = METHOD | state['settings']  # an older run lacks the settings that came later
+        later = METHOD | {'short_conv': 0, 'short_conv_at': 'AC'}
+        old = later | state['settings']  # an older run lacks the settings that came later
         differences = [f'{name} {old[name]}, not {wanted[name]}' for name in wanted
                        if old[name] != wanted[name]]
         if state['step'] > max_iters:

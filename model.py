@@ -37,6 +37,8 @@ class ModelConfig(Settings):
     n_hidden: int        # inner width of SwiGLU
     rope_length: int | None = None  # of any method: L of the first training, if not block_size
     tied: bool = False   # one matrix for embedding and output
+    short_conv: int = 0  # tokens that each short convolution reads, such as 4; 0 for none
+    short_conv_at: str = 'AC'  # A: before attention; C: before the MLP; AC: both
     norm_eps: float = 1e-5
 
     def __post_init__(self):
@@ -50,6 +52,11 @@ class ModelConfig(Settings):
         if self.n_head % self.n_kv_head:
             raise ValueError(f'n_head {self.n_head} must be a multiple of n_kv_head '
                              f'{self.n_kv_head}.')
+        if not 0 <= self.short_conv <= 1024:
+            raise ValueError(f'short_conv is {self.short_conv}; it must be from 1 to 1024 tokens, '
+                             'such as 4, or 0 for none.')
+        if self.short_conv_at not in ('A', 'C', 'AC'):
+            raise ValueError(f"short_conv_at is '{self.short_conv_at}'. Choose A, C or AC.")
         if self.random_positions and self.random_positions < self.block_size:
             raise ValueError(f'random_positions is {self.random_positions}; it must be at least '
                              f'block_size {self.block_size}, or 0 for positions in order.')
@@ -104,6 +111,33 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).reshape(B, -1, C)), seen
 
 
+class ShortConv(nn.Module):
+    """
+    A depthwise causal convolution over the last `taps` tokens, added to its input: y_t = x_t +
+    sum_tau w_tau x_(t - tau), tau = 0 ... taps - 1, channel by channel, with zeros before the first
+    token. It tells attention what stood just before each token, which NoPE has to work out from the
+    causal mask. Source: Canon layers, arXiv:2512.17351.
+    """
+
+    def __init__(self, config, name):
+        super().__init__()
+        self.name = name  # which inputs a cache keeps for it
+        with torch.random.fork_rng(devices=[]):  # all other weights start as they would without it
+            self.w = nn.Parameter(torch.empty(config.short_conv, config.n_embd).uniform_(-0.5, 0.5))
+
+    def forward(self, x, cache=None):
+        """x: (B, T, C), the tokens that follow those in the cache. Returns (B, T, C)."""
+        T, before = x.shape[1], len(self.w) - 1
+        if cache is None:
+            padded = F.pad(x, (0, 0, before, 0))             # (B, before + T, C)
+        else:
+            padded = cache.preceded(self.name, x, before)
+        y = x
+        for tau, w in enumerate(self.w.unbind()):
+            y = y + w * padded[:, before - tau:before - tau + T]
+        return y
+
+
 class SwiGLU(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -122,11 +156,23 @@ class Block(nn.Module):
         self.attn = Attention(config, layer)
         self.mlp_norm = nn.RMSNorm(config.n_embd, eps=config.norm_eps)
         self.mlp = SwiGLU(config)
+        at = config.short_conv_at if config.short_conv else ''
+        self.attn_conv = ShortConv(config, f'{layer}A') if 'A' in at else None
+        self.mlp_conv = ShortConv(config, f'{layer}C') if 'C' in at else None
+        self.n_before = config.short_conv - 1 if self.mlp_conv else 0
 
     def forward(self, x, place, cache=None, tail=0, probe=None):
-        y, seen = self.attn(self.attn_norm(x), place, cache, tail, probe)
-        x = x[:, -tail:] + y
-        return x + self.mlp(self.mlp_norm(x)), seen
+        h = self.attn_norm(x)
+        if self.attn_conv:
+            h = self.attn_conv(h, cache)
+        n = tail + self.n_before if tail else 0  # mlp_conv reads tokens before the tail, too
+        y, seen = self.attn(h, place, cache, n, probe)
+        x = x[:, -n:] + y
+
+        h = self.mlp_norm(x)
+        if self.mlp_conv:
+            h = self.mlp_conv(h, cache)
+        return x[:, -tail:] + self.mlp(h[:, -tail:]), seen
 
 
 class Transformer(nn.Module):
@@ -157,8 +203,8 @@ class Transformer(nn.Module):
         """
         C, n_layer = self.config.n_embd, self.config.n_layer
         for name, p in self.named_parameters():
-            if p.dim() != 2 or '.position.' in name:
-                continue  # norms and scales start at 1, position methods as their papers say
+            if p.dim() != 2 or '.position.' in name or name.endswith('conv.w'):
+                continue  # norms and scales start at 1, the others as their papers say
             std = math.sqrt(2 / (5 * C))
             if name.endswith('out.weight'):
                 std = 1 / (math.sqrt(C) * n_layer)

@@ -33,8 +33,10 @@ from lib.devices import (
     unsharded,
 )
 from lib.errors import UserError
+from lib.muon import Muon
 from lib.runs import Recorder, Speed, StopSignal, model_to_train
 from lib.tokens import Windows
+from model import matrices
 from position import Settings
 
 # output
@@ -56,13 +58,16 @@ n_head = 8
 n_kv_head = 4                # key/value heads, each shared by n_head / n_kv_head query heads
 n_embd = 128
 n_hidden = 384               # inner width of SwiGLU
+short_conv = 0               # tokens that each short convolution reads, such as 4; 0 for none
+short_conv_at = 'AC'         # A: before attention; C: before the MLP; AC: both
 # optimizer
+optimizer = 'adamw'          # adamw, or muon: Muon for the matrices, AdamW for the rest
 max_iters = 2200             # steps
 learning_rate = 2e-3         # peak
 min_lr = 2e-4                # at the end of the cosine; a tenth of the peak is the rule of thumb
 warmup_iters: float = 200    # linear from 0; below 1: that share of max_iters
 lr_decay_iters: int | None = None  # length of the cosine in steps; None: max_iters
-weight_decay = 0.1           # on every weight, norms included, as TinyLlama
+weight_decay = 0.1           # on every weight but short convolutions; norms too, as TinyLlama
 beta1 = 0.9
 beta2 = 0.95
 grad_clip = 1.0              # global norm; 0 for none
@@ -95,6 +100,11 @@ def check_settings(runtime):
             advice = f'Take --micro_batch_size={fits}.'
         raise UserError(f'batch_size {batch_size} must be a multiple of micro_batch_size '
                         f'{micro_batch_size} x {ranks} ranks. {advice}')
+    if optimizer not in ('adamw', 'muon'):
+        raise UserError(f"optimizer is '{optimizer}'. Choose adamw or muon.")
+    if fsdp and optimizer == 'muon':
+        raise UserError('optimizer muon needs whole matrices, which fsdp splits. Leave one of them '
+                        'out.')
     if fsdp and ranks == 1:
         raise UserError('fsdp splits a model over the ranks of torchrun. Start it with torchrun '
                         '--nproc_per_node=N, or without --fsdp=True.')
@@ -131,11 +141,25 @@ def place_model(model, fsdp, compile, runtime):
 # ---------------------------------------------------------------------- training
 
 def new_optimizer(model, settings, runtime):
-    """AdamW on every weight, and what scales the loss so that float16 holds its gradients."""
-    weights = [p for p in model.parameters() if p.requires_grad]  # all but the head scales
-    optimizer = torch.optim.AdamW(weights, lr=settings['learning_rate'], fused=True,
-                                  betas=(settings['beta1'], settings['beta2']),
-                                  weight_decay=settings['weight_decay'])
+    """
+    The optimizer of all weights but the head scales, and what scales the loss so that float16 holds
+    its gradients.
+    """
+    decay, for_muon = settings['weight_decay'], matrices(model)
+    weights, blocks, convolutions = [], [], []
+    for name, p in model.named_parameters():
+        if name.endswith('conv.w'):
+            convolutions.append(p)
+        elif settings['optimizer'] == 'muon' and name in for_muon and name != 'head.weight':
+            blocks.append(p)
+        elif p.requires_grad:
+            weights.append(p)
+    groups = [{'params': weights}, {'params': blocks, 'muon': True},
+              {'params': convolutions, 'weight_decay': 0.0}]
+    groups = [group for group in groups if group['params']]
+    kind = Muon if blocks else torch.optim.AdamW
+    optimizer = kind(groups, lr=settings['learning_rate'], fused=True, weight_decay=decay,
+                     betas=(settings['beta1'], settings['beta2']))
     return optimizer, torch.amp.GradScaler(runtime.device.type,
                                            enabled=runtime.dtype == torch.float16)
 
@@ -180,7 +204,8 @@ def train_step(model, optimizer, scaler, batch, next_batch, micro_batch_size, gr
         step_loss += loss.detach()
     if grad_clip:
         scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]['params'], grad_clip)
+        weights = [p for group in optimizer.param_groups for p in group['params']]
+        torch.nn.utils.clip_grad_norm_(weights, grad_clip)
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
@@ -280,7 +305,8 @@ def main(given=()):
     batch = rank_batch(windows, step, batch_size, runtime)
     while step < max_iters and not stopped_by:
         lr = learning_rate_at(step, learning_rate, min_lr, warmup, lr_decay_iters or max_iters)
-        optimizer.param_groups[0]['lr'] = lr
+        for group in optimizer.param_groups:
+            group['lr'] = lr
         next_batch = functools.partial(rank_batch, windows, step + 1, batch_size, runtime)
         loss, batch = train_step(model, optimizer, scaler, batch, next_batch, micro_batch_size,
                                  grad_clip, runtime, seed + step)

@@ -29,11 +29,13 @@ class KVCache:
         self.v = [torch.empty(shape, **kind) for _ in range(c.n_layer)]
         self.length, self.max_length = 0, max_length  # slots used, slots
         self.prompt_lengths = self.padded = None
+        self.inputs = {}  # of each short convolution, of the last tokens: (B, taps - 1, C)
 
     def fix(self):
         """After the prompt: from now on all slots are read, those still empty as later tokens."""
         for x in (*self.k, *self.v):
             x[:, :, self.length:] = 0  # what memory held there may be NaN
+        for x in (*self.k, *self.v, *self.inputs.values()):
             torch._dynamo.mark_static_address(x, guard=False)  # for CUDA graphs
         self.length = torch.tensor(self.length, device=x.device)
         torch._dynamo.mark_static_address(self.length, guard=False)
@@ -52,13 +54,34 @@ class KVCache:
         self.v[layer][:, :, self.length:end] = v
         return self.k[layer][:, :, :end], self.v[layer][:, :, :end]
 
+    def preceded(self, name, x, n):
+        """
+        The n inputs of a short convolution before x, (B, T, C), and x: (B, n + T, C), with zeros
+        before the first token. Keeps the last n of them for the next pass, padding left out.
+        """
+        B, T, C = x.shape
+        if name not in self.inputs:
+            self.inputs[name] = x.new_zeros(B, n, C)
+        joined = torch.cat((self.inputs[name], x), dim=1)
+        last = joined[:, T:]
+        if self.prompt_lengths is not None and self.is_empty:
+            rows = self.prompt_lengths + torch.arange(n, device=x.device)
+            last = joined.gather(1, rows[..., None].expand(-1, -1, C))
+        self.inputs[name].copy_(last)  # in place, as a compiled step needs the same tensor
+        return joined
+
+    @property
+    def is_empty(self):
+        """True until the first pass has been read."""
+        return not torch.is_tensor(self.length) and self.length == 0
+
     def place(self, T):
         """Where the next T tokens and all keys with them stand."""
         all_slots = torch.is_tensor(self.length)
         j = torch.arange(self.max_length if all_slots else self.length + T, device=self.k[0].device)
         # A prompt of 3 tokens in 5 slots, then two new tokens: slots 0 1 2 3 4 5 6 are positions
         # 0 1 2 PADDING PADDING 3 4.
-        if self.prompt_lengths is not None:
+        if self.prompt_lengths is not None and not self.is_empty:
             new = j - self.padded + self.prompt_lengths
             after = torch.where(j < self.padded, self.PADDING, new)
             j = torch.where(j < self.prompt_lengths, j, after)
@@ -67,14 +90,15 @@ class KVCache:
             return Place(j.index_select(1, self.length[None]), j, self.max_length)
         return Place(j[..., self.length:], j, self.max_length)
 
-    def set_prompt_lengths(self, lengths):
-        """After prompts padded on the right were read: how many tokens of each are real, (B,)."""
-        self.prompt_lengths, self.padded = lengths[:, None], self.length
+    def set_prompt_lengths(self, lengths, padded):
+        """Before prompts padded on the right to so many tokens: how many are real of each, (B,)."""
+        self.prompt_lengths, self.padded = lengths[:, None], padded
 
     def repeat(self, n):
         """Each sequence n times, one copy after the other."""
         self.k = [x.repeat_interleave(n, dim=0) for x in self.k]
         self.v = [x.repeat_interleave(n, dim=0) for x in self.v]
+        self.inputs = {name: x.repeat_interleave(n, dim=0) for name, x in self.inputs.items()}
         if self.prompt_lengths is not None:
             self.prompt_lengths = self.prompt_lengths.repeat_interleave(n, dim=0)
 
@@ -82,6 +106,8 @@ class KVCache:
         """Sequence b becomes a copy of source[b] from slot `start` on, the same before."""
         for x in (*self.k, *self.v):
             x[:, :, start:self.length] = x[source, :, start:self.length]
+        for x in self.inputs.values():
+            x.copy_(x[source])
 
 
 def require_positions(model, length):
@@ -193,10 +219,10 @@ def read_prompts(model, prompts, max_new_tokens, cache_dtype=None):
     padded = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
     store_column_major(model)
     cache = new_cache(model, len(prompts), max(sizes) + max_new_tokens, cache_dtype)
-    x = model.hidden(padded.to(device), cache)  # (B, T, C)
     lengths = torch.tensor(sizes, device=device)
     if min(sizes) < max(sizes):
-        cache.set_prompt_lengths(lengths)
+        cache.set_prompt_lengths(lengths, max(sizes))
+    x = model.hidden(padded.to(device), cache)  # (B, T, C)
     return model.head(x[torch.arange(len(prompts), device=device), lengths - 1]), cache
 
 

@@ -27,7 +27,8 @@ from model import ModelConfig, Transformer
 from position import ROPE_DEFAULTS, Settings
 
 # What a model keeps: its sizes, and the settings of its position method.
-MODEL = ('n_layer', 'n_head', 'n_kv_head', 'n_embd', 'n_hidden', 'block_size',
+MODEL = ('n_layer', 'n_head', 'n_kv_head', 'n_embd', 'n_hidden', 'short_conv', 'short_conv_at',
+         'block_size',
          *(field.name for field in dataclasses.fields(Settings)))
 
 # ---------------------------------------------------------------------- before a run begins
@@ -54,7 +55,7 @@ def require_same_model(folder, old, new):
     changed = [name for name in new if name in old and old[name] != new[name]
                and name not in ('init_from', 'out_dir')]
     for name in changed:
-        if name in MODEL:
+        if name in (*MODEL, 'optimizer'):
             raise UserError(f'{name} is {new[name]} but {folder}/last.pt was trained with '
                             f'{old[name]}. Resume with --{name}={old[name]}, or train into another '
                             '--out_dir=.')

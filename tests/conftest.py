@@ -256,10 +256,13 @@ EVERY = [{'position': name} for name in METHODS] + [json.loads(row) for row in '
 {"position": "rope", "rope_scaling": "dynamic_ntk:4"}
 {"position": "rope", "rope_share": 0.5}
 {"position": "rope,none", "rope_window": 10}
+{"position": "none", "short_conv": 4}
+{"position": "rope", "short_conv": 3, "short_conv_at": "A"}
 {"position": "none,t5"}
 {"position": "rope", "random_positions": 200}
 {"position": "alibi,none", "random_positions": 200}
 {"position": "rope,none", "rope_window": 10, "dape_kernel": 3}
+{"position": "kerple", "dape_kernel": 3, "short_conv": 2, "short_conv_at": "C"}
 {"position": "none", "dape_kernel": 5}
 {"position": "ssmax", "dape_kernel": 1}
 {"position": "adaptive", "dape_kernel": 3}
@@ -352,14 +355,26 @@ def plain_transformer(model, idx, head_scale=None):
         names, of_layer = c.position.split(','), copy.copy(c)
         of_layer.position = names[layer % len(names)]
         of_layer.positions = places[layer].i.double()
-        y, matrices = plain_attention(of_layer, own, norm(x, f'{block}.attn_norm.weight'),
-                                      head_scale[layer])
+        y = plain_conv(norm(x, f'{block}.attn_norm.weight'), state.get(f'{block}.attn_conv.w'))
+        y, matrices = plain_attention(of_layer, own, y, head_scale[layer])
         attention.append(matrices)
         x = x + y
-        y = norm(x, f'{block}.mlp_norm.weight') @ state[f'{block}.mlp.gate_up.weight'].T
+        y = plain_conv(norm(x, f'{block}.mlp_norm.weight'), state.get(f'{block}.mlp_conv.w'))
+        y = y @ state[f'{block}.mlp.gate_up.weight'].T
         gate, up = y.chunk(2, dim=-1)
         x = x + (gate / (1 + (-gate).exp()) * up) @ state[f'{block}.mlp.out.weight'].T
     return norm(x, 'norm.weight') @ state['head.weight'].T, torch.stack(attention)
+
+
+def plain_conv(x, w):
+    """y_t = x_t + sum_tau w_tau x_(t - tau), token by token. x: (B, T, C); w: (taps, C) or None."""
+    if w is None:
+        return x
+    y = x.clone()
+    for t in range(x.shape[1]):
+        for tau in range(min(len(w), t + 1)):
+            y[:, t] += w[tau] * x[:, t - tau]
+    return y
 
 
 def plain_attention(c, own, x, head_scale):
