@@ -32,7 +32,8 @@ def parts_of(method, q, k, i, j, head):
     """
     score = method.similarity(q, k, i, j)[0, head]
     bias = method.bias(i, j)
-    seen = method.scores(q, k, i, j)[0, head]
+    scores = method.scores(q, k, i, j)
+    seen = scores[0, head]
     parts, rest = {'score': score}, seen - score
     if bias is not None:
         parts['bias'] = bias[head]
@@ -40,7 +41,8 @@ def parts_of(method, q, k, i, j, head):
         if bias is not None and method.residual:
             rest = rest - bias[head]
         parts['dape'] = rest
-    return parts | {'attention': seen.softmax(-1)}
+    weights = method.softmax(scores)
+    return parts | {'attention': weights[0, head]}
 
 
 def head_maps(attention, q, k, place, head):

@@ -213,13 +213,11 @@ def in_rows(rows_of, q, k, v, i, j, n_maps, all_keys=False):
 
 def attention_with_bias(bias, q, k, v, i, j):
     """
-    Softmax attention with bias(i, j), (H, T, S) or (B, H, T, S), added to the scores: (B, H, T, D).
+    Softmax attention with bias(i, j), (1 or B, 1 or H, T, S), added to the scores, -inf at keys that
+    a query does not see: (B, H, T, D).
     """
     def rows_of(q, k, v, i, j):
-        hidden = later(i, j)
-        mask = bias(i, j).masked_fill(hidden, -math.inf)  # 4-D, as fused kernels want it
-        mask = mask.to(q.dtype)
-        return attention(q, k, v, mask)
+        return attention(q, k, v, mask=bias(i, j).to(q.dtype))
 
     B, H = q.shape[:2]
     n_maps = H  # one bias serves all sequences
@@ -230,15 +228,15 @@ def attention_with_bias(bias, q, k, v, i, j):
 
 def attention_over_scores(method, q, k, v, i, j):
     """
-    Softmax attention over a position method's scores(q, k, i, j), (B, H, T, S), -inf at later keys:
-    (B, H, T, D).
+    Attention by a position method's scores(q, k, i, j), (B, H, T, S), -inf at later keys, and its
+    softmax(scores): (B, H, T, D).
     """
     B, H = q.shape[:2]
     shared = method.shared(k)
 
     def rows_of(q, k, v, i, j):
         scores = method.scores(q, k, i, j, *shared)
-        weights = scores.softmax(-1, dtype=torch.float32)
+        weights = method.softmax(scores)
         return weights.to(v.dtype) @ repeat_heads(v, H)
 
     n_maps = B * H
@@ -284,7 +282,8 @@ def attention_entropy(layer, attention, q, k, place):
     """
     A probe of Transformer.probe(): the entropy of each query's attention in nats, (B, H, T)
     float32, for every position method, with the right gradient where one is wanted: by entropy()
-    where that can, else by rows of the matrix.
+    where that can, else by rows of the matrix. Where the weights of a row sum to less than 1, as
+    beside a sink, it is that of their shares of the sum.
     """
     method, (B, H) = attention.position, q.shape[:2]
     has_kernel = method.is_plain and q.device.type in MEAN_KEY
@@ -295,12 +294,11 @@ def attention_entropy(layer, attention, q, k, place):
         shared = method.shared(k)
 
         def rows_of(q, k, v, i, j):
-            scores = method.scores(q, k, i, j, *shared)
-            log_a = scores.log_softmax(-1)
-            finite = log_a.masked_fill(log_a.isneginf(), 0)  # as 0 ln 0 is 0
-            terms = log_a.exp() * finite
-            total = -terms.sum(-1)
-            return total.clamp(min=0)
+            weights = method.softmax(method.scores(q, k, i, j, *shared))
+            smallest = torch.finfo(weights.dtype).tiny  # so that 0 ln 0 is 0, and has a gradient
+            terms = weights * weights.clamp(min=smallest).log()
+            total = weights.sum(-1).clamp(min=smallest)
+            return (total.log() - terms.sum(-1) / total).clamp(min=0)
 
         i, j, n_maps = place.i, place.j, B * H
         return in_rows(rows_of, q, k, k, i, j, n_maps, method.needs_all_keys)

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import kernels
-from position import Place, Settings, position_method, random_places
+from position import METHODS, Place, Settings, Vector, position_method, random_places
 
 
 @dataclass(kw_only=True)
@@ -83,11 +83,11 @@ class Attention(nn.Module):
         self.heads = [config.n_head, config.n_kv_head, config.n_kv_head]  # of q, k and v
         self.qkv = nn.Linear(config.n_embd, sum(self.heads) * self.head_dim, bias=False)
         self.out = nn.Linear(config.n_embd, config.n_embd, bias=False)
-        # lambda of each head, on its scores q.k / sqrt(D): one number (H,), or one per channel
-        # (H, D), as `model.head_scale = ` leaves it; and a gain on what the head puts out. Always
-        # float32, as 1.6 + 0.001 is still 1.6 in bfloat16. Frozen until they are tuned.
-        self.head_scale = nn.Parameter(torch.ones(config.n_head), requires_grad=False)
-        self.head_gain = nn.Parameter(torch.ones(config.n_head), requires_grad=False)
+        # lambda of each head, on its scores q.k / sqrt(D): one number, (H, 1), or one per channel,
+        # (H, D); and a gain on what the head puts out. Always float32, because 1.6 + 0.001 is still
+        # 1.6 in bfloat16. Frozen until they are tuned.
+        self.head_scale = nn.Parameter(torch.ones(config.n_head, 1), requires_grad=False)
+        self.head_gain = nn.Parameter(torch.ones(config.n_head, 1), requires_grad=False)
         self.position = position_method(config, layer)
 
     def forward(self, x, place, cache=None, tail=0, probe=None):
@@ -101,13 +101,13 @@ class Attention(nn.Module):
         q, k = self.position.turn(q, k, place)
 
         # Eq. (4): scores become head_scale_h * q.k / sqrt(D). Scaling q keeps every fused kernel.
-        q = (q * self.head_scale.view(self.heads[0], 1, -1)).to(k.dtype)
+        q = (q * self.head_scale[:, None]).to(k.dtype)
         seen = probe(self.layer, self, q, k, place) if probe else None
         if cache is not None:
             k, v = cache.append(self.layer, k, v)            # (B, n_kv_head, S, D)
 
         y = self.position.attend(q[:, :, -tail:], k, v, place.i[..., -tail:], place.j)
-        y = (y * self.head_gain[:, None, None]).to(y.dtype)
+        y = (y * self.head_gain[:, None]).to(y.dtype)
         return self.out(y.transpose(1, 2).reshape(B, -1, C)), seen
 
 
@@ -203,7 +203,7 @@ class Transformer(nn.Module):
         """
         C, n_layer = self.config.n_embd, self.config.n_layer
         for name, p in self.named_parameters():
-            if p.dim() != 2 or '.position.' in name or name.endswith('conv.w'):
+            if p.dim() != 2 or vector_of(name) or '.position.' in name or name.endswith('conv.w'):
                 continue  # norms and scales start at 1, the others as their papers say
             std = math.sqrt(2 / (5 * C))
             if name.endswith('out.weight'):
@@ -288,21 +288,20 @@ class Transformer(nn.Module):
         All softmax scales, (n_layer, H) float32, in units of 1 / sqrt(D); where a head has one per
         channel, their mean. Assign a number, or an array of (n_layer, H) or (n_layer, H, D).
         """
-        scales = torch.stack([block.attn.head_scale.detach() for block in self.blocks])
-        return scales if scales.dim() == 2 else scales.mean(2)
+        return torch.stack([block.attn.head_scale.detach().mean(1) for block in self.blocks])
 
     @head_scale.setter
     def head_scale(self, scale):
         scale = torch.as_tensor(scale, dtype=torch.float32, device=self.norm.weight.device)
         if scale.dim() < 3:
-            scale = scale.expand(len(self.blocks), self.config.n_head)
+            scale = scale.expand(len(self.blocks), self.config.n_head)[..., None]
         for block, row in zip(self.blocks, scale):
             block.attn.head_scale.data = row.clone()
 
     def n_params(self):
-        """Number of weights, head scales and gains left out."""
-        heads = ('head_scale', 'head_gain')
-        return sum(p.numel() for name, p in self.named_parameters() if not name.endswith(heads))
+        """Number of weights; head scales and the like, which pretraining leaves alone, are none."""
+        return sum(p.numel() for name, p in self.named_parameters()
+                   if not vector_of(name) or VECTORS[vector_of(name)].pretrained)
 
     def flops_per_token(self, length):
         """
@@ -316,6 +315,41 @@ class Transformer(nn.Module):
                    if '.position.first.' in name or '.position.second.' in name)
         weights = self.n_params() - dape - (0 if c.tied else look_up)
         return 2 * weights, (2 * c.n_layer * c.n_embd + dape) * length
+
+
+# ---------------------------------------------------------------------- small vectors
+
+def scale_queries(qkv, scale, D):
+    """The matrix of q, k and v whose rows of q do the work of head scales, (H, 1) or (H, D)."""
+    factors = torch.ones(len(qkv), 1, device=qkv.device)
+    factors[:len(scale) * D] = scale.expand(-1, D).reshape(-1, 1)
+    return qkv * factors
+
+
+def gain_outputs(out, gain, D):
+    """The output matrix of attention whose columns do the work of head gains, (H, 1)."""
+    return out * gain.expand(-1, D).flatten()
+
+
+# What can be tuned while every matrix stays as it is, those of position methods too. A norm's gains
+# stay what they are in an export, so they need no matrix.
+VECTORS = {
+    'head_scale': Vector('head_scale', 1.0, 0.1, matrix='qkv.weight', fold=scale_queries),
+    'head_gain': Vector('head_gain', 1.0, 0.02, matrix='out.weight', fold=gain_outputs),
+    'norm': Vector('norm.weight', 1.0, 0.01, pretrained=True),
+}
+for method in METHODS.values():
+    VECTORS |= method.vectors
+
+
+def vector_of(name):
+    """The key in VECTORS of a parameter, by its name; None for what is no small vector."""
+    return next((key for key, vector in VECTORS.items() if name.endswith(vector.ending)), None)
+
+
+def small_vectors(model):
+    """{name: parameter} of all that VECTORS lists, in the order of the model."""
+    return {name: p for name, p in model.named_parameters() if vector_of(name)}
 
 
 def matrices(model):

@@ -13,9 +13,12 @@ one or a few of its verbs changed:
   mask        which keys a query does not see: later ones; with a sliding window, old ones too.
   scores      what softmax sees, made of the last three: DAPE reads them as a feature map and adds
               what a small network makes of it.
-  attend      softmax attention over these scores; by default a fused kernel.
+  softmax     the weights of attention, from the scores: a sink takes a part of them.
+  attend      attention with these weights: by a fused kernel where a method changes nothing but q
+              and k, the mask and the bias; else some rows of the matrix at a time.
 
-A new method is a class and an entry in METHODS; a new setting of a method is a line in Settings.
+A new method is a class and an entry in METHODS; a new setting of a method is a line in Settings,
+and its name in the class's `settings`.
 Each layer may have a method of its own, a sliding window, and random positions: see Settings.
 Plain PyTorch; of the project it imports kernels.py alone.
 
@@ -26,7 +29,8 @@ first trained on; i is the position of a query, j <= i that of a key, both from 
 
 import math
 import warnings
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn as nn
@@ -56,6 +60,12 @@ class Settings:
                 raise ValueError(f"position is '{name}', which is unknown. Choose one of: "
                                  f"{', '.join(METHODS)}; or several, with commas. A bias of "
                                  'lessons/exercises.py needs python -m lessons.exercises STAGE.')
+        unused = sorted(unused_settings(vars(self)))
+        if unused:
+            name = unused[0]
+            raise ValueError(f"{name} is {getattr(self, name)!r}, but position '{self.position}' "
+                             f'with dape_kernel {self.dape_kernel} has no such setting. Leave it '
+                             'out, or choose a method that has it.')
         if not 1 < self.rope_base < math.inf:
             raise ValueError(f'rope_base is {self.rope_base}; it must be above 1, such as 10000.')
         if not 0 <= self.rope_share <= 1:
@@ -64,15 +74,12 @@ class Settings:
             raise ValueError(f'rope_window is {self.rope_window}; it must be at least 1, or 0 for '
                              'all keys.')
         parse_scaling(self.rope_scaling)
-        for name, default in ROPE_DEFAULTS.items():
-            if getattr(self, name) != default and 'rope' not in names:
-                raise ValueError(f'{name} {getattr(self, name)} is a setting of RoPE, but position '
-                                 f"is '{self.position}'. Leave it out, or choose another position.")
         if not 0 <= self.random_positions <= 2 ** 24:
             raise ValueError(f'random_positions is {self.random_positions}; it must be at most '
                              '2^24, or 0 for positions in order.')
         if self.random_positions:
-            read = {name for name in names if issubclass(METHODS[name], (RoPE, Bias))}
+            read = {name for name in names if issubclass(METHODS[name], RoPE)
+                    or METHODS[name].bias is not NoPE.bias}
             if not read or set(names) - read - {'none'} or self.rope_scaling or self.rope_window:
                 raise ValueError(f'random_positions {self.random_positions} is for biases and for '
                                  'RoPE without rope_scaling or rope_window, beside layers of none '
@@ -81,8 +88,6 @@ class Settings:
             raise ValueError(f'dape_kernel is {self.dape_kernel}; it must be odd, or 0 for none.')
         if self.dape_width < 1:
             raise ValueError(f'dape_width is {self.dape_width}; it must be at least 1.')
-        if self.dape_cheat and not self.dape_kernel:
-            raise ValueError('dape_cheat is a variant of DAPE. Give a --dape_kernel=, such as 3.')
 
     def method_of(self, layer):
         """The name in METHODS of a layer's method."""
@@ -90,8 +95,33 @@ class Settings:
         return names[layer % len(names)]
 
 
-# What is RoPE's alone, and the values that change nothing.
-ROPE_DEFAULTS = {'rope_scaling': '', 'rope_share': 1.0, 'rope_window': 0}
+def unused_settings(settings):
+    """
+    {name: default} of the settings that are not at their default, though none of the chosen methods
+    has them. settings: {name: value} with those of Settings.
+    """
+    used = {'position', 'random_positions', 'dape_kernel'}
+    for name in settings['position'].split(','):
+        used |= set(METHODS[name].settings)
+    if settings.get('dape_kernel'):
+        used |= set(DAPE.settings)
+    return {field.name: field.default for field in fields(Settings) if field.name not in used
+            and settings.get(field.name, field.default) != field.default}
+
+
+@dataclass(frozen=True)
+class Vector:
+    """
+    A small vector of a model that tune_scale.py can tune while every matrix stays as it is. A
+    method lists its own in `vectors`, model.py the others in VECTORS: {name: Vector}. Scale files
+    have it under that name, and `tune=NAME` tunes it.
+    """
+    ending: str           # how the names of its parameters end
+    neutral: float        # the value that changes nothing, which older checkpoints stand for
+    rate: float = 0.02    # learning rate of its tuning; tune=NAME:RATE takes another
+    pretrained: bool = False  # True: it is trained with the matrices, too
+    matrix: str = ''      # ending of the matrix that it can be folded into; '' for none
+    fold: Callable | None = None  # fold(matrix, vector, D), the matrix that does the work of both
 
 
 @dataclass
@@ -122,12 +152,30 @@ def random_places(place, draws):
 
 class NoPE(nn.Module):
     """No position encoding, and what every other method is made from."""
-    is_plain = True             # the scores are q.k / sqrt(D) and nothing else
+    settings = ()                # the names of the Settings that it has
+    vectors = {}                 # those of its parameters that tune_scale.py can tune
+    window, sinks = 0, 0         # see mask()
     needs_equal_lengths = False  # True: prompts of different lengths cannot share a pass
-    needs_all_keys = False      # True: a row of scores depends on later keys, too
+    needs_all_keys = False       # True: a row of scores depends on later keys, too
 
     def __init__(self, config):
         super().__init__()
+
+    def __init_subclass__(cls):
+        if 'is_plain' in vars(cls):
+            raise TypeError(f'{cls.__name__} sets is_plain, which follows from the verbs that a '
+                            'class overrides. Leave it out.')
+
+    def changes(self):
+        """The names of the verbs behind the weights of attention that differ from NoPE's."""
+        names = 'similarity', 'bias', 'mask', 'scores', 'softmax'
+        changed = {name for name in names if getattr(type(self), name) is not getattr(NoPE, name)}
+        return changed | {'mask'} if self.window else changed
+
+    @property
+    def is_plain(self):
+        """True where the weights are a causal softmax of q.k / sqrt(D) and nothing else."""
+        return not self.changes()
 
     def prepare(self, place):
         """Put into `place` what all layers share."""
@@ -154,8 +202,15 @@ class NoPE(nn.Module):
         return q @ keys.transpose(-1, -2) / math.sqrt(q.shape[-1])
 
     def mask(self, i, j):
-        """Which keys a query does not see: (1 or B, 1, T, S), True at later keys at least."""
-        return later(i, j)
+        """
+        Which keys a query does not see, (1 or B, 1, T, S): later ones, and with a window all but
+        the newest `window` keys and the first `sinks` of the text.
+        """
+        hidden = later(i, j)
+        if self.window:
+            old = distances(i, j) >= self.window
+            hidden = hidden | old & (j[..., None, None, :] >= self.sinks)
+        return hidden
 
     def scores(self, q, k, i, j, *shared):
         """What softmax sees, (B, H, T, S): -inf at masked keys. q: scaled by Eq. (4)."""
@@ -165,9 +220,28 @@ class NoPE(nn.Module):
             scores = scores + bias
         return scores.masked_fill(self.mask(i, j), -math.inf)
 
+    def softmax(self, scores):
+        """
+        The weights of attention from the scores, (B, H, T, S), in float32. A row may sum to less
+        than 1.
+        """
+        return scores.softmax(-1, dtype=torch.float32)
+
     def attend(self, q, k, v, i, j):
         """Softmax attention, (B, H, T, D). q: scaled by Eq. (4); k, v: (B, n_kv_head, S, D)."""
-        return kernels.causal_attention(q, k, v, i, j)
+        changed = self.changes()
+        if not changed:
+            return kernels.causal_attention(q, k, v, i, j)
+        if changed <= {'mask', 'bias'}:
+            return kernels.attention_with_bias(self.masked_bias, q, k, v, i, j)
+        return kernels.attention_over_scores(self, q, k, v, i, j)
+
+    def masked_bias(self, i, j):
+        """The bias, -inf at masked keys: (1, 1, T, S), (H, T, S) or (B, H, T, S)."""
+        bias = self.bias(i, j)
+        if bias is None:
+            bias = torch.zeros((), device=i.device)
+        return bias.masked_fill(self.mask(i, j), -math.inf)
 
 
 # ---------------------------------------------------------------------- changes of q and k
@@ -239,6 +313,7 @@ class RoPE(NoPE):
     rope_window query i sees the keys j > i - rope_window alone; beside layers of NoPE, which see
     all, this is RNoPE-SWA (Yang et al. 2025).
     """
+    settings = 'rope_base', 'rope_scaling', 'rope_share', 'rope_window'
 
     def __init__(self, config):
         super().__init__(config)
@@ -246,7 +321,6 @@ class RoPE(NoPE):
         self.base, self.scaling = config.rope_base, config.rope_scaling
         self.n_turned = round(config.rope_share * (self.D // 2))  # pairs
         self.window = config.rope_window
-        self.is_plain = not self.window
         self.needs_equal_lengths = self.scaling.startswith('dynamic')
 
     def prepare(self, place):
@@ -262,19 +336,6 @@ class RoPE(NoPE):
 
     def turn(self, q, k, place):
         return rotate(q, *place.rotation), rotate(k, *place.rotation)
-
-    def mask(self, i, j):
-        if not self.window:
-            return later(i, j)
-        return later(i, j) | (distances(i, j) >= self.window)
-
-    def attend(self, q, k, v, i, j):
-        if not self.window:
-            return super().attend(q, k, v, i, j)
-        return kernels.attention_with_bias(self.window_bias, q, k, v, i, j)
-
-    def window_bias(self, i, j):
-        return torch.zeros((), device=i.device).masked_fill(self.mask(i, j), -math.inf)
 
 
 class QueryFactor(NoPE):
@@ -350,10 +411,9 @@ class Llama4(QueryFactor):
 
 class Bias(NoPE):
     """A method that adds bias(i, j) to the scores and changes nothing else."""
-    is_plain = False
 
-    def attend(self, q, k, v, i, j):
-        return kernels.attention_with_bias(self.bias, q, k, v, i, j)
+    def bias(self, i, j):
+        raise NotImplementedError
 
 
 def distances(i, j):
@@ -473,15 +533,7 @@ class T5Bias(Bias):
 
 # ---------------------------------------------------------------------- from rows of scores
 
-class FromScores(NoPE):
-    """A method that needs its rows of scores whole."""
-    is_plain = False
-
-    def attend(self, q, k, v, i, j):
-        return kernels.attention_over_scores(self, q, k, v, i, j)
-
-
-class CoPE(FromScores):
+class CoPE(NoPE):
     """
     Contextual position encoding (Golovneva et al. 2024): adds q_i . e[p_ij] to the scores, where
     p_ij = sum_{k=j..i} sigmoid(s_ik) counts the keys from j to i that the query cares for, at most
@@ -506,7 +558,7 @@ class CoPE(FromScores):
         return scores + (low + between)
 
 
-class TransformerXL(FromScores):
+class TransformerXL(NoPE):
     """
     ((q_i + u) . k_j + (q_i + v) . W r_{i-j}) / sqrt(D) (Dai et al. 2019): r is sinusoidal in the
     distance, u and v are learned.
@@ -542,7 +594,7 @@ class TransformerXL(FromScores):
         return scores + (by_place + by_key.transpose(-1, -2)) / math.sqrt(D)
 
 
-class Adaptive(FromScores):
+class Adaptive(NoPE):
     """
     Each row of scores times max(1, P(H)) where its attention's entropy H is above 0.5 nats, P being
     a polynomial that its authors fitted (arXiv:2410.01104). It has no weights: a trained NoPE model
@@ -565,7 +617,7 @@ class Adaptive(FromScores):
 
 # ---------------------------------------------------------------------- DAPE
 
-class DAPE(FromScores):
+class DAPE(NoPE):
     """
     S + B + f([S; B]), Eq. (3): the scores S and the bias B of all heads are the channels of a
     feature map, and f is two convolutions of 1 x kernel over the keys with a LeakyReLU between;
@@ -577,9 +629,14 @@ class DAPE(FromScores):
     zeros at its right, where that code ends at the last key: so a row is the same in a longer
     sequence, and cached decoding equals a full pass.
     """
+    settings = 'dape_width', 'dape_residual', 'dape_cheat'
 
     def __init__(self, config, method):
         super().__init__(config)
+        for verb in 'scores', 'attend':
+            if getattr(type(method), verb) is not getattr(NoPE, verb):
+                raise ValueError(f'{type(method).__name__} has {verb}() of its own, which DAPE '
+                                 'replaces. Leave dape_kernel out.')
         self.method, H, width = method, config.n_head, config.dape_width
         self.kernel, self.cheat = config.dape_kernel, config.dape_cheat
         self.needs_all_keys = self.cheat
@@ -589,10 +646,10 @@ class DAPE(FromScores):
                           'losses mean nothing', stacklevel=2)
         self.prepare, self.turn = method.prepare, method.turn
         self.bias, self.similarity, self.mask = method.bias, method.similarity, method.mask
-        self.shared = method.shared
+        self.shared, self.softmax = method.shared, method.softmax
         # Cache slots next to each other must hold tokens next to each other.
         self.needs_equal_lengths = method.needs_equal_lengths or self.kernel > 1
-        channels, pad = 2 * H if isinstance(method, Bias) else H, self.kernel // 2
+        channels, pad = 2 * H if 'bias' in method.changes() else H, self.kernel // 2
         self.first = nn.Conv2d(channels, width, (1, self.kernel), padding=(0, 2 * pad))
         self.second = nn.Conv2d(width, H, (1, self.kernel))
 

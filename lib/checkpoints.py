@@ -25,8 +25,8 @@ from lib.generate import require_positions
 from lib.results import AnswerLog, note, result_path, whole_file
 from lib.scales import apply_scale, identity
 from lib.tokens import Windows, tokenizer_digest, tokenizer_from_state
-from model import ModelConfig, Transformer, matrices
-from position import ROPE_DEFAULTS
+from model import VECTORS, ModelConfig, Transformer, matrices, small_vectors, vector_of
+from position import unused_settings
 
 
 def old_name(name):
@@ -39,12 +39,12 @@ def old_name(name):
 def weights_digest(state):
     """
     SHA-256 over old names, shapes and up to 4,096 evenly spaced values of each weight matrix in a
-    state dict. Vectors (head scales, norms) are left out: tuning them must not change whose scale
-    file it is.
+    state dict. Small vectors (head scales, norms) are left out: tuning them must not change whose
+    scale file it is.
     """
     digest = hashlib.sha256()
     for name, weight in sorted((old_name(name), weight) for name, weight in state.items()):
-        if weight.dim() >= 2:
+        if weight.dim() >= 2 and not vector_of(name):
             n = weight.numel()
             places = torch.linspace(0, n - 1, min(n, 4096), dtype=torch.float64).long()
             values = weight.flatten()[places.to(weight.device)].float().cpu().numpy()
@@ -106,7 +106,8 @@ def load(source, position=None, optimizer=True):
         missing = {'model', 'model_config', 'settings', 'tokenizer', 'digest', 'step'} - set(state)
         if missing:
             raise KeyError(*missing)
-        config = ModelConfig(**state['model_config'])  # an older one lacks some settings
+        config = state['model_config']  # an older one lacks some settings, or has unused ones
+        config = ModelConfig(**config | unused_settings(config))
         if config.n_layer > len(state['model']):  # layers without end would be made
             raise ValueError(f'n_layer={config.n_layer}')
     return state | {'model_config': dataclasses.asdict(config)}
@@ -142,6 +143,16 @@ def named_for(model, weights, source):
     ours = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
     names = {old_name(name): name for name in ours}
     weights = {names.get(name, name): weight for name, weight in weights.items()}
+    for name, p in small_vectors(model).items():
+        vector = weights.get(name)
+        if vector is None:  # it came later than the checkpoint
+            vector = torch.full(p.shape, VECTORS[vector_of(name)].neutral)
+        if p.dim() == 2 and vector.dim() == 1:  # as head scales once were
+            vector = vector[:, None]
+        if p.dim() == 2 and vector.shape == (len(p), model.config.head_dim):
+            p.data = p.new_empty(vector.shape)  # one number for each channel
+        weights[name] = vector
+    ours = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
     theirs = {name: tuple(weight.shape) for name, weight in weights.items()}
     for name, _ in sorted(ours.items() ^ theirs.items()):
         raise UserError(f'{name} should have shape {ours.get(name)}, and in {source} it has '
@@ -188,9 +199,8 @@ def load_model(init_from, out_dir, device, position=None, rope_scaling=None, dty
     state = load(source, position, optimizer=False)
     config = state['model_config']
     if position is not None:
-        config |= {'position': position}
-        if 'rope' not in position.split(','):
-            config |= ROPE_DEFAULTS
+        with as_user_error():
+            config |= {'position': position} | unused_settings(config | {'position': position})
     if rope_scaling is not None:
         config |= {'rope_scaling': rope_scaling}
     with as_user_error(), torch.device('meta'), Uninitialised():

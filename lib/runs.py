@@ -24,7 +24,7 @@ from lib.results import (
     write_lines,
 )
 from model import ModelConfig, Transformer
-from position import ROPE_DEFAULTS, Settings
+from position import Settings, unused_settings
 
 # What a model keeps: its sizes, and the settings of its position method.
 MODEL = ('n_layer', 'n_head', 'n_kv_head', 'n_embd', 'n_hidden', 'short_conv', 'short_conv_at',
@@ -75,8 +75,8 @@ def finetuned_config(old, chosen, given, path):
     L = old['rope_length'] or old['block_size']
     new = old | {'block_size': chosen['block_size'], 'rope_length': L}
     new |= {name: chosen[name] for name in ('position', 'rope_scaling') if name in given}
-    if 'rope' not in new['position'].split(','):
-        new |= {name: default for name, default in ROPE_DEFAULTS.items()
+    with as_user_error():
+        new |= {name: default for name, default in unused_settings(new).items()
                 if name not in given}
     if new['rope_scaling'].isidentifier():  # yarn is yarn by the ratio of the lengths
         new['rope_scaling'] += f":{chosen['block_size'] / L:g}"

@@ -3,10 +3,13 @@ Scale files: softmax scales and other small vectors tuned for one length or seve
 person can read.
 
 A file holds one set of vectors, or under 'sets' several, each tuned for passes of its target_length
-tokens: head_scale and head_gain, (n_layer, n_head), or for the first channel_scale, (n_layer,
-n_head, head_dim); and norm, {parameter: values}. It names the weights that it was tuned for.
+tokens. A set has an entry for each kind of vector, by its name in model.VECTORS: head_scale and
+head_gain as a row of n_head numbers for each layer, or for a scale per channel n_head rows of
+head_dim; others as {parameter: values}. The file names the weights that it was tuned for, and has a
+digest of its own numbers.
 """
 
+import difflib
 import hashlib
 import json
 import math
@@ -17,53 +20,106 @@ import numpy as np
 import torch
 
 from lib.errors import UserError, fault_of
-from lib.results import save_json
+from lib.results import note, save_json
+from model import VECTORS, small_vectors, vector_of
 
-HEADS = 'head_scale', 'head_gain'
+# What a scale file may have beside its vectors: the entries of any result, and tune_scale.py's own.
+ENTRIES = set("""sets target_length method block_size position_method rope_scaling weights_digest
+    numbers_digest stage dataset label trained_length checkpoint scale identity command settings
+    commit versions device dtype seconds lengths best_by_length searches fit_a init_scale losses
+    curve_length position curves cut samples last_entropy worse_than_start tuning_tokens
+    """.split())
 
 
 # ---------------------------------------------------------------------- files
 
 def vectors_to_json(vectors):
-    """{parameter name: tensor} as the entries of a scale file."""
-    rows = {name: vector.double().numpy(force=True).round(6) for name, vector in vectors.items()}
-    data = {kind: [row for name, row in rows.items() if name.endswith(kind)] for kind in HEADS}
-    data['norm'] = {name: row for name, row in rows.items() if 'norm' in name}
-    if np.ndim(data['head_scale']) == 3:
-        data['channel_scale'] = data.pop('head_scale')
-    return {kind: value for kind, value in data.items() if value}
+    """
+    {parameter name: tensor} as the entries of a scale file, each number as short as float32 allows.
+    Raises ValueError for a parameter that VECTORS does not list, which would be lost.
+    """
+    data = {}
+    for name, vector in vectors.items():
+        key = vector_of(name)
+        if key is None:
+            raise ValueError(f'{name} is not listed in VECTORS of model.py, so no scale file can '
+                             'hold it. Add it there.')
+        if vector.dim() > 1 and vector.shape[-1] == 1:  # a number for each head
+            vector = vector[..., 0]
+        text = vector.float().numpy(force=True).astype(str)
+        data.setdefault(key, {})[name] = text.astype(float).tolist()
+    for key, rows in data.items():
+        if list(rows) == by_layer(key, len(rows)):
+            data[key] = list(rows.values())
+    return data
 
 
-def vectors_from_json(data, path, info):
-    """The inverse: {parameter name: float32 tensor}. Raises UserError for what does not fit."""
-    c, vectors = info['model_config'], {}
-    data = {'head_gain': np.ones((c['n_layer'], c['n_head']))} | data
-    for kind in HEADS:
-        key, shape = kind, (c['n_layer'], c['n_head'])
-        if kind == 'head_scale' and 'channel_scale' in data:
-            key, shape = 'channel_scale', (*shape, c['n_embd'] // c['n_head'])
-        rows = finite(data[key], shape, f'{key} in {path}')
-        vectors |= {f'blocks.{layer}.attn.{kind}': row for layer, row in enumerate(rows)}
-    names = {'norm.weight'}
-    for layer in range(c['n_layer']):
-        names |= {f'blocks.{layer}.attn_norm.weight', f'blocks.{layer}.mlp_norm.weight'}
-    for name, values in data.get('norm', {}).items():
-        if name not in names:
-            raise UserError(f'norm in {path} has {name}, which this model does not have.')
-        vectors[name] = finite(values, (c['n_embd'],), f'{name} in {path}')
+def by_layer(key, n_layer):
+    """The names of a kind of vector that each layer's attention has."""
+    return [f'blocks.{layer}.attn.{key}' for layer in range(n_layer)]
+
+
+def vectors_from_json(data, path, model):
+    """
+    The inverse, for this model: {parameter name: float32 tensor}. A kind that pretraining leaves
+    alone and the file lacks is neutral. Raises UserError for what does not fit.
+    """
+    known, vectors = small_vectors(model), {}
+    for name, p in known.items():
+        kind = VECTORS[vector_of(name)]
+        if not kind.pretrained:
+            vectors[name] = torch.full((*p.shape[:-1], 1), kind.neutral)
+    data = dict(data)
+    if 'channel_scale' in data:  # its name in older files
+        data['head_scale'] = data.pop('channel_scale')
+    for key in data.keys() & VECTORS.keys():
+        rows = data[key]
+        if isinstance(rows, list):
+            names = by_layer(key, model.config.n_layer)
+            if len(rows) != len(names):
+                raise UserError(f'{key} in {path} has {len(rows)} layers; it must be a list of '
+                                f'{len(names)}, as many as this model has.')
+            rows = dict(zip(names, rows))
+        for name, values in rows.items():
+            if name not in known or vector_of(name) != key:
+                raise UserError(f'{key} in {path} has {name}, which this model does not have.')
+            vectors[name] = vector_from(values, known[name], model.config.head_dim,
+                                        f'{name} in {path}')
     return vectors
+
+
+def vector_from(values, p, D, what):
+    """The numbers of a file as a tensor for parameter p: one a head, one a channel, or p's shape."""
+    if p.dim() == 1:
+        return finite(values, p.shape, what)
+    if np.ndim(values) < 2:
+        return finite(values, p.shape[:1], what)[:, None]
+    return finite(values, (len(p), D), what)
 
 
 def finite(values, shape, what):
     """A float32 tensor of that shape. Raises UserError where it is another or not finite there."""
     try:
-        tensor = torch.from_numpy(np.array(values, dtype=float)).float()
+        numbers = np.array(values, dtype=object)  # which keeps "1.2" and true apart from numbers
+        odd = any(type(number) not in (int, float) for number in numbers.flat)
+        tensor = torch.from_numpy(numbers.astype(float)).float()
     except (TypeError, ValueError, OverflowError):
-        tensor = torch.empty(0)
-    if tensor.shape != shape or not tensor.isfinite().all():
+        odd, tensor = True, torch.empty(0)
+    if odd or tensor.shape != shape or not tensor.isfinite().all():
         size = ' x '.join(map(str, shape))
         raise UserError(f'{what} must be {size} numbers that float32 can hold.')
     return tensor
+
+
+def above_zero(scale, what):
+    """Raises UserError unless all of a softmax scale, a number or a tensor, is above 0."""
+    if torch.as_tensor(scale).min() <= 0:
+        raise UserError(f'{what} must be above 0, as a softmax scale is.')
+
+
+def numbers_digest(sets):
+    """A SHA-256 of the sets of a scale file, lists of dicts as JSON has them."""
+    return hashlib.sha256(json.dumps(sets, sort_keys=True).encode()).hexdigest()
 
 
 def save_scale(path, *what, **more):
@@ -79,27 +135,50 @@ def scale_entries(info, sets, method, by_length=False):
     """
     c = info['model_config']
     sets = [{'target_length': T} | vectors_to_json(vectors) for T, vectors in sets.items()]
+    digest = numbers_digest(sets)
     sets = {'sets': sets} if by_length or len(sets) > 1 else sets[0]
     return sets | {
         'method': method, 'block_size': c['block_size'], 'position_method': c['position'],
-        'rope_scaling': c['rope_scaling'], 'weights_digest': info['digest']}
+        'rope_scaling': c['rope_scaling'], 'weights_digest': info['digest'],
+        'numbers_digest': digest}
 
 
-def read_scale_file(path, info):
+def sets_of(data, path):
     """
-    Read a scale file of the model that `info` describes. Returns its JSON and {L': vectors}. Raises
-    UserError for another model's.
+    The sets of a scale file, dicts with target_length. Raises UserError for an entry that no scale
+    file has; says where numbers are not those that were tuned.
+    """
+    kinds = {*VECTORS, 'channel_scale', 'target_length'}
+    for name in data:
+        if name not in ENTRIES | kinds:
+            near = difflib.get_close_matches(name, kinds, n=1)
+            advice = f"Did you mean '{near[0]}'?" if near else 'Remove it.'
+            raise UserError(f"{path} has '{name}', which no scale file has. {advice}")
+    sets = data.get('sets') or [{name: data[name] for name in data if name in kinds}]
+    for name in {name for one in sets for name in one} - kinds:
+        raise UserError(f"{path} has '{name}' in a set, which no scale file has. Remove it.")
+    if data.get('numbers_digest', numbers_digest(sets)) != numbers_digest(sets):
+        note(f'{path} was changed after it was tuned; its numbers are used as they are now')
+        for one in sets:
+            above_zero(torch.tensor(one['head_scale']), f'head_scale in {path}')
+    return sets
+
+
+def read_scale_file(path, model, info):
+    """
+    Read a scale file of a model, of which `info` is what its checkpoint says. Returns its JSON and
+    {L': vectors}. Raises UserError for another model's.
     """
     if not Path(path).is_file():
         raise UserError(f'scale file {path} does not exist. Make one with tune_scale.py, or give a '
                         'number.')
-    with fault_of(path, 'a scale file, which has head_scale or channel_scale, weights_digest and '
-                        'target_length', 'Make one with tune_scale.py.'):
+    with fault_of(path, 'a scale file, which has head_scale, weights_digest and target_length',
+                  'Make one with tune_scale.py.'):
         data = json.loads(Path(path).read_text(encoding='utf-8'))
         tuned_for, sets = data['weights_digest'], {}
-        for one in data.get('sets', [data]):
-            sets[one['target_length']] = vectors_from_json(one, path, info)
-        if not sets or not all(isinstance(T, int) and T > 0 for T in sets):
+        for one in sets_of(data, path):
+            sets[one['target_length']] = vectors_from_json(one, path, model)
+        if not all(type(T) is int and T > 0 for T in sets):
             raise ValueError(f'target_length is {list(sets)}')
     if tuned_for != info['digest']:
         raise UserError(f"{path} was tuned for other weights than {info['path']}. Tune it again "
@@ -115,7 +194,7 @@ def read_scale_file(path, info):
 # ---------------------------------------------------------------------- in a model
 
 def put_vectors(model, vectors):
-    """Give parameters of a model new values: {name: tensor}, of one number a channel or a head."""
+    """Give small vectors of a model new values: {name: tensor}, of one number a channel or a head."""
     for name, vector in vectors.items():
         p = model.get_parameter(name)
         p.data = vector.to(p.device, copy=True)
@@ -132,7 +211,7 @@ class ScaleSets:
         names = {name for vectors in sets.values() for name in vectors}
         own = {name: model.get_parameter(name).clone() for name in names}
         for name, vector in next(iter(sets.values())).items():  # (H, D) where the sets are so
-            own[name] = own[name].view(len(vector), *[-1] * (vector.dim() - 1)).expand_as(vector)
+            own[name] = own[name].expand_as(vector)
         put_vectors(model, own)
         L, self.model = model.config.block_size, model
         self.sets = {L: own}
@@ -177,7 +256,7 @@ def apply_scale(model, scale, info, say=print):
     if (model.head_scale != 1).any():
         say(f"--scale={scale} replaces the head scales that {info['path']} brings")
     if isinstance(scale, str | Path):
-        name, (data, sets) = Path(scale).stem, read_scale_file(scale, info)
+        name, (data, sets) = Path(scale).stem, read_scale_file(scale, model, info)
         if 'sets' in data:
             ScaleSets(model, sets)
         else:
@@ -189,8 +268,7 @@ def apply_scale(model, scale, info, say=print):
         model.head_scale = finite(np.asarray(scale), shape[:max(2, np.ndim(scale))], 'scale')
     else:
         name, number = f'scale{scale:g}', finite(scale, (), f'scale {scale}')
-        if number <= 0:
-            raise UserError(f'scale is {scale}; a softmax scale must be above 0.')
+        above_zero(number, f'scale {scale}')
         model.head_scale = number
     return f'{label}_{name}' if label else name
 
@@ -199,7 +277,7 @@ def identity(model, scale, info):
     """What a model's answers depend on; `scale`: a SHA-256 of its vectors and its scale file."""
     digest = hashlib.sha256(Path(scale).read_bytes() if isinstance(scale, str) else b'')
     for name, weight in model.state_dict().items():
-        if weight.dim() < 2 or name.endswith('head_scale'):
+        if weight.dim() < 2 or vector_of(name):
             digest.update(weight.float().numpy(force=True).tobytes())
     return {'weights_digest': info['digest'], 'position': model.config.position,
             'rope_scaling': model.config.rope_scaling, 'scale': digest.hexdigest()}
