@@ -128,8 +128,7 @@ def numbers(result, curve, scale, L):
     limit = at[str(L)]['loss'] + TOLERANCE
     scales = scale or 1.0
     if isinstance(scale, str):
-        tuned = read(scale)
-        scales = tuned['channel_scale' if 'channel_scale' in tuned else 'head_scale']
+        scales = read(scale)['head_scale']
     method = {'at': at, 'reach': reach(position, smooth(result['loss'], width), L, limit),
               'scale': [np.min(scales), np.max(scales)]}
     if curve:

@@ -62,7 +62,7 @@ def tuned_length(run):
         raise UserError(f'target_length chooses a set of a scale file; --scale={scale} has none. '
                         'Leave it out.')
     if isinstance(scale, str):
-        return min(read_scale_file(scale, run.info)[1])  # of its one set
+        return min(read_scale_file(scale, run.model, run.info)[1])  # of its one set
     return 0
 
 

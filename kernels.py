@@ -213,8 +213,8 @@ def in_rows(rows_of, q, k, v, i, j, n_maps, all_keys=False):
 
 def attention_with_bias(bias, q, k, v, i, j):
     """
-    Softmax attention with bias(i, j), (1 or B, 1 or H, T, S), added to the scores, -inf at keys that
-    a query does not see: (B, H, T, D).
+    Softmax attention with bias(i, j), (1 or B, 1 or H, T, S), added to the scores: -inf at keys
+    that a query does not see. Returns (B, H, T, D).
     """
     def rows_of(q, k, v, i, j):
         return attention(q, k, v, mask=bias(i, j).to(q.dtype))

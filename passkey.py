@@ -135,7 +135,7 @@ def main():
     run = Run(settings(globals()))
     reach = run.L
     if isinstance(run.scale, str):  # the longest context that its file is tuned for
-        _, sets = read_scale_file(run.scale, run.info)
+        _, sets = read_scale_file(run.scale, run.model, run.info)
         reach = max(sets)
     longest = max_length or 2 * reach
     lengths = [longest * i // n_lengths for i in range(1, n_lengths + 1)]

@@ -407,6 +407,35 @@ class Llama4(QueryFactor):
         return 1 + 0.1 * torch.log1p(((i + 1) / self.L).floor())
 
 
+# ---------------------------------------------------------------------- mask and softmax
+
+class Window(NoPE):
+    """
+    The newest L keys and the first 4 of the text (StreamingLLM, Xiao et al. 2023). It has no
+    weights: a trained NoPE model can be read with it, in one pass of any length.
+    """
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.window, self.sinks = config.trained_length, 4
+
+
+class Sink(NoPE):
+    """
+    One more term in the denominator of each head's softmax, exp(s_h), s_h learned from 0. It takes
+    the attention that a head has no use for (gpt-oss, 2025).
+    """
+    vectors = {'sink': Vector('position.sink', neutral=0.0, pretrained=True)}
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.sink = nn.Parameter(torch.zeros(config.n_head, 1))
+
+    def softmax(self, scores):
+        sink = self.sink[:, :, None].expand(*scores.shape[:-1], 1)           # (B, H, T, 1)
+        return super().softmax(torch.cat((scores, sink.to(scores.dtype)), dim=-1))[..., :-1]
+
+
 # ---------------------------------------------------------------------- biases
 
 class Bias(NoPE):
@@ -460,6 +489,22 @@ class NAPE(ALiBi):
     def slopes_of(self, n_head):
         half = n_head // 2
         return [1 / (h + 1) for h in range(half)] + [0.0] * (n_head - half)
+
+
+class NAPESSMax(NAPE):
+    """NAPE whose heads without a slope have the query of SSMax (arXiv:2506.16640)."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.first = config.n_head // 2  # of the heads without a slope
+        rest = config.n_head - self.first
+        self.s = nn.Parameter(torch.full((rest,), 1 / math.log(config.trained_length)))
+
+    def turn(self, q, k, place):
+        log_n = (place.i.float() + 1).log()[..., None, :, None]              # (1, T, 1)
+        with_slope, without = q.split([self.first, len(self.s)], dim=1)
+        without = without * self.s[:, None, None] * log_n
+        return torch.cat((with_slope, without.to(q.dtype)), dim=1), k
 
 
 class Kerple(Bias):
@@ -683,8 +728,11 @@ METHODS = {
     'ssmax': SSMax,
     'logbeta': LogBeta,
     'llama4': Llama4,
+    'window': Window,
+    'sink': Sink,
     'alibi': ALiBi,
     'nape': NAPE,
+    'nape_ssmax': NAPESSMax,
     'kerple': Kerple,
     'fire': FIRE,
     't5': T5Bias,

@@ -39,6 +39,7 @@ from lib.scales import (
     scale_entries,
 )
 from lib.tokens import Windows
+from model import VECTORS
 
 # what to tune
 method = 'head'              # uniform or head
@@ -51,13 +52,9 @@ tail = 64                    # the loss at a length is the mean of so many posit
 candidate_range: list[float] = [1.0, 2.4, 0.1]  # first, last, step, in units of 1/sqrt(d)
 compare: list[str] = []      # other checkpoint files of the run, fitted too (Figure 7)
 # head: the recipe of Appendix A
-tune = 'scale'               # a key of KINDS below, or several, as scale,out,norm
+tune = 'scale'               # keys of KINDS below, as scale,out,norm; KEY:RATE for another rate
 init_scale: float | str = 'uniform'  # a number, or uniform: the best of scale_uniform.json
 min_scale: float | None = 1.0   # of tune=scale, Eq. (6): a clamp after every step
-learning_rate = 0.1          # of scales, in units of 1/sqrt(d); the paper uses 0.05 or 0.1
-channel_learning_rate = 0.03  # of tune=channel
-gain_learning_rate = 0.02    # of tune=out
-norm_learning_rate = 0.01    # of tune=norm and attn_norm
 warmup_iters = 20            # linear from 0
 max_iters = 200              # steps; the rate falls to a tenth of its peak on a cosine
 batch_size = 8               # sequences of target_length in one step, over all devices
@@ -179,13 +176,30 @@ def uniform(run, target):
 
 # ---------------------------------------------------------------------- head
 
-KINDS = {  # what can be tuned: how its parameters end, and the setting with their rate
-    'scale': ('head_scale', 'learning_rate'),             # a number per head, as in the paper
-    'channel': ('head_scale', 'channel_learning_rate'),   # a number per channel of a head
-    'out': ('head_gain', 'gain_learning_rate'),           # a gain on what each head puts out
-    'norm': ('norm.weight', 'norm_learning_rate'),        # the gains of all RMSNorms
-    'attn_norm': ('attn_norm.weight', 'norm_learning_rate'),  # of those before attention
+# What can be tuned: how the names of its parameters end, and its learning rate. All that VECTORS of
+# model.py lists can be, under its own name; the paper's scales take 0.05 or 0.1.
+KINDS = {name: (vector.ending, vector.rate) for name, vector in VECTORS.items()} | {
+    'scale': ('head_scale', 0.1),           # a number per head, as in the paper
+    'channel': ('head_scale', 0.03),        # a number per channel of a head
+    'out': ('head_gain', 0.02),             # a gain on what each head puts out
+    'attn_norm': ('attn_norm.weight', 0.01),  # the gains of the RMSNorms before attention
 }
+
+
+def rates_of(tune):
+    """{kind: learning rate} of what the setting `tune` names, such as scale:0.05,norm."""
+    rates = {}
+    for part in tune.split(','):
+        kind, _, rate = part.partition(':')
+        try:
+            rates[kind] = float(rate) if rate else KINDS[kind][1]
+        except (KeyError, ValueError):
+            rates[kind] = math.nan
+        if not 0 <= rates[kind] < math.inf:
+            raise UserError(f"tune is '{tune}', of which '{part}' is wrong. Choose among "
+                            f"{', '.join(KINDS)}, or several, as scale,out,norm; with a learning "
+                            'rate of your own as scale:0.05.')
+    return rates
 
 
 def vectors_of(model, kinds):
@@ -204,7 +218,7 @@ def first_scale(run, target):
     if not path.exists():
         raise UserError(f'{path} does not exist. Run tune_scale.py --method=uniform first, or give '
                         '--init_scale=1.2.')
-    data, _ = read_scale_file(path, run.info)
+    data, _ = read_scale_file(path, run.model, run.info)
     try:
         longest = max(data['lengths'])
         start = np.interp(math.log(target), np.log(data['lengths']), data['best_by_length'])
@@ -228,9 +242,8 @@ def tune_vectors(model, windows, runtime):
     products on its way remain.
     """
     model.checkpoint_activations = checkpoint_activations
-    kinds, groups = tune.split(','), []
-    for kind in kinds:
-        rate = globals()[KINDS[kind][1]]
+    rates, groups = rates_of(tune), []
+    for kind, rate in rates.items():
         groups.append({'params': list(vectors_of(model, [kind]).values()), 'peak': rate})
     vectors = [p.requires_grad_(True) for group in groups for p in group['params']]
     optimizer = torch.optim.AdamW(groups, betas=(beta1, beta2), weight_decay=0.0, fused=True)
@@ -258,7 +271,7 @@ def tune_vectors(model, windows, runtime):
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
-        if min_scale is not None and 'scale' in kinds:
+        if min_scale is not None and 'scale' in rates:
             for p in vectors_of(model, ['scale']).values():  # Eq. (6)
                 p.data.clamp_(min=min_scale)
         # The host waits for the device once a step.
@@ -266,7 +279,7 @@ def tune_vectors(model, windows, runtime):
         losses.append(loss)
         if not math.isfinite(loss):
             raise UserError(f'the loss became {loss} at step {step + 1}; nothing was '
-                            'written. Lower learning_rate, or start from a uniform scale.')
+                            'written. Lower the rate in tune, or start from a uniform scale.')
         bar.set_postfix_str(f'loss {loss:.4f}, mean scale {mean_scale:.3f}')
         bar.update()
     bar.close()
@@ -277,7 +290,7 @@ def tune_vectors(model, windows, runtime):
 def head(run, targets):
     """Tune the vectors at each target, each from the one before. Returns what the file holds."""
     model, runtime, L, target = run.model, run.runtime, run.L, targets[-1]
-    kinds = ['scale', *tune.split(',')]  # scales are in every file
+    kinds = ['scale', *rates_of(tune)]  # scales are in every file
     tuned = vectors_of(model, kinds)
     windows, measured, means = run.windows(target, 'val'), {}, []
 
@@ -301,7 +314,7 @@ def head(run, targets):
 
     sets, losses = {}, []
     for length in targets:
-        n_tuned = sum(p.numel() for p in vectors_of(model, tune.split(',')).values())
+        n_tuned = sum(p.numel() for p in vectors_of(model, rates_of(tune)).values())
         runtime.print(f'{n_tuned} numbers, on windows of {length} '
                       f'tokens ({max_iters * batch_size * length:,} tokens in all)')
         data = Windows(dataset_of(run.info, dataset), 'train', length, seed)
@@ -317,12 +330,12 @@ def head(run, targets):
     _, before, after = means
     if after > before:
         runtime.print(f'the validation loss rose from {before:.4f} to {after:.4f}: what was tuned '
-                      'is worse than its start. Lower learning_rate.')
+                      'is worse than its start. Lower the rate in tune.')
     more = {'init_scale': begin, 'losses': losses, 'curve_length': target,
             'position': bin_means(range(target), L // 16)[0], 'curves': measured, 'cut': cut,
             'samples': len(samples), 'last_entropy': last_entropy,
             'worse_than_start': after > before,
-            'tuning_tokens': max_iters * batch_size * sum(targets)}
+            'tuned_numbers': n_tuned, 'tuning_tokens': max_iters * batch_size * sum(targets)}
     return 'scale_sets' if target_lengths else f'scale_head_{target}', sets, more
 
 
@@ -344,15 +357,14 @@ def check_settings(model, targets, world_size):
                         f'block_size {L}. Choose a longer one.')
     between(globals(), 1, 'target_length', 'batch_size', 'micro_batch_size', 'max_iters',
             'n_samples', 'tail', 'batch_tokens')
-    rates = {rate for _, rate in KINDS.values()}
-    between(globals(), 0, *rates, 'warmup_iters', 'grad_clip')
+    between(globals(), 0, 'warmup_iters', 'grad_clip')
     between(globals(), 0, 'beta1', 'beta2', most=1 - 1e-9)
     between(globals(), -1e30, 'min_scale', most=1e30)
-    kinds = tune.split(',')
-    named = [name for kind in kinds if kind in KINDS for name in vectors_of(model, [kind])]
-    if not set(kinds) <= set(KINDS) or len(named) > len(set(named)):
-        raise UserError(f"tune is '{tune}'. Choose among {', '.join(KINDS)}, or several that share "
-                        'no parameter, as scale,out,norm.')
+    kinds = rates_of(tune)
+    named = [name for kind in kinds for name in vectors_of(model, [kind])]
+    if not named or len(named) > len(set(named)):
+        raise UserError(f"tune is '{tune}', which names a parameter twice, or one that this model "
+                        'does not have. Leave something out.')
     if 'channel' in kinds and 'rope' in model.config.position:
         raise UserError("tune is 'channel', but with RoPE scores depend on i - j alone only where "
                         'both channels of a pair have one scale. Take --tune=scale.')

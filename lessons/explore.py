@@ -46,7 +46,8 @@ def shares_by_distance(attention, q, k, place, lengths):
     for length in lengths:
         rows = torch.arange(length // 2, length, max(1, length // 2 // QUERIES))
         i, j = place.i[rows], place.j[:length]
-        weights = attention.position.scores(q[:, :, rows], k[:, :, :length], i, j).softmax(-1)
+        method = attention.position
+        weights = method.softmax(method.scores(q[:, :, rows], k[:, :, :length], i, j))
         bins = torch.bucketize(rows[:, None] - torch.arange(length), edges, right=True) - 1
         # Later keys have no attention: their bin, -1, may be any.
         in_bin = torch.stack([weights.mean(0)[:, bins == n].sum(-1) for n in range(len(edges))], 1)

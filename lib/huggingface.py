@@ -31,7 +31,7 @@ from lib.tokens import (
     tokenizer_state,
     word_splitter,
 )
-from model import ModelConfig, Transformer
+from model import VECTORS, ModelConfig, Transformer, small_vectors, vector_of
 from position import parse_scaling, rope_frequencies
 
 # Granite with attention in every layer and no experts is a Llama, or without RoPE its NoPE twin.
@@ -299,12 +299,14 @@ def our_state(tensors, c, config, source):
     for ours, parts in table.items():
         weights = [take(*part) for part in parts]
         state[ours] = torch.cat(weights) if len(weights) > 1 else weights[0]
+        if ours.endswith('head_scale'):
+            state[ours] = state[ours][:, None]
     # Granite's attention is softmax(multiplier * q.k), which is a uniform scale.
     root = c.head_dim ** 0.5
     scale = config.get('attention_multiplier', 1 / root) * root
     for i in range(c.n_layer):
-        state.setdefault(f'blocks.{i}.attn.head_scale', torch.full((c.n_head,), scale))
-        state[f'blocks.{i}.attn.head_gain'] = torch.ones(c.n_head)
+        state.setdefault(f'blocks.{i}.attn.head_scale', torch.full((c.n_head, 1), scale))
+        state[f'blocks.{i}.attn.head_gain'] = torch.ones(c.n_head, 1)
     if c.tied:
         state['head.weight'] = state['embed.weight']
         if not torch.equal(tensors.pop('lm_head.weight', state['head.weight']),
@@ -359,7 +361,10 @@ def require_exportable(model):
                if field.name not in EXPORTED and getattr(c, field.name) != field.default]
         known = {*tensor_table(c), 'head.weight'}
         odd += [name for name in model.state_dict()
-                if name not in known and not name.endswith(('attn.head_scale', 'attn.head_gain'))]
+                if name not in known and name not in small_vectors(model)]
+        odd += [name for name, p in small_vectors(model).items()
+                if name not in known and not VECTORS[vector_of(name)].fold
+                and (p != VECTORS[vector_of(name)].neutral).any()]
     if odd:
         raise UserError(f"the model has {', '.join(odd[:3])}, for which a model of transformers "
                         'has no place that we know: the folder would be another model. Export one '
@@ -406,20 +411,15 @@ def their_config(c, dtype, length=0):
 @torch.no_grad()
 def folded_weight(model, name):
     """
-    A weight in float32: of attention with head scales folded into the rows of q, which RoPE's
-    rotation does not mind, and head gains into the columns of the output matrix.
+    A weight in float32, with the small vectors beside it that fold into it: head scales into the
+    rows of q, before RoPE's rotation, and head gains into the columns of the output matrix.
     """
-    weight = model.get_parameter(name).float()
-    block, is_attention, part = name.partition('.attn.')
-    if not is_attention:
-        return weight
-    attention = model.get_submodule(f'{block}.attn')
-    if part == 'out.weight':
-        return weight * attention.head_gain.repeat_interleave(attention.head_dim)
-    scale = attention.head_scale.view(attention.heads[0], -1)  # of a head, or of its channels
-    scale = scale.expand(-1, attention.head_dim).flatten()
-    q, kv = weight.tensor_split([len(scale)])
-    return torch.cat((q * scale[:, None], kv))
+    weight, known = model.get_parameter(name).float(), small_vectors(model)
+    for vector in VECTORS.values():
+        beside = name.removesuffix(vector.matrix) + vector.ending
+        if vector.fold and name.endswith(vector.matrix) and beside in known:
+            weight = vector.fold(weight, known[beside], model.config.head_dim)
+    return weight
 
 
 def their_state(model, dtype, kind):

@@ -104,7 +104,8 @@ def scatter_heads(axis, scales, entropy, layers, ylabel):
 def draw_head(result):
     """Figure 4: loss and entropy by position. Figure 5. And the tuned scales of all heads."""
     last = result['sets'][-1] if 'sets' in result else result
-    scales = np.array(last['channel_scale' if 'channel_scale' in last else 'head_scale'], float)
+    scales = last.get('head_scale', last.get('channel_scale'))  # by its older name
+    scales = np.array(scales, float)
     target, heads = last['target_length'], scales.reshape(*scales.shape[:2], -1).mean(2)
     title = f'Head scales tuned at {target} tokens: {run_name(result)}'
     figure, axes = panels(title, 4, 2, width=6.2, height=3.5)

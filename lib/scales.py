@@ -27,7 +27,8 @@ from model import VECTORS, small_vectors, vector_of
 ENTRIES = set("""sets target_length method block_size position_method rope_scaling weights_digest
     numbers_digest stage dataset label trained_length checkpoint scale identity command settings
     commit versions device dtype seconds lengths best_by_length searches fit_a init_scale losses
-    curve_length position curves cut samples last_entropy worse_than_start tuning_tokens
+    curve_length position curves cut samples last_entropy worse_than_start tuned_numbers
+    tuning_tokens
     """.split())
 
 
@@ -72,7 +73,7 @@ def vectors_from_json(data, path, model):
     data = dict(data)
     if 'channel_scale' in data:  # its name in older files
         data['head_scale'] = data.pop('channel_scale')
-    for key in data.keys() & VECTORS.keys():
+    for key in {'head_scale'} | data.keys() & VECTORS.keys():  # a set without scales is none
         rows = data[key]
         if isinstance(rows, list):
             names = by_layer(key, model.config.n_layer)
@@ -80,6 +81,8 @@ def vectors_from_json(data, path, model):
                 raise UserError(f'{key} in {path} has {len(rows)} layers; it must be a list of '
                                 f'{len(names)}, as many as this model has.')
             rows = dict(zip(names, rows))
+        if not rows:
+            raise UserError(f'{key} in {path} is empty.')
         for name, values in rows.items():
             if name not in known or vector_of(name) != key:
                 raise UserError(f'{key} in {path} has {name}, which this model does not have.')
@@ -89,7 +92,7 @@ def vectors_from_json(data, path, model):
 
 
 def vector_from(values, p, D, what):
-    """The numbers of a file as a tensor for parameter p: one a head, one a channel, or p's shape."""
+    """The numbers of a file as a tensor for parameter p: one a head or channel, or p's shape."""
     if p.dim() == 1:
         return finite(values, p.shape, what)
     if np.ndim(values) < 2:
@@ -146,7 +149,7 @@ def scale_entries(info, sets, method, by_length=False):
 def sets_of(data, path):
     """
     The sets of a scale file, dicts with target_length. Raises UserError for an entry that no scale
-    file has; says where numbers are not those that were tuned.
+    file has.
     """
     kinds = {*VECTORS, 'channel_scale', 'target_length'}
     for name in data:
@@ -154,13 +157,9 @@ def sets_of(data, path):
             near = difflib.get_close_matches(name, kinds, n=1)
             advice = f"Did you mean '{near[0]}'?" if near else 'Remove it.'
             raise UserError(f"{path} has '{name}', which no scale file has. {advice}")
-    sets = data.get('sets') or [{name: data[name] for name in data if name in kinds}]
+    sets = data['sets'] if 'sets' in data else [{key: data[key] for key in data.keys() & kinds}]
     for name in {name for one in sets for name in one} - kinds:
         raise UserError(f"{path} has '{name}' in a set, which no scale file has. Remove it.")
-    if data.get('numbers_digest', numbers_digest(sets)) != numbers_digest(sets):
-        note(f'{path} was changed after it was tuned; its numbers are used as they are now')
-        for one in sets:
-            above_zero(torch.tensor(one['head_scale']), f'head_scale in {path}')
     return sets
 
 
@@ -175,11 +174,17 @@ def read_scale_file(path, model, info):
     with fault_of(path, 'a scale file, which has head_scale, weights_digest and target_length',
                   'Make one with tune_scale.py.'):
         data = json.loads(Path(path).read_text(encoding='utf-8'))
-        tuned_for, sets = data['weights_digest'], {}
-        for one in sets_of(data, path):
+        tuned_for, sets, found = data['weights_digest'], {}, sets_of(data, path)
+        for one in found:
             sets[one['target_length']] = vectors_from_json(one, path, model)
-        if not all(type(T) is int and T > 0 for T in sets):
+        if not sets or not all(type(T) is int and T > 0 for T in sets):
             raise ValueError(f'target_length is {list(sets)}')
+    if data.get('numbers_digest', numbers_digest(found)) != numbers_digest(found):
+        note(f'{path} was changed after it was tuned; its numbers are used as they are now')
+        for vectors in sets.values():  # tuning may end below 0, a person's number may not
+            for name, scale in vectors.items():
+                if name.endswith('head_scale'):
+                    above_zero(scale, f'{name} in {path}')
     if tuned_for != info['digest']:
         raise UserError(f"{path} was tuned for other weights than {info['path']}. Tune it again "
                         'for this checkpoint.')
@@ -194,7 +199,7 @@ def read_scale_file(path, model, info):
 # ---------------------------------------------------------------------- in a model
 
 def put_vectors(model, vectors):
-    """Give small vectors of a model new values: {name: tensor}, of one number a channel or a head."""
+    """Give small vectors of a model new values, {name: tensor}."""
     for name, vector in vectors.items():
         p = model.get_parameter(name)
         p.data = vector.to(p.device, copy=True)

@@ -31,7 +31,7 @@ from lib.errors import UserError
 from lib.generate import require_positions
 from lib.results import note
 from lib.tokens import Windows, format_ranks, get_tokenizer, tokenizer_state, write_corpus
-from model import ModelConfig, Transformer
+from model import ModelConfig, Transformer, vector_of
 from position import METHODS, Place
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -240,7 +240,7 @@ def random_model(seed=0, **changes):
     for name, p in model.named_parameters():
         if name.endswith(('.beta', '.gamma')):
             continue  # log-beta starts at random numbers; larger ones would enlarge rounding errors
-        if p.dim() == 1:
+        if p.dim() == 1 or vector_of(name):
             p.data.uniform_(0.5, 1.5, generator=generator)
         elif name.endswith('.e'):
             p.data.normal_(std=0.3, generator=generator)
@@ -266,6 +266,7 @@ EVERY = [{'position': name} for name in METHODS] + [json.loads(row) for row in '
 {"position": "none", "dape_kernel": 5}
 {"position": "ssmax", "dape_kernel": 1}
 {"position": "adaptive", "dape_kernel": 3}
+{"position": "sink", "dape_kernel": 3}
 {"position": "rope", "dape_kernel": 1}
 {"position": "kerple", "dape_kernel": 3, "dape_width": 8}
 {"position": "fire", "dape_kernel": 1, "dape_residual": false}
@@ -327,7 +328,7 @@ def scale_set(rows):
     The vectors of a scale set, {parameter name: tensor}, from a list of head scales per layer.
     """
     rows = torch.tensor(rows, dtype=torch.float32)
-    return {f'blocks.{layer}.attn.head_scale': row for layer, row in enumerate(rows)}
+    return {f'blocks.{layer}.attn.head_scale': row[:, None] for layer, row in enumerate(rows)}
 
 
 def plain_transformer(model, idx, head_scale=None):
@@ -391,21 +392,25 @@ def plain_attention(c, own, x, head_scale):
 
     scores = q @ plain_turn(c, k).mT / math.sqrt(D)
     scores = plain_position(c, own, scores, q, k).masked_fill(plain_hidden(c), -math.inf)
-    weights = scores.softmax(-1)
-    y = weights @ v * own['head_gain'][:, None, None]
+    sink = own['position.sink'].exp()[:, None] if c.position == 'sink' else 0
+    weights = scores.exp() / (scores.exp().sum(-1, keepdim=True) + sink)
+    y = weights @ v * own['head_gain'][:, None]
     return y.transpose(1, 2).flatten(2) @ own['out.weight'].T, weights
 
 
 def plain_hidden(c):
     """Which keys a query does not see, (T, T)."""
     i = torch.arange(len(c.positions))
-    window = c.rope_window if c.position == 'rope' and c.rope_window else len(i)
-    return (i > i[:, None]) | (i <= i[:, None] - window)
+    window, sinks = c.rope_window if c.position == 'rope' and c.rope_window else len(i), 0
+    if c.position == 'window':
+        window, sinks = c.block_size, 4
+    return (i > i[:, None]) | (i <= i[:, None] - window) & (i >= sinks)
 
 
 def plain_entropy(model, idx, head_scale=None):
-    """Of each query, in nats: (n_layer, B, H, T) float64."""
+    """Of each query's attention to the keys, in nats: (n_layer, B, H, T) float64."""
     p = plain_transformer(model, idx, head_scale)[1]
+    p = p / p.sum(-1, keepdim=True)
     return -(p * p.clamp(min=1e-300).log()).sum(-1)  # torch's entr() has no gradient at 0
 
 
@@ -481,6 +486,7 @@ def plain_xl(c, own, scores, q, k):
 PLAIN_BIASES = {
     'alibi': lambda c, own, d: -d * 4.0 ** -torch.arange(1, 5)[:, None, None],
     'nape': lambda c, own, d: -d * torch.tensor([1, 1 / 2, 0, 0])[:, None, None],
+    'nape_ssmax': lambda c, own, d: -d * torch.tensor([1, 1 / 2, 0, 0])[:, None, None],
     'kerple': plain_kerple,
     'fire': plain_fire,
     't5': plain_t5,
@@ -494,6 +500,10 @@ PLAIN_FACTORS = {
     'ssmax': lambda c, own, n: own['position.s'][:, None] * n.log(),
     'logbeta': plain_logbeta,
     'llama4': lambda c, own, n: 1 + 0.1 * (1 + n // c.block_size).log(),
+    'window': lambda c, own, n: n ** 0,  # plain_hidden() has its mask
+    'sink': lambda c, own, n: n ** 0,    # plain_attention() has its denominator
+    'nape_ssmax': lambda c, own, n: torch.cat((n.expand(2, -1) ** 0,
+                                               own['position.s'][:, None] * n.log())),
 }
 
 # the scores (B, H, T, T), changed
@@ -506,14 +516,14 @@ def plain_position(c, own, scores, q, k):
     in float64; q, k: (B, H, T, D).
     """
     bias, maps = 0, scores
+    if c.position in PLAIN_FACTORS:
+        n_keys = torch.arange(1, scores.shape[-1] + 1).double()
+        maps = scores = scores * PLAIN_FACTORS[c.position](c, own, n_keys)[..., None]
     if c.position in PLAIN_BIASES:
         distances = (c.positions[:, None] - c.positions).clamp(min=0)
         bias = PLAIN_BIASES[c.position](c, own, distances)
         maps = torch.cat((scores, bias.expand(scores.shape)), dim=1)
-    elif c.position in PLAIN_FACTORS:
-        n_keys = torch.arange(1, scores.shape[-1] + 1).double()
-        maps = scores = scores * PLAIN_FACTORS[c.position](c, own, n_keys)[..., None]
-    else:
+    if c.position in PLAIN_SCORES:
         maps = scores = PLAIN_SCORES[c.position](c, own, scores, q, k)
     if c.dape_kernel:
         scores = scores + plain_dape(c, own, maps.masked_fill(plain_hidden(c), 0))

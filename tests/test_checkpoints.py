@@ -183,7 +183,7 @@ def test_file_that_does_not_exist_or_cannot_be_opened_is_not_called_damaged(out_
 {"dape_kernel": 3, "dape_width": 1000000000} | position.first
 {"n_layer": null} | NoneType
 {"n_embd": "16"} | str
-{"rope_base": [1]} | list
+{"position": "rope", "rope_base": [1]} | list
 {"learning_rate": 1} | learning_rate
 '''.strip().splitlines())
 def test_model_settings_that_are_not_those_of_the_weights_are_refused(out_dir, row):
@@ -216,7 +216,7 @@ def test_digest_changes_with_any_weight_down_to_its_last_bit_and_samples_large_m
     for name, weight in state.items():
         # Of a large one, 4,096 weights are sampled from end to end.
         places = torch.linspace(0, weight.numel() - 1, min(4096, weight.numel())).long()
-        for i in (0, len(places) // 3, -1) if weight.dim() == 2 else ():
+        for i in (0, len(places) // 3, -1) if not vector_of(name) else ():
             other = weight.clone()
             other.view(-1)[places[i]].nextafter_(torch.tensor(9.0))
             states.append(state | {name: other})

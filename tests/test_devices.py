@@ -52,7 +52,7 @@ def test_two_ranks_agree_to_the_last_bit_and_compute_what_one_does(tmp_path, cpu
     ('eval_ppl --max_windows=13 --lengths=[64]', 'eval_ppl', 'loss_by_window', 1e-5),
     ('tune_scale --n_samples=4 --compile=False --method=uniform --candidate_range=[0.5,4.0,0.5] '
      '--label=new', 'scale_uniform_fit_new', 'fit_a', 1e-5),
-    ('tune_scale --n_samples=4 --compile=False --init_scale=1.2 --max_iters=6 --learning_rate=0.05 '
+    ('tune_scale --n_samples=4 --compile=False --init_scale=1.2 --max_iters=6 --tune=scale:0.05 '
      '--warmup_iters=2 --batch_size=4 --micro_batch_size=2 --target_length=64', 'scale_head_64',
      'head_scale', 2e-3),
 ])

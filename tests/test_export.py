@@ -107,7 +107,7 @@ def test_matrices_of_a_gguf_file_are_rounded_once_and_vectors_stay(tmp_path, dty
     model = random_model()
     export.save_gguf(tmp_path / 'model.gguf', model, None, dtype, 0)
     block = model.blocks[1]
-    q = block.attn.qkv.weight[:32] * block.attn.head_scale.repeat_interleave(8)[:, None]
+    q = block.attn.qkv.weight[:32] * block.attn.head_scale.repeat_interleave(8, dim=0)
     expected = {'blk.1.attn_q.weight': (short, q.to(dtype)),
                 'blk.1.ffn_down.weight': (short, block.mlp.out.weight.to(dtype)),
                 'output_norm.weight': ('F32', model.norm.weight)}

@@ -39,7 +39,7 @@ from lib.tokens import (
     train_bpe,
     write_corpus,
 )
-from model import ModelConfig, Transformer
+from model import ModelConfig, Transformer, small_vectors, vector_of
 
 transformers = pytest.importorskip('transformers')
 safetensors_torch = pytest.importorskip('safetensors.torch')
@@ -532,15 +532,16 @@ def test_folded_weights_are_rounded_once(tmp_path):
     model = random_model(vocab_size=257)
     export(tmp_path / 'hf', model, torch.bfloat16)
     weights, attn = edit_weights(tmp_path / 'hf'), model.blocks[1].attn
-    scale, gain = (x.double().repeat_interleave(8) for x in (attn.head_scale, attn.head_gain))
+    scale, gain = (x.double().flatten().repeat_interleave(8)
+                   for x in (attn.head_scale, attn.head_gain))
     exact = {'q': attn.qkv.weight[:32].double() * scale[:, None],
              'o': attn.out.weight.double() * gain}
     for name, weight in exact.items():
         written = weights[f'model.layers.1.self_attn.{name}_proj.weight']
         assert torch.equal(written, weight.float().bfloat16())
     assert torch.equal(weights['model.norm.weight'], model.norm.weight)
-    for weight in weights_of(tmp_path / 'hf', None).values():  # they keep their precision
-        assert weight.dtype == (torch.float32 if weight.dim() == 1 else torch.bfloat16)
+    for name, weight in weights_of(tmp_path / 'hf', None).items():  # they keep their precision
+        assert weight.dtype == (torch.float32 if vector_of(name) else torch.bfloat16)
 
 
 def test_a_model_without_scales_comes_back_bit_for_bit(tmp_path):
@@ -625,7 +626,7 @@ def test_the_stage_folds_a_scale_file_with_all_kinds_of_vectors(tmp_path, tiny_r
     sets = {T: {name: (0.5 + torch.rand(4, 8, generator=generator)  # a scale per channel
                        if name.endswith('head_scale') else
                        0.5 + torch.rand(p.shape, generator=generator))
-                for name, p in model.named_parameters() if p.dim() == 1} for T in (64, 128)}
+                for name, p in small_vectors(model).items()} for T in (64, 128)}
     save_scale(tmp_path / 'sets.json', info, sets, 'head')
     stage_here('export', f'--out_dir={tiny_run}', f'--folder={tmp_path}/hf', '--dtype=float32',
                f'--scale={tmp_path}/sets.json', '--target_length=64')

@@ -82,7 +82,7 @@ def fold_scale(weight, scale):
 
 
 def entropy(attention):
-    class Given(position.FromScores):
+    class Given(position.NoPE):
         def scores(self, q, k, i, j, *shared):
             return attention.log()[None, :, i][..., :len(j)]
 

@@ -21,7 +21,7 @@ from conftest import losses_and_gradients, near, on, read, stage_here
 from kernels import attention_entropy
 from lib.checkpoints import old_name, weights_digest
 from lib.generate import complete
-from model import ModelConfig, Transformer
+from model import ModelConfig, Transformer, vector_of
 
 OLD = Path(__file__).parent / 'old'
 NUMBERS = read(OLD / 'numbers.json')
@@ -45,7 +45,7 @@ def fill(model):
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], 'big')
         values = np.random.Generator(np.random.Philox(seed)).uniform(-1, 1, p.numel())
         values = torch.from_numpy(values.astype(np.float32)).view(p.shape)
-        if p.dim() == 1 and '.dape.' not in name:
+        if vector_of(name) or p.dim() == 1 and '.dape.' not in name:
             p.data = 1 + 0.5 * values
         else:
             p.data = values * (0.5 if p.dim() > 1 else 0.2)

@@ -23,9 +23,10 @@ from conftest import (
 )
 
 import position
+from kernels import attention_entropy, repeat_heads
 from lib.generate import new_cache
 from model import ModelConfig, Transformer
-from position import METHODS, NoPE, Place, alibi_slopes, rope_frequencies
+from position import METHODS, NoPE, Place, RoPE, alibi_slopes, distances, rope_frequencies
 
 D, L = 64, 2048  # of a head, and the trained length, in the tests of RoPE's extensions
 
@@ -94,6 +95,104 @@ def test_logits_equal_the_papers_formulas_in_float64(changes):
     other.load_state_dict(model.state_dict(), strict=False)
     difference = (other(idx) - expected).abs().max()
     assert difference > 0.05, 'the method changes nothing, so this tests nothing'
+
+
+# ---------------------------------------------------------------------- what a class overrides
+
+class OwnSimilarity(NoPE):
+    def similarity(self, q, k, i, j):
+        return 2 * super().similarity(q, k, i, j).tanh()
+
+
+class OwnBias(NoPE):
+    def bias(self, i, j):
+        return -0.3 * distances(i, j)
+
+
+class OwnMask(NoPE):
+    def mask(self, i, j):
+        return super().mask(i, j) | (distances(i, j) > 5)
+
+
+class OwnScores(NoPE):
+    def scores(self, q, k, i, j, *shared):
+        return super().scores(q, k, i, j, *shared) * 1.5
+
+
+class OwnSoftmax(NoPE):
+    def softmax(self, scores):
+        return super().softmax(2 * scores)
+
+
+class CappedRoPE(OwnSimilarity, RoPE):
+    """Scores of RoPE, capped."""
+
+
+OWN = [OwnSimilarity, OwnBias, OwnMask, OwnScores, OwnSoftmax, CappedRoPE]
+
+
+@pytest.mark.parametrize('own', OWN)
+def test_what_a_class_overrides_is_in_logits_gradients_and_entropies(monkeypatch, own):
+    """By the matrix, of softmax(scores) as the class gives them."""
+    monkeypatch.setitem(METHODS, 'own', own)
+    model, idx = random_model(position='own'), tokens(2, 40)
+    attention, i = model.blocks[0].attn, torch.arange(40)
+    q, k, v = torch.randn(2, 4, 40, 8), torch.randn(2, 2, 40, 8), torch.randn(2, 2, 40, 8)
+    weights = attention.position.softmax(attention.position.scores(q, k, i, i))
+    for grad in True, False:
+        with torch.set_grad_enabled(grad):
+            near(attention.position.attend(q, k, v, i, i), weights @ repeat_heads(v, 4), 1e-5)
+            found = attention_entropy(0, attention, q, k, Place(i, i, 40))
+            near(found, torch.special.entr(weights).sum(-1), atol=1e-5)
+    plain = random_model(position='rope' if issubclass(own, RoPE) else 'none')
+    assert (model(idx) - plain(idx)).abs().max() > 0.05, 'what it overrides is ignored'
+
+
+@pytest.mark.parametrize('own', [OwnSimilarity, OwnBias, OwnMask, OwnSoftmax])
+def test_dape_over_a_method_uses_what_that_overrides(monkeypatch, own):
+    monkeypatch.setitem(METHODS, 'own', own)
+    idx = tokens(1, 40)
+    plain, changed = (random_model(position=name, dape_kernel=3) for name in ('none', 'own'))
+    if own is not OwnBias:  # with which DAPE has more channels
+        changed.load_state_dict(plain.state_dict())
+    assert (changed(idx) - plain(idx)).abs().max() > 0.05
+
+
+def test_what_dape_would_drop_is_refused_when_the_model_is_made(monkeypatch):
+    class OwnAttend(NoPE):
+        def attend(self, q, k, v, i, j):
+            return 2 * super().attend(q, k, v, i, j)
+
+    for own, verb in (OwnAttend, 'attend'), (OwnScores, 'scores'):
+        monkeypatch.setitem(METHODS, 'own', own)
+        with pytest.raises(ValueError, match=rf'{own.__name__}.*{verb}\(\)'):
+            random_model(position='own', dape_kernel=3)
+
+
+def test_is_plain_follows_from_what_a_class_overrides_and_cannot_be_set():
+    assert [method(name).is_plain for name in ('none', 'rope', 'ssmax', 'alibi', 'window', 'cope')
+            ] == [True, True, True, False, False, False]
+    with pytest.raises(TypeError, match='is_plain'):
+        type('Odd', (NoPE,), {'is_plain': True})
+
+
+@pytest.mark.parametrize('changes, named', [
+    ({'dape_width': 64}, 'dape_width'), ({'dape_cheat': True}, 'dape_cheat'),
+    ({'rope_base': 500.0}, 'rope_base'), ({'position': 'alibi', 'rope_window': 8}, 'rope_window'),
+], ids=str)
+def test_settings_that_the_chosen_method_does_not_have_are_refused(changes, named):
+    with pytest.raises(ValueError, match=named):
+        ModelConfig(vocab_size=61, **TINY, **changes)
+
+
+def test_a_setting_of_a_class_of_ones_own_is_refused_without_it(monkeypatch):
+    class Wide(NoPE):
+        settings = 'dape_width',
+
+    monkeypatch.setitem(METHODS, 'wide', Wide)
+    assert ModelConfig(vocab_size=61, **TINY, position='none,wide', dape_width=64)
+    with pytest.raises(ValueError, match='dape_width'):
+        ModelConfig(vocab_size=61, **TINY, position='none', dape_width=64)
 
 
 # ---------------------------------------------------------------------- every method

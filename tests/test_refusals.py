@@ -235,7 +235,7 @@ train           TRAIN --max_iters=0 | max_iters
 train           TRAIN --eval_windows=0 | eval_windows
 train           TRAIN --fsdp=True | fsdp
 tune_scale      WRITE --init_scale=1.2 --beta1=1.5 | beta1 is
-tune_scale      WRITE --init_scale=1.2 --learning_rate=-1 | learning_rate is
+tune_scale      WRITE --init_scale=1.2 --tune=scale:-1 | scale:-1
 eval_ppl        WRITE --n_samples=0 | n_samples
 eval_ppl        WRITE --stride=0 | stride
 entropy         WRITE --n_samples=0 | n_samples

@@ -16,6 +16,7 @@ from lib.checkpoints import load_model
 from lib.generate import new_cache
 from lib.losses import by_position
 from lib.scales import ScaleSets, apply_scale, identity, read_scale_file, save_scale
+from model import small_vectors
 
 # 2 layers of 4 heads, one of them below 0, as tuning without a constraint may leave it
 SCALES = [[1.0, 1.25, 1.5, 2.0], [3.0, 0.123456, -0.07, 1.6]]
@@ -40,8 +41,7 @@ def write(path, info, **changes):
 
 def vectors(value, model):
     """Every vector that can be tuned, all of its entries being `value`."""
-    return {name: torch.full_like(p, value) for name, p in model.named_parameters()
-            if p.dim() == 1}
+    return {name: torch.full_like(p, value) for name, p in small_vectors(model).items()}
 
 
 # ---------------------------------------------------------------------- one set
@@ -71,9 +71,9 @@ def test_answers_of_models_that_differ_in_a_vector_alone_are_told_apart(loaded):
 
 
 def test_scale_file_reads_as_it_was_written(tmp_path, loaded):
-    path, (_, info), wanted = tmp_path / 'scale.json', loaded, scale_set(SCALES)
+    path, (model, info), wanted = tmp_path / 'scale.json', loaded, scale_set(SCALES)
     save_scale(path, info, {64: wanted}, 'head', losses=[2.5, 2.25])
-    data, sets = read_scale_file(path, info)
+    data, sets = read_scale_file(path, model, info)
     assert (data['method'], data['target_length'], data['losses']) == ('head', 64, [2.5, 2.25])
     near({name: sets[64][name] for name in wanted}, wanted)
     assert '[1.0, 1.25, 1.5, 2.0]' in path.read_text(), 'a layer is not on one line'
@@ -123,7 +123,7 @@ def test_scale_file_that_fits_no_model_is_refused(tmp_path, loaded, text):
     else:
         path.write_text(text.replace('DEEP', 200_000 * '['), errors='surrogateescape')
     refuses('odd.json', apply_scale, model, str(path), info)
-    assert all((p == 1).all() for p in model.parameters() if p.dim() == 1)
+    assert all((p == 1).all() for p in small_vectors(model).values())
 
 
 # ---------------------------------------------------------------------- sets by length

@@ -31,9 +31,9 @@ LENGTHS = [L, 2 * L, 3 * L, 4 * L]
 UNIFORM = 1.2                # the scale that all is tuned from
 # {what is tuned: what tune_scale.py is given}
 TUNED = {
-    'scale per head, rate 0.01': '--tune=scale --learning_rate=0.01',
+    'scale per head, rate 0.01': '--tune=scale:0.01',
     'scale per channel': '--tune=channel',
-    'scale per channel, rate 0.01': '--tune=channel --channel_learning_rate=0.01',
+    'scale per channel, rate 0.01': '--tune=channel:0.01',
     'gains of attention norms': '--tune=attn_norm',
     'scale per head, gains of heads and norms': '--tune=scale,out,norm',
 }

@@ -39,8 +39,8 @@ TUNED = {
     'channel and all norms': '--tune=channel,norm',
     'gains of all norms': '--tune=norm',
     'channel and attention norms': '--tune=channel,attn_norm',
-    'scale per head, rate 0.03': '--tune=scale --learning_rate=0.03',
-    'scale per channel, rate 0.1': '--tune=channel --channel_learning_rate=0.1',
+    'scale per head, rate 0.03': '--tune=scale:0.03',
+    'scale per channel, rate 0.1': '--tune=channel:0.1',
 }
 
 
@@ -158,7 +158,7 @@ def main():
         folder = f'{out_dir}/{seed}/nope'
         losses.append(measure(folder, seed))
         tuned = read(f'{folder}/scale_head_{4 * L}_study_channel.json')
-        scales, found = np.array(tuned['channel_scale']), features(folder)
+        scales, found = np.array(tuned['head_scale']), features(folder)
         shared.append(correlations(scales, found))
         spread.append([scales.mean(2).std(), scales.std(2).mean()])
         drawn = drawn or {'scale': scales} | found

@@ -9,16 +9,16 @@ test -f $nope/loss.png || python train.py config/passkey_nope.py
 test -f out/passkey/rope/loss.png || python train.py config/passkey_nope.py --position=rope --out_dir=out/passkey/rope
 python tune_scale.py --out_dir=$nope --method=uniform --target_length=2048 --n_samples=16 --candidate_range=[1.0,2.0,0.2]
 python tune_scale.py --out_dir=$nope --target_length=1024 --max_iters=100 --n_samples=16
-python tune_scale.py --out_dir=$nope --target_length=1024 --dataset=passkey_long --init_scale=1.2 --learning_rate=0.05 \
+python tune_scale.py --out_dir=$nope --target_length=1024 --dataset=passkey_long --init_scale=1.2 --tune=scale:0.05 \
     --max_iters=60 --n_samples=8 --label=long
 for lr in 0.01 0.003; do
-    python tune_scale.py --out_dir=$nope --target_length=1024 --dataset=passkey_long --init_scale=1.2 --learning_rate=$lr \
+    python tune_scale.py --out_dir=$nope --target_length=1024 --dataset=passkey_long --init_scale=1.2 --tune=scale:$lr \
         --max_iters=60 --n_samples=4 --label=long_lr$lr
 done
 tune='python tune_scale.py --out_dir=out/passkey/nope --target_length=1024 --dataset=passkey_long --init_scale=1.2
-    --max_iters=60 --n_samples=4 --tune=scale,out,norm'
-$tune --learning_rate=0.01 --gain_learning_rate=0.002 --norm_learning_rate=0.001 --label=long_vectors
-$tune --label=long_vectors_fast
+    --max_iters=60 --n_samples=4'
+$tune --tune=scale:0.01,out:0.002,norm:0.001 --label=long_vectors
+$tune --tune=scale,out,norm --label=long_vectors_fast
 # as many tokens for every weight, of the NoPE model and of RoPE under YaRN and PI
 train='python train.py --dataset=passkey_long --block_size=1024 --batch_size=8 --micro_batch_size=8 --weight_decay=0
     --warmup_iters=6 --max_iters=60 --min_lr=0 --log_interval=20 --eval_windows=16 --seed=42'
@@ -46,7 +46,7 @@ for seed in 1338 1339; do
     test -f $nope/loss.png || python train.py config/passkey_nope.py --seed=$seed --out_dir=$nope
     tune="python tune_scale.py --out_dir=$nope --target_length=1024 --dataset=passkey_long --init_scale=1.2 --max_iters=60
         --n_samples=4"
-    for lr in 0.01 0.003; do $tune --learning_rate=$lr --label=long_lr$lr; done
+    for lr in 0.01 0.003; do $tune --tune=scale:$lr --label=long_lr$lr; done
     $tune --tune=scale,out,norm --label=long_vectors_fast
     test -f $full/loss.png || $train --init_from=$nope/last.pt --learning_rate=1e-3 --out_dir=$full
     python passkey.py --out_dir=$nope $options

@@ -17,8 +17,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
-
 import demo
 from configurator import configure, settings
 from demo import read
@@ -139,17 +137,6 @@ def require_model(row, seed, values):
         f'--out_dir={folder}{first}')
 
 
-def tuned_numbers(path):
-    """How many numbers of a scale file's last set were tuned."""
-    found = read(path)
-    keys = {'scale': 'head_scale', 'channel': 'channel_scale', 'out': 'head_gain', 'norm': 'norm'}
-    count = 0
-    for kind in found['settings']['tune'].split(','):
-        vectors = found['sets'][-1][keys[kind]]
-        count += np.size(list(vectors.values()) if isinstance(vectors, dict) else vectors)
-    return count
-
-
 def measure(key, seed):
     """What the file of one row and seed holds. Trains and tunes what it needs."""
     row, s, began = ROWS[key], SIZES[size], time.perf_counter()
@@ -167,7 +154,7 @@ def measure(key, seed):
             run(f'tune_scale.py --out_dir={folder} {row.tune} --target_lengths=[{8 * L}] '
                 f'--max_iters={s.tune_iters} --label={key} --n_samples=16')
             reading = f'--scale={folder}/scale_sets_{key}.json'
-            numbers = tuned_numbers(f'{folder}/scale_sets_{key}.json')
+            numbers = read(f'{folder}/scale_sets_{key}.json')['tuned_numbers']
 
     common = f'eval_ppl.py --out_dir={folder} {reading} --label={key} --n_samples=96'
     run(f'{common} --protocol=position --lengths=[{L},{4 * L},{8 * L},{16 * L}]')
