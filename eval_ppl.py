@@ -32,6 +32,7 @@ from configurator import between, configure, settings
 from lib.checkpoints import Run, TextSettings, dataset_of
 from lib.devices import compiled_for
 from lib.errors import UserError
+from lib.generate import require_positions
 from lib.losses import by_position, cut_losses, cut_windows
 from lib.results import bin_means, print_rows
 from lib.tokens import documents
@@ -142,7 +143,8 @@ def windows_of(data, length, longest, stride, rule, max_windows):
     for start, end in documents(data):
         windows += sliding_windows(start, end, length, longest, stride, rule)
     if not windows:
-        raise UserError(f'no document of this split is longer than {longest} tokens. '
+        needed = {'same': longest, 'paper': length, 'classic': 1}[rule]
+        raise UserError(f'no document of this split is longer than {needed} tokens. '
                         'Choose shorter --lengths= or other text.')
     n = min(max_windows, len(windows))
     among = len(windows) if rule == 'same' else n
@@ -156,14 +158,16 @@ def sliding(run, sizes):
     """
     s, rows, by_window, L = run.settings, [], {}, run.model.config.trained_length
     S = checked_stride(s['stride'], run.L, sizes)
-    data = run.windows(sizes[-1]).data
+    require_positions(run.model, sizes[-1])
+    data = run.windows(1).data  # all: rule classic also reads documents shorter than a window
+    to_score = [windows_of(data, length, sizes[-1], S, s['rule'], s['max_windows'])
+                for length in sizes]
 
     @functools.cache  # by rule same the windows of L, and the cut ones of each length, are the same
     def sums_of(windows):
         return score_windows(run.model, data.tokens, windows, s['batch_tokens'], run.runtime)
 
-    for length in sizes:
-        windows = windows_of(data, length, sizes[-1], S, s['rule'], s['max_windows'])
+    for length, windows in zip(sizes, to_score):
         n_scored = np.array([n for _, _, n in windows])
         losses = sums_of(tuple(windows)) / n_scored
         first_tokens = [lo for lo, _, _ in windows]
