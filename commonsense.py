@@ -207,6 +207,7 @@ def main():
     run.write('commonsense', {
         'add_bos': add_bos, 'lm_eval': version('lm_eval'), 'tasks': rows, 'cut': harness.n_cut,
         'read_length': harness.read_length, 'average': sum(scores.values()) / len(scores)})
+    run.close()
 
 
 if __name__ == '__main__':

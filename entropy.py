@@ -92,6 +92,7 @@ def main():
         result['cut'] = cut_curve(model, samples, L, tail, batch_tokens, run.runtime)
     result['compare'] = others
     run.write('entropy', result)
+    run.close()
 
 
 if __name__ == '__main__':

@@ -347,6 +347,7 @@ def main():
               'split': run.settings['split']} | PROTOCOLS[protocol](run, sizes)
     print_rows(run.runtime.print, result['rows'])
     run.write('eval_ppl', result, '' if protocol == 'sliding' else protocol)
+    run.close()
 
 
 if __name__ == '__main__':

@@ -233,6 +233,7 @@ def main():
     average = round(sum(scores.values()) / len(scores), 2)
     run.write('longbench', {'context': length, 'beams': beams, 'tasks': results,
                             'average': average, 'paper': theirs.get(paper, {})})
+    run.close()
 
 
 if __name__ == '__main__':

@@ -159,6 +159,7 @@ def main():
         'window': reach, 'lengths': lengths, 'n_depths': n_depths, 'accuracy': accuracy,
         'accuracy_inside': inside, 'accuracy_of_all': accuracy.mean(),
         'answers': {'columns': list(rows[0]), 'rows': [list(row.values()) for row in rows]}})
+    run.close()
 
 
 if __name__ == '__main__':

@@ -323,7 +323,7 @@ class Run:
     def write(self, stage, result, *kind):
         """
         Write OUT_DIR/STAGE[_KIND][_LABEL].json: the result, what was measured, and what is needed
-        to measure it again; and its picture. The stage ends here, on every rank.
+        to measure it again; and its picture. A stage may write several results.
         """
         what = {'stage': stage, 'label': self.label,
                 'position_method': self.model.config.position, 'block_size': self.L,
@@ -332,3 +332,7 @@ class Run:
                 'scale': self.scale, 'identity': self.identity}
         plots.write_result(self.path(stage, *kind), what | result, self.settings, self.runtime,
                            self.began)
+
+    def close(self):
+        """The end of the stage, on every rank."""
+        self.runtime.close()

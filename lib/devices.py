@@ -98,7 +98,7 @@ class Runtime:
             dist.barrier()
 
     def close(self):
-        """The end of a stage: every rank waits here, as one may still send another something."""
+        """The end of a stage: every rank waits here, because one may still send to another."""
         self.wait_for_all()
         if self.world_size > 1:
             dist.destroy_process_group()
