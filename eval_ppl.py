@@ -110,11 +110,11 @@ def sliding_windows(start, end, length, first_end, stride, rule):
     return windows
 
 
-def score_windows(model, tokens, windows, batch_tokens, runtime):
+def score_windows(model, tokens, windows, batch_tokens, runtime, label=None):
     """
     Sum of the losses of each window's scored tokens, in nats: (len(windows),) float64, in order, on
-    every rank. tokens: (n,) array of ids; windows: from sliding_windows(). Logits are computed for
-    scored tokens only.
+    every rank. tokens: (n,) array of ids; windows: from sliding_windows(); label: of the progress
+    bar; None: no bar. Logits are computed for scored tokens only.
     """
     groups, sums = {}, np.empty(len(windows))
     for i, (lo, hi, n_scored) in enumerate(windows):
@@ -132,8 +132,9 @@ def score_windows(model, tokens, windows, batch_tokens, runtime):
         for text, i in zip(texts, group):
             lo, hi, _ = windows[i]
             text[:T] = tokens[lo:hi]
-        label = f'windows of {T}' if 2 * len(group) > len(windows) else None
-        sums[group] = runtime.over_windows(texts, batch_tokens, measure, label)
+        has_bar = label is not None and 2 * len(group) > len(windows)
+        bar = f'{label} of {T}' if has_bar else None
+        sums[group] = runtime.over_windows(texts, batch_tokens, measure, bar)
     return sums
 
 
@@ -165,7 +166,8 @@ def sliding(run, sizes):
 
     @functools.cache  # by rule same the windows of L, and the cut ones of each length, are the same
     def sums_of(windows):
-        return score_windows(run.model, data.tokens, windows, s['batch_tokens'], run.runtime)
+        return score_windows(run.model, data.tokens, windows, s['batch_tokens'], run.runtime,
+                             'windows')
 
     for length, windows in zip(sizes, to_score):
         n_scored = np.array([n for _, _, n in windows])
@@ -198,7 +200,7 @@ def checked_stride(stride, L, sizes):
 
 def positions(run, sizes):
     n_tail, L = tail or 64, run.L
-    between({'lengths': sizes[-1]}, L // 16, 'lengths')  # the width of a bin
+    between({'lengths': sizes[-1]}, L // 16, 'lengths', why='the width of a bin, L / 16')
     windows = run.windows(sizes[-1])
     # They may overlap, but no token is scored twice at one length.
     samples = windows.evenly_spaced(n_samples, spacing=n_tail)

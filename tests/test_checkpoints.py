@@ -20,6 +20,8 @@ import torch
 from conftest import ROOT, files_at_most, flip_a_bit, near, random_model, read, refuses, save_model
 
 from lib.checkpoints import (
+    Run,
+    RunSettings,
     load,
     load_model,
     require_space,
@@ -234,6 +236,20 @@ def test_digest_changes_with_names_and_shapes_but_not_with_head_scales_and_norms
 
 
 # ---------------------------------------------------------------------- open one for a stage
+
+def settings_of(out_dir):
+    return vars(RunSettings(out_dir=str(out_dir), device='cpu', dtype='float32'))
+
+
+def test_stage_that_decodes_has_equal_weights_stored_by_column(out_dir):
+    plain, decoding = Run(settings_of(out_dir)).model, Run(settings_of(out_dir), decodes=True).model
+    torch.use_deterministic_algorithms(False)  # a Run had set it
+    for name, p in decoding.named_parameters():
+        assert torch.equal(p, plain.get_parameter(name))
+    assert plain.head.weight.is_contiguous()
+    for block in decoding.blocks:
+        assert block.attn.qkv.weight.t().is_contiguous()
+
 
 TWO_RESULTS = '''
 import sys, torch.distributed as dist

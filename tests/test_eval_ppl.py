@@ -172,6 +172,14 @@ def test_what_reads_much_is_compiled_once_for_a_length_and_its_losses_are_equal(
         assert (none, n) == (0, n_graphs)
 
 
+def test_windows_are_scored_without_a_bar_where_no_label_asks_for_one(cpu, capsys):
+    given = random_model(), tokens(200).numpy(), [(0, 64, 8), (8, 72, 8)], 128, cpu
+    score_windows(*given)
+    assert capsys.readouterr().err == ''
+    score_windows(*given, label='windows')
+    assert 'windows of 64' in capsys.readouterr().err
+
+
 def test_lengths_beyond_the_random_positions_are_refused(cpu):
     model, text = random_model(position='rope', random_positions=63), np.arange(130) % 61
     data = TokenFile(text, np.array([0]), {}, {})

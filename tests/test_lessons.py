@@ -27,6 +27,7 @@ from lessons import test_exercises as grader
 from lib.checkpoints import open_model
 from lib.devices import Runtime
 from lib.huggingface import folded_weight
+from lib.scales import apply_scale, save_scale
 from model import Transformer
 
 GRADED = [name for name in vars(grader) if name.startswith('test_')]
@@ -373,6 +374,14 @@ def test_open_model_takes_a_number_an_array_or_a_file():
         near(open_model(MODEL, scale)[0].head_scale, expected, 1e-6)
     for scale in head[:3], head.T, head * math.nan, channel[None]:
         refuses('4 x 8', open_model, MODEL, scale)
+
+
+def test_scales_of_an_opened_model_are_saved_and_set_from_python(tmp_path):
+    (model, _), tuned = open_model(MODEL), 1 + np.arange(32).reshape(4, 8) / 32
+    apply_scale(model, tuned, model.info)
+    vectors = {name: p for name, p in model.named_parameters() if name.endswith('head_scale')}
+    save_scale(tmp_path / 'mine.json', model.info, {640: vectors}, 'head')
+    near(open_model(MODEL, tmp_path / 'mine.json')[0].head_scale, tuned, 1e-6)
 
 
 @pytest.mark.slow
