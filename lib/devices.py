@@ -25,6 +25,11 @@ from lib.results import progress_bar
 # took 33 to 101 s on a CPU and saved 7% of the time, so it pays where reading takes half an hour.
 # The GPU's number is a guess.
 WORTH_COMPILING = 2 ** 48, 2 ** 55
+# By sys.platform: the C++ compiler that torch.compile calls if CXX is not set, and how to get it.
+COMPILERS = {
+    'linux': ('g++', 'Debian, Ubuntu: apt-get install g++'),
+    'darwin': ('clang++', 'xcode-select --install'),
+    'win32': ('cl', "Visual Studio's Build Tools; start from their Developer Command Prompt")}
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 
 
@@ -197,10 +202,10 @@ def can_compile(runtime, enabled):
     """True where torch.compile was asked for and can be done; if not, one line says why."""
     if not enabled or runtime.device.type == 'mps':  # torch.compile for mps is young
         return False
-    compiler = os.environ.get('CXX', 'clang++' if sys.platform == 'darwin' else 'g++')
-    missing = None
+    compiler, source = COMPILERS.get(sys.platform, COMPILERS['linux'])
+    compiler, missing = os.environ.get('CXX', compiler), None
     if not shutil.which(compiler):
-        missing = f'the C++ compiler {compiler} (Debian, Ubuntu: apt-get install g++)'
+        missing = f'the C++ compiler {compiler} ({source})'
     elif not Path(sysconfig.get_paths()['include'], 'Python.h').exists():
         missing = 'Python.h (Debian, Ubuntu: apt-get install python3-dev)'
     if missing:  # a GPU's kernels need both, too

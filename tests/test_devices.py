@@ -16,7 +16,7 @@ import torch
 from conftest import near, on, random_model, read, refuses, stage
 
 from lib import devices
-from lib.devices import Runtime, compiled, matmul_flops, setup
+from lib.devices import Runtime, can_compile, compiled, matmul_flops, setup
 
 WINDOWS = np.random.default_rng(0).integers(0, 61, (7, 33))
 
@@ -126,6 +126,18 @@ def test_without_a_compiler_one_line_names_it_and_the_model_stays(
     assert compiled(model, run, enabled) is model
     out, err = capsys.readouterr()
     assert err == '' and out.count('\n') == out.count('/nonexistent/c++') == n_lines
+
+
+@pytest.mark.parametrize('platform, compiler', [
+    ('win32', 'cl'), ('darwin', 'clang++'), ('linux', 'g++'), ('freebsd14', 'g++')])
+def test_each_system_is_asked_for_the_compiler_that_torch_compile_calls_there(
+        monkeypatch, capsys, cpu, platform, compiler):
+    asked = []
+    monkeypatch.delenv('CXX', raising=False)
+    monkeypatch.setattr(devices.sys, 'platform', platform)
+    monkeypatch.setattr(devices.shutil, 'which', asked.append)
+    assert not can_compile(cpu, True)
+    assert asked == [compiler] and f'compiler {compiler} ' in capsys.readouterr().out
 
 
 def test_ceiling_is_the_operations_of_a_matrix_product_over_its_time(monkeypatch, cpu):
