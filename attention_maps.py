@@ -141,6 +141,7 @@ def main():
     run.write('attention', {
         'dape_kernel': run.model.config.dape_kernel, 'dataset': opened[0].dataset, 'layer': at,
         'head': head, 'lengths': [measure_length(run, windows, at) for windows in opened]})
+    run.close()
 
 
 if __name__ == '__main__':

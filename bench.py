@@ -332,7 +332,7 @@ def decode(runtime):
     """
     models, idx = both(read_context, runtime, frozen=True), random_ids(1, read_context, runtime)
     ours = models['ours']
-    store_column_major(ours)  # as lib/generate.py does
+    store_column_major(ours)  # as stages that decode do
 
     def decoding(model, compile=False):
         cache, first = read(model, idx)

@@ -29,16 +29,17 @@ def settings(scope):
             and not isinstance(value, types.ModuleType)}
 
 
-def between(scope, least, *names, most=2 ** 63 - 1):
+def between(scope, least, *names, most=2 ** 63 - 1, why=''):
     """
     Raise UserError unless these settings in globals(), a number or a list each, lie in between;
-    None may be. Beyond 2^63 - 1 neither numpy nor torch takes a size.
+    None may be. why: what `least` is. Beyond 2^63 - 1 neither numpy nor torch takes a size.
     """
     for name in names:
         value = scope[name]
         numbers = value if isinstance(value, list) else [value]
         if value is not None and not all(least <= number <= most for number in numbers):
-            bound = f'at most {most}' if max(numbers) > most else f'at least {least}'
+            reason = f', {why}' if why else ''
+            bound = f'at most {most}' if max(numbers) > most else f'at least {least}{reason}'
             raise UserError(f'{name} is {value}; it must be {bound}.')
 
 

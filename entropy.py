@@ -62,7 +62,7 @@ def main():
     others = [what_is_drawn(path) for path in compare]
     run = Run(settings(globals()))
     model, L = run.model, run.L
-    between(globals(), L // 16, 'length')  # the width of a bin
+    between(globals(), L // 16, 'length', why='the width of a bin, L / 16')
     windows = run.windows(length or 8 * L)
     samples = windows.evenly_spaced(n_samples)
     losses, entropy = loss_and_entropy(model, samples, L // 16, batch_tokens, run.runtime,
@@ -92,6 +92,7 @@ def main():
         result['cut'] = cut_curve(model, samples, L, tail, batch_tokens, run.runtime)
     result['compare'] = others
     run.write('entropy', result)
+    run.close()
 
 
 if __name__ == '__main__':

@@ -41,6 +41,7 @@ from configurator import between, configure, settings
 from lib.checkpoints import Run, TextSettings, dataset_of, load_model, require_tokenizer
 from lib.devices import compiled_for
 from lib.errors import UserError
+from lib.generate import require_positions
 from lib.losses import by_position, cut_losses, cut_windows
 from lib.results import bin_means, note, print_rows
 from lib.tokens import documents
@@ -121,11 +122,11 @@ def sliding_windows(start, end, length, first_end, stride, rule):
     return windows
 
 
-def score_windows(model, tokens, windows, batch_tokens, runtime):
+def score_windows(model, tokens, windows, batch_tokens, runtime, label=None):
     """
     Sum of the losses of each window's scored tokens, in nats: (len(windows),) float64, in order, on
-    every rank. tokens: (n,) array of ids; windows: from sliding_windows(). Logits are computed for
-    scored tokens only.
+    every rank. tokens: (n,) array of ids; windows: from sliding_windows(); label: of the progress
+    bar; None: no bar. Logits are computed for scored tokens only.
     """
     groups, sums = {}, np.empty(len(windows))
     for i, (lo, hi, n_scored) in enumerate(windows):
@@ -143,8 +144,9 @@ def score_windows(model, tokens, windows, batch_tokens, runtime):
         for text, i in zip(texts, group):
             lo, hi, _ = windows[i]
             text[:T] = tokens[lo:hi]
-        label = f'windows of {T}' if 2 * len(group) > len(windows) else None
-        sums[group] = runtime.over_windows(texts, batch_tokens, measure, label)
+        has_bar = label is not None and 2 * len(group) > len(windows)
+        bar = f'{label} of {T}' if has_bar else None
+        sums[group] = runtime.over_windows(texts, batch_tokens, measure, bar)
     return sums
 
 
@@ -154,7 +156,8 @@ def windows_of(data, length, longest, stride, rule, max_windows):
     for start, end in documents(data):
         windows += sliding_windows(start, end, length, longest, stride, rule)
     if not windows:
-        raise UserError(f'no document of this split is longer than {longest} tokens. '
+        needed = {'same': longest, 'paper': length, 'classic': 1}[rule]
+        raise UserError(f'no document of this split is longer than {needed} tokens. '
                         'Choose shorter --lengths= or other text.')
     n = min(max_windows, len(windows))
     among = len(windows) if rule == 'same' else n
@@ -168,14 +171,17 @@ def sliding(run, sizes):
     """
     s, rows, by_window, L = run.settings, [], {}, run.model.config.trained_length
     S = checked_stride(s['stride'], run.L, sizes)
-    data = run.windows(sizes[-1]).data
+    require_positions(run.model, sizes[-1])
+    data = run.windows(1).data  # all: rule classic also reads documents shorter than a window
+    to_score = [windows_of(data, length, sizes[-1], S, s['rule'], s['max_windows'])
+                for length in sizes]
 
     @functools.cache  # by rule same the windows of L, and the cut ones of each length, are the same
     def sums_of(windows):
-        return score_windows(run.model, data.tokens, windows, s['batch_tokens'], run.runtime)
+        return score_windows(run.model, data.tokens, windows, s['batch_tokens'], run.runtime,
+                             'windows')
 
-    for length in sizes:
-        windows = windows_of(data, length, sizes[-1], S, s['rule'], s['max_windows'])
+    for length, windows in zip(sizes, to_score):
         n_scored = np.array([n for _, _, n in windows])
         losses = sums_of(tuple(windows)) / n_scored
         first_tokens = [lo for lo, _, _ in windows]
@@ -206,7 +212,7 @@ def checked_stride(stride, L, sizes):
 
 def positions(run, sizes):
     n_tail, L = tail or 64, run.L
-    between({'lengths': sizes[-1]}, L // 16, 'lengths')  # the width of a bin
+    between({'lengths': sizes[-1]}, L // 16, 'lengths', why='the width of a bin, L / 16')
     windows = run.windows(sizes[-1])
     # They may overlap, but no token is scored twice at one length.
     samples = windows.evenly_spaced(n_samples, spacing=n_tail)
@@ -501,6 +507,7 @@ def main():
               'split': run.settings['split']} | PROTOCOLS[protocol](run, sizes)
     print_rows(run.runtime.print, result['rows'])
     run.write('eval_ppl', result, '' if protocol == 'sliding' else protocol)
+    run.close()
 
 
 if __name__ == '__main__':

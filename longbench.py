@@ -214,7 +214,7 @@ def main():
     between(globals(), 1, 'beams', 'batch_size', 'max_samples')
     folder = Path(data) if Path(data).is_dir() else ROOT / data
     asked = {name: read_task(folder, name) for name in TASKS if name in (tasks or TASKS)}
-    run = Run(settings(globals()))
+    run = Run(settings(globals()), decodes=True)
     length = context or run.L
     for name, task in asked.items():
         if length < task.max_new_tokens + 2:  # a first and a last token
@@ -233,6 +233,7 @@ def main():
     average = round(sum(scores.values()) / len(scores), 2)
     run.write('longbench', {'context': length, 'beams': beams, 'tasks': results,
                             'average': average, 'paper': theirs.get(paper, {})})
+    run.close()
 
 
 if __name__ == '__main__':

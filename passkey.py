@@ -132,7 +132,7 @@ def main():
     if protocol not in ('exact', 'paper'):
         raise UserError(f"protocol is '{protocol}'. Choose exact or paper.")
     between(globals(), 1, 'max_length', 'n_lengths', 'n_depths', 'n_keys', 'batch_tokens')
-    run = Run(settings(globals()))
+    run = Run(settings(globals()), decodes=True)
     reach = run.L
     if isinstance(run.scale, str):  # the longest context that its file is tuned for
         _, sets = read_scale_file(run.scale, run.model, run.info)
@@ -159,6 +159,7 @@ def main():
         'window': reach, 'lengths': lengths, 'n_depths': n_depths, 'accuracy': accuracy,
         'accuracy_inside': inside, 'accuracy_of_all': accuracy.mean(),
         'answers': {'columns': list(rows[0]), 'rows': [list(row.values()) for row in rows]}})
+    run.close()
 
 
 if __name__ == '__main__':

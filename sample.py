@@ -28,7 +28,7 @@ def main():
     between(globals(), 0, 'n_samples', 'max_new_tokens', 'temperature')
     between(globals(), 1, 'top_k')
     between(globals(), 0, 'top_p', most=1)
-    run = Run(settings(globals()))
+    run = Run(settings(globals()), decodes=True)
     model, encoding, dtype = run.model, run.encoding, run.runtime.dtype
     ids = [start_token(encoding), *encoding.encode_ordinary(prompt)]
     generator = torch.Generator(run.runtime.device).manual_seed(seed)

@@ -384,6 +384,7 @@ def main():
     stem, sets, more = uniform(run, targets[0]) if method == 'uniform' else head(run, targets)
     run.write(stem, scale_entries(run.info, sets, method, stem == 'scale_sets') | more | {
         'stage': 'tune_scale', 'dataset': dataset_of(run.info, dataset)})
+    run.close()
 
 
 if __name__ == '__main__':

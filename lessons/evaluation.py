@@ -29,6 +29,7 @@ def main():
         run.runtime.print(f'{T:8d} tokens: {shares.mean():.1%}')
         rows.append({'length': T, 'accuracy': shares.mean()})
     run.write('accuracy', {'rows': rows})
+    run.close()
 
 
 if __name__ == '__main__':

@@ -1,7 +1,8 @@
 """
 The grader of lessons/exercises.py, run by `make lessons`. What is right is computed here from the
 formulas alone, one number at a time in float64, and so are the usual mistakes: a message says what
-was expected, where the first difference is, and which mistake gives just that.
+was expected, where the first difference is, and which mistake gives just that. A mistake that gives
+something else is not named.
 """
 
 import itertools
@@ -32,15 +33,23 @@ def refuse(message):
     pytest.fail(message, pytrace=False)
 
 
-def call(exercise, *inputs, **settings):
-    """What a student's function gives, arrays going in and coming out."""
-    given = [torch.tensor(x) if isinstance(x, np.ndarray) else x for x in inputs]
+def run(exercise, *given, **settings):
+    """What a student's function returns."""
     try:
         found, begin = exercise(*given, **settings), None
     except NotImplementedError as error:
         begin = error
     if begin:
         refuse(f'{exercise.__qualname__}() is still to be written. {begin}')
+    return found
+
+
+def call(exercise, *inputs):
+    """What a student's function gives, arrays going in and coming out."""
+    given = [torch.tensor(x) if isinstance(x, np.ndarray) else x for x in inputs]
+    found = run(exercise, *given)
+    if found is None:
+        refuse(f'{exercise.__qualname__}() returns nothing. Usual mistake: a forgotten return.')
     for x, was in zip(given, inputs):
         if isinstance(was, np.ndarray) and not np.array_equal(x, was):
             refuse(f'{exercise.__qualname__}() has changed what it was given. Usual mistake: an '
@@ -52,7 +61,7 @@ def grade(name, found, right, mistakes):
     """Fail unless `found` is `right`. mistakes: {what was done wrong: what that gives}."""
     found, right = np.asarray(found, float), np.asarray(right, float)
     if found.shape != right.shape:
-        refuse(f'{name}: the result is {found.shape}; it should be {right.shape}.')
+        refuse(f'{name}: the result has shape {found.shape}; it should have {right.shape}.')
     same = np.isclose(found, right, 1e-4, 1e-5)
     if same.all():
         return
@@ -60,8 +69,9 @@ def grade(name, found, right, mistakes):
     where = f'at {list(place)}, the first of {(~same).sum()} of {same.size}, ' if place else ''
     causes = [cause for cause, wrong in mistakes.items()
               if np.isclose(found, wrong, 1e-4, 1e-5, equal_nan=True).all()]
-    advice = f'This is what comes out where {causes[0]}.' if causes else (
-        f"Usual mistakes: {'; '.join(mistakes)}.")
+    advice = 'None of the usual mistakes gives this.'
+    if causes:
+        advice = f"This is what comes out where {', or where '.join(causes)}."
     refuse(f'{name}: {where}{right[place]:.6g} was expected, not {found[place]:.6g}. '
            f'{advice}')
 
@@ -119,6 +129,7 @@ def test_fit_scale(student):
     grade('fit_scale', call(student.fit_scale, position, best, 100), slope(x[2:], best[2:]), {
         'positions up to L are fitted, too': slope(x, best),
         'the 1 is fitted instead of fixed': np.polyfit(x[2:], best[2:], 1)[0],
+        'positions up to L are fitted, too, and the 1 as well': np.polyfit(x, best, 1)[0],
         'position is not divided by L': slope(np.log(position[2:]), best[2:])})
 
 
@@ -195,12 +206,13 @@ def test_rotate(student):
         'place is not looked at': plain_rotate(x, np.arange(T))})
 
 
-def plain_yarn(base, s, L, size=16, least=0, most=15, clamp=True):
-    low = max(least, math.floor(size * math.log(L / (64 * math.pi)) / (2 * math.log(base))))
-    high = min(most, math.ceil(size * math.log(L / (2 * math.pi)) / (2 * math.log(base))))
+def plain_yarn(base, s, L, size=16, least=0, most=15, clamp=True, turns=(32, 1), steep=True):
+    """steep: where high is not above low, the pairs after low are divided whole."""
+    low, high = (size * math.log(L / (2 * math.pi * r)) / (2 * math.log(base)) for r in turns)
+    low, high = max(least, math.floor(low)), min(most, math.ceil(high))
     found = []
     for n in range(size // 2):
-        share = (n - low) / (high - low) if high > low else float(n > low)
+        share = float(n > low) if high == low or steep and high < low else (n - low) / (high - low)
         share = min(1, max(0, share)) if clamp else share
         found.append(base ** (-2 * n / size) * (1 - share + share / s))
     return np.array(found)
@@ -214,6 +226,10 @@ def test_yarn_frequencies(student):
               call(student.yarn_frequencies, 16, base, s, L), right, {
             'the fast pairs are divided and the slow ones stay': plain * (1 + 1 / s) - right,
             'all pairs are divided by s: position interpolation': plain / s,
+            'low is n(1) and high is n(32): 32 and 1 are swapped': plain_yarn(
+                base, s, L, turns=(1, 32)),
+            '32 and 1 are swapped, so that high - low is negative': plain_yarn(
+                base, s, L, turns=(1, 32), steep=False),
             'the share is not clamped to 0 ... 1': plain_yarn(base, s, L, clamp=False),
             'low may be below 0': plain_yarn(base, s, L, least=-99),
             'high ends at D/2 - 1 instead of D - 1': plain_yarn(base, s, L, most=7),
@@ -323,7 +339,7 @@ def tuned(student, batches, per_channel, rate=0.05):
 
     asked = model.register_forward_pre_hook(before_each_pass)
     try:
-        call(student.tune_scales, model, batches, rate, per_channel=per_channel)
+        run(student.tune_scales, model, batches, rate, per_channel=per_channel)
     except RuntimeError as error:
         stuck = 'does not require grad' in str(error)
         if not stuck:
@@ -369,9 +385,13 @@ def require_tuned(student, per_channel):
     clear = abs(slope) > 0.1 * abs(slope).max()
     right = np.where(slope < 0, moved > 0, moved < 0 if per_channel else moved == 0)
     for n in np.flatnonzero(clear & ~right)[:1]:
+        mistake = 'the optimizer did not get this scale'
+        if (clear & (slope * moved > 0)).any():
+            mistake = 'the step goes up the gradient'
+        elif per_channel and moved.any() and moved.min() == 0:
+            mistake = 'the bound was kept for channels, too'
         refuse(f'{what}: the loss changes by {slope[n]:.4f} a unit of scale {n}, but one step '
-               f'changed it by {moved[n]:.4f}. Usual mistakes: a step up the gradient; scales '
-               'that the optimizer did not get; the bound was kept for channels, too.')
+               f'changed it by {moved[n]:.4f}. Usual mistake: {mistake}.')
 
     # At a rate of 0 all steps have the same gradient, so what is left after two is no more.
     one, two = [[p.grad for p in tuned(student, [batch] * steps, per_channel, 0.0).parameters()
@@ -395,24 +415,26 @@ def test_tune_channel_scales(student):
 
 # ---------------------------------------------------------------------- DAPE
 
-def plain_convolution(x, kernel, out):
+def plain_convolution(x, kernel, keys):
     """Row by row, x: {(channel, key): number}, 0 elsewhere; kernel: (channels out, in, K)."""
     y, K = {}, kernel.shape[2]
-    for c, j in itertools.product(range(len(kernel)), range(out)):
+    for c, j in itertools.product(range(len(kernel)), keys):
         y[c, j] = sum(kernel[c, n, t] * x.get((n, j + t - K // 2), 0)
                       for n in range(kernel.shape[1]) for t in range(K))
     return y
 
 
-def plain_dape(scores, bias, first, second, hidden=True, goes_on=True, residual=True):
-    n_head, n = scores.shape[:2]
+def plain_dape(scores, bias, first, second, hidden=True, goes_on=True, residual=True,
+               begins_before=False):
+    (n_head, n), half = scores.shape[:2], first.shape[2] // 2
+    keys = range(-half * begins_before, n + half * goes_on)  # of the middle layer
     result = np.full(scores.shape, -np.inf)
     for i in range(n):
         end = i + 1 if hidden else n
         x = {(c, j): row[i, j] for c, row in enumerate((*scores, *bias)) for j in range(end)}
-        middle = plain_convolution(x, first, n + first.shape[2] // 2 * goes_on)
+        middle = plain_convolution(x, first, keys)
         middle = {at: max(y, 0.01 * y) for at, y in middle.items()}
-        f = plain_convolution(middle, second, n)
+        f = plain_convolution(middle, second, range(n))
         for h, j in np.ndindex(n_head, i + 1):
             result[h, i, j] = residual * (scores[h, i, j] + bias[h, i, j]) + f[h, j]
     return result
@@ -420,10 +442,15 @@ def plain_dape(scores, bias, first, second, hidden=True, goes_on=True, residual=
 
 def test_dape(student):
     inputs = (*draw(2, 2, 6, 6), draw(5, 4, 3, seed=1), draw(2, 5, 3, seed=2))
-    grade('dape', call(student.dape, *inputs), plain_dape(*inputs), {
+    found, right = np.asarray(call(student.dape, *inputs)), plain_dape(*inputs)
+    if found.shape == right.shape and np.isfinite(found[np.isinf(right)]).any():
+        refuse('dape: at j > i it should be -inf, for softmax to hide these keys.')
+    grade('dape', found, right, {
         'f sees scores of later keys, which tells it the next token': plain_dape(
             *inputs, hidden=False, goes_on=False),
         'the middle layer ends at the last key': plain_dape(*inputs, goes_on=False),
+        'the middle layer begins at key -1 instead of zeros left of key 0': plain_dape(
+            *inputs, begins_before=True),
         'S + B is not added to f': plain_dape(*inputs, residual=False)})
 
 
@@ -450,7 +477,8 @@ def test_leaks(student):
 def test_sliding_windows(student):
     for n, length, stride in ((20, 8, 3), (20, 8, 8), (5, 8, 3), (8, 8, 2), (21, 4, 1)):
         what, scored = f'sliding_windows({n}, {length}, {stride})', {}
-        for window in call(student.sliding_windows, n, length, stride):
+        windows = list(call(student.sliding_windows, n, length, stride))
+        for window in windows:
             lo, hi, count = window
             problem = None
             if lo < 0 or hi > n or not 0 < hi - lo <= length or not 0 < count < hi - lo + (lo > 0):
@@ -460,34 +488,48 @@ def test_sliding_windows(student):
                            f'{length - stride}')
             for token in range(hi - count, hi):
                 if token in scored:
-                    problem = (f'scores token {token}, as {scored[token]} did; usual mistake: the '
-                               'last window scores a whole stride again')
+                    problem = f'scores token {token}, as {scored[token]} did'
+                    if window == windows[-1] and count == stride:
+                        problem += '; usual mistake: the last window scores a whole stride again'
                 scored[token] = window
             if problem:
                 refuse(f'{what}: the window {window} {problem}.')
         missing = sorted(set(range(1, n)) - set(scored))
-        if missing:
-            refuse(f'{what}: token {missing[0]} is never scored. Usual mistakes: the first '
-                   'window scores a stride alone; the rest at the end is dropped.')
+        if not missing:
+            continue
+        mistake = ''
+        if windows and missing[0] >= windows[-1][1]:
+            mistake = ' Usual mistake: the rest at the end is dropped.'
+        elif windows and missing[0] < windows[0][1] and windows[0][2] == stride:
+            mistake = ' Usual mistake: the first window scores only a stride.'
+        refuse(f'{what}: token {missing[0]} is never scored.{mistake}')
+
+
+def plain_shares(tokens, g, L, first=None, near=None, pick=max):
+    """What each token weighs in the mean, 0 if it does not count. pick: one of several places."""
+    first, near, counts = 2 * L if first is None else first, L if near is None else near, []
+    for t in range(len(tokens)):
+        same = [s for s in range(g, t) if list(tokens[s - g:s]) == list(tokens[t - g:t])]
+        counts.append(t >= first and len(same) > 0 and pick(same) < t - near)
+    return np.array(counts) / sum(counts)
 
 
 def test_far_repeat_gain(student):
-    g, L, n = 2, 16, 300
-    tokens = np.random.default_rng(3).integers(0, 6, n)
-    losses, cut = abs(draw(2, n))
-
-    def gain(start=2 * L, near=L):
-        total = []
-        for t in range(max(start, g), n):
-            same = [s for s in range(g, t) if list(tokens[s - g:s]) == list(tokens[t - g:t])]
-            if same and max(same) < t - near:
-                total.append(cut[t] - losses[t])
-        return sum(total) / len(total)
-
-    right = gain()
-    grade('far_repeat_gain', call(student.far_repeat_gain, tokens, losses, cut, g, L), right, {
-        'the difference has the other sign': -right,
-        'targets before 2L count': gain(start=0),
-        'the target at 2L does not count': gain(start=2 * L + 1),
-        's = t - L is taken for far': gain(near=L - 1),
-        'places within the last L count, too': gain(near=0)})
+    # Seeds of texts in which each of the mistakes below changes which targets count.
+    for g, L, n_symbols, seed in (2, 8, 4, 26), (1, 12, 12, 3):
+        tokens = np.random.default_rng(seed).integers(0, n_symbols, 64)
+        losses, right = abs(draw(64)), plain_shares(tokens, g, L)
+        # It is called once for each token t: in the cut context only t's loss is higher, by 1 nat.
+        found = [call(student.far_repeat_gain, tokens, losses, losses + one, g, L)
+                 for one in np.eye(64)]
+        grade(f'far_repeat_gain with g={g} and L={L}, where only token t gains 1, for each t',
+              found, right, {
+            'the difference has the other sign': -right,
+            'the gains are summed: the mean is asked for': right > 0,
+            'the mean is over all tokens': (right > 0) / 64,
+            'targets before 2L count': plain_shares(tokens, g, L, first=g),
+            'the target at 2L does not count': plain_shares(tokens, g, L, first=2 * L + 1),
+            's = t - L is taken for far': plain_shares(tokens, g, L, near=L - 1),
+            'places within the last L count, too': plain_shares(tokens, g, L, near=0),
+            'the earliest of several places is looked at, not the latest': plain_shares(
+                tokens, g, L, pick=min)})

@@ -21,7 +21,7 @@ from lib import huggingface, plots
 from lib.checksums import load_whole
 from lib.devices import setup
 from lib.errors import UserError, as_user_error, fault_of
-from lib.generate import require_positions
+from lib.generate import require_positions, store_column_major
 from lib.results import AnswerLog, note, result_path, whole_file
 from lib.scales import apply_scale, identity
 from lib.tokens import Windows, tokenizer_digest, tokenizer_from_state
@@ -220,7 +220,8 @@ def open_model(path, scale=None, position=None):
     A trained model for a notebook or a program of one's own, on the CPU in float32, and its
     tokenizer. path: a checkpoint file, a Hugging Face folder or hf:ORG/NAME; scale: a number for
     all heads, an array (n_layer, H) or (n_layer, H, D), or a scale file; position: as it was
-    trained, where a folder does not say so.
+    trained, where a folder does not say so. model.info is the checkpoint's other entries, which
+    apply_scale() and save_scale() take.
 
     model, text = open_model('lessons/demo.pt', scale=1.3)
     ids = torch.tensor([text.encode_ordinary(open('model.py').read()[:513])])
@@ -229,6 +230,7 @@ def open_model(path, scale=None, position=None):
     print(text.decode(lib.generate.complete(model, ids.tolist(), 50)[0]))
     """
     model, info = load_model(path, '', 'cpu', position)
+    model.info = info
     apply_scale(model, scale, info)
     return model, tokenizer_from_state(info['tokenizer'])
 
@@ -296,15 +298,18 @@ class TextSettings(RunSettings):
 class Run:
     """
     A trained model as the settings of a stage ask for it, and the results that it writes.
-    settings: the stage's, {name: value}, with those of RunSettings.
+    settings: the stage's, {name: value}, with those of RunSettings. decodes: the stage reads token
+    by token, so its weights are stored for that.
     """
 
-    def __init__(self, settings):
+    def __init__(self, settings, decodes=False):
         self.settings, self.began = settings, time.perf_counter()
         self.runtime = setup(settings['device'], settings['dtype'], settings.get('seed', 1337))
         self.model, self.info = load_model(
             settings['init_from'], settings['out_dir'], self.runtime.device, settings['position'],
             settings['rope_scaling'], self.runtime.dtype)
+        if decodes:
+            store_column_major(self.model)
         self.scale = settings.get('scale')
         scale_label = apply_scale(self.model, self.scale, self.info, self.runtime.print)
         self.identity = identity(self.model, self.scale, self.info)
@@ -333,7 +338,7 @@ class Run:
     def write(self, stage, result, *kind):
         """
         Write OUT_DIR/STAGE[_KIND][_LABEL].json: the result, what was measured, and what is needed
-        to measure it again; and its picture. The stage ends here, on every rank.
+        to measure it again; and its picture. A stage may write several results.
         """
         what = {'stage': stage, 'label': self.label,
                 'position_method': self.model.config.position, 'block_size': self.L,
@@ -342,3 +347,7 @@ class Run:
                 'scale': self.scale, 'identity': self.identity}
         plots.write_result(self.path(stage, *kind), what | result, self.settings, self.runtime,
                            self.began)
+
+    def close(self):
+        """The end of the stage, on every rank."""
+        self.runtime.close()

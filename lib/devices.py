@@ -25,6 +25,11 @@ from lib.results import progress_bar
 # took 33 to 101 s on a CPU and saved 7% of the time, so it pays where reading takes half an hour.
 # The GPU's number is a guess.
 WORTH_COMPILING = 2 ** 48, 2 ** 55
+# By sys.platform: the C++ compiler that torch.compile calls if CXX is not set, and how to get it.
+COMPILERS = {
+    'linux': ('g++', 'Debian, Ubuntu: apt-get install g++'),
+    'darwin': ('clang++', 'xcode-select --install'),
+    'win32': ('cl', "Visual Studio's Build Tools; start from their Developer Command Prompt")}
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 
 
@@ -98,7 +103,7 @@ class Runtime:
             dist.barrier()
 
     def close(self):
-        """The end of a stage: every rank waits here, as one may still send another something."""
+        """The end of a stage: every rank waits here, because one may still send to another."""
         self.wait_for_all()
         if self.world_size > 1:
             dist.destroy_process_group()
@@ -106,24 +111,13 @@ class Runtime:
 
 def has_bfloat16(device):
     """
-    True where bfloat16 arithmetic is in hardware; elsewhere it is slower than float32. On a CPU it
-    must also be the faster of the two in a trial of 60 ms: where products have AMX it is, by far;
-    with AVX-512 alone we met a processor on which they are twice as fast and one on which they take
-    twice as long, both of which say that they have it. The trial has one thread: with more, other
-    work on the same cores turned one choice in four.
+    True where bfloat16 is faster than float32 on every processor of that kind: on a GPU with
+    bfloat16 in hardware, on a CPU with AMX. With AVX-512's bfloat16 and no AMX, one processor that
+    we measured did twice as many products a second as in float32, another half as many.
     """
     if device.type == 'cuda':
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    if device.type != 'cpu':
-        return False
-    if not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):
-        return False
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    half, full = (matmul_flops(device, dtype, seconds=0.03, size=512)
-                  for dtype in (torch.bfloat16, torch.float32))
-    torch.set_num_threads(threads)
-    return half > full
+    return device.type == 'cpu' and torch.cpu._is_amx_tile_supported()
 
 
 def choose_device(device, world_size):
@@ -145,7 +139,8 @@ def choose_device(device, world_size):
 def setup(device='auto', dtype='auto', seed=1337):
     """
     Choose the device, the precision and, under torchrun, this process's rank. Returns a Runtime.
-    device: 'auto', 'cpu', 'cuda', 'cuda:1', 'mps'. dtype: 'auto' or a key of DTYPES.
+    device: 'auto', 'cpu', 'cuda', 'cuda:1', 'mps'. dtype: a key of DTYPES, or 'auto', which is
+    bfloat16 where has_bfloat16(), else float16 on a GPU and float32 on a CPU or mps.
     """
     rank, world_size = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
     device = choose_device(device, world_size)
@@ -171,7 +166,7 @@ def setup(device='auto', dtype='auto', seed=1337):
         dist.init_process_group(backend, timeout=datetime.timedelta(hours=2))
     if world_size > 1:
         chosen = [dtype]
-        dist.broadcast_object_list(chosen)  # that of the first rank, as trials may differ
+        dist.broadcast_object_list(chosen)  # the first rank's, because machines may differ
         dtype = chosen[0]
     torch.manual_seed(seed)
     if device.type == 'cpu':
@@ -207,10 +202,10 @@ def can_compile(runtime, enabled):
     """True where torch.compile was asked for and can be done; if not, one line says why."""
     if not enabled or runtime.device.type == 'mps':  # torch.compile for mps is young
         return False
-    compiler = os.environ.get('CXX', 'clang++' if sys.platform == 'darwin' else 'g++')
-    missing = None
+    compiler, source = COMPILERS.get(sys.platform, COMPILERS['linux'])
+    compiler, missing = os.environ.get('CXX', compiler), None
     if not shutil.which(compiler):
-        missing = f'the C++ compiler {compiler} (Debian, Ubuntu: apt-get install g++)'
+        missing = f'the C++ compiler {compiler} ({source})'
     elif not Path(sysconfig.get_paths()['include'], 'Python.h').exists():
         missing = 'Python.h (Debian, Ubuntu: apt-get install python3-dev)'
     if missing:  # a GPU's kernels need both, too
@@ -304,14 +299,14 @@ def synchronize(device):
         torch.accelerator.synchronize(device)
 
 
-def matmul_flops(device, dtype, seconds=0.3, size=None):
+def matmul_flops(device, dtype, seconds=0.3):
     """
     FLOP/s of a large square matrix product in this precision, the best of those done in so many
     seconds: the ceiling that MFU is measured by. On a CPU by the time that this thread computes,
     which leaves out most of what other processes take; some systems count it in steps of 10 ms.
     """
     clock = time.thread_time if device.type == 'cpu' else time.perf_counter
-    size = size or (8192 if device.type == 'cuda' else 2048)
+    size = 8192 if device.type == 'cuda' else 2048
     a = torch.randn(size, size, device=device, dtype=dtype)
     a @ a  # the first may take a second, while the library loads
     best, stop = 0.0, time.perf_counter() + seconds

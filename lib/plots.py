@@ -474,14 +474,13 @@ def draw(path):
 
 def write_result(path, result, settings, runtime, began):
     """
-    The end of a stage, on every rank: the first one writes PATH.json, the result and what is needed
-    to measure it again, and its pictures. began: time.perf_counter() at the start.
+    Write PATH.json, the result and what is needed to measure it again, and its pictures: the first
+    rank does, the others return at once. began: time.perf_counter() at the start.
     """
     if runtime.is_main:
         seconds = time.perf_counter() - began
         save_json(f'{path}.json', result | provenance(settings, runtime, seconds))
         print('wrote', f'{path}.json', *draw(f'{path}.json'))
-    runtime.close()
 
 
 def main():

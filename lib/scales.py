@@ -258,8 +258,7 @@ def apply_scale(model, scale, info, say=print):
     label = model.config.rope_scaling.replace(':', '')
     if scale is None:
         return label
-    if (model.head_scale != 1).any():
-        say(f"--scale={scale} replaces the head scales that {info['path']} brings")
+    replaces = (model.head_scale != 1).any()
     if isinstance(scale, str | Path):
         name, (data, sets) = Path(scale).stem, read_scale_file(scale, model, info)
         if 'sets' in data:
@@ -275,6 +274,8 @@ def apply_scale(model, scale, info, say=print):
         name, number = f'scale{scale:g}', finite(scale, (), f'scale {scale}')
         above_zero(number, f'scale {scale}')
         model.head_scale = number
+    if replaces:
+        say(f'{name} replaces the head scales that the model had, which were not all 1')
     return f'{label}_{name}' if label else name
 
 

@@ -233,3 +233,4 @@ def run_table(settings, rows):
               'lengths': s.lengths, 'rows': rows}
     plots.write_result(result_path(s.out_dir, 'eval_ppl_table', s.label), result, settings, runtime,
                        began)
+    runtime.close()

@@ -17,9 +17,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, files_at_most, flip_a_bit, near, random_model, refuses, save_model
+from conftest import ROOT, files_at_most, flip_a_bit, near, random_model, read, refuses, save_model
 
 from lib.checkpoints import (
+    Run,
+    RunSettings,
     load,
     load_model,
     require_space,
@@ -231,3 +233,41 @@ def test_digest_changes_with_names_and_shapes_but_not_with_head_scales_and_norms
     assert len({weights_digest(other) for other in others}) == 4
     tuned = {name: p + 0.7 * (p.dim() == 1) for name, p in reversed(state.items())}
     assert weights_digest(tuned) == weights_digest(state)
+
+
+# ---------------------------------------------------------------------- open one for a stage
+
+def settings_of(out_dir):
+    return vars(RunSettings(out_dir=str(out_dir), device='cpu', dtype='float32'))
+
+
+def test_stage_that_decodes_has_equal_weights_stored_by_column(out_dir):
+    plain, decoding = Run(settings_of(out_dir)).model, Run(settings_of(out_dir), decodes=True).model
+    torch.use_deterministic_algorithms(False)  # a Run had set it
+    for name, p in decoding.named_parameters():
+        assert torch.equal(p, plain.get_parameter(name))
+    assert plain.head.weight.is_contiguous()
+    for block in decoding.blocks:
+        assert block.attn.qkv.weight.t().is_contiguous()
+
+
+TWO_RESULTS = '''
+import sys, torch.distributed as dist
+from lib.checkpoints import Run, RunSettings
+run = Run(vars(RunSettings(out_dir=sys.argv[1], device='cpu', dtype='float32')))
+for name in 'one', 'two':
+    run.write(name, {'ranks': run.runtime.gather([[run.runtime.rank]], 2).tolist()})
+run.close()
+assert not dist.is_initialized()
+'''
+
+
+@pytest.mark.slow
+def test_two_ranks_write_two_results_and_end_together(out_dir):
+    program = out_dir / 'program.py'
+    program.write_text(TWO_RESULTS)
+    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2']
+    subprocess.run([*command, program, out_dir], check=True, env=os.environ | {
+        'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(ROOT)})
+    for name in 'one', 'two':
+        assert read(out_dir / f'{name}.json')['ranks'] == [[0], [1]]

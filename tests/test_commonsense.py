@@ -191,6 +191,15 @@ def test_a_prompt_that_would_have_to_be_cut_is_refused(tmp_path, tiny_run, tasks
     assert read(tmp_path / 'commonsense.json')['read_length'] == 40
 
 
+@pytest.mark.parametrize('name', ['ruler', 'ruler_cwe', 'ruler_fwe', 'ruler_vt'])
+def test_prompts_of_ruler_that_would_never_be_made_are_refused(tiny_run, tasks, name):
+    """lm_eval repeats what does not fit, and would catch Ctrl-C, too."""
+    arguments = f'--out_dir={tiny_run}', '--device=cpu', f'--tasks=["piqa","{name}"]'
+    line = mistake('commonsense', *arguments, '--read_length=1023')
+    assert 'read_length is 1023' in line and f'prompts of {name}.' in line
+    assert 'could not load' in mistake('commonsense', *arguments, '--read_length=1024')
+
+
 def test_rulers_score_is_that_of_the_length_asked_for():
     row = {'alias': 'niah', 'sample_len': 3, '4096,none': -1, '8192,none': 0.25,
            '8192_stderr,none': 'N/A'}

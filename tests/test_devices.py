@@ -16,7 +16,7 @@ import torch
 from conftest import near, on, random_model, read, refuses, stage
 
 from lib import devices
-from lib.devices import Runtime, compiled, matmul_flops, setup
+from lib.devices import Runtime, can_compile, compiled, matmul_flops, setup
 
 WINDOWS = np.random.default_rng(0).integers(0, 61, (7, 33))
 
@@ -107,15 +107,12 @@ def test_setup_takes_cpu_and_float32_where_there_is_nothing_better():
     assert torch.tensor([1e-38]) * 1e-3 == 0  # what is so small slows a CPU down
 
 
-@pytest.mark.parametrize('supported, half, full, dtype', [
-    (True, 2e11, 1e11, torch.bfloat16), (True, 1e11, 2e11, torch.float32),
-    (False, 2e11, 1e11, torch.float32)])
-def test_auto_is_bfloat16_where_the_processor_has_it_and_is_faster_so(
-        monkeypatch, supported, half, full, dtype):
-    monkeypatch.setattr(torch.cpu, '_is_amx_tile_supported', lambda: False)
-    monkeypatch.setattr(torch.cpu, '_is_avx512_bf16_supported', lambda: supported)
-    speed = {torch.bfloat16: half, torch.float32: full}
-    monkeypatch.setattr(devices, 'matmul_flops', lambda device, dtype, **how: speed[dtype])
+@pytest.mark.parametrize('amx, dtype', [(True, torch.bfloat16), (False, torch.float32)])
+def test_auto_on_a_cpu_is_bfloat16_with_amx_else_float32_and_measures_nothing(
+        monkeypatch, amx, dtype):
+    monkeypatch.setattr(torch.cpu, '_is_amx_tile_supported', lambda: amx)
+    monkeypatch.setattr(torch.cpu, '_is_avx512_bf16_supported', lambda: True)
+    monkeypatch.delattr(devices, 'matmul_flops')
     assert setup('cpu', 'auto').dtype == dtype
 
 
@@ -129,6 +126,18 @@ def test_without_a_compiler_one_line_names_it_and_the_model_stays(
     assert compiled(model, run, enabled) is model
     out, err = capsys.readouterr()
     assert err == '' and out.count('\n') == out.count('/nonexistent/c++') == n_lines
+
+
+@pytest.mark.parametrize('platform, compiler', [
+    ('win32', 'cl'), ('darwin', 'clang++'), ('linux', 'g++'), ('freebsd14', 'g++')])
+def test_each_system_is_asked_for_the_compiler_that_torch_compile_calls_there(
+        monkeypatch, capsys, cpu, platform, compiler):
+    asked = []
+    monkeypatch.delenv('CXX', raising=False)
+    monkeypatch.setattr(devices.sys, 'platform', platform)
+    monkeypatch.setattr(devices.shutil, 'which', asked.append)
+    assert not can_compile(cpu, True)
+    assert asked == [compiler] and f'compiler {compiler} ' in capsys.readouterr().out
 
 
 def test_ceiling_is_the_operations_of_a_matrix_product_over_its_time(monkeypatch, cpu):

@@ -38,7 +38,7 @@ from eval_ppl import (
 )
 from lib import checkpoints, devices
 from lib.scales import save_scale
-from lib.tokens import TokenFile, Windows, open_tokens
+from lib.tokens import TokenFile, Windows, get_tokenizer, open_tokens, write_corpus
 
 
 def evaluate_sliding(model, data, lengths, stride, rule, max_windows, batch_tokens, runtime):
@@ -175,6 +175,14 @@ def test_what_reads_much_is_compiled_once_for_a_length_and_its_losses_are_equal(
         assert (none, n) == (0, n_graphs)
 
 
+def test_windows_are_scored_without_a_bar_where_no_label_asks_for_one(cpu, capsys):
+    given = random_model(), tokens(200).numpy(), [(0, 64, 8), (8, 72, 8)], 128, cpu
+    score_windows(*given)
+    assert capsys.readouterr().err == ''
+    score_windows(*given, label='windows')
+    assert 'windows of 64' in capsys.readouterr().err
+
+
 def test_lengths_beyond_the_random_positions_are_refused(cpu):
     model, text = random_model(position='rope', random_positions=63), np.arange(130) % 61
     data = TokenFile(text, np.array([0]), {}, {})
@@ -260,6 +268,22 @@ def test_tails_and_the_gain_from_context_equal_a_plain_computation(run, tiny, wi
     row = result['rows'][2]
     near(row['delta_p'], ppl(32, 32) - ppl(128, 32), rtol=1e-2)
     assert f"{row['delta_p']:.4f}" in out
+
+
+def test_rule_classic_reads_text_shorter_than_a_window_and_refuses_only_text_without_a_target(
+        tiny_run, tmp_path):
+    def score(documents, rule):
+        write_corpus(tmp_path / 'text', get_tokenizer('bytes'), {'test': documents}, workers=1)
+        stage_here('eval_ppl', *on(tiny_run, tmp_path, f'--rule={rule} --lengths=[64,2048] '
+                                   f'--max_windows=9999 --dataset={tmp_path}/text'))
+        return [row['scored_tokens'] for row in read(tmp_path / 'eval_ppl.json')['rows']]
+
+    # 1,833 tokens, of which the first of each document and end-of-text are no targets.
+    documents = ['x' * 900, 'y' * 600, 'z' * 330]
+    assert score(documents, 'classic') == [1827, 1827]
+    for rule in 'same', 'paper':
+        refuses('2048', score, documents, rule)
+    refuses('longer than 1 tokens', score, ['x', 'y'], 'classic')
 
 
 # ---------------------------------------------------------------------- the cut context

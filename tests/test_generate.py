@@ -9,7 +9,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import EVERY, near, random_model, save_model, stage_here, tokens
+from conftest import EVERY, near, random_model, refuses, save_model, stage_here, tokens
 
 from lib.generate import (
     complete,
@@ -95,6 +95,18 @@ def test_cache_that_is_too_short_says_so():
         model(tokens(1, 3), cache=cache)
 
 
+@torch.no_grad()
+def test_decoding_leaves_values_and_layout_of_the_weights_as_they_were():
+    model, prompt = random_model(), [3, 1, 4]
+    before = {name: (p.clone(), p.stride()) for name, p in model.named_parameters()}
+    list(generate(model, prompt, 3))
+    complete(model, [prompt], 3)
+    complete(model, [prompt], 3, beams=2)
+    for name, p in model.named_parameters():
+        value, stride = before[name]
+        assert torch.equal(p, value) and p.stride() == stride, name
+
+
 # ---------------------------------------------------------------------- completions
 
 @pytest.mark.parametrize('position, beams', [('none', 1), ('none', 5), ('rope', 2)])
@@ -169,6 +181,16 @@ def test_completions_end_at_a_stop_and_not_before_their_minimum(beams, n_new):
     later = complete(model, [prompt], 12, beams, eos, min_new_tokens=n_new)[0]
     assert len(later) >= n_new and eos[0] not in later[:n_new]
     assert complete(model, [prompt, prompt], 0, beams) == [[], []]
+
+
+def test_no_beams_are_refused_and_one_end_token_may_be_a_number():
+    model, prompt = random_model(), [3, 1, 4, 1, 5]
+    for beams in 0, -1:
+        refuses(f'beams is {beams}', complete, model, [prompt], 4, beams)
+    for beams in 1, 2:
+        end = complete(model, [prompt], 4, beams)[0][2]
+        ended = complete(model, [prompt], 4, beams, eos=end)
+        assert ended == complete(model, [prompt], 4, beams, eos=[end])
 
 
 # ---------------------------------------------------------------------- sample.py

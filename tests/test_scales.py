@@ -55,7 +55,16 @@ def test_scale_of_a_stage_is_nothing_a_number_or_a_file(tmp_path, loaded):
             (path, 'scale_head_64', torch.tensor(SCALES), 2)):
         assert apply_scale(model, scale, info, said.append) == label
         assert torch.equal(model.head_scale, expected) and len(said) == notes
-    assert info['path'] in said[0] and '2' in said[0]
+    assert said[0].startswith('scale2 ') and said[1].startswith('scale_head_64 ')
+    assert info['path'] not in said[0]  # the checkpoint's scales are 1
+
+
+def test_scale_is_refused_before_anything_is_said_or_changed(tmp_path, loaded):
+    (model, info), said = loaded, []
+    model.head_scale = 1.2
+    for scale in 0, -1, math.nan, [[1, 2]], str(tmp_path / 'none.json'):
+        refuses('', apply_scale, model, scale, info, said.append)
+    assert said == [] and torch.equal(model.head_scale, 1.2 * ONES)
 
 
 def test_answers_of_models_that_differ_in_a_vector_alone_are_told_apart(loaded):
