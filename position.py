@@ -60,12 +60,12 @@ class Settings:
                 raise ValueError(f"position is '{name}', which is unknown. Choose one of: "
                                  f"{', '.join(METHODS)}; or several, with commas. A bias of "
                                  'lessons/exercises.py needs python -m lessons.exercises STAGE.')
-        unused = sorted(unused_settings(vars(self)))
-        if unused:
-            name = unused[0]
-            raise ValueError(f"{name} is {getattr(self, name)!r}, but position '{self.position}' "
-                             f'with dape_kernel {self.dape_kernel} has no such setting. Leave it '
-                             'out, or choose a method that has it.')
+        for name in unused_settings(vars(self)):
+            owners = [f'position {key}' for key in METHODS if name in METHODS[key].settings]
+            raise ValueError(f"{name} is {getattr(self, name)!r}, a setting of "
+                             f"{' or '.join(owners) or 'DAPE, which needs a dape_kernel'}; but "
+                             f"position is '{self.position}' and dape_kernel {self.dape_kernel}. "
+                             'Leave it out, or choose what has it.')
         if not 1 < self.rope_base < math.inf:
             raise ValueError(f'rope_base is {self.rope_base}; it must be above 1, such as 10000.')
         if not 0 <= self.rope_share <= 1:

@@ -148,7 +148,7 @@ class OwnBias(position.Bias):
 def tune_scales(model, batches, rate, per_channel=False):
     """
     11. HeadScale, section 3 of the paper, in some 15 lines: all weights stay frozen, and the head
-    scales of all layers, block.attn.head_scale of each of model.blocks, (H,), follow the gradient
+    scales of all layers, block.attn.head_scale of each of model.blocks, (H, 1), follow the gradient
     of the mean loss, model(inputs, targets).mean(): one step a batch, by an optimizer of your
     choice. After each step no scale is left below 1, Eq. (6). batches: a list of (inputs, targets),
     (B, T) ids each; rate: the learning rate. Leaves the scales in the model.

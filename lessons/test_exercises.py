@@ -373,7 +373,7 @@ def require_tuned(student, per_channel):
     slope, model = slopes(start, batch), tuned(student, [batch], per_channel)
     require_frozen(model)
     found = [block.attn.head_scale.detach() for block in model.blocks]
-    shape = (H, D) if per_channel else (H,)
+    shape = (H, D) if per_channel else (H, 1)
     if any(scale.shape != shape for scale in found):
         refuse(f'{what}: a layer has scales of {tuple(found[0].shape)}, not {shape}. Usual '
                'mistake: they were not expanded to one per channel.')

@@ -248,6 +248,12 @@ class ScaleSets:
         self.model.scale_sets = None
 
 
+def remove_sets(model):
+    """Take away the scale sets that a model has, which would replace other scales in each pass."""
+    if model.scale_sets:
+        model.scale_sets.remove()
+
+
 def apply_scale(model, scale, info, say=print):
     """
     Set the model's softmax scales from a stage's --scale: None (as trained), a number for all
@@ -261,6 +267,7 @@ def apply_scale(model, scale, info, say=print):
     replaces = (model.head_scale != 1).any()
     if isinstance(scale, str | Path):
         name, (data, sets) = Path(scale).stem, read_scale_file(scale, model, info)
+        remove_sets(model)
         if 'sets' in data:
             ScaleSets(model, sets)
         else:
@@ -269,10 +276,13 @@ def apply_scale(model, scale, info, say=print):
         c = model.config
         shape = c.n_layer, c.n_head, c.head_dim
         name = 'scales'
-        model.head_scale = finite(np.asarray(scale), shape[:max(2, np.ndim(scale))], 'scale')
+        scales = finite(np.asarray(scale), shape[:max(2, np.ndim(scale))], 'scale')
+        remove_sets(model)
+        model.head_scale = scales
     else:
         name, number = f'scale{scale:g}', finite(scale, (), f'scale {scale}')
         above_zero(number, f'scale {scale}')
+        remove_sets(model)
         model.head_scale = number
     if replaces:
         say(f'{name} replaces the head scales that the model had, which were not all 1')

@@ -17,7 +17,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, files_at_most, flip_a_bit, near, random_model, read, refuses, save_model
+from conftest import (
+    ROOT,
+    files_at_most,
+    flip_a_bit,
+    near,
+    random_model,
+    read,
+    refuses,
+    save_model,
+    tokens,
+)
 
 from lib.checkpoints import (
     Run,
@@ -30,6 +40,7 @@ from lib.checkpoints import (
 )
 from lib.errors import UserError
 from lib.tokens import get_tokenizer, tokenizer_state
+from model import vector_of
 
 BYTES = tokenizer_state(get_tokenizer('bytes'))
 
@@ -223,6 +234,22 @@ def test_digest_changes_with_any_weight_down_to_its_last_bit_and_samples_large_m
             other.view(-1)[places[i]].nextafter_(torch.tensor(9.0))
             states.append(state | {name: other})
     assert len({weights_digest(one) for one in states}) == len(states) >= 4
+
+
+def test_checkpoint_older_than_a_small_vector_or_than_its_shape_reads_as_it_did(tmp_path):
+    model = random_model(vocab_size=257)
+    for block in model.blocks:
+        block.attn.head_gain.data.fill_(1)
+    save_model(model, tmp_path / 'last.pt')
+    state = torch.load(tmp_path / 'last.pt', weights_only=True)
+    for name in list(state['model']):
+        if name.endswith('head_gain'):
+            del state['model'][name]
+        elif name.endswith('head_scale'):
+            state['model'][name] = state['model'][name][:, 0]  # (H,)
+    torch.save(state, tmp_path / 'old.pt')
+    old, _ = load_model(tmp_path / 'old.pt', '', 'cpu')
+    assert torch.equal(old(tokens(1, 20)), model(tokens(1, 20)))
 
 
 # ---------------------------------------------------------------------- digest

@@ -106,8 +106,8 @@ def tune_scales(model, batches, rate, per_channel=False):
     windows = SimpleNamespace(block_size=batches[0][0].shape[1], batch=lambda step, size, rows: (
         torch.cat((batches[step][0], batches[step][1][:, -1:]), dim=1)[rows].numpy()))
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {'tune': 'channel' if per_channel else 'scale', 'learning_rate': rate,
-                            'channel_learning_rate': rate, 'warmup_iters': 0, 'compile': False,
+        kind = 'channel' if per_channel else 'scale'
+        for name, value in {'tune': f'{kind}:{rate}', 'warmup_iters': 0, 'compile': False,
                             'max_iters': len(batches), 'batch_size': len(batches[0][0])}.items():
             patch.setattr(tune_scale, name, value)
         tune_scale.tune_vectors(model, windows, cpu)

@@ -151,7 +151,7 @@ train           TRAIN --init_from={run}/last.pt --dape_width=64 | dape_width is 
 train           TRAIN --init_from={run}/last.pt --dape_residual=False | dape_residual is False
 train           TRAIN --init_from={run}/last.pt --position=kerple | position kerple
 train           TRAIN --init_from={run}/last.pt --position=xl | position xl
-train           TRAIN --init_from={run}/last.pt --rope_scaling=yarn:2 | rope_scaling yarn:2
+train           TRAIN --init_from={run}/last.pt --rope_scaling=yarn:2 | rope_scaling is 'yarn:2'
 train           FINETUNE {run}/sizes.py | n_hidden is 48
 eval_ppl        WRITE --rule=press | rule
 eval_ppl        WRITE --protocol=first | protocol

@@ -15,6 +15,7 @@ from conftest import near, random_model, read, refuses, save_model, scale_set
 from lib.checkpoints import load_model
 from lib.generate import new_cache
 from lib.losses import by_position
+from lib.results import note
 from lib.scales import ScaleSets, apply_scale, identity, read_scale_file, save_scale
 from model import small_vectors
 
@@ -135,6 +136,47 @@ def test_scale_file_that_fits_no_model_is_refused(tmp_path, loaded, text):
     assert all((p == 1).all() for p in small_vectors(model).values())
 
 
+def test_a_scale_file_keeps_every_digit_that_was_tuned(tmp_path, loaded):
+    """Published scales are bfloat16, 1.0078125 and the like, of which 6 digits are not enough."""
+    model, info = loaded
+    bf16 = 1 + torch.arange(8).view(2, 4, 1) * 2 ** -7
+    for rows in bf16, torch.rand(2, 4, 1), torch.rand(2, 4, 8) - 0.5:
+        tuned = {f'blocks.{i}.attn.head_scale': row for i, row in enumerate(rows)}
+        save_scale(tmp_path / 'scale.json', info, {64: tuned}, 'head')
+        found = read_scale_file(tmp_path / 'scale.json', model, info)[1][64]
+        assert all(torch.equal(found[name], tuned[name]) for name in tuned)
+
+
+@pytest.mark.parametrize('changes, named', [
+    ({'head_scale': [[-1, 1, 1, 1]] * 2}, 'above 0'),
+    ({'head_scale': [[0, 1, 1, 1]] * 2}, 'above 0'),
+    ({'head_scale': [['1.2', 1, 1, 1]] * 2}, 'numbers'),
+    ({'head_scale': [[True, 1, 1, 1]] * 2}, 'numbers'),
+    ({'head_gian': [[1, 1, 1, 1]] * 2}, "'head_gain'"), ({'zzz': 1}, 'Remove it'),
+], ids=str)
+def test_scale_file_is_checked_as_the_command_line_is(tmp_path, loaded, changes, named):
+    model, info = loaded
+    path = write(tmp_path / 'scale.json', info, **changes)
+    refuses(named, apply_scale, model, path, info)
+
+
+def test_scale_file_edited_by_hand_says_so_and_is_used(tmp_path, loaded, capsys):
+    model, info = loaded
+    note.cache_clear()
+    rows = [[1.5, 1.25, 1.5, 2.0], [3.0, 0.12, 0.07, 1.6]]
+    for changes, said in ({}, False), ({'head_scale': rows}, True):
+        apply_scale(model, write(tmp_path / 'scale.json', info, **changes), info, lambda line: None)
+        assert ('changed after it was tuned' in capsys.readouterr().out) == said
+    near(model.head_scale, rows, atol=1e-6)
+
+
+def test_a_vector_that_the_registry_does_not_have_is_not_lost_in_silence(tmp_path, loaded):
+    _, info = loaded
+    with pytest.raises(ValueError, match='blocks.0.attn.temperature'):
+        save_scale(tmp_path / 'scale.json', info,
+                   {64: scale_set(SCALES) | {'blocks.0.attn.temperature': torch.ones(4)}}, 'head')
+
+
 # ---------------------------------------------------------------------- sets by length
 
 @pytest.fixture
@@ -144,6 +186,12 @@ def with_sets(tmp_path, loaded):
     save_scale(path, info, {T: vectors(x, model) for T, x in ((16, 1.2), (64, 2.0))}, 'head')
     assert apply_scale(model, str(path), info) == 'scale_sets'
     return model
+
+
+def test_another_scale_takes_the_place_of_sets(with_sets, loaded):
+    apply_scale(with_sets, 3.0, loaded[1], lambda line: None)
+    with_sets(torch.arange(64)[None] % 11)
+    assert with_sets.scale_sets is None and torch.equal(with_sets.head_scale, 3 * ONES)
 
 
 @pytest.mark.parametrize('total, value', [

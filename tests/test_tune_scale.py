@@ -28,12 +28,14 @@ from conftest import (
 )
 from torch.distributed.run import get_args_parser
 
+import position
 import tune_scale
 from configurator import settings
 from lib import checkpoints
 from lib.devices import learning_rate_at
 from lib.scales import apply_scale, save_scale
 from lib.tokens import Windows
+from model import VECTORS
 from tune_scale import first_scale, fit_scale, search_uniform, tune_vectors
 
 RECIPE = {
@@ -130,6 +132,35 @@ def test_only_the_vectors_named_by_tune_move_and_the_loss_falls(cpu, recipe, mod
     for name, p in model.named_parameters():
         assert torch.equal(p, before[name]) != name.endswith(endings), name
     assert model(tokens[:, :-1], tokens[:, 1:]).mean() < loss
+
+
+class KeyGain(position.NoPE):
+    """A vector of one's own: the keys of each head times a gain."""
+    vectors = {'key_gain': position.Vector('key_gain', neutral=1.0, rate=0.3)}
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.key_gain = torch.nn.Parameter(torch.ones(config.n_kv_head, 1), requires_grad=False)
+
+    def turn(self, q, k, place):
+        return q, (k * self.key_gain[:, None]).to(k.dtype)
+
+
+def test_a_vector_of_ones_own_is_tuned_saved_read_back_and_measured(tuned, tmp_path, monkeypatch):
+    """A NoPE model that knows nothing of it is read with it."""
+    monkeypatch.setitem(position.METHODS, 'key_gain', KeyGain)
+    monkeypatch.setitem(VECTORS, 'key_gain', KeyGain.vectors['key_gain'])
+    command = STEPS + '--init_scale=1 --position=key_gain --tune=key_gain --label=own'
+    stage_here('tune_scale', *on(tuned[0], tmp_path, f'--n_samples=4 --compile=False {command}'))
+    path = tmp_path / 'scale_head_128_own.json'
+    gains = list(read(path)['key_gain'].values())
+    assert np.abs(np.array(gains) - 1).min() > 0.1
+    untuned, info = checkpoints.load_model(tuned[0] / 'last.pt', '', 'cpu', 'key_gain')
+    model, _ = checkpoints.load_model(tuned[0] / 'last.pt', '', 'cpu', 'key_gain')
+    apply_scale(model, str(path), info)
+    tokens = torch.arange(64)[None]
+    assert (model(tokens) - untuned(tokens)).abs().max() > 1e-3
+    near(torch.stack([block.attn.position.key_gain for block in model.blocks])[..., 0], gains, 1e-7)
 
 
 def test_loss_that_is_not_finite_stops_tuning_and_says_where(cpu, recipe, model, text):
