@@ -174,7 +174,8 @@ def read_scale_file(path, model, info):
     with fault_of(path, 'a scale file, which has head_scale, weights_digest and target_length',
                   'Make one with tune_scale.py.'):
         data = json.loads(Path(path).read_text(encoding='utf-8'))
-        tuned_for, sets, found = data['weights_digest'], {}, sets_of(data, path)
+        found, sets = sets_of(data, path), {}
+        require_same_weights(data, path, info)
         for one in found:
             sets[one['target_length']] = vectors_from_json(one, path, model)
         if not sets or not all(type(T) is int and T > 0 for T in sets):
@@ -185,7 +186,12 @@ def read_scale_file(path, model, info):
             for name, scale in vectors.items():
                 if name.endswith('head_scale'):
                     above_zero(scale, f'{name} in {path}')
-    if tuned_for != info['digest']:
+    return data, sets
+
+
+def require_same_weights(data, path, info):
+    """Refuse a scale file of other weights, or of a model that was read in another way."""
+    if data['weights_digest'] != info['digest']:
         raise UserError(f"{path} was tuned for other weights than {info['path']}. Tune it again "
                         'for this checkpoint.')
     for setting, key in (('position', 'position_method'), ('rope_scaling', 'rope_scaling')):
@@ -193,7 +199,6 @@ def read_scale_file(path, model, info):
         if tuned_as not in (read_as, None):
             raise UserError(f"{path} was tuned with {setting} '{tuned_as}', but {info['path']} is "
                             f"read with '{read_as}'. Add --{setting}={tuned_as}.")
-    return data, sets
 
 
 # ---------------------------------------------------------------------- in a model
