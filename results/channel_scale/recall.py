@@ -5,7 +5,7 @@ inputs of 4L, all with the same samples, and answer inputs of L to 16L. The mode
 too: a copy of L symbols is 2L tokens, so attention was trained at up to 2L tokens, and a context is
 cut to so many.
 
-$ python -m results.channel_scale.recall   # 21 minutes of one core for a seed, 8 of them training
+$ python -m results.channel_scale.recall   # 16 minutes of one core for a seed, 6 of them training
 
 Goes on where it was stopped. Writes results/channel_scale/recall.json
 """
