@@ -123,14 +123,16 @@ def lower_by(name):
     return share
 
 
-def che(printed, method, task, part='outside'):
-    """Accuracy past the length of training, a file for each seed."""
-    files = [f'che_small/{method}_{seed}_{task}.json' for seed in SEEDS]
+def che_files(method, task):
+    return [f'che_small/{method}_{seed}_{task}.json' for seed in SEEDS]
 
+
+def che(printed, method, task):
+    """Accuracy past the length of training, a file for each seed."""
     def accuracies(*found):
-        shares = [one['tasks'][task.removesuffix('_near')][part] for one in found]
+        shares = [one['tasks'][task.removesuffix('_near')]['outside'] for one in found]
         return spread(shares) if '±' in printed else mean(shares)
-    return printed, files, accuracies
+    return printed, che_files(method, task), accuracies
 
 
 def passkeys(printed, name, length, formula=mean):
@@ -278,7 +280,8 @@ PLACES = {
         che('78 ± 5%', 'kerple_dape3', 'missing_duplicate_near'),
         che('64 ± 2%', 'rope', 'missing_duplicate_near'),
         che('67 ± 17%', 'kerple', 'missing_duplicate_near'),
-        ('three', VECTORS, lambda table: len(SEEDS)),
+        ('three', che_files('rope', 'even_pairs'),
+         lambda *found: len({one['settings']['seed'] for one in found})),
         # 8
         passkeys('1%', 'nope', 1024),
         passkeys('75%', VECTORS_FAST, 1024),
