@@ -174,7 +174,9 @@ def print_report(report):
     print(' ' * 22 + '        L       2L       4L  gain at 4L    reach   scales')
     for name, method in report['methods'].items():
         rows = list(method['at'].values())
-        losses = ''.join(f'{row["loss"]:9.3f}' for row in rows) + f'{rows[-1]["gain"]:12.3f}'
+        untuned = report['methods']['RoPE' if name == 'RoPE' else 'NoPE']
+        gain = list(untuned['at'].values())[-1]['cut_loss'] - rows[-1]['loss']
+        losses = ''.join(f'{row["loss"]:9.3f}' for row in rows) + f'{gain:12.3f}'
         low, high = method['scale']
         scales = f'{low:.2f} to {high:.2f}' if low < high else f'{low:.2f}'
         print(f'{name:22}{losses}{method["reach"]:9d}   {scales}')

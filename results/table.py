@@ -167,9 +167,9 @@ def line_of(row, paper, s):
     if 'delta_p' in row:
         line[f'Delta P at {s.lengths[-1]}'] = f"{row['delta_p'][-1]:+.2f}"
     if 'gain' in row:
-        line[f'gain at {s.lengths[-1]}'] = f"{row['gain'][-1]:+.3f}"
+        line[f'own gain at {s.lengths[-1]}'] = f"{row['gain'][-1]:+.3f}"
         if 'gain_sd' in row:
-            line[f'gain at {s.lengths[-1]}'] += f" ± {row['gain_sd'][-1]:.3f}"
+            line[f'own gain at {s.lengths[-1]}'] += f" ± {row['gain_sd'][-1]:.3f}"
     if len(row['losses']) > 1:
         line['best'] = ', '.join(row['best'])
     return line

@@ -7,7 +7,7 @@ $ python -m pytest tests/test_channel_recall.py
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, as_stage, near, refuses, stage_here
+from conftest import ROOT, near
 
 import che
 from results.channel_scale import recall
@@ -20,9 +20,10 @@ TINY = ('--n_layer=2 --n_head=2 --n_embd=16 --n_hidden=16 --max_iters=4 --length
 def measured(tmp_path_factory):
     """recall.measure() of a small model, each method tuned for 30 steps; and its losses."""
     folder, tunings, before = tmp_path_factory.mktemp('recall'), [], dict(vars(che))
-    stage_here('che', ROOT / 'config/recall.py', *TINY, f'--out_dir={folder}/7/none_recall')
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in ('models', folder), ('max_iters', 30), ('n_test', 64), ('RATE', 1e-2):
+        patch.chdir(ROOT)
+        for name, value in {'out_dir': folder, 'max_iters': 30, 'n_test': 64, 'RATE': 1e-2,
+                            'TRAINING': [*recall.TRAINING, *TINY]}.items():
             patch.setattr(recall, name, value)
         tune = recall.tune
 
@@ -60,28 +61,38 @@ def test_each_tuning_changes_what_it_names_alone_and_lowers_the_loss(measured):
 
 def test_every_row_has_a_share_for_each_length(measured):
     found, _ = measured
-    assert set(found['right']) == {'nothing', 'nothing, context cut to L', 'uniform scale',
+    assert set(found['right']) == {'nothing', 'nothing, context cut', 'uniform scale',
                                    'every weight', *recall.TUNED}
     assert found['uniform_scale'] in np.arange(10, 25) / 10
     for shares in found['right'].values():
         assert len(shares) == 5 and all(0 <= share <= 1 for share in shares)
 
 
-def test_cut_context_is_the_last_L_symbols_of_each_question(measured):
+def test_cut_context_is_the_longest_of_training_which_is_a_copy_of_L_symbols(measured):
+    found, _ = measured
     model = che.new_model(recall.TASK, {name: vars(che)[name] for name in che.MODEL}).eval()
+    T = 16 + 1 + 15  # the symbols, an empty token, and all but the last of their copy
+    assert found['cut_tokens'] == T
     [(tokens, answers)] = recall.samples('test', 1, 64, 64)
     n = answers.shape[1]
     with torch.no_grad():
         cut = recall.answer_cut(model, tokens, n)
         for k in range(n):
             end = 64 - n + 1 + k
-            near(cut[:, k], model(tokens[:, end - 16:end])[:, -1], atol=1e-5)
+            near(cut[:, k], model(tokens[:, end - T:end])[:, -1], atol=1e-5)
         assert (cut - recall.answer(model, tokens, n)).abs().max() > 1e-4
-        near(recall.answer_cut(model, tokens[:, -16:], 4), model(tokens[:, -16:])[:, -4:], 1e-5)
+        near(recall.answer_cut(model, tokens[:, -T:], 4), model(tokens[:, -T:])[:, -4:], 1e-5)
 
 
-def test_a_model_that_is_missing_is_named_before_work(monkeypatch, tmp_path):
-    monkeypatch.setattr(recall, 'models', tmp_path)
-    monkeypatch.setattr(recall, 'out_dir', tmp_path)
-    with as_stage('recall', []):
-        refuses('1337/none_recall/che.json does not exist', recall.main)
+def test_cut_context_holds_an_answer_where_its_key_and_value_are_in_it(measured):
+    found, _ = measured
+    assert found['held_by_cut'][:2] == [1, 1]  # up to 32 symbols nothing is cut
+    [(tokens, answers)] = recall.samples('test', 7, 64, 64)
+    held = []
+    for row, values in zip(tokens.tolist(), answers.tolist()):
+        for k, value in enumerate(values):
+            end = 64 - len(values) + 1 + k
+            context = row[end - 32:end]
+            pairs = zip(context[:-1], context[1:])
+            held.append((context[-1], value) in pairs)
+    near(found['held_by_cut'][2], np.mean(held), atol=1e-6)

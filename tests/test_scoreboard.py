@@ -10,8 +10,9 @@ from results.scoreboard import table
 
 def row_file(key, seed, loss):
     """What a row and seed measured, as far as the table takes it."""
-    text = [{'loss': loss}, {'loss': loss}, {'cut_loss': 1.5, 'gain': -0.25}, {'loss': loss}]
-    return {'seed': seed, 'tuned_numbers': 0, 'text': text, 'repeats': [{'gain': -0.5}]}
+    past_L = {'loss': loss, 'cut_loss': 1.5, 'gain': 1.5 - loss}
+    return {'seed': seed, 'tuned_numbers': 0, 'repeats': [past_L],
+            'text': [{'loss': loss}, {'loss': loss}, past_L, {'loss': loss}]}
 
 
 def test_what_is_there_is_not_measured_again_and_what_another_process_has_comes_last(
@@ -50,11 +51,29 @@ def test_a_row_is_the_mean_and_the_spread_of_its_seeds(monkeypatch, tmp_path, ca
     none, t5 = table.collect()
     assert none['seeds'] == [1, 3] and none['loss at L']['mean'] == 1.5
     near(none['loss at L']['sd'], 0.5 ** 0.5)
-    assert t5['gain at 8L'] == {'mean': -0.25, 'sd': None} and 'recall at L' not in t5
+    assert t5['own gain at 8L'] == {'mean': -1.5, 'sd': None} and 'recall at L' not in t5
     table.print_table([none, t5])
     lines = capsys.readouterr().out.splitlines()
     assert lines[2].startswith('| NoPE | 0 |  | 2 | 1.500 ± 0.707 |')
     assert lines[3].startswith('| T5 bias | 0 |  | 1 | 3.000 |')
+
+
+def test_a_gain_is_over_the_cut_context_of_the_model_that_was_not_tuned(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(table, 'seeds', [1, 2])
+    table.result_file('none', 1).parent.mkdir(parents=True)
+    for seed in 1, 2:
+        save_json(table.result_file('none', seed), row_file('none', seed, 4.0))
+        tuned = row_file('weights', seed, 2.0 + seed)
+        for row in tuned['text'][2], tuned['repeats'][0]:
+            row.update(cut_loss=3.0, gain=1.0 - seed)  # tuning made its cut context worse
+        save_json(table.result_file('weights', seed), tuned)
+    save_json(table.result_file('yarn', 1), row_file('yarn', 1, 2.0))  # RoPE was not measured
+    none, weights, yarn = table.collect()
+    for at in 'at 8L', 'at far repeats':
+        assert none[f'gain {at}'] == none[f'own gain {at}'] == {'mean': -2.5, 'sd': 0}
+        assert weights[f'gain {at}']['mean'] == -2 and weights[f'own gain {at}']['mean'] == -0.5
+        assert f'gain {at}' not in yarn and yarn[f'own gain {at}']['mean'] == -0.5
 
 
 def test_an_unknown_row_or_size_is_refused(monkeypatch):

@@ -1,10 +1,11 @@
 """
 A scale per head, per channel and other small vectors on a task whose answers lie beyond L:
 associative recall. NoPE models that learned it from inputs of up to L = 16 symbols are tuned on
-inputs of 4L, all with the same samples, and answer inputs of L to 16L.
+inputs of 4L, all with the same samples, and answer inputs of L to 16L. The models learned to copy,
+too: a copy of L symbols is 2L tokens, so attention was trained at up to 2L tokens, and a context is
+cut to so many.
 
-$ METHODS=none bash results/scoreboard/run.sh   # first, for the models
-$ python -m results.channel_scale.recall        # 13 minutes of one busy core for a seed
+$ python -m results.channel_scale.recall   # 16 minutes of one core for a seed, 6 of them training
 
 Goes on where it was stopped. Writes results/channel_scale/recall.json
 """
@@ -17,24 +18,24 @@ import torch
 
 import che
 from configurator import configure, settings
-from demo import read
+from demo import read, run
 from lib.checksums import load_whole
 from lib.devices import learning_rate_at, setup
-from lib.errors import ROOT, UserError
+from lib.errors import ROOT
 from lib.plots import write_result
 from lib.results import save_json
 from results.channel_scale.table import over_seeds, show
 from tune_scale import vectors_of
 
-models = 'out/scoreboard/small'  # SEED/none_recall is a run of che.py config/recall.py
-out_dir = 'out/channel_recall'   # what a seed gave is kept there
+out_dir = 'out/channel_recall'   # SEED/ is a run of che.py, SEED.json what its model gave
 seeds = [1337, 1338, 1339]
 max_iters = 200                  # steps of tuning, each with 64 samples
 n_test = 512                     # samples of each length
 
-L = 16
-LENGTHS = [L, 2 * L, 4 * L, 8 * L, 16 * L]
+L = 16                           # the longest input of training, in symbols
+LENGTHS = [L, 2 * L, 4 * L, 8 * L, 16 * L]  # in symbols, each of which is a token of recall
 TASK = 'recall+copy'             # what the models have learned
+TRAINING = ['config/recall.py', f'--train_length={L}']
 # {what is tuned: {kind of vector, as in tune_scale.py: rate}}
 TUNED = {
     'scale per head': {'scale': 0.1},
@@ -61,12 +62,28 @@ def answer(model, tokens, n):
 
 
 def answer_cut(model, tokens, n):
-    """The same, each read in a context cut to the last L tokens."""
-    if tokens.shape[1] <= L:
+    """The same, each read in a context cut to the longest of training: block_size tokens."""
+    T = model.config.block_size
+    if tokens.shape[1] <= T:
         return answer(model, tokens, n)
     ends = tokens.shape[1] - n + 1 + torch.arange(n)
-    contexts = tokens[:, ends[:, None] - L + torch.arange(L)]         # (64, n, L)
+    contexts = tokens[:, ends[:, None] - T + torch.arange(T)]         # (64, n, T)
     return model(contexts.flatten(0, 1), tail=1).unflatten(0, (-1, n))[:, :, 0]
+
+
+def share_held(seed, T):
+    """The share of answers whose key and value stand in the last T tokens, at each of LENGTHS."""
+    shares = []
+    for length in LENGTHS:
+        held = []
+        for tokens, answers in samples('test', seed, length, n_test):
+            n = answers.shape[1]
+            asked = tokens[:, -n:]                                            # keys, (64, n)
+            pair = (tokens[:, None] == asked[..., None]).int().argmax(-1)     # where a key is first
+            ends = length - n + 1 + torch.arange(n)
+            held.append((pair >= ends - T).float().mean())
+        shares.append(torch.stack(held).mean().item())
+    return shares
 
 
 @torch.no_grad()
@@ -113,8 +130,13 @@ def tune(model, groups, seed, clamp=None):
 
 
 def measure(seed):
-    """{what was tuned: the share of answers right at each of LENGTHS}, the scale, the numbers."""
-    folder = f'{models}/{seed}/none_recall'
+    """
+    {what was tuned: the share of answers right at each of LENGTHS}, the scale, the numbers, and the
+    cut context: its tokens and the share of answers that it holds. Trains what is not there yet.
+    """
+    folder = f'{out_dir}/{seed}'
+    if not Path(folder, 'che.json').exists():
+        run('che.py', *TRAINING, f'--seed={seed}', f'--out_dir={folder}')
     chosen = read(f'{folder}/che.json')['settings']
     vars(che).update(chosen)  # its functions take their settings from there
     weights = load_whole(Path(folder, f'{TASK}.pt'), 'Train it again.')['model']
@@ -125,8 +147,9 @@ def measure(seed):
         return model.eval()
 
     model = trained()
+    cut = model.config.block_size
     found = {'nothing': share_right(model, seed),
-             'nothing, context cut to L': share_right(model, seed, answer_cut)}
+             'nothing, context cut': share_right(model, seed, answer_cut)}
     scale = model.head_scale = best_uniform(model, seed)
     found['uniform scale'], numbers = share_right(model, seed), {}
     for name, rates in TUNED.items():
@@ -144,16 +167,12 @@ def measure(seed):
     weights_of = [p for p in model.parameters() if p.requires_grad]  # all but scales and gains
     numbers['every weight'] = tune(model, [{'params': weights_of, 'rate': RATE}], seed)
     found['every weight'] = share_right(model, seed)
-    return {'right': found, 'uniform_scale': scale, 'numbers': numbers}
+    return {'right': found, 'uniform_scale': scale, 'numbers': numbers, 'cut_tokens': cut,
+            'held_by_cut': share_held(seed, cut)}
 
 
 def main():
     began, runtime, found = time.perf_counter(), setup('cpu', 'float32'), []
-    for seed in seeds:
-        model = Path(models, str(seed), 'none_recall/che.json')
-        if not (model.exists() or Path(out_dir, f'{seed}.json').exists()):
-            raise UserError(f'{model} does not exist. Train the model first: METHODS=none bash '
-                            'results/scoreboard/run.sh')
     for seed in seeds:
         path = Path(out_dir, f'{seed}.json')
         if not path.exists():
@@ -162,11 +181,14 @@ def main():
     result = {'stage': 'channel_recall', 'block_size': L, 'target_length': 4 * L,
               'lengths': LENGTHS, 'seeds': seeds, 'numbers': found[0]['numbers'],
               'uniform_scale': [one['uniform_scale'] for one in found],
+              'cut_tokens': found[0]['cut_tokens'],
+              'held_by_cut': over_seeds([one['held_by_cut'] for one in found]),
               'right': {name: over_seeds([one['right'][name] for one in found])
                         for name in found[0]['right']}}
     print('share of answers right at', LENGTHS, 'when this was tuned at', 4 * L)
     for name, cell in result['right'].items():
         print(show(name, cell))
+    print(show('held by the cut context', result['held_by_cut']))
     write_result(ROOT / 'results/channel_scale/recall', result, settings(globals()), runtime, began)
 
 

@@ -175,7 +175,11 @@ def main():
     print('loss at', LENGTHS, 'when this was tuned at', 4 * L)
     for name, cell in result['losses'].items():
         print(show(name, cell))
-    print('gain from beyond L at the same lengths')
+    print('gain at the same lengths over the cut context of the untuned model')
+    cut = np.array(result['losses']['NoPE, cut to L']['each'])
+    for name, cell in result['losses'].items():
+        print(show(name, over_seeds(cut - cell['each'])))
+    print('own gain, over the cut context of the same model with what was tuned')
     for name, cell in result['gains'].items():
         print(show(name, cell))
     print(show('\nstandard deviation of the scales: of the means of heads, within a head',

@@ -23,6 +23,7 @@ out_dir = 'out/demo_seeds'
 SEEDS = [1337, 1338, 1339, 1340, 1341]
 seeds = SEEDS
 FAMILIES = 'NoPE', 'uniform', 'head', 'vectors'  # in the order that the demo claims
+NUMBERS = ('mean', 'sd'), ('gain', 'gain_sd'), ('own_gain', 'own_gain_sd')  # of a row, over seeds
 
 
 def measure(seed, folder):
@@ -44,9 +45,12 @@ def measure(seed, folder):
 
 
 def numbers(methods, family, T):
-    """Loss and gain at T of NoPE, also with its context cut to L, or of what was made for T."""
+    """
+    Of NoPE at T, also with its context cut to L, or of what was made for T: its loss, its gain over
+    the cut context of untuned NoPE, and over its own.
+    """
     row = methods[family if family in ('NoPE', 'cut') else f'{family} {T}'][T]
-    return row['loss'], row.get('gain', 0)
+    return row['loss'], methods['cut'][T]['loss'] - row['loss'], row.get('gain', 0)
 
 
 def mean_and_sd(values):
@@ -69,12 +73,15 @@ def main():
     rows = []
     for T in lengths:
         for family in (*FAMILIES, 'cut') if T != lengths[0] else ('NoPE',):
-            losses, gains = zip(*[numbers(methods, family, T) for methods in found.values()])
-            (mean, sd), (gain, gain_sd) = mean_and_sd(losses), mean_and_sd(gains)
-            rows.append({'length': int(T), 'method': family, 'mean': mean, 'sd': sd,
-                         'gain': gain, 'gain_sd': gain_sd})
-            print(f'{T:>6} {family:10} {mean:.3f} ± {sd or 0:.3f}, '
-                  f'gain {gain:.3f} ± {gain_sd or 0:.3f}')
+            row, each = {'length': int(T), 'method': family}, []
+            for methods in found.values():
+                each.append(numbers(methods, family, T))
+            line = f'{T:>6} {family:8}'
+            for (mean, sd), values in zip(NUMBERS, zip(*each)):
+                row[mean], row[sd] = mean_and_sd(values)
+                line += f'  {mean} {row[mean]:.3f} ± {row[sd] or 0:.3f}'
+            rows.append(row)
+            print(line)
     in_order = {}
     for seed, methods in found.items():
         columns = [[numbers(methods, family, T)[0] for family in FAMILIES] for T in lengths[1:]]

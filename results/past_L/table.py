@@ -54,7 +54,7 @@ TITLES = {'untuned': 'untuned', 'uniform': 'uniform scale', 'head': 'head scales
 # ---------------------------------------------------------------------- one model and seed
 
 def readings_of(model, folder):
-    """{name: arguments of eval_ppl.py}, each scale file made by tune_scale.py if it is not there."""
+    """{name: arguments of eval_ppl.py}. Makes the scale files that are not there."""
     if model == 'rope':
         return {'untuned': '', 'yarn': '--rope_scaling=yarn:8'}
     readings = {'untuned': ''}

@@ -198,20 +198,43 @@ def work_on(todo):
 
 # ---------------------------------------------------------------------- the table
 
+def untuned(key):
+    """The row of the model that a row began from: as it was trained, nothing tuned or rescaled."""
+    return ROWS[key].init or ROWS[key].model
+
+
+def with_gains(key, seed):
+    """
+    What the file of a row and seed holds, and beside each `gain` a `gain_over_untuned`: the loss of
+    the untuned model with its context cut to L, minus the row's loss with all of it. None where the
+    untuned model was not measured.
+    """
+    found, file = read(result_file(key, seed)), result_file(untuned(key), seed)
+    first = read(file) if file.exists() else None
+    for part in 'text', 'repeats':
+        for k, row in enumerate(found[part]):
+            if 'cut_loss' in row:
+                cut_worse = first and row['cut_loss'] - first[part][k]['cut_loss']
+                row['gain_over_untuned'] = first and row['gain'] - cut_worse
+    return found
+
+
 def column(found, *path):
     for key in path:
         found = found[key]
     return found
 
 
-# Headings, and where in the file of a row and seed the number stands.
+# Headings, and where in what with_gains() returns the number stands.
 COLUMNS = {
     'loss at L': ('text', 0, 'loss'),
     'loss at 4L': ('text', 1, 'loss'),
     'loss at 16L': ('text', 3, 'loss'),
     'cut at 8L': ('text', 2, 'cut_loss'),
-    'gain at 8L': ('text', 2, 'gain'),
-    'gain at far repeats': ('repeats', 0, 'gain'),
+    'gain at 8L': ('text', 2, 'gain_over_untuned'),
+    'own gain at 8L': ('text', 2, 'gain'),
+    'gain at far repeats': ('repeats', 0, 'gain_over_untuned'),
+    'own gain at far repeats': ('repeats', 0, 'gain'),
     'recall at L': ('recall', 'accuracy', 0),
     'recall at 4L': ('recall', 'accuracy', 2),
     'recall at 16L': ('recall', 'accuracy', 3),
@@ -225,8 +248,7 @@ def collect():
     rows, steps = [], Path(f'results/scoreboard/{size}_steps.json')
     ratios = read(steps)['ratios'] if steps.exists() else {}
     for key, row in ROWS.items():
-        files = [result_file(key, seed) for seed in seeds]
-        runs = [read(file) for file in files if file.exists()]
+        runs = [with_gains(key, seed) for seed in seeds if result_file(key, seed).exists()]
         if not runs:
             continue
         found = {'row': key, 'title': row.title, 'family': row.family,
@@ -234,8 +256,8 @@ def collect():
                  'seeds': [run['seed'] for run in runs],
                  'step': ratios.get(row.model)}
         for heading, path in COLUMNS.items():
-            if runs[0].get(path[0]):
-                values = [column(one, *path) for one in runs]
+            values = [column(one, *path) for one in runs if one.get(path[0])]
+            if values and None not in values:
                 sd = statistics.stdev(values) if len(values) > 1 else None
                 found[heading] = {'mean': statistics.mean(values), 'sd': sd}
         rows.append(found)
