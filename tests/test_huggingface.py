@@ -558,7 +558,7 @@ def test_a_model_without_scales_comes_back_bit_for_bit(tmp_path):
 def test_what_a_stock_model_has_no_place_for_is_not_exported(tmp_path):
     for changes in ({'position': 'alibi'}, {'position': 'rope,alibi'}, {'dape_kernel': 3},
                     {'position': 'rope', 'rope_share': 0.5}, {'position': 'rope', 'rope_window': 8},
-                    {'position': 'rope', 'random_positions': 64}):
+                    {'position': 'rope', 'random_positions': 64}, {'short_conv': 4}):
         name, value = list(changes.items())[-1]
         model = random_model(vocab_size=257, **changes)
         refuses(f'{name} {value}', export, tmp_path / 'hf', model)

@@ -79,6 +79,13 @@ def test_initial_weights_have_tinyllamas_standard_deviations():
         assert abs(p.mean().item()) < 0.001, name
 
 
+def test_short_convolutions_start_between_minus_a_half_and_a_half():
+    model = random_model(short_conv=4, n_embd=256, n_head=8)
+    taps = torch.stack([block.attn_conv.w for block in model.blocks])
+    assert taps.shape == (2, 4, 256) and taps.abs().max() <= 0.5
+    assert taps.std().item() == pytest.approx(1 / math.sqrt(12), rel=0.05)
+
+
 # ---------------------------------------------------------------------- what it computes
 
 @pytest.mark.parametrize('n_kv_head, T', [(1, 2), (4, 45), (2, 300)])

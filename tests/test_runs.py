@@ -251,6 +251,14 @@ def test_two_compiled_ranks_train_what_one_plain_process_does(runs, dtype, speed
 
 
 @pytest.mark.slow
+def test_short_convolutions_learn_the_same_compiled_on_two_ranks_sharded_and_recomputed(runs):
+    command = '--short_conv=3 --micro_batch_size=1 --max_iters=3'
+    plain = runs.train('conv_plain', command)
+    for name, speed in ('conv_ddp', ''), ('conv_fsdp', '--fsdp=True --checkpoint_activations=True'):
+        assert_close_runs(on_two_ranks(runs, name, f'{command} --compile=True {speed}'), plain)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize('position', ['none', 'kerple'])
 def test_a_compiled_run_that_recomputes_activations_trains_what_a_plain_one_does(runs, position):
     """And one that is resumed is the same to the last bit."""

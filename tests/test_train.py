@@ -96,6 +96,17 @@ def test_the_log_has_the_attention_entropy_of_validation_windows(plain, corpus_d
     near(entropy[12], plain_entropy(model, windows[:, :-1]).mean(), atol=1e-4)
 
 
+def test_weight_decay_is_for_every_weight_but_short_convolutions(runs):
+    """Both runs follow the same gradients for one step; the decay is what tells them apart."""
+    plain, decayed = (load(runs.train(f'decay_{decay}', f'--short_conv=3 --max_iters=1 '
+                                      f'--warmup_iters=0 --weight_decay={decay}'))['model']
+                      for decay in (0.0, 0.5))
+    for name, weight in plain.items():
+        is_trained = not name.endswith(('head_scale', 'head_gain'))
+        stays = torch.equal(weight, decayed[name])
+        assert stays == (name.endswith('conv.w') or not is_trained), name
+
+
 def test_best_pt_holds_the_lowest_validation_loss(runs, plain):
     loss = log_rows(plain)
     assert loss[1] == pytest.approx(math.log(257), abs=0.5)  # it knows nothing of 257 tokens yet
@@ -166,7 +177,8 @@ def test_a_validation_loss_too_large_for_a_perplexity_is_no_crash(runs):
 
 # ---------------------------------------------------------------------- resuming
 
-@pytest.mark.parametrize('more', ['--position=rope', '--position=rope --random_positions=64'])
+@pytest.mark.parametrize('more', ['--position=rope', '--position=rope --random_positions=64',
+                                  '--short_conv=3'])
 def test_runs_in_two_parts_equal_unbroken_ones(runs, more):
     whole = runs.train(f'whole{len(more)}', f'{more} --max_iters=6')
     runs.train(f'parts{len(more)}', f'{more} --max_iters=3')
