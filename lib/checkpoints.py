@@ -341,7 +341,8 @@ class Run:
         to measure it again; and its picture. A stage may write several results.
         """
         what = {'stage': stage, 'label': self.label,
-                'position_method': self.model.config.position, 'block_size': self.L,
+                'position_method': self.model.config.position,
+                'short_conv': getattr(self.model.config, 'short_conv', 0), 'block_size': self.L,
                 'trained_length': self.model.config.trained_length,
                 'checkpoint': self.info['path'], 'weights_digest': self.info['digest'],
                 'scale': self.scale, 'identity': self.identity}

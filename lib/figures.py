@@ -23,6 +23,9 @@ NAMES = {
     'rope': 'RoPE',
     'alibi': 'ALiBi',
     'nape': 'NAPE',
+    'nape_ssmax': 'NAPE with SSMax',
+    'window': 'Window and sinks',
+    'sink': 'Sink logit',
     'kerple': 'Kerple',
     'fire': 'FIRE',
     't5': 'T5 bias',
@@ -97,6 +100,8 @@ def curve_name(result):
     name = method_name(result['position_method'])
     if result.get('dape_kernel'):
         name += ' + DAPE'
+    if result.get('short_conv'):
+        name += ' + short convolution'
     label = result.get('label') or result.get('settings', {}).get('label')
     return f'{name}, {label}' if label else name
 
