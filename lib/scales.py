@@ -25,10 +25,10 @@ from model import VECTORS, small_vectors, vector_of
 
 # What a scale file may have beside its vectors: the entries of any result, and tune_scale.py's own.
 ENTRIES = set("""sets target_length method block_size position_method short_conv rope_scaling
-    weights_digest numbers_digest stage dataset label trained_length checkpoint scale identity command settings
-    commit versions device dtype seconds lengths best_by_length searches fit_a init_scale losses
-    curve_length position curves cut samples last_entropy worse_than_start tuned_numbers
-    tuning_tokens
+    weights_digest numbers_digest stage dataset label trained_length checkpoint
+    scale identity command settings commit versions device dtype seconds lengths
+    best_by_length searches fit_a init_scale losses curve_length position curves cut
+    samples last_entropy worse_than_start tuned_numbers tuning_tokens
     """.split())
 
 
