@@ -1,8 +1,10 @@
 """The scoreboard's rows: shared between processes, gone on with after a stop, and averaged."""
 
 import pytest
-from conftest import near, read
+from conftest import ROOT, near, read
 
+import train
+from configurator import run_config, settings
 from lib.errors import UserError
 from lib.results import lock_file, save_json, unlock_file
 from results.scoreboard import table
@@ -82,3 +84,14 @@ def test_an_unknown_row_or_size_is_refused(monkeypatch):
             patch.setattr(table, name, value)
             with pytest.raises(UserError, match=str(value).strip("[]'")):
                 table.main()
+
+
+@pytest.mark.parametrize('path', ['config/scoreboard.py', 'config/code.py'])
+def test_the_recipe_of_a_study_leans_on_no_default_of_train(path):
+    source = (ROOT / 'train.py').read_text()
+    section = source[source.index('# data\n'):source.index('# machine\n')]
+    recipe = {name for name in settings(vars(train)) if f'\n{name} = ' in section
+              or f'\n{name}: ' in section}
+    assert {'dataset', 'n_layer', 'learning_rate', 'lr_decay_iters'} <= recipe
+    rows = {'short_conv', 'short_conv_at'}  # what a row of the study is about
+    assert recipe - rows <= set(run_config(path))

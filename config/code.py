@@ -1,0 +1,21 @@
+# 1.05M parameters on Python source, L = 128 tokens, for results/past_L: the whole recipe, so that
+# no default of train.py changes it. First: python data/code/prepare.py
+# NoPE with a short convolution, which lets it read past L: --short_conv=4
+dataset = 'code'
+block_size = 128
+batch_size = 16
+micro_batch_size = 16
+n_layer = 4
+n_head = 8
+n_kv_head = 4
+n_embd = 128
+n_hidden = 384
+max_iters = 5000             # 10M tokens
+warmup_iters = 100
+min_lr = 0.0
+weight_decay = 0.1
+beta1 = 0.9
+beta2 = 0.95
+grad_clip = 1.0
+eval_interval = 1000
+dtype = 'float32'
