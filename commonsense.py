@@ -193,7 +193,7 @@ def main():
     if not tasks:
         raise UserError('tasks is empty. Name one at least.')
     between(globals(), 1, 'batch_size', 'limit', 'read_length')
-    run = Run(settings(globals()))
+    run = Run(settings(globals()), 'commonsense')
     from lm_eval import simple_evaluate
     harness = Harness(run.model, run.encoding, run.runtime)
     source = run.settings['init_from'].removeprefix('hf:').partition('@')[0]

@@ -214,7 +214,7 @@ def main():
     between(globals(), 1, 'beams', 'batch_size', 'max_samples')
     folder = Path(data) if Path(data).is_dir() else ROOT / data
     asked = {name: read_task(folder, name) for name in TASKS if name in (tasks or TASKS)}
-    run = Run(settings(globals()))
+    run = Run(settings(globals()), 'longbench')
     length = context or run.L
     for name, task in asked.items():
         if length < task.max_new_tokens + 2:  # a first and a last token

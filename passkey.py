@@ -132,7 +132,7 @@ def main():
     if protocol not in ('exact', 'paper'):
         raise UserError(f"protocol is '{protocol}'. Choose exact or paper.")
     between(globals(), 1, 'max_length', 'n_lengths', 'n_depths', 'n_keys', 'batch_tokens')
-    run = Run(settings(globals()))
+    run = Run(settings(globals()), 'passkey')
     reach = run.L
     if isinstance(run.scale, str):  # the longest context that its file is tuned for
         _, sets = read_scale_file(run.scale, run.info)

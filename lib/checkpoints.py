@@ -22,7 +22,7 @@ from lib.checksums import load_whole
 from lib.devices import setup
 from lib.errors import UserError, as_user_error, fault_of
 from lib.generate import require_positions
-from lib.results import AnswerLog, note, result_path, whole_file
+from lib.results import AnswerLog, OnlyWriter, note, result_path, whole_file
 from lib.scales import apply_scale, identity
 from lib.tokens import Windows, tokenizer_digest, tokenizer_from_state
 from model import ModelConfig, Transformer, matrices
@@ -286,10 +286,11 @@ class TextSettings(RunSettings):
 class Run:
     """
     A trained model as the settings of a stage ask for it, and the results that it writes.
-    settings: the stage's, {name: value}, with those of RunSettings.
+    settings: the stage's, {name: value}, with those of RunSettings; result: what it will be called,
+    as write() takes it, to claim() it.
     """
 
-    def __init__(self, settings):
+    def __init__(self, settings, *result):
         self.settings, self.began = settings, time.perf_counter()
         self.runtime = setup(settings['device'], settings['dtype'], settings.get('seed', 1337))
         self.model, self.info = load_model(
@@ -299,7 +300,9 @@ class Run:
         scale_label = apply_scale(self.model, self.scale, self.info, self.runtime.print)
         self.identity = identity(self.model, self.scale, self.info)
         self.label = settings.get('label') or scale_label
-        self.L = self.model.config.block_size
+        self.L, self.claims = self.model.config.block_size, {}
+        if result:
+            self.claim(*result)
 
     @functools.cached_property
     def encoding(self):
@@ -315,6 +318,14 @@ class Run:
         """OUT_DIR/KIND[_LABEL], without a suffix."""
         return result_path(self.settings['out_dir'], *kind, self.label)
 
+    def claim(self, stage, *kind):
+        """
+        Keep other processes from a result that write() will write, as one of two would be lost. A
+        folder that cannot be written is met here, before the work.
+        """
+        path = self.path(stage, *kind)
+        self.claims[path] = OnlyWriter(f'{path}.json', self.runtime.is_main)
+
     def answers(self, path, **asked):
         """Answers in PATH.jsonl, which depend on the model, its scales and what was asked."""
         settings = self.identity | {'dtype': str(self.runtime.dtype)} | asked
@@ -325,10 +336,12 @@ class Run:
         Write OUT_DIR/STAGE[_KIND][_LABEL].json: the result, what was measured, and what is needed
         to measure it again; and its picture. The stage ends here, on every rank.
         """
+        path = self.path(stage, *kind)
         what = {'stage': stage, 'label': self.label,
                 'position_method': self.model.config.position, 'block_size': self.L,
                 'trained_length': self.model.config.trained_length,
                 'checkpoint': self.info['path'], 'weights_digest': self.info['digest'],
                 'scale': self.scale, 'identity': self.identity}
-        plots.write_result(self.path(stage, *kind), what | result, self.settings, self.runtime,
-                           self.began)
+        plots.write_result(path, what | result, self.settings, self.runtime, self.began)
+        if path in self.claims:
+            self.claims.pop(path).close()

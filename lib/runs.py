@@ -14,15 +14,7 @@ import torch.distributed as dist
 from lib import checkpoints
 from lib.devices import unsharded
 from lib.errors import UserError, as_user_error
-from lib.results import (
-    lock_file,
-    note,
-    optional,
-    read_lines,
-    save_json,
-    unlock_file,
-    write_lines,
-)
+from lib.results import OnlyWriter, note, optional, read_lines, save_json, write_lines
 from model import ModelConfig, Transformer
 from position import ROPE_DEFAULTS, Settings
 
@@ -151,7 +143,7 @@ class Recorder:
         self.tracker = None
         if runtime.is_main:
             self.tracker = open_tracker(settings.get('tracker'), folder, settings)
-        self.lock = lock_file(self.log_path, runtime)
+        self.lock = OnlyWriter(self.log_path, runtime.is_main)
 
     def begin(self, step):
         """Make the folder as it was at a step, 0 for a new run."""
@@ -200,7 +192,7 @@ class Recorder:
                 model, self.tokenizer, step, weights, settings=self.settings, **self.more, **more))
 
     def close(self):
-        unlock_file(self.lock)
+        self.lock.close()
         if self.tracker:
             self.tracker.finish()
 

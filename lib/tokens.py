@@ -29,7 +29,7 @@ import numpy as np
 import tiktoken
 
 from lib.errors import ROOT, UserError, fault_of
-from lib.results import note, optional, progress_bar, save_json, write_text
+from lib.results import OnlyWriter, note, optional, progress_bar, save_json, write_text
 
 MIB = 2 ** 20
 EOT = '<|endoftext|>'
@@ -375,7 +375,7 @@ def new_dataset(folder, encoding, report=None):
     Raises UserError if a split has no text.
     """
     folder, counts = Path(folder), {}
-    temporary = folder / 'tokens.unfinished'
+    temporary, lock = folder / 'tokens.unfinished', only_dataset(folder)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
@@ -401,10 +401,19 @@ def new_dataset(folder, encoding, report=None):
             'report': report or {}, 'checksums': checksums})
     finally:
         shutil.rmtree(temporary)
+        lock.close()
     print(f'{folder}: tokenizer {encoding.name}, vocabulary {encoding.n_vocab:,}')
     for split, count in counts.items():
         print(f'{split:>6} {count["tokens"]:14,} tokens  {count["documents"]:10,} documents  '
               f'{count["bytes"] / count["tokens"]:.2f} bytes per token')
+
+
+def only_dataset(folder):
+    """
+    The OnlyWriter of a dataset. A script that prepares one takes it before its work, as
+    new_dataset() does at the end.
+    """
+    return OnlyWriter(Path(folder, 'meta.json'))
 
 
 def split_files(split):

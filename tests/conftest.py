@@ -20,6 +20,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
+import filelock
 import numpy as np
 import pytest
 import torch
@@ -203,6 +204,16 @@ def files_at_most(n_bytes):
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@contextlib.contextmanager
+def written_elsewhere(path):
+    """As if process 99 were writing to a file or folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(f'{path}.lock', timeout=0) as lock:
+        Path(lock.lock_file).write_text('process 99 on some machine')
+        yield
+        Path(lock.lock_file).unlink()
 
 
 class Server(BaseHTTPRequestHandler):
