@@ -17,7 +17,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, files_at_most, flip_a_bit, near, random_model, refuses, save_model
+from conftest import (
+    ROOT,
+    files_at_most,
+    flip_a_bit,
+    mistake,
+    near,
+    on,
+    random_model,
+    refuses,
+    save_model,
+)
 
 from lib.checkpoints import (
     load,
@@ -28,6 +38,7 @@ from lib.checkpoints import (
 )
 from lib.errors import UserError
 from lib.tokens import get_tokenizer, tokenizer_state
+from model import Transformer
 
 BYTES = tokenizer_state(get_tokenizer('bytes'))
 
@@ -231,3 +242,16 @@ def test_digest_changes_with_names_and_shapes_but_not_with_head_scales_and_norms
     assert len({weights_digest(other) for other in others}) == 4
     tuned = {name: p + 0.7 * (p.dim() == 1) for name, p in reversed(state.items())}
     assert weights_digest(tuned) == weights_digest(state)
+
+
+# ---------------------------------------------------------------------- for a stage
+
+@pytest.mark.parametrize('command', [
+    'eval_ppl', 'eval_ppl --protocol=repeat', 'entropy', 'attention_maps', 'passkey',
+    'tune_scale --init_scale=1.1', 'tune_scale --method=uniform'])
+def test_a_folder_that_cannot_be_written_is_met_before_the_work(tiny_run, monkeypatch, command):
+    """As root can write to a read-only folder, it is one below a file."""
+    stage, *more = command.split()
+    monkeypatch.setattr(Transformer, 'hidden', lambda *_, **more: pytest.fail('work has begun'))
+    out_dir = tiny_run / 'last.pt/below'
+    assert f'{out_dir}/' in mistake(stage, *on(tiny_run, out_dir), *more)
