@@ -444,6 +444,17 @@ class TokenFile:
     meta: dict         # meta.json
     tokenizer_state: dict
     checksum: str | None = None  # of the tokens, as they were written; None if that was long ago
+    file: object = None  # of the tokens, open
+    size_and_time: tuple = ()    # of that file when it was opened
+
+    def require_unchanged(self):
+        """
+        Raise UserError if the tokens were changed in place since they were opened: to read what was
+        cut off would end the process without a word.
+        """
+        if size_and_time(self.file) != self.size_and_time:
+            raise UserError(f'{self.file.name} has changed since it was opened. {AGAIN} A run of '
+                            'train.py then goes on with --init_from=resume.')
 
 
 def open_tokens(dataset, split, check=False):
@@ -465,11 +476,18 @@ def open_tokens(dataset, split, check=False):
             raise UserError(f'Dataset {dataset} has no split {split}. It has '
                             f"{', '.join(meta['splits'])}.")
         count, checksums = meta['splits'][split], meta.get('checksums', {})
-        arrays = []
+        file, arrays = open(folder / f'{split}.bin', 'rb'), []
+        opened = size_and_time(file)
         for name, dtype, n in zip(split_files(split), (meta['dtype'], 'int64'),
                                   (count['tokens'], count['documents'])):
             arrays.append(open_array(folder / name, dtype, n, checksums.get(name), check))
-    return TokenFile(*arrays, meta, state, checksums.get(f'{split}.bin'))
+    return TokenFile(*arrays, meta, state, checksums.get(f'{split}.bin'), file, opened)
+
+
+def size_and_time(file):
+    """The size of an open file in bytes, and when it was last written to, in ns."""
+    status = os.fstat(file.fileno())
+    return status.st_size, status.st_mtime_ns
 
 
 def open_array(path, dtype, n, checksum, check):
@@ -605,7 +623,8 @@ class Windows:
                                 f'than a window of {block_size:,} + 1. Choose a shorter one or '
                                 'prepare more text.')
             self.blocks.append(data.tokens[:n * size].reshape(n, size))
-        self.data = sources[parts[0][0]]  # as what is not sampled is the first source's
+        self.sources = list(sources.values())
+        self.data = self.sources[0]  # as what is not sampled is the first source's
         self.slots = mixture_slots([weight for _, weight in parts], dataset)
         self.vocab_size, self.tokenizer_state = data.meta['vocab_size'], data.tokenizer_state
 
@@ -615,6 +634,8 @@ class Windows:
         alone. rows: a slice of them, for this rank or micro-batch. Each source is read epoch after
         epoch, each block once in each, every time in another order.
         """
+        for data in self.sources:
+            data.require_unchanged()
         windows = []
         for sample in range(step * batch_size, (step + 1) * batch_size)[rows]:
             cycle, slot = divmod(sample, SLOTS)

@@ -7,6 +7,7 @@ $ python -m pytest -m '' tests/test_runs.py    # -m '' for the slow ones, too
 
 import json
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 import torch
 from conftest import (
     ROOT,
+    Runs,
     assert_same,
     assert_steps,
     files_at_most,
@@ -88,6 +90,27 @@ def test_a_disk_that_fills_up_stops_the_run_and_leaves_what_it_had(runs, plain):
         line = mistake('train', *runs.arguments('full', '--init_from=resume'))
     assert 'last.pt' in line and (out_dir / 'last.pt').read_bytes() == before
     assert_same(plain, runs.resume('full'))
+
+
+@pytest.mark.parametrize('size', [0, 'whole'])
+def test_a_run_whose_text_is_changed_in_place_says_so_and_stops(tmp_path, corpus_dir, monkeypatch,
+                                                                size):
+    """What is cut off cannot be read, and of what comes anew in its place nobody knows."""
+    text = shutil.copytree(corpus_dir, tmp_path / 'corpus') / 'train.bin'
+    whole, flush, runs = text.read_bytes(), Recorder.flush, Runs(tmp_path, text.parent)
+
+    def change_at_step_5(recorder, step):
+        if step == 5:
+            os.truncate(text, 0)
+            os.truncate(text, len(whole) if size == 'whole' else 0)
+        return flush(recorder, step)
+
+    monkeypatch.setattr(Recorder, 'flush', change_at_step_5)
+    assert f'{text} has changed' in mistake('train', *runs.arguments('run'))
+    monkeypatch.undo()
+    text.write_bytes(whole)
+    runs.resume('run')
+    assert_steps(tmp_path / 'run', 12)
 
 
 def test_resume_keeps_every_line_that_can_be_read_and_shows_the_others(runs, plain):
