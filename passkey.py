@@ -143,8 +143,10 @@ def main():
     between(globals(), 1, 'n_depths', most=lengths[0])
     cells = draw_cells(lengths, n_depths, n_keys, seed)
 
-    answers = run.answers(run.path('passkey'), protocol=protocol, seed=seed, lengths=lengths,
-                          n_depths=n_depths, n_keys=n_keys)
+    kinds = dict.fromkeys(('length', 'depth', 'key', 'key_at', 'tokens'), int)
+    answers = run.answers(run.path('passkey'), kinds | {'answer': str, 'correct': bool},
+                          protocol=protocol, seed=seed, lengths=lengths, n_depths=n_depths,
+                          n_keys=n_keys)
     answer_cells(run, cells, answers)
     rows = answers.finish()
 

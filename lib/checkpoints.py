@@ -326,10 +326,13 @@ class Run:
         path = self.path(stage, *kind)
         self.claims[path] = OnlyWriter(f'{path}.json', self.runtime.is_main)
 
-    def answers(self, path, **asked):
-        """Answers in PATH.jsonl, which depend on the model, its scales and what was asked."""
+    def answers(self, path, kinds, **asked):
+        """
+        Answers in PATH.jsonl, which depend on the model, its scales and what was asked. kinds:
+        {name: type} of what one holds.
+        """
         settings = self.identity | {'dtype': str(self.runtime.dtype)} | asked
-        return AnswerLog(f'{path}.jsonl', settings, self.runtime)
+        return AnswerLog(f'{path}.jsonl', kinds, settings, self.runtime)
 
     def write(self, stage, result, *kind):
         """

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from lib.errors import ROOT, UserError, fault_of
+from lib.errors import MALFORMED, ROOT, UserError, fault_of
 
 
 def optional(package):
@@ -159,16 +159,21 @@ def write_text(path, text):
         part.write_text(text, encoding='utf-8', newline='\n')
 
 
-def read_lines(path):
+def read_lines(path, header=False, **kinds):
     """
     The rows of a .jsonl file, dicts; none where there is no file. What cannot be read, as a kill or
-    a full disk leaves it, is left out with a note.
+    a full disk leaves it, or has not the `kinds`, {name: type}, is left out with a note. header:
+    the first row may be any dict.
     """
     rows = []
     for line in path.read_bytes().splitlines() if path.exists() else ():
         try:
-            rows.append(dict(json.loads(line)))
-        except (ValueError, TypeError):
+            row = json.loads(line)
+            for name, kind in kinds.items() if rows or not header else ():
+                if not isinstance(row[name], kind):
+                    raise TypeError
+            rows.append(dict(row))
+        except MALFORMED:
             note(f'{path}: dropped what could not be read: {line}')
     return rows
 
@@ -311,12 +316,13 @@ class AnswerLog:
     """
     Work done item by item, a JSON line each, so that a stopped run goes on where it was, also with
     another number of ranks. path: of the .jsonl; each rank but the first has a file of its own
-    beside it. settings: what the answers depend on. Raises UserError where the file holds answers
-    of other settings.
+    beside it. kinds: {name: type} of what an answer holds; settings: what the answers depend on.
+    Raises UserError where the file holds answers of other settings.
     """
 
-    def __init__(self, path, settings, runtime):
-        self.path, self.runtime = Path(path), runtime
+    def __init__(self, path, kinds, settings, runtime):
+        self.path, self.runtime, self.items = Path(path), runtime, []
+        self.kinds = {'item': int} | kinds
         self.header = json.loads(json.dumps(settings))
         self.lock = OnlyWriter(self.path, runtime.is_main)
         self.done = {row['item'] for row in self.read()}
@@ -324,14 +330,17 @@ class AnswerLog:
         own = self.path
         if not runtime.is_main:
             own = self.path.with_name(f'{self.path.stem}.rank{runtime.rank}.jsonl')
-        write_lines(own, read_lines(own) or [self.header])
+        write_lines(own, self.lines(own))
         self.file = open(own, 'a', encoding='utf-8')
+
+    def lines(self, path):
+        return read_lines(path, header=True, **self.kinds) or [self.header]
 
     def read(self):
         """Yield the answers of all ranks."""
         others = sorted(self.path.parent.glob(f'{glob.escape(self.path.stem)}.rank*.jsonl'))
         for path in [self.path, *others]:
-            header, *answers = read_lines(path) or [self.header]
+            header, *answers = self.lines(path)
             changed = [key for key in header | self.header
                        if header.get(key) != self.header.get(key)]
             if changed:
@@ -344,6 +353,7 @@ class AnswerLog:
         Yield this rank's share of what is left, in lists of at most batch_tokens tokens.
         size(item): in tokens.
         """
+        self.items = items
         todo = self.runtime.shard([item for item in items if item not in self.done])
         batch = []
         with progress_bar(len(todo), self.path.stem, self.runtime.is_main) as bar:
@@ -363,10 +373,10 @@ class AnswerLog:
         print(row, file=self.file, flush=True)
 
     def finish(self):
-        """The answers of all ranks, in the order of their items. Call it on every rank."""
+        """The answers of all ranks, one an item. Call it on every rank."""
         self.file.close()
         self.runtime.wait_for_all()
-        rows = sorted(self.read(), key=lambda row: row['item'])
+        rows = {row['item']: row for row in self.read()}
         self.runtime.wait_for_all()
         self.lock.close()
-        return rows
+        return [rows[item] for item in self.items]

@@ -150,8 +150,13 @@ class Recorder:
         if not self.runtime.is_main:
             return
         save_json(self.folder / 'config.json', self.settings)
-        rows = [row for row in read_lines(self.log_path) if 0 < row['step'] <= step]
+        rows = [row for row in read_lines(self.log_path, step=int, tokens=int)
+                if 0 < row['step'] <= step]
         write_lines(self.log_path, rows)  # a kill may have left steps after the checkpoint
+        n_lost = step - len({row['step'] for row in rows if 'loss' in row})
+        if n_lost:
+            note(f'{self.log_path} lacks {n_lost} of {step} steps, and so does loss.png; the run '
+                 'itself lacks nothing')
 
     def log(self, step, **row):
         row = {'tokens': step * self.tokens_per_step} | row

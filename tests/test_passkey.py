@@ -117,6 +117,17 @@ def test_a_cut_context_holds_the_end_of_a_prompt_and_the_answer(whole, tiny_run,
     assert shares[0] == 1 and 0 < shares[1] < 1
 
 
+def test_rows_that_are_no_answers_are_left_out_and_answered_anew(whole, tiny_run, tmp_path):
+    header, *rows = (whole / 'passkey.jsonl').read_text().splitlines()
+    odd = [json.dumps(json.loads(rows[3]) | change) for change in (
+        {'correct': 'yes'}, {'length': None}, {'item': [3]}, {'item': 999}, {'item': -1})]
+    odd += ['{}', '{"item": 3}', '[]', 'null', '5', *rows[:2]]  # two of them twice
+    (tmp_path / 'passkey.jsonl').write_text('\n'.join([header, *rows[:3], *odd]) + '\n')
+    stage_here('passkey', *arguments(tiny_run, tmp_path))
+    one, other = (read(folder / 'passkey.json')['answers'] for folder in (tmp_path, whole))
+    assert one == other
+
+
 @pytest.mark.parametrize('ranks', [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_stopped_run_goes_on_to_the_answers_of_an_unbroken_one(whole, tiny_run, tmp_path, ranks):
     lines = (whole / 'passkey.jsonl').read_bytes().splitlines(keepends=True)

@@ -117,13 +117,26 @@ def test_resume_keeps_every_line_that_can_be_read_and_shows_the_others(runs, pla
     out_dir = runs.copy(plain, 'bad_lines')
     log = out_dir / 'log.jsonl'
     lines = log.read_bytes().splitlines()
-    bad = [b'{"step": 5, "tok', b'\xff', b'[5]']
+    bad = [b'{"step": 5, "tok', b'\xff', b'[5]', b'{"loss": 5.0}', b'{"step": "5", "tokens": 5}']
     log.write_bytes(b'\n'.join([*lines[:6], *bad, *lines[6:], b'{"step": 13, "tok']))
     runs.resume('bad_lines', '--max_iters=14')
     assert log.read_bytes().splitlines()[:len(lines)] == lines
     assert_steps(out_dir, 14)
     for line in bad:
         assert f'{log}: dropped what could not be read: {line}' in runs.printed
+
+
+def test_resume_says_how_many_steps_the_log_has_lost(runs, plain):
+    for kept, lost in (0, 12), (5, 8), (99, 0):  # lines, of which the fourth is no step's
+        log = runs.copy(plain, f'lost_{lost}') / 'log.jsonl'
+        log.write_bytes(b''.join(log.read_bytes().splitlines(keepends=True)[:kept]))
+        runs.resume(f'lost_{lost}', '--max_iters=14')
+        assert ('lacks' in runs.printed) == bool(lost)
+        assert not lost or f'{log} lacks {lost} of 12 steps' in runs.printed
+    log = runs.copy(plain, 'lost_all') / 'log.jsonl'
+    log.unlink()
+    runs.resume('lost_all')  # which has no step to do, and nothing to draw
+    assert 'lacks 12 of 12 steps' in runs.printed
 
 
 @pytest.mark.parametrize('init_from', ['scratch', 'resume'])
