@@ -33,7 +33,7 @@ from lib.devices import (
     unsharded,
 )
 from lib.errors import UserError
-from lib.runs import Recorder, Speed, StopSignal, model_to_train
+from lib.runs import Recorder, Speed, StopSignal, model_to_train, to_go_on
 from lib.tokens import Windows
 from position import Settings
 
@@ -144,9 +144,10 @@ def go_on_from(state, optimizer, scaler):
     """The step and the best validation loss so far; optimizer and scaler as state has them."""
     if state is None:
         return 0, math.inf
-    load_sharded(optimizer, state['optimizer'])
-    if state['scaler']:  # empty where the run so far was not in float16
-        scaler.load_state_dict(state['scaler'])
+    with to_go_on(out_dir):
+        load_sharded(optimizer, state['optimizer'])
+        if state['scaler']:  # empty where the run so far was not in float16
+            scaler.load_state_dict(state['scaler'])
     return state['step'], state['best_val_loss']
 
 

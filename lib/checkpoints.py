@@ -20,11 +20,16 @@ from torch.overrides import TorchFunctionMode
 from lib import huggingface, plots
 from lib.checksums import load_whole
 from lib.devices import setup
-from lib.errors import UserError, as_user_error, fault_of
+from lib.errors import UserError, as_user_error, fault_of, require_kinds
 from lib.generate import require_positions
 from lib.results import AnswerLog, OnlyWriter, note, result_path, whole_file
 from lib.scales import apply_scale, identity
-from lib.tokens import Windows, tokenizer_digest, tokenizer_from_state
+from lib.tokens import (
+    Windows,
+    require_tokenizer_kinds,
+    tokenizer_digest,
+    tokenizer_from_state,
+)
 from model import ModelConfig, Transformer, matrices
 from position import ROPE_DEFAULTS
 
@@ -103,13 +108,29 @@ def load(source, position=None, optimizer=True):
     advice = 'Read it again if a run has just replaced it, or use best.pt or a kept step.'
     state = load_whole(path, advice, without=() if optimizer else ('optimizer',))
     with fault_of(path, 'a checkpoint of this project', advice):
-        missing = {'model', 'model_config', 'settings', 'tokenizer', 'digest', 'step'} - set(state)
-        if missing:
-            raise KeyError(*missing)
-        config = ModelConfig(**state['model_config'])  # an older one lacks some settings
-        if config.n_layer > len(state['model']):  # layers without end would be made
-            raise ValueError(f'n_layer={config.n_layer}')
+        config = whole_config(state)
     return state | {'model_config': dataclasses.asdict(config)}
+
+
+def whole_config(state):
+    """
+    The ModelConfig of a checkpoint. Raises an error of MALFORMED unless all that stages read is
+    there, each entry of its type.
+    """
+    require_kinds(state, model=dict, model_config=dict, settings=dict, tokenizer=dict | None,
+                  digest=str, step=int)
+    model, config, settings = state['model'], state['model_config'], state['settings']
+    require_kinds(model, **dict.fromkeys(model, torch.Tensor))
+    require_kinds(config, **{name: kind for name, kind in huggingface.KINDS.items()
+                             if name in config})  # an older one lacks some
+    require_kinds(settings, **dict.fromkeys(settings, str | int | float | list | None))
+    require_kinds({'dataset': ''} | settings, dataset=str)
+    if state['tokenizer'] is not None:
+        require_tokenizer_kinds(state['tokenizer'])
+    config = ModelConfig(**config)
+    if config.n_layer > len(model) or state['step'] < 0:  # layers without end would be made
+        raise ValueError(f"n_layer={config.n_layer}, step={state['step']}")
+    return config
 
 
 def config_of(settings, **sizes):

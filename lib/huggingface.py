@@ -43,6 +43,8 @@ NAMES = {'vocab_size': 'vocab_size', 'block_size': 'max_position_embeddings',
          'n_hidden': 'intermediate_size', 'norm_eps': 'rms_norm_eps',
          'tied': 'tie_word_embeddings'}
 GRANITE_NAMES = NAMES | {'n_hidden': 'shared_intermediate_size'}
+KINDS = {field.name: int | float if field.type is float else field.type
+         for field in dataclasses.fields(ModelConfig)}
 # What a config.json may leave out, as its class in transformers has it.
 LLAMA = {'max_position_embeddings': 2048, 'rope_theta': 10000.0, 'rms_norm_eps': 1e-6,
          'tie_word_embeddings': False}
@@ -179,10 +181,9 @@ def our_config(config, source, position=None):
     values['position'] = position or position_of(config, where)
     if 'rope' in values['position'].split(','):
         values |= rope_config(config, where)
-    for field in dataclasses.fields(ModelConfig):
-        wanted = int | float if field.type is float else field.type
-        if field.name in values and not isinstance(values[field.name], wanted):
-            raise TypeError(f'{names.get(field.name, field.name)} is {values[field.name]}')
+    for name, kind in KINDS.items():
+        if name in values and not isinstance(values[name], kind):
+            raise TypeError(f'{names.get(name, name)} is {values[name]}')
     try:
         c = ModelConfig(**values)
     except ValueError as error:

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from lib.errors import MALFORMED, ROOT, UserError, fault_of
+from lib.errors import MALFORMED, ROOT, UserError, fault_of, require_kinds
 
 
 def optional(package):
@@ -169,9 +169,8 @@ def read_lines(path, header=False, **kinds):
     for line in path.read_bytes().splitlines() if path.exists() else ():
         try:
             row = json.loads(line)
-            for name, kind in kinds.items() if rows or not header else ():
-                if not isinstance(row[name], kind):
-                    raise TypeError
+            if rows or not header:
+                require_kinds(row, **kinds)
             rows.append(dict(row))
         except MALFORMED:
             note(f'{path}: dropped what could not be read: {line}')

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from lib import checkpoints
 from lib.devices import unsharded
-from lib.errors import UserError, as_user_error
+from lib.errors import UserError, as_user_error, fault_of, require_kinds
 from lib.results import OnlyWriter, note, optional, read_lines, save_json, write_lines
 from model import ModelConfig, Transformer
 from position import ROPE_DEFAULTS, Settings
@@ -23,6 +23,12 @@ MODEL = ('n_layer', 'n_head', 'n_kv_head', 'n_embd', 'n_hidden', 'block_size',
          *(field.name for field in dataclasses.fields(Settings)))
 
 # ---------------------------------------------------------------------- before a run begins
+
+def to_go_on(folder):
+    """What goes wrong in here is the fault of a last.pt that no run can go on from."""
+    return fault_of(Path(folder, 'last.pt'), 'what a run goes on from',
+                    'Train into another --out_dir=; --init_from=FILE takes its weights.')
+
 
 def require_same_data(folder, old, new):
     """Refuse to resume on other text. old, new: {source: checksum of its tokens}."""
@@ -89,6 +95,12 @@ def model_to_train(windows, chosen, given, runtime):
     resumes = init_from == 'resume'
     path = Path(out_dir, 'last.pt') if resumes else init_from
     state = checkpoints.load(path, chosen['position'] if 'position' in given else None, resumes)
+    if resumes:
+        with to_go_on(out_dir):
+            require_kinds({'data': {}} | state, data=dict | None, optimizer=dict, scaler=dict,
+                          best_val_loss=int | float)
+            sources = state.get('data') or {}  # an older run did not name them
+            require_kinds(sources, **dict.fromkeys(sources, str | None))
     checkpoints.require_tokenizer(state | {'path': path}, windows.tokenizer_state,
                                   chosen['dataset'])
     began_with = state['settings'].get('init_from') if resumes else init_from

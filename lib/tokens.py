@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-from lib.errors import ROOT, UserError, fault_of
+from lib.errors import ROOT, UserError, fault_of, require_kinds
 from lib.results import OnlyWriter, note, optional, progress_bar, save_json, write_text
 
 MIB = 2 ** 20
@@ -203,10 +203,20 @@ def tokenizer_from_state(state):
         raise UserError('The checkpoint came without a tokenizer. Put the tokenizer.json of the '
                         'model, or of the one it was trained from, into its folder (if that is the '
                         "hub's cache: copy its files into a folder of your own).")
-    if state['kind'] == 'hf':
-        return HFTokenizer(state['name'], state['text'], state['eos'])
-    ranks = parse_ranks(state['text'], state['name'])
-    return tiktoken_encoding(state['name'], ranks, state['pattern'], state['eot_token'])
+    with fault_of(f"tokenizer {state.get('name')}", 'whole', 'Get its file again.'):
+        require_tokenizer_kinds(state)
+        if state['kind'] == 'hf':
+            return HFTokenizer(state['name'], state['text'], state['eos'])
+        ranks = parse_ranks(state['text'], state['name'])
+        return tiktoken_encoding(state['name'], ranks, state['pattern'], state['eot_token'])
+
+
+def require_tokenizer_kinds(state):
+    """Raise an error of MALFORMED unless each entry of a tokenizer's state has its type."""
+    own = {'hf': {'eos': str | None}, 'tiktoken': {'pattern': str, 'eot_token': int}}
+    require_kinds(state, name=str, text=str, **own[state['kind']])
+    if state.get('pattern') == '':  # tiktoken would panic
+        raise ValueError('pattern is empty')
 
 
 def tokenizer_digest(state):

@@ -323,6 +323,24 @@ def as_run(model, runtime, L=None, **more):
                            windows=windows, settings=more)
 
 
+def damage(path, row):
+    """
+    Change a checkpoint as a row says: the keys of an entry, and its new value as JSON; DROP leaves
+    the entry out.
+    """
+    keys, value = row.split(' | ')
+    state = inside = torch.load(path, weights_only=True)
+    *keys, last = [int(key) if key.isdigit() else key for key in keys.split()]
+    for key in keys:
+        inside = inside[key]
+    inside[last] = None if value == 'DROP' else json.loads(value)
+    if value == 'DROP':
+        del inside[last]
+    elif isinstance(inside[last], list) and keys[:1] == ['optimizer']:
+        inside[last] = torch.tensor(inside[last])
+    torch.save(state, path)
+
+
 def save_model(model, path, step=0, settings=()):
     """Write a checkpoint of a model that reads bytes."""
     encoding = tokenizer_state(get_tokenizer('bytes'))

@@ -19,6 +19,7 @@ import pytest
 import torch
 from conftest import (
     ROOT,
+    damage,
     files_at_most,
     flip_a_bit,
     mistake,
@@ -32,6 +33,7 @@ from conftest import (
 from lib.checkpoints import (
     load,
     load_model,
+    open_model,
     require_space,
     save,
     weights_digest,
@@ -212,6 +214,43 @@ def test_file_of_another_program_or_with_entries_of_the_wrong_kind_is_refused(ou
         content = torch.load(out_dir / 'last.pt', weights_only=True) | content
     torch.save(content, out_dir / 'odd.pt')
     refuses('odd.pt', load, out_dir / 'odd.pt')
+
+
+ENTRIES = [f'{entry} | {value}' for entry in ('model', 'model_config', 'settings', 'digest', 'step')
+           for value in ('DROP', 'null', '[]')]
+
+
+@pytest.mark.parametrize('row', ENTRIES + '''
+model | {"embed.weight": 5}
+model | {"1": []}
+model_config norm_eps | "x"
+model_config rope_length | "x"
+model_config tied | 5
+settings | 5
+settings seed | {}
+settings dataset | 5
+step | "7"
+step | -7
+tokenizer | DROP
+tokenizer | {}
+tokenizer | 5
+tokenizer kind | "gone"
+tokenizer kind | []
+tokenizer name | DROP
+tokenizer text | null
+tokenizer text | "YQ== 0"
+tokenizer text | "YQ== 0 1"
+tokenizer pattern | DROP
+tokenizer pattern | 5
+tokenizer pattern | "("
+tokenizer pattern | ""
+tokenizer eot_token | "x"
+tokenizer eot_token | -1
+'''.strip().splitlines())
+def test_a_checkpoint_without_an_entry_or_with_one_of_the_wrong_kind_is_refused(out_dir, row):
+    damage(out_dir / 'last.pt', row)
+    with pytest.raises(UserError, match='last.pt is not a checkpoint|tokenizer bytes|bytes is not'):
+        open_model(out_dir / 'last.pt')
 
 
 def test_weights_of_another_position_method_are_refused(tmp_path):

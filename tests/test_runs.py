@@ -21,6 +21,7 @@ from conftest import (
     Runs,
     assert_same,
     assert_steps,
+    damage,
     files_at_most,
     load,
     log_rows,
@@ -124,6 +125,30 @@ def test_resume_keeps_every_line_that_can_be_read_and_shows_the_others(runs, pla
     assert_steps(out_dir, 14)
     for line in bad:
         assert f'{log}: dropped what could not be read: {line}' in runs.printed
+
+
+@pytest.mark.parametrize('row', '''
+scaler | DROP
+scaler | []
+best_val_loss | DROP
+best_val_loss | "x"
+data | 5
+data | []
+data | {"text": []}
+optimizer | DROP
+optimizer | null
+optimizer | {}
+optimizer state | 5
+optimizer state 0 | 5
+optimizer state 0 | {"exp_avg": 5}
+optimizer state 0 step | [1.0, 2.0]
+optimizer state 0 exp_avg | [1.0, 2.0]
+optimizer state 99 | {"step": [1.0]}
+'''.strip().splitlines())
+def test_a_checkpoint_that_no_run_can_go_on_from_is_refused(runs, plain, row):
+    name = row.translate(str.maketrans(' |"/[]{}', '_' * 8))
+    damage(runs.copy(plain, name) / 'last.pt', row)
+    assert 'last.pt is not what a run' in runs.refused(name, '--init_from=resume --max_iters=14')
 
 
 def test_resume_says_how_many_steps_the_log_has_lost(runs, plain):
