@@ -184,6 +184,8 @@ def our_config(config, source, position=None):
     for name, kind in KINDS.items():
         if name in values and not isinstance(values[name], kind):
             raise TypeError(f'{names.get(name, name)} is {values[name]}')
+    if not isinstance(config.get('attention_multiplier', 1.0), int | float):
+        raise TypeError(f"attention_multiplier is {config['attention_multiplier']}")
     try:
         c = ModelConfig(**values)
     except ValueError as error:

@@ -69,9 +69,9 @@ def get_tokenizer(name):
                         'FILE.json, hf:ORG/NAME.')
     with fault_of(path, 'a tokenizer file', 'Check the name, or get it again.'):
         text = path.read_text(encoding='utf-8')
-    if path.suffix == '.json':
-        shown = name if name.startswith('hf:') else path.name
-        return HFTokenizer(shown, text, end_token(path.with_name('tokenizer_config.json')))
+        if path.suffix == '.json':
+            shown = name if name.startswith('hf:') else path.name
+            return HFTokenizer(shown, text, end_token(path.with_name('tokenizer_config.json')))
     ranks = parse_ranks(text, name)
     return tiktoken_encoding(path.name, ranks, PATTERN, max(ranks.values()) + 1)
 
@@ -457,6 +457,10 @@ class TokenFile:
     file: object = None  # of the tokens, open
     size_and_time: tuple = ()    # of that file when it was opened
 
+    def __del__(self):
+        if self.file:
+            self.file.close()
+
     def require_unchanged(self):
         """
         Raise UserError if the tokens were changed in place since they were opened: to read what was
@@ -478,10 +482,12 @@ def open_tokens(dataset, split, check=False):
     with fault_of(f'{folder}: meta.json or tokenizer_state.json', 'whole', AGAIN):
         meta, state = [json.loads((folder / name).read_text(encoding='utf-8'))
                        for name in ('meta.json', 'tokenizer_state.json')]
+        require_tokenizer_kinds(state)
         if tokenizer_digest(state) != meta['tokenizer_digest']:
             raise ValueError('the tokenizer is not that of meta.json')
-        if type(meta['vocab_size']) is not int or meta['dtype'] not in ('uint16', 'uint32'):
-            raise ValueError('vocab_size or dtype is not one of ours')
+        require_kinds(meta, vocab_size=int, splits=dict)
+        if meta['dtype'] not in ('uint16', 'uint32'):
+            raise ValueError(f"dtype is {meta['dtype']}")
         if split not in meta['splits']:
             raise UserError(f'Dataset {dataset} has no split {split}. It has '
                             f"{', '.join(meta['splits'])}.")
@@ -618,7 +624,7 @@ class Windows:
             parts = parts[:1]  # the others may have no such split
         sources = {name: open_tokens(name, split, check) for name, _ in parts}
         self.checksums = {name: data.checksum for name, data in sources.items()}
-        tokenizers = {data.meta['tokenizer_digest']: f"{name} has {data.meta['tokenizer']}"
+        tokenizers = {data.meta['tokenizer_digest']: f"{name} has {data.tokenizer_state['name']}"
                       for name, data in sources.items()}
         if len(tokenizers) > 1:
             raise UserError(f'The parts of {dataset} have other tokenizers than each other: '
@@ -636,7 +642,12 @@ class Windows:
         self.sources = list(sources.values())
         self.data = self.sources[0]  # as what is not sampled is the first source's
         self.slots = mixture_slots([weight for _, weight in parts], dataset)
-        self.vocab_size, self.tokenizer_state = data.meta['vocab_size'], data.tokenizer_state
+        self.tokenizer_state = data.tokenizer_state
+
+    @property
+    def vocab_size(self):
+        """The tokenizer's, as its digest is compared and the number in meta.json is not."""
+        return tokenizer_from_state(self.tokenizer_state).n_vocab
 
     def batch(self, step, batch_size, rows=slice(None)):
         """

@@ -326,6 +326,7 @@ GraniteMoeHybrid | {"num_local_experts": 2} | num_local_experts 2
 GraniteMoeHybrid | {"embedding_multiplier": 12} | embedding_multiplier 12
 GraniteMoeHybrid | {"residual_multiplier": 0.2} | residual_multiplier 0.2
 GraniteMoeHybrid | {"logits_scaling": 8} | logits_scaling 8
+GraniteMoeHybrid | {"attention_multiplier": null} | attention_multiplier is None
 '''.strip().splitlines()
 
 
