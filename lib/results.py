@@ -121,7 +121,7 @@ def whole_file(path):
     path = Path(path)
     part = path.with_name(path.name + '.part')
     with OnlyWriter(path):
-        part.unlink(missing_ok=True)  # of a run that was killed; or a link, to be written through
+        part.unlink(missing_ok=True)  # of a run that was killed, or a planted link
         try:
             yield part
             os.replace(part, path)
