@@ -131,7 +131,7 @@ def measure_length(run, windows, at):
 def main():
     between(globals(), 2, 'lengths')
     between(globals(), 1, 'n_samples')
-    run = Run(settings(globals()))
+    run = Run(settings(globals()), 'attention')
     L, (n_layer, H) = run.L, run.model.head_scale.shape
     at = n_layer // 2 if layer is None else layer
     between({'layer': at}, 0, 'layer', most=n_layer - 1)

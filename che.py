@@ -36,14 +36,7 @@ from lib.checksums import load_whole
 from lib.devices import setup
 from lib.errors import UserError, fault_of
 from lib.generate import require_positions
-from lib.results import (
-    lock_file,
-    paper_table,
-    print_rows,
-    progress_bar,
-    result_path,
-    unlock_file,
-)
+from lib.results import OnlyWriter, paper_table, print_rows, progress_bar, result_path
 from lib.tasks import END, TASKS
 from model import Transformer
 
@@ -184,7 +177,7 @@ def open_task(name, path, chosen, runtime):
     run that wrote the file would undo the first.
     """
     model = new_model(name, chosen)
-    lock = lock_file(path, runtime)
+    lock = OnlyWriter(path)
     state = read_state(path, {setting: chosen[setting] for setting in (*MODEL, *TRAINING)})
     if 'model' in state:
         model.load_state_dict(checkpoints.named_for(model, state['model'], path))
@@ -317,7 +310,7 @@ def main():
         for name in mixture.split('+'):
             shares = test(name, model, state, path, tested, empty_token(mixture))
             rows[name] = row_of(name, shares, tested, paper.get(name, {}).get(method))
-        unlock_file(lock)
+        lock.close()
 
     print_results(rows, tested)
     result = {'stage': 'che', 'label': label, 'method': method, 'train_length': train_length,

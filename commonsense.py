@@ -197,7 +197,7 @@ def main():
     if not tasks:
         raise UserError('tasks is empty. Name one at least.')
     between(globals(), 1, 'batch_size', 'limit', 'read_length')
-    run = Run(settings(globals()), decodes=True)
+    run = Run(settings(globals()), 'commonsense', decodes=True)
     from lm_eval import simple_evaluate
     harness = Harness(run.model, run.encoding, run.runtime)
     endless = sorted(ENDLESS & set(tasks))

@@ -60,7 +60,7 @@ def what_is_drawn(path):
 def main():
     between(globals(), 1, 'length', 'n_samples', 'tail', 'batch_tokens')
     others = [what_is_drawn(path) for path in compare]
-    run = Run(settings(globals()))
+    run = Run(settings(globals()), 'entropy')
     model, L = run.model, run.L
     between(globals(), L // 16, 'length', why='the width of a bin, L / 16')
     windows = run.windows(length or 8 * L)

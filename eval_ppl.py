@@ -501,12 +501,13 @@ def main():
         raise UserError(f"protocol is '{protocol}'. Choose {', '.join(PROTOCOLS)}.")
     between(globals(), 1, 'lengths', 'max_windows', 'n_samples', 'tail', 'gram', 'targets',
             'batch_tokens')
-    run = Run(settings(globals()))
+    kind = '' if protocol == 'sliding' else protocol
+    run = Run(settings(globals()), 'eval_ppl', kind)
     sizes = sorted(lengths or [run.L, 2 * run.L, 4 * run.L, 8 * run.L])
     result = {'protocol': protocol, 'dataset': dataset_of(run.info, run.settings['dataset']),
               'split': run.settings['split']} | PROTOCOLS[protocol](run, sizes)
     print_rows(run.runtime.print, result['rows'])
-    run.write('eval_ppl', result, '' if protocol == 'sliding' else protocol)
+    run.write('eval_ppl', result, kind)
     run.close()
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from configurator import configure, settings
 from lib.checkpoints import Run
 from lib.devices import DTYPES
-from lib.errors import UserError
+from lib.errors import UserError, fault_of
 from lib.huggingface import (
     require_exportable,
     save_folder,
@@ -178,13 +178,14 @@ def measured_losses(run):
     """
     lines = []
     for path in sorted(Path(out_dir).glob('eval_ppl*.json')):
-        result = json.loads(path.read_text(encoding='utf-8'))
-        if result.get('identity') == run.identity:
-            lines += [f"| {row['length']} | {row['loss']} ± {row['standard_error']} "
-                      f"| {row.get('gain', '')} | {result['dataset']}, {result['split']} "
-                      f"| {result['protocol']} |"
-                      for row in result['rows']  # far repeats have no length
-                      if 'length' in row and target_length in (None, row['length'])]
+        with fault_of(path, 'a result of eval_ppl.py', 'Remove it.'):
+            result = json.loads(path.read_text(encoding='utf-8'))
+            if result.get('identity') == run.identity:
+                lines += [f"| {row['length']} | {row['loss']} ± {row['standard_error']} "
+                          f"| {row.get('gain', '')} | {result['dataset']}, {result['split']} "
+                          f"| {result['protocol']} |"
+                          for row in result['rows']  # far repeats have no length
+                          if 'length' in row and target_length in (None, row['length'])]
     return '\n'.join(lines) or '| not measured | | | | |'
 
 

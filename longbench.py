@@ -199,7 +199,7 @@ def answer_task(run, name, task, length, answers):
             answers.add(i, prediction=prediction, answers=gold,
                         score=score(name, prediction, gold, task.classes),
                         prompt_tokens=prompt_tokens)
-    rows = [row for row in answers.finish() if row['item'] < n]  # A run before may have had more.
+    rows = answers.finish()
     return {'score': round(100 * sum(row['score'] for row in rows) / n, 2), 'samples': n,
             'cut': sum(row['prompt_tokens'] > room for row in rows),
             'max_prompt_tokens': room, 'max_new_tokens': task.max_new_tokens}
@@ -214,7 +214,7 @@ def main():
     between(globals(), 1, 'beams', 'batch_size', 'max_samples')
     folder = Path(data) if Path(data).is_dir() else ROOT / data
     asked = {name: read_task(folder, name) for name in TASKS if name in (tasks or TASKS)}
-    run = Run(settings(globals()), decodes=True)
+    run = Run(settings(globals()), 'longbench', decodes=True)
     length = context or run.L
     for name, task in asked.items():
         if length < task.max_new_tokens + 2:  # a first and a last token
@@ -224,8 +224,9 @@ def main():
 
     results = {}
     for name, task in asked.items():
-        answers = run.answers(f"{run.path('longbench')}/{name}", beams=beams, context=length,
-                              data=task.digest)
+        kinds = {'prediction': str, 'score': int | float, 'prompt_tokens': int}
+        answers = run.answers(f"{run.path('longbench')}/{name}", kinds, beams=beams,
+                              context=length, data=task.digest)
         results[name] = answer_task(run, name, task, length, answers)
     scores = {name: result['score'] for name, result in results.items()}
     theirs = {paper: {name: table[paper][name] for name in scores}} if paper else {}

@@ -132,7 +132,7 @@ def main():
     if protocol not in ('exact', 'paper'):
         raise UserError(f"protocol is '{protocol}'. Choose exact or paper.")
     between(globals(), 1, 'max_length', 'n_lengths', 'n_depths', 'n_keys', 'batch_tokens')
-    run = Run(settings(globals()), decodes=True)
+    run = Run(settings(globals()), 'passkey', decodes=True)
     reach = run.L
     if isinstance(run.scale, str):  # the longest context that its file is tuned for
         _, sets = read_scale_file(run.scale, run.model, run.info)
@@ -143,8 +143,10 @@ def main():
     between(globals(), 1, 'n_depths', most=lengths[0])
     cells = draw_cells(lengths, n_depths, n_keys, seed)
 
-    answers = run.answers(run.path('passkey'), protocol=protocol, seed=seed, lengths=lengths,
-                          n_depths=n_depths, n_keys=n_keys)
+    kinds = dict.fromkeys(('length', 'depth', 'key', 'key_at', 'tokens'), int)
+    answers = run.answers(run.path('passkey'), kinds | {'answer': str, 'correct': bool},
+                          protocol=protocol, seed=seed, lengths=lengths, n_depths=n_depths,
+                          n_keys=n_keys)
     answer_cells(run, cells, answers)
     rows = answers.finish()
 

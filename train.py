@@ -33,10 +33,8 @@ from lib.devices import (
     unsharded,
 )
 from lib.errors import UserError
-from lib.muon import Muon
-from lib.runs import Recorder, Speed, StopSignal, model_to_train
+from lib.runs import Recorder, Speed, StopSignal, model_to_train, to_go_on
 from lib.tokens import Windows
-from model import matrices
 from position import Settings
 
 # output
@@ -61,7 +59,6 @@ n_hidden = 384               # inner width of SwiGLU
 short_conv = 0               # tokens that each short convolution reads, such as 4; 0 for none
 short_conv_at = 'AC'         # A: before attention; C: before the MLP; AC: both
 # optimizer
-optimizer = 'adamw'          # adamw, or muon: Muon for the matrices, AdamW for the rest
 max_iters = 2200             # steps
 learning_rate = 2e-3         # peak
 min_lr = 2e-4                # at the end of the cosine; a tenth of the peak is the rule of thumb
@@ -100,11 +97,6 @@ def check_settings(runtime):
             advice = f'Take --micro_batch_size={fits}.'
         raise UserError(f'batch_size {batch_size} must be a multiple of micro_batch_size '
                         f'{micro_batch_size} x {ranks} ranks. {advice}')
-    if optimizer not in ('adamw', 'muon'):
-        raise UserError(f"optimizer is '{optimizer}'. Choose adamw or muon.")
-    if fsdp and optimizer == 'muon':
-        raise UserError('optimizer muon needs whole matrices, which fsdp splits. Leave one of them '
-                        'out.')
     if fsdp and ranks == 1:
         raise UserError('fsdp splits a model over the ranks of torchrun. Start it with torchrun '
                         '--nproc_per_node=N, or without --fsdp=True.')
@@ -142,24 +134,19 @@ def place_model(model, fsdp, compile, runtime):
 
 def new_optimizer(model, settings, runtime):
     """
-    The optimizer of all weights but the head scales, and what scales the loss so that float16 holds
-    its gradients.
+    AdamW on every weight, and what scales the loss so that float16 holds its gradients. Short
+    convolutions are not decayed, because 0 is no neutral place for so few weights.
     """
-    decay, for_muon = settings['weight_decay'], matrices(model)
-    weights, blocks, convolutions = [], [], []
+    weights, convolutions = [], []
     for name, p in model.named_parameters():
-        if name.endswith('conv.w'):
-            convolutions.append(p)
-        elif settings['optimizer'] == 'muon' and name in for_muon and name != 'head.weight':
-            blocks.append(p)
-        elif p.requires_grad:
-            weights.append(p)
-    groups = [{'params': weights}, {'params': blocks, 'muon': True},
-              {'params': convolutions, 'weight_decay': 0.0}]
-    groups = [group for group in groups if group['params']]
-    kind = Muon if blocks else torch.optim.AdamW
-    optimizer = kind(groups, lr=settings['learning_rate'], fused=True, weight_decay=decay,
-                     betas=(settings['beta1'], settings['beta2']))
+        if p.requires_grad:  # all but the head scales
+            (convolutions if name.endswith('conv.w') else weights).append(p)
+    groups = [{'params': weights}]
+    if convolutions:
+        groups.append({'params': convolutions, 'weight_decay': 0.0})
+    optimizer = torch.optim.AdamW(groups, lr=settings['learning_rate'], fused=True,
+                                  betas=(settings['beta1'], settings['beta2']),
+                                  weight_decay=settings['weight_decay'])
     return optimizer, torch.amp.GradScaler(runtime.device.type,
                                            enabled=runtime.dtype == torch.float16)
 
@@ -168,9 +155,10 @@ def go_on_from(state, optimizer, scaler):
     """The step and the best validation loss so far; optimizer and scaler as state has them."""
     if state is None:
         return 0, math.inf
-    load_sharded(optimizer, state['optimizer'])
-    if state['scaler']:  # empty where the run so far was not in float16
-        scaler.load_state_dict(state['scaler'])
+    with to_go_on(out_dir):
+        load_sharded(optimizer, state['optimizer'])
+        if state['scaler']:  # empty where the run so far was not in float16
+            scaler.load_state_dict(state['scaler'])
     return state['step'], state['best_val_loss']
 
 

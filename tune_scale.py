@@ -171,7 +171,7 @@ def uniform(run, target):
         save_scale(f"{run.path('scale_uniform_fit')}.json", run.info, fitted, 'uniform fit', True,
                    fit_a=a)
     more = {'lengths': search['lengths'], 'best_by_length': best_scales, 'searches': searches}
-    return 'scale_uniform', {target: vectors(best_scales[-1])}, more
+    return {target: vectors(best_scales[-1])}, more
 
 
 # ---------------------------------------------------------------------- head
@@ -336,7 +336,7 @@ def head(run, targets):
             'samples': len(samples), 'last_entropy': last_entropy,
             'worse_than_start': after > before,
             'tuned_numbers': n_tuned, 'tuning_tokens': max_iters * batch_size * sum(targets)}
-    return 'scale_sets' if target_lengths else f'scale_head_{target}', sets, more
+    return sets, more
 
 
 def check_settings(model, targets, world_size):
@@ -380,8 +380,12 @@ def main():
     if method == 'head' and target_lengths:
         targets = sorted(set(target_lengths))
     check_settings(run.model, targets, run.runtime.world_size)
+    stem = 'scale_uniform'
+    if method == 'head':
+        stem = 'scale_sets' if target_lengths else f'scale_head_{targets[-1]}'
+    run.claim(stem)
 
-    stem, sets, more = uniform(run, targets[0]) if method == 'uniform' else head(run, targets)
+    sets, more = uniform(run, targets[0]) if method == 'uniform' else head(run, targets)
     run.write(stem, scale_entries(run.info, sets, method, stem == 'scale_sets') | more | {
         'stage': 'tune_scale', 'dataset': dataset_of(run.info, dataset)})
     run.close()

@@ -9,7 +9,6 @@ n_head = 8
 n_kv_head = 4
 n_embd = 128
 n_hidden = 384
-optimizer = 'adamw'
 max_iters = 2200
 learning_rate = 2e-3
 min_lr = 2e-4

@@ -34,6 +34,7 @@ from lib.tokens import (
     get_tokenizer,
     is_prepared,
     new_dataset,
+    only_dataset,
     open_tokens,
     stable_hash,
     tokenizer_digest,
@@ -312,9 +313,10 @@ def prepare(name, source, settings):
 
     require_readable(next(iter(splits.values()))[0], source)
     workers, max_tokens = settings['workers'] or os.cpu_count(), max_tokens or math.inf
-    written = {split: write_parts(parts[split], split, source, state, max_tokens, workers)
-               for split in splits}
-    with new_dataset(folder, encoding, report) as (temporary, counts):
-        for split in splits:
-            counts[split] = join_split(temporary, split, written[split], max_tokens)
-    shutil.rmtree(unfinished)
+    with only_dataset(folder):
+        written = {split: write_parts(parts[split], split, source, state, max_tokens, workers)
+                   for split in splits}
+        with new_dataset(folder, encoding, report) as (temporary, counts):
+            for split in splits:
+                counts[split] = join_split(temporary, split, written[split], max_tokens)
+        shutil.rmtree(unfinished)

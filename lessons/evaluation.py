@@ -22,7 +22,7 @@ def accuracy(model, inputs, targets):
 
 
 def main():
-    run, rows = Run(settings(globals())), []
+    run, rows = Run(settings(globals()), 'accuracy'), []
     for T in lengths:
         samples = run.windows(T).evenly_spaced(n_samples)
         shares = run.runtime.over_windows(samples, 16384, lambda x, y: accuracy(run.model, x, y))

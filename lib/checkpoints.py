@@ -20,11 +20,16 @@ from torch.overrides import TorchFunctionMode
 from lib import huggingface, plots
 from lib.checksums import load_whole
 from lib.devices import setup
-from lib.errors import UserError, as_user_error, fault_of
+from lib.errors import UserError, as_user_error, fault_of, require_kinds
 from lib.generate import require_positions, store_column_major
-from lib.results import AnswerLog, note, result_path, whole_file
+from lib.results import AnswerLog, OnlyWriter, note, result_path, whole_file
 from lib.scales import apply_scale, identity
-from lib.tokens import Windows, tokenizer_digest, tokenizer_from_state
+from lib.tokens import (
+    Windows,
+    require_tokenizer_kinds,
+    tokenizer_digest,
+    tokenizer_from_state,
+)
 from model import VECTORS, ModelConfig, Transformer, matrices, small_vectors, vector_of
 from position import unused_settings
 
@@ -103,14 +108,29 @@ def load(source, position=None, optimizer=True):
     advice = 'Read it again if a run has just replaced it, or use best.pt or a kept step.'
     state = load_whole(path, advice, without=() if optimizer else ('optimizer',))
     with fault_of(path, 'a checkpoint of this project', advice):
-        missing = {'model', 'model_config', 'settings', 'tokenizer', 'digest', 'step'} - set(state)
-        if missing:
-            raise KeyError(*missing)
-        config = state['model_config']  # an older one lacks some settings, or has unused ones
-        config = ModelConfig(**config | unused_settings(config))
-        if config.n_layer > len(state['model']):  # layers without end would be made
-            raise ValueError(f'n_layer={config.n_layer}')
+        config = whole_config(state)
     return state | {'model_config': dataclasses.asdict(config)}
+
+
+def whole_config(state):
+    """
+    The ModelConfig of a checkpoint. Raises an error of MALFORMED unless all that stages read is
+    there, each entry of its type.
+    """
+    require_kinds(state, model=dict, model_config=dict, settings=dict, tokenizer=dict | None,
+                  digest=str, step=int)
+    model, config, settings = state['model'], state['model_config'], state['settings']
+    require_kinds(model, **dict.fromkeys(model, torch.Tensor))
+    require_kinds(config, **{name: kind for name, kind in huggingface.KINDS.items()
+                             if name in config})  # an older one lacks some
+    require_kinds(settings, **dict.fromkeys(settings, str | int | float | list | None))
+    require_kinds({'dataset': ''} | settings, dataset=str)
+    if state['tokenizer'] is not None:
+        require_tokenizer_kinds(state['tokenizer'])
+    config = ModelConfig(**config | unused_settings(config))
+    if config.n_layer > len(model) or state['step'] < 0:  # layers without end would be made
+        raise ValueError(f"n_layer={config.n_layer}, step={state['step']}")
+    return config
 
 
 def config_of(settings, **sizes):
@@ -298,11 +318,12 @@ class TextSettings(RunSettings):
 class Run:
     """
     A trained model as the settings of a stage ask for it, and the results that it writes.
-    settings: the stage's, {name: value}, with those of RunSettings. decodes: the stage reads token
-    by token, so its weights are stored for that.
+    settings: the stage's, {name: value}, with those of RunSettings; result: what it will be called,
+    as write() takes it, to claim() it; decodes: the stage reads token by token, so its weights are
+    stored for that.
     """
 
-    def __init__(self, settings, decodes=False):
+    def __init__(self, settings, *result, decodes=False):
         self.settings, self.began = settings, time.perf_counter()
         self.runtime = setup(settings['device'], settings['dtype'], settings.get('seed', 1337))
         self.model, self.info = load_model(
@@ -314,7 +335,9 @@ class Run:
         scale_label = apply_scale(self.model, self.scale, self.info, self.runtime.print)
         self.identity = identity(self.model, self.scale, self.info)
         self.label = settings.get('label') or scale_label
-        self.L = self.model.config.block_size
+        self.L, self.claims = self.model.config.block_size, {}
+        if result:
+            self.claim(*result)
 
     @functools.cached_property
     def encoding(self):
@@ -330,24 +353,37 @@ class Run:
         """OUT_DIR/KIND[_LABEL], without a suffix."""
         return result_path(self.settings['out_dir'], *kind, self.label)
 
-    def answers(self, path, **asked):
-        """Answers in PATH.jsonl, which depend on the model, its scales and what was asked."""
+    def claim(self, stage, *kind):
+        """
+        Keep other processes from a result that write() will write, as one of two would be lost. A
+        folder that cannot be written is met here, before the work.
+        """
+        path = self.path(stage, *kind)
+        self.claims[path] = OnlyWriter(f'{path}.json', self.runtime.is_main)
+
+    def answers(self, path, kinds, **asked):
+        """
+        Answers in PATH.jsonl, which depend on the model, its scales and what was asked. kinds:
+        {name: type} of what one holds.
+        """
         settings = self.identity | {'dtype': str(self.runtime.dtype)} | asked
-        return AnswerLog(f'{path}.jsonl', settings, self.runtime)
+        return AnswerLog(f'{path}.jsonl', kinds, settings, self.runtime)
 
     def write(self, stage, result, *kind):
         """
         Write OUT_DIR/STAGE[_KIND][_LABEL].json: the result, what was measured, and what is needed
         to measure it again; and its picture. A stage may write several results.
         """
+        path = self.path(stage, *kind)
         what = {'stage': stage, 'label': self.label,
                 'position_method': self.model.config.position,
                 'short_conv': getattr(self.model.config, 'short_conv', 0), 'block_size': self.L,
                 'trained_length': self.model.config.trained_length,
                 'checkpoint': self.info['path'], 'weights_digest': self.info['digest'],
                 'scale': self.scale, 'identity': self.identity}
-        plots.write_result(self.path(stage, *kind), what | result, self.settings, self.runtime,
-                           self.began)
+        plots.write_result(path, what | result, self.settings, self.runtime, self.began)
+        if path in self.claims:
+            self.claims.pop(path).close()
 
     def close(self):
         """The end of the stage, on every rank."""

@@ -1,4 +1,4 @@
-"""Files of tensors that torch.save() wrote, read whole or refused."""
+"""Files of tensors, read whole or refused: what torch.save() wrote, and our exports."""
 
 import os
 import zipfile
@@ -15,6 +15,17 @@ def checksum_of(storage):
     """(bytes, CRC-32) of the memory behind a tensor."""
     data = torch.empty(0, dtype=torch.uint8).set_(storage)
     return len(data), zlib.crc32(data.numpy())
+
+
+def checksum_of_tensors(tensors):
+    """CRC-32 over the names, types, shapes and bytes of {name: tensor}, as 8 hex digits."""
+    def line(name):
+        weight = tensors[name]
+        checksum = zlib.crc32(weight.flatten().view(torch.uint8).numpy())
+        return f'{name} {weight.dtype} {tuple(weight.shape)} {checksum}'
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return f"{zlib.crc32(' '.join(pool.map(line, sorted(tensors))).encode()):08x}"
 
 
 def require_checksums(path, state):

@@ -269,12 +269,15 @@ def unsharded(state):
 def load_sharded(optimizer, state):
     """
     Give an optimizer the moments of a saved one, whole tensors; its parameters may be sharded.
-    Rates and the like stay its own.
+    Rates and the like stay its own. Raises ValueError for moments of other shapes, with which a
+    fused optimizer would write where no weight is.
     """
     weights = [p for group in optimizer.param_groups for p in group['params']]
     for i, moments in state['state'].items():
         p = weights[i]
         for name, x in moments.items():
+            if x.shape != (() if name == 'step' else p.shape):
+                raise ValueError(f'{name} of weight {i} has shape {tuple(x.shape)}')
             if hasattr(p, 'device_mesh') and x.shape == p.shape:
                 from torch.distributed.tensor import distribute_tensor
                 moments[name] = distribute_tensor(x.to(p.device), p.device_mesh, p.placements)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 # What goes wrong where JSON from outside is read and taken apart; deep nesting is a RecursionError.
-MALFORMED = ValueError, LookupError, TypeError, AttributeError, RecursionError
+MALFORMED = ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError
 
 
 class UserError(ValueError):
@@ -45,6 +45,16 @@ def fault_of(path, what, advice):
     except MALFORMED as error:
         raise UserError(f'{path} is not {what} ({type(error).__name__}: {error}). '
                         f'{advice}') from error
+
+
+def require_kinds(data, /, **kinds):
+    """
+    Raise an error of MALFORMED unless `data` is a dict that has each name of `kinds`, {name: type},
+    and of that type.
+    """
+    for name, kind in kinds.items():
+        if not isinstance(data[name], kind):
+            raise TypeError(f'{name} is {type(data[name]).__name__}')
 
 
 def report(kind, error, trace):

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
-from lib.checksums import load_whole
+from lib.checksums import checksum_of_tensors, load_whole
 from lib.devices import DTYPES
 from lib.errors import UserError, fault_of
 from lib.results import note, optional, save_json, write_text
@@ -43,6 +43,8 @@ NAMES = {'vocab_size': 'vocab_size', 'block_size': 'max_position_embeddings',
          'n_hidden': 'intermediate_size', 'norm_eps': 'rms_norm_eps',
          'tied': 'tie_word_embeddings'}
 GRANITE_NAMES = NAMES | {'n_hidden': 'shared_intermediate_size'}
+KINDS = {field.name: int | float if field.type is float else field.type
+         for field in dataclasses.fields(ModelConfig)}
 # What a config.json may leave out, as its class in transformers has it.
 LLAMA = {'max_position_embeddings': 2048, 'rope_theta': 10000.0, 'rms_norm_eps': 1e-6,
          'tie_word_embeddings': False}
@@ -52,6 +54,8 @@ DEFAULTS = {
                         'rope_theta': 2000000.0, 'tie_word_embeddings': True},
     GRANITE: LLAMA | {'num_local_experts': 8, 'layer_types': 'mamba', 'attention_multiplier': 1.0}}
 ROPE_TYPES = {'default': '', 'linear': 'pi', 'dynamic': 'dynamic_ntk', 'yarn': 'yarn'}
+# The checksum of all tensors, in the metadata of a model.safetensors that we wrote.
+CHECKSUM = 'nope_length_crc32'
 # Entries about RoPE that are read, and those that must have the value our RoPE has.
 ROPE_READ = ('rope_type', 'type', 'rope_theta', 'factor', 'original_max_position_embeddings',
              'finetuned')
@@ -116,7 +120,11 @@ def read_safetensors(path):
     open(path, 'rb').close()  # an OSError, such as for permissions, names the file
     try:
         with package.safe_open(path, 'pt') as file:
-            return {name: file.get_tensor(name) for name in file.keys()}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+            written = (file.metadata() or {}).get(CHECKSUM)
+        if written and written != checksum_of_tensors(tensors):
+            raise ValueError('bytes differ from their checksum')
+        return tensors
     except Exception as error:  # the package raises nothing more special
         raise UserError(f'{path} is damaged, cut short or not a file of weights '
                         f'({type(error).__name__}). Get it again.') from error
@@ -173,10 +181,11 @@ def our_config(config, source, position=None):
     values['position'] = position or position_of(config, where)
     if 'rope' in values['position'].split(','):
         values |= rope_config(config, where)
-    for field in dataclasses.fields(ModelConfig):
-        wanted = int | float if field.type is float else field.type
-        if field.name in values and not isinstance(values[field.name], wanted):
-            raise TypeError(f'{names.get(field.name, field.name)} is {values[field.name]}')
+    for name, kind in KINDS.items():
+        if name in values and not isinstance(values[name], kind):
+            raise TypeError(f'{names.get(name, name)} is {values[name]}')
+    if not isinstance(config.get('attention_multiplier', 1.0), int | float):
+        raise TypeError(f"attention_multiplier is {config['attention_multiplier']}")
     try:
         c = ModelConfig(**values)
     except ValueError as error:
@@ -473,7 +482,8 @@ def save_folder(folder, model, tokenizer, dtype, length=0):
     Write config.json, model.safetensors, tokenizer.json and tokenizer_config.json for
     AutoModelForCausalLM and AutoTokenizer of stock transformers. tokenizer: its state; dtype: of
     the matrices; length: the tokens that the scales are for; of scale sets the caller chooses one.
-    Raises UserError for what stock models cannot do.
+    The weights' file says their checksum, which read_safetensors() compares. Raises UserError for
+    what stock models cannot do.
     """
     safetensors = optional('safetensors.torch')
     require_exportable(model)
@@ -485,9 +495,10 @@ def save_folder(folder, model, tokenizer, dtype, length=0):
     save_json(folder / 'config.json', config)
     save_json(folder / 'tokenizer_config.json', tokens)
     write_text(folder / 'tokenizer.json', tokenizer_json(tokenizer))
+    tensors = their_state(model, dtype, config['model_type'])
+    metadata = {'format': 'pt', CHECKSUM: checksum_of_tensors(tensors)}
     try:
-        safetensors.save_file(their_state(model, dtype, config['model_type']),
-                              folder / 'model.safetensors', metadata={'format': 'pt'})
+        safetensors.save_file(tensors, folder / 'model.safetensors', metadata)
     except optional('safetensors').SafetensorError as error:
         raise OSError(error) from error
 

@@ -2,7 +2,9 @@
 Results on disk: JSON with what is needed to make it again, progress, answers that survive a stop.
 """
 
+import atexit
 import contextlib
+import errno
 import functools
 import glob
 import importlib
@@ -17,16 +19,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import filelock
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from lib.errors import ROOT, UserError, fault_of
-
-try:
-    import fcntl
-except ImportError:  # on Windows; there, nothing is locked
-    fcntl = None
+from lib.errors import MALFORMED, ROOT, UserError, fault_of, require_kinds
 
 
 def optional(package):
@@ -54,6 +52,66 @@ def progress_bar(total, label, enabled=True):
 
 # ---------------------------------------------------------------------- files
 
+class OnlyWriter:
+    """
+    Until close(), or the end of a with block, no other process writes to `path`, a file or a
+    folder: one that tries raises UserError with the process that does. The operating system locks
+    PATH.lock, and unlocks it when the process ends, however it ends. A process that holds a lock
+    may take it again; the first that took it frees it. wanted: False locks nothing.
+    """
+
+    held = {}  # {path of a lock: the lock}
+
+    def __init__(self, path, wanted=True):
+        self.key, key = None, os.path.abspath(f'{path}.lock')
+        if not wanted or key in self.held:
+            return
+        lock = filelock.FileLock(key, thread_local=False, fallback_to_soft=False)
+        try:
+            lock.acquire(timeout=0.5)  # longer than a small file takes
+            with contextlib.suppress(OSError):  # on Windows a locked file has no text
+                Path(key).write_text(f'process {os.getpid()} on {platform.node()}')
+        except filelock.Timeout as error:
+            raise UserError(f'{writer(key)} is writing to {path} now. Wait until it has ended, or '
+                            'choose another folder or --label=.') from error
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+                raise UserError(f'{path} cannot be written ({error}). Choose another '
+                                'folder.') from error
+            note(f'{key}: this file system has no locks. Start no second run that writes there.')
+        self.key, self.held[key] = key, lock
+
+    def close(self):
+        lock = self.held.pop(self.key, None)
+        if lock:
+            with contextlib.suppress(OSError):  # on Windows release() removes it
+                os.unlink(self.key)
+            lock.release()
+
+    __del__ = close
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.close()
+
+
+def writer(lock):
+    """The process that a lock file names."""
+    with contextlib.suppress(OSError):
+        return Path(lock).read_text() or 'another process'
+    return 'another process'
+
+
+@atexit.register
+def remove_locks():
+    """Those of a process that ends with an error, before filelock unlocks them."""
+    for lock in OnlyWriter.held:
+        with contextlib.suppress(OSError):
+            os.unlink(lock)
+
+
 @contextlib.contextmanager
 def whole_file(path):
     """
@@ -61,13 +119,14 @@ def whole_file(path):
     full disk never leaves half a file there. An error on the way removes what was written.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + '.part')
-    try:
-        yield part
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    with OnlyWriter(path):
+        part.unlink(missing_ok=True)  # of a run that was killed, or a planted link
+        try:
+            yield part
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -77,21 +136,22 @@ def whole_folder(folder):
     end: it has all files or is not there.
     """
     folder = Path(folder).resolve()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f'{folder} exists and is not an empty folder. Remove it or choose another '
-                        'folder.')
     part = folder.with_name(folder.name + '.part')
-    shutil.rmtree(part, ignore_errors=True)  # of a run that was killed
-    part.mkdir(parents=True)
-    try:
-        yield part
-        if folder.exists():  # Windows replaces no folder
-            folder.rmdir()
-        part.replace(folder)
-    except OSError as error:
-        raise OSError(f'could not write {folder} ({error}). Is the disk full?') from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+    with OnlyWriter(folder):
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UserError(f'{folder} exists and is not an empty folder. Remove it or choose '
+                            'another folder.')
+        shutil.rmtree(part, ignore_errors=True)  # of a run that was killed
+        part.mkdir()
+        try:
+            yield part
+            if folder.exists():  # Windows replaces no folder
+                folder.rmdir()
+            part.replace(folder)
+        except OSError as error:
+            raise OSError(f'could not write {folder} ({error}). Is the disk full?') from error
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
 
 
 def write_text(path, text):
@@ -99,48 +159,20 @@ def write_text(path, text):
         part.write_text(text, encoding='utf-8', newline='\n')
 
 
-def lock_file(path, runtime):
-    """
-    Let no other process write to `path` until unlock_file(), which takes what this returns. The
-    first rank locks PATH.lock, which the operating system unlocks when the process ends, however it
-    ends. Raises UserError with the process that holds it.
-    """
-    if not (runtime.is_main and fcntl):
-        return None
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock = open(path.with_name(path.name + '.lock'), 'a+')
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        lock.seek(0)
-        raise UserError(f'{lock.read()} is writing to {path} now. Wait until it has ended, or '
-                        'choose another --out_dir=.') from error
-    except OSError as error:  # some network file systems
-        print(f'{lock.name} cannot be locked ({error}). Start no second run that writes there.')
-    if not os.fstat(lock.fileno()).st_nlink:  # its last holder has removed it meanwhile
-        return lock_file(path, runtime)
-    lock.truncate(0)
-    lock.write(f'process {os.getpid()} on {platform.node()}')
-    lock.flush()
-    return lock
-
-
-def unlock_file(lock):
-    if lock:
-        Path(lock.name).unlink(missing_ok=True)
-        lock.close()
-
-
-def read_lines(path):
+def read_lines(path, header=False, **kinds):
     """
     The rows of a .jsonl file, dicts; none where there is no file. What cannot be read, as a kill or
-    a full disk leaves it, is left out with a note.
+    a full disk leaves it, or has not the `kinds`, {name: type}, is left out with a note. header:
+    the first row may be any dict.
     """
     rows = []
     for line in path.read_bytes().splitlines() if path.exists() else ():
         try:
-            rows.append(dict(json.loads(line)))
-        except (ValueError, TypeError):
+            row = json.loads(line)
+            if rows or not header:
+                require_kinds(row, **kinds)
+            rows.append(dict(row))
+        except MALFORMED:
             note(f'{path}: dropped what could not be read: {line}')
     return rows
 
@@ -283,27 +315,31 @@ class AnswerLog:
     """
     Work done item by item, a JSON line each, so that a stopped run goes on where it was, also with
     another number of ranks. path: of the .jsonl; each rank but the first has a file of its own
-    beside it. settings: what the answers depend on. Raises UserError where the file holds answers
-    of other settings.
+    beside it. kinds: {name: type} of what an answer holds; settings: what the answers depend on.
+    Raises UserError where the file holds answers of other settings.
     """
 
-    def __init__(self, path, settings, runtime):
-        self.path, self.runtime = Path(path), runtime
+    def __init__(self, path, kinds, settings, runtime):
+        self.path, self.runtime, self.items = Path(path), runtime, []
+        self.kinds = {'item': int} | kinds
         self.header = json.loads(json.dumps(settings))
-        self.lock = lock_file(self.path, runtime)
+        self.lock = OnlyWriter(self.path, runtime.is_main)
         self.done = {row['item'] for row in self.read()}
         runtime.wait_for_all()  # all ranks have read the same before one of them writes
         own = self.path
         if not runtime.is_main:
             own = self.path.with_name(f'{self.path.stem}.rank{runtime.rank}.jsonl')
-        write_lines(own, read_lines(own) or [self.header])
+        write_lines(own, self.lines(own))
         self.file = open(own, 'a', encoding='utf-8')
+
+    def lines(self, path):
+        return read_lines(path, header=True, **self.kinds) or [self.header]
 
     def read(self):
         """Yield the answers of all ranks."""
         others = sorted(self.path.parent.glob(f'{glob.escape(self.path.stem)}.rank*.jsonl'))
         for path in [self.path, *others]:
-            header, *answers = read_lines(path) or [self.header]
+            header, *answers = self.lines(path)
             changed = [key for key in header | self.header
                        if header.get(key) != self.header.get(key)]
             if changed:
@@ -316,6 +352,7 @@ class AnswerLog:
         Yield this rank's share of what is left, in lists of at most batch_tokens tokens.
         size(item): in tokens.
         """
+        self.items = items
         todo = self.runtime.shard([item for item in items if item not in self.done])
         batch = []
         with progress_bar(len(todo), self.path.stem, self.runtime.is_main) as bar:
@@ -335,10 +372,10 @@ class AnswerLog:
         print(row, file=self.file, flush=True)
 
     def finish(self):
-        """The answers of all ranks, in the order of their items. Call it on every rank."""
+        """The answers of all ranks, one an item. Call it on every rank."""
         self.file.close()
         self.runtime.wait_for_all()
-        rows = sorted(self.read(), key=lambda row: row['item'])
+        rows = {row['item']: row for row in self.read()}
         self.runtime.wait_for_all()
-        unlock_file(self.lock)
-        return rows
+        self.lock.close()
+        return [rows[item] for item in self.items]

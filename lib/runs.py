@@ -13,16 +13,8 @@ import torch.distributed as dist
 
 from lib import checkpoints
 from lib.devices import unsharded
-from lib.errors import UserError, as_user_error
-from lib.results import (
-    lock_file,
-    note,
-    optional,
-    read_lines,
-    save_json,
-    unlock_file,
-    write_lines,
-)
+from lib.errors import UserError, as_user_error, fault_of, require_kinds
+from lib.results import OnlyWriter, note, optional, read_lines, save_json, write_lines
 from model import ModelConfig, Transformer
 from position import Settings, unused_settings
 
@@ -32,6 +24,12 @@ MODEL = ('n_layer', 'n_head', 'n_kv_head', 'n_embd', 'n_hidden', 'short_conv', '
          *(field.name for field in dataclasses.fields(Settings)))
 
 # ---------------------------------------------------------------------- before a run begins
+
+def to_go_on(folder):
+    """What goes wrong in here is the fault of a last.pt that no run can go on from."""
+    return fault_of(Path(folder, 'last.pt'), 'what a run goes on from',
+                    'Train into another --out_dir=; --init_from=FILE takes its weights.')
+
 
 def require_same_data(folder, old, new):
     """Refuse to resume on other text. old, new: {source: checksum of its tokens}."""
@@ -55,7 +53,7 @@ def require_same_model(folder, old, new):
     changed = [name for name in new if name in old and old[name] != new[name]
                and name not in ('init_from', 'out_dir')]
     for name in changed:
-        if name in (*MODEL, 'optimizer'):
+        if name in MODEL:
             raise UserError(f'{name} is {new[name]} but {folder}/last.pt was trained with '
                             f'{old[name]}. Resume with --{name}={old[name]}, or train into another '
                             '--out_dir=.')
@@ -98,6 +96,12 @@ def model_to_train(windows, chosen, given, runtime):
     resumes = init_from == 'resume'
     path = Path(out_dir, 'last.pt') if resumes else init_from
     state = checkpoints.load(path, chosen['position'] if 'position' in given else None, resumes)
+    if resumes:
+        with to_go_on(out_dir):
+            require_kinds({'data': {}} | state, data=dict | None, optimizer=dict, scaler=dict,
+                          best_val_loss=int | float)
+            sources = state.get('data') or {}  # an older run did not name them
+            require_kinds(sources, **dict.fromkeys(sources, str | None))
     checkpoints.require_tokenizer(state | {'path': path}, windows.tokenizer_state,
                                   chosen['dataset'])
     began_with = state['settings'].get('init_from') if resumes else init_from
@@ -152,15 +156,20 @@ class Recorder:
         self.tracker = None
         if runtime.is_main:
             self.tracker = open_tracker(settings.get('tracker'), folder, settings)
-        self.lock = lock_file(self.log_path, runtime)
+        self.lock = OnlyWriter(self.log_path, runtime.is_main)
 
     def begin(self, step):
         """Make the folder as it was at a step, 0 for a new run."""
         if not self.runtime.is_main:
             return
         save_json(self.folder / 'config.json', self.settings)
-        rows = [row for row in read_lines(self.log_path) if 0 < row['step'] <= step]
+        rows = [row for row in read_lines(self.log_path, step=int, tokens=int)
+                if 0 < row['step'] <= step]
         write_lines(self.log_path, rows)  # a kill may have left steps after the checkpoint
+        n_lost = step - len({row['step'] for row in rows if 'loss' in row})
+        if n_lost:
+            note(f'{self.log_path} lacks {n_lost} of {step} steps, and so does loss.png; the run '
+                 'itself lacks nothing')
 
     def log(self, step, **row):
         row = {'tokens': step * self.tokens_per_step} | row
@@ -201,7 +210,7 @@ class Recorder:
                 model, self.tokenizer, step, weights, settings=self.settings, **self.more, **more))
 
     def close(self):
-        unlock_file(self.lock)
+        self.lock.close()
         if self.tracker:
             self.tracker.finish()
 

@@ -28,8 +28,8 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-from lib.errors import ROOT, UserError, fault_of
-from lib.results import note, optional, progress_bar, save_json, write_text
+from lib.errors import ROOT, UserError, fault_of, require_kinds
+from lib.results import OnlyWriter, note, optional, progress_bar, save_json, write_text
 
 MIB = 2 ** 20
 EOT = '<|endoftext|>'
@@ -69,9 +69,9 @@ def get_tokenizer(name):
                         'FILE.json, hf:ORG/NAME.')
     with fault_of(path, 'a tokenizer file', 'Check the name, or get it again.'):
         text = path.read_text(encoding='utf-8')
-    if path.suffix == '.json':
-        shown = name if name.startswith('hf:') else path.name
-        return HFTokenizer(shown, text, end_token(path.with_name('tokenizer_config.json')))
+        if path.suffix == '.json':
+            shown = name if name.startswith('hf:') else path.name
+            return HFTokenizer(shown, text, end_token(path.with_name('tokenizer_config.json')))
     ranks = parse_ranks(text, name)
     return tiktoken_encoding(path.name, ranks, PATTERN, max(ranks.values()) + 1)
 
@@ -203,10 +203,20 @@ def tokenizer_from_state(state):
         raise UserError('The checkpoint came without a tokenizer. Put the tokenizer.json of the '
                         'model, or of the one it was trained from, into its folder (if that is the '
                         "hub's cache: copy its files into a folder of your own).")
-    if state['kind'] == 'hf':
-        return HFTokenizer(state['name'], state['text'], state['eos'])
-    ranks = parse_ranks(state['text'], state['name'])
-    return tiktoken_encoding(state['name'], ranks, state['pattern'], state['eot_token'])
+    with fault_of(f"tokenizer {state.get('name')}", 'whole', 'Get its file again.'):
+        require_tokenizer_kinds(state)
+        if state['kind'] == 'hf':
+            return HFTokenizer(state['name'], state['text'], state['eos'])
+        ranks = parse_ranks(state['text'], state['name'])
+        return tiktoken_encoding(state['name'], ranks, state['pattern'], state['eot_token'])
+
+
+def require_tokenizer_kinds(state):
+    """Raise an error of MALFORMED unless each entry of a tokenizer's state has its type."""
+    own = {'hf': {'eos': str | None}, 'tiktoken': {'pattern': str, 'eot_token': int}}
+    require_kinds(state, name=str, text=str, **own[state['kind']])
+    if state.get('pattern') == '':  # tiktoken would panic
+        raise ValueError('pattern is empty')
 
 
 def tokenizer_digest(state):
@@ -375,7 +385,7 @@ def new_dataset(folder, encoding, report=None):
     Raises UserError if a split has no text.
     """
     folder, counts = Path(folder), {}
-    temporary = folder / 'tokens.unfinished'
+    temporary, lock = folder / 'tokens.unfinished', only_dataset(folder)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
@@ -401,10 +411,19 @@ def new_dataset(folder, encoding, report=None):
             'report': report or {}, 'checksums': checksums})
     finally:
         shutil.rmtree(temporary)
+        lock.close()
     print(f'{folder}: tokenizer {encoding.name}, vocabulary {encoding.n_vocab:,}')
     for split, count in counts.items():
         print(f'{split:>6} {count["tokens"]:14,} tokens  {count["documents"]:10,} documents  '
               f'{count["bytes"] / count["tokens"]:.2f} bytes per token')
+
+
+def only_dataset(folder):
+    """
+    The OnlyWriter of a dataset. A script that prepares one takes it before its work, as
+    new_dataset() does at the end.
+    """
+    return OnlyWriter(Path(folder, 'meta.json'))
 
 
 def split_files(split):
@@ -435,6 +454,21 @@ class TokenFile:
     meta: dict         # meta.json
     tokenizer_state: dict
     checksum: str | None = None  # of the tokens, as they were written; None if that was long ago
+    file: object = None  # of the tokens, open
+    size_and_time: tuple = ()    # of that file when it was opened
+
+    def __del__(self):
+        if self.file:
+            self.file.close()
+
+    def require_unchanged(self):
+        """
+        Raise UserError if the tokens were changed in place since they were opened: to read what was
+        cut off would end the process without a word.
+        """
+        if size_and_time(self.file) != self.size_and_time:
+            raise UserError(f'{self.file.name} has changed since it was opened. {AGAIN} A run of '
+                            'train.py then goes on with --init_from=resume.')
 
 
 def open_tokens(dataset, split, check=False):
@@ -448,19 +482,28 @@ def open_tokens(dataset, split, check=False):
     with fault_of(f'{folder}: meta.json or tokenizer_state.json', 'whole', AGAIN):
         meta, state = [json.loads((folder / name).read_text(encoding='utf-8'))
                        for name in ('meta.json', 'tokenizer_state.json')]
+        require_tokenizer_kinds(state)
         if tokenizer_digest(state) != meta['tokenizer_digest']:
             raise ValueError('the tokenizer is not that of meta.json')
-        if type(meta['vocab_size']) is not int or meta['dtype'] not in ('uint16', 'uint32'):
-            raise ValueError('vocab_size or dtype is not one of ours')
+        require_kinds(meta, vocab_size=int, splits=dict)
+        if meta['dtype'] not in ('uint16', 'uint32'):
+            raise ValueError(f"dtype is {meta['dtype']}")
         if split not in meta['splits']:
             raise UserError(f'Dataset {dataset} has no split {split}. It has '
                             f"{', '.join(meta['splits'])}.")
         count, checksums = meta['splits'][split], meta.get('checksums', {})
-        arrays = []
+        file, arrays = open(folder / f'{split}.bin', 'rb'), []
+        opened = size_and_time(file)
         for name, dtype, n in zip(split_files(split), (meta['dtype'], 'int64'),
                                   (count['tokens'], count['documents'])):
             arrays.append(open_array(folder / name, dtype, n, checksums.get(name), check))
-    return TokenFile(*arrays, meta, state, checksums.get(f'{split}.bin'))
+    return TokenFile(*arrays, meta, state, checksums.get(f'{split}.bin'), file, opened)
+
+
+def size_and_time(file):
+    """The size of an open file in bytes, and when it was last written to, in ns."""
+    status = os.fstat(file.fileno())
+    return status.st_size, status.st_mtime_ns
 
 
 def open_array(path, dtype, n, checksum, check):
@@ -581,7 +624,7 @@ class Windows:
             parts = parts[:1]  # the others may have no such split
         sources = {name: open_tokens(name, split, check) for name, _ in parts}
         self.checksums = {name: data.checksum for name, data in sources.items()}
-        tokenizers = {data.meta['tokenizer_digest']: f"{name} has {data.meta['tokenizer']}"
+        tokenizers = {data.meta['tokenizer_digest']: f"{name} has {data.tokenizer_state['name']}"
                       for name, data in sources.items()}
         if len(tokenizers) > 1:
             raise UserError(f'The parts of {dataset} have other tokenizers than each other: '
@@ -596,9 +639,15 @@ class Windows:
                                 f'than a window of {block_size:,} + 1. Choose a shorter one or '
                                 'prepare more text.')
             self.blocks.append(data.tokens[:n * size].reshape(n, size))
-        self.data = sources[parts[0][0]]  # as what is not sampled is the first source's
+        self.sources = list(sources.values())
+        self.data = self.sources[0]  # as what is not sampled is the first source's
         self.slots = mixture_slots([weight for _, weight in parts], dataset)
-        self.vocab_size, self.tokenizer_state = data.meta['vocab_size'], data.tokenizer_state
+        self.tokenizer_state = data.tokenizer_state
+
+    @property
+    def vocab_size(self):
+        """The tokenizer's, as its digest is compared and the number in meta.json is not."""
+        return tokenizer_from_state(self.tokenizer_state).n_vocab
 
     def batch(self, step, batch_size, rows=slice(None)):
         """
@@ -606,6 +655,8 @@ class Windows:
         alone. rows: a slice of them, for this rank or micro-batch. Each source is read epoch after
         epoch, each block once in each, every time in another order.
         """
+        for data in self.sources:
+            data.require_unchanged()
         windows = []
         for sample in range(step * batch_size, (step + 1) * batch_size)[rows]:
             cycle, slot = divmod(sample, SLOTS)

@@ -20,6 +20,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
+import filelock
 import numpy as np
 import pytest
 import torch
@@ -205,6 +206,16 @@ def files_at_most(n_bytes):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@contextlib.contextmanager
+def written_elsewhere(path):
+    """As if process 99 were writing to a file or folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(f'{path}.lock', timeout=0) as lock:
+        Path(lock.lock_file).write_text('process 99 on some machine')
+        yield
+        Path(lock.lock_file).unlink()
+
+
 class Server(BaseHTTPRequestHandler):
     """What serves requests to this machine; a subclass has do_GET(), which answers."""
 
@@ -314,6 +325,24 @@ def as_run(model, runtime, L=None, **more):
 
     return SimpleNamespace(model=model, runtime=runtime, L=L or model.config.block_size,
                            windows=windows, settings=more)
+
+
+def damage(path, row):
+    """
+    Change a checkpoint as a row says: the keys of an entry, and its new value as JSON; DROP leaves
+    the entry out.
+    """
+    keys, value = row.split(' | ')
+    state = inside = torch.load(path, weights_only=True)
+    *keys, last = [int(key) if key.isdigit() else key for key in keys.split()]
+    for key in keys:
+        inside = inside[key]
+    inside[last] = None if value == 'DROP' else json.loads(value)
+    if value == 'DROP':
+        del inside[last]
+    elif isinstance(inside[last], list) and keys[:1] == ['optimizer']:
+        inside[last] = torch.tensor(inside[last])
+    torch.save(state, path)
 
 
 def save_model(model, path, step=0, settings=()):

@@ -19,9 +19,12 @@ import pytest
 import torch
 from conftest import (
     ROOT,
+    damage,
     files_at_most,
     flip_a_bit,
+    mistake,
     near,
+    on,
     random_model,
     read,
     refuses,
@@ -34,13 +37,14 @@ from lib.checkpoints import (
     RunSettings,
     load,
     load_model,
+    open_model,
     require_space,
     save,
     weights_digest,
 )
 from lib.errors import UserError
 from lib.tokens import get_tokenizer, tokenizer_state
-from model import vector_of
+from model import Transformer, vector_of
 
 BYTES = tokenizer_state(get_tokenizer('bytes'))
 
@@ -216,6 +220,43 @@ def test_file_of_another_program_or_with_entries_of_the_wrong_kind_is_refused(ou
     refuses('odd.pt', load, out_dir / 'odd.pt')
 
 
+ENTRIES = [f'{entry} | {value}' for entry in ('model', 'model_config', 'settings', 'digest', 'step')
+           for value in ('DROP', 'null', '[]')]
+
+
+@pytest.mark.parametrize('row', ENTRIES + '''
+model | {"embed.weight": 5}
+model | {"1": []}
+model_config norm_eps | "x"
+model_config rope_length | "x"
+model_config tied | 5
+settings | 5
+settings seed | {}
+settings dataset | 5
+step | "7"
+step | -7
+tokenizer | DROP
+tokenizer | {}
+tokenizer | 5
+tokenizer kind | "gone"
+tokenizer kind | []
+tokenizer name | DROP
+tokenizer text | null
+tokenizer text | "YQ== 0"
+tokenizer text | "YQ== 0 1"
+tokenizer pattern | DROP
+tokenizer pattern | 5
+tokenizer pattern | "("
+tokenizer pattern | ""
+tokenizer eot_token | "x"
+tokenizer eot_token | -1
+'''.strip().splitlines())
+def test_a_checkpoint_without_an_entry_or_with_one_of_the_wrong_kind_is_refused(out_dir, row):
+    damage(out_dir / 'last.pt', row)
+    with pytest.raises(UserError, match='last.pt is not a checkpoint|tokenizer bytes|bytes is not'):
+        open_model(out_dir / 'last.pt')
+
+
 def test_weights_of_another_position_method_are_refused(tmp_path):
     """DAPE on ALiBi and on NoPE has the same names, but other channels."""
     save_model(random_model(position='alibi', dape_kernel=3), tmp_path / 'last.pt')
@@ -298,3 +339,14 @@ def test_two_ranks_write_two_results_and_end_together(out_dir):
         'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(ROOT)})
     for name in 'one', 'two':
         assert read(out_dir / f'{name}.json')['ranks'] == [[0], [1]]
+# ---------------------------------------------------------------------- for a stage
+
+@pytest.mark.parametrize('command', [
+    'eval_ppl', 'eval_ppl --protocol=repeat', 'entropy', 'attention_maps', 'passkey',
+    'tune_scale --init_scale=1.1', 'tune_scale --method=uniform'])
+def test_a_folder_that_cannot_be_written_is_met_before_the_work(tiny_run, monkeypatch, command):
+    """As root can write to a read-only folder, it is one below a file."""
+    stage, *more = command.split()
+    monkeypatch.setattr(Transformer, 'hidden', lambda *_, **more: pytest.fail('work has begun'))
+    out_dir = tiny_run / 'last.pt/below'
+    assert f'{out_dir}/' in mistake(stage, *on(tiny_run, out_dir), *more)

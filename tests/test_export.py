@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from conftest import mistake, near, random_model, refuses, stage_here, tokens
+from conftest import mistake, near, on, random_model, read, refuses, stage_here, tokens
 
 import export
 from lib.results import save_json
@@ -168,6 +168,17 @@ def test_an_export_has_a_card_with_what_was_measured(tmp_path, tiny_run):
             path.unlink()
     assert (tmp_path / 'gguf/model.gguf').stat().st_size > 10000
     assert json.loads((tmp_path / 'hf/config.json').read_text())['model_type'] == 'granitemoehybrid'
+
+
+@pytest.mark.parametrize('text', ['{cut', '[]', '{"identity": IDENTITY}',
+                                  '{"identity": IDENTITY, "rows": [{"length": 64}]}'])
+def test_a_damaged_result_beside_the_model_is_named(tmp_path, tiny_run, text):
+    stage_here('eval_ppl', *on(tiny_run, tmp_path, '--lengths=[32] --max_windows=2'))
+    identity = json.dumps(read(tmp_path / 'eval_ppl.json')['identity'])
+    (tmp_path / 'eval_ppl.json').write_text(text.replace('IDENTITY', identity))
+    line = mistake('export', f'--init_from={tiny_run}/last.pt', f'--out_dir={tmp_path}')
+    assert f'{tmp_path}/eval_ppl.json is not a result' in line
+    assert not (tmp_path / 'hf').exists()
 
 
 def test_an_unknown_format_is_refused(tiny_run):

@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import functools
 import json
+import random
 import shutil
 import sys
 import tempfile
@@ -26,6 +27,7 @@ from conftest import (
 )
 
 from lib import checkpoints, huggingface
+from lib.errors import UserError
 from lib.generate import complete, new_cache
 from lib.huggingface import load_folder, load_foreign
 from lib.losses import by_position
@@ -324,6 +326,7 @@ GraniteMoeHybrid | {"num_local_experts": 2} | num_local_experts 2
 GraniteMoeHybrid | {"embedding_multiplier": 12} | embedding_multiplier 12
 GraniteMoeHybrid | {"residual_multiplier": 0.2} | residual_multiplier 0.2
 GraniteMoeHybrid | {"logits_scaling": 8} | logits_scaling 8
+GraniteMoeHybrid | {"attention_multiplier": null} | attention_multiplier is None
 '''.strip().splitlines()
 
 
@@ -372,6 +375,23 @@ def sharded(tmp_path):
     """A folder of weights in shards."""
     stock(tmp_path / 'shards', transformers.LlamaConfig(**SIZES), max_shard_size='20KB')
     return tmp_path / 'shards'
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+def test_an_export_in_which_a_bit_flips_has_the_same_weights_or_is_refused(tmp_path, dtype):
+    export(tmp_path, random_model(vocab_size=257), dtype)
+    path, places, n_refused = tmp_path / 'model.safetensors', random.Random(0), 0
+    whole, state = path.read_bytes(), weights_of(tmp_path)
+    header = int.from_bytes(whole[:8], 'little')
+    for place in [*places.sample(range(header), 40), *places.sample(range(len(whole)), 40)]:
+        flip_a_bit(path, place)
+        try:
+            near(weights_of(tmp_path), state)
+        except UserError as error:
+            assert str(path) in str(error) or 'tensors' in str(error)
+            n_refused += 1
+        path.write_bytes(whole)
+    assert n_refused > 60
 
 
 def test_only_regular_files_of_the_folder_are_weights_and_each_tensor_comes_once(sharded):

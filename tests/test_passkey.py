@@ -7,15 +7,13 @@ $ python -m pytest tests/test_passkey.py
 import email.message
 import functools
 import json
-import os
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import mistake, on, read, stage, stage_here
+from conftest import mistake, on, read, stage, stage_here, written_elsewhere
 
-from lib.results import lock_file, unlock_file
 from lib.tokens import get_tokenizer, train_bpe
 from passkey import FILLER, KEY, QUESTION, TASK, build_prompt, draw_cells
 from results.channel_scale import passkey as study
@@ -119,6 +117,17 @@ def test_a_cut_context_holds_the_end_of_a_prompt_and_the_answer(whole, tiny_run,
     assert shares[0] == 1 and 0 < shares[1] < 1
 
 
+def test_rows_that_are_no_answers_are_left_out_and_answered_anew(whole, tiny_run, tmp_path):
+    header, *rows = (whole / 'passkey.jsonl').read_text().splitlines()
+    odd = [json.dumps(json.loads(rows[3]) | change) for change in (
+        {'correct': 'yes'}, {'length': None}, {'item': [3]}, {'item': 999}, {'item': -1})]
+    odd += ['{}', '{"item": 3}', '[]', 'null', '5', *rows[:2]]  # two of them twice
+    (tmp_path / 'passkey.jsonl').write_text('\n'.join([header, *rows[:3], *odd]) + '\n')
+    stage_here('passkey', *arguments(tiny_run, tmp_path))
+    one, other = (read(folder / 'passkey.json')['answers'] for folder in (tmp_path, whole))
+    assert one == other
+
+
 @pytest.mark.parametrize('ranks', [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_stopped_run_goes_on_to_the_answers_of_an_unbroken_one(whole, tiny_run, tmp_path, ranks):
     lines = (whole / 'passkey.jsonl').read_bytes().splitlines(keepends=True)
@@ -135,12 +144,10 @@ def test_a_stopped_run_goes_on_to_the_answers_of_an_unbroken_one(whole, tiny_run
     assert 'passkey.jsonl' in line and '(seed)' in line
 
 
-@pytest.mark.skipif(os.name == 'nt', reason='nothing is locked on Windows')
-def test_a_second_run_into_the_answers_of_a_living_one_is_refused(tiny_run, tmp_path, cpu):
-    lock = lock_file(tmp_path / 'passkey.jsonl', cpu)  # as the run that lives has it
-    line = mistake('passkey', *arguments(tiny_run, tmp_path))
-    unlock_file(lock)
-    assert f'process {os.getpid()} ' in line and 'passkey.jsonl' in line
+def test_a_second_run_into_the_answers_of_a_living_one_is_refused(tiny_run, tmp_path):
+    with written_elsewhere(tmp_path / 'passkey.jsonl'):
+        line = mistake('passkey', *arguments(tiny_run, tmp_path))
+    assert 'process 99 ' in line and 'passkey.jsonl' in line
 
 
 def test_title_counts_what_the_scales_are_tuned_for_and_a_changed_file_is_refused(tiny, tiny_run,

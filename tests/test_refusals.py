@@ -184,6 +184,9 @@ passkey         WRITE --max_length=600 --n_lengths=16 | max_length
 passkey         WRITE --max_length=253 --n_lengths=1 --n_depths=1 | length 253
 passkey         WRITE --max_length=800 --n_lengths=1 --n_depths=801 | n_depths is 801
 data/passkey/prepare --min_length=300 | min_length is 300
+data/passkey/prepare --n_documents=-1 | n_documents is -1
+data/passkey/prepare --n_documents=100000000000000000000 | n_documents is 1000
+data/passkey/prepare --max_length=100000000000000000000 | max_length is 1000
 export          EXPORT --scale={run}/sets.json | 32, 64, 128
 export          EXPORT --scale={run}/sets.json --target_length=31 | target_length is 31
 export          EXPORT --scale={run}/sets.json --target_length=129 | target_length is 129

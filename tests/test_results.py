@@ -4,18 +4,21 @@ Results on disk: JSON that anyone can read, written whole or not at all, with wh
 $ python -m pytest tests/test_results.py
 """
 
+import contextlib
+import errno
 import json
 import os
+import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import files_at_most
+from conftest import ROOT, contents, files_at_most, written_elsewhere
 
-from lib import results
 from lib.errors import UserError
-from lib.results import bin_means, lock_file, progress_bar, provenance, save_json, write_text
+from lib.results import OnlyWriter, bin_means, progress_bar, provenance, save_json, write_text
 
 
 def strict(path):
@@ -63,21 +66,125 @@ def test_file_is_replaced_whole_or_not_at_all(tmp_path, write):
     assert path.read_text() != 'old' and list(path.parent.iterdir()) == [path]
 
 
-@pytest.mark.skipif(os.name == 'nt', reason='nothing is locked on Windows')
-def test_a_lock_whose_file_is_removed_before_it_is_held_is_taken_anew(tmp_path, monkeypatch, cpu):
-    take, taken = results.fcntl.flock, []
+@pytest.mark.parametrize('name', ['r.json', 'r.json.part', 'r.json.lock'])
+def test_a_link_that_was_planted_is_not_written_through(tmp_path, name):
+    (tmp_path / 'of others').write_text('old')
+    (tmp_path / name).symlink_to(tmp_path / 'of others')
+    with contextlib.suppress(UserError):  # of a lock
+        save_json(tmp_path / 'r.json', [1])
+    assert (tmp_path / 'of others').read_text() == 'old'
+    assert name == 'r.json.lock' or strict(tmp_path / 'r.json') == [1]
 
-    def flock(file, how):
-        take(file, how)
-        taken.append(file)
-        if len(taken) == 1:  # as its last holder does, which another process has waited for
-            os.unlink(file.name)
 
-    monkeypatch.setattr(results.fcntl, 'flock', flock)
-    lock = lock_file(tmp_path / 'log.jsonl', cpu)
-    with pytest.raises(UserError, match=f'process {os.getpid()} '):
-        lock_file(tmp_path / 'log.jsonl', cpu)
-    assert len(taken) == 2 and lock is taken[1]
+# ---------------------------------------------------------------------- one writer at a time
+
+def test_a_second_writer_is_told_who_writes_and_nothing_of_a_lock_is_left(tmp_path):
+    path = tmp_path / 'new folder/r.json'
+    for write in (*WRITERS.values(), OnlyWriter):
+        with written_elsewhere(path), pytest.raises(UserError, match='process 99 .*r.json'):
+            write(path)
+        write(path)  # what a lock is left of, nobody holds
+    with OnlyWriter(path), OnlyWriter(path):
+        save_json(path, [1])  # whose own lock it is
+    assert [file.name for file in path.parent.iterdir()] == ['r.json']
+
+
+def test_what_cannot_be_locked_is_refused_or_said(tmp_path, monkeypatch, capsys):
+    (tmp_path / 'file').touch()
+    for path in tmp_path / 'file/r.json', Path('/proc/none/r.json'):
+        with pytest.raises(UserError, match='r.json cannot be written'):
+            save_json(path, [1])
+    def flock(*_):
+        raise OSError(errno.ENOLCK, 'No locks available')
+
+    monkeypatch.setattr('fcntl.flock', flock)  # as some network file systems are
+    save_json(tmp_path / 'r.json', [1])
+    assert 'no locks' in capsys.readouterr().out and strict(tmp_path / 'r.json') == [1]
+
+
+COUNT = '''
+import sys, time
+from pathlib import Path
+from lib.errors import UserError
+from lib.results import OnlyWriter
+path, times = Path(sys.argv[1]), 50
+while times:
+    try:
+        with OnlyWriter(path):
+            n = int(path.read_text())
+            path.write_text('')  # and nobody reads this
+            path.write_text(str(n + 1))
+        times -= 1
+        time.sleep(0.001)
+    except UserError:
+        pass
+'''
+
+
+HOLD = 'import sys; from lib.results import OnlyWriter as x; x = x(sys.argv[1]); print(); input()'
+
+
+def start(code, path, **environment):
+    return subprocess.Popen([sys.executable, '-c', code, path], cwd=ROOT, text=True,
+                            env=os.environ | environment, stdin=subprocess.PIPE,
+                            stdout=subprocess.PIPE)
+
+
+@pytest.mark.slow
+def test_processes_write_one_after_the_other_and_one_that_is_killed_stops_nobody(tmp_path):
+    path = tmp_path / 'count'
+    path.write_text('0')
+    for process in [start(COUNT, path) for _ in range(3)]:
+        assert process.wait() == 0
+    assert path.read_text() == '150' and list(tmp_path.iterdir()) == [path]
+    holder = start(HOLD, path)
+    holder.stdout.readline()
+    with pytest.raises(UserError, match=f'process {holder.pid} '):
+        OnlyWriter(path)
+    holder.kill()
+    holder.wait()
+    assert path.with_name('count.lock').exists()
+    OnlyWriter(path).close()
+    assert list(tmp_path.iterdir()) == [path]
+
+
+RACER = '''
+import sys
+from conftest import stage_here
+from lib.errors import UserError
+for line in sys.stdin:
+    try:
+        print(bool(stage_here(*line.split())), flush=True)
+    except UserError as error:
+        print(error, flush=True)
+'''
+ON_RUN = '--init_from={run}/last.pt --device=cpu --dtype=float32'
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('command', [
+    'export --out_dir={run} --folder={out}/hf',
+    'export --out_dir={run} --folder={out}/gguf --format=gguf',
+    'data/text/prepare {corpus}/meta.json --tokenizer=bpe:260 --out_dir={out}/data '
+    '--val_fraction=0 --test_fraction=0',
+    'data/stdlib/prepare --out_dir={out}',
+    'tune_scale --out_dir={out} --init_scale=1.1 --target_length=64 --max_iters=2 --batch_size=4 '
+    '--micro_batch_size=4 --n_samples=2 --compile=False ' + ON_RUN,
+    'entropy --out_dir={out} --length=64 --n_samples=2 ' + ON_RUN])
+def test_of_two_that_write_to_one_place_each_writes_all_or_is_refused(tiny_run, corpus_dir,
+                                                                      tmp_path, command):
+    racers = [start(RACER, '', PYTHONPATH='.:tests', OMP_NUM_THREADS='1') for _ in range(2)]
+    for i in range(8):
+        out = tmp_path / str(i)
+        line = command.format(run=tiny_run, corpus=corpus_dir, out=out)
+        for racer in racers[:i + 1]:  # the first time one alone
+            print(line, file=racer.stdin, flush=True)
+        said = [racer.stdout.readline().strip() for racer in racers[:i + 1]]
+        assert 'True' in said and sorted(contents(out)) == sorted(contents(tmp_path / '0'))
+        for line in said:
+            assert line == 'True' or 'is writing to' in line or 'not an empty folder' in line
+    for racer in racers:
+        racer.communicate()
 
 
 def test_provenance_says_how_a_result_was_made(tmp_path, monkeypatch, cpu):

@@ -7,6 +7,7 @@ $ python -m pytest -m '' tests/test_runs.py    # -m '' for the slow ones, too
 
 import json
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -17,18 +18,21 @@ import pytest
 import torch
 from conftest import (
     ROOT,
+    Runs,
     assert_same,
     assert_steps,
+    damage,
     files_at_most,
     load,
     log_rows,
     mistake,
     near,
     stage,
+    written_elsewhere,
 )
 
 from lib import checkpoints
-from lib.results import lock_file, note, unlock_file
+from lib.results import note
 from lib.runs import Recorder, Speed
 
 
@@ -89,11 +93,32 @@ def test_a_disk_that_fills_up_stops_the_run_and_leaves_what_it_had(runs, plain):
     assert_same(plain, runs.resume('full'))
 
 
+@pytest.mark.parametrize('size', [0, 'whole'])
+def test_a_run_whose_text_is_changed_in_place_says_so_and_stops(tmp_path, corpus_dir, monkeypatch,
+                                                                size):
+    """What is cut off cannot be read, and of what comes anew in its place nobody knows."""
+    text = shutil.copytree(corpus_dir, tmp_path / 'corpus') / 'train.bin'
+    whole, flush, runs = text.read_bytes(), Recorder.flush, Runs(tmp_path, text.parent)
+
+    def change_at_step_5(recorder, step):
+        if step == 5:
+            os.truncate(text, 0)
+            os.truncate(text, len(whole) if size == 'whole' else 0)
+        return flush(recorder, step)
+
+    monkeypatch.setattr(Recorder, 'flush', change_at_step_5)
+    assert f'{text} has changed' in mistake('train', *runs.arguments('run'))
+    monkeypatch.undo()
+    text.write_bytes(whole)
+    runs.resume('run')
+    assert_steps(tmp_path / 'run', 12)
+
+
 def test_resume_keeps_every_line_that_can_be_read_and_shows_the_others(runs, plain):
     out_dir = runs.copy(plain, 'bad_lines')
     log = out_dir / 'log.jsonl'
     lines = log.read_bytes().splitlines()
-    bad = [b'{"step": 5, "tok', b'\xff', b'[5]']
+    bad = [b'{"step": 5, "tok', b'\xff', b'[5]', b'{"loss": 5.0}', b'{"step": "5", "tokens": 5}']
     log.write_bytes(b'\n'.join([*lines[:6], *bad, *lines[6:], b'{"step": 13, "tok']))
     runs.resume('bad_lines', '--max_iters=14')
     assert log.read_bytes().splitlines()[:len(lines)] == lines
@@ -102,16 +127,51 @@ def test_resume_keeps_every_line_that_can_be_read_and_shows_the_others(runs, pla
         assert f'{log}: dropped what could not be read: {line}' in runs.printed
 
 
+@pytest.mark.parametrize('row', '''
+scaler | DROP
+scaler | []
+best_val_loss | DROP
+best_val_loss | "x"
+data | 5
+data | []
+data | {"text": []}
+optimizer | DROP
+optimizer | null
+optimizer | {}
+optimizer state | 5
+optimizer state 0 | 5
+optimizer state 0 | {"exp_avg": 5}
+optimizer state 0 step | [1.0, 2.0]
+optimizer state 0 exp_avg | [1.0, 2.0]
+optimizer state 99 | {"step": [1.0]}
+'''.strip().splitlines())
+def test_a_checkpoint_that_no_run_can_go_on_from_is_refused(runs, plain, row):
+    name = row.translate(str.maketrans(' |"/[]{}', '_' * 8))
+    damage(runs.copy(plain, name) / 'last.pt', row)
+    assert 'last.pt is not what a run' in runs.refused(name, '--init_from=resume --max_iters=14')
+
+
+def test_resume_says_how_many_steps_the_log_has_lost(runs, plain):
+    for kept, lost in (0, 12), (5, 8), (99, 0):  # lines, of which the fourth is no step's
+        log = runs.copy(plain, f'lost_{lost}') / 'log.jsonl'
+        log.write_bytes(b''.join(log.read_bytes().splitlines(keepends=True)[:kept]))
+        runs.resume(f'lost_{lost}', '--max_iters=14')
+        assert ('lacks' in runs.printed) == bool(lost)
+        assert not lost or f'{log} lacks {lost} of 12 steps' in runs.printed
+    log = runs.copy(plain, 'lost_all') / 'log.jsonl'
+    log.unlink()
+    runs.resume('lost_all')  # which has no step to do, and nothing to draw
+    assert 'lacks 12 of 12 steps' in runs.printed
+
+
 @pytest.mark.parametrize('init_from', ['scratch', 'resume'])
-@pytest.mark.skipif(os.name == 'nt', reason='nothing is locked on Windows')
-def test_a_second_run_in_the_out_dir_of_a_living_one_is_refused(runs, plain, cpu, init_from):
+def test_a_second_run_in_the_out_dir_of_a_living_one_is_refused(runs, plain, init_from):
     out_dir, command = runs.folder / init_from, f'--init_from={init_from} --max_iters=13'
     if init_from == 'resume':
         runs.copy(plain, init_from)
-    lock = lock_file(out_dir / 'log.jsonl', cpu)  # as the run that lives has it
-    line = runs.refused(init_from, command)
-    assert f'process {os.getpid()} ' in line and str(out_dir) in line
-    unlock_file(lock)
+    with written_elsewhere(out_dir / 'log.jsonl'):
+        line = runs.refused(init_from, command)
+    assert 'process 99 ' in line and str(out_dir) in line
     runs.train(init_from, command)
     assert not list(out_dir.glob('*.lock'))
 

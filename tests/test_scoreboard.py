@@ -1,12 +1,15 @@
 """The scoreboard's rows: shared between processes, gone on with after a stop, and averaged."""
 
+import contextlib
+from types import SimpleNamespace
+
 import pytest
-from conftest import ROOT, near, read
+from conftest import ROOT, near, read, written_elsewhere
 
 import train
 from configurator import run_config, settings
 from lib.errors import UserError
-from lib.results import lock_file, save_json, unlock_file
+from lib.results import save_json
 from results.scoreboard import table
 
 
@@ -18,7 +21,7 @@ def row_file(key, seed, loss):
 
 
 def test_what_is_there_is_not_measured_again_and_what_another_process_has_comes_last(
-        monkeypatch, tmp_path, cpu):
+        monkeypatch, tmp_path):
     measured, rope = [], tmp_path / 'out/scoreboard/small/1/rope'
     monkeypatch.chdir(tmp_path)
 
@@ -30,15 +33,16 @@ def test_what_is_there_is_not_measured_again_and_what_another_process_has_comes_
     there = tmp_path / 'results/scoreboard/small/none_1.json'
     there.parent.mkdir(parents=True)
     save_json(there, row_file('none', 1, 2.0))
-    lock = lock_file(rope / 'scoreboard', cpu)  # as another process that works on RoPE
+    other = contextlib.ExitStack()  # of another process, which works on RoPE
+    other.enter_context(written_elsewhere(rope / 'scoreboard'))
 
     def other_process_ends(seconds):
         if not rope.joinpath('ended').exists():
             rope.joinpath('ended').touch()
             save_json(table.result_file('rope', 1), row_file('rope', 1, 3.0))
-            unlock_file(lock)
+            other.close()
 
-    monkeypatch.setattr(table.time, 'sleep', other_process_ends)
+    monkeypatch.setattr(table, 'time', SimpleNamespace(sleep=other_process_ends))
     table.work_on([('none', 1), ('rope', 1), ('yarn', 1), ('alibi', 1)])
     assert measured == [('alibi', 1), ('yarn', 1)]  # YaRN reads the RoPE model
     assert read(there)['text'][0]['loss'] == 2 and not list(tmp_path.glob('out/**/*.lock'))

@@ -287,6 +287,11 @@ def test_entry_of_the_wrong_kind_in_meta_json_is_refused(prepared, changes):
     refused(DAMAGED, prepared)
 
 
+def test_a_model_gets_the_vocabulary_of_the_tokenizer_whatever_meta_json_says(prepared):
+    edit_meta(prepared, vocab_size=5, tokenizer='gone')
+    assert Windows(str(prepared), 'train', 3).vocab_size == 257
+
+
 def test_what_is_damaged_or_not_prepared_is_named_and_what_cannot_be_read_is_not(prepared):
     refused('nonsense', 'nonsense')
     for name in 'meta.json', 'tokenizer_state.json':

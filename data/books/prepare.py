@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from configurator import configure
 from lib.errors import ROOT, UserError
-from lib.tokens import SPLITS, tokenizer_for, write_corpus
+from lib.tokens import SPLITS, only_dataset, tokenizer_for, write_corpus
 
 paths: list[str] = []  # the folder of books
 tokenizer = 'bytes'    # bytes, gpt2, bpe:VOCABULARY, FILE.tiktoken, tokenizer.json, hf:ORG/NAME
@@ -52,10 +52,11 @@ def main():
     require_books(folder, books)
     out = Path(out_dir or ROOT / 'data/books')
     digest = hashlib.sha256(listing.read_bytes()).hexdigest()
-    encoding = tokenizer_for(tokenizer, texts(folder, books, 'train'), out)
-    write_corpus(out, encoding, {split: texts(folder, books, split) for split in SPLITS},
-                 report={'books': len(books), 'manifest_sha256': digest},
-                 total_bytes=sum(book['bytes'] for book in books))
+    with only_dataset(out):
+        encoding = tokenizer_for(tokenizer, texts(folder, books, 'train'), out)
+        write_corpus(out, encoding, {split: texts(folder, books, split) for split in SPLITS},
+                     report={'books': len(books), 'manifest_sha256': digest},
+                     total_bytes=sum(book['bytes'] for book in books))
 
 
 if __name__ == '__main__':

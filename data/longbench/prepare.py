@@ -22,6 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from configurator import configure
 from lib.errors import ROOT, UserError
+from lib.results import OnlyWriter
 
 paths: list[str] = []  # the folder that holds the files; none: download them
 out_dir = ''           # where the files go; '' for data/longbench
@@ -93,8 +94,8 @@ def main():
 
     out = Path(out_dir or ROOT / 'data/longbench')
     print(f'writing LongBench to {out}')
-    out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out) as part:  # All are whole before one is in its place.
+    with (OnlyWriter(out / NAMES[0]),  # All are whole before one is in its place.
+          tempfile.TemporaryDirectory(dir=out) as part):
         for name in NAMES:
             Path(part, name).write_bytes(files[name])
         for name in NAMES:

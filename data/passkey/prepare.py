@@ -35,7 +35,9 @@ def documents(encoding, n, stream):
 
 def main():
     between(globals(), 0, 'seed')
+    between(globals(), 1, 'max_length', most=2 ** 24)
     between(globals(), 1, 'min_length', most=max_length)
+    between(globals(), 100, 'n_documents', most=2 ** 24)
     encoding = get_tokenizer(tokenizer)
     counts = {'train': n_documents, 'val': n_documents // 100, 'test': n_documents // 100}
     splits = {split: documents(encoding, n, i) for i, (split, n) in enumerate(counts.items())}

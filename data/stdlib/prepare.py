@@ -18,6 +18,7 @@ from lib.errors import ROOT, UserError
 from lib.tokens import (
     SPLITS,
     is_prepared,
+    only_dataset,
     split_by_hash,
     stable_hash,
     tokenizer_for,
@@ -62,7 +63,9 @@ def main():
     splits = {split: [] for split in SPLITS}
     for name, text in texts.items():
         splits[split_by_hash(name, val_fraction, test_fraction)].append(text)
-    write_corpus(folder, tokenizer_for(tokenizer, splits['train'], folder), splits, report=report)
+    with only_dataset(folder):
+        encoding = tokenizer_for(tokenizer, splits['train'], folder)
+        write_corpus(folder, encoding, splits, report=report)
 
 
 if __name__ == '__main__':

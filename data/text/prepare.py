@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from configurator import configure
 from lib.errors import MALFORMED, ROOT, UserError
-from lib.tokens import MIB, SPLITS, split_by_hash, tokenizer_for, write_corpus
+from lib.tokens import MIB, SPLITS, only_dataset, split_by_hash, tokenizer_for, write_corpus
 
 paths: list[str] = []  # files and folders to read
 val: list[str] = []    # files and folders for val; no other text goes there then
@@ -206,9 +206,10 @@ def main():
                         """more files, or name some for it, as in --val="['FILE']".""")
 
     folder = Path(out_dir or ROOT / 'data' / name)
-    encoding = tokenizer_for(tokenizer, documents(files, 'train', shares), folder, n_bytes)
-    splits = {split: documents(files, split, shares) for split in splits}
-    write_corpus(folder, encoding, splits, total_bytes=n_bytes)
+    with only_dataset(folder):
+        encoding = tokenizer_for(tokenizer, documents(files, 'train', shares), folder, n_bytes)
+        splits = {split: documents(files, split, shares) for split in splits}
+        write_corpus(folder, encoding, splits, total_bytes=n_bytes)
 
 
 if __name__ == '__main__':

@@ -15,14 +15,13 @@ Writes results/past_L/past_L.json and .png
 import statistics
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 from configurator import configure, settings
 from demo import made_with, read, run
 from lib import figures
 from lib.devices import setup
 from lib.errors import UserError
-from lib.results import lock_file, provenance, save_json, unlock_file
+from lib.results import OnlyWriter, provenance, save_json
 
 models: list[str] = []   # keys of MODELS; []: all
 seeds = [1337, 1338, 1339, 1340, 1341]  # a model may have fewer
@@ -99,15 +98,16 @@ def file_of(model, seed):
 
 def work_on(todo):
     """Measure these models and seeds, one after the other; leave out what another process does."""
-    alone = SimpleNamespace(is_main=True, world_size=1)
     for model, seed in todo:
+        folder = Path('out/past_L', str(seed))
+        folder.mkdir(parents=True, exist_ok=True)
         try:
-            lock = lock_file(Path('out/past_L', str(seed), model), alone)
+            lock = OnlyWriter(folder / model)
         except UserError:
             continue
         if not file_of(model, seed).exists():
             save_json(file_of(model, seed), measure(model, seed))
-        unlock_file(lock)
+        lock.close()
 
 
 # ---------------------------------------------------------------------- the table

@@ -15,7 +15,6 @@ import statistics
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import demo
 from configurator import configure, settings
@@ -23,7 +22,7 @@ from demo import read
 from lib import plots
 from lib.devices import setup
 from lib.errors import UserError
-from lib.results import lock_file, save_json, unlock_file
+from lib.results import OnlyWriter, save_json
 
 size = 'small'               # a key of SIZES
 methods: list[str] = []      # keys of ROWS; []: all
@@ -179,19 +178,18 @@ def result_file(key, seed):
 
 def work_on(todo):
     """Measure these rows and seeds; what another process works on now comes last."""
-    alone = SimpleNamespace(is_main=True, world_size=1)
     while todo:
         for key, seed in list(todo):
             base = ROWS[key].init or ROWS[key].model  # which several rows may start from
             try:
-                lock = lock_file(Path(folder_of(base, seed), 'scoreboard'), alone)
+                lock = OnlyWriter(Path(folder_of(base, seed), 'scoreboard'))
             except UserError:
                 continue
             if not result_file(key, seed).exists():
                 print(f'\n{len(todo)} rows and seeds are left; {key}, seed {seed}', flush=True)
                 result_file(key, seed).parent.mkdir(parents=True, exist_ok=True)
                 save_json(result_file(key, seed), measure(key, seed))
-            unlock_file(lock)
+            lock.close()
             todo.remove((key, seed))
         time.sleep(5 if todo else 0)
 
