@@ -219,6 +219,42 @@ def far_repeat_gain(tokens, losses, cut_losses, g, L):
                               'before.')
 
 
+def gain_and_headroom(losses, own_cut, cut, same, val_cut, val_same):
+    """
+    16. A gain says little until you know how much there was to gain. Of each target of exercise 15
+    you have the loss of a tuned model with all of the context, `losses`; its loss with the context
+    cut to L tokens, `own_cut`; and the untuned model's loss with that cut, `cut`. `same` is True
+    where the copy is right: the token that followed the earlier place, tokens[s], is the target.
+    gain is the mean of cut - losses. The untuned model's cut is used because tuning may make a
+    model's own cut worse, which would count as a gain.
+    headroom is what a copy cache gains (Grave et al. 2017, arXiv:1612.04426, in its simplest form).
+    The cache gives the target the probability (1 - w) e^-cut + w c, where c is 1 if the copy is
+    right, else 0. headroom is the mean of cut minus the mean loss of the cache. Choose the w in
+    [0, 1) with the smallest mean loss on validation text, to four digits. The mean loss is convex
+    in w, so a fine grid or a bisection finds it.
+    R = gain / headroom. losses, own_cut, cut: (n,) nats; same: (n,) bool; val_cut, val_same: (m,),
+    `cut` and `same` of the validation targets. Returns (gain, headroom, R).
+    """
+    raise NotImplementedError('Begin with a function of losses, copies and w that returns the '
+                              'losses of the mixture. Then find w by it.')
+
+
+# ---------------------------------------------------------------------- local order
+
+def short_conv(x, w, before=None):
+    """
+    17. The short convolution of Canon layers, arXiv:2512.17351: y_t = x_t + sum_tau w_tau
+    x_(t - tau), tau = 0 ... taps - 1. The product is channel by channel: w_tau holds one number for
+    each channel. x is 0 before the first token of the text. A model that reads a text in parts
+    keeps the last taps - 1 inputs in its cache. They are `before` when it reads the next part, and
+    y is then the same as if it had read the text in one piece.
+    x: (B, T, C); w: (taps, C); before: (B, taps - 1, C), or None where a text begins. Returns
+    (B, T, C).
+    """
+    raise NotImplementedError('Begin with torch.cat((before, x), dim=1), where before is zeros if '
+                              'it is None. Which slice of it holds x_(t - tau) for every t?')
+
+
 if __name__ == '__main__':
     if len(sys.argv) < 2 or not Path(sys.argv[1]).is_file():
         sys.exit(__doc__)

@@ -533,3 +533,91 @@ def test_far_repeat_gain(student):
             'places within the last L count, too': plain_shares(tokens, g, L, near=0),
             'the earliest of several places is looked at, not the latest': plain_shares(
                 tokens, g, L, pick=min)})
+
+
+def plain_copy(losses, same, w):
+    """Losses of the mixture, -ln((1 - w) p + w c), target by target."""
+    return np.array([-math.log((1 - w) * math.exp(-loss) + w * c) for loss, c in zip(losses, same)])
+
+
+def plain_weight(losses, same):
+    """The weight with the least mean loss: cut off the worse third of where it may be."""
+    low, high = 0.0, 1.0
+    while high - low > 1e-9:
+        third = (high - low) / 3
+        less, more = (plain_copy(losses, same, w).mean() for w in (low + third, high - third))
+        low, high = (low, high - third) if less < more else (low + third, high)
+    return low
+
+
+def test_gain_and_headroom(student):
+    (losses, own_cut), (cut, val_cut) = draw(2, 40), 0.5 + 2 * abs(draw(2, 40, seed=1))
+    losses, own_cut = 0.85 * cut * np.exp(0.2 * losses), 1.1 * cut * np.exp(0.2 * own_cut)
+    same, val_same = draw(40, seed=2) > -0.6, draw(40, seed=3) > -0.3
+    w, gain = plain_weight(val_cut, val_same), (cut - losses).mean()
+
+    def headroom(w, losses=cut, base=cut):
+        return (base - plain_copy(losses, same, w)).mean()
+
+    def row(gain, headroom):
+        return [gain, headroom, gain / headroom if headroom else math.inf]
+
+    right, own_gain = row(gain, headroom(w)), (own_cut - losses).mean()
+    steps = min(np.arange(100) / 100, key=lambda w: plain_copy(val_cut, val_same, w).mean())
+    ratios = (cut - losses) / (cut - plain_copy(cut, same, w))
+    found = call(student.gain_and_headroom, losses, own_cut, cut, same, val_cut, val_same)
+    grade('gain_and_headroom, which returns [gain, headroom, R]', found, right, {
+        "the gain is against the tuned model's own cut": row(own_gain, headroom(w)),
+        "gain and headroom are both against the tuned model's own cut": row(
+            own_gain, headroom(w, own_cut, own_cut)),
+        'the gain has the other sign': row(-gain, headroom(w)),
+        'the headroom has the other sign': row(gain, -headroom(w)),
+        'w is fitted on the targets that are scored, not on validation text': row(
+            gain, headroom(plain_weight(cut, same))),
+        'log-probabilities are mixed instead of probabilities: a wrong copy has ln 0, so w is 0':
+            row(gain, 0),
+        'log-probabilities are mixed instead of probabilities, and something is not a number': row(
+            gain, math.nan),
+        'the model keeps its whole p where the copy is wrong, so w is 1': row(
+            gain, np.where(same, cut, 0).mean()),
+        'the copy is mixed with the losses of the whole window': row(gain, headroom(w, losses)),
+        'w is found to two digits: four are asked for': row(gain, headroom(steps)),
+        'R is the mean of ratios instead of the ratio of means': [*right[:2], ratios.mean()],
+        'R is upside down': [*right[:2], 1 / right[2]]})
+
+
+# ---------------------------------------------------------------------- local order
+
+def plain_short_conv(x, w, first=0, step=-1, residual=1, wrap=False, start=0, mix=False):
+    """
+    One number at a time, from token `first` on. It reads x_(t + step tau). start: all tokens before
+    this one are 0; mix: each output sums over all channels.
+    """
+    y = residual * x[:, first:]
+    for b, t, c in np.ndindex(y.shape):
+        for tau, channel in itertools.product(range(len(w)), range(len(w[0])) if mix else [c]):
+            s = first + t + step * tau
+            if wrap or start <= s < x.shape[1]:
+                y[b, t, c] += w[tau, channel] * x[b, s % x.shape[1], channel]
+    return y
+
+
+def test_short_conv(student):
+    # As many taps as channels, so that w on the wrong axis is no crash.
+    x, w = draw(2, T, D), draw(4, D, seed=1)
+    for n in (0, 3, 6):  # a text in one piece, and its second part of 4 tokens or 1 token
+        given = (x, w) if n == 0 else (x[:, n:], w, x[:, n - 3:n])
+        what = f', the last {T - n} tokens with the 3 inputs before them' if n else ''
+        grade(f'short_conv{what}', call(student.short_conv, *given), plain_short_conv(x, w, n), {
+            'it looks ahead instead of back': plain_short_conv(x, w, n, step=1),
+            'w is reversed in time, as F.conv1d reads it': plain_short_conv(x, w[::-1], n),
+            'w is reversed in time, and it looks ahead': plain_short_conv(x, w[::-1], n, step=1),
+            'the residual, x_t without a weight, is left out': plain_short_conv(
+                x, w, n, residual=0),
+            'tau begins at 1, and so w_0 is left out': plain_short_conv(
+                x, w * (np.arange(4) > 0)[:, None], n),
+            'the start of the text wraps around to its end, as torch.roll does': plain_short_conv(
+                x, w, n, wrap=True),
+            '`before` is not looked at': plain_short_conv(x, w, n, start=n),
+            'channels mix: each output sums over all channels': plain_short_conv(x, w, n, mix=True),
+            'w is transposed: it is (taps, C)': plain_short_conv(x, w.T, n)})

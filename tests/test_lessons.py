@@ -28,7 +28,7 @@ from lib.checkpoints import open_model
 from lib.devices import Runtime
 from lib.huggingface import folded_weight
 from lib.scales import apply_scale, save_scale
-from model import Transformer
+from model import ShortConv, Transformer
 
 GRADED = [name for name in vars(grader) if name.startswith('test_')]
 
@@ -141,6 +141,24 @@ def far_repeat_gain(tokens, losses, cut_losses, g, L, first=2):
     return (cut_losses - losses)[(t >= first * L) & (s >= 0) & (s < t - L)].mean()
 
 
+def gain_and_headroom(losses, own_cut, cut, same, val_cut, val_same):
+    losses, own_cut, cut, same = (x.numpy() for x in (losses, own_cut, cut, same))
+    weight = eval_ppl.fit_copy_weight(val_cut.numpy(), val_same.numpy())
+    row = eval_ppl.repeat_summary(np.arange(len(losses)), losses, cut, own_cut,
+                                  eval_ppl.copy_losses(cut, same, weight))
+    return np.array([row[name] for name in ('gain', 'headroom', 'R')])
+
+
+def short_conv(x, w, before=None):
+    conv = ShortConv(SimpleNamespace(short_conv=len(w), n_embd=x.shape[2]), 'conv')
+    conv.w.data = w
+    if before is None:
+        return conv(x)
+    cache = lib.generate.KVCache(Transformer(grader.model_config()), len(x), 1)
+    conv(before, cache)
+    return conv(x, cache)
+
+
 SOLVED = SimpleNamespace(
     causal_attention=causal_attention, scale_queries=scale_queries, fold_scale=fold_scale,
     fit_scale=lambda *fitted: tune_scale.fit_scale(*fitted)[0], entropy=entropy,
@@ -149,7 +167,8 @@ SOLVED = SimpleNamespace(
         position.rope_frequencies(D, base, f'yarn:{s}', L, L)[0]),
     alibi=lambda H, i, j: position.ALiBi(SimpleNamespace(n_head=H)).bias(i, j),
     OwnBias=position.Kerple, tune_scales=tune_scales, dape=dape, leaks=leaks,
-    leaky=exercises.leaky, far_repeat_gain=far_repeat_gain,
+    leaky=exercises.leaky, far_repeat_gain=far_repeat_gain, gain_and_headroom=gain_and_headroom,
+    short_conv=short_conv,
     sliding_windows=lambda n, length, stride: (
         eval_ppl.sliding_windows(0, n, length, 0, stride, 'classic')))
 
@@ -285,6 +304,64 @@ def twice(n, length, stride):
             for lo, hi, scored in SOLVED.sliding_windows(n, length, stride)]
 
 
+def mixed(losses, same, w):
+    return -((1 - w) * (-losses).exp() + w * same).log()
+
+
+def mixed_logs(losses, same, w):
+    return (1 - w) * losses + torch.where(same, 0, w * math.inf)
+
+
+def mixed_logs_without_zero(losses, same, w):
+    return (1 - w) * losses - w * (same + 1e-9).log()
+
+
+def mixed_where_right(losses, same, w):
+    return torch.where(same, mixed(losses, same, w), losses)
+
+
+def headroom(mixture=mixed, grid=10_000, fit_on_test=False, by_target=False, gain_base='cut',
+             headroom_base='cut', mix_with='cut', sign=1):
+    """gain_and_headroom() as its text says, by a grid; or with a mistake."""
+    def found(losses, own_cut, cut, same, val_cut, val_same):
+        of = {'losses': losses, 'own_cut': own_cut, 'cut': cut}
+        fitted_on = (cut, same) if fit_on_test else (val_cut, val_same)
+        weights = torch.arange(grid) / grid
+        means = torch.stack([mixture(*fitted_on, w).mean() for w in weights])
+        copied = mixture(of[mix_with], same, weights[means.argmin()])
+        gain, room = sign * (of[gain_base] - losses), of[headroom_base] - copied
+        R = (gain / room).mean() if by_target else gain.mean() / room.mean()
+        return gain.mean(), room.mean(), R
+    return found
+
+
+def conv(ahead=False, flip=True, residual=True, use_before=True):
+    """short_conv() as its text says, by F.conv1d; or with a step of it left out."""
+    def found(x, w, before=None):
+        n, (_, T, C) = len(w) - 1, x.shape
+        if before is None or not use_before:
+            before = x.new_zeros(len(x), n, C)
+        kernel = (w.flip(0) if flip else w).mT[:, None]
+        y = F.conv1d(F.pad(torch.cat((before, x), dim=1), (0, 0, 0, n)).mT, kernel, groups=C).mT
+        return y[:, n:] + x if ahead else y[:, :T] + residual * x
+    return found
+
+
+def rolled_conv(x, w, before=None):
+    return x + sum(w[tau] * x.roll(tau, 1) for tau in range(len(w)))
+
+
+def mixing_conv(x, w, before=None):
+    padded = F.pad(x, (0, 0, len(w) - 1, 0))
+    kernel = w.flip(0).mT[None].expand(x.shape[2], -1, -1)
+    return x + F.conv1d(padded.mT, kernel).mT
+
+
+@pytest.mark.parametrize('name, right', [('gain_and_headroom', headroom()), ('short_conv', conv())])
+def test_a_student_who_follows_the_text_of_an_exercise_passes(name, right):
+    assert message(f'test_{name}', SimpleNamespace(**{name: right})) == ''
+
+
 # Exercise of the grader: a typical wrong solution, and what the message says of it.
 WRONG = [
     ('causal_attention', lambda q, k, v, scale: SOLVED.causal_attention(
@@ -348,7 +425,28 @@ WRONG = [
     ('far_repeat_gain', lambda *inputs: far_repeat_gain(*inputs, first=1), 'before 2L count'),
     ('far_repeat_gain', earliest_far_repeats, 'the earliest of several places is looked at'),
     ('far_repeat_gain', lambda tokens, losses, cut_losses, g, L: SOLVED.far_repeat_gain(
-        tokens, losses, cut_losses, g, L) * len(tokens), 'None of the usual mistakes')]
+        tokens, losses, cut_losses, g, L) * len(tokens), 'None of the usual mistakes'),
+    ('gain_and_headroom', headroom(gain_base='own_cut'), "the gain is against the tuned model's"),
+    ('gain_and_headroom', headroom(gain_base='own_cut', headroom_base='own_cut',
+                                   mix_with='own_cut'), 'gain and headroom are both against'),
+    ('gain_and_headroom', headroom(sign=-1), 'the gain has the other sign'),
+    ('gain_and_headroom', headroom(fit_on_test=True), 'not on validation text'),
+    ('gain_and_headroom', headroom(mixed_logs), 'and something is not a number'),
+    ('gain_and_headroom', headroom(mixed_logs_without_zero), 'a wrong copy has ln 0, so w is 0'),
+    ('gain_and_headroom', headroom(mixed_where_right), 'the model keeps its whole p'),
+    ('gain_and_headroom', headroom(mix_with='losses'), 'with the losses of the whole window'),
+    ('gain_and_headroom', headroom(grid=100), 'w is found to two digits'),
+    ('gain_and_headroom', headroom(by_target=True), 'the mean of ratios'),
+    ('gain_and_headroom', lambda *inputs: (
+        SOLVED.gain_and_headroom(*inputs) * [1, 1, 0] + [0, 0, 1]), 'None of the usual mistakes'),
+    ('short_conv', conv(ahead=True, flip=False), 'it looks ahead instead of back'),
+    ('short_conv', conv(flip=False), 'w is reversed in time, as F.conv1d reads it'),
+    ('short_conv', conv(ahead=True), 'w is reversed in time, and it looks ahead'),
+    ('short_conv', conv(residual=False), 'the residual, x_t without a weight, is left out'),
+    ('short_conv', conv(use_before=False), '`before` is not looked at'),
+    ('short_conv', rolled_conv, 'wraps around'),
+    ('short_conv', mixing_conv, 'channels mix'),
+    ('short_conv', lambda x, w, before=None: SOLVED.short_conv(x, w.mT, before), 'transposed')]
 
 
 @pytest.mark.parametrize('name, wrong, advice', WRONG)
