@@ -79,7 +79,7 @@ class Settings:
                              '2^24, or 0 for positions in order.')
         if self.random_positions:
             read = {name for name in names if issubclass(METHODS[name], RoPE)
-                    or METHODS[name].bias is not NoPE.bias}
+                    or 'bias' in METHODS[name].overrides}
             if not read or set(names) - read - {'none'} or self.rope_scaling or self.rope_window:
                 raise ValueError(f'random_positions {self.random_positions} is for biases and for '
                                  'RoPE without rope_scaling or rope_window, beside layers of none '
@@ -152,6 +152,7 @@ def random_places(place, draws):
 
 class NoPE(nn.Module):
     """No position encoding, and what every other method is made from."""
+    overrides = frozenset()      # the verbs behind the weights that differ from those here
     settings = ()                # the names of the Settings that it has
     vectors = {}                 # those of its parameters that tune_scale.py can tune
     window, sinks = 0, 0         # see mask()
@@ -165,17 +166,13 @@ class NoPE(nn.Module):
         if 'is_plain' in vars(cls):
             raise TypeError(f'{cls.__name__} sets is_plain, which follows from the verbs that a '
                             'class overrides. Leave it out.')
-
-    def changes(self):
-        """The names of the verbs behind the weights of attention that differ from NoPE's."""
-        names = 'similarity', 'bias', 'mask', 'scores', 'softmax'
-        changed = {name for name in names if getattr(type(self), name) is not getattr(NoPE, name)}
-        return changed | {'mask'} if self.window else changed
+        cls.overrides = {verb for verb in ('similarity', 'bias', 'mask', 'scores', 'softmax')
+                         if getattr(cls, verb) is not getattr(NoPE, verb)}
 
     @property
     def is_plain(self):
         """True where the weights are a causal softmax of q.k / sqrt(D) and nothing else."""
-        return not self.changes()
+        return not self.overrides and not self.window
 
     def prepare(self, place):
         """Put into `place` what all layers share."""
@@ -229,10 +226,9 @@ class NoPE(nn.Module):
 
     def attend(self, q, k, v, i, j):
         """Softmax attention, (B, H, T, D). q: scaled by Eq. (4); k, v: (B, n_kv_head, S, D)."""
-        changed = self.changes()
-        if not changed:
+        if self.is_plain:
             return kernels.causal_attention(q, k, v, i, j)
-        if changed <= {'mask', 'bias'}:
+        if self.overrides <= {'mask', 'bias'}:
             return kernels.attention_with_bias(self.masked_bias, q, k, v, i, j)
         return kernels.attention_over_scores(self, q, k, v, i, j)
 
@@ -694,7 +690,7 @@ class DAPE(NoPE):
         self.shared, self.softmax = method.shared, method.softmax
         # Cache slots next to each other must hold tokens next to each other.
         self.needs_equal_lengths = method.needs_equal_lengths or self.kernel > 1
-        channels, pad = 2 * H if 'bias' in method.changes() else H, self.kernel // 2
+        channels, pad = 2 * H if 'bias' in method.overrides else H, self.kernel // 2
         self.first = nn.Conv2d(channels, width, (1, self.kernel), padding=(0, 2 * pad))
         self.second = nn.Conv2d(width, H, (1, self.kernel))
 

@@ -48,7 +48,7 @@ def kernel(request, changes):
     """A kernel of attention; all but one are skipped with a method that calls none."""
     with torch.device('meta'):
         blocks = Transformer(ModelConfig(**SIZES | changes)).blocks
-    own = blocks[0].attn.position.changes() - {'bias', 'mask'}
+    own = blocks[0].attn.position.overrides - {'bias', 'mask'}
     if own and request.param != 'math':
         pytest.skip('this method has its own softmax')
     return request.param
