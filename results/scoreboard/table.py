@@ -211,6 +211,8 @@ def with_gains(key, seed):
     first = read(file) if file.exists() else None
     for part in 'text', 'repeats':
         for k, row in enumerate(found[part]):
+            if 'own_gain' in row:  # a newer file, whose gain is over the untuned model's cut
+                row |= {'gain': row['own_gain'], 'cut_loss': row['own_cut_loss']}
             if 'cut_loss' in row:
                 cut_worse = first and row['cut_loss'] - first[part][k]['cut_loss']
                 row['gain_over_untuned'] = first and row['gain'] - cut_worse
