@@ -1,0 +1,48 @@
+"""The study of what reads past L: gains over seeds, from the files of models and seeds."""
+
+import statistics
+
+from conftest import near, refuses
+
+from lib.results import save_json
+from results.past_L import table
+
+
+def unit(model, seed, readings):
+    """A file of one model and seed. readings: {name: (loss, own cut, gain at far repeats)}."""
+    found = {}
+    for name, (loss, own_cut, gain) in readings.items():
+        text = [{'length': table.L * 2 ** n, 'loss': loss} for n in range(5)]
+        for row in text[1:]:
+            row['cut_loss'] = own_cut
+        repeats = [{'kind': kind, 'loss': 2 - gain, 'cut_loss': 2.0, 'gain': gain, 'headroom': 0.5,
+                    'gain_error': 0.01, 'R': gain / 0.5}
+                   for kind in ('all', 'same token', 'near, all', 'other document, all')]
+        found[name] = {'text': text, 'repeats': repeats}
+    return {'model': model, 'seed': seed, 'readings': found}
+
+
+def test_a_gain_over_all_tokens_is_over_the_cut_context_of_the_untuned_model(monkeypatch, tmp_path,
+                                                                             capsys):
+    monkeypatch.setattr(table, 'FOLDER', tmp_path)
+    monkeypatch.setattr(table, 'seeds', [1, 2, 3])
+    for seed, gain in (1, 0.1), (3, 0.3):  # the second is not there yet
+        readings = {'untuned': (2.5, 2.0, -0.1), 'head': (2.1, 2.4, gain)}
+        save_json(table.file_of('conv', seed), unit('conv', seed, readings))
+    untuned, head = table.collect()
+    assert head['seeds'] == [1, 3] and 'gain at 128' not in head
+    near(head['gain at 1024']['mean'], 2.0 - 2.1)  # and not 2.4 - 2.1, by its own cut
+    near(head['gain, all']['values'], [0.1, 0.3])
+    near(head['gain, all']['sd'], statistics.stdev([0.1, 0.3]))
+    near(head['R']['mean'], 0.4, 1e-6)
+    table.print_table([untuned, head])
+    line = capsys.readouterr().out.splitlines()[3]
+    assert line.startswith('| NoPE, short convolution, head scales | 2 | 2.10 ± 0.00 |')
+    assert '| 0.20 ± 0.14 | 0.40 ± 0.28 |' in line
+    table.draw([untuned, head])
+    assert (tmp_path / 'past_L.png').stat().st_size > 10_000
+
+
+def test_an_unknown_model_is_refused(monkeypatch):
+    monkeypatch.setattr(table, 'models', ['zzz'])
+    refuses("'zzz' is not one of conv", table.main)
