@@ -4,13 +4,13 @@ and Table 2 of "Length Generalization of Causal Transformers without Position En
 tokens of each length, and what a longer context gains, as in Figures 1 to 6 and Table 1 of "DAPE
 V2". And far repeats: tokens whose like was last seen before the last L tokens.
 
-What a length T beyond L is worth is told by `gain`, in nats: the loss of the same tokens, by the
-same model with the same scales, in a context cut to the last L tokens (cut_loss), less that in T
-tokens. Above 0 the model reads past L; below 0 it had better not see what is there. The cut context
-is windows of L tokens at most that score their last L / 8, so it holds 7L/8 to L tokens; at far
-repeats, L. A file of sets for several lengths leaves it to the untuned model. Of a model that was
-fine-tuned at another length, lengths, strides and Delta P follow the new L, and the context is cut
-to the old one.
+`gain` tells what a length T beyond L is worth, in nats: the loss when the model sees only the last
+L tokens (cut_loss), minus the loss when it sees T tokens; the same tokens, model and scales. Above
+0 the model reads past L. Below 0, the tokens beyond L do harm. The cut context is windows of at
+most L tokens that score their last L / 8, so it holds 7L/8 to L tokens; at far repeats, L. A file
+of sets for several lengths does not change how the cut context is read. If a model was fine-tuned
+at another length, then lengths, strides and Delta P follow the new L, and the context is cut to the
+old one.
 
 At far repeats `gain` is against the cut context of the untuned model, the checkpoint without the
 scales and the position method that are asked for, or --baseline; `own_gain` is against the model's

@@ -188,8 +188,8 @@ def in_rows(rows_of, q, k, v, i, j, n_maps, all_keys=False):
     """
     rows_of(q, k, v, i, j) -> (B, H, rows, ...), called for some query rows at a time, each chunk
     without the keys long after its last row. Where the scores are many, backward computes each
-    chunk again, so that memory grows with T and not with T^2; the limit is the same on a GPU, as
-    every layer would keep that much. n_maps: matrices of scores that a call makes.
+    chunk again, so that memory grows with T and not with T^2. Use the same limit on a GPU, because
+    every layer keeps this much for backward. n_maps: matrices of scores that a call makes.
     """
     T, S = q.shape[2], k.shape[2]
     chunks = []
@@ -199,8 +199,7 @@ def in_rows(rows_of, q, k, v, i, j, n_maps, all_keys=False):
         values = v[:, :, :end]
         places = i[..., rows], j[..., :end]
         chunks.append((queries, keys, values, *places))
-    # The longest rows first: shorter ones then fit into the memory that they free, where a heap
-    # would grow.
+    # Process the longest rows first: later, shorter chunks can reuse the memory that they free.
     chunks.reverse()
 
     recompute = n_maps * T * S > 4 * SCORES_AT_ONCE

@@ -35,7 +35,7 @@ class ModelConfig(Settings):
     n_kv_head: int       # key/value heads; each serves n_head / n_kv_head query heads
     n_embd: int
     n_hidden: int        # inner width of SwiGLU
-    rope_length: int | None = None  # of any method: L of the first training, if not block_size
+    rope_length: int | None = None  # tokens in training before fine-tuning; None: block_size
     tied: bool = False   # one matrix for embedding and output
     short_conv: int = 0  # tokens that each short convolution reads, such as 4; 0 for none
     short_conv_at: str = 'AC'  # A: before attention; C: before the MLP; AC: both

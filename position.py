@@ -708,7 +708,8 @@ class DAPE(NoPE):
             x = x.masked_fill(mask, 0)
         x = self.first(x)                           # (B, width, T, S + 2 pad), from key -pad on
         x = x.masked_fill(torch.arange(x.shape[-1], device=x.device) < pad, 0)
-        # In place, backward needs its result alone, and no mask, which takes a CPU long to write.
+        # In place: backward then needs only the result, and PyTorch does not store a mask, which is
+        # slow on a CPU.
         x = self.second(nn.functional.leaky_relu(x, inplace=True))
         if bias is not None and self.residual:
             scores = scores + bias

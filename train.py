@@ -242,7 +242,7 @@ def save_last(recorder, model, optimizer, scaler, step, best_val_loss):
 
 def finish(recorder, stopped_by, runtime):
     """The end of a run: its picture, or the exit code of the signal that stopped it."""
-    if runtime.is_main and not stopped_by:  # so where it stands the run is whole
+    if runtime.is_main and not stopped_by:  # drawn last: if loss.png exists, the run has finished
         plots.draw_log(recorder.log_path, Path(recorder.folder, 'loss.png'))
     recorder.close()
     runtime.close()
@@ -261,7 +261,8 @@ def main(given=()):
     val_windows = val_windows.evenly_spaced(eval_windows)
 
     # model
-    # What auto came to, as another machine may choose otherwise when the run goes on there.
+    # Record the dtype that `auto` chose, because another machine may choose a different one on
+    # resume.
     chosen = settings(globals()) | {'dtype': str(runtime.dtype).removeprefix('torch.')}
     raw_model, state, chosen = model_to_train(windows, chosen, given, runtime)
     raw_model.checkpoint_activations = checkpoint_activations
@@ -313,7 +314,8 @@ def main(given=()):
             best_val_loss = min(best_val_loss, val_loss)
             for name in names + [f'step_{step}.pt'] * (step in keep_steps):
                 recorder.save(name, raw_model, step, best_val_loss=best_val_loss)
-            # After the others: a run killed in between comes back here and writes them again.
+            # Save last.pt last. If the run is killed between two saves, it resumes before them and
+            # writes them again.
             save_last(recorder, raw_model, optimizer, scaler, step, best_val_loss)
             speed.restart(step)
         if step == first + 1:

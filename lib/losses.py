@@ -12,9 +12,9 @@ from kernels import attention_entropy
 
 def by_position(model, inputs, targets, probe=None):
     """
-    Losses (B, T) in nats, and what a probe returns for each layer, (n_layer, B, H, T), each
-    position as in the pass that ends nearest after it: a pass for each of the scale sets, one where
-    there are none. inputs, targets: (B, T) ids.
+    Losses (B, T) in nats, and what a probe returns for each layer, (n_layer, B, H, T). With scale
+    sets, each position is read by the shortest pass that contains it; without, by the one pass.
+    inputs, targets: (B, T) ids.
     """
     T, losses, seen, first = inputs.shape[1], [], [], 0
     lengths = list(model.scale_sets.sets) if model.scale_sets else []
@@ -47,8 +47,8 @@ def loss_and_entropy(model, samples, width, batch_tokens, runtime, label=None):
 
 def cut_windows(windows, L):
     """
-    The tokens that each window scores, in windows of L tokens at most, within it, that score L / 8
-    or fewer: a list of windows for each.
+    Split the tokens that each window scores into pieces of at most L / 8, each read with at most L
+    tokens of context: a list of windows for each window.
     """
     cut = []
     for lo, hi, n in windows:

@@ -132,9 +132,9 @@ def save_scale(path, *what, **more):
 
 def scale_entries(info, sets, method, by_length=False):
     """
-    What makes a result a scale file. sets: {L': vectors by parameter name}, L' being
-    the context in tokens that they are for; info: of the checkpoint. One set is for every pass,
-    unless by_length: then it too leaves those of L tokens alone.
+    What makes a result a scale file. sets: {L': vectors by parameter name}, L' being the context in
+    tokens that they are for; info: of the checkpoint. A single set is used for every pass. With
+    by_length, a single set is also unused for passes of up to L tokens.
     """
     c = info['model_config']
     sets = [{'target_length': T} | vectors_to_json(vectors) for T, vectors in sets.items()]
