@@ -102,7 +102,7 @@ def unused_settings(settings):
     """
     used = {'position', 'random_positions', 'dape_kernel'}
     for name in settings['position'].split(','):
-        used |= set(METHODS[name].settings)
+        used |= set(METHODS.get(name, NoPE).settings)  # an unknown one is refused elsewhere
     if settings.get('dape_kernel'):
         used |= set(DAPE.settings)
     return {field.name: field.default for field in fields(Settings) if field.name not in used

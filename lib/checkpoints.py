@@ -219,8 +219,8 @@ def load_model(init_from, out_dir, device, position=None, rope_scaling=None, dty
     state = load(source, position, optimizer=False)
     config = state['model_config']
     if position is not None:
-        with as_user_error():
-            config |= {'position': position} | unused_settings(config | {'position': position})
+        config |= {'position': position}
+        config |= unused_settings(config)
     if rope_scaling is not None:
         config |= {'rope_scaling': rope_scaling}
     with as_user_error(), torch.device('meta'), Uninitialised():

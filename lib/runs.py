@@ -73,9 +73,7 @@ def finetuned_config(old, chosen, given, path):
     L = old['rope_length'] or old['block_size']
     new = old | {'block_size': chosen['block_size'], 'rope_length': L}
     new |= {name: chosen[name] for name in ('position', 'rope_scaling') if name in given}
-    with as_user_error():
-        new |= {name: default for name, default in unused_settings(new).items()
-                if name not in given}
+    new |= {name: default for name, default in unused_settings(new).items() if name not in given}
     if new['rope_scaling'].isidentifier():  # yarn is yarn by the ratio of the lengths
         new['rope_scaling'] += f":{chosen['block_size'] / L:g}"
     with as_user_error():

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 import kernels
 from kernels import attention_entropy
+from model import matrices
 from position import NoPE
 
 # ---------------------------------------------------------------------- attention
@@ -239,8 +240,7 @@ def test_compiled_float32_losses_keep_so_many_logits_and_are_those_of_the_plain_
 def test_a_compiled_training_step_casts_each_matrix_to_bfloat16_once():
     """In the graphs that a compiler gets, cut as Inductor cuts them."""
     model, windows, n_casts = random_model(), tokens(2, 41), []
-    shapes = [p.shape for name, p in model.named_parameters()
-              if p.dim() == 2 and name != 'embed.weight']
+    shapes = [p.shape for p in matrices(model).values()]
 
     def count(graph, inputs):
         casts = [node.args[0] for node in graph.graph.nodes
