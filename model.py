@@ -46,6 +46,10 @@ class ModelConfig(Settings):
         for name in ('vocab_size', 'block_size', 'n_layer', 'n_head', 'n_kv_head', 'n_hidden'):
             if getattr(self, name) < 1:
                 raise ValueError(f'{name} is {getattr(self, name)}; it must be at least 1.')
+        if self.rope_length is not None and self.rope_length < 1:
+            raise ValueError(f'rope_length is {self.rope_length}; it must be at least 1, or None.')
+        if not 0 <= self.norm_eps < math.inf:
+            raise ValueError(f'norm_eps is {self.norm_eps}; it must be 0 or more, such as 1e-5.')
         if self.n_embd < 1 or self.n_embd % (2 * self.n_head):
             raise ValueError(f'n_embd {self.n_embd} must be an even multiple of n_head '
                              f'{self.n_head}: heads have an even size.')

@@ -195,6 +195,8 @@ def test_file_that_does_not_exist_or_cannot_be_opened_is_not_called_damaged(out_
 
 @pytest.mark.parametrize('row', '''
 {"n_layer": 1000000000} | n_layer=1000000000
+{"rope_length": -1} | rope_length is -1
+{"norm_eps": -1.0} | norm_eps is -1
 {"n_embd": 1000000000} | blocks.0.attn
 {"vocab_size": 1000000000} | embed
 {"dape_kernel": 3, "dape_width": 1000000000} | position.first
