@@ -326,7 +326,8 @@ def head(run, targets):
     if target_lengths:  # to be measured as they are read: by the set for the length of a pass
         put_vectors(model, base)
         ScaleSets(model, sets)
-    last_entropy = measure(f'head {tune}' if tune == 'scale' else tune.replace(',', ', '))
+    names = ', '.join(rates_of(tune))
+    last_entropy = measure('head scale' if names == 'scale' else names)
     _, before, after = means
     if after > before:
         runtime.print(f'the validation loss rose from {before:.4f} to {after:.4f}: what was tuned '
