@@ -37,7 +37,7 @@ def test_a_gain_over_all_tokens_is_over_the_cut_context_of_the_untuned_model(mon
     near(head['R']['mean'], 0.4, 1e-6)
     table.print_table([untuned, head])
     line = capsys.readouterr().out.splitlines()[3]
-    assert line.startswith('| NoPE, short convolution, head scales | 2 | 2.10 ± 0.00 |')
+    assert line.startswith('| NoPE + conv, head scales | 2 | 2.10 ± 0.00 |')
     assert '| 0.20 ± 0.14 | 0.40 ± 0.28 |' in line
     table.draw([untuned, head])
     assert (tmp_path / 'past_L.png').stat().st_size > 10_000

@@ -31,7 +31,7 @@ L = 128
 FOLDER = Path('results/past_L')
 # {model: (its title, arguments of train.py, how many seeds)}
 MODELS = {
-    'conv': ('NoPE, short convolution', '--short_conv=4', 5),
+    'conv': ('NoPE + conv', '--short_conv=4', 5),
     'none': ('NoPE', '', 3),
     'rope': ('RoPE', '--position=rope', 3),
 }
@@ -137,9 +137,10 @@ def collect():
                 T = text['length']
                 row[f'loss at {T}'] = over_seeds([one['text'][n]['loss'] for one in found])
                 if T > L:
+                    cut = [one['text'][n]['cut_loss'] for one in untuned]
+                    row[f'cut at {T}'] = over_seeds(cut)
                     row[f'gain at {T}'] = over_seeds([
-                        cut['text'][n]['cut_loss'] - one['text'][n]['loss']
-                        for cut, one in zip(untuned, found)])
+                        loss - one['text'][n]['loss'] for loss, one in zip(cut, found)])
             for kind in 'all', 'same token', 'near, all', 'other document, all':
                 of_kind = [repeats_of(one, kind) for one in found]
                 row[f'gain, {kind}'] = over_seeds([one['gain'] for one in of_kind])
@@ -169,25 +170,34 @@ def print_table(rows):
 
 
 def draw(rows):
-    """The loss by length; the gain at far repeats, beside the copy cache and the control."""
-    figure, (left, right) = figures.panels('Python source, L = 128 tokens, 1.05M parameters', 2, 2)
+    """The loss by length, with the cut context; the gain at far repeats, with the control."""
+    figure, (left, right) = figures.panels('Python source, L = 128 tokens, 1.05M parameters', 2, 2,
+                                           height=4.4)
     lengths = [L * 2 ** n for n in range(5)]
     for row in rows:
         if row['reading'] in ('untuned', 'head', 'yarn'):
             losses = [row[f'loss at {T}']['mean'] for T in lengths]
             figures.curve(left, lengths, losses, row['title'])
+            if row['reading'] == 'untuned':
+                cut = [row['loss at 128'], *(row[f'cut at {T}'] for T in lengths[1:])]
+                figures.draw_cut(left, lengths, [value['mean'] for value in cut],
+                                 f"{MODELS[row['model']][0]}, context cut to L")
     figures.label_ends(left)
     figures.length_axis(left, lengths, L)
     left.set(ylabel='loss of the last 64 positions (nats)', title='All tokens')
     for n, row in enumerate(rows):
-        for kind, color in (('all', figures.BLUE), ('other document, all', figures.ORANGE)):
-            right.plot(row[f'gain, {kind}']['values'], [n] * len(row['seeds']), 'o', color=color,
-                       alpha=0.7, label=kind if n == 0 else None)
+        for kind, color, name in (('all', figures.BLUE, 'the text itself'),
+                                  ('other document, all', figures.ORANGE,
+                                   "another document's text before the last L")):
+            right.errorbar(row[f'gain, {kind}']['values'], [n] * len(row['seeds']),
+                           xerr=row[f'errors, {kind}'], fmt='o', color=color, alpha=0.7,
+                           label=name if n == 0 else None)
     right.axvline(0, color='black', linewidth=1)
     right.set_yticks(range(len(rows)), [row['title'] for row in rows])
     right.invert_yaxis()
-    right.set(xlabel='gain over the context cut to L (nats)', title='Far repeats, windows of 8L')
-    right.legend()
+    right.set(xlabel='gain over the context cut to L (nats, ± standard error over windows)',
+              title='Far repeats, windows of 8L: one point a seed')
+    right.legend(loc='upper center', bbox_to_anchor=(0.5, -0.15), ncols=2, frameon=False)
     figures.save(figure, FOLDER / 'past_L.png')
 
 
