@@ -224,9 +224,9 @@ width {c.n_embd}, {c.vocab_size} tokens (tokenizer: {tokenizer}). Its position m
 
 ## Softmax scales
 
-The scales lie between {low:.3f} and {high:.3f}; a scale of 1 is as trained. The weights of q
-contain them. They come from `--scale={scale}` and are for passes of {length or 'any number of'}
-tokens. If the scale file also has gains of heads and norms, the weights contain these gains, too.
+Between {low:.3f} and {high:.3f}; a scale of 1 is as trained. The weights of q contain the scales.
+The scales come from `--scale={scale}` and are for passes of {length or 'any number of'} tokens. If
+the scale file also has gains of heads and norms, the weights contain these gains, too.
 
 ## Measured losses
 

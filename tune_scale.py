@@ -45,7 +45,7 @@ from model import VECTORS
 # what to tune
 method = 'head'              # uniform or head
 target_length: int | None = None  # L', the context to extend to; None: 8L for uniform, 4L for head
-target_lengths: list[int] = []  # head: tune a set per length; each set starts from the last one
+target_lengths: list[int] = []  # head: tune a set per length; each starts from the set before it
 dataset: str | None = None   # a folder of data/; None: the folder that the model was trained on
 label = ''                   # appended to the names of the files that this stage writes
 tail = 64                    # the loss at a length is the mean over this many positions before it
