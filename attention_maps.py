@@ -75,7 +75,7 @@ def head_maps(attention, q, k, place, head):
         late = values[-1] * (token[rows] >= T // 2)[:, None]
         by_distance += torch.bincount(bins, late.flatten(), len(edges) + 1)
 
-    # The number of pairs with j <= i in each cell: all pairs, but only half on the diagonal.
+    # The number of pairs with j <= i in each cell: all pairs, or about half on the diagonal.
     size = in_cell.sum(0)
     pairs = (size[:, None] * size).tril()
     pairs -= (size * (size - 1) / 2).diag()

@@ -34,7 +34,7 @@ except ImportError:
     LM = object  # main() says what is missing
 
 # For these tasks of RULER, lm_eval 0.4.13 makes prompts forever if the shortest prompt is longer
-# than read_length. With a BPE of 32,000 tokens, ruler_vt's fitted into 1,024 and not into 768.
+# than read_length. With a BPE of 32,000 tokens, that of ruler_vt fits into 1,024, not into 768.
 ENDLESS, SHORTEST = {'ruler', 'ruler_cwe', 'ruler_fwe', 'ruler_vt'}, 1024
 
 # questions

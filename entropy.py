@@ -47,7 +47,7 @@ def what_is_drawn(path):
     result = read_json(path, 'entropy')
     curves, names = ['position', 'loss', 'mean_entropy'], ['position_method', 'label', 'unit']
     with fault_of(path, 'a result of entropy.py', 'Give the .json that it wrote.'):
-        numbers = np.array([result[key] for key in curves], float)  # equal lengths
+        numbers = np.array([result[key] for key in curves], float)  # fails if lengths differ
         for key, curve in zip(curves, numbers):
             if not np.isfinite(curve).all():
                 raise UserError(f'{path} has null in {key}, because a number was not finite. '

@@ -71,7 +71,7 @@ RULES = ('same', 'paper', 'classic')
 
 
 def perplexity(loss):
-    """exp of a loss in nats per token. A higher loss counts as 700, as exp(710) is no float."""
+    """exp of a loss in nats per token. A loss above 700 counts as 700: exp(710) overflows."""
     return math.exp(min(loss, 700))
 
 
@@ -106,7 +106,7 @@ def sliding_windows(start, end, length, first_end, stride, rule):
     """
     The windows of one document, tokens[start:end]: a list of (lo, hi, n). A window reads
     tokens[lo:hi], which are `length` tokens, and scores the last n of them. Each window ends
-    `stride` tokens after the one before.
+    `stride` tokens after the window before it.
     same:    the first window ends at start + first_end, the last before end. first_end is the
              longest length compared. So all lengths score the same tokens; only the context
              differs.

@@ -44,8 +44,8 @@ QUESTION = '\nWhat is the pass key? The pass key is'
 def draw_cells(lengths, n_depths, n_keys, seed):
     """
     [(length, depth, place, key), ...]. place: the index of the token at which the five-digit key
-    should stand. The order of the draws is that of the released code: the longest length first, the
-    first depth first, and in each cell all places before all keys.
+    should stand. The draws have the order of the released code: from the longest length, from the
+    smallest depth, and in each cell all places before all keys.
     """
     random, cells = np.random.RandomState(seed), []
     for length in sorted(lengths, reverse=True):

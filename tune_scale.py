@@ -107,7 +107,8 @@ def search_uniform(model, windows, scales, L, runtime):
     loss, entropy, at = [], [], []
     T, samples = windows.block_size, windows.evenly_spaced(n_samples)
     read = compiled_for(model, runtime, compile, n_samples * len(scales), T)
-    drawn = np.linspace(0, len(scales) - 1, 6).round().astype(int)  # in the picture
+    # The picture shows the entropy of evenly spaced candidates.
+    drawn = np.linspace(0, len(scales) - 1, 6).round().astype(int)
     cut = cut_curve(model, samples, L, tail, batch_tokens, runtime)
     lengths = cut['position']
     for i, scale in enumerate(scales):
@@ -260,7 +261,7 @@ def tune_vectors(model, windows, runtime):
     rows = slice(runtime.rank, None, runtime.world_size)  # this rank's share of each batch
     bar = progress_bar(max_iters, f'tuning at {windows.block_size}', runtime.is_main)
     for step in range(max_iters):
-        share = learning_rate_at(step, 1.0, 0.1, warmup_iters, max_iters)  # of peak
+        share = learning_rate_at(step, 1.0, 0.1, warmup_iters, max_iters)  # of each peak
         for group in optimizer.param_groups:
             group['lr'] = share * group['peak']
         tokens = torch.from_numpy(windows.batch(step, batch_size, rows)).to(runtime.device)
