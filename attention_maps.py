@@ -1,7 +1,7 @@
 """
-What one attention head sees, in pictures: its scores, the position bias, what DAPE adds and the
-attention itself, by length: Figures 8-22 of "DAPE V2"; and how much each head attends to the first
-key, the sink that Appendix K speaks of.
+Pictures of one attention head: its scores, the position bias, what DAPE adds, and the attention, at
+several lengths. Figures 8-22 of "DAPE V2". The stage also measures how much each head attends to
+the first key, which Appendix K calls the sink.
 
 $ python attention_maps.py                              # the demo model, windows of L, 4L and 16L
 $ python attention_maps.py --out_dir=out/dape/kerple_1x3 --layer=2 --head=3 --lengths=[128,512,2048]
@@ -16,19 +16,19 @@ from configurator import between, configure, settings
 from kernels import row_chunks
 from lib.checkpoints import Run, TextSettings
 
-layer: int | None = None     # counted from 0; None: the middle one
+layer: int | None = None     # counted from 0; None: the middle layer
 head = 0                     # counted from 0
-lengths: list[int] | None = None  # tokens in a window, a row of the picture each; None: L, 4L, 16L
+lengths: list[int] | None = None  # tokens in a window; one row of pictures each; None: L, 4L, 16L
 n_samples = 4                # windows of each length, evenly spaced; the pictures show their mean
 dtype = 'float32'            # auto, float32, bfloat16, float16; half precision rounds q and k
 
-CELLS = 64  # a map has at most 64 x 64 cells: the JSON of three lengths stays below 300 KB
+CELLS = 64  # most cells per side of a map, so that the JSON of three lengths is below 300 KB
 
 
 def parts_of(method, q, k, i, j, head):
     """
-    {part: (rows, keys)} of one head: score, q.k / sqrt(D) and what CoPE or Transformer-XL add;
-    bias, B; dape, f([S; B]) of Eq. (3); attention, after softmax.
+    {part: (rows, keys)} of one head. The parts are score: q.k / sqrt(D), plus what CoPE or
+    Transformer-XL add; bias: B; dape: f([S; B]) of Eq. (3); attention: the weights after softmax.
     """
     score = method.similarity(q, k, i, j)[0, head]
     bias = method.bias(i, j)
@@ -47,17 +47,18 @@ def parts_of(method, q, k, i, j, head):
 
 def head_maps(attention, q, k, place, head):
     """
-    What one head's attention over a window is made of. q: (1, H, T, D) scaled queries; k: (1,
-    n_kv_head, T, D). Returns {part: (n, n) map}, a row for each cell of queries, a column for one
-    of keys: the mean over keys j <= i, but of attention the sum over a cell's keys, as a single
-    weight shrinks with T. Also by_distance, (bins,): the share that queries of the second half give
-    to keys at distances i - j of 0, 1, 2-3, 4-7 ... tokens.
+    Maps of the parts of one head's attention over a window. q: (1, H, T, D) scaled queries; k: (1,
+    n_kv_head, T, D). Returns {part: (n, n) map}. A map has one row per cell of queries and one
+    column per cell of keys. Each number is the mean over the pairs with j <= i. For attention it is
+    the sum over a cell's keys instead, because a single weight shrinks with T. The result also has
+    by_distance, (bins,): the share of attention that queries of the second half give to keys at
+    distances i - j of 0, 1, 2-3, 4-7 ... tokens.
     """
     H, T = q.shape[1:3]
-    # (T, n), 1 where a token lies in a cell: so in_cell.T @ map @ in_cell sums a map over its cells
+    # in_cell (T, n) is 1 where a token lies in a cell. in_cell.T @ x @ in_cell sums x over cells.
     token = torch.arange(T, device=q.device)
     in_cell = F.one_hot(token // -(-T // CELLS)).float()
-    edges = 2 ** token[:(T - 1).bit_length()]  # 1, 2, 4 ...: where all bins but that of 0 begin
+    edges = 2 ** token[:(T - 1).bit_length()]  # 1, 2, 4 ...: first distance of each bin after 0
     maps, by_distance = 0, 0
     for rows, end in row_chunks(T, T, H, q.device, attention.position.needs_all_keys):
         i, j = place.i[rows], place.j[:end]
@@ -68,13 +69,13 @@ def head_maps(attention, q, k, place, head):
         mask = attention.position.mask(i, j)[0, 0]
         values = torch.stack([*parts.values()]).masked_fill(mask, 0)
         maps += in_cell[rows].T @ values @ in_cell[:end]  # sums, (parts, n, n)
-        # Later keys fall into the first bin, with no attention.
+        # Keys after the query fall into the first bin. They add nothing, as their attention is 0.
         distance = token[rows, None] - token[:end]
         bins = torch.bucketize(distance, edges, right=True).flatten()
         late = values[-1] * (token[rows] >= T // 2)[:, None]
         by_distance += torch.bincount(bins, late.flatten(), len(edges) + 1)
 
-    # How many keys not after their query a cell has: all, and on the diagonal half.
+    # The number of pairs with j <= i in each cell: all pairs, or about half on the diagonal.
     size = in_cell.sum(0)
     pairs = (size[:, None] * size).tril()
     pairs -= (size * (size - 1) / 2).diag()
@@ -86,9 +87,9 @@ def head_maps(attention, q, k, place, head):
 
 def measure(model, tokens, layer, head):
     """
-    A pass over one window, tokens: (1, T). Returns head_maps() of one head, and first_key
-    (n_layer, H): how much of its attention each head gives to the window's first key, a mean over
-    the queries of the second half.
+    A pass over one window. tokens: (1, T). Returns head_maps() of one head, and first_key
+    (n_layer, H): the share of attention that each head gives to the window's first key, as the mean
+    over the queries of the second half.
     """
     found = {}
 
@@ -96,7 +97,7 @@ def measure(model, tokens, layer, head):
         if number == layer:
             found.update(head_maps(attention, q, k, place, head))
         first = torch.zeros_like(k)
-        first[:, :, 0] = 1  # attention over these values is the share of the first key itself
+        first[:, :, 0] = 1  # with these values, attention returns the share of the first key
         share = attention.position.attend(q, k, first, place.i, place.j)
         late = share[0, :, share.shape[2] // 2:, 0]
         return late.float().mean(1)  # (H,)
@@ -107,7 +108,7 @@ def measure(model, tokens, layer, head):
 
 
 def measure_length(run, windows, at):
-    """The result's entry for windows of one length: means over them."""
+    """The result's entry for one length: means over its windows."""
     samples = windows.evenly_spaced(n_samples)[:, None, :-1]
     samples = torch.from_numpy(samples).to(run.runtime.device)
     with torch.no_grad(), run.runtime.autocast():
@@ -119,7 +120,7 @@ def measure_length(run, windows, at):
     share, by_distance = mean.pop('first_key'), mean.pop('by_distance')
     for part, rows in mean.items():
         maps[part] = []
-        for r, row in enumerate(rows):  # 3 digits, and no keys after their query
+        for r, row in enumerate(rows):  # keep 3 digits, and leave out keys after the query
             maps[part].append([float(f'{x:.3g}') for x in row[:r + 1]])
     T = windows.block_size
     run.runtime.print(f'{T:8,d} tokens: {share[at, head]:.1%} on the first key; '
@@ -136,7 +137,7 @@ def main():
     at = n_layer // 2 if layer is None else layer
     between({'layer': at}, 0, 'layer', most=n_layer - 1)
     between(globals(), 0, 'head', most=H - 1)
-    # All are opened before the work, so that a text too short is met first.
+    # Open the text at all lengths before the work, so that a text that is too short fails at once.
     opened = [run.windows(T) for T in lengths or [L, 4 * L, 16 * L]]
     run.write('attention', {
         'dape_kernel': run.model.config.dape_kernel, 'dataset': opened[0].dataset, 'layer': at,

@@ -1,15 +1,16 @@
 """
-How fast the stages run, beside what the hardware could do, and beside transformers' Llama on the
-same work.
+How fast the stages run. The bench compares them with the limit of the hardware, and with
+transformers' Llama on the same work.
 
 $ python bench.py              # the CPU bench shape: 8 layers x 512, T = 1,024, vocabulary 32,000
-$ python bench.py --peer=hf    # transformers' Llama turn by turn with ours, needs transformers
+$ python bench.py --peer=hf    # transformers' Llama takes turns with ours; needs transformers
 $ python bench.py --like="['config/nope_1b.py']" --tasks="['train','scale']"   # a config's model
 
-Every figure is the median of `rounds` calls. The limit is what the arithmetic alone would take at
-the rate of a large matrix product, measured on the same device in the same precision; in decoding
-it is that of reading every weight and key once, at the measured memory bandwidth. Writes
-out_dir/NAME.json. Growth with the context, and position methods: results/bench/table.py.
+Every time is the median of `rounds` calls. The limit is the time that only the arithmetic takes at
+the rate of a large matrix product. This rate is measured on the same device in the same precision.
+In decoding, the limit is the time to read every weight and key once at the measured memory
+bandwidth. Writes out_dir/NAME.json. results/bench/table.py measures growth with the context, and
+position methods.
 """
 
 import dataclasses
@@ -36,12 +37,12 @@ from lib.results import optional, print_rows, result_path
 from model import ModelConfig, Transformer
 
 tasks = ['train', 'scale', 'eval', 'entropy', 'prefill', 'decode']
-peer = ''                    # hf: transformers' Llama does the same work, by turns
+peer = ''                    # hf: transformers' Llama does the same work, in turns with ours
 out_dir = 'results/bench'
-name = ''                    # of the result; empty: cpu, cuda
+name = ''                    # name of the result; empty: name of the device, cpu or cuda
 # the model; the other settings of its position method are declared in position.py
-like: list[str] = []         # training configs to take it from, and their block_size as context
-position = 'rope'            # as the peer has it; without it a model is a little faster
+like: list[str] = []         # training configs that set the model; their block_size sets context
+position = 'rope'            # the peer uses RoPE; a model without RoPE is a little faster
 n_layer = 8
 n_head = 8
 n_kv_head = 2
@@ -50,15 +51,15 @@ n_hidden = 1408
 vocab_size = 32000
 # the work
 context = 1024               # T: tokens in a sequence
-batch_size = 4               # sequences in a training or tuning step, or in a pass of evaluation
-read_context = 4096          # tokens already read in prefill, decode and entropy
+batch_size = 4               # sequences per training step, tuning step or pass of evaluation
+read_context = 4096          # tokens that prefill and entropy read, and that decode starts after
 n_decode = 32                # tokens decoded in a round
 rounds = 7
-profile = False              # also show which operators the time of a task goes to
+profile = False              # also show in which operators a task spends its time
 # machine
 device = 'auto'              # auto, cpu, cuda
-dtype = 'auto'               # auto, float32, bfloat16; of entropy float32 always
-compile = True               # training steps and evaluation, ours and the peer's
+dtype = 'auto'               # auto, float32, bfloat16; entropy always uses float32
+compile = True               # torch.compile training steps and evaluation, ours and the peer's
 seed = 1337
 
 MODEL = [field.name for field in dataclasses.fields(ModelConfig)]
@@ -79,9 +80,9 @@ def seconds_of(work, runtime):
 
 def medians(works, runtime):
     """
-    Median seconds of each function of {name: function} over rounds in which they take turns, as
-    machines are noisy, after two to warm up. Raises RuntimeError where something is compiled after
-    that.
+    The median seconds of each function. works: {name: function}. The functions take turns in each
+    round, because machines are noisy. The first two rounds only warm up. Raises RuntimeError if a
+    later round compiles something.
     """
     turns = {who: [] for who in works}
     for turn in range(2 + rounds):
@@ -92,7 +93,7 @@ def medians(works, runtime):
 
 
 def peak_memory(work, runtime):
-    """Bytes of tensors that a call holds at most, beyond what was held before it."""
+    """Most bytes of tensors during a call, minus the bytes held before it."""
     if runtime.device.type == 'cuda':
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -110,7 +111,7 @@ def peak_memory(work, runtime):
 
 
 def by_operator(work, runtime):
-    """{name: seconds} of the ten operators in which a call spends the most."""
+    """{name: seconds} of the ten operators in which a call spends the most time."""
     with torch.profiler.profile() as profiler:
         work()
         synchronize(runtime.device)
@@ -122,9 +123,9 @@ def by_operator(work, runtime):
 
 def measure(task, works, tokens, limits, runtime):
     """
-    Print and return the figures of a task: {name: {seconds, tokens_per_second, of_limit,
-    peak_memory}}. limits: {name: the seconds that it cannot be faster than}, or one for all. With
-    `profile` also where the time goes, `operators`.
+    Measure a task, print its numbers and return {name: {seconds, tokens_per_second, of_limit,
+    times_ours, peak_memory}}. limits: {name: least possible seconds}, or one number for all names.
+    With `profile`, each entry also has `operators`, from by_operator().
     """
     if not isinstance(limits, dict):
         limits = dict.fromkeys(works, limits)
@@ -151,7 +152,7 @@ def new_model(block_size, runtime, **changes):
 
 
 class Peer(torch.nn.Module):
-    """transformers' Llama of the same sizes, behind the calls of our Transformer."""
+    """transformers' Llama of the same sizes, with the interface of our Transformer."""
     scale_sets = None
 
     def __init__(self, block_size):
@@ -167,7 +168,7 @@ class Peer(torch.nn.Module):
             return self.llama(idx, past_key_values=cache, use_cache=cache is not None,
                               logits_to_keep=tail).logits
         if targets.shape == idx.shape:
-            return self.llama(idx, labels=idx).loss  # it shifts the labels itself
+            return self.llama(idx, labels=idx).loss  # Llama shifts the labels itself
         logits = self.llama(idx).logits[:, -targets.shape[1]:].float()
         return F.cross_entropy(logits.transpose(1, 2), targets, reduction='none')
 
@@ -177,8 +178,8 @@ class Peer(torch.nn.Module):
 
 def both(block_size, runtime, frozen=False):
     """
-    {name: model}: ours, and where a peer is asked for, transformers'. frozen: in the runtime's
-    precision, as what only reads has it.
+    {name: model}: our model, and transformers' if `peer` is set. frozen: the weights need no
+    gradient and have the runtime's precision, as in stages that do not train.
     """
     models = {'ours': new_model(block_size, runtime)}
     if peer:
@@ -190,7 +191,7 @@ def both(block_size, runtime, frozen=False):
 
 
 def only_scales(model, runtime):
-    """The model as tune_scale.py tunes it."""
+    """Prepare the model as tune_scale.py does: only the head scales get gradients."""
     for weight, p in cast_matrices(model, runtime.dtype).named_parameters():
         p.requires_grad_(weight.endswith('head_scale'))
     return model
@@ -202,8 +203,8 @@ def random_ids(B, T, runtime):
 
 def training_step(model, B, T, runtime):
     """
-    A function that does one step on random tokens as train.py and tune_scale.py do it: loss,
-    backward, clipping, optimizer.
+    Returns a function that does one step on random tokens. The step has the parts of a step in
+    train.py and tune_scale.py: loss, backward, clipping, optimizer.
     """
     x, y = random_ids(B, T, runtime), random_ids(B, T, runtime)
     weights = [p for p in model.parameters() if p.requires_grad]
@@ -222,8 +223,8 @@ def training_step(model, B, T, runtime):
 
 def reading_flops(model, T, tail):
     """
-    FLOP of reading T tokens for the logits of the last few. Of the others the last layer makes keys
-    and values only, and attention of a query grows with its place.
+    The FLOP to read T tokens and compute the logits of the last `tail` tokens. For the other tokens
+    the last layer computes only keys and values. The attention of a query grows with its position.
     """
     (matmul, attention), unread = model.flops_per_token(T), T - tail
     head, block = 2 * model.head.weight.numel(), model.blocks[-1]
@@ -245,20 +246,20 @@ def train(runtime):
 
 def step_limits(model, tokens, T, runtime, forwards=1):
     """
-    Lower bounds, in seconds, of a head-scale step ('ours') and of a whole one on windows of T:
-    {name: products with weights}, and attention. Counted in forward passes: each forward is one,
-    the gradients that go on to lower layers one, those of weights, in a whole step, one, and
-    attention's backward two.
+    Lower bounds in seconds for a head-scale step ('ours') and for a whole step on windows of T.
+    Returns {name: seconds of products with weights}, and the seconds of attention. The unit of the
+    count is a forward pass. Each forward counts 1. Gradients for lower layers count 1. Gradients of
+    weights count 1, in a whole step only. The backward of attention counts 2.
     """
     matmul, attention = model.flops_per_token(T)
-    second = tokens / rate(runtime.device, runtime.dtype)  # of a FLOP per token
+    second = tokens / rate(runtime.device, runtime.dtype)  # for 1 FLOP per token
     linear = {'ours': (forwards + 1) * matmul * second,
               'whole step': (forwards + 2) * matmul * second}
     return linear, (forwards + 2) * attention * second
 
 
 def scale(runtime):
-    """A step of head-scale tuning beside a whole training step."""
+    """A step of head-scale tuning, compared with a whole training step."""
     model, tokens = new_model(context, runtime), batch_size * context
     tuned = only_scales(new_model(context, runtime), runtime)
     works = {'ours': training_step(tuned, batch_size, context, runtime),
@@ -271,8 +272,8 @@ def scale(runtime):
 @torch.no_grad()
 def sliding_windows(runtime):
     """
-    Windows that score their last L/8 tokens, in batches, of which ours computes those logits alone;
-    transformers' code computes all. Each compiled and as it is.
+    Batches of windows that score their last L/8 tokens. Our model computes only the logits of these
+    tokens; transformers' code computes all logits. Each model runs compiled and uncompiled.
     """
     n, scored, works = 4 * batch_size, -(-context // 8), {}
     batches = random_ids(n, context + 1, runtime).split(batch_size)
@@ -295,7 +296,7 @@ def entropy(runtime):
     T, D = read_context, n_embd // n_head
     q = torch.randn(1, n_head, T, D, device=runtime.device)
     k = q[:, :n_kv_head].contiguous()
-    later = torch.full((T, T), -1e9, device=runtime.device).triu(1)  # whose exp is 0
+    later = torch.full((T, T), -1e9, device=runtime.device).triu(1)  # exp(-1e9) is 0
 
     def matrix():
         scores = q @ kernels.repeat_heads(k, n_head).transpose(-1, -2)
@@ -304,13 +305,13 @@ def entropy(runtime):
         return -log_a.exp().mul_(log_a).sum(-1)
 
     works = {'ours': partial(kernels.entropy, q, k), 'matrix': matrix}
-    flops = 2 * n_embd * T ** 2  # q.k and the sum of keys, half of the square
+    flops = 2 * n_embd * T ** 2  # q.k and the sum over keys, for half of the pairs
     limit = flops / rate(runtime.device, torch.float32)
     return measure(f'entropy, T = {T}', works, T, limit, runtime)
 
 
 def read(model, idx):
-    """Prefill. Returns the cache, with room for what will be decoded, and the first new token."""
+    """Prefill. Returns the cache, with room for n_decode more tokens, and the first new token."""
     cache = new_cache(model, 1, read_context + n_decode)
     logits = model(idx, tail=1, cache=cache)
     return cache, logits[:, -1].argmax(-1, keepdim=True)
@@ -327,12 +328,12 @@ def prefill(runtime):
 @torch.no_grad()
 def decode(runtime):
     """
-    Tokens one by one, greedy, after read_context, and by one graph that is compiled for all steps;
-    the prompt's pass is not counted.
+    Greedy decoding of tokens one by one, after read_context tokens. `compiled` uses one graph that
+    is compiled for all steps. The pass over the prompt is not counted.
     """
     models, idx = both(read_context, runtime, frozen=True), random_ids(1, read_context, runtime)
     ours = models['ours']
-    store_column_major(ours)  # as stages that decode do
+    store_column_major(ours)  # stages that decode do the same
 
     def decoding(model, compile=False):
         cache, first = read(model, idx)
@@ -342,7 +343,7 @@ def decode(runtime):
             token = first
             for _ in range(n_decode):
                 token = step(token, tail=1, cache=cache)[:, -1].argmax(-1, keepdim=True)
-            if model is ours:  # back to the end of the prompt
+            if model is ours:  # cut the cache back to the prompt
                 cache.length -= n_decode
             else:
                 cache.crop(-n_decode)
@@ -353,7 +354,7 @@ def decode(runtime):
         works['compiled'] = decoding(ours, True)
     weights = ours.n_params() - ours.embed.weight.numel()
     keys = 2 * n_layer * n_kv_head * (n_embd // n_head) * (read_context + n_decode / 2)
-    x = torch.ones(2 ** 26, device=runtime.device)  # 256 MB, to measure the memory's bandwidth
+    x = torch.ones(2 ** 26, device=runtime.device)  # 256 MB, to measure memory bandwidth
     bandwidth = 4 * x.numel() / medians({'sum': x.sum}, runtime)['sum']
     limit = n_decode * runtime.dtype.itemsize * (weights + keys) / bandwidth
     return measure(f'decode, T = {read_context}', works, n_decode, limit, runtime)
@@ -366,13 +367,13 @@ TASKS = {'train': train, 'scale': scale, 'eval': sliding_windows, 'entropy': ent
 # ---------------------------------------------------------------------- a run
 
 def read_like(given):
-    """Take the settings of the model that were not given from the training configs in `like`."""
+    """Set the settings of the model from the configs in `like`, but keep those the user gave."""
     values = {'position': 'none'}
     for config in like:
         values |= run_config(config)
     if 'n_layer' not in values:
-        raise UserError(f'like is {like}, which sets no n_layer: give the config that the model is '
-                        'trained with.')
+        raise UserError(f'like is {like}, which sets no n_layer. Give the config that trains the '
+                        'model.')
     values['context'] = values.get('block_size', context)
     own = settings(globals()).keys() & {*MODEL, 'context'}
     for setting in values.keys() & own - set(given):
@@ -385,20 +386,20 @@ def check_settings(runtime):
     if peer not in ('', 'hf'):
         raise UserError(f"peer is '{peer}'. Choose hf, or leave it empty.")
     if runtime.world_size > 1:
-        raise UserError('bench.py measures one device: start it without torchrun.')
+        raise UserError('bench.py measures only one device. Start it without torchrun.')
     between(globals(), 1, 'context', 'batch_size', 'read_context', 'n_decode', 'rounds')
 
 
 def main(given=(), works=None):
     """
-    Measure each of the works, {name: function of a Runtime}, and write what they return. given: the
+    Measure each function of works, {name: function of a Runtime}, and write the results. given: the
     names of the settings that the user gave.
     """
     began, runtime = time.perf_counter(), setup(device, dtype, seed)
     check_settings(runtime)
     if like:
         read_like(given)
-    os.environ.setdefault('KINETO_LOG_LEVEL', '6')  # or each profile announces itself
+    os.environ.setdefault('KINETO_LOG_LEVEL', '6')  # else each profile prints a message
     flops = rate(runtime.device, runtime.dtype)
     print(f'{runtime.device.type}, {torch.get_num_threads()} threads, torch {torch.__version__}, '
           f'{runtime.dtype}: a large matrix product does {flops / 1e12:.2f} TFLOP/s')

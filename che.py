@@ -1,23 +1,24 @@
 """
-Algorithmic tasks: train on inputs of up to 40 symbols, test on 41 to 500. Table 6 of "DAPE V2"; the
-tasks are in lib/tasks.py, training and test those of Ruoss et al. 2023, "Randomized Positional
-Encodings".
+Algorithmic tasks: train on inputs of up to 40 symbols, test on inputs of 41 to 500 symbols. Table 6
+of "DAPE V2". The tasks are in lib/tasks.py. Training and test follow Ruoss et al. 2023, "Randomized
+Positional Encodings".
 
-A sequence is the input, then an empty token for each symbol of the answer, which is read at those
-slots in one pass. The papers' model is a bidirectional encoder; ours is the causal model of
-model.py, with as many layers and heads and about as many weights. Its slots stand last, and so see
-the whole input.
+A sequence is the input, then one empty token for each symbol of the answer. These empty tokens are
+the slots. The model writes the answer at the slots in one pass. The papers' model is a
+bidirectional encoder. Ours is the causal model of model.py, with equally many layers and heads and
+about equally many weights. Its slots come last, so they see the whole input.
 
-Recall and copy, which Table 6 does not have, are read otherwise, as empty slots differ only by
-their positions and so would test counting: recall is read at the keys that are asked for, and copy
-is generated symbol by symbol. reverse_string is of Table 6 and read as there: at slots it tests
-counting, too. All position methods see the same tokens, in one pass.
+Recall and copy are not in Table 6, and they use no slots. Slots differ only by their positions, so
+they would test counting. The model answers recall at the keys that are asked for, and it generates
+copy symbol by symbol. reverse_string is in Table 6 and uses slots as there, so it tests counting,
+too. All position methods see the same tokens, in one pass.
 
 $ python che.py --tasks="['bucket_sort']" --max_iters=1000 --test_length=100 --eval_every=10
 $ python che.py --tasks=[] --position=kerple --dape_kernel=3 --max_iters=200000  # Table 6, on a GPU
 $ python che.py config/recall.py         # one model for two tasks, tested at 1 to 16 times L
 
-Writes out_dir/TASK.pt, from where a task goes on, also to more steps, and che[_LABEL].json and .png
+Writes out_dir/TASK.pt, and che[_LABEL].json and .png. A task continues from its TASK.pt, also with
+a larger max_iters
 """
 
 import dataclasses
@@ -42,64 +43,66 @@ from model import Transformer
 
 # what to run
 tasks: list[str] = ['even_pairs']  # keys of TASKS; []: Table 6's; recall+copy: one model for both
-out_dir: str | None = None   # runs and results go there; None: out/che/METHOD
-label = ''                   # name of the result
+out_dir: str | None = None   # folder of runs and results; None: out/che/METHOD
+label = ''                   # appended to the name of the result
 # model; the settings of its position method are declared in position.py
 n_layer = 5
 n_head = 8
 n_embd = 64
-n_hidden = 176               # of SwiGLU: about the weights of the papers' 256 with ReLU
-short_conv = 0               # tokens that each short convolution reads, such as 4; 0 for none
+n_hidden = 176               # width of SwiGLU; about as many weights as the papers' 256 with ReLU
+short_conv = 0               # tokens that each short convolution reads, such as 4; 0: none
 short_conv_at = 'AC'         # A: before attention; C: before the MLP; AC: both
 # training
-train_length = 40            # longest input, in symbols; a step draws one length for its batch
-batch_size = 128             # samples in a step, made anew for each
+train_length = 40            # longest input, in symbols; each step draws one length for its batch
+batch_size = 128             # samples in a step; each step makes new samples
 max_iters = 10000            # steps; 200000 in Table 6
-learning_rate = 1e-3         # of Adam, constant after the warm-up
-warmup_iters = 100           # linear from 0
-grad_clip = 1.0              # global norm; 0 for none
-eval_interval = 500          # steps between lines on screen; the run is saved at each
+learning_rate = 1e-3         # learning rate of Adam, constant after the warm-up
+warmup_iters = 100           # steps in which the learning rate rises linearly from 0
+grad_clip = 1.0              # largest global norm of the gradient; 0: no clipping
+eval_interval = 500          # steps between lines on screen; each line also saves the run
 # test
-lengths: list[int] = []      # of inputs, up to train_length and past it; []: those of the next two
+lengths: list[int] = []      # input lengths, at least one up to train_length and one past it; []:
+                             # all lengths that test_length and eval_every give
 test_length = 500            # longest input
-eval_every = 1               # step from one length to the next: 41, 42 ... 500
+eval_every = 1               # step from one input length to the next: 1 means 41, 42 ... 500
 n_test = 512                 # samples of each length, in batches of 64
 # machine
 device = 'auto'              # auto, cpu, cuda, mps
-seed = 1337                  # of initial weights and samples
+seed = 1337                  # draws the initial weights and the samples
 
-METHOD = dataclasses.asdict(methods.Settings())  # settings of position methods, and their defaults
+METHOD = dataclasses.asdict(methods.Settings())  # settings of position methods and their defaults
 MODEL = (*METHOD, 'n_layer', 'n_head', 'n_embd', 'n_hidden', 'short_conv', 'short_conv_at')
 TRAINING = ('train_length', 'batch_size', 'learning_rate', 'warmup_iters', 'grad_clip', 'seed')
 
 
 def check_settings(runtime):
-    """What can be refused before anything is read."""
+    """Raise UserError before anything is read if a setting is wrong."""
     between(globals(), 1, 'train_length', 'batch_size', 'max_iters', 'eval_interval', 'eval_every',
             'n_test')
     if not lengths:
         between(globals(), train_length + 1, 'test_length')
     elif not 1 <= min(lengths) <= train_length < max(lengths):
-        raise UserError(f'lengths is {lengths}; it must have one up to train_length, '
-                        f'{train_length}, and one past it.')
+        raise UserError(f'lengths is {lengths}; it must have a length up to train_length, '
+                        f'{train_length}, and a length past it.')
     between(globals(), 0, 'learning_rate', 'warmup_iters', 'grad_clip')
     if runtime.world_size > 1:
-        raise UserError('che.py runs on one device: without torchrun. Start a process for some of '
-                        'the tasks on each, with a --label= of its own.')
+        raise UserError('che.py runs on one device. Start it without torchrun. For several '
+                        'devices, start one process per device, each with other --tasks= and '
+                        'another --label=.')
     names = [name for mixture in tasks for name in mixture.split('+')]
     if not set(names) <= set(TASKS) or len(names) > len(set(names)):
-        raise UserError(f"tasks is {tasks}. Choose from {', '.join(TASKS)}, none of them twice.")
+        raise UserError(f"tasks is {tasks}. Choose from {', '.join(TASKS)}, and no task twice.")
 
 
 def empty_token(mixture):
-    """The first number that is no symbol of an input of these tasks, such as recall+copy."""
+    """The smallest id that no input of these tasks uses. mixture: such as recall+copy."""
     return max(TASKS[name].n_in for name in mixture.split('+'))
 
 
 def draw(name, rng, batch, length, empty):
     """
-    New samples of a task: tokens (B, T), at the last of which the answers (B, m) are read. See
-    Task.read.
+    New samples of a task: tokens (B, T) and answers (B, m). The model gives the answers at the last
+    m tokens. Task.read says how.
     """
     task = TASKS[name]
     tokens, answers = map(torch.from_numpy, task.generate(rng, batch, length))
@@ -113,8 +116,8 @@ def draw(name, rng, batch, length, empty):
 
 def measure(model, name, rng, batch, length, empty):
     """
-    On new samples of a task: the mean cross-entropy of the answers, in nats a symbol, and the
-    shares of symbols and of whole answers that are right.
+    Draw new samples of a task. Returns the mean cross-entropy of the answers in nats per symbol,
+    the share of symbols that are right, and the share of whole answers that are right.
     """
     task = TASKS[name]
     tokens, targets = draw(name, rng, batch, length, empty)
@@ -124,7 +127,7 @@ def measure(model, name, rng, batch, length, empty):
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     right, counted = logits.argmax(-1) == targets, torch.ones_like(targets, dtype=torch.bool)
-    if task.ends:  # the zeros after END are no part of the answer
+    if task.ends:  # zeros after END do not belong to the answer
         is_end = targets == END
         before_end = is_end.cumsum(1) == 0
         counted = before_end | is_end
@@ -134,7 +137,7 @@ def measure(model, name, rng, batch, length, empty):
 # ---------------------------------------------------------------------- one task
 
 def new_model(mixture, chosen):
-    """A model that can hold the longest input of training and its answer."""
+    """A new model whose block_size holds the longest training input and its answer."""
     names, empty = mixture.split('+'), empty_token(mixture)
 
     def tokens_of(length):
@@ -144,7 +147,7 @@ def new_model(mixture, chosen):
     symbols = max(empty + 1, *(TASKS[name].n_out for name in names))
     config = checkpoints.config_of(chosen, vocab_size=symbols, n_kv_head=n_head,
                                    block_size=tokens_of(train_length))
-    torch.manual_seed(seed)  # the same weights, whatever was trained before
+    torch.manual_seed(seed)  # the weights do not depend on earlier tasks
     model = Transformer(config).init_weights()
     require_positions(model, tokens_of(max(lengths or [test_length])))
     return model
@@ -152,29 +155,29 @@ def new_model(mixture, chosen):
 
 def read_state(path, wanted):
     """
-    What TASK.pt holds; where there is none, the state of a run of no steps. Raises UserError for
-    one of other settings than `wanted`, or of more steps than max_iters.
+    The content of TASK.pt, or the state of a run without steps if there is no such file. Raises
+    UserError if the file has other settings than `wanted`, or more steps than max_iters.
     """
     if not path.exists():
         return {'step': 0, 'settings': wanted, 'test': {}}
     state = load_whole(path, 'Remove it.')
     with fault_of(path, 'a run of che.py', 'Remove it.'):
         later = METHOD | {'short_conv': 0, 'short_conv_at': 'AC'}
-        old = later | state['settings']  # an older run lacks the settings that came later
+        old = later | state['settings']  # older runs lack later settings
         differences = [f'{name} {old[name]}, not {wanted[name]}' for name in wanted
                        if old[name] != wanted[name]]
         if state['step'] > max_iters:
             differences.append(f"step {state['step']}, not at most {max_iters}")
     if differences:
-        raise UserError(f"{path} is another run: {'; '.join(differences)}. Choose another "
-                        '--out_dir=, or remove it.')
+        raise UserError(f"{path} is from another run: {'; '.join(differences)}. Choose another "
+                        '--out_dir=, or remove this file.')
     return state
 
 
 def open_task(name, path, chosen, runtime):
     """
-    The model of a task as TASK.pt leaves it, what that file holds, its path, and its lock: a second
-    run that wrote the file would undo the first.
+    Returns the model of a task with the weights of TASK.pt, the content of that file, its path, and
+    its lock. The lock keeps a second run from overwriting the file of the first.
     """
     model = new_model(name, chosen)
     lock = OnlyWriter(path)
@@ -186,22 +189,22 @@ def open_task(name, path, chosen, runtime):
 
 def train(mixture, model, state, path):
     """
-    Train up to max_iters steps from where `state` is, a step for each task of the mixture in turn;
-    keep it up to date, and save it every eval_interval steps.
+    Continue training from `state` up to max_iters steps. The tasks of the mixture take turns, one
+    step each. Update `state` and save it every eval_interval steps.
     """
     names, empty = mixture.split('+'), empty_token(mixture)
     weights = [p for p in model.parameters() if p.requires_grad]  # all but the head scales
     optimizer = torch.optim.Adam(weights, fused=True)
     if 'optimizer' in state:
         optimizer.load_state_dict(state['optimizer'])
-    recent = []  # losses and accuracies since the last line on screen
+    recent = []  # loss and accuracy of each step since the last line on screen
     model.train()
     for step in range(state['step'], max_iters):
         warmed_up = min(1.0, (step + 1) / max(1, warmup_iters))
         optimizer.param_groups[0]['lr'] = learning_rate * warmed_up
         name = names[step % len(names)]
         rng = np.random.default_rng([seed, *f'train {name}'.encode(), step])
-        torch.manual_seed(seed + step)  # for random positions
+        torch.manual_seed(seed + step)  # seeds random positions
         length = int(rng.integers(1, train_length + 1))
         loss, accuracy, _ = measure(model, name, rng, batch_size, length, empty)
         loss.backward()
@@ -227,8 +230,8 @@ def train(mixture, model, state, path):
 @torch.no_grad()
 def test(name, model, state, path, lengths, empty):
     """
-    The shares of symbols and of whole answers that are right, (len(lengths), 2), means over
-    batches. They are kept in `state` and saved, so that a stopped test goes on where it was.
+    The shares of symbols and of whole answers that are right: (len(lengths), 2), means over
+    batches. `state` keeps and saves them, so a stopped test continues at the next length.
     """
     done = state['test'].setdefault(f'{n_test} of {name}', {})
     model.eval()
@@ -250,7 +253,7 @@ def test(name, model, state, path, lengths, empty):
 # ---------------------------------------------------------------------- results
 
 def method_names(chosen):
-    """What Table 6 calls the position method with its DAPE, and a short name for its folder."""
+    """Table 6's name of the position method with its DAPE, and a short name for its folder."""
     folder, kernel = chosen['position'], chosen['dape_kernel']
     name = 'Relative' if folder == 'xl' else figures.method_name(folder)
     if kernel:
@@ -262,8 +265,8 @@ def method_names(chosen):
 
 def row_of(name, shares, tested, paper):
     """
-    The result of a task. shares: from test(), of the lengths `tested`; paper: the accuracy in
-    Table 6, or None.
+    The result of a task. shares: from test(), one row for each length in `tested`. paper: the
+    accuracy in Table 6, or None.
     """
     accuracy, exact = shares.T
     n_inside = sum(length <= train_length for length in tested)
@@ -273,7 +276,10 @@ def row_of(name, shares, tested, paper):
 
 
 def print_results(rows, tested):
-    """Accuracies up to train_length and past it in percent, by length where few were asked for."""
+    """
+    Print mean accuracies in percent, up to train_length and past it. If `lengths` is set, print
+    them for each length, too.
+    """
     table, by_length = [], []
     for name, row in rows.items():
         table.append({'level': row['level'], 'task': name, 'chance': 100 * row['chance'],
@@ -297,7 +303,7 @@ def main():
     tested = sorted(lengths) or [*range(1, train_length + 1, eval_every),
                                  *range(train_length + 1, test_length + 1, eval_every)]
 
-    # All tasks are opened before one is trained, so that a mistake is met before work.
+    # Open all tasks before training the first one, so that a mistake shows before work starts.
     opened = {}
     for mixture in tasks or paper:
         opened[mixture] = open_task(mixture, folder / f'{mixture}.pt', chosen, runtime)

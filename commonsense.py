@@ -1,18 +1,18 @@
 """
 Seven multiple-choice tasks of common sense, zero-shot: Table 1 of "Length Generalization of Causal
-Transformers without Position Encoding"; and tasks that write text, such as those of RULER. lm_eval
-of EleutherAI asks the questions, by its own task files and on the data sets they name.
+Transformers without Position Encoding". The stage also runs tasks in which the model writes text,
+such as RULER's. EleutherAI's package lm_eval asks the questions. Its task files name the data sets.
 
 $ python commonsense.py --init_from=hf:AntNLP/TinyLlama-NoPE-1.1B --position=none --out_dir=out/hf
 $ torchrun --nproc_per_node=8 commonsense.py --out_dir=out/nope_1b --tasks="['piqa']" --limit=100
 $ python commonsense.py --tasks="['niah_single_1']" --read_length=4096 --tokenizer=gpt2   # of RULER
 
-RULER needs `pip install lm_eval[ruler]`, and a Hugging Face tokenizer to count its tokens by.
+RULER needs `pip install lm_eval[ruler]`, and a Hugging Face tokenizer that counts its tokens.
 
-A choice scores ln p of its tokens. acc: how often the right one scores best; acc_norm: each score
-is first divided by the choice's number of characters; boolq and winogrande have acc alone. Text is
-written greedily, for prompts of at most read_length tokens: one that had to be cut could not be
-answered. Writes out_dir/commonsense[_LABEL].json
+The score of a choice is ln p of its tokens. acc: how often the right choice scores best. acc_norm:
+the same after each score is divided by the choice's number of characters. boolq and winogrande have
+only acc. The model writes text greedily. Its prompts have at most read_length tokens, because
+nobody can answer a prompt that was cut. Writes out_dir/commonsense[_LABEL].json
 """
 
 from importlib.metadata import version
@@ -33,32 +33,32 @@ try:
 except ImportError:
     LM = object  # main() says what is missing
 
-# RULER's tasks whose prompts lm_eval 0.4.13 never ends making where the shortest one does not fit
-# into read_length. By a BPE of 32,000 tokens, that of ruler_vt fitted into 1,024 and not into 768.
+# For these tasks of RULER, lm_eval 0.4.13 makes prompts forever if the shortest prompt is longer
+# than read_length. With a BPE of 32,000 tokens, that of ruler_vt fits into 1,024, not into 768.
 ENDLESS, SHORTEST = {'ruler', 'ruler_cwe', 'ruler_fwe', 'ruler_vt'}, 1024
 
 # questions
 tasks = ['arc_challenge', 'arc_easy', 'boolq', 'hellaswag', 'openbookqa', 'piqa', 'winogrande']
-task_folder = ''             # more of lm_eval's task files, .yaml: your own, or of data you have
-limit: int | None = None     # the first so many questions of each task; None: all
-read_length: int | None = None  # tokens: of the prompts that RULER makes, and at most read; None: L
-tokenizer = ''               # that RULER counts by: a Hugging Face name; '': init_from's, if one
-add_bos = False              # start questions with the start token, which the paper did not
+task_folder = ''             # folder with more task files for lm_eval (.yaml), such as your own
+limit: int | None = None     # ask only this many questions per task, the first; None: all
+read_length: int | None = None  # longest text in tokens, and length of RULER's prompts; None: L
+tokenizer = ''               # Hugging Face tokenizer that RULER counts with; '': that of init_from
+add_bos = False              # start questions with the start token; the paper does not
 batch_size = 16              # questions read at once, each with all its choices
 
 
 @torch.no_grad()
 def score(model, batch, runtime):
     """
-    batch: [(context, [continuation, ...])], lists of ids, none of them empty. Returns a row for
-    each continuation: ln p in nats, and whether greedy decoding would give it.
+    batch: [(context, [continuation, ...])], lists of ids, none of them empty. Returns one row per
+    continuation: its ln p in nats, and whether greedy decoding would write it.
     """
     contexts, choices = zip(*batch)
     continuations = [ids for of_one in choices for ids in of_one]
     targets = pad_sequence([torch.tensor(ids) for ids in continuations], batch_first=True)
     targets = targets.to(runtime.device)                        # (n, T)
     T = targets.shape[1]
-    # A context is read once, into a cache that its continuations share.
+    # Read each context once. Its continuations share the cache.
     copies = torch.tensor([len(of_one) for of_one in choices], device=runtime.device)
     with runtime.autocast():
         logits, cache = read_prompts(model, contexts, T - 1, runtime.dtype)
@@ -70,13 +70,13 @@ def score(model, batch, runtime):
     log_p = (logits.gather(-1, targets[..., None])[..., 0] - logits.logsumexp(-1)).cpu()
     greedy = (logits.argmax(-1) == targets).cpu()
     scores = []
-    for i, n in enumerate(map(len, continuations)):  # what is after them is padding
+    for i, n in enumerate(map(len, continuations)):  # the rest of a row is padding
         scores.append((log_p[i, :n].sum().item(), greedy[i, :n].all().item()))
     return scores
 
 
 class Harness(LM):
-    """A model of ours as lm_eval calls it. Every rank is given all requests and reads its share."""
+    """Our model with lm_eval's interface. Every rank gets all requests and reads its share."""
 
     def __init__(self, model, encoding, runtime):
         super().__init__()
@@ -85,13 +85,13 @@ class Harness(LM):
 
     def scores(self, pairs):
         """
-        pairs: [(context, continuation)], lists of ids. Returns (len(pairs), 2), the rows of
-        score(), in order.
+        pairs: [(context, continuation)], lists of ids. Returns (len(pairs), 2): a row of score()
+        for each pair, in the order of pairs.
         """
         alone, groups = needs_equal_lengths(self.model), {}
         for i, (context, _) in enumerate(pairs):
             groups.setdefault(i if alone else tuple(context), []).append(i)
-        # Longest first, so that what does not fit into memory fails at once.
+        # Read the longest contexts first: if memory is too small, the run fails at once.
         longest_first = sorted(groups.values(), key=lambda group: -len(pairs[group[0]][0]))
         todo, size = self.runtime.shard(longest_first), 1 if alone else batch_size
         rows = np.zeros((len(pairs), 2))
@@ -101,17 +101,17 @@ class Harness(LM):
                 batch = [(pairs[group[0]][0], [pairs[i][1] for i in group]) for group in some]
                 rows[sum(some, [])] = score(self.model, batch, self.runtime)
                 bar.update(len(some))
-        # Each row is zero on every rank but one.
+        # Add up the ranks, because each row is zero on all ranks but one.
         return self.runtime.gather([rows], self.runtime.world_size).sum(0)
 
     def started(self, ids):
-        """A text's ids, after the start token where that is asked for, or where it is empty."""
+        """A text's ids. The start token comes first if add_bos is set or the text is empty."""
         return [start_token(self.encoding), *ids] if add_bos or not ids else ids
 
     def encode(self, context, continuation):
         """
-        Ids of both, as lm_eval's models have them: spaces in between are the continuation's; of
-        more than read_length tokens the last ones are read.
+        Ids of the context and of the continuation. As in lm_eval's models, spaces between them
+        belong to the continuation. Of more than read_length tokens, only the last ones are kept.
         """
         context_ids = self.encoding.encode_ordinary(context.rstrip())
         after = self.encoding.encode_ordinary(context + continuation)[len(context_ids):]
@@ -126,7 +126,7 @@ class Harness(LM):
         return [(log_p, bool(greedy)) for log_p, greedy in self.scores(pairs).tolist()]
 
     def prompt(self, request):
-        """The ids of what a text is to continue. Raises UserError where they are too many."""
+        """The ids of a prompt. Raises UserError if it has more than read_length tokens."""
         ids = self.started(self.encoding.encode_ordinary(request.args[0]))
         if len(ids) > self.read_length:
             raise UserError(f'a prompt of {request.task_name} has {len(ids)} tokens, but '
@@ -135,7 +135,7 @@ class Harness(LM):
         return ids
 
     def generate_until(self, requests, disable_tqdm=False):
-        """The likeliest text after each prompt, up to the first of the strings that end it."""
+        """The greedy text after each prompt, up to the first string that ends it."""
         prompts, rows = [self.prompt(request) for request in requests], []
         n_new = max(request.args[1].get('max_gen_toks', 256) for request in requests)
         todo = self.runtime.shard(prompts)
@@ -158,16 +158,16 @@ class Harness(LM):
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
         raise UserError('commonsense.py scores choices and writes text. Leave out tasks that score '
-                        'a whole text; eval_ppl.py does.')
+                        'a whole text, and use eval_ppl.py for them.')
 
 
 def load_tasks(metadata):
-    """[lm_eval's Task] of the tasks, their data downloaded, or made by the metadata."""
+    """A list of lm_eval's Task, with data that lm_eval downloads or makes from the metadata."""
     from lm_eval.tasks import TaskManager
     manager = TaskManager(include_path=task_folder or None, metadata=metadata)
     try:
         return list(manager.load(tasks)['tasks'].values())
-    except Exception as error:  # of names, the network, data or a task's code: they share no class
+    except Exception as error:  # names, network, data and task code raise different classes
         raise UserError(f'lm_eval could not load {tasks} ({type(error).__name__}: '
                         f'{str(error)[:200]}). Check the names, connect once, or give '
                         '--task_folder= with task files that name local data.') from error
@@ -175,8 +175,8 @@ def load_tasks(metadata):
 
 def task_scores(measured, length):
     """
-    {task: its score in percent, and what it is of} from what lm_eval measured. RULER's score is
-    named after the length of the prompts.
+    {task: row} from the results of lm_eval. A row holds the score in percent, its standard error,
+    its metric and its data. RULER names its metric after the length of the prompts.
     """
     scores = {}
     for task, row in measured['results'].items():
@@ -195,16 +195,16 @@ def task_scores(measured, length):
 def main():
     optional('lm_eval.api.model')
     if not tasks:
-        raise UserError('tasks is empty. Name one at least.')
+        raise UserError('tasks is empty. Name at least one task.')
     between(globals(), 1, 'batch_size', 'limit', 'read_length')
     run = Run(settings(globals()), 'commonsense', decodes=True)
     from lm_eval import simple_evaluate
     harness = Harness(run.model, run.encoding, run.runtime)
     endless = sorted(ENDLESS & set(tasks))
     if endless and harness.read_length < SHORTEST:
-        raise UserError(f'read_length is {harness.read_length}, for which lm_eval may never end '
-                        f"making the prompts of {', '.join(endless)}. Give --read_length="
-                        f'{SHORTEST} or more, or leave them out.')
+        raise UserError(f'read_length is {harness.read_length}. lm_eval may then never finish the '
+                        f"prompts of {', '.join(endless)}. Give --read_length="
+                        f'{SHORTEST} or more, or leave these tasks out.')
     source = run.settings['init_from'].removeprefix('hf:').partition('@')[0]
     metadata = {'tokenizer': tokenizer or source,
                 'max_seq_lengths': [harness.read_length]}

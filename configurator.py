@@ -1,11 +1,11 @@
 """
-nanoGPT's configurator, strict. The settings of a stage are the lower-case globals of its file that
-are values, such as `max_iters = 200`. A stage calls configure(globals()) just before main().
+nanoGPT's configurator, but strict. The settings of a stage are the lower-case globals of its file
+that hold values, such as `max_iters = 200`. A stage calls configure(globals()) just before main().
 
-$ python STAGE.py [config/FILE.py ...] [--key=value ...]   # files in their order, then keys
+$ python STAGE.py [config/FILE.py ...] [--key=value ...]   # reads files in order, then keys
 $ python STAGE.py --help                                   # lists the settings
 
-A config file is code and runs as code, in a namespace of its own; its helper variables start with
+A config file is Python code and runs in its own namespace. Names of its helper variables start with
 an underscore.
 """
 
@@ -23,7 +23,7 @@ from lib.errors import ROOT, UserError, report
 
 
 def settings(scope):
-    """The settings of a stage or config file and their values now, in source order."""
+    """{setting: present value} of a stage or config file, in source order."""
     return {name: value for name, value in scope.items()
             if name.islower() and name[0] != '_' and not callable(value)
             and not isinstance(value, types.ModuleType)}
@@ -31,8 +31,9 @@ def settings(scope):
 
 def between(scope, least, *names, most=2 ** 63 - 1, why=''):
     """
-    Raise UserError unless these settings in globals(), a number or a list each, lie in between;
-    None may be. why: what `least` is. Beyond 2^63 - 1 neither numpy nor torch takes a size.
+    Raise UserError unless each of these settings lies between `least` and `most`. A setting is a
+    number, a list of numbers, or None, which always passes. scope: globals(); why: what `least` is.
+    numpy and torch accept no size beyond 2^63 - 1.
     """
     for name in names:
         value = scope[name]
@@ -45,8 +46,8 @@ def between(scope, least, *names, most=2 ** 63 - 1, why=''):
 
 def fit(value, kind):
     """
-    value if the type `kind` (float | None, list[int], ...) takes it, an int made a float; else
-    raises TypeError.
+    Return value if it has the type `kind`, such as float | None or list[int]; else raise TypeError.
+    If `kind` takes a float, an int becomes a float.
     """
     for member in kind.__args__ if isinstance(kind, types.UnionType) else [kind]:
         if type(value) is member:  # not isinstance: True is an instance of int
@@ -59,7 +60,10 @@ def fit(value, kind):
 
 
 def run_config(name):
-    """Execute a config file, found from the current folder or else from the project's."""
+    """
+    Execute a config file and return its settings. The file is searched in the current folder first,
+    then in the project's folder.
+    """
     path = next((path for path in (Path(name), ROOT / name) if path.is_file()), None)
     if path is None:
         raise UserError(f'There is no {name} in {Path.cwd()} or in the project. Check the name.')
@@ -71,7 +75,7 @@ def run_config(name):
 
 
 def show_help(scope, known, more):
-    """Print a stage's docstring and its settings as they stand in the source, comments included."""
+    """Print a stage's docstring and the source lines of its settings, comments included."""
     source = Path(scope['__file__']).read_text(encoding='utf-8')
     lines, rows, own = source.splitlines(), [], set()
     for node in ast.parse(source).body:
@@ -91,13 +95,13 @@ def show_help(scope, known, more):
 
 
 def arguments(scope, known):
-    """Yield (where, name, [possible values]) for each setting that the command line gives."""
+    """Yield (source, name, [possible values]) for each setting that the command line gives."""
     for argument in sorted(sys.argv[1:], key=lambda argument: '=' in argument):  # files first
         name, equals, text = argument.partition('=')
         if name.startswith('--') and equals:
             values = [text]
             with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-                values.insert(0, ast.literal_eval(text))  # but 123 may be a str: '123'
+                values.insert(0, ast.literal_eval(text))  # keep the text, too: a str can be '123'
             yield 'the command line', name[2:], values
         elif 'paths' in known and not name.startswith('-'):
             scope['paths'] = [*scope['paths'], argument]
@@ -110,12 +114,13 @@ def arguments(scope, known):
 
 def configure(scope, *more):
     """
-    Set the settings in a stage's globals() from its command line, and have uncaught errors shown by
-    report(). more: dataclasses, such as position.Settings, whose fields are settings, too. Returns
-    the names that were given. Raises UserError naming the file or key that is wrong.
+    Set the settings in a stage's globals() from its command line, and make report() show uncaught
+    errors. more: dataclasses, such as position.Settings, whose fields are settings, too. Returns
+    the names of the settings that the user gave. Raises UserError with the file or key that is
+    wrong.
     """
     sys.excepthook = report
-    if hasattr(sys.stdout, 'reconfigure'):  # a file name that is not UTF-8 can be printed, too
+    if hasattr(sys.stdout, 'reconfigure'):  # prints file names that are not UTF-8
         sys.stdout.reconfigure(errors='backslashreplace')
     kinds = scope.get('__annotations__', {})
     for declared in more:
@@ -128,7 +133,7 @@ def configure(scope, *more):
     for where, name, values in arguments(scope, known):
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            advice = f"Did you mean '{near[0]}'?" if near else '--help lists its settings.'
+            advice = f"Did you mean '{near[0]}'?" if near else '--help lists the settings.'
             stage = Path(scope['__file__']).name
             raise UserError(f"{where} sets '{name}', which {stage} does not have. {advice}")
         kind = kinds.get(name, type(known[name]))

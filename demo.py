@@ -1,12 +1,12 @@
 """
-The paper's story on a laptop: train a NoPE model and its RoPE twin on the Python standard library,
-find the softmax scales that extend NoPE, and draw what they buy. It runs the stages by the commands
-it prints; each works alone.
+The paper's story on a laptop. The demo trains a NoPE model and its RoPE twin on the Python standard
+library, finds the softmax scales that extend NoPE, and draws their gain. It prints the command of
+each stage and runs it. You can also run each command yourself.
 
 $ make demo
 
-Writes out_dir/report.json and .png (fields in results/demo/README.md), and what each stage writes
-in out_dir/nope and /rope
+Writes out_dir/report.json and .png. results/demo/README.md lists the fields. The stages write their
+files to out_dir/nope and out_dir/rope
 """
 
 import itertools
@@ -26,26 +26,26 @@ from lib.results import command, save_json
 out_dir = 'out/demo'
 max_iters = 2200             # training steps of each twin
 tune_iters = 120             # tuning steps of each set of head scales
-overshoot = 1.25             # scales for T tokens are tuned at this times T (the paper: 1.125)
-n_samples = 600              # test windows of 4L tokens behind each number in the table
-curve_samples = 64           # test windows of 8L tokens behind the curves in the picture
+overshoot = 1.25             # scales for T tokens are tuned at this factor times T (paper: 1.125)
+n_samples = 600              # test windows of 4L tokens; the table shows means over them
+curve_samples = 64           # test windows of 8L tokens; the curves are means over them
 train_args: list[str] = []   # more settings for train.py, such as ['--n_layer=2']
 tune_args: list[str] = []    # more settings for tune_scale.py
 
-AT = 'loss', 'standard_error', 'cut_loss', 'gain', 'gain_error'  # of eval_ppl.py's rows
-TAIL = 64  # "at T" is the mean loss of the last so many positions before T
-TOLERANCE = 0.05  # nats that the loss may rise above its value at L within what a method reaches
+AT = 'loss', 'standard_error', 'cut_loss', 'gain', 'gain_error'  # copied from eval_ppl.py's rows
+TAIL = 64  # the loss "at T" is the mean over this many positions before T
+TOLERANCE = 0.05  # in nats: reach ends where the loss exceeds its value at L by more than this
 
 
 # ---------------------------------------------------------------------- run the stages
 
 def run(stage, *arguments):
-    """Run a stage as a user would, showing the command. The demo ends where a stage fails."""
+    """Print a stage's command and run it as a user would. If the stage fails, the demo ends."""
     print(f"\n$ python {' '.join([stage, *arguments])}", flush=True)
     child = subprocess.Popen([sys.executable, str(ROOT / stage), *arguments])
     try:
         child.wait()
-    finally:  # Ctrl-C reaches the stage, too, and train.py saves first
+    finally:  # after Ctrl-C, wait: the stage gets it, too, and train.py saves before it ends
         child.wait()
     if child.returncode:
         sys.exit(child.returncode)
@@ -56,18 +56,18 @@ def read(path):
 
 
 def train(folder, *config):
-    """Train a twin, or go on with one that was stopped."""
+    """Train a twin, or resume its training if it was stopped."""
     arguments = [*config, f'--out_dir={folder}', f'--max_iters={max_iters}', *train_args]
     if Path(folder, 'last.pt').exists():
         arguments.append('--init_from=resume')
     run('train.py', *arguments)
 
 
-TUNED = {'head': 'scale', 'vectors': 'channel,norm'}  # name in the report: tune_scale.py --tune
+TUNED = {'head': 'scale', 'vectors': 'channel,norm'}  # {name in the report: value of --tune}
 
 
 def tune(folder, lengths):
-    """Find scales and vectors for these lengths. Returns {name of a method: its --scale}."""
+    """Find scales and vectors for these lengths. Returns {method: value of --scale}."""
     run('tune_scale.py', f'--out_dir={folder}', '--method=uniform', '--n_samples=32', *tune_args)
     uniform = read(f'{folder}/scale_uniform.json')
     best = dict(zip(uniform['lengths'], uniform['best_by_length']))
@@ -81,7 +81,7 @@ def tune(folder, lengths):
 
 
 def measure(folder, name, scale, lengths, in_picture):
-    """The JSON of eval_ppl.py and, of a method in the picture, that of entropy.py."""
+    """The result of eval_ppl.py, and that of entropy.py if the picture shows the method."""
     label = f"demo_{name.replace(' ', '_')}"
     common = [f'--out_dir={folder}', f'--label={label}']
     if scale is not None:
@@ -98,7 +98,7 @@ def measure(folder, name, scale, lengths, in_picture):
 # ---------------------------------------------------------------------- what they found
 
 def reach(position, loss, L, limit):
-    """The position up to which, from L on, the loss stays within a limit."""
+    """The last position, from L on, before the loss exceeds the limit."""
     reached = L
     for i, value in zip(position, loss):
         if i > L and value > limit:
@@ -114,17 +114,17 @@ def slope(position, entropy, low, high):
 
 
 def smooth(values, width):
-    """Mean of each value and the width - 1 before it, or as many as there are at the start."""
+    """The mean of each value and the width - 1 values before it, or of fewer at the start."""
     return [np.mean(values[max(0, end - width):end]) for end in range(1, len(values) + 1)]
 
 
 def numbers(result, curve, scale, L):
-    """What the report says of a method. result, curve: of measure()."""
+    """The report's entry for one method. result, curve: from measure()."""
     at = {}
     for row in result['rows']:
         at[str(row['length'])] = {key: row[key] for key in AT if key in row}
     position = result['position']  # the middle of each bin
-    width = round(TAIL / (position[1] - position[0]))  # in bins
+    width = round(TAIL / (position[1] - position[0]))  # TAIL in bins
     limit = at[str(L)]['loss'] + TOLERANCE
     scales = scale or 1.0
     if isinstance(scale, str):
@@ -139,8 +139,8 @@ def numbers(result, curve, scale, L):
 
 def paired_differences(losses):
     """
-    The difference of each two methods at each length. losses: {method: {length: one a window}}, of
-    the same windows.
+    The difference in loss of each pair of methods at each length. losses: {method: {length: losses
+    by window}}. All methods read the same windows.
     """
     pairs = []
     for T in losses['NoPE']:
@@ -152,7 +152,10 @@ def paired_differences(losses):
 
 
 def comparisons(methods, losses, position, L):
-    """What the report says of several methods, and of NoPE's entropy. losses: see above."""
+    """
+    The report's entries that compare methods, and the slopes of NoPE's entropy. losses: as in
+    paired_differences().
+    """
     pairs, entropy = paired_differences(losses), methods['NoPE']['entropy_curve']
     at_L = {name: method['at'][str(L)]['loss'] for name, method in methods.items()}
     return {'paired_differences': pairs,
@@ -163,7 +166,7 @@ def comparisons(methods, losses, position, L):
 
 
 def made_with(result, began):
-    """The provenance of what is put together from results of stages, of which this is one."""
+    """The provenance of the report. result: of one stage, whose versions and device are copied."""
     same = {key: result[key] for key in ('commit', 'versions', 'device', 'dtype')}
     return {'command': command(), **same, 'seconds': round(time.perf_counter() - began, 1)}
 

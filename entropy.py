@@ -1,12 +1,13 @@
 """
-Attention entropy per layer, head and position, exact, without the T x T matrix. Section 2.3 and
-Appendix D of "Length Generalization of Causal Transformers without Position Encoding"; the formula
-is entropy() in kernels.py.
+Exact attention entropy per layer, head and position, computed without the T x T matrix. Section 2.3
+and Appendix D of "Length Generalization of Causal Transformers without Position Encoding".
+entropy() in kernels.py holds the formula.
 
 $ python entropy.py                                              # the demo model, windows of 8L
 $ python entropy.py --scale=out/demo/nope/scale_head_640.json    # with tuned scales
 
-Writes out_dir/entropy[_LABEL].json and .png (Figures 1, 5), entropy_heads[_LABEL].png (3, 10-12)
+Writes out_dir/entropy[_LABEL].json and .png (Figures 1 and 5), and entropy_heads[_LABEL].png
+(Figures 3 and 10 to 12)
 """
 
 import math
@@ -21,16 +22,17 @@ from lib.results import bin_means, print_rows, read_json
 
 length: int | None = None    # tokens in a window; None: 8L
 n_samples = 64               # windows, evenly spaced over the split
-compare: list[str] = []      # other results of this stage (their JSON), drawn in the same picture
-bits = False                 # report bits, as the paper's code does, instead of nats
-tail = 64                    # positions behind each point of the loss with the context cut to L
+compare: list[str] = []      # JSON files of other results of this stage, drawn in the same picture
+bits = False                 # True: report bits, as the paper's code does; False: report nats
+tail = 64                    # each loss with the context cut to L is the mean over this many tokens
 batch_tokens = 16384         # tokens in one forward pass; lower it when memory runs out
 dtype = 'float32'            # auto, float32, bfloat16, float16; half precision rounds q and k
 
 
 def spearman(x, y):
     """
-    Rank correlation of two sequences, ties sharing their mean rank; nan where one is constant.
+    Rank correlation of two sequences. Ties share their mean rank. It is nan if a sequence is
+    constant.
     """
     ranks = []
     for values in (x, y):
@@ -41,19 +43,19 @@ def spearman(x, y):
 
 
 def what_is_drawn(path):
-    """The curves and names that a picture needs of another result of this stage."""
+    """The curves and names that the picture needs from another result of this stage."""
     result = read_json(path, 'entropy')
     curves, names = ['position', 'loss', 'mean_entropy'], ['position_method', 'label', 'unit']
     with fault_of(path, 'a result of entropy.py', 'Give the .json that it wrote.'):
-        numbers = np.array([result[key] for key in curves], float)  # as many of each
+        numbers = np.array([result[key] for key in curves], float)  # fails if lengths differ
         for key, curve in zip(curves, numbers):
             if not np.isfinite(curve).all():
-                raise UserError(f'{path} has null in {key}, where a number was not finite. Measure '
-                                'it again, or leave it out.')
+                raise UserError(f'{path} has null in {key}, because a number was not finite. '
+                                'Measure it again, or leave it out.')
         drawn = {key: result[key] for key in curves + names}
     if bits != (drawn['unit'] == 'bits'):
-        raise UserError(f"{path} is in {drawn['unit']}. Give --bits={not bits}, or measure it "
-                        'again.')
+        raise UserError(f"{path} is in {drawn['unit']}. Give --bits={not bits}, or measure that "
+                        'result again.')
     return drawn
 
 

@@ -1,23 +1,25 @@
 """
-Perplexity of a checkpoint at and beyond its training length, with any softmax scale. Section 4.2
-and Table 2 of "Length Generalization of Causal Transformers without Position Encoding"; the last
-tokens of each length, and what a longer context gains, as in Figures 1 to 6 and Table 1 of "DAPE
-V2". And far repeats: tokens whose like was last seen before the last L tokens.
+Perplexity of a checkpoint at and beyond its training length L, with any softmax scale. Section 4.2
+and Table 2 of "Length Generalization of Causal Transformers without Position Encoding". The stage
+also scores the last tokens of each length and measures the gain of a longer context, as Figures 1
+to 6 and Table 1 of "DAPE V2" do. And it scores far repeats: tokens after a repeated piece of text
+that occurred last more than L tokens earlier.
 
-`gain` tells what a length T beyond L is worth, in nats: the loss when the model sees only the last
-L tokens (cut_loss), minus the loss when it sees T tokens; the same tokens, model and scales. Above
-0 the model reads past L. Below 0, the tokens beyond L do harm. The cut context is windows of at
-most L tokens that score their last L / 8, so it holds 7L/8 to L tokens; at far repeats, L. A file
-of sets for several lengths does not change how the cut context is read. If a model was fine-tuned
-at another length, then lengths, strides and Delta P follow the new L, and the context is cut to the
-old one.
+`gain` is what a length T beyond L is worth, in nats: the loss when the model sees only the last L
+tokens (cut_loss), minus the loss when it sees T tokens. Both losses have the same tokens, model
+and scales. Above 0 the model reads past L. Below 0 the tokens beyond L do harm. To cut the context,
+windows of at most L tokens score only their last L / 8 tokens. So each of these tokens sees 7L/8 to
+L tokens; at far repeats it sees L tokens. A file of sets for several lengths does not change how
+the cut context is read. If a model was fine-tuned at another length, then lengths, strides and
+Delta P use the new L, and the context is cut to the old L.
 
-At far repeats `gain` is against the cut context of the untuned model, the checkpoint without the
-scales and the position method that are asked for, or --baseline; `own_gain` is against the model's
-own. `headroom` is how much there is to gain: what a copy cache gains (Grave et al. 2017,
-arXiv:1612.04426, in its simplest form). The cache gives the target the probability (1 - w) p + w c.
-p is that of the untuned model in the cut context; c is 1 where the token that followed the repeat
-is the target, else 0; the split val chooses the weight w. R = gain / headroom.
+At far repeats, `gain` uses the cut_loss of the untuned model: the checkpoint --baseline, or the
+run's checkpoint without the scales and the position method of the command. `own_gain` uses the cut
+loss of the model itself. `headroom` is how much there is to gain: the gain of a copy cache (Grave
+et al. 2017, arXiv:1612.04426, in its simplest form). The cache gives the target the probability
+(1 - w) p + w c. p is the target's probability by the untuned model in the cut context. c is 1 if
+the token after the earlier occurrence equals the target, else 0. The weight w is fitted on the
+split val. R = gain / headroom.
 
 $ python eval_ppl.py                                             # sliding windows of L ... 8L
 $ python eval_ppl.py --scale=out/demo/nope/scale_head_640.json   # the same with tuned scales
@@ -27,7 +29,7 @@ $ python eval_ppl.py --protocol=repeat                           # far repeats i
 $ python eval_ppl.py --protocol=repeat "--controls=['near','other']"   # and the controls
 $ torchrun --nproc_per_node=8 eval_ppl.py --out_dir=out/nope_1b --dataset=pg19 --rule=paper
 
-Writes out_dir/eval_ppl[_PROTOCOL][_LABEL].json and, but for far repeats, .png
+Writes out_dir/eval_ppl[_PROTOCOL][_LABEL].json, and a .png for each protocol but repeat
 """
 
 import functools
@@ -47,34 +49,37 @@ from lib.results import bin_means, note, print_rows
 from lib.tokens import documents
 
 # how to read it
-protocol = 'sliding'         # sliding windows, position (each of one pass), tail (last tokens), or
-                             # repeat (far repeats, in windows of the longest length)
+protocol = 'sliding'         # sliding: sliding windows; position: every position of one pass; tail:
+                             # last tokens of each length; repeat: far repeats, in longest windows
 lengths: list[int] | None = None  # window lengths in tokens; None: L, 2L, 4L and 8L
-rule = 'same'                # sliding windows: same, paper or classic; see sliding_windows()
-stride: int | None = None    # tokens scored per sliding window; None: 256, or L/8 where L < 2048
-max_windows = 1024           # sliding: windows per length; rule same: evenly spaced, else the first
-n_samples = 256              # all but sliding: windows of the longest length, evenly spaced
-tail: int | None = None      # tokens at the end of a length; None: position 64, tail 256 or L
-gram = 8                     # repeat: so many tokens before a target occurred before
+rule = 'same'                # sliding: same, paper or classic; see sliding_windows()
+stride: int | None = None    # sliding: tokens scored per window; None: 256, or L/8 if L < 2048
+max_windows = 1024           # sliding: windows per length; rule same spaces them evenly, the other
+                             # rules take the first ones
+n_samples = 256              # other protocols: windows of the longest length, evenly spaced
+tail: int | None = None      # tokens scored at the end of each length; None: 64 for position, and
+                             # 256 for tail, or L if L < 256
+gram = 8                     # repeat: a target counts if this many tokens before it are repeated
 targets = 1500               # repeat: targets to score, drawn at random from those found
-baseline: str | None = None  # repeat: the untuned model's checkpoint file; None: the one it reads
-controls: list[str] = []     # repeat: near (repeats in the last L), other (another document's text
-                             # before the last L)
+baseline: str | None = None  # repeat: checkpoint file of the untuned model; None: that of this run
+controls: list[str] = []     # repeat: near (repeats within the last L tokens), other (the tokens
+                             # before the last L come from another document)
 batch_tokens = 16384         # tokens in one forward pass; lower it when memory runs out
-compile = True               # torch.compile the model, where it reads so much that this pays
+compile = True               # torch.compile the model, if the stage reads enough for this to pay
 
 RULES = ('same', 'paper', 'classic')
 
 
 def perplexity(loss):
-    """exp of a loss in nats per token; of 700 where it is more, as a float holds no exp(710)."""
+    """exp of a loss in nats per token. A loss above 700 counts as 700: exp(710) overflows."""
     return math.exp(min(loss, 700))
 
 
 def summary(losses, n_scored=None):
     """
-    Of the mean loss of each window, (n,): the mean over all tokens scored, its perplexity, and the
-    standard error over windows. n_scored: tokens that each window scores; None: all the same.
+    Returns the mean loss over all scored tokens, its perplexity, and its standard error over
+    windows. losses: (n,), the mean loss of each window. n_scored: (n,), the number of tokens that
+    each window scores; None: all windows score equally many.
     """
     mean = np.average(losses, weights=n_scored)
     n, error = len(losses), math.nan
@@ -86,8 +91,9 @@ def summary(losses, n_scored=None):
 
 def gain_of(losses, cut_losses, n_scored=None):
     """
-    Of the mean losses of each window (n,), read whole and cut: the loss when cut, the gain from
-    what lies beyond, and its standard error over windows, each paired with itself.
+    Returns the loss in the cut context, the gain from the tokens beyond it, and the gain's standard
+    error over windows. losses, cut_losses: (n,), the mean losses of each window in the whole and in
+    the cut context. The error is of the difference within each window.
     """
     gain = summary(cut_losses - losses, n_scored)
     return {'cut_loss': np.average(cut_losses, weights=n_scored), 'gain': gain['loss'],
@@ -99,13 +105,16 @@ def gain_of(losses, cut_losses, n_scored=None):
 def sliding_windows(start, end, length, first_end, stride, rule):
     """
     The windows of one document, tokens[start:end]: a list of (lo, hi, n). A window reads
-    tokens[lo:hi], `length` of them, and scores its last n; it moves on by `stride`.
-    same:    windows end at start + first_end, + stride ... before end. first_end is the longest
-             length compared, so every length scores the same tokens: only the context differs.
-    paper:   windows end at start + length, + stride ... before end: the released code, where each
-             length scores its own tokens (run_ppl.py of AntNLP/nope_head_scale). The first
-             length - stride tokens are never scored.
-    classic: every token but the first scored once, the first window whole (Press et al. 2022).
+    tokens[lo:hi], which are `length` tokens, and scores the last n of them. Each window ends
+    `stride` tokens after the window before it.
+    same:    the first window ends at start + first_end, the last before end. first_end is the
+             longest length compared. So all lengths score the same tokens; only the context
+             differs.
+    paper:   the first window ends at start + length, the last before end. The released code does
+             this (run_ppl.py of AntNLP/nope_head_scale). Each length scores its own tokens, and
+             the first length - stride tokens are never scored.
+    classic: every token but the first is scored once. The first window scores all its tokens but
+             the first (Press et al. 2022).
     """
     if rule not in RULES:
         raise UserError(f"rule is '{rule}'. Choose {', '.join(RULES)}.")
@@ -124,9 +133,10 @@ def sliding_windows(start, end, length, first_end, stride, rule):
 
 def score_windows(model, tokens, windows, batch_tokens, runtime, label=None):
     """
-    Sum of the losses of each window's scored tokens, in nats: (len(windows),) float64, in order, on
-    every rank. tokens: (n,) array of ids; windows: from sliding_windows(); label: of the progress
-    bar; None: no bar. Logits are computed for scored tokens only.
+    The sum of the losses of each window's scored tokens, in nats. Returns (len(windows),) float64,
+    in the order of windows, on every rank. tokens: (n,) array of ids. windows: from
+    sliding_windows(). label: text of the progress bar; None: no bar. Logits are computed only for
+    scored tokens.
     """
     groups, sums = {}, np.empty(len(windows))
     for i, (lo, hi, n_scored) in enumerate(windows):
@@ -138,8 +148,8 @@ def score_windows(model, tokens, windows, batch_tokens, runtime, label=None):
             losses = read(inputs, targets[:, -n_scored - 1:])[:, :-1]
             return losses.cpu().double().sum(1)
 
-        # All tokens of a window are read, as what a method does may depend on their number. What
-        # follows the last one is not known: any token stands for it, and its loss is left out.
+        # Read all tokens of a window, because a position method may depend on their number. The
+        # token after the window is unknown, so its target is 0 and its loss is left out.
         texts = np.zeros((len(group), T + 1), np.int64)
         for text, i in zip(texts, group):
             lo, hi, _ = windows[i]
@@ -151,7 +161,10 @@ def score_windows(model, tokens, windows, batch_tokens, runtime, label=None):
 
 
 def windows_of(data, length, longest, stride, rule, max_windows):
-    """The windows of all documents, at most so many: spread over them, or the first (see rule)."""
+    """
+    At most max_windows windows from all documents. Rule same spaces them evenly; the other rules
+    take the first ones.
+    """
     windows = []
     for start, end in documents(data):
         windows += sliding_windows(start, end, length, longest, stride, rule)
@@ -166,17 +179,18 @@ def windows_of(data, length, longest, stride, rule, max_windows):
 
 def sliding(run, sizes):
     """
-    One row a length: loss, perplexity, past L the gain over the context cut to L, and how many
-    documents, windows and tokens it was measured on; and {length: mean loss of each window}.
+    Sliding windows. Returns one row per length, and {length: mean loss of each window}. A row holds
+    the loss, the perplexity and the numbers of documents, windows and scored tokens. Past L it also
+    holds the gain over the context cut to L.
     """
     s, rows, by_window, L = run.settings, [], {}, run.model.config.trained_length
     S = checked_stride(s['stride'], run.L, sizes)
     require_positions(run.model, sizes[-1])
-    data = run.windows(1).data  # all: rule classic also reads documents shorter than a window
+    data = run.windows(1).data  # the whole split, because rule classic reads short documents, too
     to_score = [windows_of(data, length, sizes[-1], S, s['rule'], s['max_windows'])
                 for length in sizes]
 
-    @functools.cache  # by rule same the windows of L, and the cut ones of each length, are the same
+    @functools.cache  # with rule same, the cut windows are equal for all lengths, often those of L
     def sums_of(windows):
         return score_windows(run.model, data.tokens, windows, s['batch_tokens'], run.runtime,
                              'windows')
@@ -200,7 +214,7 @@ def sliding(run, sizes):
 
 
 def checked_stride(stride, L, sizes):
-    """The stride, None standing for 256, or L / 8 where that is less. Refuses one too long."""
+    """The stride. None means 256, or L / 8 if that is less. Raises UserError if it is too long."""
     S = min(256, L // 8) if stride is None else stride
     if not 0 < S < sizes[0]:
         raise UserError(f'stride is {S}; it must be at least 1 and below the shortest length, '
@@ -214,7 +228,7 @@ def positions(run, sizes):
     n_tail, L = tail or 64, run.L
     between({'lengths': sizes[-1]}, L // 16, 'lengths', why='the width of a bin, L / 16')
     windows = run.windows(sizes[-1])
-    # They may overlap, but no token is scored twice at one length.
+    # Windows may overlap, but no length scores a token twice.
     samples = windows.evenly_spaced(n_samples, spacing=n_tail)
     model = compiled_for(run.model, run.runtime, compile, len(samples), sizes[-1])
     losses = run.runtime.over_windows(
@@ -239,15 +253,16 @@ def positions(run, sizes):
 
 def tail_tokens(run, sizes):
     """
-    DAPE V2's protocol: one row a length T, the perplexity of the last K tokens of windows of T, the
-    same K at every length; and for T > L its Eq. (6), Delta P = P(x[-L:], L) - P(x, L): how much
-    better the last L tokens are read with all of x than alone.
+    The protocol of DAPE V2. Each length T has one row: the perplexity of the last K tokens of
+    windows of T, with the same K at every length. For T > L the row also has Delta P of Eq. (6),
+    P(x[-L:], L) - P(x, L): the perplexity of the last L tokens read without the tokens before them,
+    minus their perplexity read with all of x.
     """
     K, L = checked_tail(run.settings['tail'], run.L, sizes), run.L
     tokens = run.windows(sizes[-1]).evenly_spaced(run.settings['n_samples'], spacing=K)
 
     def losses_in(T):
-        """Losses of the last tokens of each window of T."""
+        """Losses of the last max(K, L) tokens of each window of T."""
         read = compiled_for(run.model, run.runtime, compile, len(tokens), T)
         return run.runtime.over_windows(
             tokens[:, -T - 1:], run.settings['batch_tokens'],
@@ -267,12 +282,12 @@ def tail_tokens(run, sizes):
 
 
 def checked_tail(tail, L, sizes):
-    """The tokens to score, None standing for 256, or L where that is less. Refuses too many."""
+    """The tokens to score. None means 256, or L if that is less. Raises UserError if too many."""
     K = tail or min(256, L)
-    short = [T for T in sizes if T < K and T != L]  # L itself is the least that a model reads
+    short = [T for T in sizes if T < K and T != L]  # windows of L may score all their tokens
     if short:
-        raise UserError(f'tail is {K}, but lengths has {short[0]}, a window of fewer tokens. '
-                        'Choose longer ones, or a smaller tail.')
+        raise UserError(f'tail is {K}, but lengths has {short[0]}, which is fewer tokens. Choose '
+                        'longer lengths, or a smaller tail.')
     return K
 
 
@@ -280,13 +295,13 @@ def checked_tail(tail, L, sizes):
 
 def last_repeats(tokens, g):
     """
-    For each target t the latest s < t with tokens[s-g:s] equal to tokens[t-g:t], that is the latest
-    place where the g tokens before the target stood before; -1 where there is none. tokens: (n, T)
-    ids, each row a window of its own. Returns (n, T).
+    For each target t: the latest s < t with tokens[s-g:s] equal to tokens[t-g:t], or -1 if there is
+    none. The g tokens before t also stand before s. tokens: (n, T) ids; each row is a separate
+    window. Returns (n, T).
     """
     found = np.full(tokens.shape, -1)
     for row, of_row in zip(tokens, found):
-        latest = {}  # of each gram: where it last ended
+        latest = {}  # {g tokens: the position after their latest occurrence}
         for t in range(g, len(row)):
             gram = row[t - g:t].tobytes()
             of_row[t] = latest.get(gram, -1)
@@ -296,18 +311,19 @@ def last_repeats(tokens, g):
 
 @dataclass
 class Targets:
-    """Tokens of windows to predict. The tokens before each of them stood earlier, too."""
+    """Tokens to predict. The tokens before each target also occur earlier in its window."""
     window: np.ndarray   # (n,), the window of each target
-    t: np.ndarray        # (n,), its position in that window
-    same: np.ndarray     # (n,), whether the same token followed earlier
-    found: int           # so many were found, and n of them drawn
+    t: np.ndarray        # (n,), the position of each target in its window
+    same: np.ndarray     # (n,), whether the token after the earlier occurrence is the target
+    found: int           # how many targets were found; n of them are drawn
 
 
 def find_targets(samples, L, near=False):
     """
-    Targets t >= 2L of windows (n, W + 1) whose `gram` tokens before them occurred before s < t - L,
-    and at no s in [t - L, t): what followed, token s, is not in the cut context, tokens t - L ...
-    t - 1. near: those where it is, t - L <= s. Where there are several s, the latest is looked at.
+    Targets t >= 2L in windows (n, W + 1). The `gram` tokens before a target t also stand before a
+    token s < t - L, and before no s in [t - L, t). So token s is outside the cut context, which is
+    tokens t - L ... t - 1. near: find targets with s inside the cut context instead, t - L <= s. If
+    there are several s, the latest one counts.
     """
     t, s = np.arange(samples.shape[1]), last_repeats(samples, gram)
     is_near = s >= t - L
@@ -325,7 +341,7 @@ def find_targets(samples, L, near=False):
 
 
 def losses_when_cut(model, samples, chosen, L, runtime):
-    """The losses of targets, (n,), each after the L tokens before it."""
+    """The losses of targets, (n,). The model sees only the L tokens before each target."""
     contexts = samples[chosen.window[:, None], chosen.t[:, None] + np.arange(-L, 1)]
     return runtime.over_windows(
         contexts, batch_tokens, lambda inputs, after: model(inputs, after[:, -1:])[:, 0],
@@ -334,17 +350,17 @@ def losses_when_cut(model, samples, chosen, L, runtime):
 
 def copy_losses(losses, same, weight):
     """
-    The losses of targets, (n,), by the mixture of the model and the copy of the token that followed
-    earlier: -ln((1 - weight) e^-loss + weight [same]).
+    The losses of targets, (n,), with the copy cache: -ln((1 - weight) e^-loss + weight [same]). The
+    cache mixes the model's prediction with the token after the earlier occurrence.
     """
-    with np.errstate(divide='ignore'):  # ln 0, where the copy is wrong
+    with np.errstate(divide='ignore'):  # ln 0 is -inf, where the copied token is wrong
         return -np.logaddexp(np.log1p(-weight) - losses, np.log(weight * same))
 
 
 def fit_copy_weight(losses, same):
     """
     The weight in [0, 1) with the smallest mean of copy_losses(). The mean is convex in the weight,
-    so bisect for the place where its slope is 0.
+    so bisection finds where its slope is 0.
     """
     p, low, high = np.exp(-losses), 0.0, 1.0
     for _ in range(50):
@@ -357,22 +373,23 @@ def fit_copy_weight(losses, same):
 
 def ratio_over_windows(a, b, window):
     """
-    Of single targets, (n,) each: the sum of a over the sum of b, and its standard error. Targets of
-    one window, such as those of a long repeat, are not independent, so the error is that of a ratio
-    estimate, over windows. window: (n,), the one that each target is in.
+    Returns sum(a) / sum(b) and its standard error. a, b: (n,), one number per target. window: (n,),
+    the window of each target. Targets of one window, such as those of a long repeat, are not
+    independent. So the error is that of a ratio estimate over windows.
     """
     total, n_windows = b.sum() or math.nan, len(np.unique(window))
     ratio = a.sum() / total
-    sums = np.bincount(window, a - ratio * b)  # of each window; 0 where it has no target
+    sums = np.bincount(window, a - ratio * b)  # one sum per window; 0 if it has no target
     variance = (sums ** 2).sum() * n_windows / (n_windows - 1) if n_windows > 1 else math.nan
     return ratio, variance ** 0.5 / abs(total)
 
 
 def repeat_summary(window, losses, cut, own_cut, copied=None):
     """
-    A row of the result, from the losses of single targets, (n,) each: with the whole window, with
-    the context cut by the untuned model, cut by the model itself, and cut with the copy cache. The
-    error of R takes the weight of the copy for known.
+    A row of the result. Each argument has one number per target, (n,). losses: the model reads the
+    whole window. cut: the untuned model reads the cut context. own_cut: the model itself reads the
+    cut context. copied: cut, with the copy cache. The error of R treats the weight of the copy as
+    known.
     """
     one, row = np.ones(len(window)), {'loss': losses.mean(), 'cut_loss': cut.mean()}
     row['gain'], row['gain_error'] = ratio_over_windows(cut - losses, one, window)
@@ -385,7 +402,7 @@ def repeat_summary(window, losses, cut, own_cut, copied=None):
 
 
 def untuned_model(run, windows):
-    """The model whose cut context all gains are against, and its checkpoint's entries."""
+    """The untuned model, whose cut_loss defines `gain`, and the entries of its checkpoint."""
     s = run.settings
     if all(s[name] is None for name in ('baseline', 'scale', 'position', 'rope_scaling')):
         return run.model, run.info
@@ -394,15 +411,16 @@ def untuned_model(run, windows):
     require_tokenizer(info, windows.tokenizer_state, windows.dataset)
     theirs, L = model.config.trained_length, run.model.config.trained_length
     if theirs != L:
-        raise UserError(f"baseline {info['path']} was trained at {theirs} tokens, the model that "
-                        f'is read at {L}. Name the checkpoint that its training started from.')
+        raise UserError(f"baseline {info['path']} was trained at {theirs} tokens, but the model "
+                        f'that this run reads was trained at {L}. Name the checkpoint that its '
+                        'training started from.')
     return model, info
 
 
 def other_windows(windows, n):
     """
-    For each of n evenly spaced windows the index of a window that shares no document with it. The
-    search begins half of the windows further on.
+    For each of n evenly spaced windows: the index of a window that shares no document with it. The
+    search begins n / 2 windows after it.
     """
     starts, others = windows.evenly_spaced_starts(n), []
     n = len(starts)
@@ -412,7 +430,7 @@ def other_windows(windows, n):
         further = (window + n // 2 + np.arange(n)) % n
         is_other = (last[further] < first[window]) | (first[further] > last[window])
         if not is_other.any():
-            raise UserError("controls has 'other', but no window is of another document than "
+            raise UserError("controls has 'other', but every window shares a document with "
                             f'window {window}. Raise --n_samples=, or give other text.')
         others.append(further[is_other.argmax()])
     return np.array(others)
@@ -421,8 +439,8 @@ def other_windows(windows, n):
 def losses_in_ways(run, untuned, windows, samples, chosen, near=False):
     """
     The losses of targets, (n,) each, with the context cut to L: by the untuned model, by the model
-    itself and, if the data has a split val, by the untuned model with the copy cache. And the
-    weight of the copy.
+    itself, and by the untuned model with the copy cache. Also returns the weight of the copy. Data
+    without a split val has no copy cache, and the weight is None.
     """
     L, runtime = run.model.config.trained_length, run.runtime
     cut = losses_when_cut(untuned, samples, chosen, L, runtime)
@@ -440,7 +458,7 @@ def losses_in_ways(run, untuned, windows, samples, chosen, near=False):
 
 
 def repeat_rows(kind, chosen, *losses):
-    """A row for all targets, and one for those that the token after the repeat predicts."""
+    """One row for all targets, and one for those that equal the token after the repeat."""
     rows = [{'kind': f'{kind}all'} | repeat_summary(chosen.window, *losses)]
     if chosen.same.any():
         of_same = [array[chosen.same] for array in (chosen.window, *losses)]
@@ -450,16 +468,16 @@ def repeat_rows(kind, chosen, *losses):
 
 def far_repeats(run, sizes):
     """
-    Far repeats, see find_targets(), in windows of W tokens, W being the longest length. Each
-    control has rows of its own. other: the same targets, but the tokens before t - L are those of
-    another document's window, so that no gain should be left. near: near repeats, whose cut context
-    holds what to copy.
+    Far repeats in windows of W tokens, where W is the longest length. find_targets() defines them.
+    Each control adds rows. other: the same targets, but the tokens before t - L come from a window
+    of another document. So no gain should be left. near: near repeats, whose cut context holds the
+    token to copy.
     """
     W, L = sizes[-1], run.model.config.trained_length
     between({'lengths': W}, 2 * L, 'lengths')
     if gram > L:
-        raise UserError(f'gram is {gram}; it must be at most L = {L}, for the cut context to hold '
-                        'it.')
+        raise UserError(f'gram is {gram}; it must be at most L = {L}, because the cut context must '
+                        'hold the repeated tokens.')
     for control in set(controls) - {'near', 'other'}:
         raise UserError(f"controls has '{control}'. Choose from near, other.")
     windows = run.windows(W)

@@ -1,14 +1,14 @@
 """
-Export a checkpoint, its scales folded into the weights, for other engines.
+Export a checkpoint for other engines. The softmax scales become part of the weights.
 
 $ python export.py --folder=out/demo/hf                                       # as trained
 $ python export.py --scale=out/demo/nope/scale_head_640.json --folder=out/demo/hf_640   # for 4L
 $ python export.py --format=gguf --folder=out/demo/gguf                       # for llama.cpp
 
-hf is a folder for stock transformers and vLLM: NoPE becomes Granite (GraniteMoeHybrid with
-attention in every layer and no position embedding), RoPE Llama, a pattern such as rope,none
-SmolLM3. gguf is a folder with model.gguf for llama.cpp, NoPE or RoPE. Both get a model card,
-README.md.
+hf writes a folder for stock transformers and vLLM. NoPE becomes Granite (GraniteMoeHybrid with
+attention in every layer and no position embedding). RoPE becomes Llama. A pattern such as rope,none
+becomes SmolLM3. gguf writes a folder with model.gguf for llama.cpp, for NoPE or RoPE. Both folders
+get a model card, README.md.
 """
 
 import contextlib
@@ -34,35 +34,35 @@ from position import parse_scaling
 out_dir = 'out/demo/nope'  # the run to read
 init_from = 'last'         # last or best (of out_dir), a checkpoint file, or hf:ORG/NAME
 scale: float | str | None = None  # softmax scale: a number for all heads, or a scale file
-position: str | None = None       # read it with another position method than it says, such as none
+position: str | None = None       # position method, such as none; None: that of the checkpoint
 rope_scaling: str | None = None   # extension of RoPE, such as yarn:4
-target_length: int | None = None  # which of a scale file's several sets to fold, in tokens
+target_length: int | None = None  # tokens; if a scale file has several sets, export the one for it
 format = 'hf'              # hf or gguf
-folder: str | None = None  # a new folder; None: out_dir/hf or out_dir/gguf
-dtype = 'bfloat16'         # of the matrices written: bfloat16, float32, float16
-ids_only = False           # gguf: leave the tokenizer out, so that the file is for ids alone
-license = 'unknown'        # of the weights, as the hub calls it: what their training text allows
+folder: str | None = None  # the new folder to write; None: out_dir/hf or out_dir/gguf
+dtype = 'bfloat16'         # dtype of the written matrices: bfloat16, float32, float16
+ids_only = False           # gguf: leave the tokenizer out; the file then reads and writes only ids
+license = 'unknown'        # license of the weights, by the hub's name; the training text limits it
 
 
 def tuned_length(run):
     """
-    The tokens that the scales are for, 0 where nothing says so. Of several sets, that for
-    target_length is put into the model, for good.
+    The length in tokens that the scales are for, or 0 if it is unknown. If the scale file has
+    several sets, the set for target_length replaces them in the model.
     """
     sets = run.model.scale_sets
     if sets:
         if target_length is None or not run.L <= target_length <= max(sets.sets):
             raise UserError(f'target_length is {target_length}, and {scale} has sets for '
-                            f"{', '.join(map(str, sets.sets))} tokens, of which a folder can hold "
-                            'one. Choose one, or a length in between.')
+                            f"{', '.join(map(str, sets.sets))} tokens. A folder can hold only one "
+                            'set. Choose one of these lengths, or a length in between.')
         sets.use(target_length)
         sets.remove()
         return target_length
     if target_length is not None:
-        raise UserError(f'target_length chooses a set of a scale file; --scale={scale} has none. '
-                        'Leave it out.')
+        raise UserError('target_length chooses one of several sets in a scale file, but '
+                        f'--scale={scale} does not have several sets. Leave it out.')
     if isinstance(scale, str):
-        return min(read_scale_file(scale, run.model, run.info)[1])  # of its one set
+        return min(read_scale_file(scale, run.model, run.info)[1])  # its only set
     return 0
 
 
@@ -70,23 +70,26 @@ def tuned_length(run):
 
 def interleaved(weight, n_head):
     """
-    The rows of q or k, (n_head * D, C), in llama.cpp's order for RoPE: the two that are turned
-    together, k and k + D/2 of a head, one after the other.
+    The rows of q or k, (n_head * D, C), in llama.cpp's order for RoPE. RoPE turns rows k and k +
+    D/2 of a head together, and llama.cpp expects these two rows side by side.
     """
     halves = weight.view(n_head, 2, -1, weight.shape[1])
     return halves.transpose(1, 2).reshape(weight.shape)
 
 
 def add_tokenizer(writer, gguf, state, vocab_size):
-    """Put a byte-level BPE into a GGUF file, or refuse one that llama.cpp splits otherwise."""
+    """
+    Put a byte-level BPE into a GGUF file. Raises UserError if llama.cpp would split text into words
+    by another pattern than the BPE.
+    """
     encoding = tokenizer_from_state(state)
-    splitter = {'gpt2': 'gpt-2', 'bytes': 'gpt-2'}.get(state['name'])  # of bytes any will do
+    splitter = {'gpt2': 'gpt-2', 'bytes': 'gpt-2'}.get(state['name'])  # any suits bytes
     if state['kind'] == 'tiktoken' and state['pattern'] == PATTERN:
         splitter = 'llama-bpe'
     if not splitter:
-        raise UserError(f"tokenizer {state['name']} cuts text into words by a pattern of its own, "
-                        'which llama.cpp may not have: it would read other tokens. Export with '
-                        '--ids_only=True, and encode outside.')
+        raise UserError(f"tokenizer {state['name']} splits text into words by its own pattern. "
+                        'llama.cpp may not have this pattern, and would then read other tokens. '
+                        'Export with --ids_only=True, and encode the text outside llama.cpp.')
     bpe = json.loads(tokenizer_json(state))['model']
     tokens = [f'[unused{i}]' for i in range(vocab_size)]
     types = [gguf.TokenType.UNUSED] * vocab_size
@@ -98,7 +101,7 @@ def add_tokenizer(writer, gguf, state, vocab_size):
     writer.add_tokenizer_pre(splitter)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    # llama.cpp asks for one merge at least; of two ends of text no text is made.
+    # llama.cpp requires at least one merge. A merge of two end tokens never applies to text.
     merges = [' '.join(pair) for pair in bpe['merges']]
     writer.add_token_merges(merges or [f'{tokens[end]} {tokens[end]}'])
     writer.add_bos_token_id(end)
@@ -108,16 +111,17 @@ def add_tokenizer(writer, gguf, state, vocab_size):
 
 def save_gguf(path, model, tokenizer, dtype, length):
     """
-    Write a GGUF file: RoPE as llama, NoPE as granite, which llama.cpp runs without RoPE where
-    rope.scaling.finetuned is false. tokenizer: its state, or None for ids alone; dtype: of the
-    matrices; length: the tokens that the scales are for.
+    Write a GGUF file, with RoPE as llama and NoPE as granite. llama.cpp runs granite without RoPE
+    if rope.scaling.finetuned is false. tokenizer: its state, or None for a file of only ids; dtype:
+    of the matrices; length: the length in tokens that the scales are for.
     """
     gguf, c = optional('gguf'), model.config
     require_exportable(model)
     kind, factor = parse_scaling(c.rope_scaling)
     if ',' in c.position or kind == 'dynamic_ntk':
-        raise UserError(f"position is '{c.position}' {c.rope_scaling}, but llama.cpp has RoPE in "
-                        'all layers or in none, and no dynamic NTK. Export with --format=hf.')
+        raise UserError(f"position is '{c.position}' {c.rope_scaling}, but llama.cpp applies RoPE "
+                        'in all layers or in none, and it has no dynamic NTK. Export with '
+                        '--format=hf.')
     config = their_config(c, dtype, length)
     entries = {
         'context_length': config['max_position_embeddings'], 'embedding_length': c.n_embd,
@@ -150,9 +154,9 @@ def save_gguf(path, model, tokenizer, dtype, length):
         if c.position == 'rope' and name.endswith(('q_proj.weight', 'k_proj.weight')):
             weight = interleaved(weight, c.n_head if 'q_proj' in name else c.n_kv_head)
         kind = matrices if weight.dim() == 2 else kinds.F32
-        data = gguf.quants.quantize(weight.float().numpy(), kind)  # exact: it is rounded already
+        data = gguf.quants.quantize(weight.float().numpy(), kind)  # exact: already rounded
         writer.add_tensor(names.get_name(name, try_suffixes=('.weight',)), data, raw_dtype=kind)
-    with contextlib.closing(writer):  # Windows removes no file that is open
+    with contextlib.closing(writer):  # Windows cannot remove an open file
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -173,8 +177,8 @@ print(model('def ', max_tokens=50)['choices'][0]['text'])'''}
 
 def measured_losses(run):
     """
-    Lines of a table: the losses that eval_ppl.py measured of this model with these scales; of
-    several sets, at the length whose set was exported.
+    Lines of a table: the losses that eval_ppl.py measured for this model with these scales. If the
+    scale file has several sets, only the length of the exported set is shown.
     """
     lines = []
     for path in sorted(Path(out_dir).glob('eval_ppl*.json')):
@@ -184,13 +188,13 @@ def measured_losses(run):
                 lines += [f"| {row['length']} | {row['loss']} ± {row['standard_error']} "
                           f"| {row.get('gain', '')} | {result['dataset']}, {result['split']} "
                           f"| {result['protocol']} |"
-                          for row in result['rows']  # far repeats have no length
+                          for row in result['rows']  # rows of far repeats have no length
                           if 'length' in row and target_length in (None, row['length'])]
     return '\n'.join(lines) or '| not measured | | | | |'
 
 
 def model_card(run, length, target):
-    """The text of README.md, from the checkpoint's own settings and the results beside it."""
+    """The text of README.md, made from the checkpoint's settings and the results in out_dir."""
     c, info, trained = run.model.config, run.info, run.info['settings']
     names = 'dataset', 'init_from', 'batch_size', 'learning_rate', 'weight_decay', 'seed'
     how = '\n'.join(f'| {name} | {trained[name]} |' for name in names if name in trained)
@@ -207,7 +211,7 @@ pipeline_tag: text-generation
 
 A causal transformer: {run.model.n_params():,} parameters, {c.n_layer} layers, {c.n_head} heads,
 width {c.n_embd}, {c.vocab_size} tokens (tokenizer: {tokenizer}). Its position method is
-`{position}`; `none` is NoPE, no position encoding. Licence of the weights: {license}.
+`{position}`; `none` is NoPE, no position encoding. License of the weights: {license}.
 
 ## How it was trained
 
@@ -220,13 +224,13 @@ width {c.n_embd}, {c.vocab_size} tokens (tokenizer: {tokenizer}). Its position m
 
 ## Softmax scales
 
-Between {low:.3f} and {high:.3f}, folded into the weights of q; 1 is as trained. Asked for:
-`--scale={scale}`, for passes of {length or 'any number of'} tokens. The gains of heads and norms
-that a scale file may have are in their weights, too.
+Between {low:.3f} and {high:.3f}; a scale of 1 is as trained. The weights of q contain the scales.
+The scales come from `--scale={scale}` and are for passes of {length or 'any number of'} tokens. If
+the scale file also has gains of heads and norms, the weights contain these gains, too.
 
 ## Measured losses
 
-Gain: the loss with the context cut to the last L tokens, less that with all of it.
+Gain: the loss when the model sees only the last L tokens, minus the loss when it sees all tokens.
 
 | length in tokens | nats per token | gain past L | text | protocol |
 |---|---|---|---|---|

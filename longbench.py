@@ -1,17 +1,19 @@
 """
-LongBench (Bai et al. 2024, arXiv:2308.14508) on a checkpoint with any softmax scale: Table 3 of
-"Length Generalization of Causal Transformers without Position Encoding", 16 tasks, beam search.
+LongBench (Bai et al. 2024, arXiv:2308.14508) on a checkpoint with any softmax scale. The 16 tasks
+and the beam search are those of Table 3 of "Length Generalization of Causal Transformers without
+Position Encoding".
 
 $ python data/longbench/prepare.py                                 # the data
-$ python longbench.py --out_dir=out/nope_1b --paper='NoPE 2K'      # with the paper's row beside
+$ python longbench.py --out_dir=out/nope_1b --paper='NoPE 2K'      # also prints the paper's row
 $ python longbench.py --init_from=hf:AntNLP/TinyLlama-NoPE-1.1B --position=none --out_dir=out/hf
 $ torchrun --nproc_per_node=8 longbench.py --out_dir=out/nope_1b --tasks="['trec']" --max_samples=20
 
-Unlike the benchmark's own code: 5 beams, as in the paper, where that code is greedy; and a prompt
-may have the context less the task's longest answer, where that code has a length for each model.
+Two things differ from the benchmark's own code. This stage uses 5 beams, as in the paper; that code
+is greedy. Here a prompt has at most as many tokens as the context minus the task's longest answer;
+that code sets a length for each model.
 
-Writes out_dir/longbench[_LABEL].json, and out_dir/longbench[_LABEL]/TASK.jsonl, a line a sample,
-from where a stopped run goes on
+Writes out_dir/longbench[_LABEL].json, and out_dir/longbench[_LABEL]/TASK.jsonl with one line per
+sample. A stopped run continues from the .jsonl files
 """
 
 import hashlib
@@ -33,18 +35,18 @@ from lib.tokens import start_token
 
 # prompts and answers
 data = 'data/longbench'      # the folder that data/longbench/prepare.py wrote
-tasks: list[str] = []        # some of the 16; empty: all
+tasks: list[str] = []        # names of tasks; empty: all 16
 context: int | None = None   # tokens of prompt and longest answer together; None: L
-beams = 5                    # sequences kept in beam search; 1: greedy
+beams = 5                    # sequences that beam search keeps; 1: greedy
 batch_size = 4               # samples read at once, each with all its beams
-max_samples: int | None = None  # the first so many of each task; None: all
-paper = ''                   # a row of Table 3 to print beside, such as 'NoPE 2K'
+max_samples: int | None = None  # read only this many samples per task, the first; None: all
+paper = ''                   # row of Table 3 to print with the results, such as 'NoPE 2K'
 
 
 # ---------------------------------------------------------------------- metrics, each from 0 to 1
 
 def bag_of_words(text):
-    """How often each word occurs, without case, ASCII punctuation and articles."""
+    """{word: count}. Case, ASCII punctuation and articles are ignored."""
     text = text.lower().translate(str.maketrans('', '', string.punctuation))
     return Counter(re.sub(r'\b(a|an|the)\b', ' ', text).split())
 
@@ -58,12 +60,14 @@ def qa_f1(prediction, gold):
 
 def rouge_l(prediction, gold):
     """
-    ROUGE-L by the package `rouge`, as in the benchmark, which counts 0 where the package fails: on
-    an empty text, and on texts so long that its recursion goes deeper than Python allows.
+    ROUGE-L by the package `rouge`, as in the benchmark. If the package fails, the score is 0, also
+    as in the benchmark. The package fails on an empty text, and on a text so long that the package
+    recurses deeper than Python allows.
     """
     package, limit = optional('rouge'), sys.getrecursionlimit()
-    # Python allows 1000 nested calls, and the benchmark calls the package from the third. Allow it
-    # as many from here, whatever the limit is: torch's compiler raises it.
+    # Python allows 1000 nested calls, and the benchmark calls the package from the third call. Give
+    # the package the same depth here. The present limit may be higher, because torch's compiler
+    # raises it.
     sys.setrecursionlimit(len(inspect.stack(0)) + 997)
     try:
         scores = package.Rouge(['rouge-l']).get_scores([prediction], [gold], avg=True)
@@ -76,11 +80,12 @@ def rouge_l(prediction, gold):
 
 def classification(prediction, gold, classes):
     """
-    1 / the number of classes named in the prediction, if gold is among them. A class whose name is
-    part of gold's does not count.
+    1 / n if the prediction names n classes and gold is one of them, else 0. A class does not count
+    if its name is part of gold's name.
     """
     named = [name for name in classes if name in prediction]
-    # As in the benchmark, the loop removes from the list it walks, and so skips the next name.
+    # As in the benchmark, the loop removes a name from the list that it walks. So it skips the name
+    # after it.
     for name in named:
         if name in gold and name != gold:
             named.remove(name)
@@ -88,18 +93,19 @@ def classification(prediction, gold, classes):
 
 
 def number_share(prediction, gold):
-    """The share of the numbers in the prediction that are gold's, '12' or 'Paragraph 12'."""
+    """The share of the prediction's numbers that equal gold's. gold: '12' or 'Paragraph 12'."""
     wanted, numbers = re.search(r'\d+', str(gold))[0], re.findall(r'\d+', prediction)
     return numbers.count(wanted) / max(1, len(numbers))
 
 
 def code_similarity(prediction, gold):
     """
-    Similarity of gold and the prediction's first line without a backtick, # or //, by the package
-    `fuzzywuzzy`. Where python-Levenshtein is installed too, it can differ by a point.
+    Similarity of gold and the first line of the prediction that has no backtick, # or //. The
+    package `fuzzywuzzy` computes it. If python-Levenshtein is also installed, the similarity can
+    differ by a point.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter('ignore')  # The package recommends python-Levenshtein, for speed.
+        warnings.simplefilter('ignore')  # The package recommends python-Levenshtein for speed.
         fuzz = optional('fuzzywuzzy.fuzz')
     lines = prediction.lstrip('\n').split('\n')
     code = [line for line in lines if not re.search('`|#|//', line)]
@@ -118,10 +124,10 @@ TASKS = {  # in the order of Table 3
 
 def score(name, prediction, answers, classes=None):
     """
-    The best score of a prediction over the answers, 0 to 1. classes: the names of all classes, for
-    trec.
+    The best score of a prediction over the answers, 0 to 1. classes: for trec, the names of all
+    classes.
     """
-    if name in ('trec', 'triviaqa', 'samsum'):  # The model may go on with further examples.
+    if name in ('trec', 'triviaqa', 'samsum'):  # The model may continue with more examples.
         prediction = prediction.lstrip('\n').split('\n')[0]
     more = [classes] if name == 'trec' else []
     return max([TASKS[name](prediction, gold, *more) for gold in answers], default=0.0)
@@ -129,12 +135,12 @@ def score(name, prediction, answers, classes=None):
 
 # ---------------------------------------------------------------------- prompts
 
-# samples: [(prompt, answers)]; digest: of all that is read from files
+# samples: [(prompt, answers)]; digest: checksum of everything that is read from the files
 Task = namedtuple('Task', 'max_new_tokens samples classes digest')
 
 
 def read_task(folder, name):
-    """Read a Task. Raises UserError for what is not as the benchmark has it."""
+    """Read a Task. Raises UserError if the files differ from the benchmark's format."""
     def read(file):
         return (folder / file).read_text(encoding='utf-8')
 
@@ -146,14 +152,14 @@ def read_task(folder, name):
         samples = [(template.format(**record), record['answers']) for record in records]
         if not samples:
             raise ValueError('no samples')
-        classes = records[-1]['all_classes']  # The benchmark takes the last record's for all.
+        classes = records[-1]['all_classes']  # The benchmark uses the last record's.
         for _, answers in samples:
-            score(name, 'any', answers, classes)  # What cannot be scored is refused at once.
-    except UserError:  # A metric needs a package.
+            score(name, 'any', answers, classes)  # Fail now if a sample cannot be scored.
+    except UserError:  # The package of a metric is missing.
         raise
-    except Exception as error:  # The files, the JSON and the fields in it fail in many ways.
+    except Exception as error:  # Files, JSON and fields fail in many ways.
         raise UserError(f'{name} of LongBench cannot be read in {folder} ({type(error).__name__}: '
-                        f'{error}). Run data/longbench/prepare.py, or name the folder with '
+                        f'{error}). Run data/longbench/prepare.py, or name its folder with '
                         '--data=.') from error
     digest = hashlib.sha256(f'{template}{max_new_tokens}{text}'.encode()).hexdigest()
     return Task(max_new_tokens, samples[:max_samples], classes, digest)
@@ -161,7 +167,8 @@ def read_task(folder, name):
 
 def prompt_ids(text, encoding, room):
     """
-    Ids of a prompt, at most `room`, the middle of a longer one cut out; and how many they were.
+    Returns at most `room` ids of a prompt, and the number of ids before the cut. A longer prompt
+    loses its middle.
     """
     def ids(text):
         return [start_token(encoding), *encoding.encode_ordinary(text)]
@@ -170,7 +177,7 @@ def prompt_ids(text, encoding, room):
     half = room // 2
     if len(whole) > room:
         cut = ids(encoding.decode(whole[1:half]) + encoding.decode(whole[-half:]))
-    # The halves, tokenized anew, may have more tokens than before, as where a character was cut.
+    # The new ids of the halves can be more than before, for example if the cut splits a character.
     if len(cut) > room:
         cut = cut[:half] + cut[-half:]
     return cut, len(whole)
@@ -185,7 +192,7 @@ def answer_task(run, name, task, length, answers):
     """
     encoding, n, room = run.encoding, len(task.samples), length - task.max_new_tokens
     eos, min_new_tokens = [encoding.eot_token], 0
-    if name == 'samsum':  # the benchmark's one exception: a summary is one line
+    if name == 'samsum':  # the benchmark's only exception: a summary is one line
         eos.append(encoding.encode_ordinary('\n')[-1])
         min_new_tokens = 1
     for batch in answers.batches(range(n), lambda i: 1, batch_size):
@@ -217,10 +224,10 @@ def main():
     run = Run(settings(globals()), 'longbench', decodes=True)
     length = context or run.L
     for name, task in asked.items():
-        if length < task.max_new_tokens + 2:  # a first and a last token
-            raise UserError(f'A context of {length} tokens leaves {name} no room for a prompt: its '
-                            f'answers have up to {task.max_new_tokens}. Set a longer --context=, '
-                            'or --tasks= without it.')
+        if length < task.max_new_tokens + 2:  # a prompt has at least a first and a last token
+            raise UserError(f'A context of {length} tokens leaves {name} no room for a prompt, '
+                            f'because its answers have up to {task.max_new_tokens} tokens. Set a '
+                            'longer --context=, or leave this task out of --tasks=.')
 
     results = {}
     for name, task in asked.items():

@@ -1,14 +1,14 @@
 """
-Passkey retrieval: a five-digit key hidden at some depth of a long filler text, over lengths and
-depths. Section 4.3 and Figures 6, 8, 9 of "Length Generalization of Causal Transformers without
-Position Encoding"; the task is Mohtashami and Jaggi's (2023), the texts those of the released
-run_pass.py of AntNLP/nope_head_scale.
+Passkey retrieval: the model must repeat a five-digit key that is hidden in a long filler text. The
+stage measures accuracy by length of the text and by depth of the key. Section 4.3 and Figures 6, 8
+and 9 of "Length Generalization of Causal Transformers without Position Encoding". The task is from
+Mohtashami and Jaggi (2023). The texts are from the released run_pass.py of AntNLP/nope_head_scale.
 
 $ python passkey.py --out_dir=out/passkey/nope --max_length=1024 --n_lengths=8
 $ python passkey.py --out_dir=out/nope_1b --scale=out/nope_1b/scale_head_8192.json
 
-Writes out_dir/passkey[_LABEL].json and .png; what is answered so far is in .jsonl, from where a
-stopped run goes on
+Writes out_dir/passkey[_LABEL].json and .png. The .jsonl beside them holds the answers so far; a
+stopped run continues from it
 """
 
 import bisect
@@ -24,14 +24,14 @@ from lib.scales import read_scale_file
 from lib.tokens import start_token
 
 # prompts
-max_length: int | None = None  # the longest, in tokens; None: twice what the scales are for, or 2L
-n_lengths = 16               # max_length / 16, 2 max_length / 16 ... max_length
-n_depths = 10                # the key stands in the first tenth of the tokens, the second ...
+max_length: int | None = None  # longest prompt in tokens; None: twice the scales' target, or 2L
+n_lengths = 16               # number of lengths, evenly spaced up to max_length
+n_depths = 10                # number of equal parts of a prompt; the key stands in one of them
 n_keys = 10                  # prompts for each length and depth
-protocol = 'exact'           # exact: fillers counted on the whole prompt; paper: piece by piece
-batch_tokens = 32768         # tokens of prompts read at once
+protocol = 'exact'           # exact: count tokens of the whole prompt; paper: of each piece alone
+batch_tokens = 32768         # tokens of prompts that the model reads at once
 # machine
-seed = 42                    # of keys and their places
+seed = 42                    # draws the keys and their places
 
 TASK = ('There is an important info hidden inside a lot of irrelevant text. Find it and memorize '
         'them. I will quiz you about the important information there.\n')
@@ -43,9 +43,9 @@ QUESTION = '\nWhat is the pass key? The pass key is'
 
 def draw_cells(lengths, n_depths, n_keys, seed):
     """
-    [(length, depth, place, key), ...]: where in the tokens each five-digit key should stand. As the
-    released code draws them: lengths from the longest, depths from the start, in each cell all
-    places, then all keys.
+    [(length, depth, place, key), ...]. place: the index of the token at which the five-digit key
+    should stand. The draws have the order of the released code: from the longest length, from the
+    smallest depth, and in each cell all places before all keys.
     """
     random, cells = np.random.RandomState(seed), []
     for length in sorted(lengths, reverse=True):
@@ -59,7 +59,7 @@ def draw_cells(lengths, n_depths, n_keys, seed):
 
 
 def most(n, fits):
-    """The largest number that fits, 0 at least, from a guess n."""
+    """The largest number that fits, at least 0. n: a first guess."""
     while n and not fits(n):
         n -= 1
     while fits(n + 1):
@@ -69,12 +69,13 @@ def most(n, fits):
 
 def build_prompt(encoding, length, place, key, protocol):
     """
-    Ids of a prompt and of its answer, together at most `length` tokens, and the index of the token
-    that the key line starts in. Raises UserError if it cannot be that short.
-    exact: the whole prompt, tokenized, is within one filler of the length, and the key line as near
-           before `place`.
-    paper: lengths of the pieces are added up, each tokenized alone, the key line's with the first
-           token of a text.
+    Returns the ids of a prompt, the ids of its answer, and the index of the token in which the key
+    line starts. Prompt and answer have at most `length` tokens together. Raises UserError if they
+    cannot be that short.
+    exact: counts the tokens of the whole prompt. The prompt is at most one filler shorter than
+           allowed, and the key line starts at most one filler before `place`.
+    paper: tokenizes each piece alone and adds up the lengths. The length of the key line includes
+           the start token of a text.
     """
     def ids(text):
         return [start_token(encoding), *encoding.encode_ordinary(text)]
@@ -92,19 +93,19 @@ def build_prompt(encoding, length, place, key, protocol):
     def prompt(before, after):
         return TASK + FILLER * before + line + FILLER * after + QUESTION
 
-    if protocol == 'exact':  # the sums are a first guess
+    if protocol == 'exact':  # the sums of the pieces are only a first guess
         before = most(before, lambda n: len(ids(TASK + FILLER * n)) <= place)
         after = most(after, lambda n: len(ids(prompt(before, n))) <= budget)
     text = prompt(before, after)
     prompt_ids, whole = ids(text), ids(f'{text} {key}')
     if len(prompt_ids) > budget:
         raise UserError(f'a prompt without filler has {len(ids(prompt(0, 0)))} tokens and its '
-                        f'answer {answer}: the length {length} is too short. Raise max_length or '
-                        'lower n_lengths.')
+                        f'answer has {answer}, so the length {length} is too short. Raise '
+                        'max_length or lower n_lengths.')
     assert whole[:len(prompt_ids)] == prompt_ids, 'the answer changed the tokens of the prompt'
 
-    # The key line may change the last tokens ahead of it, so bytes are counted: it starts in the
-    # first token that ends beyond what is ahead.
+    # Count bytes, because the key line may change the last tokens before it. The key line starts in
+    # the first token that ends after the last byte of the text before it.
     ahead = len((TASK + FILLER * before).encode())
     start = bisect.bisect(range(len(prompt_ids)), ahead,
                           key=lambda n: len(encoding.decode_bytes(prompt_ids[1:n + 1])))
@@ -112,7 +113,7 @@ def build_prompt(encoding, length, place, key, protocol):
 
 
 def answer_cells(run, cells, answers):
-    """Ask the model for the keys of all cells that `answers` does not hold yet."""
+    """Ask the model for the key of each cell that `answers` does not hold yet."""
     for batch in answers.batches(range(len(cells)), lambda i: cells[i][0], batch_tokens):
         prompts = []
         for i in batch:
@@ -134,12 +135,12 @@ def main():
     between(globals(), 1, 'max_length', 'n_lengths', 'n_depths', 'n_keys', 'batch_tokens')
     run = Run(settings(globals()), 'passkey', decodes=True)
     reach = run.L
-    if isinstance(run.scale, str):  # the longest context that its file is tuned for
+    if isinstance(run.scale, str):  # the longest length that the file is tuned for
         _, sets = read_scale_file(run.scale, run.model, run.info)
         reach = max(sets)
     longest = max_length or 2 * reach
     lengths = [longest * i // n_lengths for i in range(1, n_lengths + 1)]
-    build_prompt(run.encoding, lengths[0], 0, 99999, protocol)  # refuses what is too short
+    build_prompt(run.encoding, lengths[0], 0, 99999, protocol)  # UserError if too short
     between(globals(), 1, 'n_depths', most=lengths[0])
     cells = draw_cells(lengths, n_depths, n_keys, seed)
 

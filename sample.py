@@ -14,14 +14,14 @@ from lib.generate import generate
 from lib.tokens import start_token
 
 scale: float | str | None = None  # softmax scale: a number for all heads, or a scale file
-prompt = ''                  # text to go on from; empty: the start of a document
+prompt = ''                  # text that the model continues; empty: the start of a document
 n_samples = 1
 max_new_tokens = 500         # per sample
-temperature = 0.8            # 0 always takes the likeliest token
-top_k: int | None = None     # only the k likeliest tokens
-top_p: float | None = None   # only the likeliest tokens that together have this probability
+temperature = 0.8            # 0: always take the likeliest token
+top_k: int | None = None     # draw only from the k likeliest tokens; None: from all tokens
+top_p: float | None = None   # draw only from the likeliest tokens with this total probability
 seed = 1337
-compile = False              # one graph for all tokens; pays from thousands of them on
+compile = False              # compile one graph for all tokens; pays for thousands of tokens
 
 
 def main():
@@ -41,9 +41,9 @@ def main():
                                   encoding.eot_token, generator, dtype,
                                   can_compile(run.runtime, compile)):
                 tokens.append(token)
-                # All tokens are decoded again, as the text of one depends on those before it.
+                # Decode all tokens again, because a token's text depends on the tokens before it.
                 text = encoding.decode_bytes(tokens).decode(errors='replace')
-                if not text.endswith('\ufffd'):  # or the character is not whole yet
+                if not text.endswith('\ufffd'):  # else the last character is incomplete
                     print(text[len(shown):], end='', flush=True)
                     shown = text
         print(text[len(shown):])

@@ -3,19 +3,20 @@ Find the softmax scales that make a NoPE model trained at L = block_size read lo
 Sections 2.4 and 3, Appendices A and B of "Length Generalization of Causal Transformers without
 Position Encoding".
 
-uniform: one scale for the whole model, by trying each candidate (UniformScale).
-head:    one scale per head, tuned at target_length while every weight stays frozen (HeadScale).
-         Beyond the paper, it can tune a scale per channel and other small vectors (tune), and one
-         set for each of several lengths (target_lengths).
+uniform: one scale for the whole model. The stage tries each candidate (UniformScale).
+head:    one scale per head, tuned at target_length. Every weight stays frozen (HeadScale).
+         Beyond the paper, this method can tune one scale per channel and other small vectors
+         (tune), and it can tune one set for each of several lengths (target_lengths).
 
-$ python tune_scale.py --method=uniform              # first this: its best scale starts head's
-$ python tune_scale.py --method=head                 # then this
+$ python tune_scale.py --method=uniform              # run this first: head starts from its result
+$ python tune_scale.py --method=head                 # then run this
 $ python tune_scale.py --tune=channel --label=channel           # a scale per head and channel
 $ python tune_scale.py --target_lengths=[256,512,1024]          # one set per length
 $ torchrun --nproc_per_node=8 tune_scale.py config/tune_8k.py   # 704 scales of the 1.1B model
 
-Writes out_dir/scale_uniform.json, scale_uniform_fit.json; scale_head_TARGET.json; or
-scale_sets.json; and a .png. Every stage takes such a file as --scale=FILE
+uniform writes out_dir/scale_uniform.json and scale_uniform_fit.json. head writes
+scale_head_TARGET.json, or scale_sets.json for target_lengths. Each also draws a .png. Every stage
+reads such a file with --scale=FILE
 """
 
 import math
@@ -43,40 +44,40 @@ from model import VECTORS
 
 # what to tune
 method = 'head'              # uniform or head
-target_length: int | None = None  # L', tokens to extend to; None: 8L for uniform, 4L for head
-target_lengths: list[int] = []  # head: tune a set for each of these, each from the one before
-dataset: str | None = None   # a folder of data/; None: the one the model was trained on
-label = ''                   # appended to the names of the files written
-tail = 64                    # the loss at a length is the mean of so many positions before it
-# uniform: candidates, each tried at every position
+target_length: int | None = None  # L', the context to extend to; None: 8L for uniform, 4L for head
+target_lengths: list[int] = []  # head: tune a set per length; each starts from the set before it
+dataset: str | None = None   # a folder of data/; None: the folder that the model was trained on
+label = ''                   # appended to the names of the files that this stage writes
+tail = 64                    # the loss at a length is the mean over this many positions before it
+# uniform: the stage tries each candidate at every position
 candidate_range: list[float] = [1.0, 2.4, 0.1]  # first, last, step, in units of 1/sqrt(d)
-compare: list[str] = []      # other checkpoint files of the run, fitted too (Figure 7)
+compare: list[str] = []      # more checkpoint files of the same run; each gets a fit (Figure 7)
 # head: the recipe of Appendix A
-tune = 'scale'               # keys of KINDS below, as scale,out,norm; KEY:RATE for another rate
-init_scale: float | str = 'uniform'  # a number, or uniform: the best of scale_uniform.json
-min_scale: float | None = 1.0   # of tune=scale, Eq. (6): a clamp after every step
-warmup_iters = 20            # linear from 0
-max_iters = 200              # steps; the rate falls to a tenth of its peak on a cosine
-batch_size = 8               # sequences of target_length in one step, over all devices
-micro_batch_size = 8         # sequences at once on one device; lower it when memory runs out
+tune = 'scale'               # keys of KINDS, such as scale,out,norm; KEY:RATE sets a learning rate
+init_scale: float | str = 'uniform'  # a number, or uniform: the best one in scale_uniform.json
+min_scale: float | None = 1.0   # tune=scale: least scale after each step, Eq. (6); None: no limit
+warmup_iters = 20            # steps in which the learning rate rises linearly from 0
+max_iters = 200              # steps; a cosine lowers the learning rate to a tenth of its peak
+batch_size = 8               # sequences of target_length per step, all devices together
+micro_batch_size = 8         # sequences per forward pass on one device; lower it to save memory
 beta1 = 0.9
 beta2 = 0.95
-grad_clip = 1.0              # global norm; 0 for none
+grad_clip = 1.0              # largest global norm of the gradient; 0: no clipping
 checkpoint_activations = False  # recompute activations in backward: less memory, more time
-seed = 314                   # of the tuning data's order: another than pretraining's
+seed = 314                   # sets the order of the tuning data; pretraining uses another seed
 # machine
-n_samples = 128              # validation windows behind each curve
-batch_tokens = 16384         # tokens in one forward pass of a measurement
-compile = True               # torch.compile the tuning step, and a long search's reading
+n_samples = 128              # each curve is the mean over this many validation windows
+batch_tokens = 16384         # tokens per forward pass of a measurement
+compile = True               # torch.compile the tuning step, and the passes of a long search
 
 
 # ---------------------------------------------------------------------- uniform
 
 def fit_scale(position, best, L):
     """
-    Least-squares fit of best = 1 + a ln(position / L) over positions beyond L: Appendix B, one free
-    parameter. position, best: (n,). Returns a and R^2 = 1 - SS_res / SS_tot (nan where all of
-    `best` is one value).
+    Least-squares fit of best = 1 + a ln(position / L) over the positions beyond L. The one free
+    parameter is a. position, best: (n,). Returns a and R^2 = 1 - SS_res / SS_tot. R^2 is nan if
+    all these values of `best` are equal. Source: Appendix B.
     """
     position, best = np.asarray(position, float), np.asarray(best, float)
     beyond = position > L
@@ -91,21 +92,23 @@ def candidates():
     finite(candidate_range, (3,), f'candidate_range {candidate_range}')
     first, end, step = candidate_range
     if not 0 < first < end <= first + 10_000 * step:
-        raise UserError(f'candidate_range is {candidate_range}; give first, last and step, all '
-                        'above 0, as [1.0, 2.0, 0.1], and at most 10,000 candidates.')
+        raise UserError(f'candidate_range is {candidate_range}; give first, last and step, such as '
+                        '[1.0, 2.0, 0.1], all above 0 and for at most 10,000 candidates.')
     n = math.floor((end - first) / step + 1e-6)
     return [round(first + i * step, 6) for i in range(n + 1)]
 
 
 def search_uniform(model, windows, scales, L, runtime):
     """
-    Loss by position under each candidate, and entropy, which costs as much again, under those that
-    are drawn (None for the others); the best candidate per position and per length; the fit.
+    Try each candidate scale. Returns the loss by position with each candidate, the entropy with
+    each, the best candidate per position and per length, and the fit. An entropy costs as much as
+    a loss. So it is measured only for the candidates that the picture shows, and None for others.
     """
     loss, entropy, at = [], [], []
     T, samples = windows.block_size, windows.evenly_spaced(n_samples)
     read = compiled_for(model, runtime, compile, n_samples * len(scales), T)
-    drawn = np.linspace(0, len(scales) - 1, 6).round().astype(int)  # some, evenly spaced
+    # The picture shows the entropy of evenly spaced candidates.
+    drawn = np.linspace(0, len(scales) - 1, 6).round().astype(int)
     cut = cut_curve(model, samples, L, tail, batch_tokens, runtime)
     lengths = cut['position']
     for i, scale in enumerate(scales):
@@ -131,12 +134,12 @@ def search_uniform(model, windows, scales, L, runtime):
 
 
 def search_all(run, target):
-    """{name: search_uniform()} of the checkpoint, and of those to compare it with."""
+    """{name: result of search_uniform()}, for the run's checkpoint and for those in `compare`."""
     windows, scales, searches = run.windows(target, 'val'), candidates(), {}
     others = [Run(run.settings | {'init_from': path, 'dataset': windows.dataset})
               for path in compare if path != run.info['path']]
     for read in others:
-        read.windows(target, 'val')  # is refused where its tokenizer is another
+        read.windows(target, 'val')  # raises UserError if this checkpoint has another tokenizer
     for read in [run, *others]:
         path = read.info['path']
         name = f"{Path(path).stem}, step {read.info['step']}"
@@ -146,7 +149,10 @@ def search_all(run, target):
 
 
 def uniform(run, target):
-    """Search the best scale for the whole model. Returns what the scale file holds."""
+    """
+    Search the best scale for the whole model. Returns the sets and the other entries of the scale
+    file.
+    """
     L, searches = run.L, search_all(run, target)
     search = next(iter(searches.values()))
     rows, best_scales = [], search['best_by_length']
@@ -164,7 +170,7 @@ def uniform(run, target):
         run.model.head_scale = scale
         return {name: p.clone() for name, p in vectors_of(run.model, ['scale']).items()}
 
-    # The fit as a file of sets, in which each context gets its own uniform scale.
+    # Save the fit as a scale file with one set per length. Each set holds one uniform scale.
     a = search['fit_a']
     fitted = {T: vectors(1 + a * math.log(T / L)) for T in search['lengths'] if T > L}
     if run.runtime.is_main:
@@ -176,18 +182,18 @@ def uniform(run, target):
 
 # ---------------------------------------------------------------------- head
 
-# What can be tuned: how the names of its parameters end, and its learning rate. All that VECTORS of
-# model.py lists can be, under its own name; the paper's scales take 0.05 or 0.1.
+# What can be tuned: {kind: (ending of its parameters' names, learning rate)}. Each of VECTORS in
+# model.py is a kind, by its own name. The paper tunes its scales at a rate of 0.05 or 0.1.
 KINDS = {name: (vector.ending, vector.rate) for name, vector in VECTORS.items()} | {
-    'scale': ('head_scale', 0.1),           # a number per head, as in the paper
-    'channel': ('head_scale', 0.03),        # a number per channel of a head
-    'out': ('head_gain', 0.02),             # a gain on what each head puts out
+    'scale': ('head_scale', 0.1),           # one scale per head, as in the paper
+    'channel': ('head_scale', 0.03),        # one scale per channel of a head
+    'out': ('head_gain', 0.02),             # one gain on the output of each head
     'attn_norm': ('attn_norm.weight', 0.01),  # the gains of the RMSNorms before attention
 }
 
 
 def rates_of(tune):
-    """{kind: learning rate} of what the setting `tune` names, such as scale:0.05,norm."""
+    """{kind: learning rate} from the setting `tune`, such as scale:0.05,norm."""
     rates = {}
     for part in tune.split(','):
         kind, _, rate = part.partition(':')
@@ -196,20 +202,23 @@ def rates_of(tune):
         except (KeyError, ValueError):
             rates[kind] = math.nan
         if not 0 <= rates[kind] < math.inf:
-            raise UserError(f"tune is '{tune}', of which '{part}' is wrong. Choose among "
-                            f"{', '.join(KINDS)}, or several, as scale,out,norm; with a learning "
-                            'rate of your own as scale:0.05.')
+            raise UserError(f"tune is '{tune}', and its part '{part}' is wrong. Choose one or more "
+                            f"of {', '.join(KINDS)}, such as scale,out,norm. Write scale:0.05 to "
+                            'set a learning rate.')
     return rates
 
 
 def vectors_of(model, kinds):
-    """{name: parameter} of the small vectors of some KINDS."""
+    """{name: parameter} of the small vectors that these KINDS tune."""
     endings = tuple(KINDS[kind][0] for kind in kinds)
     return {name: p for name, p in model.named_parameters() if name.endswith(endings)}
 
 
 def first_scale(run, target):
-    """The initial scale of every head: a number, or the best uniform one (in ln T between)."""
+    """
+    The initial scale of every head: the number init_scale, or the best uniform scale at `target`.
+    Between measured lengths the best uniform scale is interpolated in ln T.
+    """
     if init_scale != 'uniform':
         if isinstance(init_scale, str) or not 0 < init_scale < 1e30:
             raise UserError(f'init_scale is {init_scale}. Give a number above 0, or uniform.')
@@ -217,29 +226,29 @@ def first_scale(run, target):
     path = Path(run.settings['out_dir'], 'scale_uniform.json')
     if not path.exists():
         raise UserError(f'{path} does not exist. Run tune_scale.py --method=uniform first, or give '
-                        '--init_scale=1.2.')
+                        'a number, such as --init_scale=1.2.')
     data, _ = read_scale_file(path, run.model, run.info)
     try:
         longest = max(data['lengths'])
         start = np.interp(math.log(target), np.log(data['lengths']), data['best_by_length'])
     except MALFORMED:
-        raise UserError(f'{path} needs lengths and best_by_length, a number for each. Make it '
-                        'again, with tune_scale.py --method=uniform.') from None
+        raise UserError(f'{path} needs lengths and best_by_length, one number for each length. '
+                        'Make it again with tune_scale.py --method=uniform.') from None
     if target > longest:
-        note(f'{path} ends at {longest} tokens: tuning for {target} starts from its last scale')
+        note(f'{path} ends at {longest} tokens, so tuning for {target} starts from its last scale')
     return float(start)
 
 
 def objective(model, inputs, targets):
-    """What tuning minimises, Eq. (5): the mean loss in nats. inputs, targets: (B, T) ids."""
+    """What tuning minimizes, Eq. (5): the mean loss in nats. inputs, targets: (B, T) ids."""
     return model(inputs, targets).mean()
 
 
 def tune_vectors(model, windows, runtime):
     """
-    HeadScale: minimise the objective over the vectors that `tune` names, from where they stand.
-    Returns the losses. No gradient is computed for any matrix; only attention's backward and the
-    products on its way remain.
+    HeadScale: minimize the objective over the vectors that `tune` names, from their present values.
+    Returns the loss of each step. No gradient is computed for any matrix. Backward computes only
+    attention's gradients and the products that pass gradients on to lower layers.
     """
     model.checkpoint_activations = checkpoint_activations
     rates, groups = rates_of(tune), []
@@ -252,7 +261,7 @@ def tune_vectors(model, windows, runtime):
     rows = slice(runtime.rank, None, runtime.world_size)  # this rank's share of each batch
     bar = progress_bar(max_iters, f'tuning at {windows.block_size}', runtime.is_main)
     for step in range(max_iters):
-        share = learning_rate_at(step, 1.0, 0.1, warmup_iters, max_iters)  # of the peak
+        share = learning_rate_at(step, 1.0, 0.1, warmup_iters, max_iters)  # of each peak
         for group in optimizer.param_groups:
             group['lr'] = share * group['peak']
         tokens = torch.from_numpy(windows.batch(step, batch_size, rows)).to(runtime.device)
@@ -262,7 +271,7 @@ def tune_vectors(model, windows, runtime):
                 loss = objective(forward, part[:, :-1], part[:, 1:]) * len(part) / batch_size
             scaler.scale(loss).backward()
             step_loss += loss.detach()
-        if runtime.world_size > 1:  # so few numbers that a plain sum over ranks will do
+        if runtime.world_size > 1:  # a plain sum over ranks is fast enough for so few numbers
             for tensor in [step_loss, *(p.grad for p in vectors)]:
                 torch.distributed.all_reduce(tensor)
         if grad_clip:
@@ -274,12 +283,13 @@ def tune_vectors(model, windows, runtime):
         if min_scale is not None and 'scale' in rates:
             for p in vectors_of(model, ['scale']).values():  # Eq. (6)
                 p.data.clamp_(min=min_scale)
-        # The host waits for the device once a step.
+        # Copy both numbers at once, because the host waits for the device at each copy.
         loss, mean_scale = torch.stack([step_loss, model.head_scale.mean()]).tolist()
         losses.append(loss)
         if not math.isfinite(loss):
             raise UserError(f'the loss became {loss} at step {step + 1}; nothing was '
-                            'written. Lower the rate in tune, or start from a uniform scale.')
+                            'written. Lower the learning rate in tune, or start from a uniform '
+                            'scale.')
         bar.set_postfix_str(f'loss {loss:.4f}, mean scale {mean_scale:.3f}')
         bar.update()
     bar.close()
@@ -288,9 +298,12 @@ def tune_vectors(model, windows, runtime):
 
 
 def head(run, targets):
-    """Tune the vectors at each target, each from the one before. Returns what the file holds."""
+    """
+    Tune the vectors at each target length, starting from those of the length before. Returns the
+    sets and the other entries of the scale file.
+    """
     model, runtime, L, target = run.model, run.runtime, run.L, targets[-1]
-    kinds = ['scale', *rates_of(tune)]  # scales are in every file
+    kinds = ['scale', *rates_of(tune)]  # every scale file holds the scales
     tuned = vectors_of(model, kinds)
     windows, measured, means = run.windows(target, 'val'), {}, []
 
@@ -303,7 +316,7 @@ def head(run, targets):
         measured[name] = {'loss': bin_means(loss, L // 16)[1], 'entropy': entropy.mean((0, 1))}
         return entropy[..., -1]
 
-    begin = first_scale(run, targets[0])  # which may be refused
+    begin = first_scale(run, targets[0])  # it may raise UserError, so it comes before the work
     samples, base = windows.evenly_spaced(n_samples), copy()
     cut = cut_curve(model, samples, L, tail, batch_tokens, runtime)
     measure('as loaded')
@@ -323,15 +336,16 @@ def head(run, targets):
     scales = model.head_scale
     runtime.print(f'scales {scales.min():.3f} to {scales.max():.3f}, mean {scales.mean():.3f}')
 
-    if target_lengths:  # to be measured as they are read: by the set for the length of a pass
+    # Measure several sets as other stages read them: each pass uses the set for its length.
+    if target_lengths:
         put_vectors(model, base)
         ScaleSets(model, sets)
     names = ', '.join(rates_of(tune))
     last_entropy = measure('head scale' if names == 'scale' else names)
     _, before, after = means
     if after > before:
-        runtime.print(f'the validation loss rose from {before:.4f} to {after:.4f}: what was tuned '
-                      'is worse than its start. Lower the rate in tune.')
+        runtime.print(f'the validation loss rose from {before:.4f} to {after:.4f}: the tuned '
+                      'vectors are worse than the initial ones. Lower the learning rate in tune.')
     more = {'init_scale': begin, 'losses': losses, 'curve_length': target,
             'position': bin_means(range(target), L // 16)[0], 'curves': measured, 'cut': cut,
             'samples': len(samples), 'last_entropy': last_entropy,
@@ -341,18 +355,18 @@ def head(run, targets):
 
 
 def check_settings(model, targets, world_size):
-    """Everything that can be refused before work starts."""
+    """Raise UserError before work starts if a setting is wrong."""
     if method not in ('uniform', 'head'):
         raise UserError(f"method is '{method}'. Choose uniform or head.")
     L = model.config.block_size
     least = L + 1 if target_lengths else L
-    if method == 'uniform':  # the fit is over bins of L / 16 positions past L
+    if method == 'uniform':  # the fit needs bins of L / 16 positions past L
         least += max(1, L // 8)
     elif compare:
-        raise UserError('compare is for --method=uniform. Leave it out.')
+        raise UserError('compare is for --method=uniform only. Leave it out.')
     if target_lengths and (method == 'uniform' or target_length):
-        raise UserError('target_lengths is for --method=head, and stands for target_length. Leave '
-                        'one of them out.')
+        raise UserError('target_lengths is for --method=head only, and it replaces '
+                        'target_length. Leave one of them out.')
     if min(targets) < least:
         raise UserError(f'target_length is {min(targets)} but the checkpoint was trained at '
                         f'block_size {L}. Choose a longer one.')
@@ -364,19 +378,20 @@ def check_settings(model, targets, world_size):
     kinds = rates_of(tune)
     named = [name for kind in kinds for name in vectors_of(model, [kind])]
     if not named or len(named) > len(set(named)):
-        raise UserError(f"tune is '{tune}', which names a parameter twice, or one that this model "
-                        'does not have. Leave something out.')
+        raise UserError(f"tune is '{tune}'. It names a parameter twice, or a parameter that this "
+                        'model does not have. Leave that part out.')
     if 'channel' in kinds and 'rope' in model.config.position:
-        raise UserError("tune is 'channel', but with RoPE scores depend on i - j alone only where "
-                        'both channels of a pair have one scale. Take --tune=scale.')
+        raise UserError("tune is 'channel', but this model uses RoPE. RoPE's scores depend only on "
+                        'i - j, and this needs the same scale for both channels of a pair. Use '
+                        '--tune=scale.')
     if method == 'head' and batch_size % world_size:
         raise UserError(f'batch_size {batch_size} must be a multiple of the {world_size} ranks.')
 
 
 def main():
     run = Run(settings(globals()))
-    run.label = label  # not of the extension of RoPE
-    _ = run.model.head_scale  # a model that is read through transformers has none, and says so
+    run.label = label  # the names of files leave out the RoPE extension
+    _ = run.model.head_scale  # raises UserError for a model that only transformers can read
     targets = [target_length or (8 if method == 'uniform' else 4) * run.L]
     if method == 'head' and target_lengths:
         targets = sorted(set(target_lengths))
