@@ -224,8 +224,8 @@ def load_model(init_from, out_dir, device, position=None, rope_scaling=None, dty
     source = str(Path(out_dir, f'{init_from}.pt') if init_from in ('last', 'best') else init_from)
     if huggingface.is_foreign(source):
         if position is not None or rope_scaling is not None:
-            raise UserError(f'{source} is read through transformers, which does not know our '
-                            'position or rope_scaling. Leave --position and --rope_scaling out.')
+            raise UserError(f'{source} is read through transformers, so it takes no position or '
+                            'rope_scaling. Leave both out.')
         model, state = huggingface.load_foreign(source, dtype)
         state |= {'digest': weights_digest(model.state_dict()), 'path': source}
         return model.to(device).eval().requires_grad_(False), state
@@ -277,8 +277,8 @@ def require_tokenizer(info, tokenizer, dataset):
     if info['tokenizer'] is None:
         note(f"{info['path']} has no tokenizer, so the tokenizer of data set {dataset} is used")
         if tokenizer_from_state(tokenizer).n_vocab > info['model_config']['vocab_size']:
-            raise UserError(f"data set {dataset} has a larger vocabulary than {info['path']}. "
-                            "Prepare it with the model's own tokenizer.")
+            raise UserError(f"data set {dataset} has more tokens in its vocabulary than "
+                            f"{info['path']}. Prepare it with the model's own tokenizer.")
         return
     if tokenizer_digest(info['tokenizer']) != tokenizer_digest(tokenizer):
         raise UserError(f"{info['path']} was trained with tokenizer {info['tokenizer']['name']}, "
