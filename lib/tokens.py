@@ -105,7 +105,7 @@ def parse_ranks(text, where):
         if not all(bytes([byte]) in ranks for byte in range(256)):
             raise ValueError('one of the 256 single bytes is missing')
         if len(set(ranks.values())) < len(ranks):
-            raise ValueError('two tokens have the same rank')
+            raise ValueError('the file has a rank twice')
     return ranks
 
 
@@ -600,7 +600,7 @@ def mixture_slots(weights, dataset):
     missing = SLOTS - slots.sum()
     slots[np.argsort(slots - exact, kind='stable')[:missing]] += 1
     if not all(slots):
-        raise UserError(f'A part of {dataset} has so little weight that it gets no sample in '
+        raise UserError(f'A part of {dataset} has hardly any weight: it gets no sample in '
                         f'{SLOTS:,}. Leave it out.')
     return tuple(slots.tolist())
 
