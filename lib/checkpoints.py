@@ -360,7 +360,7 @@ class Run:
         return tokenizer_from_state(self.info['tokenizer'])
 
     def windows(self, length, split=None):
-        """Windows of `length` tokens of the settings' data set. split: None: the settings'."""
+        """Windows of `length` tokens of the settings' data set. split: None takes the settings'."""
         split = split or self.settings['split']
         require_positions(self.model, length)
         return open_windows(self.info, self.settings['dataset'], split, length)

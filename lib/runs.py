@@ -26,7 +26,7 @@ MODEL = ('n_layer', 'n_head', 'n_kv_head', 'n_embd', 'n_hidden', 'short_conv', '
 # ---------------------------------------------------------------------- before a run begins
 
 def to_go_on(folder):
-    """A context: errors in it become a UserError that blames last.pt, so the run cannot resume."""
+    """A context that turns an error into a UserError: no run can resume from this last.pt."""
     return fault_of(Path(folder, 'last.pt'), 'what a run goes on from',
                     'Train into another --out_dir=; --init_from=FILE starts from its weights.')
 
@@ -41,8 +41,8 @@ def require_same_data(folder, old, new):
     for name, checksum in (new | old).items():
         if checksum in changed:
             raise UserError(f'dataset {name} has changed since {folder}/last.pt was trained, or '
-                            'only one of the two uses it. Prepare the data set as it was, or train '
-                            'into another --out_dir=.')
+                            'was added or left out since then. Prepare the data set as it was, or '
+                            'train into another --out_dir=.')
 
 
 def require_same_model(folder, old, new):

@@ -107,7 +107,7 @@ def vector_from(values, p, D, what):
 def finite(values, shape, what):
     """A float32 tensor of `shape`. Raises UserError for another shape or a number not finite."""
     try:
-        numbers = np.array(values, dtype=object)  # object, so that "1.2" and true stay as they are
+        numbers = np.array(values, dtype=object)  # object keeps "1.2" and true apart from numbers
         odd = any(type(number) not in (int, float) for number in numbers.flat)
         tensor = torch.from_numpy(numbers.astype(float)).float()
     except (TypeError, ValueError, OverflowError):
