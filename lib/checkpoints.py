@@ -1,8 +1,8 @@
 """
 Checkpoints: save, load, and open one for a stage.
 
-A checkpoint is one file of tensors and plain values, read with weights_only=True, so that opening a
-stranger's file runs none of his code.
+A checkpoint is one file of tensors and plain values. It is read with weights_only=True, so opening
+a stranger's file runs none of the stranger's code.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ from position import unused_settings
 
 
 def old_name(name):
-    """The name that a weight has in checkpoints older than position.py's methods as modules."""
+    """The name of a weight in old checkpoints, from before position.py's methods were modules."""
     name = re.sub(r'position\.(first|second)\.', r'dape.\1.', name)
     name = re.sub(r'position\.(method\.)?(e|u|v|W\.weight)$', r'content.\2', name)
     return re.sub(r'position\.(method\.)?', 'bias.', name)
@@ -43,9 +43,9 @@ def old_name(name):
 
 def weights_digest(state):
     """
-    SHA-256 over old names, shapes and up to 4,096 evenly spaced values of each weight matrix in a
-    state dict. Small vectors (head scales, norms) are left out: tuning them must not change whose
-    scale file it is.
+    SHA-256 of a state dict: over the old name, the shape and up to 4,096 evenly spaced values of
+    each weight matrix. Small vectors (head scales, norms) are left out, so that a scale file still
+    fits the checkpoint after they are tuned.
     """
     digest = hashlib.sha256()
     for name, weight in sorted((old_name(name), weight) for name, weight in state.items()):
@@ -60,27 +60,36 @@ def weights_digest(state):
 # ---------------------------------------------------------------------- save
 
 def checkpoint_state(model, tokenizer, step, weights=None, **more):
-    """What every checkpoint holds. weights: the model's state dict, where it is sharded."""
+    """
+    The entries of a checkpoint, as a dict. weights: the model's state dict; None: read it from the
+    model. Give it if the model is sharded.
+    """
     weights = model.state_dict() if weights is None else weights
     return {'model': weights, 'model_config': dataclasses.asdict(model.config),
             'tokenizer': tokenizer, 'digest': weights_digest(weights), 'step': step, **more}
 
 
 def save(path, **state):
-    """Write a checkpoint whole or not at all: a kill or a full disk leaves the file before it."""
+    """
+    Write a checkpoint whole or not at all. After a kill or with a full disk, the previous file
+    remains.
+    """
     try:
         with whole_file(path) as part, open(part, 'wb') as file:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
     except (OSError, RuntimeError) as error:  # torch turns a failed write into a RuntimeError
-        raise OSError(f'could not write {path} ({error}); the file before it, if any, is '
+        raise OSError(f'could not write {path} ({error}); the previous file, if any, is '
                       'untouched. Is the disk full? Free some space and go on (train.py: with '
                       '--init_from=resume).') from error
 
 
 def require_space(folder, n_bytes):
-    """Raise UserError unless checkpoints of n_bytes in all have room in `folder`."""
+    """
+    Raise UserError unless `folder` has room for checkpoints of n_bytes in total. They may replace
+    the checkpoints that are there.
+    """
     Path(folder).mkdir(parents=True, exist_ok=True)
     there = sum(file.stat().st_size for file in Path(folder).glob('*.pt*'))
     free = shutil.disk_usage(folder).free + there
@@ -93,19 +102,20 @@ def require_space(folder, n_bytes):
 
 def load(source, position=None, optimizer=True):
     """
-    Read a checkpoint into CPU memory: a file of ours, its tensors mapped, or a Hugging Face folder
-    or hf:ORG/NAME. Returns a dict of model, model_config, tokenizer, digest, step, settings and
-    more. optimizer: False leaves out the optimizer's moments, which then cost no time to check.
-    Raises UserError if it is not whole.
+    Read a checkpoint into CPU memory. source: a checkpoint file, a Hugging Face folder or
+    hf:ORG/NAME. The tensors of a checkpoint file are memory-mapped. Returns a dict of model,
+    model_config, tokenizer, digest, step, settings and more. optimizer: False leaves out the
+    optimizer's moments, and saves the time to check them. Raises UserError if the checkpoint is
+    damaged or incomplete.
     """
     if str(source).startswith('hf:') or Path(source).is_dir():
         state = huggingface.load_folder(str(source), position)
         return state | {'digest': weights_digest(state['model'])}
     path = Path(source)
     if not path.is_file():
-        raise UserError(f'{path} does not exist. Train that model first, by train.py with its '
-                        'config, or name another with --out_dir= or --init_from=.')
-    advice = 'Read it again if a run has just replaced it, or use best.pt or a kept step.'
+        raise UserError(f'{path} does not exist. Train that model first: run train.py with its '
+                        'config. Or name another model with --out_dir= or --init_from=.')
+    advice = 'If a run has just replaced it, read it again. Or use best.pt or a kept step.'
     state = load_whole(path, advice, without=() if optimizer else ('optimizer',))
     with fault_of(path, 'a checkpoint of this project', advice):
         config = whole_config(state)
@@ -114,40 +124,42 @@ def load(source, position=None, optimizer=True):
 
 def whole_config(state):
     """
-    The ModelConfig of a checkpoint. Raises an error of MALFORMED unless all that stages read is
-    there, each entry of its type.
+    The ModelConfig of a checkpoint. Raises an error of MALFORMED if an entry that the stages read
+    is missing or has the wrong type.
     """
     require_kinds(state, model=dict, model_config=dict, settings=dict, tokenizer=dict | None,
                   digest=str, step=int)
     model, config, settings = state['model'], state['model_config'], state['settings']
     require_kinds(model, **dict.fromkeys(model, torch.Tensor))
     require_kinds(config, **{name: kind for name, kind in huggingface.KINDS.items()
-                             if name in config})  # an older one lacks some
+                             if name in config})  # older configs lack some
     require_kinds(settings, **dict.fromkeys(settings, str | int | float | list | None))
     require_kinds({'dataset': ''} | settings, dataset=str)
     if state['tokenizer'] is not None:
         require_tokenizer_kinds(state['tokenizer'])
     config = ModelConfig(**config | unused_settings(config))
-    if config.n_layer > len(model) or state['step'] < 0:  # layers without end would be made
+    # Each layer has at least one weight. A larger n_layer could fill the memory with layers.
+    if config.n_layer > len(model) or state['step'] < 0:
         raise ValueError(f"n_layer={config.n_layer}, step={state['step']}")
     return config
 
 
 def config_of(settings, **sizes):
-    """The ModelConfig that a stage's settings describe; sizes: what they leave out."""
+    """The ModelConfig of a stage's settings. sizes: values that the settings do not have."""
     names = {field.name for field in dataclasses.fields(ModelConfig)}
     with as_user_error():
         return ModelConfig(**{name: settings[name] for name in names & set(settings)} | sizes)
 
 
 def require_memory(config):
-    """Raise UserError if the weights of a new model are more than this machine's memory holds."""
-    if not hasattr(os, 'sysconf'):  # on Windows
+    """Raise UserError if the weights of a new model do not fit into this machine's memory."""
+    if not hasattr(os, 'sysconf'):  # Windows has no os.sysconf
         return
     memory = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
-    ranks = int(os.environ.get('LOCAL_WORLD_SIZE', 1))  # torchrun's: each makes the whole model
+    # torchrun sets LOCAL_WORLD_SIZE. Each rank makes the whole model.
+    ranks = int(os.environ.get('LOCAL_WORLD_SIZE', 1))
     c = config
-    layer = c.n_embd * (2 * c.n_embd + 3 * c.n_hidden)  # at least
+    layer = c.n_embd * (2 * c.n_embd + 3 * c.n_hidden)  # weights of a layer, a lower bound
     needed = 4 * ranks * (c.n_layer * layer + c.vocab_size * c.n_embd)
     if needed > memory:
         raise UserError(f'a model of n_layer={config.n_layer}, n_embd={config.n_embd}, '
@@ -157,33 +169,35 @@ def require_memory(config):
 
 def named_for(model, weights, source):
     """
-    Weights under the names that this model gives them. Raises UserError unless they are its own, no
-    more and no less.
+    The weights, under the names that this model uses. Raises UserError if a weight is missing, left
+    over or of another shape.
     """
     ours = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
     names = {old_name(name): name for name in ours}
     weights = {names.get(name, name): weight for name, weight in weights.items()}
     for name, p in small_vectors(model).items():
         vector = weights.get(name)
-        if vector is None:  # it came later than the checkpoint
+        if vector is None:  # the checkpoint is older than this kind of vector
             vector = torch.full(p.shape, VECTORS[vector_of(name)].neutral)
-        if p.dim() == 2 and vector.dim() == 1:  # as head scales once were
+        if p.dim() == 2 and vector.dim() == 1:  # older checkpoints have head scales of shape (H,)
             vector = vector[:, None]
         if p.dim() == 2 and vector.shape == (len(p), model.config.head_dim):
-            p.data = p.new_empty(vector.shape)  # one number for each channel
+            p.data = p.new_empty(vector.shape)  # one number per channel
         weights[name] = vector
     ours = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
     theirs = {name: tuple(weight.shape) for name, weight in weights.items()}
     for name, _ in sorted(ours.items() ^ theirs.items()):
-        raise UserError(f'{name} should have shape {ours.get(name)}, and in {source} it has '
-                        f'{theirs.get(name)}: that was not trained with position '
-                        f'{model.config.position}, as methods have weights of their own. Leave '
+        raise UserError(f'{name} should have shape {ours.get(name)}, but in {source} it has '
+                        f'{theirs.get(name)}. That model was not trained with position '
+                        f'{model.config.position}, because each method has its own weights. Leave '
                         '--position out.')
     return weights
 
 
 def cast_matrices(model, dtype):
-    """Cast a frozen model's matrices once to the type that autocast would give them at each use."""
+    """
+    Cast a frozen model's matrices to dtype once. Otherwise autocast would cast them at each use.
+    """
     for p in matrices(model).values():
         p.data = p.data.to(dtype)
     return model
@@ -191,8 +205,8 @@ def cast_matrices(model, dtype):
 
 class Uninitialised(TorchFunctionMode):
     """
-    Weights whose values will be loaded are not initialised first. On the meta device that would
-    load the compiler, for one second.
+    Inside this mode the functions of torch.nn.init do nothing, because the values of the weights
+    will be loaded. On the meta device, to initialize would load the compiler, which takes a second.
     """
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if getattr(function, '__module__', '') == 'torch.nn.init':
@@ -202,16 +216,16 @@ class Uninitialised(TorchFunctionMode):
 
 def load_model(init_from, out_dir, device, position=None, rope_scaling=None, dtype=torch.float32):
     """
-    init_from: 'last' or 'best' (of out_dir), a checkpoint file, a Hugging Face folder or
-    hf:ORG/NAME. position, rope_scaling: read it with another method than it says. dtype: that of
-    the activations. Returns the model in eval mode, and the checkpoint's other entries:
-    model_config, tokenizer, digest, step, settings, path ...
+    A trained model in eval mode, and the checkpoint's other entries: model_config, tokenizer,
+    digest, step, settings, path ... init_from: 'last' or 'best' (of out_dir), a checkpoint file, a
+    Hugging Face folder or hf:ORG/NAME. position, rope_scaling: use these instead of the
+    checkpoint's. dtype: of the activations.
     """
     source = str(Path(out_dir, f'{init_from}.pt') if init_from in ('last', 'best') else init_from)
     if huggingface.is_foreign(source):
         if position is not None or rope_scaling is not None:
-            raise UserError(f'{source} is read through transformers: it takes no position or '
-                            'rope_scaling of ours.')
+            raise UserError(f'{source} is read through transformers, so it takes no position or '
+                            'rope_scaling. Leave both out.')
         model, state = huggingface.load_foreign(source, dtype)
         state |= {'digest': weights_digest(model.state_dict()), 'path': source}
         return model.to(device).eval().requires_grad_(False), state
@@ -237,11 +251,11 @@ def load_model(init_from, out_dir, device, position=None, rope_scaling=None, dty
 
 def open_model(path, scale=None, position=None):
     """
-    A trained model for a notebook or a program of one's own, on the CPU in float32, and its
-    tokenizer. path: a checkpoint file, a Hugging Face folder or hf:ORG/NAME; scale: a number for
-    all heads, an array (n_layer, H) or (n_layer, H, D), or a scale file; position: as it was
-    trained, where a folder does not say so. model.info is the checkpoint's other entries, which
-    apply_scale() and save_scale() take.
+    A trained model and its tokenizer, for a notebook or your own program. The model is on the CPU,
+    in float32. path: a checkpoint file, a Hugging Face folder or hf:ORG/NAME. scale: a number for
+    all heads, an array (n_layer, H) or (n_layer, H, D), or a scale file. position: the method that
+    the model was trained with, if a folder does not name it. model.info holds the checkpoint's
+    other entries; apply_scale() and save_scale() need it.
 
     model, text = open_model('lessons/demo.pt', scale=1.3)
     ids = torch.tensor([text.encode_ordinary(open('model.py').read()[:513])])
@@ -257,32 +271,34 @@ def open_model(path, scale=None, position=None):
 
 def require_tokenizer(info, tokenizer, dataset):
     """
-    Raise UserError unless a data set's tokenizer encodes as that of the checkpoint `info`, which
-    may have come without one.
+    Raise UserError unless a data set and the checkpoint `info` have the same tokenizer. If the
+    checkpoint has none, the data set's must fit into the model's vocabulary.
     """
     if info['tokenizer'] is None:
-        note(f"{info['path']} has no tokenizer; that of data set {dataset} is taken to be its own")
+        note(f"{info['path']} has no tokenizer, so the tokenizer of data set {dataset} is used")
         if tokenizer_from_state(tokenizer).n_vocab > info['model_config']['vocab_size']:
-            raise UserError(f"data set {dataset} has more tokens than {info['path']} knows. "
-                            "Prepare it with the model's own tokenizer.")
+            raise UserError(f"data set {dataset} has more tokens in its vocabulary than "
+                            f"{info['path']}. Prepare it with the model's own tokenizer.")
         return
     if tokenizer_digest(info['tokenizer']) != tokenizer_digest(tokenizer):
         raise UserError(f"{info['path']} was trained with tokenizer {info['tokenizer']['name']}, "
-                        f"but data set {dataset} has {tokenizer['name']}. Prepare the data with "
-                        "the checkpoint's tokenizer.")
+                        f"but data set {dataset} has {tokenizer['name']}. Prepare the data set "
+                        "with the checkpoint's tokenizer.")
 
 
 def dataset_of(info, wanted=None):
-    """The data set to read: the one asked for, or the one that the checkpoint was trained on."""
+    """The data set to read: `wanted`, or the one that the checkpoint was trained on."""
     name = wanted or info['settings'].get('dataset')
     if not name:
-        raise UserError(f"{info['path']} does not say what it was trained on. Give a data set with "
-                        '--dataset=NAME.')
+        raise UserError(f"{info['path']} does not name the data set that it was trained on. Give "
+                        'one with --dataset=NAME.')
     return name
 
 
 def open_windows(info, wanted, split, length):
-    """Windows of dataset_of(info, wanted). Raises UserError if its tokenizer is another."""
+    """
+    Windows of dataset_of(info, wanted). Raises UserError if its tokenizer is not the checkpoint's.
+    """
     windows = Windows(dataset_of(info, wanted), split, length)
     require_tokenizer(info, windows.tokenizer_state, windows.dataset)
     return windows
@@ -293,34 +309,34 @@ def open_windows(info, wanted, split, length):
 @dataclasses.dataclass
 class ModelSettings:
     """The settings of every stage that reads a trained model."""
-    out_dir: str = 'out/demo/nope'    # the run to read; results go there too
+    out_dir: str = 'out/demo/nope'    # folder of the run to read; the results go there, too
     init_from: str = 'last'           # last or best (of out_dir), a checkpoint file, hf:ORG/NAME
-    position: str | None = None       # read it with this position method; None: as it says
-    rope_scaling: str | None = None   # extend RoPE, such as yarn:4; None: as it says
+    position: str | None = None       # position method; None: the checkpoint's
+    rope_scaling: str | None = None   # extension of RoPE, such as yarn:4; None: the checkpoint's
     device: str = 'auto'              # auto, cpu, cuda, mps
     dtype: str = 'auto'               # auto, float32, bfloat16, float16
 
 
 @dataclasses.dataclass
 class RunSettings(ModelSettings):
-    """The settings of every stage that measures one, with any softmax scale."""
+    """The settings of every stage that measures a trained model, with any softmax scale."""
     scale: float | str | None = None  # softmax scale: a number for all heads, or a scale file
-    label: str = ''                   # name of the result; empty: the scale's
+    label: str = ''                   # name of the result; empty: named after the scale
 
 
 @dataclasses.dataclass
 class TextSettings(RunSettings):
-    """The settings of every stage that measures one on text."""
-    dataset: str | None = None        # a folder of data/; None: the one it was trained on
+    """The settings of every stage that measures a trained model on text."""
+    dataset: str | None = None        # a folder of data/; None: what the model was trained on
     split: str = 'test'
 
 
 class Run:
     """
-    A trained model as the settings of a stage ask for it, and the results that it writes.
-    settings: the stage's, {name: value}, with those of RunSettings; result: what it will be called,
-    as write() takes it, to claim() it; decodes: the stage reads token by token, so its weights are
-    stored for that.
+    The trained model that the settings of a stage describe, and the results that the stage writes.
+    settings: of the stage, {name: value}; they include those of RunSettings. result: name parts of
+    the result, as claim() takes them; none: claim nothing yet. decodes: True if the stage reads
+    token by token; the weights are then stored in the order that is fast for this.
     """
 
     def __init__(self, settings, *result, decodes=False):
@@ -344,35 +360,36 @@ class Run:
         return tokenizer_from_state(self.info['tokenizer'])
 
     def windows(self, length, split=None):
-        """Windows of the data set and the split that the settings name."""
+        """Windows of `length` tokens of the settings' data set. split: None takes the settings'."""
         split = split or self.settings['split']
         require_positions(self.model, length)
         return open_windows(self.info, self.settings['dataset'], split, length)
 
     def path(self, *kind):
-        """OUT_DIR/KIND[_LABEL], without a suffix."""
+        """The path OUT_DIR/KIND[_LABEL], without a suffix."""
         return result_path(self.settings['out_dir'], *kind, self.label)
 
     def claim(self, stage, *kind):
         """
-        Keep other processes from a result that write() will write, as one of two would be lost. A
-        folder that cannot be written is met here, before the work.
+        Reserve a result that write() will write. If two processes wrote it, one result would be
+        lost. Raises UserError, before the work starts, if another process writes it or if the
+        folder cannot be written.
         """
         path = self.path(stage, *kind)
         self.claims[path] = OnlyWriter(f'{path}.json', self.runtime.is_main)
 
     def answers(self, path, kinds, **asked):
         """
-        Answers in PATH.jsonl, which depend on the model, its scales and what was asked. kinds:
-        {name: type} of what one holds.
+        The AnswerLog PATH.jsonl. Its answers depend on the model, its scales, the dtype and
+        `asked`. kinds: {name: type} of the entries of an answer.
         """
         settings = self.identity | {'dtype': str(self.runtime.dtype)} | asked
         return AnswerLog(f'{path}.jsonl', kinds, settings, self.runtime)
 
     def write(self, stage, result, *kind):
         """
-        Write OUT_DIR/STAGE[_KIND][_LABEL].json: the result, what was measured, and what is needed
-        to measure it again; and its picture. A stage may write several results.
+        Write OUT_DIR/STAGE[_KIND][_LABEL].json and its picture. The file holds the result, what was
+        measured, and what is needed to measure it again. A stage may write several results.
         """
         path = self.path(stage, *kind)
         what = {'stage': stage, 'label': self.label,
@@ -386,5 +403,5 @@ class Run:
             self.claims.pop(path).close()
 
     def close(self):
-        """The end of the stage, on every rank."""
+        """End the stage. Call it on every rank."""
         self.runtime.close()

@@ -1,4 +1,4 @@
-"""Files of tensors, read whole or refused: what torch.save() wrote, and our exports."""
+"""Checksums that detect damage in files of tensors: those of torch.save(), and our exports."""
 
 import os
 import zipfile
@@ -12,7 +12,7 @@ from lib.errors import UserError
 
 
 def checksum_of(storage):
-    """(bytes, CRC-32) of the memory behind a tensor."""
+    """(number of bytes, CRC-32) of the memory behind a tensor."""
     data = torch.empty(0, dtype=torch.uint8).set_(storage)
     return len(data), zlib.crc32(data.numpy())
 
@@ -30,8 +30,8 @@ def checksum_of_tensors(tensors):
 
 def require_checksums(path, state):
     """
-    Raise ValueError unless `state` is what torch.save() wrote to a zip file: torch.load() does not
-    compare the checksums that the zip keeps of each tensor.
+    Raise ValueError unless `state` is what torch.save() wrote to a zip file. The zip file has a
+    checksum of each tensor, but torch.load() does not compare them.
     """
     storages = [leaf.untyped_storage() for leaf in tree_leaves(state) if torch.is_tensor(leaf)]
     storages = {storage.data_ptr(): storage for storage in storages}  # tied weights share one
@@ -39,7 +39,7 @@ def require_checksums(path, state):
         written = {(entry.file_size, entry.CRC) for entry in archive.infolist()}
         for name in archive.namelist():
             if name.endswith(('/data.pkl', '/byteorder')):
-                archive.read(name)  # compares its checksum
+                archive.read(name)  # zipfile compares the checksum of what it reads
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         if not written.issuperset(pool.map(checksum_of, storages.values())):
             raise ValueError('bytes differ from their checksums')
@@ -47,21 +47,21 @@ def require_checksums(path, state):
 
 def load_whole(path, advice, without=()):
     """
-    What torch.save() wrote to a file, its tensors in CPU memory, mapped. Raises UserError, ending
-    in the advice, for a file that is damaged or of another kind. without: entries that are left
-    out, which then cost no time to check.
+    Read what torch.save() wrote to a file. Its tensors are memory-mapped, in CPU memory. Raises
+    UserError, with the advice at its end, if the file is damaged or of another kind. without: names
+    of entries to leave out, which saves the time to check them.
     """
     with open(path, 'rb') as file:  # an OSError, such as for permissions, names the file
-        is_zip = file.read(4) == b'PK\x03\x04'  # an older kind of file is none
+        is_zip = file.read(4) == b'PK\x03\x04'  # older files of torch.save() are not zip files
     try:
-        # Windows replaces no file that is mapped, and a run replaces the one it goes on from.
+        # Windows cannot replace a mapped file, and a run replaces the checkpoint it resumed from.
         state = torch.load(path, map_location='cpu', weights_only=True,
                            mmap=is_zip and os.name != 'nt')
         for name in without:
             state.pop(name, None)
         if is_zip:
             require_checksums(path, state)
-    except Exception as error:  # zip, unpickling and type errors alike
+    except Exception as error:  # zip, unpickling and type errors share no class
         raise UserError(f'{path} is damaged, cut short or of another program '
                         f'({type(error).__name__}). {advice}') from error
     return state

@@ -1,4 +1,4 @@
-"""Where a stage runs: device, precision, ranks, and what is compiled or sharded there."""
+"""Where a stage runs: device, precision and ranks. Models are compiled and sharded here."""
 
 import contextlib
 import ctypes
@@ -21,11 +21,11 @@ from torch.utils._pytree import tree_map
 from lib.errors import UserError
 from lib.results import progress_bar
 
-# Reading windows of one length is compiled from this many FLOP on: on a CPU, on a GPU. Compiling
-# took 33 to 101 s on a CPU and saved 7% of the time, so it pays where reading takes half an hour.
-# The GPU's number is a guess.
+# Compile a model for windows of one length if reading them takes more FLOP than this: (CPU, GPU).
+# On a CPU, compiling took 33 to 101 s and saved 7% of the time, so it pays off if reading takes
+# half an hour. The GPU's number is a guess.
 WORTH_COMPILING = 2 ** 48, 2 ** 55
-# By sys.platform: the C++ compiler that torch.compile calls if CXX is not set, and how to get it.
+# {sys.platform: (the C++ compiler that torch.compile calls if CXX is not set, how to get it)}.
 COMPILERS = {
     'linux': ('g++', 'Debian, Ubuntu: apt-get install g++'),
     'darwin': ('clang++', 'xcode-select --install'),
@@ -37,7 +37,7 @@ DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch
 class Runtime:
     """Where this process runs: its device, its precision and its place among the ranks."""
     device: torch.device
-    dtype: torch.dtype   # of activations; head scales and what is trained stay float32
+    dtype: torch.dtype   # of activations; head scales and trained weights stay float32
     rank: int = 0
     world_size: int = 1
 
@@ -55,14 +55,15 @@ class Runtime:
             print(*args, flush=True)
 
     def shard(self, items):
-        """This rank's share of a list of work: every world_size-th item."""
+        """This rank's share of a list of items: every world_size-th item."""
         return items[self.rank::self.world_size]
 
     def gather(self, rows, n, finite=True):
         """
-        Put rows computed for shard(range(n)) back in order. Returns (n, ...) float64, the same on
-        every rank, so that sums over it do not depend on the number of ranks. finite: raise
-        UserError where a number is infinite or NaN, before a result is made of it.
+        Collect the rows of all ranks and put them in order. rows: computed for shard(range(n)).
+        Returns (n, ...) float64, the same on every rank, so sums over it do not depend on the
+        number of ranks. finite: raise UserError if a number is infinite or NaN, before it reaches a
+        result.
         """
         rows = np.array(rows, dtype=np.float64)
         if self.world_size > 1:
@@ -73,24 +74,24 @@ class Runtime:
         if finite and len(odd):
             raise UserError(f'{len(odd)} of {rows.size} numbers measured are not finite, the '
                             f'first is {odd[0]}; no result was written. Are the weights or scales '
-                            'damaged? Take another --init_from=, --scale= or --dtype=.')
+                            'damaged? Try another --init_from=, --scale= or --dtype=.')
         return rows
 
     @torch.no_grad()
     def over_windows(self, windows, batch_tokens, measure, label=None, finite=True):
         """
-        Measure every window, in batches of at most batch_tokens tokens, split over the ranks.
-        windows: (n, T + 1) int64 ids; measure(inputs, targets), each (B, T), returns an array or
-        tensor of B rows. Returns the rows of all windows in order, (n, ...) float64, on every rank;
-        for finite see gather().
+        Measure every window, in batches of at most batch_tokens tokens. The ranks share the
+        windows. windows: (n, T + 1) int64 ids. measure(inputs, targets) gets two (B, T) tensors and
+        returns an array or tensor of B rows. Returns the rows of all windows in order, (n, ...)
+        float64, on every rank. finite: see gather().
         """
         n, windows, rows = len(windows), self.shard(torch.as_tensor(windows)), []
         most = max(1, batch_tokens // (windows.shape[1] - 1))
         size = math.ceil(len(windows) / max(1, math.ceil(len(windows) / most))) or 1
         with progress_bar(len(windows), label, self.is_main and label is not None) as bar:
             for first in range(0, len(windows), size):
-                # The last batch is filled up with the first windows: a batch of another size would
-                # be compiled again.
+                # Fill the last batch up with the first windows, because a smaller batch would be
+                # compiled again.
                 batch = windows[torch.arange(first, first + size) % len(windows)].to(self.device)
                 with self.autocast():
                     result = measure(batch[:, :-1], batch[:, 1:])
@@ -103,7 +104,7 @@ class Runtime:
             dist.barrier()
 
     def close(self):
-        """The end of a stage: every rank waits here, because one may still send to another."""
+        """End a stage. Every rank waits here, because one rank may still send to another."""
         self.wait_for_all()
         if self.world_size > 1:
             dist.destroy_process_group()
@@ -111,9 +112,9 @@ class Runtime:
 
 def has_bfloat16(device):
     """
-    True where bfloat16 is faster than float32 on every processor of that kind: on a GPU with
-    bfloat16 in hardware, on a CPU with AMX. With AVX-512's bfloat16 and no AMX, one processor that
-    we measured did twice as many products a second as in float32, another half as many.
+    True if bfloat16 is faster than float32 on every processor of this kind: GPUs with bfloat16 in
+    hardware, and CPUs with AMX. CPUs with AVX-512's bfloat16 but without AMX differ: of two that we
+    measured, one did twice as many products per second as in float32, the other half as many.
     """
     if device.type == 'cuda':
         return torch.cuda.is_bf16_supported(including_emulation=False)
@@ -121,7 +122,7 @@ def has_bfloat16(device):
 
 
 def choose_device(device, world_size):
-    """The torch.device of a --device= setting. Raises UserError for one that is not here."""
+    """The torch.device of a --device= setting. Raises UserError if it is not available."""
     here, accelerator = ['cpu'], torch.accelerator.current_accelerator(check_available=True)
     if accelerator:
         kind = accelerator.type
@@ -138,15 +139,15 @@ def choose_device(device, world_size):
 
 def setup(device='auto', dtype='auto', seed=1337):
     """
-    Choose the device, the precision and, under torchrun, this process's rank. Returns a Runtime.
-    device: 'auto', 'cpu', 'cuda', 'cuda:1', 'mps'. dtype: a key of DTYPES, or 'auto', which is
-    bfloat16 where has_bfloat16(), else float16 on a GPU and float32 on a CPU or mps.
+    Choose the device and the precision; under torchrun, take this process's rank. Returns a
+    Runtime. device: 'auto', 'cpu', 'cuda', 'cuda:1', 'mps'. dtype: a key of DTYPES, or 'auto':
+    bfloat16 if has_bfloat16(), otherwise float16 on a GPU and float32 on a CPU or mps.
     """
     rank, world_size = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
     device = choose_device(device, world_size)
-    # Sharp attention has weights below 1e-38, with which a CPU reckons slowly unless it takes them
-    # for 0: a tuning step of the 5M model at scale 2.2 took 19 s and takes 7.5. First of all, as
-    # the threads of a pool take this over when they are made.
+    # Sharp attention has weights below 1e-38. A CPU computes slowly with such numbers unless it
+    # rounds them to 0: rounding cut a tuning step of the 5M model at scale 2.2 from 19 s to 7.5 s.
+    # Set this before the first thread pool starts, because threads copy it when they are created.
     torch.set_flush_denormal(True)
     if dtype == 'auto':
         half = 'float16' if device.type == 'cuda' else 'float32'
@@ -166,18 +167,20 @@ def setup(device='auto', dtype='auto', seed=1337):
         dist.init_process_group(backend, timeout=datetime.timedelta(hours=2))
     if world_size > 1:
         chosen = [dtype]
-        dist.broadcast_object_list(chosen)  # the first rank's, because machines may differ
+        dist.broadcast_object_list(chosen)  # use the first rank's dtype, because machines differ
         dtype = chosen[0]
     torch.manual_seed(seed)
     if device.type == 'cpu':
         keep_freed_memory()
-        # Compiled embedding gradients are otherwise summed in another order in each run. New
-        # tensors are not filled, which would cost a pass over each. use_deterministic_algorithms()
-        # would load the compiler, a second of every start; can_compile() calls it.
+        # Without this, compiled code sums embedding gradients in another order in each run.
+        # use_deterministic_algorithms() would load the compiler, which costs a second at every
+        # start, so only can_compile() calls it. Do not fill new tensors, because that costs a pass
+        # over each.
         torch.set_deterministic_debug_mode('error')
         torch.utils.deterministic.fill_uninitialized_memory = False
-    # TF32 would round the products of entropies and score maps to 10-bit mantissas. Off, it slows
-    # down no half precision. PyTorch's newer switch, fp32_precision, cannot be mixed with this one.
+    # TF32 would round the inputs of float32 products, which entropies and score maps need, to
+    # 10-bit mantissas. Half precision is as fast without TF32. PyTorch's newer switch,
+    # fp32_precision, cannot be mixed with this one.
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     return Runtime(device, DTYPES[dtype], rank, world_size)
@@ -185,10 +188,10 @@ def setup(device='auto', dtype='auto', seed=1337):
 
 def keep_freed_memory(largest=2 ** 30):
     """
-    Have the C library keep freed blocks of up to `largest` bytes for the next step, where it is
-    glibc. By default it hands large ones back to the system, and every training step pays for their
-    pages again: 86 to 64 ms in one trial of the demo model. The price is a heap with holes, up to
-    three times as large as what it holds.
+    Make the C library, if it is glibc, keep freed blocks of up to `largest` bytes for the next
+    step. By default glibc returns large blocks to the system, so every training step pays for their
+    pages again. Keeping them cut a step of the demo model from 86 to 64 ms in one trial. The price:
+    the heap has holes, and can grow to three times the size of what it holds.
     """
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL('libc.so.6').mallopt
@@ -199,8 +202,11 @@ def keep_freed_memory(largest=2 ** 30):
 # ---------------------------------------------------------------------- compile and shard
 
 def can_compile(runtime, enabled):
-    """True where torch.compile was asked for and can be done; if not, one line says why."""
-    if not enabled or runtime.device.type == 'mps':  # torch.compile for mps is young
+    """
+    True if torch.compile is enabled and can work here. If it is enabled but something is missing,
+    prints one line that names it.
+    """
+    if not enabled or runtime.device.type == 'mps':  # torch.compile for mps is too new
         return False
     compiler, source = COMPILERS.get(sys.platform, COMPILERS['linux'])
     compiler, missing = os.environ.get('CXX', compiler), None
@@ -208,25 +214,26 @@ def can_compile(runtime, enabled):
         missing = f'the C++ compiler {compiler} ({source})'
     elif not Path(sysconfig.get_paths()['include'], 'Python.h').exists():
         missing = 'Python.h (Debian, Ubuntu: apt-get install python3-dev)'
-    if missing:  # a GPU's kernels need both, too
+    if missing:  # compiling for a GPU needs both, too
         runtime.print(f'torch.compile needs {missing}; going on uncompiled, which is slower.')
         return False
     if runtime.device.type == 'cpu':
         torch.use_deterministic_algorithms(True)
-    # Of lengths or models: beyond this limit a call would silently go uncompiled.
+    # The number of shapes and models to compile. Beyond it, a call would silently run uncompiled.
     torch._dynamo.config.recompile_limit = 64
     return True
 
 
 def compiled(model, runtime, enabled):
-    """torch.compile(model), once per shape, or the model as it is where that cannot be done."""
+    """torch.compile(model), once per shape, or the model itself if can_compile() is False."""
     return torch.compile(model, dynamic=False) if can_compile(runtime, enabled) else model
 
 
 def compiled_for(model, runtime, enabled, n, length):
-    """The model, compiled where n windows of `length` tokens are enough work for that to pay."""
+    """The model, compiled if n windows of `length` tokens are enough work for this to pay off."""
+    # Models of transformers have no flops_per_token. With scale sets, vectors change in each pass.
     if not hasattr(model, 'flops_per_token') or model.scale_sets:
-        return model  # of transformers, or one whose vectors are exchanged before each pass
+        return model
     flops = n * length * sum(model.flops_per_token(length))
     pays = flops > WORTH_COMPILING[runtime.device.type == 'cuda']
     return compiled(model, runtime, enabled and pays)
@@ -234,16 +241,16 @@ def compiled_for(model, runtime, enabled, n, length):
 
 def sharded(model, runtime, compile):
     """
-    Split weights, gradients and optimizer state over the ranks (FSDP): a block's weights are whole
-    only while it runs. They stay float32, head scales too; autocast lowers the products. Blocks are
-    compiled one by one.
+    Split weights, gradients and optimizer state over the ranks (FSDP). A block's weights are whole
+    only while the block runs. All weights stay float32, and so do head scales; autocast lowers the
+    precision of products. With `compile`, each block is compiled separately.
     """
-    from torch.distributed.fsdp import fully_shard  # here, as it takes a second to import
+    from torch.distributed.fsdp import fully_shard  # imported here, because it takes a second
     if {'t5', 'fire'} & set(model.config.position.split(',')):
         raise UserError(f'fsdp cannot split position {model.config.position}: PyTorch shards '
                         'neither a table that all layers share nor a single number. Leave out '
                         '--fsdp=True.')
-    # Nobody changes the losses in place, which this warns of.
+    # This warning is about changing the losses in place, which we never do.
     warnings.filterwarnings('ignore', message='.*returned a view tensor')
     mesh = dist.init_device_mesh(runtime.device.type, (runtime.world_size,))
     by_blocks = can_compile(runtime, compile)
@@ -255,12 +262,14 @@ def sharded(model, runtime, compile):
 
 
 def unsharded(state):
-    """A state dict whose sharded tensors the first rank puts together in CPU memory. Call it on
-    every rank."""
+    """
+    A state dict with whole tensors instead of sharded ones. The first rank gets them, in CPU
+    memory; the others get None. Call it on every rank.
+    """
     def whole(value):
         if not hasattr(value, 'full_tensor'):  # a plain tensor or a number
             return value
-        tensor = value.full_tensor()  # all ranks take part; the others need not keep it
+        tensor = value.full_tensor()  # all ranks must call this; only the first keeps the result
         return tensor.cpu() if dist.get_rank() == 0 else None
 
     return tree_map(whole, state)
@@ -268,9 +277,9 @@ def unsharded(state):
 
 def load_sharded(optimizer, state):
     """
-    Give an optimizer the moments of a saved one, whole tensors; its parameters may be sharded.
-    Rates and the like stay its own. Raises ValueError for moments of other shapes, with which a
-    fused optimizer would write where no weight is.
+    Load the saved moments, which are whole tensors, into an optimizer. The optimizer's parameters
+    may be sharded. It keeps its own learning rates and other settings. Raises ValueError for
+    moments of other shapes, because a fused optimizer would then write outside the weights.
     """
     weights = [p for group in optimizer.param_groups for p in group['params']]
     for i, moments in state['state'].items():
@@ -282,13 +291,13 @@ def load_sharded(optimizer, state):
                 from torch.distributed.tensor import distribute_tensor
                 moments[name] = distribute_tensor(x.to(p.device), p.device_mesh, p.placements)
             else:
-                moments[name] = x.clone()  # or the file, which is mapped, stays in use
+                moments[name] = x.clone()  # copied, so that the mapped file can be closed
     own = optimizer.state_dict()['param_groups']
     optimizer.load_state_dict(state | {'param_groups': own})
 
 
 def learning_rate_at(step, peak, floor, warmup, decay):
-    """Linear warm-up, then a cosine from peak to floor that ends at step `decay`."""
+    """The learning rate at a step: linear warm-up, then a cosine from peak to floor until decay."""
     if step < warmup:
         return peak * (step + 1) / warmup
     share = min(1.0, (step - warmup) / max(1, decay - warmup))
@@ -304,14 +313,15 @@ def synchronize(device):
 
 def matmul_flops(device, dtype, seconds=0.3):
     """
-    FLOP/s of a large square matrix product in this precision, the best of those done in so many
-    seconds: the ceiling that MFU is measured by. On a CPU by the time that this thread computes,
-    which leaves out most of what other processes take; some systems count it in steps of 10 ms.
+    FLOP/s of a large square matrix product in this precision: the ceiling for MFU. Returns the best
+    of the products done in `seconds`. On a CPU the clock counts only the time that this thread
+    computes, which excludes most of the time that other processes take. Some systems count it in
+    steps of 10 ms.
     """
     clock = time.thread_time if device.type == 'cpu' else time.perf_counter
     size = 8192 if device.type == 'cuda' else 2048
     a = torch.randn(size, size, device=device, dtype=dtype)
-    a @ a  # the first may take a second, while the library loads
+    a @ a  # the first product may take a second, because the library loads
     best, stop = 0.0, time.perf_counter() + seconds
     synchronize(device)
     start, n = clock(), 0

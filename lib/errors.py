@@ -1,6 +1,6 @@
 """
-What a user sees of an error that nothing caught: one line for what he can mend, the whole traceback
-for a bug.
+Errors that a user sees: one line for a mistake that the user can fix, the whole traceback for a
+bug.
 """
 
 import contextlib
@@ -11,20 +11,21 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# What goes wrong where JSON from outside is read and taken apart; deep nesting is a RecursionError.
+# The errors that malformed data from outside can cause. Deeply nested JSON is a RecursionError.
 MALFORMED = ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError
 
 
 class UserError(ValueError):
     """
-    Something that a user can mend. Its text says what was wrong, with the value, and what to do.
+    A mistake that the user can fix. The text says what was wrong, with the value, and what to do.
     """
 
 
 @contextlib.contextmanager
 def as_user_error():
     """
-    A ValueError of model.py or position.py in here is the user's: of a setting or a file of his.
+    A context that turns a ValueError of model.py or position.py into a UserError, because the
+    user's setting or file caused it.
     """
     try:
         yield
@@ -35,8 +36,8 @@ def as_user_error():
 @contextlib.contextmanager
 def fault_of(path, what, advice):
     """
-    What goes wrong in here is the fault of a file that is taken apart: `what` it is not, and the
-    advice, are said to the user.
+    A context that turns an error of MALFORMED into a UserError, because a malformed file caused it.
+    The message says that `path` is not `what`, then gives the advice.
     """
     try:
         yield
@@ -49,8 +50,8 @@ def fault_of(path, what, advice):
 
 def require_kinds(data, /, **kinds):
     """
-    Raise an error of MALFORMED unless `data` is a dict that has each name of `kinds`, {name: type},
-    and of that type.
+    Raise an error of MALFORMED unless `data` is a dict that has each name of kinds, and its value
+    has the right type. kinds: {name: type}.
     """
     for name, kind in kinds.items():
         if not isinstance(data[name], kind):
@@ -59,10 +60,11 @@ def require_kinds(data, /, **kinds):
 
 def report(kind, error, trace):
     """
-    A sys.excepthook. Under torchrun the first rank of a node prints what all ranks met, and the
-    others only what is theirs alone.
+    A sys.excepthook that prints a user's mistake as one line. Under torchrun, if all ranks of a
+    node meet the same error, only the first rank prints it. Another rank prints only an error that
+    the first does not meet.
     """
-    if kind.__name__ == 'OutOfMemoryError':  # torch's, by its name: importing torch takes seconds
+    if kind.__name__ == 'OutOfMemoryError':  # torch's class, by name: importing torch is slow
         error = ('out of GPU memory. Lower micro_batch_size, batch_tokens or batch_size, or set '
                  '--checkpoint_activations=True, as the stage has them; see --help.')
     elif kind is KeyboardInterrupt:
@@ -70,7 +72,8 @@ def report(kind, error, trace):
     elif not issubclass(kind, (UserError, OSError)):
         return sys.__excepthook__(kind, error, trace)
     if int(os.environ.get('LOCAL_RANK', 0)):
-        # torchrun, which looks ten times a second, ends this rank once the first has failed.
+        # torchrun checks ten times a second. If the first rank fails, too, torchrun ends this rank
+        # during the sleep. On a busy machine, the first rank takes seconds to end.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(10)  # a busy machine takes seconds to end the first
+        time.sleep(10)
     print(f"{Path(sys.argv[0]).name}: {' '.join(str(error).split())}", file=sys.stderr)

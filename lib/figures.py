@@ -1,8 +1,8 @@
 """
-What all pictures share: colours, curves with their names at their ends, and axes.
+The code that all pictures share: colors, named curves, and axes.
 
-In every picture a method has the same colour, a curve has its name at its right end, and a dotted
-line stands at L, the length that the model was trained at.
+In every picture, a method has the same color, and a curve has its name at its right end. A dotted
+line marks L, the training length of the model.
 """
 
 import re
@@ -12,7 +12,7 @@ import numpy as np
 
 from lib.results import whole_file
 
-# What pictures call the position methods.
+# The names of the position methods in pictures.
 NAMES = {
     'none': 'NoPE',
     'logn': 'NoPE with log-n queries',
@@ -33,8 +33,8 @@ NAMES = {
     'xl': 'Transformer-XL',
 }
 
-# The colour of a curve belongs to the first of these patterns that its name matches. The palettes
-# are Okabe and Ito's and Paul Tol's, which colour-blind readers can tell apart.
+# {pattern: color}. A curve has the color of the first pattern that its name matches. The palettes
+# are Okabe and Ito's and Paul Tol's, because color-blind readers can distinguish their colors.
 BLACK = '#000000'
 BLUE = '#0072B2'
 ORANGE = '#E69F00'
@@ -62,8 +62,8 @@ COLORS = {
     r'': '#777777',
 }
 DASHES = ['-', '--', ':', '-.']
-MARKERS = 'os^vDPX*'  # where points are few
-MOST = 8  # rows of a table in one panel
+MARKERS = 'os^vDPX*'  # for curves of few points
+MOST = 8  # the most rows of a table that one panel shows
 
 STYLE = {'font.size': 9, 'axes.titlesize': 10, 'axes.titlepad': 16, 'figure.titlesize': 11,
          'axes.grid': True, 'grid.alpha': 0.3, 'axes.spines.top': False,
@@ -73,7 +73,7 @@ STYLE = {'font.size': 9, 'axes.titlesize': 10, 'axes.titlepad': 16, 'figure.titl
 # ----------------------------------------------------------------------------- figures
 
 def panels(title, n, columns, width=6.8, height=3.8):
-    """A figure of n panels, `columns` in a row, and the list of their axes. It needs no screen."""
+    """A figure of n panels, `columns` per row, and the list of their axes. It needs no display."""
     import matplotlib
     from matplotlib.figure import Figure
     matplotlib.rcParams.update(STYLE)
@@ -91,12 +91,12 @@ def save(figure, path):
 
 
 def method_name(position):
-    """What pictures call a position method, or the methods of a model's layers."""
+    """The name in pictures of a position method, or of the methods of a model's layers."""
     return '/'.join(NAMES.get(name, name) for name in position.split(','))
 
 
 def curve_name(result):
-    """The position method of a result and its label, which says what was done to the model."""
+    """A result's position method and its label. The label says how the model was changed."""
     name = method_name(result['position_method'])
     if result.get('dape_kernel'):
         name += ' + DAPE'
@@ -107,7 +107,7 @@ def curve_name(result):
 
 
 def run_name(result):
-    """Which run a result is of: the curve's name and the folder of the checkpoint."""
+    """The name of a result's run: the curve's name and the folder of the checkpoint."""
     checkpoint = Path(result['checkpoint'])
     folder = checkpoint.parent if checkpoint.suffix == '.pt' else checkpoint
     return f"{curve_name(result)} ({'/'.join(folder.parts[-3:])})"
@@ -122,14 +122,15 @@ def color_of(name):
 
 
 def named_lines(axis):
-    """The curves of a panel. matplotlib begins the names of other lines with an underscore."""
+    """The curves of a panel. Other lines have names that matplotlib begins with an underscore."""
     return [line for line in axis.get_lines() if not line.get_label().startswith('_')]
 
 
 def curve(axis, x, y, name, error=None, color=None, **style):
     """
-    Plot y against x in the colour of the name. Curves of one colour differ by their dashes, and
-    where points are few by their markers. error: half the length of each bar. None is left out.
+    Plot y against x in the color of the name. Curves of one color have different dashes; curves of
+    few points also have different markers. error: half the length of each error bar. A y of None is
+    not drawn.
     """
     color = color or color_of(name)
     before = sum(line.get_color() == color for line in named_lines(axis))
@@ -144,8 +145,8 @@ def curve(axis, x, y, name, error=None, color=None, **style):
 
 def running_mean(values):
     """
-    Means of 8 neighbours, for a smoother curve; its positions go through it, too. A value is of
-    L / 16 positions, so 8 of them are of L / 2.
+    Means of 8 neighboring values, for a smoother curve. Apply it to the positions, too. A value
+    covers L / 16 positions, so 8 values cover L / 2.
     """
     if len(values) <= 16:
         return values
@@ -157,7 +158,7 @@ def number(value):
 
 
 def spread(heights, gap):
-    """Sorted heights, moved apart until neighbours differ by `gap`, as much up as down."""
+    """Move sorted heights apart, evenly up and down, until neighbors differ by at least `gap`."""
     steps = gap * np.arange(len(heights))
     rest = heights - steps
     up = np.maximum.accumulate(rest)
@@ -167,9 +168,9 @@ def spread(heights, gap):
 
 def label_ends(axis, values=False, gap=0.065):
     """
-    Write the name of each curve at its right end, and with values=True what it ends at. Points
-    above the panel become arrows at its edge, and the name then says how high the curve goes. gap:
-    between names, as a share of the panel's height.
+    Write the name of each curve at its right end, with values=True also the curve's last value.
+    Points above the panel become arrows at its edge; the name then includes the curve's maximum.
+    gap: distance between names, as a share of the panel's height.
     """
     _, top = axis.set_ylim(axis.get_ylim())
     share_of_panel = axis.transData - axis.transAxes
@@ -200,14 +201,14 @@ def label_ends(axis, values=False, gap=0.065):
 
 
 def mark_length(axis, x, text, color='black'):
-    """A dotted vertical line with a text above the panel."""
+    """Draw a dotted vertical line at x, with a text above the panel."""
     axis.axvline(x, color=color, ls=':', lw=1.2)
     axis.annotate(text, (x, 1), (0, 3), xycoords=('data', 'axes fraction'), ha='center',
                   textcoords='offset points', fontsize=8)
 
 
 def length_axis(axis, lengths, L):
-    """A logarithmic axis with a plain number at each length, and the line at L."""
+    """Make the x axis logarithmic, with a plain number at each length, and mark L."""
     axis.set_xscale('log')
     axis.set_xticks(lengths, [f'{length:g}' for length in lengths])
     axis.minorticks_off()
@@ -215,7 +216,7 @@ def length_axis(axis, lengths, L):
 
 
 def position_axis(axis, L, ylabel, title='', unit='tokens'):
-    """What all curves by position share: an axis from L / 4 on, and their names."""
+    """Finish a panel of curves by position: an x axis from L / 4 on, labels, and curve names."""
     last = max(line.get_xdata()[-1] for line in named_lines(axis))
     first = min(L, last) / 4
     ticks = [T for T in L * 2.0 ** np.arange(-12, 30) if first <= T <= 1.1 * last]
@@ -226,13 +227,13 @@ def position_axis(axis, L, ylabel, title='', unit='tokens'):
 
 
 def draw_bound(axis, position, unit='nats'):
-    """The entropy of equal weights on i positions, which no head exceeds."""
+    """Draw log i, the entropy of equal weights on i positions. No head can exceed it."""
     bound = np.log(position) if unit == 'nats' else np.log2(position)
     curve(axis, position, bound, 'upper bound log i', color=BLACK, ls='--', lw=1)
 
 
 def draw_cut(axis, lengths, losses, name):
-    """The loss of a model with its context cut to its last tokens; where it is None, nothing."""
+    """Draw the loss of a model with its context cut to the last tokens. None is not drawn."""
     losses = np.array(losses, float)
     known = np.isfinite(losses)
     if known.any():
@@ -241,8 +242,8 @@ def draw_cut(axis, lengths, losses, name):
 
 def draw_loss_and_entropy(axes, curves, L, unit='nats', cut=None):
     """
-    Two panels by position. curves: rows of a name, its position, loss, entropy, and colour; cut: of
-    lib.losses.cut_curve().
+    Draw two panels: loss and entropy by position. curves: rows of (name, positions, losses,
+    entropies, color); cut: the dict of lib.losses.cut_curve().
     """
     for name, position, loss, entropy, color in curves:
         curve(axes[0], running_mean(position), running_mean(loss), name, color=color)

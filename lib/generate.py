@@ -1,5 +1,5 @@
 """
-Text from a model over a KV cache: greedy, sampled with temperature, top-k and top-p, or by beam
+Generate text from a model with a KV cache: greedy, sampled (temperature, top-k, top-p), or by beam
 search.
 """
 
@@ -15,11 +15,12 @@ from position import Place
 
 class KVCache:
     """
-    Keys and values of the tokens read so far, in each layer (B, n_kv_head, max_length, D), for a
-    pass that will hold max_length tokens. After fix() every further token is read by the same
-    operations on tensors of the same shapes: what a compiler needs to make one graph of a step.
+    The keys and values of the tokens read so far, (B, n_kv_head, max_length, D) in each layer.
+    max_length: the number of tokens that the pass will hold. After fix(), each further token is
+    read by the same operations on tensors of the same shapes. A compiler needs this to make one
+    graph of a step.
     """
-    PADDING = 2 ** 30  # the position of padding: later than any query, so that none sees it
+    PADDING = 2 ** 30  # position of padding tokens: later than each query, so that no query sees it
 
     def __init__(self, model, batch_size, max_length, dtype=None):
         c, weight = model.config, model.head.weight
@@ -29,12 +30,15 @@ class KVCache:
         self.v = [torch.empty(shape, **kind) for _ in range(c.n_layer)]
         self.length, self.max_length = 0, max_length  # slots used, slots
         self.prompt_lengths = self.padded = None
-        self.inputs = {}  # of each short convolution, of the last tokens: (B, taps - 1, C)
+        self.inputs = {}  # each short convolution's inputs at the last tokens, (B, taps - 1, C)
 
     def fix(self):
-        """After the prompt: from now on all slots are read, those still empty as later tokens."""
+        """
+        Call this after the prompt. From now on each step reads all slots. Empty slots have later
+        positions than the query, so the query does not see them.
+        """
         for x in (*self.k, *self.v):
-            x[:, :, self.length:] = 0  # what memory held there may be NaN
+            x[:, :, self.length:] = 0  # uninitialized memory may hold NaN
         for x in (*self.k, *self.v, *self.inputs.values()):
             torch._dynamo.mark_static_address(x, guard=False)  # for CUDA graphs
         self.length = torch.tensor(self.length, device=x.device)
@@ -42,12 +46,12 @@ class KVCache:
 
     def append(self, layer, k, v):
         """Add the new tokens' keys and values. Returns those of all tokens so far."""
-        if torch.is_tensor(self.length):  # of a step after fix()
+        if torch.is_tensor(self.length):  # after fix()
             slot = self.length[None]
             return (self.k[layer].index_copy_(2, slot, k.to(self.k[layer].dtype)),
                     self.v[layer].index_copy_(2, slot, v.to(self.v[layer].dtype)))
         end = self.length + k.shape[2]
-        if end > self.max_length:  # one token too many would be dropped without a word
+        if end > self.max_length:  # otherwise the slice below would silently drop tokens
             raise ValueError(f'the KV cache holds {self.max_length} tokens but {end} are needed. '
                              'Make it longer.')
         self.k[layer][:, :, self.length:end] = k
@@ -56,8 +60,9 @@ class KVCache:
 
     def preceded(self, name, x, n):
         """
-        The n inputs of a short convolution before x, (B, T, C), and x: (B, n + T, C), with zeros
-        before the first token. Keeps the last n of them for the next pass, padding left out.
+        Put the previous n inputs of a short convolution before x, (B, T, C). Returns (B, n + T, C).
+        Before the first token, the inputs are zeros. Keeps the last n inputs, without padding, for
+        the next pass.
         """
         B, T, C = x.shape
         if name not in self.inputs:
@@ -67,20 +72,20 @@ class KVCache:
         if self.prompt_lengths is not None and self.is_empty:
             rows = self.prompt_lengths + torch.arange(n, device=x.device)
             last = joined.gather(1, rows[..., None].expand(-1, -1, C))
-        self.inputs[name].copy_(last)  # in place, as a compiled step needs the same tensor
+        self.inputs[name].copy_(last)  # in place, because a compiled step needs the same tensor
         return joined
 
     @property
     def is_empty(self):
-        """True until the first pass has been read."""
+        """True before the first pass."""
         return not torch.is_tensor(self.length) and self.length == 0
 
     def place(self, T):
-        """Where the next T tokens and all keys with them stand."""
+        """A Place: the positions of the next T tokens, and of all keys including theirs."""
         all_slots = torch.is_tensor(self.length)
         j = torch.arange(self.max_length if all_slots else self.length + T, device=self.k[0].device)
-        # A prompt of 3 tokens in 5 slots, then two new tokens: slots 0 1 2 3 4 5 6 are positions
-        # 0 1 2 PADDING PADDING 3 4.
+        # Example: a prompt of 3 tokens in 5 slots, then 2 new tokens. Slots 0 1 2 3 4 5 6 have
+        # positions 0 1 2 PADDING PADDING 3 4.
         if self.prompt_lengths is not None and not self.is_empty:
             new = j - self.padded + self.prompt_lengths
             after = torch.where(j < self.padded, self.PADDING, new)
@@ -91,11 +96,14 @@ class KVCache:
         return Place(j[..., self.length:], j, self.max_length)
 
     def set_prompt_lengths(self, lengths, padded):
-        """Before prompts padded on the right to so many tokens: how many are real of each, (B,)."""
+        """
+        Call this before reading prompts that are padded on the right to `padded` tokens. lengths:
+        the number of real tokens of each prompt, (B,).
+        """
         self.prompt_lengths, self.padded = lengths[:, None], padded
 
     def repeat(self, n):
-        """Each sequence n times, one copy after the other."""
+        """Repeat each sequence n times. The copies of a sequence are neighbors."""
         self.k = [x.repeat_interleave(n, dim=0) for x in self.k]
         self.v = [x.repeat_interleave(n, dim=0) for x in self.v]
         self.inputs = {name: x.repeat_interleave(n, dim=0) for name, x in self.inputs.items()}
@@ -103,7 +111,10 @@ class KVCache:
             self.prompt_lengths = self.prompt_lengths.repeat_interleave(n, dim=0)
 
     def reorder(self, source, start):
-        """Sequence b becomes a copy of source[b] from slot `start` on, the same before."""
+        """
+        Make sequence b a copy of sequence source[b], from slot `start` on. Before `start` both must
+        be equal.
+        """
         for x in (*self.k, *self.v):
             x[:, :, start:self.length] = x[source, :, start:self.length]
         for x in self.inputs.values():
@@ -111,7 +122,7 @@ class KVCache:
 
 
 def require_positions(model, length):
-    """Raise UserError if a pass of `length` tokens has more than the random positions hold."""
+    """Raise UserError if a pass of `length` tokens needs more than the model's random positions."""
     N = getattr(model.config, 'random_positions', 0)
     if 0 < N < length:
         raise UserError(f'the model was trained at random positions below {N}, so it cannot read '
@@ -120,8 +131,8 @@ def require_positions(model, length):
 
 def new_cache(model, batch_size, max_length, dtype=None):
     """
-    A cache for a pass that will hold max_length tokens; of scale sets the one for such a pass is
-    put into the model. A model read through transformers brings a cache of its own.
+    A cache for a pass that will hold max_length tokens. If the model has scale sets, it gets the
+    scales for such a pass. A model read through transformers makes its own kind of cache.
     """
     if model.scale_sets:
         model.scale_sets.use(max_length)
@@ -136,21 +147,21 @@ def new_cache(model, batch_size, max_length, dtype=None):
 def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
     """
     Draw the next token. logits: (B, V). Returns (B, 1) ids.
-    temperature: 0 takes the likeliest; top_k: only the k likeliest; top_p: only the fewest whose
-    mass reaches p.
+    temperature: 0 takes the likeliest token; top_k: draw only from the k likeliest tokens; top_p:
+    draw only from the smallest set of likeliest tokens whose probabilities sum to at least p.
     """
-    if temperature < 1e-30:  # float32 logits divided by less may be infinite
+    if temperature < 1e-30:  # float32 logits, divided by less, may become infinite
         return logits.argmax(-1, keepdim=True)
     logits = logits.float()
     logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # exp() is at most 1
     if top_k is not None:
-        # Among equals the first, as argmax does.
+        # Among equal logits the first is kept, as argmax does.
         kept = logits.argsort(descending=True, stable=True)[:, :top_k]
         logits = torch.full_like(logits, -math.inf).scatter(-1, kept, logits.gather(-1, kept))
     if top_p is not None:
         ordered, order = logits.softmax(-1).sort(descending=True)
-        before = ordered.cumsum(-1) - ordered  # the mass of the tokens likelier than this one
-        before[:, 0] = -1                      # so the likeliest always stays
+        before = ordered.cumsum(-1) - ordered  # total probability of the likelier tokens
+        before[:, 0] = -1                      # always keep the likeliest token
         dropped = (before >= top_p).gather(-1, order.argsort(-1))
         logits = logits.masked_fill(dropped, -math.inf)
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)
@@ -158,9 +169,9 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None
 
 def store_column_major(model):
     """
-    Store float32 matrices on a CPU column-major, for decoding; no value changes. PyTorch's products
-    with one token are then up to 2.5 times as fast, and those with many tokens as fast as before.
-    Storing them takes as long as decoding 1 to 12 tokens, so the caller does it, once.
+    Store a model's float32 matrices on a CPU column-major, for decoding. No value changes. Products
+    with one token become up to 2.5 times as fast; products with many tokens stay as fast as before.
+    Storing takes as long as decoding 1 to 12 tokens, so the caller does it once.
     """
     for module in model.modules():
         weight = getattr(module, 'weight', None)
@@ -172,14 +183,15 @@ def store_column_major(model):
 
 def step_of(model, cache, compile):
     """
-    The function that reads the next token, called as model(token, tail=1, cache=cache): the model
-    itself, or where it is to be compiled and can be, one graph for all steps, on a GPU a CUDA
-    graph. Compiling pays for thousands of tokens.
+    The function that reads the next token, called as model(token, tail=1, cache=cache). It is the
+    model itself, or a compiled graph for all steps if `compile` is set and the model can be
+    compiled. On a GPU this is a CUDA graph. Compiling pays off after thousands of tokens.
     """
     if not compile or hasattr(model, 'new_cache'):
         return model
     if needs_equal_lengths(model):
-        note('read uncompiled: scale sets, or a method that reads each length otherwise')
+        note('decoding uncompiled: with its scale sets or position method, the model computes '
+             'each length differently')
         return model
     cache.fix()
     mode = 'reduce-overhead' if model.head.weight.device.type == 'cuda' else None
@@ -190,9 +202,9 @@ def step_of(model, cache, compile):
 def generate(model, prompt, max_new_tokens, temperature=0.0, top_k=None, top_p=None, eos=None,
              generator=None, cache_dtype=None, compile=False):
     """
-    Yield the ids that continue a prompt, a list of ids: max_new_tokens of them, or those before
-    `eos`. The prompt is read in one pass that computes logits for its last position only. compile:
-    see step_of().
+    Yield the ids that continue a prompt: max_new_tokens ids, or fewer if the model generates `eos`,
+    which is not yielded. prompt: a list of ids. One pass reads the prompt and computes logits only
+    for its last position. compile: see step_of().
     """
     cache = new_cache(model, 1, len(prompt) + max_new_tokens, cache_dtype)
     token, read = torch.tensor([prompt], device=model.head.weight.device), model
@@ -201,7 +213,7 @@ def generate(model, prompt, max_new_tokens, temperature=0.0, top_k=None, top_p=N
         if read is model:
             read = step_of(model, cache, compile)
         token = sample_token(logits, temperature, top_k, top_p, generator)
-        new = token.item()  # the host waits for the device once a token
+        new = token.item()  # the host waits for the device here, once per token
         if new == eos:
             return
         yield new
@@ -211,9 +223,9 @@ def generate(model, prompt, max_new_tokens, temperature=0.0, top_k=None, top_p=N
 
 def read_prompts(model, prompts, max_new_tokens, cache_dtype=None):
     """
-    Read a batch of prompts, lists of ids of any lengths from 1 on, in one pass: padded on the
-    right, which a causal model cannot see. Returns the logits after each prompt, (B, V), and the
-    cache, with room for max_new_tokens more.
+    Read a batch of prompts in one pass. prompts: lists of ids, each of any length from 1 on.
+    Shorter prompts are padded on the right; a causal model does not see this padding. Returns the
+    logits after each prompt, (B, V), and the cache, which has room for max_new_tokens more.
     """
     sizes, device = [len(prompt) for prompt in prompts], model.head.weight.device
     padded = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
@@ -229,13 +241,13 @@ def read_prompts(model, prompts, max_new_tokens, cache_dtype=None):
 def complete(model, prompts, max_new_tokens, beams=1, eos=(), min_new_tokens=0, cache_dtype=None,
              compile=False):
     """
-    Continue each prompt, a list of ids. Returns lists of at most max_new_tokens new ids, the end
-    token left out. A batch gives what each prompt alone would. beams: 1 for greedy, or the width of
-    a beam search; eos: an id that ends a sequence once it has min_new_tokens, or several; compile:
-    the steps of greedy, see step_of().
+    Continue each prompt. prompts: lists of ids. Returns a list of at most max_new_tokens new ids
+    for each prompt, without the end token. The result does not depend on the other prompts of the
+    batch. beams: 1 for greedy, or the width of a beam search; eos: an id, or several ids, that end
+    a sequence once it has min_new_tokens; compile: compile the steps of greedy, see step_of().
     """
     if beams < 1:
-        raise UserError(f'beams is {beams}; it must be at least 1, which is greedy.')
+        raise UserError(f'beams is {beams}; it must be at least 1 (1 is greedy).')
     eos = (eos,) if isinstance(eos, int) else eos
     if max_new_tokens == 0:
         return [[] for _ in prompts]
@@ -247,12 +259,12 @@ def complete(model, prompts, max_new_tokens, beams=1, eos=(), min_new_tokens=0, 
 
 
 def needs_equal_lengths(model):
-    """True where a token is read otherwise beside a prompt of another length."""
+    """True if prompts of different lengths in one batch would change each other's results."""
     return bool(model.needs_equal_lengths or model.scale_sets)
 
 
 def greedy(model, prompts, max_new_tokens, beams, eos, min_new_tokens, cache_dtype, compile):
-    """The likeliest token each time; beams is not used."""
+    """Continue each prompt with the likeliest token at each step. beams is not used."""
     logits, cache = read_prompts(model, prompts, max_new_tokens, cache_dtype)
     read = step_of(model, cache, compile)
     new, unfinished = [[] for _ in prompts], set(range(len(prompts)))
@@ -273,20 +285,20 @@ def greedy(model, prompts, max_new_tokens, beams, eos, min_new_tokens, cache_dty
 
 def beam_search(model, prompts, max_new_tokens, beams, eos, min_new_tokens, cache_dtype, compile):
     """
-    The likeliest continuation that a search over `beams` unfinished ones at a time finds, by the
-    default rules of transformers: a finished one is judged by its log-probability over its number
-    of tokens, end token included; each step looks at the (1 + number of end tokens) * beams
-    likeliest next tokens, of which an end token counts only among the first `beams`; and a prompt
-    is done when its best unfinished continuation, judged so, is no better than the worst of `beams`
-    finished ones. compile is not used.
+    The best continuation that beam search finds with `beams` unfinished continuations at a time.
+    The rules are the defaults of transformers. The score of a continuation is its log-probability
+    divided by its number of tokens, including the end token. Each step considers the
+    (1 + number of end tokens) * beams likeliest next tokens. An end token counts only if it is
+    among the first `beams` of them. A prompt is done when it has `beams` finished continuations and
+    its best unfinished one scores no better than the worst of them. compile is not used.
     """
     logits, cache = read_prompts(model, prompts, max_new_tokens, cache_dtype)
     cache.repeat(beams)
     start, B, V = cache.length, len(prompts), logits.shape[-1]
     logits = logits.repeat_interleave(beams, dim=0)               # (B * beams, V)
     scores = logits.new_full((B, beams), -1e9, dtype=torch.float32)
-    scores[:, 0] = 0                                              # at first all beams are the same
-    running = [[[]] * beams for _ in prompts]                     # ids of unfinished ones
+    scores[:, 0] = 0                                              # at first all beams are equal
+    running = [[[]] * beams for _ in prompts]                     # ids of the unfinished beams
     finished, done = [[] for _ in prompts], [False] * B           # finished: [(score, ids)]
     for step in range(max_new_tokens):
         last_step = step + 1 == max_new_tokens

@@ -1,11 +1,11 @@
 """
-Hugging Face: Llama-type checkpoints read and written, and any other causal model read through
+Hugging Face: read and write Llama-type checkpoints; read any other causal model through
 transformers.
 
-load_folder() gives a checkpoint in our format, save_folder() writes a folder that stock
-transformers loads, and Foreign puts a model of transformers behind the calls of ours. No code of a
-checkpoint is run. A source is a local folder, or hf:ORG/NAME or hf:ORG/NAME@REVISION, downloaded
-once into the hub's cache and found there without a network.
+load_folder() returns a checkpoint in our format. save_folder() writes a folder that unmodified
+transformers loads. Foreign wraps a model of transformers, so that it is called like ours. No code
+of a checkpoint is run. A source is a local folder, hf:ORG/NAME or hf:ORG/NAME@REVISION. A source
+with hf: is downloaded once into the hub's cache; after that it needs no network.
 """
 
 import dataclasses
@@ -34,9 +34,9 @@ from lib.tokens import (
 from model import VECTORS, ModelConfig, Transformer, small_vectors, vector_of
 from position import parse_scaling, rope_frequencies
 
-# Granite with attention in every layer and no experts is a Llama, or without RoPE its NoPE twin.
+# Granite with attention in every layer and no experts is a Llama; without RoPE it is a NoPE Llama.
 GRANITE = 'granitemoehybrid'
-# Settings of a ModelConfig: their names in a config.json.
+# {setting of a ModelConfig: its name in a config.json}.
 NAMES = {'vocab_size': 'vocab_size', 'block_size': 'max_position_embeddings',
          'n_layer': 'num_hidden_layers', 'n_head': 'num_attention_heads',
          'n_kv_head': 'num_key_value_heads', 'n_embd': 'hidden_size',
@@ -45,7 +45,7 @@ NAMES = {'vocab_size': 'vocab_size', 'block_size': 'max_position_embeddings',
 GRANITE_NAMES = NAMES | {'n_hidden': 'shared_intermediate_size'}
 KINDS = {field.name: int | float if field.type is float else field.type
          for field in dataclasses.fields(ModelConfig)}
-# What a config.json may leave out, as its class in transformers has it.
+# Defaults of entries that a config.json may leave out, from the config's class in transformers.
 LLAMA = {'max_position_embeddings': 2048, 'rope_theta': 10000.0, 'rms_norm_eps': 1e-6,
          'tie_word_embeddings': False}
 DEFAULTS = {
@@ -54,9 +54,9 @@ DEFAULTS = {
                         'rope_theta': 2000000.0, 'tie_word_embeddings': True},
     GRANITE: LLAMA | {'num_local_experts': 8, 'layer_types': 'mamba', 'attention_multiplier': 1.0}}
 ROPE_TYPES = {'default': '', 'linear': 'pi', 'dynamic': 'dynamic_ntk', 'yarn': 'yarn'}
-# The checksum of all tensors, in the metadata of a model.safetensors that we wrote.
+# The metadata key of the checksum of all tensors, in a model.safetensors that we wrote.
 CHECKSUM = 'nope_length_crc32'
-# Entries about RoPE that are read, and those that must have the value our RoPE has.
+# Entries about RoPE that we read, and entries that must have the value that our RoPE uses.
 ROPE_READ = ('rope_type', 'type', 'rope_theta', 'factor', 'original_max_position_embeddings',
              'finetuned')
 ROPE_FIXED = {'beta_fast': 32, 'beta_slow': 1, 'truncate': True, 'partial_rotary_factor': 1}
@@ -65,25 +65,28 @@ ROPE_FIXED = {'beta_fast': 32, 'beta_slow': 1, 'truncate': True, 'partial_rotary
 # ---------------------------------------------------------------------- files
 
 def files_of(source, *patterns):
-    """The folder of a source; of one on the hub with the files that match the patterns."""
+    """The folder of a source. From the hub, the files that match the patterns are downloaded."""
     if not source.startswith('hf:'):
         return Path(source)
     return from_hub(source, patterns, (
         'put its config.json, tokenizer.json, tokenizer_config.json and *.safetensors or '
-        'pytorch_model*.bin into a folder and give that, --init_from=FOLDER.'))
+        'pytorch_model*.bin into a folder and give that folder, --init_from=FOLDER.'))
 
 
 def model_files(source):
-    """The folder with all we read: weights as safetensors, or where there are none as .bin."""
+    """
+    The folder with all files that we read. The weights are safetensors, or .bin files if there are
+    no safetensors.
+    """
     folder = files_of(source, 'config.json', 'tokenizer.json', 'tokenizer_config.json',
-                      'model*.safetensors*')  # with an index
+                      'model*.safetensors*')  # the last * includes the index
     if any(folder.glob('model*.safetensors')):
         return folder
     return files_of(source, 'pytorch_model*.bin*')
 
 
 def read_config(source):
-    """config.json of a source, with what it leaves out."""
+    """The config.json of a source, with defaults for entries that it leaves out."""
     path = files_of(source, 'config.json') / 'config.json'
     if path.with_name('last.pt').is_file():
         raise UserError(f'{source} is a run of train.py. Name its checkpoint: '
@@ -103,10 +106,11 @@ def is_foreign(source):
 
 
 def weight_files(folder):
-    """The files of a folder that hold its weights: one, or shards. No index is read."""
+    """The weight files of a folder: one file, or shards. The index is not read."""
     for pattern in ('model.safetensors', 'model-*.safetensors', 'pytorch_model.bin',
                     'pytorch_model-*.bin'):
-        # Regular files and links to such, as the hub's cache has them: a device may have no end.
+        # Only regular files and links to them, which the hub's cache uses. A device file may be
+        # endless.
         files = sorted(path for path in folder.glob(pattern) if path.is_file())
         if files:
             return files
@@ -115,7 +119,7 @@ def weight_files(folder):
 
 
 def read_safetensors(path):
-    """{name: tensor} of a file."""
+    """{name: tensor} of a safetensors file."""
     package = optional('safetensors')
     open(path, 'rb').close()  # an OSError, such as for permissions, names the file
     try:
@@ -125,13 +129,13 @@ def read_safetensors(path):
         if written and written != checksum_of_tensors(tensors):
             raise ValueError('bytes differ from their checksum')
         return tensors
-    except Exception as error:  # the package raises nothing more special
+    except Exception as error:  # the package raises no narrower class
         raise UserError(f'{path} is damaged, cut short or not a file of weights '
                         f'({type(error).__name__}). Get it again.') from error
 
 
 def read_weights(folder):
-    """{name: tensor} of all weight files, mapped: a tensor takes memory only once it is used."""
+    """{name: tensor} of all weight files. They are mapped: only a tensor in use takes memory."""
     tensors = {}
     for path in weight_files(folder):
         if path.suffix == '.safetensors':
@@ -141,16 +145,16 @@ def read_weights(folder):
         count = len(tensors) + len(part)
         tensors |= part
         if len(tensors) < count:
-            raise UserError(f'{path} has tensors that another file of weights has, too. Remove the '
-                            'one that is not of this model.')
+            raise UserError(f'{path} has tensors that another file of weights has, too. Remove '
+                            'the file that does not belong to this model.')
     return {name: tensor for name, tensor in tensors.items()
             if torch.is_tensor(tensor) and not name.endswith('rotary_emb.inv_freq')}
 
 
 def load_tokenizer(folder, vocab_size):
     """
-    State of the folder's tokenizer, None where there is no tokenizer.json. Refuses one with more
-    tokens than the model.
+    The state of the folder's tokenizer, or None if there is no tokenizer.json. Refuses a tokenizer
+    with more tokens than the model.
     """
     path = folder / 'tokenizer.json'
     if not path.is_file():
@@ -158,22 +162,22 @@ def load_tokenizer(folder, vocab_size):
     encoding = get_tokenizer(str(path))
     if encoding.n_vocab > vocab_size:
         raise UserError(f'{path} has {encoding.n_vocab} tokens but the model only {vocab_size}. '
-                        'Put its own there.')
+                        "Replace it with the model's own tokenizer.")
     return tokenizer_state(encoding)
 
 
-# ---------------------------------------------------------------------- in
+# ---------------------------------------------------------------------- read
 
 def our_config(config, source, position=None):
     """
-    The ModelConfig of a config.json. position: None takes its word. Refuses whatever our model does
-    not do, rather than read it as something near. An entry of the wrong kind may be a TypeError.
+    The ModelConfig of a config.json. position: None: as the config.json says. Refuses an entry that
+    our model cannot reproduce exactly. An entry of the wrong kind may raise a TypeError.
     """
     kind, where = config.get('model_type'), f'config.json of {source}'
     if kind not in DEFAULTS:
-        raise UserError(f"{source} has model_type '{kind}'; of {', '.join(DEFAULTS)} alone we "
-                        'make a model to train, tune or export. Others can only be read as they '
-                        'are, by eval_ppl.py and sample.py.')
+        raise UserError(f"{source} has model_type '{kind}'. Only {', '.join(DEFAULTS)} can be "
+                        'trained, tuned or exported. Other types can only be read as they are, by '
+                        'eval_ppl.py and sample.py.')
     names = GRANITE_NAMES if kind == GRANITE else NAMES
     values = {ours: config.get(theirs) for ours, theirs in names.items()}
     if values['n_kv_head'] is None:
@@ -199,28 +203,29 @@ def our_config(config, source, position=None):
         expected['layer_types'] = 'attention in each layer'
     for key, value in expected.items():
         if config.get(key) not in (None, value):
-            raise UserError(f'{where} has {key} {config[key]}; our model has {value}. Choose '
+            raise UserError(f'{where} has {key} {config[key]}, but our model has {value}. Choose '
                             'another checkpoint.')
     return c
 
 
 def same_in_all(layers, kinds, n_layer):
     """
-    True if a list has one of the kinds for each layer. None is made, as n_layer may be any number.
+    True if `layers` is a list with one of the kinds for each layer. Makes no list of n_layer
+    entries, because a malformed config may have any n_layer.
     """
     return isinstance(layers, list) and len(layers) == n_layer and set(layers) <= set(kinds)
 
 
 def position_of(config, where):
-    """The position method that a config.json calls for."""
+    """The position method of a config.json."""
     if config['model_type'] == 'llama':
         return 'rope'
     if config['model_type'] == GRANITE:
         return 'rope' if config.get('position_embedding_type') == 'rope' else 'none'
     layers = config.get('no_rope_layers')
     if not same_in_all(layers, (0, 1), config['num_hidden_layers']):
-        raise UserError(f'{where} has no_rope_layers {layers}; it must be 1 or 0 for each layer. '
-                        'Get it again.')
+        raise UserError(f'{where} has no_rope_layers {layers}; it must be a list with 1 or 0 for '
+                        'each layer. Get it again.')
     names = ['rope' if has_rope else 'none' for has_rope in layers]
     period = next(n for n in range(1, len(names) + 1) if names[n:] == names[:-n])
     return ','.join(names[:period])
@@ -228,17 +233,17 @@ def position_of(config, where):
 
 def rope_config(config, where):
     """
-    rope_base, rope_scaling and rope_length, from the way transformers 5 writes them or the older
-    one.
+    rope_base, rope_scaling and rope_length of a config.json, as transformers 5 or an older version
+    writes them.
     """
-    # Where both stand, transformers takes the first.
+    # If both entries exist, transformers uses rope_scaling.
     rope = config.get('rope_scaling') or config.get('rope_parameters') or {}
     kind = rope.get('rope_type') or rope.get('type') or 'default'
     odd = {key: value for key, value in rope.items()
            if key not in ROPE_READ and value not in (None, ROPE_FIXED.get(key))}
     if kind not in ROPE_TYPES or odd:
-        raise UserError(f"{where} has RoPE of type '{kind}' with {odd or rope}; our model has "
-                        f"{', '.join(ROPE_TYPES)} alone. Choose another checkpoint.")
+        raise UserError(f"{where} has RoPE of type '{kind}' with {odd or rope}; our model has only "
+                        f"{', '.join(ROPE_TYPES)}. Choose another checkpoint.")
     ours = {'rope_base': rope.get('rope_theta') or config['rope_theta']}
     if kind != 'default':
         ours['rope_scaling'] = f"{ROPE_TYPES[kind]}:{rope.get('factor')}"
@@ -250,8 +255,8 @@ def rope_config(config, where):
 
 def tensor_table(c, kind='llama'):
     """
-    {our name: [(their name, shape), ...]}: our matrix is theirs one below the other. c: a
-    ModelConfig; kind: the model_type of theirs.
+    {our name: [(their name, shape), ...]}: our tensor is their tensors, concatenated along the
+    rows. c: a ModelConfig; kind: their model_type.
     """
     C, kv = c.n_embd, c.head_dim * c.n_kv_head
     table = {'embed.weight': [('model.embed_tokens.weight', (c.vocab_size, C))]}
@@ -278,31 +283,32 @@ def tensor_table(c, kind='llama'):
 
 def our_state(tensors, c, config, source):
     """
-    Our state dict from their tensors, which it uses up one by one. Vectors become float32, matrices
-    stay. config: their config.json.
+    Our state dict from their tensors. Removes each tensor that it uses from `tensors`. Vectors
+    become float32; matrices keep their type. config: their config.json.
     """
     def take(name, shape):
         weight = tensors.pop(name)
         if weight.shape != shape or weight.dtype not in DTYPES.values():
             raise UserError(f'{name} of {source} is {tuple(weight.shape)} {weight.dtype}, but '
-                            f"config.json calls for {shape} in {', '.join(DTYPES)}. Do both belong "
-                            'together?')
+                            f"config.json calls for {shape} in {', '.join(DTYPES)}. Do weights and "
+                            'config.json belong together?')
         return weight.float() if weight.dim() == 1 else weight
 
     if c.n_layer > len(tensors):
         raise UserError(f'config.json of {source} calls for {c.n_layer} layers, but its weights '
-                        f'are only {len(tensors)} tensors. Do both belong together?')
+                        f'are only {len(tensors)} tensors. Do weights and config.json belong '
+                        'together?')
     table = tensor_table(c, config['model_type'])
-    # Head scales, as the paper's own code keeps them: of all layers, or of none.
+    # Head scales, under the name that the paper's code uses. All layers have them, or none.
     scales = [f'model.layers.{i}.self_attn.scale_param' for i in range(c.n_layer)]
     if any(name in tensors for name in scales):
         for i, name in enumerate(scales):
             table[f'blocks.{i}.attn.head_scale'] = [(name, (c.n_head,))]
-        note(f'{source} has head scales of its own')
+        note(f'{source} has head scales of its own, which are used')
     missing = [name for parts in table.values() for name, _ in parts if name not in tensors]
     if missing:
         raise UserError(f"{source} lacks {len(missing)} tensors: {', '.join(missing[:3])} ... Is "
-                        'it a whole Llama?')
+                        'it a complete Llama?')
 
     state = {}
     for ours, parts in table.items():
@@ -310,7 +316,7 @@ def our_state(tensors, c, config, source):
         state[ours] = torch.cat(weights) if len(weights) > 1 else weights[0]
         if ours.endswith('head_scale'):
             state[ours] = state[ours][:, None]
-    # Granite's attention is softmax(multiplier * q.k), which is a uniform scale.
+    # Granite's attention is softmax(multiplier * q.k), so the multiplier gives a uniform scale.
     root = c.head_dim ** 0.5
     scale = config.get('attention_multiplier', 1 / root) * root
     for i in range(c.n_layer):
@@ -321,8 +327,8 @@ def our_state(tensors, c, config, source):
         if not torch.equal(tensors.pop('lm_head.weight', state['head.weight']),
                            state['head.weight']):
             raise UserError(f'config.json of {source} ties the output to the embedding, but '
-                            'lm_head.weight differs. Set tie_word_embeddings to false there if the '
-                            'output was trained on its own.')
+                            'lm_head.weight differs from the embedding. If the output was trained '
+                            'separately, set tie_word_embeddings to false in config.json.')
     if tensors:
         raise UserError(f'{source} has {len(tensors)} tensors that our model has no place for: '
                         f"{', '.join(list(tensors)[:3])} ... Choose another checkpoint.")
@@ -331,14 +337,14 @@ def our_state(tensors, c, config, source):
 
 def load_folder(source, position=None):
     """
-    A checkpoint in our format, {model, model_config, tokenizer, step, settings}, from a source of
-    a type that DEFAULTS has. position: how it was trained, such as 'none' for a NoPE model
-    whose config.json says Llama.
+    A checkpoint in our format, {model, model_config, tokenizer, step, settings}, from a source
+    whose model_type is in DEFAULTS. position: the method that the model was trained with, such as
+    'none' for a NoPE model whose config.json says Llama; None: as the config.json says.
     """
     config = read_config(source)
     try:
         c = our_config(config, source, position)
-    except (TypeError, AttributeError) as error:  # such as null where a list should be
+    except (TypeError, AttributeError) as error:  # for example, null instead of a list
         raise UserError(f'config.json of {source} has an entry of the wrong kind: {error}. Get it '
                         'again.') from error
     folder = model_files(source)
@@ -348,21 +354,23 @@ def load_folder(source, position=None):
             raise UserError(f"{source} has head scales (scale_param), which the paper's code gives "
                             'to models without position encoding, but its config says Llama. '
                             'Add --position=none, or --position=rope if it was trained with RoPE.')
-        note(f'{source}: its config says Llama, read as RoPE; a checkpoint trained without '
-             'position encoding says the same: if its card says NoPE, add --position=none')
+        note(f'{source}: its config says Llama, so it is read with RoPE. A checkpoint trained '
+             'without position encoding says Llama, too: if its card says NoPE, add '
+             '--position=none')
     return {'tokenizer': tokenizer, 'model': our_state(tensors, c, config, source),
             'model_config': dataclasses.asdict(c), 'step': 0, 'settings': {}}
 
 
-# ---------------------------------------------------------------------- out
+# ---------------------------------------------------------------------- write
 
-# What of a ModelConfig a config.json says; without dape_kernel, the rest of DAPE's says nothing.
+# The settings of a ModelConfig that a config.json can express. DAPE's other settings are here, too,
+# because they have no effect without dape_kernel.
 EXPORTED = {*NAMES, 'position', 'rope_base', 'rope_scaling', 'rope_length', 'dape_width',
             'dape_residual', 'dape_cheat'}
 
 
 def require_exportable(model):
-    """Refuse a model with a setting or a weight that a stock model has no place for."""
+    """Refuse a model with a setting or a weight that a stock model of transformers cannot hold."""
     c = model.config
     odd = [f'position {c.position}']
     if set(c.position.split(',')) <= {'rope', 'none'}:
@@ -375,19 +383,21 @@ def require_exportable(model):
                 if name not in known and not VECTORS[vector_of(name)].fold
                 and (p != VECTORS[vector_of(name)].neutral).any()]
     if odd:
-        raise UserError(f"the model has {', '.join(odd[:3])}, for which a model of transformers "
-                        'has no place that we know: the folder would be another model. Export one '
-                        'without: position rope, none or a pattern of both.')
+        raise UserError(f"the model has {', '.join(odd[:3])}, which no model of transformers that "
+                        'we know can hold, so the exported model would compute something else. '
+                        'Export a model without it: position rope, none or a pattern of both.')
 
 
 def their_config(c, dtype, length=0):
     """
-    A config.json, less its tokens: RoPE is Llama, NoPE Granite without RoPE, a pattern of both
-    SmolLM3. length: the tokens its scales are for, if more than L.
+    A config.json without the entries of tokens. RoPE becomes a Llama, NoPE becomes a Granite
+    without RoPE, and a pattern of both becomes a SmolLM3. length: the number of tokens that the
+    scales are for; used if it is more than L.
     """
     kind, factor = parse_scaling(c.rope_scaling)
     L, base, rope = c.trained_length, c.rope_base, None
-    if kind == 'ntk':  # nothing but a larger base, which the second frequency, base^(-2/D), tells
+    # NTK is only a larger base. The second frequency, base^(-2/D), gives this base.
+    if kind == 'ntk':
         frequency, _ = rope_frequencies(c.head_dim, base, c.rope_scaling, L, L)
         base = frequency[1].item() ** (-c.head_dim / 2)
     elif kind:
@@ -395,12 +405,12 @@ def their_config(c, dtype, length=0):
         rope = {'rope_type': theirs[kind], 'factor': factor}
         if kind == 'yarn':
             rope['original_max_position_embeddings'] = L
-    # Dynamic NTK takes this for L, others for how far the model reads.
+    # Dynamic NTK uses max_position_embeddings as L. For other types it is the longest context.
     longest = max(c.block_size, length, int(factor * L))
     if kind == 'dynamic_ntk':
         longest = L
 
-    # RoPE in the older way, which every version of transformers reads.
+    # Write RoPE in the older form, because every version of transformers reads it.
     names, own = NAMES, {'model_type': 'llama', 'architectures': ['LlamaForCausalLM'],
                          'rope_theta': base, 'rope_scaling': rope}
     if ',' in c.position:
@@ -412,7 +422,7 @@ def their_config(c, dtype, length=0):
             'model_type': GRANITE, 'architectures': ['GraniteMoeHybridForCausalLM'],
             'position_embedding_type': 'nope', 'layer_types': ['attention'] * c.n_layer,
             'num_local_experts': 0, 'attention_multiplier': c.head_dim ** -0.5,
-            'mamba_n_heads': 1}  # of no layer, but it must divide twice the width
+            'mamba_n_heads': 1}  # no layer uses it, but it must divide twice the width
     return {theirs: getattr(c, ours) for ours, theirs in names.items()} | own | {
         'max_position_embeddings': longest, 'dtype': str(dtype).removeprefix('torch.')}
 
@@ -420,8 +430,9 @@ def their_config(c, dtype, length=0):
 @torch.no_grad()
 def folded_weight(model, name):
     """
-    A weight in float32, with the small vectors beside it that fold into it: head scales into the
-    rows of q, before RoPE's rotation, and head gains into the columns of the output matrix.
+    A weight in float32, multiplied by the small vectors of its layer that fold into it. Head scales
+    fold into the rows of q, before RoPE's rotation. Head gains fold into the columns of the output
+    matrix.
     """
     weight, known = model.get_parameter(name).float(), small_vectors(model)
     for vector in VECTORS.values():
@@ -433,8 +444,8 @@ def folded_weight(model, name):
 
 def their_state(model, dtype, kind):
     """
-    Their tensors from our model's: matrices in `dtype`; vectors, being few, in float32. kind: the
-    model_type of theirs.
+    Their tensors, {name: tensor}, from our model. Matrices are in `dtype`. Vectors are in float32,
+    because they are small. kind: their model_type.
     """
     tensors = {}
     for ours, parts in tensor_table(model.config, kind).items():
@@ -442,16 +453,16 @@ def their_state(model, dtype, kind):
         rows = weight.split([shape[0] for _, shape in parts])
         for (name, shape), part in zip(parts, rows):
             precision = dtype if len(shape) == 2 else torch.float32
-            # Copies, as safetensors takes no two tensors in one memory.
+            # Copy each tensor, because safetensors refuses tensors that share memory.
             tensors[name] = part.detach().to(precision, copy=True)
             if not tensors[name].isfinite().all():
-                raise UserError(f'{name} is not finite in {precision}, with its scales. Export '
+                raise UserError(f'{name} with its scales is not finite in {precision}. Export '
                                 'with a larger --dtype, such as float32, or smaller scales.')
     return tensors
 
 
 def tokenizer_json(state):
-    """The text of a tokenizer.json that encodes as the tokenizer of this state does."""
+    """The text of a tokenizer.json that encodes like the tokenizer with this state."""
     if state['kind'] == 'hf':
         return state['text']
     package, characters = optional('tokenizers'), byte_characters()
@@ -460,15 +471,16 @@ def tokenizer_json(state):
     def text(token):
         return ''.join(characters[byte] for byte in token)
 
-    # tiktoken merges any two neighbours that make a token, lowest rank first: so every cut of a
-    # token in two is a merge.
+    # tiktoken merges any two neighbors that together are a token, lowest rank first. So each way to
+    # split a token into two tokens is a merge.
     merges = []
     for token in sorted(ranks, key=ranks.get):
         for i in range(1, len(token)):
             if token[:i] in ranks and token[i:] in ranks:
                 merges.append((text(token[:i]), text(token[i:])))
     vocab = {text(token): rank for token, rank in ranks.items()}
-    if state['eot_token'] != len(vocab):  # where ids are left out, it would not get its own
+    # If ids are left out, end-of-text would not get its id by being added at the end.
+    if state['eot_token'] != len(vocab):
         vocab[EOT] = state['eot_token']
     tokenizer = package.Tokenizer(package.models.BPE(vocab, merges, ignore_merges=True))
     tokenizer.pre_tokenizer = word_splitter(state['pattern'])
@@ -479,11 +491,11 @@ def tokenizer_json(state):
 
 def save_folder(folder, model, tokenizer, dtype, length=0):
     """
-    Write config.json, model.safetensors, tokenizer.json and tokenizer_config.json for
-    AutoModelForCausalLM and AutoTokenizer of stock transformers. tokenizer: its state; dtype: of
-    the matrices; length: the tokens that the scales are for; of scale sets the caller chooses one.
-    The weights' file says their checksum, which read_safetensors() compares. Raises UserError for
-    what stock models cannot do.
+    Write config.json, model.safetensors, tokenizer.json and tokenizer_config.json, which
+    AutoModelForCausalLM and AutoTokenizer of unmodified transformers load. tokenizer: its state;
+    dtype: of the matrices; length: the number of tokens that the scales are for. If the model has
+    scale sets, the caller must choose one first. model.safetensors holds a checksum, which
+    read_safetensors() compares. Raises UserError for a model that transformers cannot reproduce.
     """
     safetensors = optional('safetensors.torch')
     require_exportable(model)
@@ -503,10 +515,10 @@ def save_folder(folder, model, tokenizer, dtype, length=0):
         raise OSError(error) from error
 
 
-# ---------------------------------------------------------------------- others, by transformers
+# ---------------------------------------------------------------------- other models
 
 class ForeignCache:
-    """Keys and values as transformers keeps them, behind the calls of our KVCache."""
+    """A cache of transformers, called like our KVCache."""
 
     def __init__(self, keys, max_length):
         self.keys, self.length, self.max_length = keys, 0, max_length
@@ -519,10 +531,10 @@ class ForeignCache:
 
 
 class Foreign(nn.Module):
-    """A causal model of transformers behind the calls of our Transformer, without scales to set."""
+    """A causal model of transformers, called like our Transformer. It has no scales to set."""
 
     scale_sets = None
-    needs_equal_lengths = True  # so that prompts of unequal length are read one by one
+    needs_equal_lengths = True  # read prompts of different lengths one by one
     forward, n_params = Transformer.forward, Transformer.n_params
 
     def __init__(self, model):
@@ -539,7 +551,7 @@ class Foreign(nn.Module):
         return self.model.get_output_embeddings()
 
     def hidden(self, idx, cache=None, tail=0):
-        """As Transformer.hidden(); all positions are computed, whatever `tail` asks for."""
+        """Like Transformer.hidden(), but computes all positions before it takes the tail."""
         c, store = self.model.config, cache or ForeignCache(None, None)
         end = store.length + idx.shape[1]
         if cache and end > store.max_length:
@@ -549,20 +561,21 @@ class Foreign(nn.Module):
             raise UserError(f'a {c.model_type} model has {c.n_positions} positions but {end} are '
                             'needed. Choose a shorter length.')
         if end > getattr(c, 'max_seq_len', end):
-            # MPT makes its ALiBi biases for so many tokens; more change nothing for fewer.
+            # MPT makes its ALiBi biases for max_seq_len tokens. A larger max_seq_len does not
+            # change the results of shorter inputs.
             c.max_seq_len = end
         store.length = end
         x = self.model.base_model(idx, past_key_values=store.keys, use_cache=bool(cache))[0]
         return x[:, -tail:]
 
     def new_cache(self, max_length):
-        """A cache of up to max_length tokens."""
+        """A cache for up to max_length tokens."""
         keys = optional('transformers').DynamicCache(config=self.model.config)
         return ForeignCache(keys, max_length)
 
     def refuse(self, *_):
         raise UserError(f'a {self.config.position} model is read through transformers: no scale of '
-                        'it can be tuned or applied, nor its entropy measured. Take a Llama-type '
+                        'it can be tuned or applied, nor its entropy measured. Use a Llama-type '
                         'checkpoint for that.')
 
     head_scale = property(refuse, refuse)
@@ -570,30 +583,31 @@ class Foreign(nn.Module):
 
 
 def load_foreign(source, dtype=torch.float32):
-    """A Foreign model, and the rest of a checkpoint as in load_folder(). dtype: of its weights."""
+    """A Foreign model, and a checkpoint's other entries (see load_folder). dtype: of weights."""
     package, folder = optional('transformers'), model_files(source)
     optional('transformers.utils.logging').disable_progress_bar()
-    tensors = read_weights(folder)  # mapped; transformers does not see that some are damaged
+    tensors = read_weights(folder)  # mapped; finds damage, which transformers does not
     held = sum(tensor.numel() for tensor in tensors.values())
     local = {'local_files_only': True, 'trust_remote_code': False}
     try:
         config = package.AutoConfig.from_pretrained(folder, **local)
         sizes = {name: getattr(config, name, 0)
                  for name in ('num_hidden_layers', 'hidden_size', 'vocab_size')}
-        # Before memory is asked for so much.
+        # Check the sizes before memory for them is allocated.
         if sizes['num_hidden_layers'] > len(tensors) or max(sizes.values()) > held:
             raise ValueError(f'config.json calls for {sizes}, but its weights are {len(tensors)} '
                              f'tensors of {held:,} numbers in all.')
         model, report = package.AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, output_loading_info=True, **local)
-        if report['missing_keys']:  # transformers would go on with random weights
+        if report['missing_keys']:  # transformers would use random weights for them
             raise ValueError(f"it lacks {', '.join(sorted(report['missing_keys'])[:3])} ...")
         model, idx = Foreign(model.eval()), torch.tensor([[0, 1]])
-        with torch.no_grad():  # some types change logits after the output matrix, unseen here
+        # Some models change the logits after the output matrix. Foreign does not do this.
+        with torch.no_grad():
             if not torch.allclose(model(idx), model.model(idx).logits, rtol=1e-3, atol=1e-4):
-                raise ValueError(f'the logits of a {model.config.position} model are more than its '
-                                 'output matrix times its last state, which we do not read.')
-    except Exception as error:  # of its many loaders
+                raise ValueError(f'a {model.config.position} model changes its logits after the '
+                                 'output matrix, which we do not support.')
+    except Exception as error:  # the loaders of transformers share no class of errors
         why = str(error).partition('\n')[0]
         raise UserError(f'transformers cannot read {source}: {why} Choose another checkpoint, or '
                         'get its files again.') from error

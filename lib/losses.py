@@ -1,6 +1,6 @@
 """
-Losses by position, read whole and, as the baseline of all that goes past L, in a context cut to the
-last L tokens.
+Losses by position: with the whole context, and with the context cut to the last L tokens. The cut
+context is the baseline of every model that reads past L.
 """
 
 import contextlib
@@ -12,9 +12,9 @@ from kernels import attention_entropy
 
 def by_position(model, inputs, targets, probe=None):
     """
-    Losses (B, T) in nats, and what a probe returns for each layer, (n_layer, B, H, T). With scale
-    sets, each position is read by the shortest pass that contains it; without, by the one pass.
-    inputs, targets: (B, T) ids.
+    Losses (B, T) in nats, and what a probe returns for each layer, (n_layer, B, H, T), or None
+    without a probe. inputs, targets: (B, T) ids. With scale sets, each position is read by the
+    shortest pass that contains it. Without them, one pass reads all positions.
     """
     T, losses, seen, first = inputs.shape[1], [], [], 0
     lengths = list(model.scale_sets.sets) if model.scale_sets else []
@@ -29,9 +29,9 @@ def by_position(model, inputs, targets, probe=None):
 
 def loss_and_entropy(model, samples, width, batch_tokens, runtime, label=None):
     """
-    In nats, means over samples: the loss by position, (T,), and the entropy of every head in bins
-    of `width` positions, (n_layer, n_head, bins). samples: (n, T + 1) ids. In half precision q and
-    k are rounded before their entropy is taken.
+    Means over samples, in nats: the loss by position, (T,), and the entropy of every head in bins
+    of `width` positions, (n_layer, n_head, bins). samples: (n, T + 1) ids. In half precision, q and
+    k are rounded before the entropy is computed.
     """
     T, width = samples.shape[1] - 1, max(1, width)
     bins = T // width
@@ -47,8 +47,9 @@ def loss_and_entropy(model, samples, width, batch_tokens, runtime, label=None):
 
 def cut_windows(windows, L):
     """
-    Split the tokens that each window scores into pieces of at most L / 8, each read with at most L
-    tokens of context: a list of windows for each window.
+    Split the tokens that each window scores into pieces of at most L / 8 tokens. Each piece is read
+    with at most L tokens of context. windows: (start, end, number of tokens scored at the end).
+    Returns a list of such windows for each window.
     """
     cut = []
     for lo, hi, n in windows:
@@ -60,8 +61,8 @@ def cut_windows(windows, L):
 
 def cut_losses(model, samples, end, tail, batch_tokens, runtime):
     """
-    Of each sample, the mean loss of the `tail` targets up to position `end`, read by cut_windows().
-    samples: (n, T + 1) ids. Returns (n,).
+    The mean loss of each sample over the last `tail` targets up to position `end`, (n,). The
+    context is cut by cut_windows(). samples: (n, T + 1) ids.
     """
     def of_piece(lo, hi, n):
         return runtime.over_windows(samples[:, lo:hi + 1], batch_tokens,
@@ -74,9 +75,9 @@ def cut_losses(model, samples, end, tail, batch_tokens, runtime):
 
 def cut_curve(model, samples, L, tail, batch_tokens, runtime):
     """
-    The baseline of a picture of losses by position: at L, 2L, 4L ... and the end of the samples,
-    the mean loss of the `tail` positions before, as cut_losses() reads them; and to how many tokens
-    the context is cut.
+    The baseline for a picture of losses by position. Positions: L, 2L, 4L ... and the end of the
+    samples. The loss at each is the mean of cut_losses() over the samples. Context: the number of
+    tokens that the context is cut to.
     """
     T = samples.shape[1] - 1
     lengths = [L * 2 ** k for k in range(T.bit_length()) if L * 2 ** k < T] + [T]

@@ -1,10 +1,10 @@
 """
-Every picture of the project, drawn from the JSON of a stage alone.
+Every picture of the project. A picture is drawn only from the JSON of a stage.
 
-$ python -m lib.plots FILE.json [FILE.json ...]   # draws FILE.png beside each
+$ python -m lib.plots FILE.json [FILE.json ...]   # draws FILE.png next to each file
 
-A stage calls draw(path) after it has written its JSON, and train.py calls draw_log(). What pictures
-share is in lib/figures.py.
+A stage calls draw(path) after it has written its JSON, and train.py calls draw_log(). The code that
+pictures share is in lib/figures.py.
 """
 
 import json
@@ -42,8 +42,8 @@ from lib.results import provenance, save_json
 
 def draw_log(log_path, png_path):
     """
-    Training and validation loss, and attention entropy where it was logged, against tokens, from
-    the lines of train.py's log.jsonl.
+    Training loss, validation loss, and attention entropy if it was logged, by the number of tokens
+    read. log_path: the log.jsonl of train.py.
     """
     log_path = Path(log_path)
     rows = [json.loads(line) for line in log_path.read_text().splitlines()]
@@ -63,7 +63,7 @@ def draw_log(log_path, png_path):
 # ----------------------------------------------------------------------------- scales
 
 def draw_uniform(result):
-    """Figure 2: loss and entropy under candidates. Figure 7: the best scale at each position."""
+    """Figure 2: loss and entropy with each scale. Figure 7: the best scale at each position."""
     from matplotlib import colormaps
     L, searches = result['block_size'], result['searches']
     figure, axes = panels(f'Uniform scales: {run_name(result)}', 3, 3, width=6)
@@ -102,9 +102,9 @@ def scatter_heads(axis, scales, entropy, layers, ylabel):
 
 
 def draw_head(result):
-    """Figure 4: loss and entropy by position. Figure 5. And the tuned scales of all heads."""
+    """Figures 4 and 5: loss and entropy by position, scale and entropy of heads; tuned scales."""
     last = result['sets'][-1] if 'sets' in result else result
-    scales = last.get('head_scale', last.get('channel_scale'))  # by its older name
+    scales = last.get('head_scale', last.get('channel_scale'))  # older files say channel_scale
     scales = np.array(scales, float)
     target, heads = last['target_length'], scales.reshape(*scales.shape[:2], -1).mean(2)
     title = f'Head scales tuned at {target} tokens: {run_name(result)}'
@@ -129,7 +129,7 @@ def draw_head(result):
 # ----------------------------------------------------------------------------- perplexity
 
 def ppl_axis(axis, ppl):
-    """A logarithmic axis with plain numbers. What explodes, past 20 times the least, leaves it."""
+    """A logarithmic axis with plain numbers. It cuts off values above 20 times the lowest."""
     from matplotlib.ticker import LogLocator
     low, high = min(ppl), min(max(ppl), 20 * min(ppl))
     margin = np.clip((high / low) ** 0.1, 1.01, 1.1)
@@ -169,7 +169,8 @@ def draw_ppl(result):
     for axis, (first, members) in zip(axes, groups):
         for row in members:
             error = row.get('sd')
-            if 'standard_error' in row:  # that of the loss, whose exponential is the perplexity
+            # The standard error is of the loss. Times the perplexity, it is of the perplexity.
+            if 'standard_error' in row:
                 error = np.array(row['standard_error'], float) * np.array(row['ppl'], float)
             curve(axis, result['lengths'], row['ppl'], row['name'], error)
         draw_cut(axis, result['lengths'], cut_ppl(result, first),
@@ -182,21 +183,21 @@ def draw_ppl(result):
 
 
 def cut_ppl(result, row):
-    """A row's perplexity with the context cut to L at each length, None where it is not known."""
+    """A row's perplexity at each length with the context cut to L; None if it is not known."""
     lengths, L = result['lengths'], trained_length(result | row)
-    if result.get('rule') == 'same' and L in lengths:  # of the same tokens
+    if result.get('rule') == 'same' and L in lengths:  # each length scores the same tokens
         at_L = row['ppl'][lengths.index(L)]
         return [at_L if T >= L else None for T in lengths]
     return [None if loss is None else np.exp(loss) for loss in row.get('cut_loss', [])]
 
 
 def trained_length(result):
-    """Tokens that the context is cut to; older results do not say it."""
+    """The number of tokens that the context is cut to. Older results have only block_size."""
     return result.get('trained_length', result['block_size'])
 
 
 def draw_positions(result):
-    """Loss by position, and its standard error over windows at the lengths that were asked for."""
+    """Loss by position, and at each requested length its standard error over windows."""
     title = f"Loss on {Path(result['dataset']).name}: {run_name(result)}\n" \
             f"dots: mean of the last {result['tail']} positions, with its standard error"
     figure, [axis] = panels(title, 1, 1)
@@ -213,7 +214,7 @@ def draw_positions(result):
 
 def draw_entropy(result):
     """
-    Figure 1: loss and mean entropy by position. Figure 5, where scales are tuned, with the rank
+    Figure 1: loss and mean entropy by position. With tuned scales also Figure 5, with the rank
     correlation ρ of scale and entropy in each layer.
     """
     n = 3 if 'spearman' in result else 2
@@ -235,7 +236,7 @@ def draw_entropy(result):
 
 
 def draw_heads(result):
-    """Figures 3 and 10-12: the entropy of every head by position, a panel a layer."""
+    """Figures 3 and 10-12: the entropy of every head by position, one panel per layer."""
     layers, position = np.array(result['entropy'], float), result['position']
     title = f'Attention entropy of each head, a thin line each: {run_name(result)}'
     figure, axes = panels(title, len(layers), 4, width=4.2, height=3)
@@ -249,7 +250,7 @@ def draw_heads(result):
 
 
 def draw_maps(result):
-    """What one head sees: a row of panels for each length, a column for each part of its scores."""
+    """The score maps of one head: a row of panels per length, a column per part of the scores."""
     rows, parts = result['lengths'], list(result['lengths'][0]['maps'])
     title = f"Layer {result['layer']}, head {result['head']}: {run_name(result)}"
     figure, axes = panels(title, len(rows) * len(parts), len(parts), width=3.6, height=3.2)
@@ -258,7 +259,7 @@ def draw_maps(result):
         values = np.concatenate([line for row in rows for line in row['maps'][part]])
         colors = {'norm': 'linear', 'clim': np.percentile(values, [1, 99])}
         if part == 'attention':
-            # Attention spans powers of ten. Its colours are the same in every picture, so that
+            # Attention spans powers of ten. The color scale is the same in every picture, so that
             # two models can be compared.
             colors = {'norm': 'log', 'clim': (1e-4, 1)}
         for axis, row in zip(column, rows):
@@ -281,11 +282,11 @@ def draw_maps(result):
 
 def draw_passkey(result):
     """
-    Figure 6: accuracy by the length of the prompt, the right edge of a cell, and the depth of the
-    key.
+    Figure 6: accuracy by the length of the prompt and the depth of the key. The right edge of a
+    cell is the length.
     """
     lengths, n_depths, window = result['lengths'], result['n_depths'], result['window']
-    inside = np.float64(result['accuracy_inside'])  # nan where all prompts are longer
+    inside = np.float64(result['accuracy_inside'])  # nan if all prompts are longer
     title = f'Passkey: {run_name(result)}\n{inside:.0%} right up to {window} tokens'
     figure, [axis] = panels(title, 1, 1)
     accuracy, depths = np.array(result['accuracy'], float).T, np.linspace(0, 1, n_depths + 1)
@@ -302,7 +303,7 @@ def draw_passkey(result):
 
 
 def draw_tasks(result):
-    """Accuracy by length, a panel a task of che.py."""
+    """Accuracy by length, one panel per task of che.py."""
     title = f"Algorithmic tasks: {result['method']} {result['label']} " \
             '(dashed: chance; dotted: whole answers)'
     figure, axes = panels(title, len(result['tasks']), 3, width=5, height=2.8)
@@ -323,7 +324,7 @@ def draw_tasks(result):
 
 
 def draw_report(result):
-    """The picture of the demo: loss and entropy by position, of NoPE, its scales, and RoPE."""
+    """The demo's picture: loss and entropy by position of NoPE, NoPE with scales, and RoPE."""
     L, position = result['block_size'], result['position']
     out_dir, n = result['settings']['out_dir'], result['settings']['curve_samples']
     title = f"{out_dir}: curves over {n} windows, dots over {result['windows']}, ± standard error"
@@ -361,14 +362,14 @@ def family_color(row):
 
 
 def draw_scoreboard(result):
-    """What each method gains from beyond L, and what it recalls there, against its loss at L."""
+    """What each method gains from tokens beyond L, and recalls at 4L, against its loss at L."""
     rows, at_L = result['rows'], 'loss at L'
     views = {'gain at far repeats': 'gain from beyond L at far repeats (nats)',
              'recall at 4L': 'recall at 4 times its training length (share right)'}
     views = {key: name for key, name in views.items() if any(key in row for row in rows)}
     figure, axes = panels(f"What reads past L = {result['L']}, size {result['label']} "
                           '(bars: standard deviation of seeds)', len(views), 2, width=6.2, height=7)
-    edge = 1.4 * min(row[at_L]['mean'] for row in rows)  # what is worse at L stands here
+    edge = 1.4 * min(row[at_L]['mean'] for row in rows)  # rows with a higher loss are drawn here
     for axis, (key, name) in zip(axes, views.items()):
         for row in rows:
             if key not in row:
@@ -380,7 +381,7 @@ def draw_scoreboard(result):
             axis.errorbar(x['mean'], y['mean'], y['sd'], x['sd'], fmt='none', ecolor=color, lw=1)
         axis.axhline(0, color=BLACK, lw=1)
         axis.set(xlabel='loss at L (nats per token), better to the right', ylabel=name)
-        if 'gain' in key:  # from a hundredth of a nat to many
+        if 'gain' in key:  # gains span 0.01 nats to several nats
             axis.set_yscale('asinh', linear_width=0.1)
             low, ticks = axis.get_ylim()[0], [3, 1, 0.3, 0.1, 0, -0.1, -0.3, -1, -3, -10]
             best = max(row[key]['mean'] for row in rows if key in row)
@@ -397,7 +398,7 @@ def draw_scoreboard(result):
 
 
 def draw_channels(result):
-    """The loss of what was tuned, by length; and what the tuned scales of channels go with."""
+    """The loss of each tuned model by length, and what the channel scales correlate with."""
     seeds = len(result['seeds'])
     title = f"{result['settings']['out_dir']}, tuned at {result['target_length']} tokens " \
             f'(bars: standard deviation of {seeds} seeds)'
@@ -437,7 +438,7 @@ PICTURES = {
 
 
 def read_result(path):
-    """A stage's JSON; what older files call `last`, a setting and a protocol, is `tail`."""
+    """A stage's JSON. Older files call the setting and the protocol `tail` by the name `last`."""
     result = json.loads(Path(path).read_text(encoding='utf-8'))
     if 'last' in result:
         result['tail'] = result.pop('last')
@@ -447,7 +448,7 @@ def read_result(path):
 
 
 def kind_of(result):
-    """The key in PICTURES of a result: its stage, and what tells the pictures of a stage apart."""
+    """The key of a result in PICTURES: its stage, for some stages with the protocol or method."""
     if 'paired_differences' in result:
         return 'report'
     stage = result.get('stage', '')
@@ -456,13 +457,13 @@ def kind_of(result):
 
 
 def draw(path):
-    """Draw the pictures of a stage's JSON beside it. Returns their paths, which may be none."""
+    """Draw the pictures of a stage's JSON next to it. Returns a list of their paths, or []."""
     path = Path(path)
     try:
         result = read_result(path)
         kind = kind_of(result)
         figures = {path.with_suffix('.png'): PICTURES[kind]}
-    except MALFORMED:  # it is not a result, or one without a picture
+    except MALFORMED:  # the file is not a result, or the result has no picture
         return []
     if kind == 'entropy' and path.stem.startswith('entropy'):
         heads = path.stem.replace('entropy', 'entropy_heads', 1)
@@ -474,8 +475,9 @@ def draw(path):
 
 def write_result(path, result, settings, runtime, began):
     """
-    Write PATH.json, the result and what is needed to measure it again, and its pictures: the first
-    rank does, the others return at once. began: time.perf_counter() at the start.
+    Write PATH.json and its pictures. The file holds the result and what is needed to measure it
+    again. The first rank writes; the others return at once. began: time.perf_counter() at the
+    start.
     """
     if runtime.is_main:
         seconds = time.perf_counter() - began

@@ -1,5 +1,5 @@
 """
-Results on disk: JSON with what is needed to make it again, progress, answers that survive a stop.
+Results on disk: JSON files that can be reproduced, progress bars, and answers that survive a stop.
 """
 
 import atexit
@@ -28,7 +28,10 @@ from lib.errors import MALFORMED, ROOT, UserError, fault_of, require_kinds
 
 
 def optional(package):
-    """An optional package, imported. Raises UserError with the command that installs it."""
+    """
+    Import an optional package. If it is missing, raises UserError with the command that installs
+    it.
+    """
     try:
         return importlib.import_module(package)
     except ImportError as error:
@@ -39,13 +42,16 @@ def optional(package):
 
 @functools.cache
 def note(line):
-    """Print a line, once however often it is asked for, by the first rank alone."""
+    """Print a line, only on the first rank. A repeated call with the same line prints nothing."""
     if int(os.environ.get('RANK', 0)) == 0:
         print(line, flush=True)
 
 
 def progress_bar(total, label, enabled=True):
-    """A bar on a terminal; in a log file a new state each half minute. Call its update(n)."""
+    """
+    A progress bar; call its update(n). A log file, unlike a terminal, gets a new line only every
+    30 s.
+    """
     pause = 0.1 if sys.stderr.isatty() else 30
     return tqdm(total=total, desc=label, disable=not enabled, mininterval=pause, ncols=100)
 
@@ -54,10 +60,11 @@ def progress_bar(total, label, enabled=True):
 
 class OnlyWriter:
     """
-    Until close(), or the end of a with block, no other process writes to `path`, a file or a
-    folder: one that tries raises UserError with the process that does. The operating system locks
-    PATH.lock, and unlocks it when the process ends, however it ends. A process that holds a lock
-    may take it again; the first that took it frees it. wanted: False locks nothing.
+    The only process that may write to `path`, a file or a folder, until close() or the end of a
+    with block. In any other process, OnlyWriter(path) raises UserError, which names the writing
+    process. The operating system locks PATH.lock, and unlocks it however the process ends. A
+    process may take its own lock again; only the object that took it first frees it. wanted: False
+    locks nothing.
     """
 
     held = {}  # {path of a lock: the lock}
@@ -68,8 +75,8 @@ class OnlyWriter:
             return
         lock = filelock.FileLock(key, thread_local=False, fallback_to_soft=False)
         try:
-            lock.acquire(timeout=0.5)  # longer than a small file takes
-            with contextlib.suppress(OSError):  # on Windows a locked file has no text
+            lock.acquire(timeout=0.5)  # to write a small file takes less time
+            with contextlib.suppress(OSError):  # Windows does not allow writing to a locked file
                 Path(key).write_text(f'process {os.getpid()} on {platform.node()}')
         except filelock.Timeout as error:
             raise UserError(f'{writer(key)} is writing to {path} now. Wait until it has ended, or '
@@ -84,7 +91,7 @@ class OnlyWriter:
     def close(self):
         lock = self.held.pop(self.key, None)
         if lock:
-            with contextlib.suppress(OSError):  # on Windows release() removes it
+            with contextlib.suppress(OSError):  # on Windows release() removes the file
                 os.unlink(self.key)
             lock.release()
 
@@ -106,7 +113,7 @@ def writer(lock):
 
 @atexit.register
 def remove_locks():
-    """Those of a process that ends with an error, before filelock unlocks them."""
+    """Remove the lock files of a process that ends with an error, before filelock unlocks them."""
     for lock in OnlyWriter.held:
         with contextlib.suppress(OSError):
             os.unlink(lock)
@@ -115,13 +122,14 @@ def remove_locks():
 @contextlib.contextmanager
 def whole_file(path):
     """
-    Give a temporary name to write to, and rename it to `path` at the end: a reader, a crash or a
-    full disk never leaves half a file there. An error on the way removes what was written.
+    A context that yields a temporary path to write to, and renames that file to `path` at the end.
+    So `path` never holds half a file, even after a crash or with a full disk. After an error, the
+    temporary file is removed.
     """
     path = Path(path)
     part = path.with_name(path.name + '.part')
     with OnlyWriter(path):
-        part.unlink(missing_ok=True)  # of a run that was killed, or a planted link
+        part.unlink(missing_ok=True)  # left by a killed run, or a link that somebody planted
         try:
             yield part
             os.replace(part, path)
@@ -132,8 +140,8 @@ def whole_file(path):
 @contextlib.contextmanager
 def whole_folder(folder):
     """
-    Give a temporary folder to write to, and rename it to `folder`, a new or an empty one, at the
-    end: it has all files or is not there.
+    A context that yields a temporary folder to write to, and renames it to `folder` at the end. So
+    `folder` has all files or none. It must be new or empty.
     """
     folder = Path(folder).resolve()
     part = folder.with_name(folder.name + '.part')
@@ -141,11 +149,11 @@ def whole_folder(folder):
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise UserError(f'{folder} exists and is not an empty folder. Remove it or choose '
                             'another folder.')
-        shutil.rmtree(part, ignore_errors=True)  # of a run that was killed
+        shutil.rmtree(part, ignore_errors=True)  # left by a killed run
         part.mkdir()
         try:
             yield part
-            if folder.exists():  # Windows replaces no folder
+            if folder.exists():  # Windows cannot replace a folder
                 folder.rmdir()
             part.replace(folder)
         except OSError as error:
@@ -155,15 +163,15 @@ def whole_folder(folder):
 
 
 def write_text(path, text):
-    with whole_file(path) as part:  # the same bytes on every system
+    with whole_file(path) as part:  # newline='\n' writes the same bytes on every system
         part.write_text(text, encoding='utf-8', newline='\n')
 
 
 def read_lines(path, header=False, **kinds):
     """
-    The rows of a .jsonl file, dicts; none where there is no file. What cannot be read, as a kill or
-    a full disk leaves it, or has not the `kinds`, {name: type}, is left out with a note. header:
-    the first row may be any dict.
+    The rows of a .jsonl file, as a list of dicts; empty if there is no file. kinds: {name: type} of
+    the entries of a row. A row that lacks one, or that a kill or a full disk has damaged, is left
+    out with a note. header: the first row may be any dict.
     """
     rows = []
     for line in path.read_bytes().splitlines() if path.exists() else ():
@@ -182,8 +190,10 @@ def write_lines(path, rows):
 
 
 def json_value(value, digits=17):
-    """What JSON can hold: arrays as lists of numbers of 6 digits, more than any measurement here
-    has; NaN as None."""
+    """
+    A value in types that JSON can hold. Arrays become lists of numbers with 6 digits, more than any
+    measurement here has. NaN and infinity become None.
+    """
     if isinstance(value, (np.ndarray, np.generic)):
         return json_value(value.tolist(), digits=6)
     if isinstance(value, dict):
@@ -197,8 +207,8 @@ def json_value(value, digits=17):
 
 def save_json(path, data):
     """
-    Write JSON that a person can read: a key a line, a list of numbers on one line. Returns what a
-    reader gets.
+    Write JSON that a person can read: one key per line, and each list of numbers on one line.
+    Returns the data as read back from JSON.
     """
     def on_one_line(numbers):
         return f"[{' '.join(numbers[0][1:-1].split())}]"
@@ -210,7 +220,7 @@ def save_json(path, data):
 
 
 def read_json(path, stage):
-    """The JSON that a stage wrote, such as 'explore'. Raises UserError for any other file."""
+    """The JSON that a stage wrote. stage: its name, such as 'explore'. Refuses any other file."""
     with fault_of(path, f'a result of {stage}.py', 'Give the .json that it wrote.'):
         result = json.loads(Path(path).read_text(encoding='utf-8'))
         if result['stage'] != stage:
@@ -219,20 +229,22 @@ def read_json(path, stage):
 
 
 def result_path(folder, *parts):
-    """folder/PART_PART..., empty parts left out: a result without .json. A str, as scale1.2 has no
-    suffix."""
+    """
+    The path of a result without .json: folder/PART_PART..., without empty parts. A str, because a
+    Path would take the .2 of scale1.2 for a suffix.
+    """
     return str(Path(folder, '_'.join(part for part in parts if part)))
 
 
 def command():
-    """What was typed to run this program."""
-    module = sys.modules['__main__'].__spec__  # None where a file is run
+    """The command line that runs this program."""
+    module = sys.modules['__main__'].__spec__  # None, unless the program was run with -m
     program = f'-m {module.name}' if module else Path(sys.argv[0]).name
     return ' '.join(['python', program, *sys.argv[1:]])
 
 
 def provenance(settings, runtime, seconds):
-    """What a result needs to be made again: command, settings, commit, versions, device, time."""
+    """How a result was made: command, settings, commit, versions, device, dtype, seconds."""
     commit = ''
     if shutil.which('git'):
         describe = ['git', '-C', str(ROOT), 'describe', '--always', '--exclude=*',
@@ -255,7 +267,7 @@ def provenance(settings, runtime, seconds):
 
 
 def paper_table(name):
-    """A table of a paper in results/papers/tables.json as {row: {column: number}}."""
+    """A paper's table, from results/papers/tables.json, as {row: {column: number}}."""
     table = json.loads((ROOT / 'results/papers/tables.json').read_text())[name]
     return {row: dict(zip(table['columns'], values)) for row, values in table['rows'].items()}
 
@@ -270,8 +282,8 @@ def cell_text(value):
 
 def print_rows(say, rows):
     """
-    Print rows, {name: number or text}, as a table. Columns have the names that the result's JSON
-    has; a cell is empty where its row has no such entry.
+    Print rows, {name: number or text}, as a table. A column has the name that the entry has in the
+    result's JSON. A cell is empty if its row lacks the entry.
     """
     names = dict.fromkeys(itertools.chain(*rows))
     table = [[name.replace('_', ' ') for name in names]]
@@ -284,8 +296,8 @@ def print_rows(say, rows):
 
 def print_scores(say, ours, theirs):
     """
-    Our scores {task: percent}, beside them rows of a paper's table, {name: {task: percent}}, nan
-    where there is no number; and the plain means over the tasks.
+    Print our scores, {task: percent}, next to rows of a paper's table, {name: {task: percent}}, and
+    the unweighted means over the tasks. A missing number is nan.
     """
     columns = {'here': ours}
     for name, scores in theirs.items():
@@ -299,7 +311,7 @@ def print_scores(say, ours, theirs):
 
 def bin_means(values, width):
     """
-    Means over bins of `width` positions, so that a curve over thousands of positions is smooth and
+    Means over bins of `width` positions. They make a curve over thousands of positions smooth, and
     its JSON short. values: (..., T). Returns the mean position (1-based) of each bin, (bins,), and
     the means, (..., bins).
     """
@@ -313,10 +325,10 @@ def bin_means(values, width):
 
 class AnswerLog:
     """
-    Work done item by item, a JSON line each, so that a stopped run goes on where it was, also with
-    another number of ranks. path: of the .jsonl; each rank but the first has a file of its own
-    beside it. kinds: {name: type} of what an answer holds; settings: what the answers depend on.
-    Raises UserError where the file holds answers of other settings.
+    Answers to items, saved as one JSON line each. A stopped run can go on where it was, even with
+    another number of ranks. path: of the .jsonl file of the first rank; each other rank writes its
+    own file next to it. kinds: {name: type} of the entries of an answer; settings: what the answers
+    depend on. Raises UserError if the file holds answers of other settings.
     """
 
     def __init__(self, path, kinds, settings, runtime):
@@ -325,7 +337,7 @@ class AnswerLog:
         self.header = json.loads(json.dumps(settings))
         self.lock = OnlyWriter(self.path, runtime.is_main)
         self.done = {row['item'] for row in self.read()}
-        runtime.wait_for_all()  # all ranks have read the same before one of them writes
+        runtime.wait_for_all()  # no rank may write before all ranks have read
         own = self.path
         if not runtime.is_main:
             own = self.path.with_name(f'{self.path.stem}.rank{runtime.rank}.jsonl')
@@ -349,8 +361,8 @@ class AnswerLog:
 
     def batches(self, items, size, batch_tokens):
         """
-        Yield this rank's share of what is left, in lists of at most batch_tokens tokens.
-        size(item): in tokens.
+        Yield this rank's share of the unanswered items, in lists of at most batch_tokens tokens,
+        each item padded to the longest. size(item): its number of tokens.
         """
         self.items = items
         todo = self.runtime.shard([item for item in items if item not in self.done])
@@ -372,7 +384,7 @@ class AnswerLog:
         print(row, file=self.file, flush=True)
 
     def finish(self):
-        """The answers of all ranks, one an item. Call it on every rank."""
+        """The answers of all ranks, one per item, in order. Call it on every rank."""
         self.file.close()
         self.runtime.wait_for_all()
         rows = {row['item']: row for row in self.read()}

@@ -1,4 +1,4 @@
-"""A training run on disk: its log, its checkpoints, and what is asked before it goes on."""
+"""A training run on disk: its log, its checkpoints, and the checks before it resumes."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ from lib.results import OnlyWriter, note, optional, read_lines, save_json, write
 from model import ModelConfig, Transformer
 from position import Settings, unused_settings
 
-# What a model keeps: its sizes, and the settings of its position method.
+# Settings that a resumed run may not change: the model's sizes, and those of its position method.
 MODEL = ('n_layer', 'n_head', 'n_kv_head', 'n_embd', 'n_hidden', 'short_conv', 'short_conv_at',
          'block_size',
          *(field.name for field in dataclasses.fields(Settings)))
@@ -26,29 +26,29 @@ MODEL = ('n_layer', 'n_head', 'n_kv_head', 'n_embd', 'n_hidden', 'short_conv', '
 # ---------------------------------------------------------------------- before a run begins
 
 def to_go_on(folder):
-    """What goes wrong in here is the fault of a last.pt that no run can go on from."""
+    """A context that turns an error into a UserError: no run can resume from this last.pt."""
     return fault_of(Path(folder, 'last.pt'), 'what a run goes on from',
-                    'Train into another --out_dir=; --init_from=FILE takes its weights.')
+                    'Train into another --out_dir=; --init_from=FILE starts from its weights.')
 
 
 def require_same_data(folder, old, new):
-    """Refuse to resume on other text. old, new: {source: checksum of its tokens}."""
+    """Refuse to resume on different text. old, new: {source: checksum of its tokens}."""
     if old is None or None in new.values():
         note(f'{folder}/last.pt does not say which text it was trained on, or the data set has no '
-             'checksums; it is taken to be the same')
+             'checksums; the run assumes that the text is the same')
         return
     changed = set(old.values()) ^ set(new.values())
     for name, checksum in (new | old).items():
         if checksum in changed:
-            raise UserError(f'dataset {name} has other tokens now than when {folder}/last.pt was '
-                            'trained, or was not part of it then. Prepare it as it was, or train '
-                            'into another --out_dir=.')
+            raise UserError(f'dataset {name} has changed since {folder}/last.pt was trained, or '
+                            'was added or left out since then. Prepare the data set as it was, or '
+                            'train into another --out_dir=.')
 
 
 def require_same_model(folder, old, new):
     """
-    Refuse to resume with another model. Returns the names of other settings that changed. old, new:
-    {setting: value}.
+    Refuse to resume with another model. Returns the names of the other settings that changed.
+    old, new: {setting: value}.
     """
     changed = [name for name in new if name in old and old[name] != new[name]
                and name not in ('init_from', 'out_dir')]
@@ -62,8 +62,9 @@ def require_same_model(folder, old, new):
 
 def finetuned_config(old, chosen, given, path):
     """
-    The config of a model that is given, at another length and with what may change of its position
-    method. Refuses any other setting that the user gave and that the model does not have.
+    The ModelConfig for training a given model further. The length, the position method and
+    rope_scaling may change. Refuses a different value for any other setting of the model. old: the
+    model's config; chosen: {setting: value}; given: the names of the settings that the user gave.
     """
     may_change = {'position', 'rope_scaling', 'block_size'}
     for name in set(given) & set(MODEL) - may_change:
@@ -74,7 +75,7 @@ def finetuned_config(old, chosen, given, path):
     new = old | {'block_size': chosen['block_size'], 'rope_length': L}
     new |= {name: chosen[name] for name in ('position', 'rope_scaling') if name in given}
     new |= {name: default for name, default in unused_settings(new).items() if name not in given}
-    if new['rope_scaling'].isidentifier():  # yarn is yarn by the ratio of the lengths
+    if new['rope_scaling'].isidentifier():  # a name alone: its factor is the ratio of the lengths
         new['rope_scaling'] += f":{chosen['block_size'] / L:g}"
     with as_user_error():
         return ModelConfig(**new)
@@ -82,9 +83,9 @@ def finetuned_config(old, chosen, given, path):
 
 def model_to_train(windows, chosen, given, runtime):
     """
-    The model: new, resumed, or started from another's weights. chosen: all settings; given: the
-    names of those that the user gave. Returns the model, the checkpoint to resume from (or None),
-    and the settings as they turned out.
+    Make the model to train: new, resumed, or started from another model's weights. chosen: all
+    settings; given: the names of the settings that the user gave. Returns the model, the checkpoint
+    to resume from (or None), and the settings that the run uses.
     """
     out_dir, init_from = chosen['out_dir'], chosen['init_from']
     if init_from == 'scratch':
@@ -98,7 +99,7 @@ def model_to_train(windows, chosen, given, runtime):
         with to_go_on(out_dir):
             require_kinds({'data': {}} | state, data=dict | None, optimizer=dict, scaler=dict,
                           best_val_loss=int | float)
-            sources = state.get('data') or {}  # an older run did not name them
+            sources = state.get('data') or {}  # older runs did not record them
             require_kinds(sources, **dict.fromkeys(sources, str | None))
     checkpoints.require_tokenizer(state | {'path': path}, windows.tokenizer_state,
                                   chosen['dataset'])
@@ -106,16 +107,16 @@ def model_to_train(windows, chosen, given, runtime):
     old = state['model_config']
     if began_with == 'scratch':
         config = ModelConfig(**old)
-    else:  # a model that was given has the sizes it has
+    else:  # a given model keeps its own sizes
         config = finetuned_config(old, chosen, given, path)
         kept = {name: getattr(config, name) for name in MODEL}
         shown = ' '.join(f'{name}={value}' for name, value in kept.items())
-        runtime.print('the model is as in', path, shown)
+        runtime.print('model settings are those of', path, shown)
         chosen = chosen | kept
     chosen = chosen | {'init_from': began_with}
     if resumes:
         require_same_data(out_dir, state.get('data'), windows.checksums)
-        was = old | state['settings']  # older settings lack those of the model that came later
+        was = old | state['settings']  # older settings lack the newer settings of the model
         for name in require_same_model(out_dir, was, chosen):
             runtime.print(f"resuming with {name} = {chosen[name]} (was {state['settings'][name]})")
     model = Transformer(config)
@@ -123,12 +124,12 @@ def model_to_train(windows, chosen, given, runtime):
     return model, state if resumes else None, chosen
 
 
-# ---------------------------------------------------------------------- while it goes on
+# ---------------------------------------------------------------------- during a run
 
 def open_tracker(name, folder, settings):
     """
-    The package trackio or wandb, with a run begun that has the folder's name; None for ''. Both
-    have init(), log() and finish() alike.
+    Start a run in trackio or wandb, named after the folder. Returns the package, or None for ''.
+    Both packages have the same init(), log() and finish().
     """
     if not name:
         return None
@@ -141,15 +142,15 @@ def open_tracker(name, folder, settings):
 
 class Recorder:
     """
-    What a run leaves in its folder: log.jsonl, config.json and checkpoints; and what it sends to a
-    tracker. No other process may write there at the same time. settings: as they turned out; more:
-    entries of every checkpoint.
+    Writes log.jsonl, config.json and the checkpoints to a run's folder, and sends the log to a
+    tracker. No other process may write to the folder at the same time. settings: those that the run
+    uses; more: entries of every checkpoint.
     """
 
     def __init__(self, folder, runtime, settings, tokens_per_step, tokenizer, **more):
         self.folder, self.runtime, self.settings = Path(folder), runtime, settings
         self.tokens_per_step, self.tokenizer, self.more = tokens_per_step, tokenizer, more
-        self.pending = []  # losses of the latest steps, still on the device: reading stalls it
+        self.pending = []  # latest losses, still on the device, because to read one stalls it
         self.log_path = self.folder / 'log.jsonl'
         self.tracker = None
         if runtime.is_main:
@@ -157,7 +158,7 @@ class Recorder:
         self.lock = OnlyWriter(self.log_path, runtime.is_main)
 
     def begin(self, step):
-        """Make the folder as it was at a step, 0 for a new run."""
+        """Bring the folder to its state at a step; 0 for a new run."""
         if not self.runtime.is_main:
             return
         save_json(self.folder / 'config.json', self.settings)
@@ -166,8 +167,8 @@ class Recorder:
         write_lines(self.log_path, rows)  # a kill may have left steps after the checkpoint
         n_lost = step - len({row['step'] for row in rows if 'loss' in row})
         if n_lost:
-            note(f'{self.log_path} lacks {n_lost} of {step} steps, and so does loss.png; the run '
-                 'itself lacks nothing')
+            note(f'{self.log_path} lacks {n_lost} of {step} steps, so loss.png lacks them, too; '
+                 'the model was trained on all steps')
 
     def log(self, step, **row):
         row = {'tokens': step * self.tokens_per_step} | row
@@ -179,8 +180,8 @@ class Recorder:
 
     def flush(self, step):
         """
-        Write the pending losses to the log; stop if one is not finite, before any checkpoint is
-        overwritten. Returns their mean.
+        Write the pending losses to the log. Returns their mean. Raises UserError if a loss is not
+        finite, so that no checkpoint is overwritten.
         """
         losses = torch.stack(self.pending).tolist() if self.pending else []
         self.pending.clear()
@@ -198,7 +199,7 @@ class Recorder:
         raise UserError(f'{what}. {good} with a lower learning_rate or grad_clip.')
 
     def save(self, name, model, step, **more):
-        """Write a checkpoint, unless a weight is not finite. Call it on every rank."""
+        """Write a checkpoint, or raise UserError if a weight is not finite. Call on every rank."""
         weights = unsharded(model.state_dict())
         if self.runtime.is_main:
             for weight_name, weight in weights.items():
@@ -214,7 +215,7 @@ class Recorder:
 
 
 class Speed:
-    """Tokens a second since the last line on screen, and the time that is left."""
+    """Measures tokens per second since the last printed line, and estimates the time left."""
 
     def __init__(self, step, last_step, tokens_per_step, flops_per_token, ceiling):
         self.last_step, self.tokens, self.ceiling = last_step, tokens_per_step, ceiling
@@ -229,11 +230,11 @@ class Speed:
         self.restart(step)
         self.fastest = max(self.fastest, self.tokens / seconds)
         if self.tokens / seconds < self.fastest / 3:
-            note('less than a third of the tokens/s before: does another process use this machine? '
-                 'On a CPU its threads then wait for each other in loops; a run that is started '
-                 'with GOMP_SPINCOUNT=10000 in the environment loses less.')
+            note('tokens/s fell below a third of the fastest so far: does another process use this '
+                 "machine? On a CPU, the run's threads then wait for each other in loops. A run "
+                 'that is started with GOMP_SPINCOUNT=10000 in the environment loses less.')
         minutes, s = divmod(int(seconds * (self.last_step - step)), 60)
-        # Above 1 the ceiling was measured too low, as happens on a busy machine.
+        # A share above 1 means that the ceiling was measured too low, which a busy machine causes.
         share = self.flops / seconds / self.ceiling
         mfu = f'MFU {share:4.0%}  ' if share <= 1 else ''
         return (f'{self.tokens / seconds:9,.0f} tokens/s  {mfu}'
@@ -242,7 +243,8 @@ class Speed:
 
 class StopSignal:
     """
-    SIGTERM or Ctrl-C while this is in use: finish the step, save, stop. Once more stops at once.
+    Remembers SIGTERM or Ctrl-C, so that the run can finish the step, save and stop. A second signal
+    stops the run at once.
     """
 
     def __init__(self, runtime):
@@ -257,7 +259,7 @@ class StopSignal:
             os.write(2, b'\nfinishing this step, then saving; once more stops at once\n')
 
     def on_any_rank(self):
-        """The signal that some rank got, or None. All ranks must ask at the same step."""
+        """The signal that any rank received, or None. All ranks must call this at the same step."""
         if self.runtime.world_size == 1:
             return self.received
         received = [None] * self.runtime.world_size

@@ -1,12 +1,11 @@
 """
-Scale files: softmax scales and other small vectors tuned for one length or several, as JSON that a
-person can read.
+Scale files: JSON files of softmax scales and other small vectors, tuned for one or more lengths.
 
-A file holds one set of vectors, or under 'sets' several, each tuned for passes of its target_length
-tokens. A set has an entry for each kind of vector, by its name in model.VECTORS: head_scale and
-head_gain as a row of n_head numbers for each layer, or for a scale per channel n_head rows of
-head_dim; others as {parameter: values}. The file names the weights that it was tuned for, and has a
-digest of its own numbers.
+A file holds one set of vectors, or several under 'sets'. Each set is tuned for passes of
+target_length tokens. A set has an entry for each kind of vector, under its name in model.VECTORS.
+head_scale and head_gain have a row of n_head numbers for each layer; a scale per channel has n_head
+rows of head_dim numbers for each layer. Other kinds are {parameter: values}. The file holds the
+digest of the weights that it was tuned for, and a digest of its own numbers.
 """
 
 import difflib
@@ -23,7 +22,7 @@ from lib.errors import UserError, fault_of
 from lib.results import note, save_json
 from model import VECTORS, small_vectors, vector_of
 
-# What a scale file may have beside its vectors: the entries of any result, and tune_scale.py's own.
+# Entries that a scale file may have besides its vectors: those of any result, and of tune_scale.py.
 ENTRIES = set("""sets target_length method block_size position_method short_conv rope_scaling
     weights_digest numbers_digest stage dataset label trained_length checkpoint
     scale identity command settings commit versions device dtype seconds lengths
@@ -36,8 +35,9 @@ ENTRIES = set("""sets target_length method block_size position_method short_conv
 
 def vectors_to_json(vectors):
     """
-    {parameter name: tensor} as the entries of a scale file, each number as short as float32 allows.
-    Raises ValueError for a parameter that VECTORS does not list, which would be lost.
+    {parameter name: tensor} as the entries of a scale file. Each number has as few digits as
+    float32 allows. Raises ValueError for a parameter that VECTORS does not list, because it would
+    be lost.
     """
     data = {}
     for name, vector in vectors.items():
@@ -45,7 +45,7 @@ def vectors_to_json(vectors):
         if key is None:
             raise ValueError(f'{name} is not listed in VECTORS of model.py, so no scale file can '
                              'hold it. Add it there.')
-        if vector.dim() > 1 and vector.shape[-1] == 1:  # a number for each head
+        if vector.dim() > 1 and vector.shape[-1] == 1:  # one number per head
             vector = vector[..., 0]
         text = vector.float().numpy(force=True).astype(str)
         data.setdefault(key, {})[name] = text.astype(float).tolist()
@@ -56,14 +56,15 @@ def vectors_to_json(vectors):
 
 
 def by_layer(key, n_layer):
-    """The names of a kind of vector that each layer's attention has."""
+    """The parameter names of one kind of vector, one for each layer's attention."""
     return [f'blocks.{layer}.attn.{key}' for layer in range(n_layer)]
 
 
 def vectors_from_json(data, path, model):
     """
-    The inverse, for this model: {parameter name: float32 tensor}. A kind that pretraining leaves
-    alone and the file lacks is neutral. Raises UserError for what does not fit.
+    The inverse of vectors_to_json(): {parameter name: float32 tensor} for this model. A kind that
+    the file lacks, and that pretraining does not train, gets its neutral value. Raises UserError
+    for an entry that does not fit the model.
     """
     known, vectors = small_vectors(model), {}
     for name, p in known.items():
@@ -71,9 +72,9 @@ def vectors_from_json(data, path, model):
         if not kind.pretrained:
             vectors[name] = torch.full((*p.shape[:-1], 1), kind.neutral)
     data = dict(data)
-    if 'channel_scale' in data:  # its name in older files
+    if 'channel_scale' in data:  # older files call head_scale so
         data['head_scale'] = data.pop('channel_scale')
-    for key in {'head_scale'} | data.keys() & VECTORS.keys():  # a set without scales is none
+    for key in {'head_scale'} | data.keys() & VECTORS.keys():  # each set must have scales
         rows = data[key]
         if isinstance(rows, list):
             names = by_layer(key, model.config.n_layer)
@@ -92,7 +93,10 @@ def vectors_from_json(data, path, model):
 
 
 def vector_from(values, p, D, what):
-    """The numbers of a file as a tensor for parameter p: one a head or channel, or p's shape."""
+    """
+    The numbers of a file as a tensor for parameter p. If p is a vector, they have its shape;
+    otherwise there is one number per head, or one per channel.
+    """
     if p.dim() == 1:
         return finite(values, p.shape, what)
     if np.ndim(values) < 2:
@@ -101,9 +105,9 @@ def vector_from(values, p, D, what):
 
 
 def finite(values, shape, what):
-    """A float32 tensor of that shape. Raises UserError where it is another or not finite there."""
+    """A float32 tensor of `shape`. Raises UserError for another shape or a number not finite."""
     try:
-        numbers = np.array(values, dtype=object)  # which keeps "1.2" and true apart from numbers
+        numbers = np.array(values, dtype=object)  # object keeps "1.2" and true apart from numbers
         odd = any(type(number) not in (int, float) for number in numbers.flat)
         tensor = torch.from_numpy(numbers.astype(float)).float()
     except (TypeError, ValueError, OverflowError):
@@ -115,26 +119,26 @@ def finite(values, shape, what):
 
 
 def above_zero(scale, what):
-    """Raises UserError unless all of a softmax scale, a number or a tensor, is above 0."""
+    """Raise UserError if a softmax scale, a number or a tensor, has a value of 0 or below."""
     if torch.as_tensor(scale).min() <= 0:
-        raise UserError(f'{what} must be above 0, as a softmax scale is.')
+        raise UserError(f'{what} must be above 0, because it is a softmax scale.')
 
 
 def numbers_digest(sets):
-    """A SHA-256 of the sets of a scale file, lists of dicts as JSON has them."""
+    """SHA-256 of the sets of a scale file. sets: a list of dicts, as read from JSON."""
     return hashlib.sha256(json.dumps(sets, sort_keys=True).encode()).hexdigest()
 
 
 def save_scale(path, *what, **more):
-    """Write a scale file of scale_entries(*what) and more; returns what a reader gets."""
+    """Write scale_entries(*what) and `more` to a scale file. Returns the dict as JSON reads it."""
     return save_json(path, scale_entries(*what) | more)
 
 
 def scale_entries(info, sets, method, by_length=False):
     """
-    What makes a result a scale file. sets: {L': vectors by parameter name}, L' being the context in
-    tokens that they are for; info: of the checkpoint. A single set is used for every pass. With
-    by_length, a single set is also unused for passes of up to L tokens.
+    The entries that make a result a scale file. sets: {L': vectors by parameter name}, where L' is
+    the context in tokens that the vectors are for. info: of the checkpoint. A single set is used
+    for every pass. With by_length, even a single set is not used for passes of up to L tokens.
     """
     c = info['model_config']
     sets = [{'target_length': T} | vectors_to_json(vectors) for T, vectors in sets.items()]
@@ -148,25 +152,26 @@ def scale_entries(info, sets, method, by_length=False):
 
 def sets_of(data, path):
     """
-    The sets of a scale file, dicts with target_length. Raises UserError for an entry that no scale
-    file has.
+    The sets of a scale file, as dicts with target_length. Raises UserError for an entry that does
+    not belong in a scale file.
     """
     kinds = {*VECTORS, 'channel_scale', 'target_length'}
     for name in data:
         if name not in ENTRIES | kinds:
             near = difflib.get_close_matches(name, kinds, n=1)
             advice = f"Did you mean '{near[0]}'?" if near else 'Remove it.'
-            raise UserError(f"{path} has '{name}', which no scale file has. {advice}")
+            raise UserError(f"{path} has '{name}', which does not belong in a scale file. {advice}")
     sets = data['sets'] if 'sets' in data else [{key: data[key] for key in data.keys() & kinds}]
     for name in {name for one in sets for name in one} - kinds:
-        raise UserError(f"{path} has '{name}' in a set, which no scale file has. Remove it.")
+        raise UserError(f"{path} has '{name}' in a set, which does not belong in a scale file. "
+                        'Remove it.')
     return sets
 
 
 def read_scale_file(path, model, info):
     """
-    Read a scale file of a model, of which `info` is what its checkpoint says. Returns its JSON and
-    {L': vectors}. Raises UserError for another model's.
+    Read a scale file for a model. info: of the model's checkpoint. Returns the file's JSON and
+    {L': vectors}. Raises UserError if the file was tuned for another model.
     """
     if not Path(path).is_file():
         raise UserError(f'scale file {path} does not exist. Make one with tune_scale.py, or give a '
@@ -181,8 +186,8 @@ def read_scale_file(path, model, info):
         if not sets or not all(type(T) is int and T > 0 for T in sets):
             raise ValueError(f'target_length is {list(sets)}')
     if data.get('numbers_digest', numbers_digest(found)) != numbers_digest(found):
-        note(f'{path} was changed after it was tuned; its numbers are used as they are now')
-        for vectors in sets.values():  # tuning may end below 0, a person's number may not
+        note(f'{path} was changed after it was tuned; the changed numbers are used')
+        for vectors in sets.values():  # tuning may end below 0, but a changed number may not
             for name, scale in vectors.items():
                 if name.endswith('head_scale'):
                     above_zero(scale, f'{name} in {path}')
@@ -190,7 +195,10 @@ def read_scale_file(path, model, info):
 
 
 def require_same_weights(data, path, info):
-    """Refuse a scale file of other weights, or of a model that was read in another way."""
+    """
+    Refuse a scale file of other weights, or of the same weights with another position or
+    rope_scaling.
+    """
     if data['weights_digest'] != info['digest']:
         raise UserError(f"{path} was tuned for other weights than {info['path']}. Tune it again "
                         'for this checkpoint.')
@@ -204,7 +212,7 @@ def require_same_weights(data, path, info):
 # ---------------------------------------------------------------------- in a model
 
 def put_vectors(model, vectors):
-    """Give small vectors of a model new values, {name: tensor}."""
+    """Give a model's small vectors new values. vectors: {name: tensor}."""
     for name, vector in vectors.items():
         p = model.get_parameter(name)
         p.data = vector.to(p.device, copy=True)
@@ -212,15 +220,15 @@ def put_vectors(model, vectors):
 
 class ScaleSets:
     """
-    Vectors for several lengths. Before each pass the one for the tokens that it will hold is put
-    into the model: between two lengths linear in ln T, past the last that one; up to L, the model's
-    own vectors.
+    Sets of vectors for several lengths. Before each pass, the model gets the vectors for T, the
+    number of tokens that the pass will hold. Up to L these are the model's own vectors. Between two
+    lengths they are interpolated, linearly in ln T. Past the last length the last set is used.
     """
 
     def __init__(self, model, sets):
         names = {name for vectors in sets.values() for name in vectors}
         own = {name: model.get_parameter(name).clone() for name in names}
-        for name, vector in next(iter(sets.values())).items():  # (H, D) where the sets are so
+        for name, vector in next(iter(sets.values())).items():  # (H, 1) or (H, D), as in sets
             own[name] = own[name].expand_as(vector)
         put_vectors(model, own)
         L, self.model = model.config.block_size, model
@@ -237,34 +245,35 @@ class ScaleSets:
 
     @torch.no_grad()
     def use(self, total):
-        """Take the vectors for passes of `total` tokens."""
+        """Put the vectors for passes of `total` tokens into the model."""
         lengths, sets = list(self.sets), list(self.sets.values())
         if total > lengths[-1]:
-            warnings.warn(f'no scales for more than {lengths[-1]} tokens: those serve beyond, too',
-                          stacklevel=2)
-        place = np.interp(np.log(total), np.log(lengths), range(len(lengths)))  # 0.5: between two
+            warnings.warn(f'no scales for more than {lengths[-1]} tokens: longer passes use the '
+                          'scales of the longest', stacklevel=2)
+        # A place of 0.5 is halfway between the first two sets.
+        place = np.interp(np.log(total), np.log(lengths), range(len(lengths)))
         before, after = sets[math.floor(place)], sets[math.ceil(place)]
         for name, vector in before.items():
             self.model.get_parameter(name).copy_(torch.lerp(vector, after[name], place % 1))
 
     def remove(self):
-        """Leave the model with the vectors it has now, whatever the length."""
+        """Stop changing the vectors. The model keeps the ones that it has now, for all lengths."""
         self.hook.remove()
         self.model.scale_sets = None
 
 
 def remove_sets(model):
-    """Take away the scale sets that a model has, which would replace other scales in each pass."""
+    """Remove a model's scale sets, if any, because they would replace new scales in each pass."""
     if model.scale_sets:
         model.scale_sets.remove()
 
 
 def apply_scale(model, scale, info, say=print):
     """
-    Set the model's softmax scales from a stage's --scale: None (as trained), a number for all
-    heads, a scale file, or, from Python, an array (n_layer, H) or (n_layer, H, D). Returns the
-    label of the result: '', 'scale1.2', 'scales' or the file's name, after the extension of RoPE if
-    any.
+    Set the model's softmax scales from a stage's --scale. scale: None (as trained), a number for
+    all heads, a scale file, or, from Python, an array (n_layer, H) or (n_layer, H, D). Returns the
+    label of the result: '', 'scale1.2', 'scales' or the file's name. An extension of RoPE stands
+    before it, as in 'yarn4_scale1.2'.
     """
     label = model.config.rope_scaling.replace(':', '')
     if scale is None:
@@ -290,12 +299,15 @@ def apply_scale(model, scale, info, say=print):
         remove_sets(model)
         model.head_scale = number
     if replaces:
-        say(f'{name} replaces the head scales that the model had, which were not all 1')
+        say(f"{name} replaces the model's own head scales, which were not all 1")
     return f'{label}_{name}' if label else name
 
 
 def identity(model, scale, info):
-    """What a model's answers depend on; `scale`: a SHA-256 of its vectors and its scale file."""
+    """
+    What a model's answers depend on, as a dict. Its entry 'scale' is a SHA-256 of the model's
+    vectors and of the scale file. scale: as in apply_scale().
+    """
     digest = hashlib.sha256(Path(scale).read_bytes() if isinstance(scale, str) else b'')
     for name, weight in model.state_dict().items():
         if weight.dim() < 2 or vector_of(name):

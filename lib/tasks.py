@@ -1,10 +1,10 @@
 """
 The algorithmic tasks of the Chomsky hierarchy: random inputs, and their answers.
 
-A generator takes numpy's random generator, a number of samples B and a length n, and returns inputs
-(B, n) and answers (B, m), int64 symbols counted from 0. The tasks are those of Deletang et al.
-2023, "Neural Networks and the Chomsky Hierarchy", with the alphabets of Ruoss et al. 2023,
-"Randomized Positional Encodings". An arrow in a docstring stands between an input and its answer.
+A generator takes numpy's random generator, a number of samples B and a length n. It returns inputs
+(B, n) and answers (B, m), as int64 symbols counted from 0. The tasks are those of Deletang et al.
+2023, "Neural Networks and the Chomsky Hierarchy". Their alphabets are those of Ruoss et al. 2023,
+"Randomized Positional Encodings". In a docstring, INPUT -> ANSWER is an example.
 """
 
 import math
@@ -22,17 +22,18 @@ def random_bits(rng, B, n):
 
 def even_pairs(rng, B, n):
     """
-    Is the number of 01 and 10 in a binary string even (0) or odd (1)? 001110 -> 0, as there is one
-    of each.
+    Is the number of pairs 01 and 10 in a binary string even (0) or odd (1)? 001110 -> 0, because
+    there is one of each.
     """
     x = random_bits(rng, B, n)
-    return x, x[:, :1] ^ x[:, -1:]  # each such pair changes the symbol
+    # Each such pair changes the symbol, so their number is odd if the first and last bits differ.
+    return x, x[:, :1] ^ x[:, -1:]
 
 
 def modular_arithmetic_simple(rng, B, n):
     """
-    The value mod 5 of digits with + - * (5, 6, 7) between them, products first. 1+2*3 -> 2. An even
-    n is made one less.
+    The value mod 5 of digits with + - * (5, 6, 7) between them, products first. 1+2*3 -> 2. If n is
+    even, the input has n - 1 symbols.
     """
     n_digits = (n + 1) // 2
     digits = rng.integers(0, 5, (B, n_digits))
@@ -58,8 +59,8 @@ def parity_check(rng, B, n):
 
 def cycle_navigation(rng, B, n):
     """
-    Where on a circle of five does a walk from 0 end? 0 is a step back, 1 none, 2 a step on.
-    20222 -> 3.
+    Where does a walk from place 0 on a circle of five places end? Symbol 0 is a step back, 1 is no
+    step, 2 is a step forward. 20222 -> 3.
     """
     x = rng.integers(0, 3, (B, n))
     steps = x - 1
@@ -73,8 +74,9 @@ END = 2  # the end of an answer whose length varies; zeros follow
 
 def stack_manipulation(rng, B, n):
     """
-    A stack, its top last, then orders: 2 pops, 3 and 4 push 0 and 1. The answer is what is left,
-    the top first, and END. 0110422 -> 11020000.
+    What is left on a stack after some orders? The input is the stack, top last, then the orders: 2
+    pops, 3 pushes 0, 4 pushes 1. The answer is the stack, top first, then END.
+    0110422 -> 11020000.
     """
     height = rng.integers(1, max(2, n), (B, 1))
     symbols, orders = random_bits(rng, B, n), rng.integers(2, 5, (B, n))
@@ -95,23 +97,23 @@ def stack_manipulation(rng, B, n):
 def reverse_string(rng, B, n):
     """A binary string backwards. 1101 -> 1011."""
     x = random_bits(rng, B, n)
-    return x, x[:, ::-1].copy()  # PyTorch takes no reversed view
+    return x, x[:, ::-1].copy()  # copied, because PyTorch does not accept a reversed view
 
 
 def expressions(rng, B, n, n_operators):
     """
     Random arithmetic with every operation in brackets, (B, n), and its values mod 5, (B, 1).
-    n_operators: 2 for + and -, 3 for * too. Symbols: five digits, + (5), - (6), perhaps * (7), then
-    the two brackets.
+    n_operators: 2 for + and -, 3 for + - and *. Symbols: five digits, + (5), - (6), * (7) if used,
+    then the two brackets.
 
-    A part of up to four symbols is a digit: 1, -1, (1) or (-1). A longer one is two parts with an
-    operator between them, in brackets. Parts that are equally deep, of all texts, are written at
-    once.
+    A part of up to four symbols is a digit: 1, -1, (1) or (-1). A longer part is two parts with an
+    operator between them, in brackets. Each round of the loop writes all parts of one depth, in all
+    texts.
     """
     text = np.zeros(B * n, np.int64)   # all texts, one after the other
-    value = np.zeros(B * n, np.int64)  # of each part, kept where it starts
+    value = np.zeros(B * n, np.int64)  # the value of each part, at the index of its first symbol
     start = np.arange(B) * n           # the first symbol of each part
-    end = start + n - 1                # and the last
+    end = start + n - 1                # the last symbol of each part
     operations = []
     while len(start):
         size = end - start + 1
@@ -145,13 +147,14 @@ def expressions(rng, B, n, n_operators):
 
 
 def modular_arithmetic(rng, B, n):
-    """The value of an expression in brackets of + - *, mod 5. ((-2)*(4-1)) -> 4."""
+    """The value mod 5 of an expression with + - * and brackets. ((-2)*(4-1)) -> 4."""
     return expressions(rng, B, n, n_operators=3)
 
 
 def solve_equation(rng, B, n):
     """
-    Which digit is x (9) in an equation of + and -, mod 5? (x-(-4))=2 -> 3. For n < 3 all is zero.
+    Which digit is x (9) in an equation with + and -, mod 5? (x-(-4))=2 -> 3. If n < 3, the input
+    and the answer are zeros.
     """
     answers = np.zeros((B, 1), np.int64)
     if n < 3:
@@ -159,7 +162,7 @@ def solve_equation(rng, B, n):
     x, value = expressions(rng, B, n - 2, n_operators=2)
     places = rng.integers(0, n - 2, B)
     for row, place in enumerate(places):
-        while x[row, place] >= 5:  # the first digit from here on, once round
+        while x[row, place] >= 5:  # find the next digit; after the end, go on from the start
             place = (place + 1) % (n - 2)
         answers[row] = x[row, place]
         x[row, place] = 9
@@ -177,8 +180,8 @@ def duplicate_string(rng, B, n):
 
 def missing_duplicate(rng, B, n):
     """
-    A binary string twice, with one symbol hidden (2): which? 01100210 -> 1. An odd n ends in a 3;
-    for n = 1 it is 1 -> 1.
+    Which bit is hidden (2) in a binary string written twice? 01100210 -> 1. If n is odd, the last
+    symbol is 3. If n = 1: 1 -> 1.
     """
     if n == 1:
         ones = np.ones((B, 1), np.int64)
@@ -194,13 +197,16 @@ def missing_duplicate(rng, B, n):
 
 
 def odds_first(rng, B, n):
-    """The symbols at odd places, counted from 0, then those at even ones. 00110101 -> 01110100."""
+    """The symbols at odd places, then at even places, counted from 0. 00110101 -> 01110100."""
     x = random_bits(rng, B, n)
     return x, np.concatenate((x[:, 1::2], x[:, ::2]), axis=1)
 
 
 def bits_without(refused, rng, B, n):
-    """Random bits (B, n); rows for which refused(bits), (B,), is true are drawn again."""
+    """
+    Random bits (B, n). Rows that are refused are drawn again. refused: a function of bits, (B, n)
+    -> (B,) bool.
+    """
     x = random_bits(rng, B, n)
     again = refused(x)
     while again.any():
@@ -210,19 +216,20 @@ def bits_without(refused, rng, B, n):
 
 
 def to_number(bits):
-    """A Python integer, as long as need be, from its bits, the lowest first."""
+    """A Python integer of any size from its bits, lowest first."""
     return sum(bit << place for place, bit in enumerate(bits))
 
 
 def to_bits(number, n):
-    """The n lowest bits of a Python integer, the lowest first."""
+    """The n lowest bits of a Python integer, lowest first."""
     return [number >> place & 1 for place in range(n)]
 
 
 def binary_addition(rng, B, n):
     """
-    The sum of two numbers above 0 with a 2 between them, lowest bits first, and END.
-    001201101 -> 0101120000, which is 4 + 22. Where n < 3 there is one number, never all ones.
+    The sum of two numbers above 0, then END. The input has a 2 between the numbers. All numbers
+    have the lowest bit first. 001201101 -> 0101120000, which is 4 + 22. If n < 3, the input is one
+    number, and its bits are not all ones.
     """
     two_numbers = n > 2
     between = np.full((B, 1), n)
@@ -247,7 +254,7 @@ def binary_addition(rng, B, n):
 
 def compute_sqrt(rng, B, n):
     """
-    The square root of a number above 0, rounded down, both with the highest bit first.
+    The square root of a number above 0, rounded down. Both have the highest bit first.
     100101 (37) -> 110 (6).
     """
     def is_zero(x):
@@ -269,15 +276,16 @@ def bucket_sort(rng, B, n):
 
 # ---------------------------------------------------------------------- retrieval
 
-N_SYMBOLS = 32  # of the texts to copy; of the values, the keys and the noise of recall
+N_SYMBOLS = 32  # the alphabet of copy; recall has so many values, keys and noise symbols, each
 
 
 def recall(rng, B, n):
     """
-    Associative recall with many queries (Arora et al., arXiv:2312.04927): pairs of a key and its
-    value stand in noise, then keys are asked for, each once. With a and b as keys and dots as noise
-    .a7..b2.ba -> 27. A quarter of n, at most N_SYMBOLS, is the number of pairs, each with a key of
-    its own, and of queries; an n below 3 is made 3. Symbols: values, then keys, then noise.
+    Associative recall with many queries (Arora et al., arXiv:2312.04927). The input has pairs of a
+    key and its value, surrounded by noise, then each key once, as a query. The answer is the values
+    of the queries. With a and b as keys and dots as noise: .a7..b2.ba -> 27. There are n / 4 pairs,
+    rounded down, but at least one and at most N_SYMBOLS, and as many queries. All keys of an input
+    are different. If n < 3, n is 3. Symbols: values, then keys, then noise.
     """
     n = max(3, n)
     n_pairs = min(max(1, n // 4), N_SYMBOLS)
@@ -286,7 +294,8 @@ def recall(rng, B, n):
     order = rng.random((B, n_pairs)).argsort(1)                        # of the queries
 
     x = rng.integers(2 * N_SYMBOLS, 3 * N_SYMBOLS, (B, n))             # noise
-    # Of n - 2 n_pairs places in all, a pair being one, those of the pairs, in order.
+    # Before the queries there are n - 2 n_pairs places, where a pair counts as one place. Choose
+    # the places of the pairs, in order.
     n_places = n - 2 * n_pairs
     places = np.sort(rng.random((B, n_places)).argsort(1)[:, :n_pairs], axis=1)
     starts = places + np.arange(n_pairs)
@@ -297,17 +306,18 @@ def recall(rng, B, n):
 
 
 def copy(rng, B, n):
-    """A string of N_SYMBOLS symbols again. 7392 -> 7392."""
+    """The same string again, from an alphabet of N_SYMBOLS symbols. 7392 -> 7392."""
     x = rng.integers(0, N_SYMBOLS, (B, n))
     return x, x
 
 
 def flip_flop(rng, B, n):
     """
-    What does a memory of one bit hold? Each instruction stands before a bit: write it (2), read
-    what was written last (3), ignore it (4). The first is to write; the last, to read, has no bit
-    yet. 20413020413 -> 0. Of the others 0.1, 0.1 and 0.8 write, read and ignore, as in Liu et al.,
-    arXiv:2306.00946. An even n is made one less, and an n below 3 is made 3.
+    What does a memory of one bit hold? Each instruction has a bit after it: write this bit (2),
+    read the bit that was written last (3), ignore this bit (4). The first instruction is a write.
+    The last is a read, and the answer is its bit. 20413020413 -> 0. The others are write, read and
+    ignore with probabilities 0.1, 0.1 and 0.8, as in Liu et al., arXiv:2306.00946. If n is even,
+    the input has n - 1 symbols; if n < 3, it has 3.
     """
     n_pairs = max(1, (n - 1) // 2)
     instructions = rng.choice([2, 3, 4], (B, n_pairs), p=[0.1, 0.1, 0.8])
@@ -328,21 +338,23 @@ def flip_flop(rng, B, n):
 @dataclass
 class Task:
     """
-    read says where a model answers, always in one pass. 'slots': at an empty token for each symbol
-    of the answer, after the input. 'queries': at the last symbols of the input. 'generated': at an
-    empty token and the symbols of the answer before the one that is asked for; all are right
-    exactly where greedy generation is, as both make the same first mistake.
+    A task. read: where the model answers. It always answers in one pass.
+    'slots': at empty tokens after the input, one for each symbol of the answer.
+    'queries': at the last symbols of the input.
+    'generated': at an empty token after the input, then at the symbols of the right answer, each
+    read to predict the next. The whole answer is right exactly if greedy generation is right,
+    because both make the same first mistake.
     """
     generate: Callable  # (rng, B, n) -> inputs, answers
     level: str          # R: regular, DCF: deterministic context-free, CS: context-sensitive
-    n_in: int           # number of symbols of the inputs
-    n_out: int          # and of the answers
-    ends: bool = False  # the answers finish with END
+    n_in: int           # number of different symbols in the inputs
+    n_out: int          # number of different symbols in the answers
+    ends: bool = False  # True if the answers finish with END
     read: str = 'slots'
 
     @property
     def chance(self):
-        """The accuracy of a guess among all symbols."""
+        """The accuracy of a random guess among the symbols of the answers."""
         return 1 / self.n_out
 
 
@@ -362,7 +374,7 @@ TASKS = {
     'binary_addition': Task(binary_addition, 'CS', 3, 3, ends=True),
     'compute_sqrt': Task(compute_sqrt, 'CS', 2, 2),
     'bucket_sort': Task(bucket_sort, 'CS', 5, 5),
-    # those that Table 6 does not have
+    # tasks that Table 6 does not have
     'flip_flop': Task(flip_flop, 'R', 5, 2),
     'recall': Task(recall, 'CS', 3 * N_SYMBOLS, N_SYMBOLS, read='queries'),
     'copy': Task(copy, 'CS', N_SYMBOLS, N_SYMBOLS, read='generated'),

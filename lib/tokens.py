@@ -1,13 +1,13 @@
 """
 Tokenizers and token files: write, read, sample.
 
-A prepared dataset is a folder, data/NAME, that needs nothing from outside:
+A prepared dataset is a folder, data/NAME, that is complete by itself:
     train.bin, val.bin, test.bin  the tokens of a split, one flat array; each document is followed
                                   by end-of-text
-    train_starts.bin, ...         where its documents start, int64
-    tokenizer_state.json          the whole tokenizer, as checkpoints carry it
+    train_starts.bin, ...         where the documents of the split start, int64
+    tokenizer_state.json          the whole tokenizer, in the form that checkpoints hold
     meta.json                     what the files hold, and their checksums;
-                                  written last, so where it stands the rest is whole
+                                  written last: if meta.json exists, the other files are complete
 """
 
 import base64
@@ -34,9 +34,9 @@ from lib.results import OnlyWriter, note, optional, progress_bar, save_json, wri
 MIB = 2 ** 20
 EOT = '<|endoftext|>'
 SPLITS = 'train', 'val', 'test'
-# How text is cut into words before BPE merges anything, for every .tiktoken file: GPT-4's way, in a
-# form that tiktoken and tokenizers both read. Contractions, words, up to 3 digits, punctuation,
-# line ends, other white space.
+# This pattern cuts text into words before BPE merges bytes. Every .tiktoken file uses it. It is
+# GPT-4's pattern, written so that both tiktoken and tokenizers can read it. It matches
+# contractions, words, up to 3 digits, punctuation, line ends, and other white space.
 PATTERN = (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
            r'|\s*[\r\n]+|\s+(?!\S)|\s+')
 
@@ -45,10 +45,12 @@ PATTERN = (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{
 
 def get_tokenizer(name):
     """
-    A tiktoken.Encoding, or an HFTokenizer, which has those of its methods that we use. name:
-    'gpt2'; 'bytes', 256 bytes and end-of-text; FILE.tiktoken, a base64 token and its rank per line,
-    end-of-text being one past the highest rank; FILE.json, a Hugging Face tokenizer.json;
-    'hf:ORG/NAME' or 'hf:ORG/NAME@REVISION', the same downloaded.
+    A tiktoken.Encoding, or an HFTokenizer, which has the same methods as far as we use them. name:
+    'gpt2';
+    'bytes': 256 bytes and end-of-text;
+    FILE.tiktoken: each line has a base64 token and its rank; end-of-text is the highest rank + 1;
+    FILE.json: a Hugging Face tokenizer.json;
+    'hf:ORG/NAME' or 'hf:ORG/NAME@REVISION': a tokenizer.json from the hub.
     """
     if name == 'bytes':
         ranks = {bytes([byte]): byte for byte in range(256)}
@@ -57,16 +59,16 @@ def get_tokenizer(name):
         try:
             return tiktoken.get_encoding(name)
         except OSError as error:
-            raise UserError('The ranks of gpt2 could not be downloaded; it needs the network once. '
-                            'Connect, or take --tokenizer=bytes or a local .tiktoken '
+            raise UserError('The ranks of gpt2 could not be downloaded; gpt2 needs the network '
+                            'once. Connect, or use --tokenizer=bytes or a local .tiktoken '
                             'file.') from error
     path = Path(name)
     if name.startswith('hf:'):
         advice = 'give a file that you have: --tokenizer=FOLDER/tokenizer.json.'
         path = from_hub(name, ['tokenizer*.json'], advice) / 'tokenizer.json'
     if path.suffix not in ('.tiktoken', '.json'):
-        raise UserError(f"There is no tokenizer '{name}'. Take gpt2, bytes, FILE.tiktoken, "
-                        'FILE.json, hf:ORG/NAME.')
+        raise UserError(f"There is no tokenizer '{name}'. Choose gpt2, bytes, FILE.tiktoken, "
+                        'FILE.json or hf:ORG/NAME.')
     with fault_of(path, 'a tokenizer file', 'Check the name, or get it again.'):
         text = path.read_text(encoding='utf-8')
         if path.suffix == '.json':
@@ -77,7 +79,7 @@ def get_tokenizer(name):
 
 
 def end_token(path):
-    """The eos_token of a tokenizer_config.json, or None where there is no such file or entry."""
+    """The eos_token of a tokenizer_config.json, or None if the file or the entry is missing."""
     if not path.is_file():
         return None
     with fault_of(path, 'a tokenizer_config.json', 'Get it again.'):
@@ -94,7 +96,7 @@ def tiktoken_encoding(name, ranks, pattern, eot_token):
 
 
 def parse_ranks(text, where):
-    """{token: rank} from the lines of a .tiktoken file. where: its name, for the error."""
+    """{token: rank} from the text of a .tiktoken file. where: the file's name, for the error."""
     ranks = {}
     with fault_of(where, 'a list of base64 tokens and their ranks', 'Check the file.'):
         for line in text.splitlines():
@@ -103,7 +105,7 @@ def parse_ranks(text, where):
         if not all(bytes([byte]) in ranks for byte in range(256)):
             raise ValueError('one of the 256 single bytes is missing')
         if len(set(ranks.values())) < len(ranks):
-            raise ValueError('a rank stands there twice')
+            raise ValueError('the file has a rank twice')
     return ranks
 
 
@@ -113,8 +115,8 @@ def format_ranks(ranks):
 
 def without_half_pairs(text):
     """
-    The text with each half of a surrogate pair replaced. JSON can hold one, UTF-8 and tokenizers
-    cannot; tiktoken replaces it by itself.
+    Replace each half of a surrogate pair. JSON can hold such a half, but UTF-8 and tokenizers
+    cannot. tiktoken replaces it without our help.
     """
     return re.sub('[\ud800-\udfff]', '\N{REPLACEMENT CHARACTER}', text)
 
@@ -124,38 +126,37 @@ class HFTokenizer:
 
     def __init__(self, name, text, eos):
         """
-        text: of tokenizer.json. eos: the token that ends a text, or None to look for the usual
-        ones.
+        text: of tokenizer.json. eos: the token that ends a text; None: look for the usual ones.
         """
         self.name, self.text = name, text
         package = optional('tokenizers')
         try:
             self.tokenizer = package.Tokenizer.from_str(text)
-        except Exception as error:  # the package raises nothing more special
+        except Exception as error:  # the package raises no narrower class
             raise UserError(f'{name} is not a tokenizer.json: {error}. Check the file.') from error
         self.tokenizer.encode_special_tokens = True  # '</s>' in a document is text, not its end
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         vocab = self.tokenizer.get_vocab()
-        self.n_vocab = max(vocab.values()) + 1  # not their number: some ids may be unused
+        self.n_vocab = max(vocab.values()) + 1  # not len(vocab), because some ids may be unused
         usual = eos, '</s>', EOT, '<|end_of_text|>', '<eos>'
         self.eos = next((token for token in usual if token in vocab), None)
         if self.eos is None:
             raise UserError(f'{name} has no end-of-text token that we know. Set eos_token in '
                             'tokenizer_config.json.')
         self.eot_token = vocab[self.eos]
-        # The token before a text, such as <s>, or where there is none end-of-text.
+        # The token before a text, such as <s>. If the tokenizer has none: end-of-text.
         plain = self.tokenizer.encode('a', add_special_tokens=False).ids
         first = self.tokenizer.encode('a').ids[0]
         self.start_token = self.eot_token if first == plain[0] else first
 
     def encode_ordinary(self, text):
-        # As a batch of one: unlike encode() it keeps no offsets, and lets other threads run.
+        # A batch of one. Unlike encode(), this keeps no offsets and lets other threads run.
         batch = [without_half_pairs(text)]
         return self.tokenizer.encode_batch_fast(batch, add_special_tokens=False)[0].ids
 
     def decode(self, ids):
-        """The text of ids, special tokens such as <s> left out; decode_bytes() shows them."""
+        """The text of ids, without special tokens such as <s>. decode_bytes() keeps these."""
         return self.tokenizer.decode(list(ids))
 
     def decode_bytes(self, ids):
@@ -164,31 +165,31 @@ class HFTokenizer:
 
 def start_token(encoding):
     """
-    The token that stands before a text: a Hugging Face tokenizer's own, such as <s>, or else
-    end-of-text.
+    The token before a text: the start token of a Hugging Face tokenizer, such as <s>, or
+    end-of-text if there is none.
     """
     return getattr(encoding, 'start_token', encoding.eot_token)
 
 
 def from_hub(source, patterns, advice):
     """
-    The folder that has the files of 'hf:ORG/NAME' or 'hf:ORG/NAME@REVISION' that match the
-    patterns, downloaded once into the hub's cache. Raises UserError, which says why and ends in the
-    advice, where they cannot be had.
+    Download the files of a source that match the patterns, once, into the hub's cache. source:
+    'hf:ORG/NAME' or 'hf:ORG/NAME@REVISION'. Returns their folder. If the download fails, raises
+    UserError with the reason and the advice.
     """
     hub = optional('huggingface_hub')
     repo, _, revision = source.removeprefix('hf:').partition('@')
     try:
         return Path(hub.snapshot_download(repo, revision=revision or None,
                                           allow_patterns=list(patterns)))
-    except Exception as error:  # of the name, the network, the proxy, the disk: they share no class
-        raise UserError(f'{source} could not be had ({type(error).__name__}): check name, '
+    except Exception as error:  # errors of name, network, proxy and disk share no class
+        raise UserError(f'{source} could not be downloaded ({type(error).__name__}): check name, '
                         f'revision and network. Or {advice}') from error
 
 
 def tokenizer_state(encoding):
     """
-    All that a tokenizer is, as a dict of str and int, from which tokenizer_from_state needs no file
+    The whole tokenizer as a dict of str and int. tokenizer_from_state() rebuilds it without files
     or network.
     """
     if isinstance(encoding, HFTokenizer):
@@ -201,8 +202,8 @@ def tokenizer_state(encoding):
 def tokenizer_from_state(state):
     if state is None:
         raise UserError('The checkpoint came without a tokenizer. Put the tokenizer.json of the '
-                        'model, or of the one it was trained from, into its folder (if that is the '
-                        "hub's cache: copy its files into a folder of your own).")
+                        'model, or of the model that it was trained from, into its folder. If that '
+                        "is the hub's cache, copy its files into another folder first.")
     with fault_of(f"tokenizer {state.get('name')}", 'whole', 'Get its file again.'):
         require_tokenizer_kinds(state)
         if state['kind'] == 'hf':
@@ -212,7 +213,7 @@ def tokenizer_from_state(state):
 
 
 def require_tokenizer_kinds(state):
-    """Raise an error of MALFORMED unless each entry of a tokenizer's state has its type."""
+    """Raise an error of MALFORMED if an entry of a tokenizer's state has the wrong type."""
     own = {'hf': {'eos': str | None}, 'tiktoken': {'pattern': str, 'eot_token': int}}
     require_kinds(state, name=str, text=str, **own[state['kind']])
     if state.get('pattern') == '':  # tiktoken would panic
@@ -220,15 +221,15 @@ def require_tokenizer_kinds(state):
 
 
 def tokenizer_digest(state):
-    """16 hex digits that two tokenizers share if they are the same but for their names."""
+    """A digest of 16 hex digits. Tokenizers that differ only in their names have the same."""
     content = {key: value for key, value in state.items() if key != 'name'}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def byte_characters():
     """
-    {byte: character}: how tokenizer.json writes bytes, as itself where that is printable and no
-    space, else the next from 256.
+    {byte: character}: how tokenizer.json writes bytes. A printable byte other than space is its own
+    character. Each other byte gets the next code point from 256 on.
     """
     others = itertools.count(256)
     return {byte: chr(byte if chr(byte).isprintable() and byte != ord(' ') else next(others))
@@ -236,7 +237,7 @@ def byte_characters():
 
 
 def word_splitter(pattern):
-    """What cuts text into words of bytes for the package tokenizers, as tiktoken does."""
+    """A pre-tokenizer of the package tokenizers that cuts text into words as tiktoken does."""
     package = optional('tokenizers')
     words = package.pre_tokenizers.Split(package.Regex(pattern), 'isolated')
     byte_level = package.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -245,8 +246,8 @@ def word_splitter(pattern):
 
 def train_bpe(texts, vocab_size, path):
     """
-    Train a byte-level BPE of vocab_size tokens, end-of-text included, on an iterable of str; save
-    and return it.
+    Train a byte-level BPE and save it. Returns the tokenizer. texts: an iterable of str.
+    vocab_size: number of tokens, including end-of-text.
     """
     package, characters = optional('tokenizers'), byte_characters()
     tokenizer = package.Tokenizer(package.models.BPE())
@@ -254,7 +255,7 @@ def train_bpe(texts, vocab_size, path):
     trainer = package.trainers.BpeTrainer(
         vocab_size=vocab_size - 1, initial_alphabet=list(characters.values()), show_progress=False)
     tokenizer.train_from_iterator(map(without_half_pairs, texts), trainer)
-    # A token's rank says when it was merged; the single bytes come first.
+    # A token's rank is its place in the order of the merges. The single bytes come first.
     byte_of = {character: byte for byte, character in characters.items()}
     ranks = {bytes([byte]): byte for byte in range(256)}
     vocab = tokenizer.get_vocab()
@@ -266,9 +267,9 @@ def train_bpe(texts, vocab_size, path):
 
 def tokenizer_for(name, documents, folder, total_bytes=0):
     """
-    get_tokenizer(name), or for 'bpe:8192' a BPE of that vocabulary, trained on documents (as in
-    write_corpus) and kept in folder. Of more than 200 MB, by total_bytes, evenly chosen pieces have
-    to do.
+    get_tokenizer(name), or for 'bpe:8192' a BPE of that vocabulary size, trained on the documents
+    (as in write_corpus) and saved in folder. total_bytes: of text. If it is more than 200 MB, the
+    BPE is trained on evenly spaced pieces of about 200 MB in total.
     """
     kind, _, vocab_size = name.partition(':')
     if kind != 'bpe':
@@ -284,22 +285,22 @@ def tokenizer_for(name, documents, folder, total_bytes=0):
 
 # ---------------------------------------------------------------------- writing token files
 
-# Where a long document may be cut into pieces: before a space that follows a non-space, and after a
-# lone line end. No word of PATTERN or of gpt2's reaches across, or is cut otherwise for what comes
-# after: so the tokens stay the same.
+# Places where a long document may be cut into pieces: before a space that follows a non-space, and
+# after a single line end. No word of PATTERN or of gpt2's pattern crosses such a place, and the
+# text after it does not change the words before it. So the tokens stay the same.
 CUT = re.compile(r'(?<=\S)(?= )|(?<=\S\n)(?=\S)')
 
 
 def cut(document, limit):
     """
-    Yield (piece, is_last), the document in pieces of limit to 2 * limit characters. An empty
-    document yields none. document: str, or an iterable of str, its consecutive parts. A stretch of
-    limit characters with no place to cut is cut anywhere: the text stays the same, the tokens there
-    may not.
+    Cut a document into pieces of limit to 2 * limit characters. Yields (piece, is_last); an empty
+    document yields nothing. document: str, or an iterable of its consecutive parts. If a stretch of
+    limit characters has no place to cut, it is cut anywhere: the text stays the same, but the
+    tokens there may change.
     """
     parts = [document] if isinstance(document, str) else document
     if limit == math.inf:
-        parts = [''.join(parts)]  # at once: to add part to part would copy it all each time
+        parts = [''.join(parts)]  # join once, because rest + part would copy the text each time
     rest = ''
     for part in parts:
         text, start = rest + part, 0
@@ -314,7 +315,7 @@ def cut(document, limit):
 
 
 def chunks(documents, limit):
-    """Yield lists of (piece, is_last) of about MIB characters: the work of a thread."""
+    """Yield lists of (piece, is_last), each of about MIB characters. A thread encodes one list."""
     chunk, size = [], 0
     for document in documents:
         for piece, is_last in cut(document, limit):
@@ -327,7 +328,7 @@ def chunks(documents, limit):
 
 
 def encode(encoding, chunk):
-    """The tokens of a chunk, where in them its documents end, and its bytes of text."""
+    """The tokens of a chunk, the indices after each document's end, and the chunk's text bytes."""
     tokens, ends, n_bytes = [], [], 0
     for piece, is_last in chunk:
         tokens += encoding.encode_ordinary(piece)
@@ -340,17 +341,18 @@ def encode(encoding, chunk):
 
 def write_split(folder, split, documents, encoding, workers, bar):
     """
-    Tokenize documents into the files of a split. Returns how many tokens, documents and bytes of
-    text. workers: threads, as tokenizers are compiled code, which runs beside Python's own.
+    Tokenize documents into the files of a split. Returns the numbers of tokens, documents and text
+    bytes. workers: number of threads. Threads are enough, because tokenizers are compiled code that
+    runs in parallel.
     """
-    # Some Hugging Face tokenizers put a space before each text: pieces would get one each.
+    # Some Hugging Face tokenizers put a space before each text, so they would add one per piece.
     limit = math.inf if isinstance(encoding, HFTokenizer) else MIB
     stream, starts, n_tokens, n_bytes = chunks(documents, limit), [[0]], 0, 0
     with ThreadPoolExecutor(workers) as pool, open(folder / f'{split}.bin', 'wb') as file:
-        while group := list(itertools.islice(stream, 4 * workers)):  # which memory holds
+        while group := list(itertools.islice(stream, 4 * workers)):  # to limit memory
             for tokens, ends, size in pool.map(functools.partial(encode, encoding), group):
                 tokens.tofile(file)
-                starts.append(ends + n_tokens)  # a document starts where the one before it ended
+                starts.append(ends + n_tokens)  # a document starts where the previous ends
                 n_tokens += len(tokens)
                 n_bytes += size
                 bar.update(size)
@@ -365,10 +367,10 @@ def token_type(encoding):
 
 def write_corpus(folder, encoding, splits, workers=None, report=None, total_bytes=0):
     """
-    Tokenize documents into folder and print a summary; the folder changes only when all is done.
-    splits: {split: iterable of documents as in cut()}. workers: threads, by default one per core.
-    report: a dict to keep in meta.json. total_bytes: of text, for the progress bar; an estimate
-    will do. Raises UserError if a split has no text.
+    Tokenize documents into folder and print a summary. The folder changes only after everything is
+    tokenized. splits: {split: iterable of documents as in cut()}. workers: number of threads, by
+    default one per core. report: a dict to keep in meta.json. total_bytes: of text, for the
+    progress bar; may be an estimate. Raises UserError if a split has no text.
     """
     workers = workers or os.cpu_count()
     with (new_dataset(folder, encoding, report) as (temporary, counts),
@@ -380,9 +382,9 @@ def write_corpus(folder, encoding, splits, workers=None, report=None, total_byte
 @contextlib.contextmanager
 def new_dataset(folder, encoding, report=None):
     """
-    Give a temporary folder for the files of all splits, and a dict for what write_split() returned
-    for each. At the end they replace what was prepared in `folder`; an error leaves that as it was.
-    Raises UserError if a split has no text.
+    A context that yields a temporary folder for the files of all splits, and an empty dict for what
+    write_split() returns for each split. At the end the new files replace the old ones in `folder`.
+    After an error the old files remain. Raises UserError if a split has no text.
     """
     folder, counts = Path(folder), {}
     temporary, lock = folder / 'tokens.unfinished', only_dataset(folder)
@@ -399,7 +401,7 @@ def new_dataset(folder, encoding, report=None):
                 checksums[name] = checksum_of(temporary / name)
         state = tokenizer_state(encoding)
         write_text(temporary / 'tokenizer_state.json', json.dumps(state))
-        # meta.json goes first and comes last, so that what is half replaced does not look whole.
+        # Remove meta.json first and write it last, so that a half-replaced folder looks unprepared.
         for split in SPLITS:
             for name in ('meta.json', *split_files(split)):
                 (folder / name).unlink(missing_ok=True)
@@ -420,8 +422,8 @@ def new_dataset(folder, encoding, report=None):
 
 def only_dataset(folder):
     """
-    The OnlyWriter of a dataset. A script that prepares one takes it before its work, as
-    new_dataset() does at the end.
+    The OnlyWriter of a dataset. new_dataset() takes it when it writes. A script that prepares a
+    dataset takes it before its work starts.
     """
     return OnlyWriter(Path(folder, 'meta.json'))
 
@@ -432,8 +434,8 @@ def split_files(split):
 
 def split_by_hash(identity, val_fraction, test_fraction):
     """
-    'train', 'val' or 'test': by identity alone, so a document stays where it is when others come
-    and go.
+    'train', 'val' or 'test'. The split depends only on the identity, so a document stays in its
+    split when other documents are added or removed.
     """
     u = stable_hash(identity) / 2 ** 64
     if u < val_fraction:
@@ -444,17 +446,19 @@ def split_by_hash(identity, val_fraction, test_fraction):
 # ---------------------------------------------------------------------- reading token files
 
 AGAIN = 'Prepare the dataset again.'
-CHECKED_AT_OPEN = 2 ** 30  # bytes of a token file, above which only train.py reads it through first
+# Token files of fewer bytes are compared with their checksum when opened. Only train.py checks
+# larger ones.
+CHECKED_AT_OPEN = 2 ** 30
 
 
 @dataclass
 class TokenFile:
     tokens: np.memmap  # (n,) uint16 or uint32; each document is followed by end-of-text
-    starts: np.memmap  # (documents,) int64, where each begins
+    starts: np.memmap  # (documents,) int64, where each document begins
     meta: dict         # meta.json
     tokenizer_state: dict
-    checksum: str | None = None  # of the tokens, as they were written; None if that was long ago
-    file: object = None  # of the tokens, open
+    checksum: str | None = None  # of the tokens; None if they were prepared before checksums
+    file: object = None          # the open file of the tokens
     size_and_time: tuple = ()    # of that file when it was opened
 
     def __del__(self):
@@ -463,8 +467,8 @@ class TokenFile:
 
     def require_unchanged(self):
         """
-        Raise UserError if the tokens were changed in place since they were opened: to read what was
-        cut off would end the process without a word.
+        Raise UserError if the token file was changed in place after it was opened. If the file was
+        cut short, reading past its end would kill the process without a message.
         """
         if size_and_time(self.file) != self.size_and_time:
             raise UserError(f'{self.file.name} has changed since it was opened. {AGAIN} A run of '
@@ -473,10 +477,10 @@ class TokenFile:
 
 def open_tokens(dataset, split, check=False):
     """
-    dataset: the name of a folder in data/, or the path of one; split: 'train', 'val' or 'test'.
-    Returns a TokenFile. check: True compares a large file with its checksum too, which takes a
-    second for each GB or two. Raises UserError if it is not prepared, has no such split or is
-    damaged.
+    Open a split of a dataset as a TokenFile. dataset: the name of a folder in data/, or a path;
+    split: 'train', 'val' or 'test'. check: True compares large files with their checksums, too,
+    which takes a second for each GB or two. Raises UserError if the dataset is not prepared, lacks
+    the split or is damaged.
     """
     folder = dataset_folder(dataset)
     with fault_of(f'{folder}: meta.json or tokenizer_state.json', 'whole', AGAIN):
@@ -484,7 +488,7 @@ def open_tokens(dataset, split, check=False):
                        for name in ('meta.json', 'tokenizer_state.json')]
         require_tokenizer_kinds(state)
         if tokenizer_digest(state) != meta['tokenizer_digest']:
-            raise ValueError('the tokenizer is not that of meta.json')
+            raise ValueError('the tokenizer differs from the one in meta.json')
         require_kinds(meta, vocab_size=int, splits=dict)
         if meta['dtype'] not in ('uint16', 'uint32'):
             raise ValueError(f"dtype is {meta['dtype']}")
@@ -507,19 +511,19 @@ def size_and_time(file):
 
 
 def open_array(path, dtype, n, checksum, check):
-    """The array of n numbers in a file, mapped, not read; for checksum and check see above."""
+    """A file's n numbers as a memory-mapped array. checksum, check: see open_tokens()."""
     with fault_of(path, 'as it was prepared', AGAIN):
         array = np.memmap(path, dtype, 'r')
         if len(array) != n:
-            raise ValueError(f'it has {len(array):,} numbers, by meta.json {n:,}')
+            raise ValueError(f'it has {len(array):,} numbers, but meta.json says {n:,}')
         if array.nbytes >= CHECKED_AT_OPEN:
             if not check:
                 return array
-            note(f'reading {path} through, {array.nbytes / 1e9:.1f} GB, to find damage')
+            note(f'reading all of {path}, {array.nbytes / 1e9:.1f} GB, to find damage')
         if checksum is None:
-            note(f'{path} was prepared before checksums were kept: damage in it is not found')
+            note(f'{path} was prepared before checksums were kept, so damage in it is not found')
         elif checksum_of(path) != checksum:
-            raise ValueError('its checksum is not that of meta.json')
+            raise ValueError('its checksum differs from the one in meta.json')
     return array
 
 
@@ -547,7 +551,7 @@ def dataset_folder(dataset):
 
 
 def checksum_of(path):
-    """CRC-32 of a file, as 8 hex digits. It is read, not mapped, which would fill the memory."""
+    """CRC-32 of a file, as 8 hex digits. Read, not mapped, because a map would fill the memory."""
     checksum = 0
     with open(path, 'rb') as file:
         while part := file.read(MIB):
@@ -557,8 +561,8 @@ def checksum_of(path):
 
 def documents(data):
     """
-    Yield (start, end) for each document of a TokenFile: data.tokens[start:end] is its text,
-    end-of-text left out.
+    Yield (start, end) for each document of a TokenFile. data.tokens[start:end] is the document's
+    text, without end-of-text.
     """
     boundaries = itertools.chain(data.starts, [len(data.tokens)])
     for start, after in itertools.pairwise(boundaries):
@@ -567,67 +571,69 @@ def documents(data):
 
 # ---------------------------------------------------------------------- sampling
 
-SLOTS = 10_000  # each cycle of so many samples holds the weights of a mixture exactly
+SLOTS = 10_000  # samples in a cycle; each cycle has the same number of samples from each source
 
 
 def stable_hash(*parts):
-    """A 64-bit number from anything that prints; unlike hash(), the same in every process."""
+    """A 64-bit hash of the parts' texts. Unlike hash(), it is the same in every process."""
     text = '/'.join(map(str, parts))
-    text = text.encode(errors='surrogatepass')  # a file name may be no UTF-8
+    text = text.encode(errors='surrogatepass')  # a file name may not be valid UTF-8
     return int.from_bytes(hashlib.sha256(text).digest()[:8], 'big')
 
 
 @functools.lru_cache(maxsize=8)
 def shuffled(n, key):
     """
-    range(n) in an order that key alone decides, (n,) int64: numpy never changes what Philox's raw
-    numbers are.
+    range(n), shuffled, (n,) int64. The order depends only on key, because numpy never changes the
+    raw numbers of Philox.
     """
     return np.random.Philox(key=key).random_raw(n).argsort(kind='stable')
 
 
 def mixture_slots(weights, dataset):
-    """How many of SLOTS samples each source has: rounded down, what is left over to the largest
-    remainders."""
+    """
+    How many of SLOTS samples each source gets. Shares are rounded down; the samples left over go to
+    the largest remainders.
+    """
     exact = np.array(weights) / sum(weights) * SLOTS
     slots = np.floor(exact).astype(int)
     missing = SLOTS - slots.sum()
     slots[np.argsort(slots - exact, kind='stable')[:missing]] += 1
     if not all(slots):
-        raise UserError(f'A part of {dataset} has hardly any weight, no sample in {SLOTS:,}. '
-                        'Leave it out.')
+        raise UserError(f'A part of {dataset} has hardly any weight: it gets no sample in '
+                        f'{SLOTS:,}. Leave it out.')
     return tuple(slots.tolist())
 
 
 @functools.lru_cache(maxsize=4)
 def mixture_cycle(slots, key):
     """
-    The sources of SLOTS samples in a row, (SLOTS,), shuffled by key. slots: how many of them each
-    source has.
+    The source of each of SLOTS consecutive samples, (SLOTS,), shuffled by key. slots: how many
+    samples each source has.
     """
     return np.repeat(np.arange(len(slots)), slots)[shuffled(SLOTS, key)]
 
 
 class Windows:
     """
-    Training and evaluation windows of a dataset, or of a mixture by weight such as
-    'slimpajama:0.694,starcoder:0.306', of which val and test are the first source's.
-    A window is a block of block_size + 1 consecutive tokens, that is block_size predictions; blocks
-    do not overlap. check: as in open_tokens(). checksums: {source: checksum of its tokens}, by
-    which its text can be told from others.
+    Training and evaluation windows of a dataset, or of a weighted mixture such as
+    'slimpajama:0.694,starcoder:0.306'. The val and test windows of a mixture are those of its first
+    source. A window is a block of block_size + 1 consecutive tokens, which gives block_size
+    predictions. Blocks do not overlap. check: as in open_tokens(). The attribute checksums,
+    {source: checksum of its tokens}, identifies the text.
     """
 
     def __init__(self, dataset, split, block_size, seed=0, check=False):
         self.dataset, self.split, self.block_size, self.seed = dataset, split, block_size, seed
         parts = [parse_part(part) for part in dataset.split(',')]
         if split != 'train':
-            parts = parts[:1]  # the others may have no such split
+            parts = parts[:1]  # the other sources may lack this split
         sources = {name: open_tokens(name, split, check) for name, _ in parts}
         self.checksums = {name: data.checksum for name, data in sources.items()}
         tokenizers = {data.meta['tokenizer_digest']: f"{name} has {data.tokenizer_state['name']}"
                       for name, data in sources.items()}
         if len(tokenizers) > 1:
-            raise UserError(f'The parts of {dataset} have other tokenizers than each other: '
+            raise UserError(f'The parts of {dataset} have different tokenizers: '
                             f"{', '.join(tokenizers.values())}. Prepare all with the same one.")
 
         self.blocks, size = [], block_size + 1
@@ -636,24 +642,24 @@ class Windows:
             n = len(data.tokens) // size
             if n == 0:
                 raise UserError(f'Split {split} of {name} has {len(data.tokens):,} tokens, less '
-                                f'than a window of {block_size:,} + 1. Choose a shorter one or '
+                                f'than a window of {block_size:,} + 1. Choose a shorter window or '
                                 'prepare more text.')
             self.blocks.append(data.tokens[:n * size].reshape(n, size))
         self.sources = list(sources.values())
-        self.data = self.sources[0]  # as what is not sampled is the first source's
+        self.data = self.sources[0]  # evaluation reads only the first source
         self.slots = mixture_slots([weight for _, weight in parts], dataset)
         self.tokenizer_state = data.tokenizer_state
 
     @property
     def vocab_size(self):
-        """The tokenizer's, as its digest is compared and the number in meta.json is not."""
+        """Vocabulary size, taken from the tokenizer: its digest was checked, meta.json's not."""
         return tokenizer_from_state(self.tokenizer_state).n_vocab
 
     def batch(self, step, batch_size, rows=slice(None)):
         """
-        The windows of a step, (n_rows, block_size + 1) int64: a function of (seed, split, step)
-        alone. rows: a slice of them, for this rank or micro-batch. Each source is read epoch after
-        epoch, each block once in each, every time in another order.
+        The windows of a step, (n_rows, block_size + 1) int64. They depend only on (seed, split,
+        step). rows: the slice of the batch for this rank or micro-batch. Each source is read epoch
+        after epoch. Each epoch reads each block once, in a new order.
         """
         for data in self.sources:
             data.require_unchanged()
@@ -672,15 +678,15 @@ class Windows:
 
     def evenly_spaced(self, n, spacing=None):
         """
-        For evaluation: n windows evenly spaced over the split, in order, or fewer if they would
-        start less than `spacing` tokens apart (None: no overlap). Returns (n, block_size + 1)
-        int64.
+        Windows for evaluation, evenly spaced over the split, in order, (n, block_size + 1) int64.
+        There are fewer than n if n would start less than `spacing` tokens apart. spacing None: they
+        do not overlap.
         """
         starts, tokens = self.evenly_spaced_starts(n, spacing), self.blocks[0].reshape(-1)
         return tokens[starts[:, None] + np.arange(self.block_size + 1)].astype(np.int64)
 
     def evenly_spaced_starts(self, n, spacing=None):
-        """Where these windows start in the split, (n,)."""
+        """Where the windows of evenly_spaced() start in the split, (n,)."""
         size = self.block_size + 1
         spacing = spacing or size
         places = (self.blocks[0].size - size) // spacing + 1
@@ -689,10 +695,10 @@ class Windows:
 
 
 def parse_part(part):
-    """('slimpajama', 0.694) from 'slimpajama:0.694', the weight being 1 where there is none."""
+    """('slimpajama', 0.694) from 'slimpajama:0.694'. Without a number, the weight is 1."""
     name, _, weight = part.strip().partition(':')
     weight = weight or '1'
     if not name or not re.fullmatch(r'\d*\.?\d+([eE]-?\d+)?', weight) or float(weight) == 0:
-        raise UserError(f"dataset has the part '{part}'. Write NAME:WEIGHT, the weight being a "
+        raise UserError(f"dataset has the part '{part}'. Write NAME:WEIGHT, where the weight is a "
                         'number above 0.')
     return name, float(weight)
