@@ -7,15 +7,15 @@ one or a few functions changed. These functions are called verbs:
   turn        changes q and k before they meet. RoPE turns both by an angle that grows with the
               position, so that q_i . k_j depends on i - j. Log-n scaling, SSMax, log-beta and
               Llama 4's temperature multiply later queries by larger factors.
-  bias        is a function of the positions, added to the scores: ALiBi, NAPE, Kerple, FIRE, T5.
+  bias        adds a function of the positions to the scores: ALiBi, NAPE, Kerple, FIRE, T5.
   similarity  makes the scores before any bias. CoPE and Transformer-XL add a term that also depends
-              on the query. The adaptive temperature sharpens the rows that spread out.
+              on the query. The adaptive temperature sharpens rows whose attention is spread out.
   mask        says which keys a query does not see: later keys; with a sliding window also old keys.
   scores      makes the input of softmax from similarity, bias and mask. DAPE reads similarity and
               bias as a feature map and adds the output of a small network.
   softmax     turns scores into attention weights. A sink takes a part of these weights.
-  attend      is attention with these weights. If a method changes only q, k, the mask and the bias,
-              a fused kernel runs. Otherwise some rows of the matrix are computed at a time.
+  attend      applies these weights to the values. If a method changes only q, k, mask and bias, a
+              fused kernel runs. Otherwise some rows of the matrix are computed at a time.
 
 A new method is a class and an entry in METHODS. A new setting of a method is a line in Settings,
 and its name in the class's `settings`.
@@ -285,7 +285,7 @@ def rope_frequencies(D, base, scaling, L, total, device='cpu'):
     if kind == 'pi':
         frequency = frequency / s
     if kind == 'yarn':
-        def pair_that_turns(times):  # turns in L tokens; a fractional index
+        def pair_that_turns(times):  # its index, a fraction; times: turns in L tokens
             return D * math.log(L / (times * 2 * math.pi)) / (2 * math.log(base))
 
         low = max(0, math.floor(pair_that_turns(32)))
