@@ -526,7 +526,7 @@ class Kerple(Bias):
 
 
 def at_least(x, least):
-    """Clamp x, (H,), with a straight-through gradient, so that x < least recovers: (H, 1, 1)."""
+    """Clamp x, (H,), with a straight-through gradient, so x < least can recover: (H, 1, 1)."""
     clamped = x + (x.clamp(min=least) - x).detach()
     return clamped[:, None, None]
 

@@ -212,7 +212,7 @@ def mean_over(windows, batch_tokens, runtime, measure):
     # Ranks that share a model (FSDP) run each pass together, so all need equally many windows.
     whole = windows.take(range(n + -n % runtime.world_size), axis=0, mode='wrap')
     values = runtime.over_windows(whole, batch_tokens, measure,
-                                  finite=False)  # the recorder reports these
+                                  finite=False)  # the recorder reports nan and inf
     return float(values[:n].mean())
 
 
