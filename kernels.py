@@ -1,14 +1,14 @@
 """
-Attention made fast or small: the same numbers as the plain formula, computed in other ways.
+Attention that is fast or needs little memory. It computes the plain formula in other ways.
 
-Whoever reads the code for the first time may skip this file and take causal_attention() for what it
-says: softmax(q k^T / sqrt(D)) v, each query seeing the keys up to its own position. Everything here
-is about how to get that without the whole T x T matrix, or without slow backward kernels. Nothing
-here changes a result beyond rounding. Plain PyTorch; imports nothing of the project.
+You can skip this file at first. causal_attention() is softmax(q k^T / sqrt(D)) v, where each query
+sees the keys up to its own position. The rest of this file avoids the whole T x T matrix, or slow
+backward kernels. Nothing here changes a result beyond rounding. The file is plain PyTorch and
+imports nothing from the project.
 
-Shapes: B sequences, T queries, S keys, H heads of queries, D their size; keys and values may have
-fewer heads, each shared by H / n_kv_head queries. Positions i of queries and j of keys are (T,) and
-(S,), or (B, T) and (B, S) where they differ between sequences.
+Shapes: B sequences, T queries, S keys, H query heads, D = head_dim. Keys and values have n_kv_head
+heads, and H / n_kv_head query heads share each. Positions i of queries are (T,), positions j of
+keys are (S,). If positions differ between sequences, they are (B, T) and (B, S).
 """
 
 import math
@@ -18,19 +18,19 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-SCORES_AT_ONCE = 2 ** 22  # where scores are made some rows at a time; on a GPU 16 times as many
-LOGITS_AT_ONCE = 2 ** 23  # float32 logits of the loss, 32 MB; on a GPU 16 times as many
-LOGITS_KEPT = 2 ** 28     # of a compiled loss: above it, backward computes float32 logits again
-CHUNKS_IN_A_GRAPH = 16    # of a layer's attention; at 16K tokens, 22 layers would have 2,816
+SCORES_AT_ONCE = 2 ** 22  # scores in one chunk of rows; 16 times as many on a GPU
+LOGITS_AT_ONCE = 2 ** 23  # float32 logits in one chunk, 32 MB; 16 times as many on a GPU
+LOGITS_KEPT = 2 ** 28     # logits of a compiled loss; if there are more, backward recomputes them
+CHUNKS_IN_A_GRAPH = 16    # most per layer in a compiled graph; 22 layers at 16K tokens have 2,816
 
 
 def at_once(n, device):
-    """A GPU is given larger pieces of work, as each takes it some microseconds to begin."""
+    """A GPU takes microseconds to start each piece of work, so its pieces are 16 times as large."""
     return n if device.type == 'cpu' else 16 * n
 
 
 def later(i, j):
-    """Which keys at positions j come after the queries at positions i: (1 or B, 1, T, S)."""
+    """True where the key at position j comes after the query at position i: (1 or B, 1, T, S)."""
     i = torch.atleast_2d(i)[:, None, :, None]
     j = torch.atleast_2d(j)[:, None, None, :]
     return j > i
@@ -38,8 +38,8 @@ def later(i, j):
 
 def repeat_heads(x, n_head):
     """
-    Keys or values (B, n_kv_head, S, D), each head once for every query head that shares it: (B, H,
-    S, D).
+    x: keys or values, (B, n_kv_head, S, D). Returns (B, H, S, D): each head is repeated once for
+    each query head that shares it.
     """
     n_kv_head = x.shape[1]
     return x.repeat_interleave(n_head // n_kv_head, dim=1)
@@ -48,7 +48,7 @@ def repeat_heads(x, n_head):
 # ---------------------------------------------------------------------- softmax attention
 
 def causal_attention(q, k, v, i, j):
-    """Softmax attention over the keys that are not later than the query, (B, H, T, D)."""
+    """Softmax attention of each query over the keys up to its own position: (B, H, T, D)."""
     T, S = q.shape[2], k.shape[2]
     if T == S:
         return attention(q, k, v, is_causal=True)
@@ -59,9 +59,9 @@ def causal_attention(q, k, v, i, j):
 
 def attention(q, k, v, mask=None, is_causal=False):
     """
-    Softmax attention with grouped queries, (B, H, T, D), by the fastest kernel that does not need
-    the whole matrix. mask: (1 or B, 1 or H, T, S), a bias to add to the scores, or True where a key
-    is seen.
+    Softmax attention with grouped queries, (B, H, T, D). Chooses the fastest kernel that does not
+    need the whole matrix. mask: (1 or B, 1 or H, T, S), either a bias to add to the scores, or a
+    boolean: True where the query sees the key.
     """
     B, H, T, D = q.shape
     n_kv_head, S = k.shape[1:3]
@@ -76,8 +76,9 @@ def attention(q, k, v, mask=None, is_causal=False):
 
     shares_keys = H > n_kv_head
     if T == 1 and shares_keys and (mask is None or mask.shape[1] == 1):
-        # One query a head: the heads that share a key become rows of one head, and each key is read
-        # once. The kernel may return heads transposed, which a view() would refuse.
+        # Each head has one query. Turn the query heads that share a key into rows of one head, so
+        # that each key is read once. Use reshape(), because the kernel may return heads transposed
+        # and view() would then fail.
         rows = q.reshape(B, n_kv_head, -1, D)
         y = F.scaled_dot_product_attention(rows, k, v, mask)
         return y.reshape(q.shape)
@@ -92,9 +93,9 @@ def attention(q, k, v, mask=None, is_causal=False):
 
 def flash_can_share_heads(q, mask):
     """
-    Only FlashAttention handles grouped queries, and only on newer GPUs, in half precision and
-    without a mask; with any other kernel PyTorch would compute the whole matrix, so there keys and
-    values are repeated.
+    True if FlashAttention can run. Of the fused kernels, only FlashAttention handles grouped
+    queries, and only on newer GPUs, in half precision and without a mask. For the other kernels,
+    repeat keys and values, because PyTorch would otherwise compute the whole matrix.
     """
     gpu = torch.cuda.get_device_properties(q.device)
     half_precision = q.dtype != torch.float32
@@ -103,22 +104,21 @@ def flash_can_share_heads(q, mask):
 
 def matrix_attention(q, k, v, mask):
     """
-    attention() by its formula, sum_j e_ij v_j / sum_j e_ij. For training on a CPU while the scores
-    are few, as the fused kernel's backward is slow there: compiled, a training step of bench.py's
-    shape took 1.35 s with this and 1.45 s with the fused kernel on two cores with AMX. Scores have
-    the precision of q and k.
+    attention() by its formula, sum_j e_ij v_j / sum_j e_ij. Used to train on a CPU while the scores
+    are few, because the backward of the fused kernel is slow there. A compiled training step of
+    bench.py's shape took 1.35 s with this function and 1.45 s with the fused kernel, on two cores
+    with AMX. Scores have the precision of q and k.
     """
     B, H, T, D = q.shape
     n_kv_head, S = k.shape[1:3]
     at_least_float32 = torch.promote_types(q.dtype, torch.float32)
 
-    # The queries that share a key stand one under the other, so that each key head is one matrix
-    # product.
+    # Stack the queries that share a key head, so that each key head needs one matrix product.
     rows = q.reshape(B, n_kv_head, -1, D)
     scores = rows @ k.transpose(-1, -2)
     scores = scores.view(B, H, T, S).to(at_least_float32)
     scores = scores * (1 / math.sqrt(D))
-    if mask.dtype == torch.bool:  # adding -inf has a trivial backward, unlike masked_fill
+    if mask.dtype == torch.bool:  # adding -inf has a trivial backward; masked_fill does not
         zeros = torch.zeros(mask.shape, device=q.device)
         mask = zeros.masked_fill(~mask, -math.inf)
     scores = scores + mask
@@ -132,9 +132,9 @@ def matrix_attention(q, k, v, mask):
 
 
 def causal_matrix_attention(q, k, v):
-    """matrix_attention() for 128 queries at a time, without the keys after the last of them."""
+    """matrix_attention() for 128 queries at a time. Skips the keys after the last of the 128."""
     y, end = [], 0
-    i = torch.arange(q.shape[2], dtype=torch.int32)  # a vector register holds twice as many
+    i = torch.arange(q.shape[2], dtype=torch.int32)  # twice as many as int64 fit a register
     for rows in q.split(128, dim=2):
         start = end
         end = start + rows.shape[2]
@@ -149,10 +149,11 @@ def causal_matrix_attention(q, k, v):
 
 def row_chunks(T, S, n_maps, device, all_keys=False):
     """
-    Cut T queries, the last of S tokens, into chunks: yields (rows, a slice, and how many keys they
-    need). A chunk has at most at_once(SCORES_AT_ONCE) scores in n_maps maps, and at most an eighth
-    of the rows (or 32), as early rows need no late keys. Keys come in whole eighths, as a
-    convolution makes a plan for each new shape.
+    Cut the T queries, which are the last T of S tokens, into chunks. Yields (rows, n_keys): a slice
+    of the queries, and how many keys they need. n_maps: matrices of scores per chunk. All maps of a
+    chunk have at most at_once(SCORES_AT_ONCE) scores together. A chunk has at most an eighth of the
+    rows (or 32), because early rows need no late keys. The number of keys is rounded up to whole
+    eighths of S, because a convolution makes a plan for each new shape.
     """
     eighth = math.ceil(S / 8)
     most = at_once(SCORES_AT_ONCE, device)
@@ -169,14 +170,15 @@ def row_chunks(T, S, n_maps, device, all_keys=False):
 
 def each(f, chunks, recompute, apart=False):
     """
-    Call f on each chunk; returns the results as a list. recompute: backward calls f again instead
-    of keeping what it made. apart: leave the loop out of the model's compiled graph, which would
-    hold every chunk; what is recomputed then stays uncompiled, as checkpoint() is.
+    Call f on each chunk. Returns the results as a list. recompute: backward calls f again instead
+    of keeping intermediate results. apart: keep the loop out of the model's compiled graph, because
+    the graph would hold every chunk. Recomputed chunks then run uncompiled, because checkpoint()
+    is not compiled.
     """
     y = []
     for chunk in chunks:
         if apart and torch.compiler.is_compiling():
-            torch._dynamo.graph_break()  # in a loop: Python then does all of it
+            torch._dynamo.graph_break()  # in a loop, so Python runs all of it
         if recompute and torch.is_grad_enabled():
             y.append(checkpoint(f, *chunk, use_reentrant=False))
         else:
@@ -186,10 +188,11 @@ def each(f, chunks, recompute, apart=False):
 
 def in_rows(rows_of, q, k, v, i, j, n_maps, all_keys=False):
     """
-    rows_of(q, k, v, i, j) -> (B, H, rows, ...), called for some query rows at a time, each chunk
-    without the keys long after its last row. Where the scores are many, backward computes each
-    chunk again, so that memory grows with T and not with T^2. Use the same limit on a GPU, because
-    every layer keeps this much for backward. n_maps: matrices of scores that a call makes.
+    Call rows_of(q, k, v, i, j) -> (B, H, rows, ...) for some query rows at a time, and join the
+    results. A chunk of rows leaves out the keys long after its last row. If there are many scores,
+    backward computes each chunk again, so memory grows with T rather than T^2. The limit for this
+    is the same on a GPU, because every layer keeps this much for backward.
+    n_maps: matrices of scores that one call makes.
     """
     T, S = q.shape[2], k.shape[2]
     chunks = []
@@ -204,7 +207,7 @@ def in_rows(rows_of, q, k, v, i, j, n_maps, all_keys=False):
 
     recompute = n_maps * T * S > 4 * SCORES_AT_ONCE
     most_in_graph = CHUNKS_IN_A_GRAPH
-    if q.device.type == 'cpu':  # which is slow uncompiled
+    if q.device.type == 'cpu':  # a CPU is slow without compilation
         most_in_graph *= 8
     y = each(rows_of, chunks, recompute, apart=len(chunks) > most_in_graph)
     return torch.cat(y[::-1], dim=2)
@@ -212,8 +215,8 @@ def in_rows(rows_of, q, k, v, i, j, n_maps, all_keys=False):
 
 def attention_with_bias(bias, q, k, v, i, j):
     """
-    Softmax attention with bias(i, j), (1 or B, 1 or H, T, S), added to the scores: -inf at keys
-    that a query does not see. Returns (B, H, T, D).
+    Softmax attention, (B, H, T, D), with bias(i, j) added to the scores. bias(i, j) is
+    (1 or B, 1 or H, T, S), and -inf at each key that the query does not see.
     """
     def rows_of(q, k, v, i, j):
         return attention(q, k, v, mask=bias(i, j).to(q.dtype))
@@ -221,14 +224,14 @@ def attention_with_bias(bias, q, k, v, i, j):
     B, H = q.shape[:2]
     n_maps = H  # one bias serves all sequences
     if torch.is_grad_enabled() and q.device.type == 'cpu':
-        n_maps = B * H  # matrix_attention() makes scores for each of them
+        n_maps = B * H  # matrix_attention() makes scores for each sequence
     return in_rows(rows_of, q, k, v, i, j, n_maps)
 
 
 def attention_over_scores(method, q, k, v, i, j):
     """
-    Attention by a position method's scores(q, k, i, j), (B, H, T, S), -inf at later keys, and its
-    softmax(scores): (B, H, T, D).
+    Attention, (B, H, T, D), by a position method's own scores(q, k, i, j) and softmax(scores).
+    The scores are (B, H, T, S), and -inf at later keys.
     """
     B, H = q.shape[:2]
     shared = method.shared(k)
@@ -244,7 +247,8 @@ def attention_over_scores(method, q, k, v, i, j):
 
 # ---------------------------------------------------------------------- entropy
 
-# each: q, k (B, H, T, D) float32 -> sum_j a_ij k_j, (B, H, T, D), and ln sum_j exp(s_ij), (B, H, T)
+# Each kernel takes q, k, v: (B, H, T, D) float32. Given k as v, it returns sum_j a_ij k_j,
+# (B, H, T, D), and ln sum_j exp(s_ij), (B, H, T).
 MEAN_KEY = {
     'cpu': torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
     'cuda': partial(torch.ops.aten._scaled_dot_product_efficient_attention, attn_bias=None,
@@ -258,35 +262,36 @@ def wants_gradient(q, k):
 
 def entropy(q, k):
     """
-    Entropy of each query's causal attention over q.k / sqrt(D), in nats, without the T x T matrix.
-    Eq. (2) of arXiv:2404.12224 is H_i = ln sum_j exp(s_ij) - sum_j a_ij s_ij, and its last sum is
-    q_i . (sum_j a_ij k_j) / sqrt(D): so one fused attention call with the keys as values, and its
-    log-sum-exp, are enough. q: (B, H, T, D) scaled queries; k: (B, n_kv_head, T, D). Returns (B, H,
-    T) float32, from 0 to ln(i + 1). Raises ValueError where a gradient is wanted: the kernel's
-    log-sum-exp has none. attention_entropy() has one.
+    Entropy of each query's causal attention over s = q.k / sqrt(D), in nats, without the T x T
+    matrix. Eq. (2) of arXiv:2404.12224 is H_i = ln sum_j exp(s_ij) - sum_j a_ij s_ij. The last sum
+    is q_i . (sum_j a_ij k_j) / sqrt(D). So one fused attention call with the keys as values gives
+    both terms, because the kernel also returns its log-sum-exp.
+    q: (B, H, T, D) scaled queries; k: (B, n_kv_head, T, D). Returns (B, H, T) float32, from 0 to
+    ln(i + 1). Raises ValueError if a gradient is wanted, because the kernel's log-sum-exp has no
+    gradient. attention_entropy() has one.
     """
     if wants_gradient(q, k):
         raise ValueError('entropy() has no gradient: use attention_entropy(), or torch.no_grad().')
     H, T, D = q.shape[1:]
-    q = q.float()  # as the two terms nearly cancel
+    q = q.float()  # float32, because the two terms nearly cancel
     k = repeat_heads(k.float(), H)
     fused = MEAN_KEY[q.device.type]
     mean_k, log_sum_exp, *_ = fused(q, k, k, is_causal=True)
-    log_sum_exp = log_sum_exp[..., :T]  # CUDA's kernel pads rows
+    log_sum_exp = log_sum_exp[..., :T]  # the CUDA kernel pads rows
     mean_score = (q * mean_k).sum(-1) / math.sqrt(D)
     return (log_sum_exp - mean_score).clamp(min=0)
 
 
 def attention_entropy(layer, attention, q, k, place):
     """
-    A probe of Transformer.probe(): the entropy of each query's attention in nats, (B, H, T)
-    float32, for every position method, with the right gradient where one is wanted: by entropy()
-    where that can, else by rows of the matrix. Where the weights of a row sum to less than 1, as
-    beside a sink, it is that of their shares of the sum.
+    Entropy of each query's attention in nats, (B, H, T) float32: a probe for Transformer.probe().
+    It handles every position method, and gradients. It calls entropy() if that is possible;
+    otherwise it computes rows of the matrix. If the weights of a row sum to less than 1, as with a
+    sink, the row is first divided by its sum.
     """
     method, (B, H) = attention.position, q.shape[:2]
     has_kernel = method.is_plain and q.device.type in MEAN_KEY
-    with torch.autocast(q.device.type, enabled=False):  # entropy is float32 always
+    with torch.autocast(q.device.type, enabled=False):  # entropy is always float32
         if has_kernel and not wants_gradient(q, k):
             return entropy(q, k)
         q, k = q.float(), k.float()
@@ -294,7 +299,7 @@ def attention_entropy(layer, attention, q, k, place):
 
         def rows_of(q, k, v, i, j):
             weights = method.softmax(method.scores(q, k, i, j, *shared))
-            smallest = torch.finfo(weights.dtype).tiny  # so that 0 ln 0 is 0, and has a gradient
+            smallest = torch.finfo(weights.dtype).tiny  # so that 0 ln 0 is 0 and has a gradient
             terms = weights * weights.clamp(min=smallest).log()
             total = weights.sum(-1).clamp(min=smallest)
             return (total.log() - terms.sum(-1) / total).clamp(min=0)
@@ -307,15 +312,16 @@ def attention_entropy(layer, attention, q, k, place):
 
 def cross_entropy(x, head, targets):
     """
-    Loss of each target, -ln p(target) in nats, (B, K) float32, with at most 1 GB of float32 logits.
-    x: (B, K, C), ready for the output matrix; head: that matrix, a module; targets: (B, K) ids.
+    Loss of each target, -ln p(target) in nats, (B, K) float32. Needs at most 1 GB of float32
+    logits. x: (B, K, C), input of the output matrix; head: the output matrix, a module;
+    targets: (B, K) token ids.
     """
     V = head.weight.shape[0]
     small = targets.numel() * V <= LOGITS_KEPT
     if torch.compiler.is_compiling() and (small or torch.is_autocast_enabled(x.device.type)):
-        # Under autocast the logits stay in half precision, float32 is only in registers.
-        # F.cross_entropy is not used, as its backward sums over all logits once more; int32, as a
-        # register holds twice as many.
+        # Under autocast the logits in memory stay in half precision; only registers hold float32.
+        # F.cross_entropy is not used, because its backward sums over all logits once more. The ids
+        # are int32, because a register holds twice as many of them as int64.
         logits = head(x).float()
         ids = torch.arange(V, dtype=torch.int32, device=x.device)
         is_target = ids == targets[..., None].int()

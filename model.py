@@ -1,12 +1,15 @@
 """
-A causal transformer with no position encoding (NoPE), and one softmax scale per attention head.
+A causal transformer without position encoding (NoPE), with one softmax scale per attention head.
 
-The architecture is TinyLlama's less its rotary embedding: RMSNorm, grouped-query attention, SwiGLU,
-no biases, untied output. With position='rope' it is TinyLlama itself, so the two are twins in
-everything else. Read Transformer.forward() from top to bottom; position.py has the position
-methods, kernels.py what makes attention fast.
+The architecture is TinyLlama's minus the rotary embedding: RMSNorm, grouped-query attention,
+SwiGLU, no biases, and an output matrix that is not tied to the embedding. With position='rope' the
+model is TinyLlama itself, so a NoPE model and its RoPE twin differ only in position encoding.
+
+Read Transformer.forward() from top to bottom. position.py holds the position methods. kernels.py
+makes attention fast.
+
 Sources: Wang et al. 2024, "Length Generalization of Causal Transformers without Position Encoding"
-(the paper), and the TinyLlama code for sizes and initialisation.
+("the paper" in this file), and the TinyLlama code for sizes and initialization.
 
 Shapes: B sequences, T tokens in this call, C = n_embd, H = n_head, D = head_dim = C / H,
 V = vocab_size.
@@ -29,15 +32,15 @@ from position import METHODS, Place, Settings, Vector, position_method, random_p
 class ModelConfig(Settings):
     """Sizes of a model, and the settings of its position method."""
     vocab_size: int
-    block_size: int      # L: tokens in a training window; a longer input is what is studied
+    block_size: int      # L: tokens in a training window; experiments read longer inputs
     n_layer: int
     n_head: int
-    n_kv_head: int       # key/value heads; each serves n_head / n_kv_head query heads
+    n_kv_head: int       # key/value heads; n_head / n_kv_head query heads share each
     n_embd: int
     n_hidden: int        # inner width of SwiGLU
-    rope_length: int | None = None  # tokens in training before fine-tuning; None: block_size
-    tied: bool = False   # one matrix for embedding and output
-    short_conv: int = 0  # tokens that each short convolution reads, such as 4; 0 for none
+    rope_length: int | None = None  # tokens per window before fine-tuning; None: block_size
+    tied: bool = False   # True: embedding and output share one matrix
+    short_conv: int = 0  # tokens that each short convolution reads, such as 4; 0: no convolution
     short_conv_at: str = 'AC'  # A: before attention; C: before the MLP; AC: both
     norm_eps: float = 1e-5
 
@@ -51,8 +54,8 @@ class ModelConfig(Settings):
         if not 0 <= self.norm_eps < math.inf:
             raise ValueError(f'norm_eps is {self.norm_eps}; it must be 0 or more, such as 1e-5.')
         if self.n_embd < 1 or self.n_embd % (2 * self.n_head):
-            raise ValueError(f'n_embd {self.n_embd} must be an even multiple of n_head '
-                             f'{self.n_head}: heads have an even size.')
+            raise ValueError(f'n_embd {self.n_embd} must be a multiple of twice n_head '
+                             f'{self.n_head}, because the size of a head must be even.')
         if self.n_head % self.n_kv_head:
             raise ValueError(f'n_head {self.n_head} must be a multiple of n_kv_head '
                              f'{self.n_kv_head}.')
@@ -63,10 +66,10 @@ class ModelConfig(Settings):
             raise ValueError(f"short_conv_at is '{self.short_conv_at}'. Choose A, C or AC.")
         if self.random_positions and self.random_positions < self.block_size:
             raise ValueError(f'random_positions is {self.random_positions}; it must be at least '
-                             f'block_size {self.block_size}, or 0 for positions in order.')
+                             f'block_size {self.block_size}, or 0 for positions 0, 1, 2 ...')
         if self.position.count(',') >= self.n_layer:
-            raise ValueError(f"position is '{self.position}', which names more methods than the "
-                             f'{self.n_layer} layers. Leave some out.')
+            raise ValueError(f"position is '{self.position}'. It names more methods than the model "
+                             f'has layers ({self.n_layer}). Leave some out.')
 
     @property
     def head_dim(self):
@@ -74,37 +77,39 @@ class ModelConfig(Settings):
 
     @property
     def trained_length(self):
-        """The context that the model was first trained on, in tokens."""
+        """Training length of the model before any fine-tuning, in tokens."""
         return self.rope_length or self.block_size
 
 
 class Attention(nn.Module):
-    """Grouped-query attention whose softmax has one scale per head: Eq. (4) of the paper."""
+    """Grouped-query attention. Its softmax has one scale per head: Eq. (4) of the paper."""
 
     def __init__(self, config, layer):
         super().__init__()
         self.layer, self.head_dim = layer, config.head_dim
-        self.heads = [config.n_head, config.n_kv_head, config.n_kv_head]  # of q, k and v
+        self.heads = [config.n_head, config.n_kv_head, config.n_kv_head]  # heads of q, k, v
         self.qkv = nn.Linear(config.n_embd, sum(self.heads) * self.head_dim, bias=False)
         self.out = nn.Linear(config.n_embd, config.n_embd, bias=False)
-        # lambda of each head, on its scores q.k / sqrt(D): one number, (H, 1), or one per channel,
-        # (H, D); and a gain on what the head puts out. Always float32, because 1.6 + 0.001 is still
-        # 1.6 in bfloat16. Frozen until they are tuned.
+        # head_scale is lambda in the paper. It multiplies the scores q.k / sqrt(D) of each head. A
+        # head has one scale, (H, 1), or one per channel, (H, D). head_gain multiplies the output of
+        # each head. Both are always float32, because 1.6 + 0.001 is still 1.6 in bfloat16. Both are
+        # frozen until tuning.
         self.head_scale = nn.Parameter(torch.ones(config.n_head, 1), requires_grad=False)
         self.head_gain = nn.Parameter(torch.ones(config.n_head, 1), requires_grad=False)
         self.position = position_method(config, layer)
 
     def forward(self, x, place, cache=None, tail=0, probe=None):
         """
-        x: (B, T, C). Returns (B, T, C), or of the last positions alone (B, tail, C), and what the
-        probe returned.
+        x: (B, T, C). Returns (y, seen). y is (B, T, C). With tail > 0, y has only the last `tail`
+        positions, (B, tail, C). seen is what the probe returned, None without a probe.
         """
         B, T, C = x.shape
         heads = self.qkv(x).view(B, T, -1, self.head_dim).transpose(1, 2)
         q, k, v = heads.split(self.heads, dim=1)             # (B, H or n_kv_head, T, D)
         q, k = self.position.turn(q, k, place)
 
-        # Eq. (4): scores become head_scale_h * q.k / sqrt(D). Scaling q keeps every fused kernel.
+        # Eq. (4): scores become head_scale_h * q.k / sqrt(D). Scale q, because every fused kernel
+        # then still applies.
         q = (q * self.head_scale[:, None]).to(k.dtype)
         seen = probe(self.layer, self, q, k, place) if probe else None
         if cache is not None:
@@ -117,20 +122,22 @@ class Attention(nn.Module):
 
 class ShortConv(nn.Module):
     """
-    A depthwise causal convolution over the last `taps` tokens, added to its input: y_t = x_t +
-    sum_tau w_tau x_(t - tau), tau = 0 ... taps - 1, channel by channel, with zeros before the first
-    token. It tells attention what stood just before each token, which NoPE has to work out from the
-    causal mask. Source: Canon layers, arXiv:2512.17351.
+    A causal convolution over the last `short_conv` tokens, added to its input:
+    y_t = x_t + sum_tau w_tau x_(t - tau), tau = 0 ... short_conv - 1.
+    It is depthwise: each channel has its own weights. Before the first token it reads zeros.
+    It tells attention which tokens come just before each token. Without it, NoPE must infer them
+    from the causal mask. Source: Canon layers, arXiv:2512.17351.
     """
 
     def __init__(self, config, name):
         super().__init__()
-        self.name = name  # which inputs a cache keeps for it
-        with torch.random.fork_rng(devices=[]):  # all other weights start as they would without it
+        self.name = name  # a cache keeps its inputs under this name
+        # Fork the random state, so that all other weights start as in a model without convolutions.
+        with torch.random.fork_rng(devices=[]):
             self.w = nn.Parameter(torch.empty(config.short_conv, config.n_embd).uniform_(-0.5, 0.5))
 
     def forward(self, x, cache=None):
-        """x: (B, T, C), the tokens that follow those in the cache. Returns (B, T, C)."""
+        """x: (B, T, C), the tokens after those in the cache. Returns (B, T, C)."""
         T, before = x.shape[1], len(self.w) - 1
         if cache is None:
             padded = F.pad(x, (0, 0, before, 0))             # (B, before + T, C)
@@ -145,7 +152,7 @@ class ShortConv(nn.Module):
 class SwiGLU(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.gate_up = nn.Linear(config.n_embd, 2 * config.n_hidden, bias=False)  # two in one
+        self.gate_up = nn.Linear(config.n_embd, 2 * config.n_hidden, bias=False)  # gate and up
         self.out = nn.Linear(config.n_hidden, config.n_embd, bias=False)
 
     def forward(self, x):
@@ -169,7 +176,7 @@ class Block(nn.Module):
         h = self.attn_norm(x)
         if self.attn_conv:
             h = self.attn_conv(h, cache)
-        n = tail + self.n_before if tail else 0  # mlp_conv reads tokens before the tail, too
+        n = tail + self.n_before if tail else 0  # mlp_conv also reads tokens before the tail
         y, seen = self.attn(h, place, cache, n, probe)
         x = x[:, -n:] + y
 
@@ -183,10 +190,11 @@ class Transformer(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.checkpoint_activations = False  # True: keep block inputs, recompute the rest
-        self.probe_with, self.seen = None, []  # see probe()
-        self.scale_sets = None  # vectors for several lengths, see lib/scales.py
-        if config.random_positions:  # are drawn from these; in training from new ones in each pass
+        self.checkpoint_activations = False  # True: backward recomputes what is inside a block
+        self.probe_with, self.seen = None, []  # set by probe()
+        self.scale_sets = None  # small vectors for several lengths: see lib/scales.py
+        # Random positions come from these draws. In training, each pass makes new draws instead.
+        if config.random_positions:
             draws = torch.rand(config.n_layer, config.random_positions, device='cpu',
                                generator=torch.Generator().manual_seed(0))
             self.register_buffer('draws', draws, persistent=False)
@@ -196,19 +204,20 @@ class Transformer(nn.Module):
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tied:
             self.head.weight = self.embed.weight
-        first = {}  # the first layer's of each method
+        first = {}  # {method's name: its instance in the first layer that has it}
         for layer, block in enumerate(self.blocks):
             method = block.attn.position
             method.share_weights(first.setdefault(config.method_of(layer), method))
 
     def init_weights(self, generator=None):
         """
-        TinyLlama's initialisation: small embeddings, and outputs smaller the deeper the model.
+        TinyLlama's initialization. All matrices start small. The output matrices of attention and
+        MLP start smaller in deeper models.
         """
         C, n_layer = self.config.n_embd, self.config.n_layer
         for name, p in self.named_parameters():
             if p.dim() != 2 or vector_of(name) or '.position.' in name or name.endswith('conv.w'):
-                continue  # norms and scales start at 1, the others as their papers say
+                continue  # norms and scales start at 1, the others as in their papers
             std = math.sqrt(2 / (5 * C))
             if name.endswith('out.weight'):
                 std = 1 / (math.sqrt(C) * n_layer)
@@ -217,10 +226,11 @@ class Transformer(nn.Module):
 
     def forward(self, idx, targets=None, tail=0, cache=None):
         """
-        idx: (B, T) token ids; with a cache (lib/generate.py) they continue what it holds.
-        Without targets: logits of the last `tail` positions (0: all), (B, tail, V).
-        With targets (B, K), the tokens that follow the last K positions: their losses -ln p in
-        nats, (B, K) float32.
+        idx: (B, T) token ids. With a cache (lib/generate.py), they continue the cached tokens.
+        Without targets, returns the logits of the last `tail` positions, (B, tail, V). With a tail
+        of 0, returns the logits of all positions.
+        With targets (B, K), the ids that follow the last K positions, returns the loss of each
+        target: -ln p in nats, (B, K) float32.
         """
         if targets is not None:
             tail = targets.shape[1]
@@ -231,8 +241,9 @@ class Transformer(nn.Module):
 
     def hidden(self, idx, cache=None, tail=0):
         """
-        What the output matrix reads, (B, T, C), or at the last positions alone (B, tail, C), which
-        the last layer then computes alone. With a tail of 0 the slice [-tail:] takes them all.
+        The input of the output matrix, (B, T, C). With tail > 0, returns only the last `tail`
+        positions, (B, tail, C), and the last layer computes only these. With a tail of 0, the slice
+        [-tail:] takes all positions.
         """
         T = idx.shape[1]
         if cache is None:
@@ -244,7 +255,7 @@ class Transformer(nn.Module):
         for block, place in zip(self.blocks, places):
             block.attn.position.prepare(place)
 
-        # float32 even where matrices are in half precision, as the layers' outputs add up here
+        # float32 even if matrices are in half precision, because the layers' outputs add up in x
         x = self.embed(idx).to(self.norm.weight.dtype)        # (B, T, C)
         for block, place in zip(self.blocks, places):
             wanted = tail if block is self.blocks[-1] else 0
@@ -260,7 +271,7 @@ class Transformer(nn.Module):
         return self.norm(x)
 
     def places(self, place):
-        """Where the tokens of a pass stand in each layer."""
+        """A list with one Place per layer: the positions of the tokens in that layer."""
         if not self.config.random_positions:
             return [place] * len(self.blocks)
         draws = torch.rand_like(self.draws) if self.training else self.draws
@@ -269,8 +280,9 @@ class Transformer(nn.Module):
     @contextlib.contextmanager
     def probe(self, f):
         """
-        While this is open each layer calls f(layer, attention, q, k, place) with its scaled queries
-        (B, H, T, D) and keys (B, n_kv_head, T, D). Gives a list of what f returned, a layer each:
+        Inside the `with` block, each layer calls f(layer, attention, q, k, place) with its scaled
+        queries (B, H, T, D) and keys (B, n_kv_head, T, D). Yields a list of what f returned, one
+        entry per layer:
         with model.probe(kernels.attention_entropy) as entropy: model(idx)
         """
         self.probe_with, self.seen = f, []
@@ -281,7 +293,7 @@ class Transformer(nn.Module):
 
     @property
     def needs_equal_lengths(self):
-        """True where prompts of different lengths cannot share a pass."""
+        """True if prompts of different lengths cannot share a pass."""
         methods = [block.attn.position for block in self.blocks]
         return (any(method.needs_equal_lengths for method in methods)
                 or self.config.random_positions > 0)
@@ -289,8 +301,9 @@ class Transformer(nn.Module):
     @property
     def head_scale(self):
         """
-        All softmax scales, (n_layer, H) float32, in units of 1 / sqrt(D); where a head has one per
-        channel, their mean. Assign a number, or an array of (n_layer, H) or (n_layer, H, D).
+        All softmax scales, (n_layer, H) float32, in units of 1 / sqrt(D). If a head has one scale
+        per channel, this is their mean. Assign a number, or an array of shape (n_layer, H) or
+        (n_layer, H, D).
         """
         return torch.stack([block.attn.head_scale.detach().mean(1) for block in self.blocks])
 
@@ -303,16 +316,17 @@ class Transformer(nn.Module):
             block.attn.head_scale.data = row.clone()
 
     def n_params(self):
-        """Number of weights; head scales and the like, which pretraining leaves alone, are none."""
+        """Number of weights that pretraining changes. Head scales and head gains do not count."""
         return sum(p.numel() for name, p in self.named_parameters()
                    if not vector_of(name) or VECTORS[vector_of(name)].pretrained)
 
     def flops_per_token(self, length):
         """
-        Forward FLOP per token in windows of `length` tokens: (matmuls, attention). 2 per matmul
-        weight, the input embedding being a look-up; causal attention reads length / 2 keys on
-        average, for q.k and for the sum of v, and for each of them DAPE uses all its weights. Keys
-        outside a window count, as they are computed and masked.
+        Forward FLOP per token in windows of `length` tokens: (matmuls, attention).
+        Each weight of a matmul costs 2. The input embedding is a look-up and costs nothing. Causal
+        attention reads length / 2 keys on average, once for q.k and once for the sum of v. DAPE
+        applies all its weights to each of these keys. Keys outside a sliding window count, because
+        they are computed and then masked.
         """
         c, look_up = self.config, self.embed.weight.numel()
         dape = sum(p.numel() for name, p in self.named_parameters()
@@ -324,19 +338,19 @@ class Transformer(nn.Module):
 # ---------------------------------------------------------------------- small vectors
 
 def scale_queries(qkv, scale, D):
-    """The matrix of q, k and v whose rows of q do the work of head scales, (H, 1) or (H, D)."""
+    """Fold head scales, (H, 1) or (H, D), into the rows of q. Returns the new matrix qkv."""
     factors = torch.ones(len(qkv), 1, device=qkv.device)
     factors[:len(scale) * D] = scale.expand(-1, D).reshape(-1, 1)
     return qkv * factors
 
 
 def gain_outputs(out, gain, D):
-    """The output matrix of attention whose columns do the work of head gains, (H, 1)."""
+    """Fold head gains, (H, 1), into the columns of attention's output matrix. Returns a new one."""
     return out * gain.expand(-1, D).flatten()
 
 
-# What can be tuned while every matrix stays as it is, those of position methods too. A norm's gains
-# stay what they are in an export, so they need no matrix.
+# The vectors that can be tuned while every matrix stays fixed. Position methods add theirs below. A
+# norm needs no matrix to fold into, because an export keeps the gains of norms.
 VECTORS = {
     'head_scale': Vector('head_scale', 1.0, 0.1, matrix='qkv.weight', fold=scale_queries),
     'head_gain': Vector('head_gain', 1.0, 0.02, matrix='out.weight', fold=gain_outputs),
@@ -347,19 +361,20 @@ for method in METHODS.values():
 
 
 def vector_of(name):
-    """The key in VECTORS of a parameter, by its name; None for what is no small vector."""
+    """The key in VECTORS of the parameter with this name; None if it is not a small vector."""
     return next((key for key, vector in VECTORS.items() if name.endswith(vector.ending)), None)
 
 
 def small_vectors(model):
-    """{name: parameter} of all that VECTORS lists, in the order of the model."""
+    """{name: parameter} of all vectors in VECTORS, in the order of the model."""
     return {name: p for name, p in model.named_parameters() if vector_of(name)}
 
 
 def matrices(model):
     """
-    {name: weight} of the matrices that may be cast to half precision. All else stays float32:
-    vectors, and the embedding, where the sum over layers starts, with an output tied to it.
+    {name: weight} of the matrices that may be cast to half precision. All other weights stay
+    float32: the vectors, and the embedding, because the sum over layers starts there. An output
+    matrix tied to the embedding also stays float32.
     """
     names = 'qkv.weight', 'out.weight', 'gate_up.weight', 'head.weight'
     return {name: p for name, p in model.named_parameters() if name.endswith(names)}

@@ -1,30 +1,30 @@
 """
-Position methods: what a transformer adds to NoPE so that attention knows where a token stands.
+Position methods: what a transformer adds to NoPE so that attention knows the positions of tokens.
 
-NoPE adds nothing: the causal mask alone tells positions apart. Every other method here is NoPE with
-one or a few of its verbs changed:
-  prepare     what is computed once before the first layer: RoPE's angles.
-  turn        changes q and k before they meet: RoPE turns both by an angle that grows with the
-              position, so that q_i . k_j depends on i - j; log-n scaling, SSMax, log-beta and
-              Llama 4's temperature lengthen later queries.
-  bias        a function of the positions, added to the scores: ALiBi, NAPE, Kerple, FIRE, T5.
-  similarity  the scores before any bias: CoPE and Transformer-XL add what depends on the query too;
-              the adaptive temperature sharpens the rows that spread out.
-  mask        which keys a query does not see: later ones; with a sliding window, old ones too.
-  scores      what softmax sees, made of the last three: DAPE reads them as a feature map and adds
-              what a small network makes of it.
-  softmax     the weights of attention, from the scores: a sink takes a part of them.
-  attend      attention with these weights: by a fused kernel where a method changes nothing but q
-              and k, the mask and the bias; else some rows of the matrix at a time.
+NoPE adds nothing: only the causal mask tells positions apart. Every other method here is NoPE with
+one or a few functions changed. These functions are called verbs:
+  prepare     computes what all layers share, once before the first layer: RoPE's angles.
+  turn        changes q and k before they meet. RoPE turns both by an angle that grows with the
+              position, so that q_i . k_j depends on i - j. Log-n scaling, SSMax, log-beta and
+              Llama 4's temperature multiply later queries by larger factors.
+  bias        adds a function of the positions to the scores: ALiBi, NAPE, Kerple, FIRE, T5.
+  similarity  makes the scores before any bias. CoPE and Transformer-XL add a term that also depends
+              on the query. The adaptive temperature sharpens rows whose attention is spread out.
+  mask        says which keys a query does not see: later keys; with a sliding window also old keys.
+  scores      makes the input of softmax from similarity, bias and mask. DAPE reads similarity and
+              bias as a feature map and adds the output of a small network.
+  softmax     turns scores into attention weights. A sink takes a part of these weights.
+  attend      applies these weights to the values. If a method changes only q, k, mask and bias, a
+              fused kernel runs. Otherwise some rows of the matrix are computed at a time.
 
-A new method is a class and an entry in METHODS; a new setting of a method is a line in Settings,
+A new method is a class and an entry in METHODS. A new setting of a method is a line in Settings,
 and its name in the class's `settings`.
-Each layer may have a method of its own, a sliding window, and random positions: see Settings.
-Plain PyTorch; of the project it imports kernels.py alone.
+Each layer can have its own method, a sliding window and random positions: see Settings.
+The file is plain PyTorch. From the project it imports only kernels.py.
 
-Shapes: B sequences, T queries, S keys, H heads, D = head_dim; L is the context that the model was
-first trained on; i is the position of a query, j <= i that of a key, both from 0 on. Formulas:
-"DAPE V2" (2024), section 2 and Appendix, where not said otherwise.
+Shapes: B sequences, T queries, S keys, H heads, D = head_dim. L is the training length of the model
+before any fine-tuning. i is the position of a query and j <= i the position of a key; both start
+at 0. Formulas are from "DAPE V2" (2024), section 2 and Appendix, unless another source is named.
 """
 
 import math
@@ -41,31 +41,31 @@ from kernels import later
 
 @dataclass(kw_only=True)
 class Settings:
-    """The settings of all methods; every stage that trains has them, too."""
-    position: str = 'none'      # none (NoPE), rope ...: a key of METHODS; a,b: for layers in turn
-    rope_base: float = 10000.0  # of RoPE: the slowest pair turns once in 2 pi rope_base tokens
-    rope_scaling: str = ''      # extension of RoPE, such as yarn:4; '' for none
-    rope_share: float = 1.0     # share of the pairs that RoPE turns, the fastest ones
-    rope_window: int = 0        # newest keys that a query sees in layers with RoPE; 0 for all
-    random_positions: int = 0   # N: tokens stand at random ones of 0 ... N - 1; 0: at 0, 1, 2 ...
-    dape_kernel: int = 0        # DAPE on top of the method: 1, 3, 5 ... keys wide; 0 for none
-    dape_width: int = 32        # channels between its two convolutions
-    dape_residual: bool = True  # add the bias itself too: Eq. (3) of DAPE V2, not (2)
-    dape_cheat: bool = False    # let DAPE see later keys (section 4.5): what a leak looks like
+    """The settings of all position methods. Every stage that trains has these settings, too."""
+    position: str = 'none'      # none (NoPE), rope ...: a key of METHODS; a,b: layers take turns
+    rope_base: float = 10000.0  # RoPE: the slowest pair turns once in 2 pi rope_base tokens
+    rope_scaling: str = ''      # RoPE: extension to longer texts, such as yarn:4; '': none
+    rope_share: float = 1.0     # RoPE: share of the pairs that turn, fastest first
+    rope_window: int = 0        # RoPE layers: newest keys that a query sees; 0: all
+    random_positions: int = 0   # N: draw positions from 0 ... N - 1; 0: positions 0, 1, 2 ...
+    dape_kernel: int = 0        # DAPE on top of the method: 1, 3, 5 ... keys wide; 0: no DAPE
+    dape_width: int = 32        # DAPE: channels between its two convolutions
+    dape_residual: bool = True  # DAPE: also add the bias itself, Eq. (3) of DAPE V2, not (2)
+    dape_cheat: bool = False    # DAPE: see later keys (section 4.5), to show what a leak does
 
     def __post_init__(self):
         names = self.position.split(',')
         for name in names:
             if name not in METHODS:
                 raise ValueError(f"position is '{name}', which is unknown. Choose one of: "
-                                 f"{', '.join(METHODS)}; or several, with commas. A bias of "
-                                 'lessons/exercises.py needs python -m lessons.exercises STAGE.')
+                                 f"{', '.join(METHODS)}; or several, with commas. For a bias in "
+                                 'lessons/exercises.py, run python -m lessons.exercises STAGE.')
         for name in unused_settings(vars(self)):
             owners = [f'position {key}' for key in METHODS if name in METHODS[key].settings]
             raise ValueError(f"{name} is {getattr(self, name)!r}, a setting of "
                              f"{' or '.join(owners) or 'DAPE, which needs a dape_kernel'}; but "
                              f"position is '{self.position}' and dape_kernel {self.dape_kernel}. "
-                             'Leave it out, or choose what has it.')
+                             'Leave the setting out, or choose a method that has it.')
         if not 1 < self.rope_base < math.inf:
             raise ValueError(f'rope_base is {self.rope_base}; it must be above 1, such as 10000.')
         if not 0 <= self.rope_share <= 1:
@@ -76,33 +76,33 @@ class Settings:
         parse_scaling(self.rope_scaling)
         if not 0 <= self.random_positions <= 2 ** 24:
             raise ValueError(f'random_positions is {self.random_positions}; it must be at most '
-                             '2^24, or 0 for positions in order.')
+                             '2^24, or 0 for positions 0, 1, 2 ...')
         if self.random_positions:
             read = {name for name in names if issubclass(METHODS[name], RoPE)
                     or 'bias' in METHODS[name].overrides}
             if not read or set(names) - read - {'none'} or self.rope_scaling or self.rope_window:
-                raise ValueError(f'random_positions {self.random_positions} is for biases and for '
-                                 'RoPE without rope_scaling or rope_window, beside layers of none '
-                                 f"at most; position is '{self.position}'.")
+                raise ValueError(f'random_positions {self.random_positions} works with biases, and '
+                                 'with RoPE without rope_scaling or rope_window. Other layers must '
+                                 f"be none; position is '{self.position}'.")
         if self.dape_kernel < 0 or self.dape_kernel > 0 and self.dape_kernel % 2 == 0:
             raise ValueError(f'dape_kernel is {self.dape_kernel}; it must be odd, or 0 for none.')
         if self.dape_width < 1:
             raise ValueError(f'dape_width is {self.dape_width}; it must be at least 1.')
 
     def method_of(self, layer):
-        """The name in METHODS of a layer's method."""
+        """Name in METHODS of the method of this layer."""
         names = self.position.split(',')
         return names[layer % len(names)]
 
 
 def unused_settings(settings):
     """
-    {name: default} of the settings that are not at their default, though none of the chosen methods
-    has them. settings: {name: value} with those of Settings.
+    {name: default} of each setting in Settings that differs from its default although none of the
+    chosen methods has it. settings: {name: value}; names outside Settings are ignored.
     """
     used = {'position', 'random_positions', 'dape_kernel'}
     for name in settings['position'].split(','):
-        used |= set(METHODS.get(name, NoPE).settings)  # an unknown one is refused elsewhere
+        used |= set(METHODS.get(name, NoPE).settings)  # Settings refuses unknown names
     if settings.get('dape_kernel'):
         used |= set(DAPE.settings)
     return {field.name: field.default for field in fields(Settings) if field.name not in used
@@ -112,38 +112,39 @@ def unused_settings(settings):
 @dataclass(frozen=True)
 class Vector:
     """
-    A small vector of a model that tune_scale.py can tune while every matrix stays as it is. A
-    method lists its own in `vectors`, model.py the others in VECTORS: {name: Vector}. Scale files
-    have it under that name, and `tune=NAME` tunes it.
+    A small vector of a model. tune_scale.py can tune it while every matrix stays fixed.
+    A method lists its vectors in `vectors`, {name: Vector}. model.py lists all others in VECTORS.
+    Scale files store the vector under its name, and `tune=NAME` tunes it.
     """
-    ending: str           # how the names of its parameters end
-    neutral: float        # the value that changes nothing, which older checkpoints stand for
-    rate: float = 0.02    # learning rate of its tuning; tune=NAME:RATE takes another
-    pretrained: bool = False  # True: it is trained with the matrices, too
-    matrix: str = ''      # ending of the matrix that it can be folded into; '' for none
-    fold: Callable | None = None  # fold(matrix, vector, D), the matrix that does the work of both
+    ending: str           # last part of the names of its parameters
+    neutral: float        # value that changes nothing; older checkpoints lack the vector and get it
+    rate: float = 0.02    # learning rate in tuning; tune=NAME:RATE sets another
+    pretrained: bool = False  # True: pretraining trains it, too
+    matrix: str = ''      # ending of the matrix that can absorb it; '': none
+    fold: Callable | None = None  # fold(matrix, vector, D): the matrix with the vector in it
 
 
 @dataclass
 class Place:
-    """Where the tokens of a pass stand."""
-    i: torch.Tensor  # positions of the queries, (T,), or (B, T) where prompts differ in length
-    j: torch.Tensor  # positions of the keys, (S,) or (B, S)
-    total: int       # tokens that the pass will hold, those still to be generated included
-    rotation: tuple | None = None  # RoPE's cos and sin for i, of all layers that share this place
+    """The positions of the tokens of a pass."""
+    i: torch.Tensor  # positions of queries, (T,); (B, T) if prompts differ in length
+    j: torch.Tensor  # positions of keys, (S,) or (B, S)
+    total: int       # tokens in the text, including those that are still to be generated
+    rotation: tuple | None = None  # RoPE's cos and sin for i, shared by all layers with this Place
 
 
 def random_places(place, draws):
     """
-    Randomised positions (Ruoss et al. 2023): a Place for each layer, where the place.total tokens
-    of a pass stand at a sorted random subset of 0 ... N - 1 instead of at 0, 1, 2 ... So a short
-    pass trains the distances of a long one. draws: (n_layer, N) random numbers, of which the
-    largest place.total say where. Raises ValueError if there are more tokens than N.
+    Randomized positions (Ruoss et al. 2023): a list with one Place per layer. The place.total
+    tokens have a sorted random subset of 0 ... N - 1 as positions, instead of 0, 1, 2 ... So short
+    texts train the distances of long texts. draws: (n_layer, N) random numbers; the indices of the
+    largest place.total numbers are the positions. Raises ValueError if there are more tokens
+    than N.
     """
     N = draws.shape[1]
     if place.total > N:
         raise ValueError(f'random_positions is {N}, so {place.total} tokens cannot be read. '
-                         'Read fewer, or train with more.')
+                         'Read fewer tokens, or train with more random_positions.')
     positions = draws.topk(place.total).indices.sort().values            # (n_layer, total)
     return [Place(row[place.i], row[place.j], place.total) for row in positions]
 
@@ -151,10 +152,10 @@ def random_places(place, draws):
 # ---------------------------------------------------------------------- no position encoding
 
 class NoPE(nn.Module):
-    """No position encoding, and what every other method is made from."""
-    overrides = frozenset()      # the verbs behind the weights that differ from those here
-    settings = ()                # the names of the Settings that it has
-    vectors = {}                 # those of its parameters that tune_scale.py can tune
+    """No position encoding. Every other method is derived from this class."""
+    overrides = frozenset()      # the verbs for the weights that this class changes
+    settings = ()                # names of its settings in Settings
+    vectors = {}                 # its parameters that tune_scale.py can tune
     window, sinks = 0, 0         # see mask()
     needs_equal_lengths = False  # True: prompts of different lengths cannot share a pass
     needs_all_keys = False       # True: a row of scores depends on later keys, too
@@ -164,33 +165,34 @@ class NoPE(nn.Module):
 
     def __init_subclass__(cls):
         if 'is_plain' in vars(cls):
-            raise TypeError(f'{cls.__name__} sets is_plain, which follows from the verbs that a '
-                            'class overrides. Leave it out.')
+            raise TypeError(f'{cls.__name__} sets is_plain. is_plain follows from the functions '
+                            'that a class overrides. Leave it out.')
         cls.overrides = {verb for verb in ('similarity', 'bias', 'mask', 'scores', 'softmax')
                          if getattr(cls, verb) is not getattr(NoPE, verb)}
 
     @property
     def is_plain(self):
-        """True where the weights are a causal softmax of q.k / sqrt(D) and nothing else."""
+        """True if the weights are only a causal softmax of q.k / sqrt(D)."""
         return not self.overrides and not self.window
 
     def prepare(self, place):
-        """Put into `place` what all layers share."""
+        """Compute what all layers share and store it in `place`."""
 
     def share_weights(self, first):
-        """Take from `first`, the first layer's of this kind, the weights that they share."""
+        """Share weights with `first`, the same method in the first layer that has it."""
 
     def turn(self, q, k, place):
-        """q: (B, H, T, D), k: (B, n_kv_head, T, D), of the new tokens. Returns both, changed."""
+        """Change q, (B, H, T, D), and k, (B, n_kv_head, T, D), of the new tokens. Returns both."""
         return q, k
 
     def bias(self, i, j):
         """
-        What is added to the scores: (H, T, S), or (B, H, T, S) where i and j have a B; or None.
+        The term to add to the scores: (H, T, S), or (B, H, T, S) if i and j have a B axis. None:
+        add nothing.
         """
 
     def shared(self, k):
-        """What similarity() of some rows needs besides, made once for all of a layer's: a tuple."""
+        """Further inputs of similarity(), a tuple. A layer makes them once for all its rows."""
         return ()
 
     def similarity(self, q, k, i, j):
@@ -200,8 +202,8 @@ class NoPE(nn.Module):
 
     def mask(self, i, j):
         """
-        Which keys a query does not see, (1 or B, 1, T, S): later ones, and with a window all but
-        the newest `window` keys and the first `sinks` of the text.
+        True for each key that the query does not see, (1 or B, 1, T, S): each later key. With a
+        window, the query sees only the newest `window` keys and the first `sinks` keys of the text.
         """
         hidden = later(i, j)
         if self.window:
@@ -210,7 +212,7 @@ class NoPE(nn.Module):
         return hidden
 
     def scores(self, q, k, i, j, *shared):
-        """What softmax sees, (B, H, T, S): -inf at masked keys. q: scaled by Eq. (4)."""
+        """The input of softmax, (B, H, T, S): -inf at masked keys. q: already scaled by Eq. (4)."""
         scores = self.similarity(q, k, i, j, *shared)
         bias = self.bias(i, j)
         if bias is not None:
@@ -219,8 +221,7 @@ class NoPE(nn.Module):
 
     def softmax(self, scores):
         """
-        The weights of attention from the scores, (B, H, T, S), in float32. A row may sum to less
-        than 1.
+        The attention weights for these scores, (B, H, T, S) float32. A row may sum to less than 1.
         """
         return scores.softmax(-1, dtype=torch.float32)
 
@@ -253,21 +254,24 @@ def parse_scaling(text):
             return kind, float(factor or 1)
     except ValueError:
         pass
-    raise ValueError(f"rope_scaling is '{text}'. Write METHOD:FACTOR, such as yarn:4, the method "
-                     f"one of {', '.join(SCALINGS)}, the factor 1 or more, or '' for plain RoPE.")
+    raise ValueError(f"rope_scaling is '{text}'. Write METHOD:FACTOR, such as yarn:4, or '' for "
+                     f"plain RoPE. METHOD is one of {', '.join(SCALINGS)}. FACTOR is 1 or more.")
 
 
 def rope_frequencies(D, base, scaling, L, total, device='cpu'):
     """
-    The angle that each pair of a head turns by from one position to the next: (D/2,) float64,
-    radians; and a factor on cos and sin, which is YaRN's attention temperature. total: tokens that
-    the pass will hold, for dynamic NTK. RoPE: Su et al. 2021, Eq. (15). Its extensions by a factor
-    s, for a model trained at L:
-    pi           positions divided by s (Chen et al. 2023)
-    ntk          a larger base: the slowest pair turns s times slower, the fastest hardly changes
-    dynamic_ntk  the same by s total / L - (s - 1), once the pass is longer than L
-    yarn         as pi for pairs that turn less than once in L, as RoPE for more than 32 times, a
-                 ramp between; and scores times (1 + 0.1 ln s)^2 (Peng et al. 2024, section 3)
+    Returns two things. The first is the angle by which each pair of a head turns from one position
+    to the next, (D/2,) float64, in radians. The second is a factor on cos and sin: YaRN's attention
+    temperature, 1 for the other methods.
+    total: tokens in the text, including those still to be generated; only dynamic NTK uses it.
+    RoPE is Eq. (15) of Su et al. 2021. Extensions by a factor s, for a model trained at length L:
+    pi           Divide positions by s (Chen et al. 2023).
+    ntk          Use a larger base. The slowest pair turns s times slower; the fastest turns almost
+                 as before.
+    dynamic_ntk  For texts longer than L, use ntk with the factor s total / L - (s - 1).
+    yarn         Treat pairs that turn less than once in L tokens as pi does. Treat pairs that turn
+                 more than 32 times as plain RoPE does. Blend linearly between the two. Multiply
+                 scores by (1 + 0.1 ln s)^2 (Peng et al. 2024, section 3).
     """
     kind, s = parse_scaling(scaling)
     if kind == 'dynamic_ntk':
@@ -275,13 +279,13 @@ def rope_frequencies(D, base, scaling, L, total, device='cpu'):
     if kind in ('ntk', 'dynamic_ntk'):
         base = base * s ** (D / (D - 2))
 
-    # base^(-2k/D). Inductor treats exp as costly, so cos and sin are computed once and kept.
+    # base^(-2k/D), by exp: Inductor treats exp as costly, so it computes cos and sin only once.
     pair = torch.arange(0, D, 2, dtype=torch.float64, device=device)
     frequency = torch.exp(-math.log(base) / D * pair)
     if kind == 'pi':
         frequency = frequency / s
     if kind == 'yarn':
-        def pair_that_turns(times):  # in L tokens; a fraction
+        def pair_that_turns(times):  # its index, a fraction; times: turns in L tokens
             return D * math.log(L / (times * 2 * math.pi)) / (2 * math.log(base))
 
         low = max(0, math.floor(pair_that_turns(32)))
@@ -294,8 +298,8 @@ def rope_frequencies(D, base, scaling, L, total, device='cpu'):
 
 def rotate(x, cos, sin):
     """
-    Turn each pair (x[k], x[k + D/2]) of a head by its angle: the half-split layout of Llama.
-    x: (B, H, T, D); cos, sin: (1, T, D/2) or (B, 1, T, D/2). Computed in float32.
+    Turn each pair (x[k], x[k + D/2]) of a head by its angle: Llama's half-split layout.
+    x: (B, H, T, D); cos, sin: (1, T, D/2) or (B, 1, T, D/2). Computes in float32, returns x.dtype.
     """
     a, b = x.float().chunk(2, dim=-1)
     turned = a * cos - b * sin, b * cos + a * sin
@@ -304,10 +308,10 @@ def rotate(x, cos, sin):
 
 class RoPE(NoPE):
     """
-    Turns q_i and k_j by angles proportional to i and j, so that q_i . k_j depends on i - j. With a
-    rope_share below 1 the slowest pairs stay as they are: p-RoPE (Barbero et al. 2024). With a
-    rope_window query i sees the keys j > i - rope_window alone; beside layers of NoPE, which see
-    all, this is RNoPE-SWA (Yang et al. 2025).
+    Turns q_i and k_j by angles proportional to i and j, so that q_i . k_j depends on i - j.
+    With rope_share below 1, the slowest pairs do not turn: p-RoPE (Barbero et al. 2024).
+    With rope_window, query i sees only the keys j > i - rope_window. If layers of NoPE, which see
+    all keys, alternate with such layers, the model is RNoPE-SWA (Yang et al. 2025).
     """
     settings = 'rope_base', 'rope_scaling', 'rope_share', 'rope_window'
 
@@ -315,12 +319,12 @@ class RoPE(NoPE):
         super().__init__(config)
         self.D, self.L = config.head_dim, config.trained_length
         self.base, self.scaling = config.rope_base, config.rope_scaling
-        self.n_turned = round(config.rope_share * (self.D // 2))  # pairs
+        self.n_turned = round(config.rope_share * (self.D // 2))  # number of pairs that turn
         self.window = config.rope_window
         self.needs_equal_lengths = self.scaling.startswith('dynamic')
 
     def prepare(self, place):
-        if place.rotation is not None:  # an earlier layer's is the same
+        if place.rotation is not None:  # an earlier layer computed it
             return
         device = place.i.device if place.i.device.type != 'mps' else 'cpu'  # mps has no float64
         frequency, factor = rope_frequencies(self.D, self.base, self.scaling, self.L, place.total,
@@ -339,8 +343,8 @@ class QueryFactor(NoPE):
 
     def factor(self, i):
         """
-        i: (1, T), or (B, 1, T) where prompts differ in length. Returns as many factors, or for
-        each head its own, (H, T) or (B, H, T).
+        i: (1, T), or (B, 1, T) if prompts differ in length. Returns factors of the same shape, or
+        with one factor per head, (H, T) or (B, H, T).
         """
         raise NotImplementedError
 
@@ -350,7 +354,10 @@ class QueryFactor(NoPE):
 
 
 class LogN(QueryFactor):
-    """The query that sees n keys, times ln n / ln L: attention spreads less (Chiang 2022)."""
+    """
+    Multiplies the query that sees n keys by ln n / ln L, so that attention spreads less
+    (Chiang 2022).
+    """
 
     def __init__(self, config):
         super().__init__(config)
@@ -362,8 +369,8 @@ class LogN(QueryFactor):
 
 class SSMax(QueryFactor):
     """
-    The query that sees n keys, times s_h ln n, s_h learned: Scalable-Softmax (Nakanishi 2025). It
-    starts at 1 / ln L, so that the last query of a window begins as NoPE's does.
+    Scalable-Softmax (Nakanishi 2025): multiplies the query that sees n keys by s_h ln n. s_h is
+    learned. It starts at 1 / ln L, so that the last query of a window starts as in NoPE.
     """
 
     def __init__(self, config):
@@ -376,8 +383,8 @@ class SSMax(QueryFactor):
 
 class LogBeta(QueryFactor):
     """
-    The query times 1 + beta_h ln(i + 2)^gamma_h, beta and gamma learned (arXiv:2506.16640, with the
-    start of its released code).
+    Multiplies query i by 1 + beta_h ln(i + 2)^gamma_h (arXiv:2506.16640). beta and gamma are
+    learned. They start as in the paper's released code.
     """
 
     def __init__(self, config):
@@ -391,8 +398,8 @@ class LogBeta(QueryFactor):
 
 class Llama4(QueryFactor):
     """
-    The query times 1 + 0.1 ln(1 + floor((i + 1) / L)), as Llama 4 reads long texts in its layers
-    without RoPE. It has no weights: a trained NoPE model can be read with it.
+    Multiplies query i by 1 + 0.1 ln(1 + floor((i + 1) / L)). Llama 4 reads long texts this way in
+    its layers without RoPE. The method has no weights, so a trained NoPE model can use it.
     """
 
     def __init__(self, config):
@@ -407,8 +414,8 @@ class Llama4(QueryFactor):
 
 class Window(NoPE):
     """
-    The newest L keys and the first 4 of the text (StreamingLLM, Xiao et al. 2023). It has no
-    weights: a trained NoPE model can be read with it, in one pass of any length.
+    A query sees only the newest L keys and the first 4 keys of the text (StreamingLLM, Xiao et al.
+    2023). The method has no weights, so a trained NoPE model can use it, in one pass of any length.
     """
 
     def __init__(self, config):
@@ -418,8 +425,8 @@ class Window(NoPE):
 
 class Sink(NoPE):
     """
-    One more term in the denominator of each head's softmax, exp(s_h), s_h learned from 0. It takes
-    the attention that a head has no use for (gpt-oss, 2025).
+    Adds exp(s_h) to the denominator of each head's softmax (gpt-oss, 2025). s_h is learned and
+    starts at 0. The sink takes the attention that a head has no use for.
     """
     vectors = {'sink': Vector('position.sink', neutral=0.0, pretrained=True)}
 
@@ -442,15 +449,16 @@ class Bias(NoPE):
 
 
 def distances(i, j):
-    """i - j of every query and key, 0 where the key is later: (1, T, S), or (B, 1, T, S)."""
+    """i - j for each query and key, 0 if the key is later: (1, T, S), or (B, 1, T, S)."""
     distance = i[..., None, :, None] - j[..., None, None, :]
     return distance.clamp(min=0)
 
 
 def alibi_slopes(n_head):
     """
-    (H,) slopes: 2^(-8/H), 2^(-16/H) ... 2^-8 for a power of two; for other H those of the power of
-    two below, then every second one of the power above. Press et al. 2022, section 3 and its code.
+    A list of H slopes. If H is a power of two: 2^(-8/H), 2^(-16/H) ... 2^-8. For any other H: all
+    slopes of the next lower power of two, then every second slope of the next higher power.
+    Source: Press et al. 2022, section 3 and its code.
     """
     below = 2 ** int(math.log2(n_head))
     first = 2 ** (-8 / below)
@@ -460,11 +468,12 @@ def alibi_slopes(n_head):
 
 
 class ALiBi(Bias):
-    """-slope_h (i - j): the further back a key, the less it counts. Fixed slopes, one per head."""
+    """Bias -slope_h (i - j): distant keys count less. Each head has one fixed slope."""
 
     def __init__(self, config):
         super().__init__(config)
-        # A buffer, as a GPU would wait for each copy; on the CPU even in a model made on `meta`.
+        # The slopes are a buffer, because a GPU would wait for each copy. They are made on the CPU,
+        # even if the model is made on `meta`.
         slopes = torch.tensor(self.slopes_of(config.n_head), device='cpu')
         self.register_buffer('slopes', slopes, persistent=False)
 
@@ -478,8 +487,8 @@ class ALiBi(Bias):
 
 class NAPE(ALiBi):
     """
-    ALiBi with slopes 1, 1/2, 1/3 ... on half of the heads, the others plain NoPE
-    (arXiv:2506.16640).
+    ALiBi with slopes 1, 1/2, 1/3 ... on half of the heads (arXiv:2506.16640). The other heads are
+    plain NoPE.
     """
 
     def slopes_of(self, n_head):
@@ -488,11 +497,11 @@ class NAPE(ALiBi):
 
 
 class NAPESSMax(NAPE):
-    """NAPE whose heads without a slope have the query of SSMax (arXiv:2506.16640)."""
+    """NAPE with SSMax on the heads without a slope (arXiv:2506.16640)."""
 
     def __init__(self, config):
         super().__init__(config)
-        self.first = config.n_head // 2  # of the heads without a slope
+        self.first = config.n_head // 2  # first head without a slope
         rest = config.n_head - self.first
         self.s = nn.Parameter(torch.full((rest,), 1 / math.log(config.trained_length)))
 
@@ -504,7 +513,7 @@ class NAPESSMax(NAPE):
 
 
 class Kerple(Bias):
-    """-p_h ln(1 + a_h (i - j)), the logarithmic Kerple (Chi et al. 2022): p, a > 0 learned."""
+    """Logarithmic Kerple (Chi et al. 2022): bias -p_h ln(1 + a_h (i - j)), p, a > 0 learned."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -517,21 +526,21 @@ class Kerple(Bias):
 
 
 def at_least(x, least):
-    """Clamp (H,) with a straight-through gradient, so that x < least can recover: (H, 1, 1)."""
+    """Clamp x, (H,), with a straight-through gradient, so x < least can recover: (H, 1, 1)."""
     clamped = x + (x.clamp(min=least) - x).detach()
     return clamped[:, None, None]
 
 
 def over_heads(x):
-    """What has a number for each head, (..., 1, T, S, H), as a bias: (..., H, T, S)."""
+    """Turn one number per head, (..., 1, T, S, H), into a bias: (..., H, T, S)."""
     return x.movedim(-1, -4).squeeze(-3)
 
 
 class FIRE(Bias):
     """
-    f(ln(1 + c (i - j)) / ln(1 + c max(i, mu L0)))_h (Li et al. 2024): f is a network from one
-    number to one per head, c and mu are learned, L0 = L / 2 as in the released code of DAPE. So f
-    sees no larger input than it was trained on.
+    Bias f(ln(1 + c (i - j)) / ln(1 + c max(i, mu L0)))_h (Li et al. 2024). f is a network that maps
+    one number to one number per head. c and mu are learned. L0 is L / 2, as in DAPE's released
+    code. The input of f is at most 1 at any length, so f sees no larger input than in training.
     """
 
     def __init__(self, config):
@@ -551,9 +560,10 @@ class FIRE(Bias):
 
 class T5Bias(Bias):
     """
-    sqrt(D) table[bucket(i - j), h] (Raffel et al. 2020; the factor is the released code's of DAPE):
-    32 buckets, one each for distances up to 15, then ever wider ones up to 128, the last for all
-    beyond. One table serves all layers.
+    Bias sqrt(D) table[bucket(i - j), h] (Raffel et al. 2020). The factor sqrt(D) is from DAPE's
+    released code. There are 32 buckets. Each distance up to 15 has its own bucket. The next buckets
+    grow wider, up to distance 128. The last bucket also holds all longer distances. All layers
+    share one table.
     """
 
     def __init__(self, config):
@@ -576,9 +586,9 @@ class T5Bias(Bias):
 
 class CoPE(NoPE):
     """
-    Contextual position encoding (Golovneva et al. 2024): adds q_i . e[p_ij] to the scores, where
-    p_ij = sum_{k=j..i} sigmoid(s_ik) counts the keys from j to i that the query cares for, at most
-    63; between whole counts, linear. e is shared by the heads.
+    Contextual position encoding (Golovneva et al. 2024): adds q_i . e[p_ij] to the scores.
+    p_ij = sum_{k=j..i} sigmoid(s_ik) counts the keys from j to i that matter to the query, up to
+    63. Between whole counts, q_i . e[p_ij] is interpolated linearly. All heads share e.
     """
 
     def __init__(self, config):
@@ -588,7 +598,7 @@ class CoPE(NoPE):
     def similarity(self, q, k, i, j):
         scores = super().similarity(q, k, i, j)
         most = len(self.e) - 1
-        # float32, as bfloat16 counts in quarters from 32 on
+        # float32, because bfloat16 counts only in quarters from 32 on
         gates = scores.float().sigmoid().masked_fill(later(i, j), 0)
         count = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=most)           # (B, H, T, S)
         below = count.floor().long()
@@ -601,8 +611,8 @@ class CoPE(NoPE):
 
 class TransformerXL(NoPE):
     """
-    ((q_i + u) . k_j + (q_i + v) . W r_{i-j}) / sqrt(D) (Dai et al. 2019): r is sinusoidal in the
-    distance, u and v are learned.
+    Scores ((q_i + u) . k_j + (q_i + v) . W r_{i-j}) / sqrt(D) (Dai et al. 2019). r is sinusoidal in
+    the distance i - j. u, v and W are learned.
     """
 
     def __init__(self, config):
@@ -613,7 +623,7 @@ class TransformerXL(NoPE):
         self.W = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
     def shared(self, k):
-        """W r of every distance, shorter than the keys are many: (H, D, S)."""
+        """W r for each distance from 0 to S - 1, where S is the number of keys: (H, D, S)."""
         S = k.shape[2]
         H, D = self.u.shape
         pair = torch.arange(0, H * D, 2, device=k.device)
@@ -637,11 +647,11 @@ class TransformerXL(NoPE):
 
 class Adaptive(NoPE):
     """
-    Each row of scores times max(1, P(H)) where its attention's entropy H is above 0.5 nats, P being
-    a polynomial that its authors fitted (arXiv:2410.01104). It has no weights: a trained NoPE model
-    can be read with it. Above 5.9 nats P is below 1, so that nothing changes there.
+    Multiplies a row of scores by max(1, P(H)) if the entropy H of its attention is above 0.5 nats
+    (arXiv:2410.01104). The authors of the paper fitted the polynomial P. Above 5.9 nats P is below
+    1, so the row does not change. The method has no weights, so a trained NoPE model can use it.
     """
-    P = -0.037, 0.481, -2.3, 4.917, -1.791  # the highest power first
+    P = -0.037, 0.481, -2.3, 4.917, -1.791  # coefficients, highest power first
 
     def similarity(self, q, k, i, j):
         scores = super().similarity(q, k, i, j)
@@ -660,15 +670,16 @@ class Adaptive(NoPE):
 
 class DAPE(NoPE):
     """
-    S + B + f([S; B]), Eq. (3): the scores S and the bias B of all heads are the channels of a
-    feature map, and f is two convolutions of 1 x kernel over the keys with a LeakyReLU between;
-    kernel 1 is DAPE (the first), 3 and more DAPE V2. Without the residual bias S + f([S; B]),
-    Eq. (2); without a bias S + f(S), Eq. (4), of H channels (the released class asks for 2H and
-    cannot run).
-    Keys that the query does not see, such as later ones, are 0 in the map, so that no convolution
-    sees them. `cheat` leaves them in (section 4.5). Unlike the released code, every row goes on in
-    zeros at its right, where that code ends at the last key: so a row is the same in a longer
-    sequence, and cached decoding equals a full pass.
+    Scores S + B + f([S; B]), Eq. (3). The scores S and the bias B of all heads are the channels of
+    a feature map. f is two convolutions of 1 x kernel over the keys, with a LeakyReLU in between.
+    Kernel 1 is the first DAPE; kernel 3 and more is DAPE V2.
+    Without the residual bias, the scores are S + f([S; B]), Eq. (2). A method without a bias has
+    S + f(S), Eq. (4). Here f then has H input channels; the released class asks for 2H and cannot
+    run.
+    Keys that the query does not see, such as later keys, are 0 in the map, so that no convolution
+    sees them. `cheat` leaves them in (section 4.5).
+    Here zeros follow each row on its right; in the released code, the row ends at the last key. So
+    a row stays the same in a longer sequence, and cached decoding equals a full pass.
     """
     settings = 'dape_width', 'dape_residual', 'dape_cheat'
 
@@ -676,19 +687,19 @@ class DAPE(NoPE):
         super().__init__(config)
         for verb in 'scores', 'attend':
             if getattr(type(method), verb) is not getattr(NoPE, verb):
-                raise ValueError(f'{type(method).__name__} has {verb}() of its own, which DAPE '
-                                 'replaces. Leave dape_kernel out.')
+                raise ValueError(f'{type(method).__name__} has its own {verb}(), and DAPE would '
+                                 'replace it. Leave dape_kernel out.')
         self.method, H, width = method, config.n_head, config.dape_width
         self.kernel, self.cheat = config.dape_kernel, config.dape_cheat
         self.needs_all_keys = self.cheat
         self.residual = config.dape_residual
         if self.cheat:
-            warnings.warn('dape_cheat: this model sees the tokens that it is to predict; its '
+            warnings.warn('dape_cheat: this model sees the tokens that it must predict; its '
                           'losses mean nothing', stacklevel=2)
         self.prepare, self.turn = method.prepare, method.turn
         self.bias, self.similarity, self.mask = method.bias, method.similarity, method.mask
         self.shared, self.softmax = method.shared, method.softmax
-        # Cache slots next to each other must hold tokens next to each other.
+        # Neighboring slots of a cache must hold neighboring tokens.
         self.needs_equal_lengths = method.needs_equal_lengths or self.kernel > 1
         channels, pad = 2 * H if 'bias' in method.overrides else H, self.kernel // 2
         self.first = nn.Conv2d(channels, width, (1, self.kernel), padding=(0, 2 * pad))
@@ -740,7 +751,7 @@ METHODS = {
 
 
 def position_method(config, layer):
-    """The method of one layer. All weights but its own start the same with every method."""
+    """The method of one layer. All other weights start the same, whichever method is chosen."""
     with torch.random.fork_rng(devices=[]):
         method = METHODS[config.method_of(layer)](config)
         return DAPE(config, method) if config.dape_kernel else method

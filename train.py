@@ -1,11 +1,11 @@
 """
-Train a transformer without position encoding (NoPE), or a twin with another position method, on
-token files; fine-tune one at another length. Sections 4.1 and 4.2 of "Length Generalization of
-Causal Transformers without Position Encoding"; the recipe is TinyLlama's.
+Train a transformer on token files, without position encoding (NoPE) or with a position method.
+This stage also fine-tunes a trained model at another length. Sources: sections 4.1 and 4.2 of
+"Length Generalization of Causal Transformers without Position Encoding"; the recipe of TinyLlama.
 
 $ python train.py                                        # the demo model: 0.85M parameters, minutes
 $ python train.py config/demo_rope.py                    # its twin with RoPE
-$ python train.py --init_from=resume                     # go on after a stop, to the last bit
+$ python train.py --init_from=resume                     # resume a stopped run, bit for bit
 $ python train.py config/finetune_demo.py config/yarn.py --out_dir=out/demo/rope_yarn
 $ torchrun --nproc_per_node=8 train.py config/nope_1b.py # the paper's model on eight GPUs
 
@@ -38,68 +38,68 @@ from lib.tokens import Windows
 from position import Settings
 
 # output
-out_dir = 'out/demo/nope'    # checkpoints, log and pictures go here
-init_from = 'scratch'        # scratch, resume (out_dir/last.pt), or a model: a file, hf:ORG/NAME
-eval_interval = 500          # steps between validations; last.pt is saved at each
-eval_windows = 128           # validation windows read at each, the same ones every time
-log_interval = 100           # steps between lines on screen
-tracker = ''                 # send the log to trackio or wandb, too; '' for none
-keep_steps: list[int] = []   # steps whose checkpoint is kept as step_N.pt
+out_dir = 'out/demo/nope'    # folder for checkpoints, log and pictures
+init_from = 'scratch'        # scratch; resume (out_dir/last.pt); or a model: FILE or hf:ORG/NAME
+eval_interval = 500          # steps between validations; each validation also saves last.pt
+eval_windows = 128           # windows in each validation, always the same ones
+log_interval = 100           # steps between printed lines
+tracker = ''                 # also send the log to trackio or wandb; '': neither
+keep_steps: list[int] = []   # steps whose weights are kept as step_N.pt
 # data
-dataset = 'stdlib'           # a folder of data/, or a mixture: 'slimpajama:0.694,starcoder:0.306'
-block_size = 128             # L, the training context in tokens
-batch_size = 16              # sequences in the global batch of one step, over all devices
-micro_batch_size = 16        # sequences at once on one device; lower it when memory runs out
-# model; the settings of its position method are declared in position.py
+dataset = 'stdlib'           # a folder in data/, or a mixture: 'slimpajama:0.694,starcoder:0.306'
+block_size = 128             # L: tokens in a training window
+batch_size = 16              # sequences in one training step, over all devices
+micro_batch_size = 16        # sequences in one pass on one device; lower it if memory runs out
+# model; position.py declares the settings of the position method
 n_layer = 4
 n_head = 8
-n_kv_head = 4                # key/value heads, each shared by n_head / n_kv_head query heads
+n_kv_head = 4                # key/value heads; n_head / n_kv_head query heads share each
 n_embd = 128
 n_hidden = 384               # inner width of SwiGLU
-short_conv = 0               # tokens that each short convolution reads, such as 4; 0 for none
+short_conv = 0               # tokens that each short convolution reads, such as 4; 0: none
 short_conv_at = 'AC'         # A: before attention; C: before the MLP; AC: both
 # optimizer
-max_iters = 2200             # steps
-learning_rate = 2e-3         # peak
-min_lr = 2e-4                # at the end of the cosine; a tenth of the peak is the rule of thumb
-warmup_iters: float = 200    # linear from 0; below 1: that share of max_iters
-lr_decay_iters: int | None = None  # length of the cosine in steps; None: max_iters
-weight_decay = 0.1           # on every weight but short convolutions; norms too, as TinyLlama
+max_iters = 2200             # training steps
+learning_rate = 2e-3         # peak learning rate
+min_lr = 2e-4                # learning rate at the end of the cosine; usually a tenth of the peak
+warmup_iters: float = 200    # steps of linear warmup from 0; below 1: a share of max_iters
+lr_decay_iters: int | None = None  # step at which the cosine ends; None: max_iters
+weight_decay = 0.1           # on all weights but short convolutions; on norms too, as in TinyLlama
 beta1 = 0.9
 beta2 = 0.95
-grad_clip = 1.0              # global norm; 0 for none
+grad_clip = 1.0              # largest global norm of the gradients; 0: no clipping
 # machine
 device = 'auto'              # auto, cpu, cuda, cuda:1, mps
-dtype = 'auto'               # of activations; weights and optimizer stay float32
-compile = True               # torch.compile the model
-fsdp = False                 # under torchrun: split the model over the ranks
-checkpoint_activations = False  # recompute activations in backward: less memory, more time
-seed = 1337                  # of initial weights and data order
+dtype = 'auto'               # type of activations; weights and optimizer stay float32
+compile = True               # compile the model with torch.compile
+fsdp = False                 # split the model over the ranks of torchrun
+checkpoint_activations = False  # backward recomputes activations: less memory, more time
+seed = 1337                  # seed of initial weights and data order
 
-ENTROPY_WINDOWS = 4  # of the validation windows: attention entropy varies little between windows
+ENTROPY_WINDOWS = 4  # validation windows for attention entropy: it varies little between windows
 
 
 def check_settings(runtime):
-    """Everything that can be refused before work starts."""
+    """Refuse wrong settings before work starts. Raises UserError."""
     between(globals(), 1, 'max_iters', 'eval_interval', 'log_interval', 'eval_windows',
             'block_size', 'lr_decay_iters', 'keep_steps')
     between(globals(), 1, 'batch_size', 'micro_batch_size', most=2 ** 24)
     between(globals(), 0, 'learning_rate', 'min_lr', 'warmup_iters', 'weight_decay', 'grad_clip')
     between(globals(), 0, 'beta1', 'beta2', most=1 - 1e-9)
     if init_from != 'resume' and Path(out_dir, 'last.pt').exists():
-        raise UserError(f'{out_dir} already holds a run (last.pt). Go on with --init_from=resume, '
-                        'choose another --out_dir=, or remove it.')
+        raise UserError(f'{out_dir} already holds a run (last.pt). Resume it with '
+                        '--init_from=resume, choose another --out_dir=, or remove the run.')
     ranks = runtime.world_size
     if batch_size % (micro_batch_size * ranks):
-        advice = 'Take another batch_size.'
+        advice = 'Choose another batch_size.'
         if batch_size % ranks == 0:
             fits = math.gcd(micro_batch_size, batch_size // ranks)
-            advice = f'Take --micro_batch_size={fits}.'
+            advice = f'Set --micro_batch_size={fits}.'
         raise UserError(f'batch_size {batch_size} must be a multiple of micro_batch_size '
                         f'{micro_batch_size} x {ranks} ranks. {advice}')
     if fsdp and ranks == 1:
-        raise UserError('fsdp splits a model over the ranks of torchrun. Start it with torchrun '
-                        '--nproc_per_node=N, or without --fsdp=True.')
+        raise UserError('fsdp splits a model over several ranks, but there is only one. Start with '
+                        'torchrun --nproc_per_node=N, or leave --fsdp=True out.')
 
 
 # ---------------------------------------------------------------------- data
@@ -108,7 +108,7 @@ def rank_batch(windows, step, batch_size, runtime):
     """This rank's rows of the global batch: inputs and targets, each (rows, block_size)."""
     rows = slice(runtime.rank, None, runtime.world_size)
     tokens = torch.from_numpy(windows.batch(step, batch_size, rows))
-    if runtime.device.type == 'cuda':  # copied while the GPU still computes the step before
+    if runtime.device.type == 'cuda':  # copy while the GPU still computes the previous step
         tokens = tokens.pin_memory()
     tokens = tokens.to(runtime.device, non_blocking=True)
     return tokens[:, :-1], tokens[:, 1:]
@@ -117,13 +117,15 @@ def rank_batch(windows, step, batch_size, runtime):
 # ---------------------------------------------------------------------- model
 
 def place_model(model, fsdp, compile, runtime):
-    """Put the model on its device. Returns it, sharded if so asked, and as it is called in
-    training: compiled, and under DDP with several ranks."""
+    """
+    Put the model on its device. Returns (model, called). model holds the weights; fsdp shards them.
+    called is the model that training calls: compiled, and inside DDP if there are several ranks.
+    """
     if fsdp:
         model = sharded(model, runtime, compile)
         return model, model
     called = compiled(model.to(runtime.device), runtime, compile)
-    if runtime.world_size > 1:  # the view saves a second copy of all gradients
+    if runtime.world_size > 1:  # the bucket view avoids a second copy of all gradients
         device_ids = [runtime.device] if runtime.device.type == 'cuda' else None
         called = DistributedDataParallel(called, gradient_as_bucket_view=True,
                                          broadcast_buffers=False, device_ids=device_ids)
@@ -134,12 +136,13 @@ def place_model(model, fsdp, compile, runtime):
 
 def new_optimizer(model, settings, runtime):
     """
-    AdamW on every weight, and what scales the loss so that float16 holds its gradients. Short
-    convolutions are not decayed, because 0 is no neutral place for so few weights.
+    Returns AdamW over all trained weights, and a GradScaler. The GradScaler scales the loss so that
+    float16 can hold the gradients. Short convolutions have no weight decay, because 0 is not a
+    neutral value for so few weights.
     """
     weights, convolutions = [], []
     for name, p in model.named_parameters():
-        if p.requires_grad:  # all but the head scales
+        if p.requires_grad:  # the head scales are frozen
             (convolutions if name.endswith('conv.w') else weights).append(p)
     groups = [{'params': weights}]
     if convolutions:
@@ -152,18 +155,18 @@ def new_optimizer(model, settings, runtime):
 
 
 def go_on_from(state, optimizer, scaler):
-    """The step and the best validation loss so far; optimizer and scaler as state has them."""
+    """Load state into optimizer and scaler. Returns the step and the best validation loss."""
     if state is None:
         return 0, math.inf
     with to_go_on(out_dir):
         load_sharded(optimizer, state['optimizer'])
-        if state['scaler']:  # empty where the run so far was not in float16
+        if state['scaler']:  # empty if the run so far did not use float16
             scaler.load_state_dict(state['scaler'])
     return state['step'], state['best_val_loss']
 
 
 def average_gradients(model, now):
-    """Whether the next backward averages gradients over the ranks: once a step is enough."""
+    """Say if the next backward averages gradients over the ranks. Once per step is enough."""
     if isinstance(model, DistributedDataParallel):
         model.require_backward_grad_sync = now
     elif hasattr(model, 'set_requires_gradient_sync'):  # FSDP
@@ -173,9 +176,9 @@ def average_gradients(model, now):
 def train_step(model, optimizer, scaler, batch, next_batch, micro_batch_size, grad_clip, runtime,
                seed=0):
     """
-    One step on this rank's rows of the global batch, in micro-batches, which all have the random
-    positions of this seed. Returns the loss, a mean over ranks, and the next batch, which
-    next_batch() fetches while the device computes.
+    One step on this rank's rows of the global batch, in micro-batches. The seed determines the
+    random positions, which are the same in all micro-batches. Returns the loss, averaged over
+    ranks, and the next batch. next_batch() fetches the next batch while the device computes.
     """
     x, y = batch
     step_loss = torch.zeros((), device=runtime.device)
@@ -204,12 +207,12 @@ def train_step(model, optimizer, scaler, batch, next_batch, micro_batch_size, gr
 
 
 def mean_over(windows, batch_tokens, runtime, measure):
-    """Mean over windows of measure(inputs, targets), which returns a number for each."""
+    """Mean over all windows. measure(inputs, targets) returns one number per window."""
     n = len(windows)
-    # Ranks that share a model (FSDP) go through each pass together: as many windows for each.
+    # Ranks that share a model (FSDP) run each pass together, so all need equally many windows.
     whole = windows.take(range(n + -n % runtime.world_size), axis=0, mode='wrap')
     values = runtime.over_windows(whole, batch_tokens, measure,
-                                  finite=False)  # what is not finite, the recorder reports
+                                  finite=False)  # the recorder reports nan and inf
     return float(values[:n].mean())
 
 
@@ -234,24 +237,24 @@ def validate(model, windows, batch_tokens, step, recorder, runtime):
 
 
 def save_last(recorder, model, optimizer, scaler, step, best_val_loss):
-    """Write last.pt, from which a run goes on."""
+    """Write last.pt. A resumed run starts from it."""
     recorder.flush(step)
     recorder.save('last.pt', model, step, best_val_loss=best_val_loss, scaler=scaler.state_dict(),
                   optimizer=unsharded(optimizer.state_dict()))
 
 
 def finish(recorder, stopped_by, runtime):
-    """The end of a run: its picture, or the exit code of the signal that stopped it."""
+    """End a run. A finished run gets its picture. A stopped run exits with its signal's code."""
     if runtime.is_main and not stopped_by:  # drawn last: if loss.png exists, the run has finished
         plots.draw_log(recorder.log_path, Path(recorder.folder, 'loss.png'))
     recorder.close()
     runtime.close()
-    if stopped_by:  # exit as the signal would have, so that a shell script stops, too
+    if stopped_by:  # exit as the signal would have, so that a calling shell script also stops
         sys.exit(128 + stopped_by)
 
 
 def main(given=()):
-    """given: the names of the settings that the user gave."""
+    """given: names of the settings that the user set."""
     runtime = setup(device, dtype, seed)
     check_settings(runtime)
 
@@ -266,8 +269,8 @@ def main(given=()):
     chosen = settings(globals()) | {'dtype': str(runtime.dtype).removeprefix('torch.')}
     raw_model, state, chosen = model_to_train(windows, chosen, given, runtime)
     raw_model.checkpoint_activations = checkpoint_activations
-    # 4 bytes each for a weight and its two Adam moments: last.pt and its successor while it is
-    # written; best.pt and each kept step have the weights alone.
+    # A weight takes 4 bytes, and so does each of its two Adam moments. last.pt holds all three, and
+    # the old last.pt stays until the new one is written. best.pt and step_N.pt hold only weights.
     copies = 2 * 3 + 1 + len(keep_steps)
     checkpoints.require_space(out_dir, 4 * raw_model.n_params() * copies)
     tokens_per_step = batch_size * block_size
@@ -278,7 +281,7 @@ def main(given=()):
     # optimizer
     optimizer, scaler = new_optimizer(raw_model, chosen, runtime)
     step, best_val_loss = go_on_from(state, optimizer, scaler)
-    state = None  # the file's copy of weights and optimizer
+    state = None  # free the file's copy of weights and optimizer
     warmup = warmup_iters if warmup_iters >= 1 else round(warmup_iters * max_iters)
 
     recorder.begin(step)
@@ -287,7 +290,7 @@ def main(given=()):
                   f'{tokens_per_step:,} tokens into {out_dir}')
 
     # loop
-    flops = 3 * sum(raw_model.flops_per_token(block_size))  # backward costs two forwards
+    flops = 3 * sum(raw_model.flops_per_token(block_size))  # backward costs as much as two forwards
     ceiling = matmul_flops(runtime.device, runtime.dtype) * runtime.world_size
     speed = Speed(step, max_iters, tokens_per_step, flops, ceiling)
     first, stop, stopped_by = step, StopSignal(runtime), None
@@ -321,13 +324,14 @@ def main(given=()):
         if step == first + 1:
             speed.restart(step)  # the first step compiles
 
-        # Ranks must stop at the same step, so they ask each other: on GPUs, rarely.
+        # Ranks must stop at the same step, so they ask each other. On GPUs they ask only at log
+        # steps.
         if step < max_iters and (step % log_interval == 0 or runtime.device.type == 'cpu'):
             stopped_by = stop.on_any_rank()
 
     if stopped_by:
         save_last(recorder, raw_model, optimizer, scaler, step, best_val_loss)
-        runtime.print(f'{stopped_by.name}: saved step {step}; go on with --init_from=resume')
+        runtime.print(f'{stopped_by.name}: saved step {step}; resume with --init_from=resume')
     finish(recorder, stopped_by, runtime)
 
 
