@@ -179,6 +179,7 @@ def test_is_plain_follows_from_what_a_class_overrides_and_cannot_be_set():
 @pytest.mark.parametrize('changes, named', [
     ({'dape_width': 64}, 'dape_width'), ({'dape_cheat': True}, 'dape_cheat'),
     ({'rope_base': 500.0}, 'rope_base'), ({'position': 'alibi', 'rope_window': 8}, 'rope_window'),
+    ({'short_conv_at': 'C'}, 'short_conv is 0'),
 ], ids=str)
 def test_settings_that_the_chosen_method_does_not_have_are_refused(changes, named):
     with pytest.raises(ValueError, match=named):
