@@ -65,7 +65,7 @@ class ModelConfig(Settings):
         if self.short_conv_at not in ('A', 'C', 'AC'):
             raise ValueError(f"short_conv_at is '{self.short_conv_at}'. Choose A, C or AC.")
         if self.short_conv_at != 'AC' and not self.short_conv:
-            raise ValueError(f"short_conv_at is '{self.short_conv_at}', but short_conv is 0, so the "
+            raise ValueError(f"short_conv_at is '{self.short_conv_at}', but short_conv is 0: the "
                              'model has no convolutions. Add --short_conv=4, or leave it out.')
         if self.random_positions and self.random_positions < self.block_size:
             raise ValueError(f'random_positions is {self.random_positions}; it must be at least '
