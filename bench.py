@@ -28,12 +28,12 @@ import kernels
 import position as methods
 from configurator import between, configure, run_config, settings
 from lib import plots
+from lib.answers import optional, print_rows, result_path
 from lib.checkpoints import cast_matrices, config_of
 from lib.devices import can_compile, compiled, matmul_flops, setup, synchronize
 from lib.errors import UserError
 from lib.generate import needs_equal_lengths, new_cache, step_of, store_column_major
 from lib.huggingface import their_config
-from lib.results import optional, print_rows, result_path
 from model import ModelConfig, Transformer
 
 tasks = ['train', 'scale', 'eval', 'entropy', 'prefill', 'decode']

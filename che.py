@@ -33,11 +33,11 @@ import torch.nn.functional as F
 import position as methods
 from configurator import between, configure, settings
 from lib import checkpoints, figures, plots
+from lib.answers import OnlyWriter, paper_table, print_rows, progress_bar, result_path
 from lib.checksums import load_whole
 from lib.devices import setup
 from lib.errors import UserError, fault_of
 from lib.generate import require_positions
-from lib.results import OnlyWriter, paper_table, print_rows, progress_bar, result_path
 from lib.tasks import END, TASKS
 from model import Transformer
 

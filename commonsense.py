@@ -22,10 +22,10 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from configurator import between, configure, settings
+from lib.answers import optional, paper_table, print_scores, progress_bar
 from lib.checkpoints import Run, RunSettings
 from lib.errors import UserError
 from lib.generate import complete, needs_equal_lengths, read_prompts
-from lib.results import optional, paper_table, print_scores, progress_bar
 from lib.tokens import start_token
 
 try:

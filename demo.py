@@ -20,8 +20,8 @@ import numpy as np
 
 from configurator import configure, settings
 from lib import plots
+from lib.answers import command, save_json
 from lib.errors import ROOT
-from lib.results import command, save_json
 
 out_dir = 'out/demo'
 max_iters = 2200             # training steps of each twin

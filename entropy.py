@@ -15,10 +15,10 @@ import math
 import numpy as np
 
 from configurator import between, configure, settings
+from lib.answers import bin_means, print_rows, read_json
 from lib.checkpoints import Run, TextSettings
 from lib.errors import UserError, fault_of
 from lib.losses import cut_curve, loss_and_entropy
-from lib.results import bin_means, print_rows, read_json
 
 length: int | None = None    # tokens in a window; None: 8L
 n_samples = 64               # windows, evenly spaced over the split

@@ -40,12 +40,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from configurator import between, configure, settings
+from lib.answers import bin_means, note, print_rows
 from lib.checkpoints import Run, TextSettings, dataset_of, load_model, require_tokenizer
 from lib.devices import compiled_for
 from lib.errors import UserError
 from lib.generate import require_positions
 from lib.losses import by_position, cut_losses, cut_windows
-from lib.results import bin_means, note, print_rows
 from lib.tokens import documents
 
 # how to read it

@@ -16,6 +16,7 @@ import json
 from pathlib import Path
 
 from configurator import configure, settings
+from lib.answers import optional, whole_folder, write_text
 from lib.checkpoints import Run
 from lib.devices import DTYPES
 from lib.errors import UserError, fault_of
@@ -26,7 +27,6 @@ from lib.huggingface import (
     their_state,
     tokenizer_json,
 )
-from lib.results import optional, whole_folder, write_text
 from lib.scales import read_scale_file
 from lib.tokens import PATTERN, tokenizer_from_state
 from position import parse_scaling

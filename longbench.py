@@ -27,10 +27,10 @@ from collections import Counter, namedtuple
 from pathlib import Path
 
 from configurator import between, configure, settings
+from lib.answers import optional, paper_table, print_scores
 from lib.checkpoints import Run, RunSettings
 from lib.errors import ROOT, UserError
 from lib.generate import complete
-from lib.results import optional, paper_table, print_scores
 from lib.tokens import start_token
 
 # prompts and answers

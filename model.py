@@ -5,8 +5,8 @@ The architecture is TinyLlama's minus the rotary embedding: RMSNorm, grouped-que
 SwiGLU, no biases, and an output matrix that is not tied to the embedding. With position='rope' the
 model is TinyLlama itself, so a NoPE model and its RoPE twin differ only in position encoding.
 
-Read Transformer.forward() from top to bottom. position.py holds the position methods. kernels.py
-makes attention fast.
+Read Transformer.forward() from top to bottom. position.py and position_more.py hold the position
+methods. kernels.py makes attention fast.
 
 Sources: Wang et al. 2024, "Length Generalization of Causal Transformers without Position Encoding"
 ("the paper" in this file), and the TinyLlama code for sizes and initialization.
@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import kernels
+import position_more  # noqa: F401, adds its methods to METHODS
 from position import METHODS, Place, Settings, Vector, position_method, random_places
 
 

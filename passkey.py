@@ -16,10 +16,10 @@ import bisect
 import numpy as np
 
 from configurator import between, configure, settings
+from lib.answers import print_rows
 from lib.checkpoints import Run, RunSettings
 from lib.errors import UserError
 from lib.generate import complete
-from lib.results import print_rows
 from lib.scales import read_scale_file
 from lib.tokens import start_token
 

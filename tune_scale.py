@@ -26,11 +26,11 @@ import numpy as np
 import torch
 
 from configurator import between, configure, settings
+from lib.answers import bin_means, note, print_rows, progress_bar
 from lib.checkpoints import ModelSettings, Run, dataset_of
 from lib.devices import compiled, compiled_for, learning_rate_at
 from lib.errors import MALFORMED, UserError
 from lib.losses import cut_curve, loss_and_entropy
-from lib.results import bin_means, note, print_rows, progress_bar
 from lib.scales import (
     ScaleSets,
     finite,

@@ -28,8 +28,8 @@ from pathlib import Path
 import numpy as np
 
 from configurator import between
+from lib.answers import optional, progress_bar, save_json
 from lib.errors import ROOT, UserError
-from lib.results import optional, progress_bar, save_json
 from lib.tokens import (
     get_tokenizer,
     is_prepared,

@@ -16,11 +16,11 @@ import torch
 
 import kernels
 from configurator import between, configure, settings
+from lib.answers import bin_means, json_value, progress_bar, read_json, save_json, write_text
 from lib.checkpoints import load_model, open_windows
 from lib.devices import setup
 from lib.errors import UserError
 from lib.figures import NAMES
-from lib.results import bin_means, json_value, progress_bar, read_json, save_json, write_text
 
 models = ['out/demo/nope/last.pt', 'out/demo/rope/last.pt']  # a model and its twin
 data: str | None = None        # make the page from this JSON, and measure nothing

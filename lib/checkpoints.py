@@ -18,11 +18,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from lib import huggingface, plots
+from lib.answers import AnswerLog, OnlyWriter, note, result_path, whole_file
 from lib.checksums import load_whole
 from lib.devices import setup
 from lib.errors import UserError, as_user_error, fault_of, require_kinds
 from lib.generate import require_positions, store_column_major
-from lib.results import AnswerLog, OnlyWriter, note, result_path, whole_file
 from lib.scales import apply_scale, identity
 from lib.tokens import (
     Windows,

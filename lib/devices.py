@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
+from lib.answers import progress_bar
 from lib.errors import UserError
-from lib.results import progress_bar
 
 # Compile a model for windows of one length if reading them takes more FLOP than this: (CPU, GPU).
 # On a CPU, compiling took 33 to 101 s and saved 7% of the time, so it pays off if reading takes

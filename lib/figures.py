@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lib.results import whole_file
+from lib.answers import whole_file
 
 # The names of the position methods in pictures.
 NAMES = {

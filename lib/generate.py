@@ -8,8 +8,8 @@ import math
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from lib.answers import note
 from lib.errors import UserError
-from lib.results import note
 from position import Place
 
 

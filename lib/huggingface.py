@@ -16,10 +16,10 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 
+from lib.answers import note, optional, save_json, write_text
 from lib.checksums import checksum_of_tensors, load_whole
 from lib.devices import DTYPES
 from lib.errors import UserError, fault_of
-from lib.results import note, optional, save_json, write_text
 from lib.tokens import (
     EOT,
     byte_characters,

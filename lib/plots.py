@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from lib.answers import provenance, save_json
 from lib.errors import MALFORMED, UserError, report
 from lib.figures import (
     BLACK,
@@ -36,7 +37,6 @@ from lib.figures import (
     running_mean,
     save,
 )
-from lib.results import provenance, save_json
 
 # ----------------------------------------------------------------------------- training
 

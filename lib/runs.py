@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from lib import checkpoints
+from lib.answers import OnlyWriter, note, optional, read_lines, save_json, write_lines
 from lib.devices import unsharded
 from lib.errors import UserError, as_user_error, fault_of, require_kinds
-from lib.results import OnlyWriter, note, optional, read_lines, save_json, write_lines
 from model import ModelConfig, Transformer
 from position import Settings, unused_settings
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from lib.answers import note, save_json
 from lib.errors import UserError, fault_of
-from lib.results import note, save_json
 from model import VECTORS, small_vectors, vector_of
 
 # Entries that a scale file may have besides its vectors: those of any result, and of tune_scale.py.

@@ -28,8 +28,8 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
+from lib.answers import OnlyWriter, note, optional, progress_bar, save_json, write_text
 from lib.errors import ROOT, UserError, fault_of, require_kinds
-from lib.results import OnlyWriter, note, optional, progress_bar, save_json, write_text
 
 MIB = 2 ** 20
 EOT = '<|endoftext|>'

@@ -30,10 +30,10 @@ import numpy as np
 from configurator import between
 from eval_ppl import PROTOCOLS, checked_stride, checked_tail, perplexity
 from lib import plots
+from lib.answers import paper_table, print_rows, result_path
 from lib.checkpoints import Run, dataset_of, load_model
 from lib.devices import setup
 from lib.errors import UserError
-from lib.results import paper_table, print_rows, result_path
 
 
 @dataclass

@@ -27,10 +27,10 @@ import torch
 import torch.nn.functional as F
 
 from lib import checkpoints, devices
+from lib.answers import note
 from lib.devices import Runtime
 from lib.errors import UserError
 from lib.generate import require_positions
-from lib.results import note
 from lib.tokens import Windows, format_ranks, get_tokenizer, tokenizer_state, write_corpus
 from model import ModelConfig, Transformer, vector_of
 from position import METHODS, Place

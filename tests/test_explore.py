@@ -17,8 +17,8 @@ from conftest import ROOT, near, random_model, tokens
 
 import attention_maps
 from lessons import explore
+from lib.answers import bin_means
 from lib.losses import loss_and_entropy
-from lib.results import bin_means
 
 PAGE = ROOT / 'lessons/explore.html'
 BROWSER = shutil.which('chromium') or shutil.which('google-chrome')

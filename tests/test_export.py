@@ -8,7 +8,7 @@ import torch
 from conftest import mistake, near, on, random_model, read, refuses, stage_here, tokens
 
 import export
-from lib.results import save_json
+from lib.answers import save_json
 from lib.tokens import get_tokenizer, tokenizer_state, train_bpe
 
 gguf = pytest.importorskip('gguf')

@@ -27,11 +27,11 @@ from conftest import (
 )
 
 from lib import checkpoints, huggingface
+from lib.answers import note, whole_folder
 from lib.errors import UserError
 from lib.generate import complete, new_cache
 from lib.huggingface import load_folder, load_foreign
 from lib.losses import by_position
-from lib.results import note, whole_folder
 from lib.scales import apply_scale, put_vectors, save_scale
 from lib.tokens import (
     get_tokenizer,

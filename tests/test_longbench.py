@@ -14,9 +14,9 @@ from fractions import Fraction
 import pytest
 from conftest import ROOT, mistake, near, on, read, save_model, stage, stage_here
 
+from lib.answers import paper_table
 from lib.checkpoints import load_model
 from lib.generate import complete
-from lib.results import paper_table
 from lib.tokens import get_tokenizer
 from longbench import TASKS, prompt_ids, rouge_l, score
 

@@ -4,7 +4,7 @@ import statistics
 
 from conftest import near, refuses
 
-from lib.results import save_json
+from lib.answers import save_json
 from results.past_L import table
 
 

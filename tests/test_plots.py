@@ -74,7 +74,7 @@ def test_a_models_cut_context_begins_at_L(lengths, drawn):
     assert dict(cut[0] if cut else []) == pytest.approx(drawn)
 
 
-def test_results_from_before_the_tail_had_that_name_draw_the_same_picture(tmp_path):
+def test_answers_from_before_the_tail_had_that_name_draw_the_same_picture(tmp_path):
     old = Path(__file__).parents[1] / 'results/dape_small/eval_ppl_table.json'
     assert json.loads(old.read_text())['protocol'] == 'last'
     [then] = plots.draw(write(tmp_path, 'old', json.loads(old.read_text())))

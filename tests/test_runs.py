@@ -32,7 +32,7 @@ from conftest import (
 )
 
 from lib import checkpoints
-from lib.results import note
+from lib.answers import note
 from lib.runs import Recorder, Speed
 
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from conftest import near, random_model, read, refuses, save_model, scale_set
 
+from lib.answers import note
 from lib.checkpoints import load_model
 from lib.generate import new_cache
 from lib.losses import by_position
-from lib.results import note
 from lib.scales import ScaleSets, apply_scale, identity, read_scale_file, save_scale
 from model import small_vectors
 

@@ -8,8 +8,8 @@ from conftest import ROOT, near, read, written_elsewhere
 
 import train
 from configurator import run_config, settings
+from lib.answers import save_json
 from lib.errors import UserError
-from lib.results import save_json
 from results.scoreboard import table
 
 

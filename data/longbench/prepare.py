@@ -21,8 +21,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from configurator import configure
+from lib.answers import OnlyWriter
 from lib.errors import ROOT, UserError
-from lib.results import OnlyWriter
 
 paths: list[str] = []  # the folder that holds the files; none: download them
 out_dir = ''           # where the files go; '' for data/longbench

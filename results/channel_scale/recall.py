@@ -19,11 +19,11 @@ import torch
 import che
 from configurator import configure, settings
 from demo import read, run
+from lib.answers import save_json
 from lib.checksums import load_whole
 from lib.devices import learning_rate_at, setup
 from lib.errors import ROOT
 from lib.plots import write_result
-from lib.results import save_json
 from results.channel_scale.table import over_seeds, show
 from tune_scale import vectors_of
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import demo
 from configurator import configure, settings
 from lib import plots
+from lib.answers import save_json
 from lib.devices import setup
 from lib.errors import ROOT
-from lib.results import save_json
 
 out_dir = 'out/demo_seeds'
 SEEDS = [1337, 1338, 1339, 1340, 1341]

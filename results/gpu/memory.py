@@ -18,7 +18,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from configurator import run_config
-from lib.results import save_json
+from lib.answers import save_json
 from model import ModelConfig, Transformer
 from results.gpu.fake import fake_gpu
 

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 
 import model as model_file
 from configurator import configure, settings
+from lib.answers import provenance, save_json
 from lib.devices import setup
-from lib.results import provenance, save_json
 from model import ModelConfig, Transformer
 from results.past_L.table import FOLDER
 

@@ -19,9 +19,9 @@ from pathlib import Path
 from configurator import configure, settings
 from demo import made_with, read, run
 from lib import figures
+from lib.answers import OnlyWriter, provenance, save_json
 from lib.devices import setup
 from lib.errors import UserError
-from lib.results import OnlyWriter, provenance, save_json
 
 models: list[str] = []   # keys of MODELS; []: all
 seeds = [1337, 1338, 1339, 1340, 1341]  # a model may have fewer

@@ -14,9 +14,9 @@ import time
 import bench
 import train
 from configurator import configure, run_config, settings
+from lib.answers import provenance, save_json
 from lib.devices import setup
 from lib.errors import ROOT, UserError
-from lib.results import provenance, save_json
 from lib.tokens import open_tokens
 from position import Settings
 from results.scoreboard.table import ROWS, SIZES

@@ -20,9 +20,9 @@ import demo
 from configurator import configure, settings
 from demo import read
 from lib import plots
+from lib.answers import OnlyWriter, save_json
 from lib.devices import setup
 from lib.errors import UserError
-from lib.results import OnlyWriter, save_json
 
 size = 'small'               # a key of SIZES
 methods: list[str] = []      # keys of ROWS; []: all

@@ -1,7 +1,7 @@
 """
 Results on disk: JSON that anyone can read, written whole or not at all, with what made it.
 
-$ python -m pytest tests/test_results.py
+$ python -m pytest tests/test_answers.py
 """
 
 import contextlib
@@ -17,8 +17,8 @@ import pytest
 import torch
 from conftest import ROOT, contents, files_at_most, written_elsewhere
 
+from lib.answers import OnlyWriter, bin_means, progress_bar, provenance, save_json, write_text
 from lib.errors import UserError
-from lib.results import OnlyWriter, bin_means, progress_bar, provenance, save_json, write_text
 
 
 def strict(path):
@@ -29,7 +29,7 @@ def strict(path):
     return json.loads(path.read_text(), parse_constant=refuse)
 
 
-def test_results_are_json_with_a_list_of_numbers_on_one_line(tmp_path):
+def test_answers_are_json_with_a_list_of_numbers_on_one_line(tmp_path):
     data = {'loss': [1.5, 2.25, -3e-7], 'rows': [[1, 2], [3, 4]], 'names': ['a', 'b'], 'none': None,
             'nested': {'deep': [1, 2, 3]}, 'empty': [], 'text': 'x = [1,   2]  # [ "wide" ]\n'}
     path = tmp_path / 'r.json'
@@ -106,7 +106,7 @@ COUNT = '''
 import sys, time
 from pathlib import Path
 from lib.errors import UserError
-from lib.results import OnlyWriter
+from lib.answers import OnlyWriter
 path, times = Path(sys.argv[1]), 50
 while times:
     try:
@@ -121,7 +121,7 @@ while times:
 '''
 
 
-HOLD = 'import sys; from lib.results import OnlyWriter as x; x = x(sys.argv[1]); print(); input()'
+HOLD = 'import sys; from lib.answers import OnlyWriter as x; x = x(sys.argv[1]); print(); input()'
 
 
 def start(code, path, **environment):
