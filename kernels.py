@@ -1,10 +1,9 @@
 """
 Attention that is fast or needs little memory. It computes the plain formula in other ways.
 
-You can skip this file at first. causal_attention() is softmax(q k^T / sqrt(D)) v, where each query
-sees the keys up to its own position. The rest of this file avoids the whole T x T matrix, or slow
-backward kernels. Nothing here changes a result beyond rounding. The file is plain PyTorch and
-imports nothing from the project.
+You can skip this file at first. attention() is softmax(q k^T / sqrt(D)) v, where each query sees
+the keys up to its own position. The rest of this file avoids the whole T x T matrix. Nothing here
+changes a result beyond rounding. The file is plain PyTorch and imports nothing from the project.
 
 Shapes: B sequences, T queries, S keys, H query heads, D = head_dim. Keys and values have n_kv_head
 heads, and H / n_kv_head query heads share each. Positions i of queries are (T,), positions j of
@@ -47,102 +46,45 @@ def repeat_heads(x, n_head):
 
 # ---------------------------------------------------------------------- softmax attention
 
-def causal_attention(q, k, v, i, j):
-    """Softmax attention of each query over the keys up to its own position: (B, H, T, D)."""
-    T, S = q.shape[2], k.shape[2]
-    if T == S:
-        return attention(q, k, v, is_causal=True)
-    if T == 1 and i.dim() == 1:  # the newest token sees every key
-        return attention(q, k, v)
-    return attention(q, k, v, mask=~later(i, j))
-
-
-def attention(q, k, v, mask=None, is_causal=False):
+def attention(q, k, v, i, j, bias=None):
     """
-    Softmax attention with grouped queries, (B, H, T, D). Chooses the fastest kernel that does not
-    need the whole matrix. mask: (1 or B, 1 or H, T, S), either a bias to add to the scores, or a
-    boolean: True where the query sees the key.
+    Softmax attention of each query over the keys up to its own position, (B, H, T, D), by PyTorch's
+    scaled_dot_product_attention. bias: (1 or B, 1 or H, T, S) is added to the scores, and is -inf
+    at each key that the query does not see. None adds nothing; the query then sees no later key.
     """
     B, H, T, D = q.shape
     n_kv_head, S = k.shape[1:3]
-
-    in_training = torch.is_grad_enabled() or torch.compiler.is_compiling()
-    few_scores = B * H * T * S <= 2 ** 26
-    if q.device.type == 'cpu' and in_training and few_scores:
-        if is_causal:
-            return causal_matrix_attention(q, k, v)
-        if mask is not None:
-            return matrix_attention(q, k, v, mask)
+    is_causal = bias is None and T == S
+    newest = T == 1 and i.dim() == 1  # a query at the end of the text sees every key
+    if bias is None and not is_causal and not newest:
+        bias = ~later(i, j)
 
     shares_keys = H > n_kv_head
-    if T == 1 and shares_keys and (mask is None or mask.shape[1] == 1):
+    if T == 1 and shares_keys and (bias is None or bias.shape[1] == 1):
         # Each head has one query. Turn the query heads that share a key into rows of one head, so
         # that each key is read once. Use reshape(), because the kernel may return heads transposed
         # and view() would then fail.
         rows = q.reshape(B, n_kv_head, -1, D)
-        y = F.scaled_dot_product_attention(rows, k, v, mask)
+        y = F.scaled_dot_product_attention(rows, k, v, bias)
         return y.reshape(q.shape)
 
-    if shares_keys and q.device.type == 'cuda' and not flash_can_share_heads(q, mask):
+    if shares_keys and q.device.type == 'cuda' and not flash_can_share_heads(q, bias):
         k = repeat_heads(k, H)
         v = repeat_heads(v, H)
         shares_keys = False
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal,
+    return F.scaled_dot_product_attention(q, k, v, bias, is_causal=is_causal,
                                           enable_gqa=shares_keys)
 
 
-def flash_can_share_heads(q, mask):
+def flash_can_share_heads(q, bias):
     """
     True if FlashAttention can run. Of the fused kernels, only FlashAttention handles grouped
-    queries, and only on newer GPUs, in half precision and without a mask. For the other kernels,
+    queries, and only on newer GPUs, in half precision and without a bias. For the other kernels,
     repeat keys and values, because PyTorch would otherwise compute the whole matrix.
     """
     gpu = torch.cuda.get_device_properties(q.device)
     half_precision = q.dtype != torch.float32
-    return mask is None and half_precision and gpu.major >= 8
-
-
-def matrix_attention(q, k, v, mask):
-    """
-    attention() by its formula, sum_j e_ij v_j / sum_j e_ij. Used to train on a CPU while the scores
-    are few, because the backward of the fused kernel is slow there. A compiled training step of
-    bench.py's shape took 1.35 s with this function and 1.45 s with the fused kernel, on two cores
-    with AMX. Scores have the precision of q and k.
-    """
-    B, H, T, D = q.shape
-    n_kv_head, S = k.shape[1:3]
-    at_least_float32 = torch.promote_types(q.dtype, torch.float32)
-
-    # Stack the queries that share a key head, so that each key head needs one matrix product.
-    rows = q.reshape(B, n_kv_head, -1, D)
-    scores = rows @ k.transpose(-1, -2)
-    scores = scores.view(B, H, T, S).to(at_least_float32)
-    scores = scores * (1 / math.sqrt(D))
-    if mask.dtype == torch.bool:  # adding -inf has a trivial backward; masked_fill does not
-        zeros = torch.zeros(mask.shape, device=q.device)
-        mask = zeros.masked_fill(~mask, -math.inf)
-    scores = scores + mask
-
-    largest = scores.detach().amax(-1, keepdim=True)
-    e = (scores - largest).exp().to(v.dtype)
-    total = e.sum(-1, keepdim=True, dtype=scores.dtype)
-    y = e.view(B, n_kv_head, -1, S) @ v
-    y = y.view(B, H, T, D) / total
-    return y.to(v.dtype)
-
-
-def causal_matrix_attention(q, k, v):
-    """matrix_attention() for 128 queries at a time. Skips the keys after the last of the 128."""
-    y, end = [], 0
-    i = torch.arange(q.shape[2], dtype=torch.int32)  # twice as many as int64 fit a register
-    for rows in q.split(128, dim=2):
-        start = end
-        end = start + rows.shape[2]
-        seen = i[:end] <= i[start:end, None]
-        keys = k[:, :, :end]
-        values = v[:, :, :end]
-        y.append(matrix_attention(rows, keys, values, mask=seen))
-    return torch.cat(y, dim=2)
+    return bias is None and half_precision and gpu.major >= 8
 
 
 # ---------------------------------------------------------------------- some rows at a time
@@ -219,7 +161,7 @@ def attention_with_bias(bias, q, k, v, i, j):
     (1 or B, 1 or H, T, S), and -inf at each key that the query does not see.
     """
     def rows_of(q, k, v, i, j):
-        return attention(q, k, v, mask=bias(i, j).to(q.dtype))
+        return attention(q, k, v, i, j, bias(i, j).to(q.dtype))
 
     B, H = q.shape[:2]
     n_maps = H  # one bias serves all sequences
@@ -316,23 +258,38 @@ def cross_entropy(x, head, targets):
     logits. x: (B, K, C), input of the output matrix; head: the output matrix, a module;
     targets: (B, K) token ids.
     """
-    V = head.weight.shape[0]
-    small = targets.numel() * V <= LOGITS_KEPT
-    if torch.compiler.is_compiling() and (small or torch.is_autocast_enabled(x.device.type)):
-        # Under autocast the logits in memory stay in half precision; only registers hold float32.
-        # F.cross_entropy is not used, because its backward sums over all logits once more. The ids
-        # are int32, because a register holds twice as many of them as int64.
-        logits = head(x).float()
-        ids = torch.arange(V, dtype=torch.int32, device=x.device)
-        is_target = ids == targets[..., None].int()
-        at_target = logits.where(is_target, 0).sum(-1)
-        return logits.logsumexp(-1) - at_target
+    n_logits = targets.numel() * head.weight.shape[0]
+    few = n_logits <= LOGITS_KEPT or torch.is_autocast_enabled(x.device.type)
+    if torch.compiler.is_compiling() and few:
+        return compiled_cross_entropy(head(x), targets)
+    if n_logits > LOGITS_AT_ONCE:
+        return cross_entropy_in_chunks(x, head, targets)
+    logits = head(x).float().flatten(0, 1)                                   # (B * K, V)
+    losses = F.cross_entropy(logits, targets.flatten(), reduction='none')
+    return losses.view(targets.shape)
 
+
+def compiled_cross_entropy(logits, targets):
+    """
+    cross_entropy() for a compiled graph. The backward of F.cross_entropy sums over all logits once
+    more; without that sum, a training step with a vocabulary of 32,000 took 0.7 of the time on a
+    CPU. Under autocast the logits in memory stay in half precision; only registers hold float32.
+    """
+    logits = logits.float()
+    # int32, because a register holds twice as many of these ids as int64
+    ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
+    is_target = ids == targets[..., None].int()
+    at_target = logits.where(is_target, 0).sum(-1)
+    return logits.logsumexp(-1) - at_target
+
+
+def cross_entropy_in_chunks(x, head, targets):
+    """cross_entropy() for some rows at a time. Backward computes their logits again."""
     def of_chunk(x, targets):
         return F.cross_entropy(head(x).float(), targets, reduction='none')
 
     most = at_once(LOGITS_AT_ONCE, x.device)
-    n_rows = max(1, most // V)
+    n_rows = max(1, most // head.weight.shape[0])
     x = x.flatten(0, 1).split(n_rows)
     ids = targets.flatten().split(n_rows)
     several = len(x) > 1

@@ -255,7 +255,10 @@ class Transformer(nn.Module):
             place = Place(i, i, total=T)
         else:
             place = cache.place(T)
-        places = self.places(place)
+        places = [place] * len(self.blocks)
+        if self.config.random_positions:
+            draws = torch.rand_like(self.draws) if self.training else self.draws
+            places = random_places(place, draws)
         for block, place in zip(self.blocks, places):
             block.attn.position.prepare(place)
 
@@ -273,13 +276,6 @@ class Transformer(nn.Module):
         if cache is not None:
             cache.length += T
         return self.norm(x)
-
-    def places(self, place):
-        """A list with one Place per layer: the positions of the tokens in that layer."""
-        if not self.config.random_positions:
-            return [place] * len(self.blocks)
-        draws = torch.rand_like(self.draws) if self.training else self.draws
-        return random_places(place, draws)
 
     @contextlib.contextmanager
     def probe(self, f):

@@ -228,11 +228,11 @@ class NoPE(nn.Module):
 
     def attend(self, q, k, v, i, j):
         """Softmax attention, (B, H, T, D). q: scaled by Eq. (4); k, v: (B, n_kv_head, S, D)."""
-        if self.is_plain:
-            return kernels.causal_attention(q, k, v, i, j)
-        if self.overrides <= {'mask', 'bias'}:
+        if self.overrides - {'mask', 'bias'}:
+            return kernels.attention_over_scores(self, q, k, v, i, j)
+        if self.overrides or self.window:
             return kernels.attention_with_bias(self.masked_bias, q, k, v, i, j)
-        return kernels.attention_over_scores(self, q, k, v, i, j)
+        return kernels.attention(q, k, v, i, j)
 
     def masked_bias(self, i, j):
         """The bias, -inf at masked keys: (1, 1, T, S), (H, T, S) or (B, H, T, S)."""

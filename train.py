@@ -15,6 +15,8 @@ Writes out_dir/last.pt, best.pt, step_N.pt, config.json, log.jsonl, loss.png
 import functools
 import math
 import sys
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,6 +26,7 @@ from configurator import between, configure, settings
 from kernels import attention_entropy
 from lib import checkpoints, plots
 from lib.devices import (
+    Runtime,
     compiled,
     learning_rate_at,
     load_sharded,
@@ -33,8 +36,17 @@ from lib.devices import (
     unsharded,
 )
 from lib.errors import UserError
-from lib.runs import Recorder, Speed, StopSignal, model_to_train, to_go_on
+from lib.runs import (
+    MODEL,
+    Recorder,
+    Speed,
+    StopSignal,
+    checkpoint_to_resume,
+    checkpoint_to_start_from,
+    to_go_on,
+)
 from lib.tokens import Windows
+from model import ModelConfig, Transformer
 from position import Settings
 
 # output
@@ -50,7 +62,8 @@ dataset = 'stdlib'           # a folder in data/, or a mixture: 'slimpajama:0.69
 block_size = 128             # L: tokens in a training window
 batch_size = 16              # sequences in one training step, over all devices
 micro_batch_size = 16        # sequences in one pass on one device; lower it if memory runs out
-# model; position.py declares the settings of the position method
+# model; position.py declares the settings of single position methods, such as rope_base
+position = 'none'            # none (NoPE), rope ...: a key of METHODS; a,b: layers take turns
 n_layer = 4
 n_head = 8
 n_kv_head = 4                # key/value heads; n_head / n_kv_head query heads share each
@@ -79,25 +92,25 @@ seed = 1337                  # seed of initial weights and data order
 ENTROPY_WINDOWS = 4  # validation windows for attention entropy: it varies little between windows
 
 
-def check_settings(runtime):
-    """Refuse wrong settings before work starts. Raises UserError."""
-    between(globals(), 1, 'max_iters', 'eval_interval', 'log_interval', 'eval_windows',
-            'block_size', 'lr_decay_iters', 'keep_steps')
-    between(globals(), 1, 'batch_size', 'micro_batch_size', most=2 ** 24)
-    between(globals(), 0, 'learning_rate', 'min_lr', 'warmup_iters', 'weight_decay', 'grad_clip')
-    between(globals(), 0, 'beta1', 'beta2', most=1 - 1e-9)
-    if init_from != 'resume' and Path(out_dir, 'last.pt').exists():
+def check_settings(s, runtime):
+    """Refuse wrong settings before work starts. s: {name: value}. Raises UserError."""
+    between(s, 1, 'max_iters', 'eval_interval', 'log_interval', 'eval_windows', 'block_size',
+            'lr_decay_iters', 'keep_steps')
+    between(s, 1, 'batch_size', 'micro_batch_size', most=2 ** 24)
+    between(s, 0, 'learning_rate', 'min_lr', 'warmup_iters', 'weight_decay', 'grad_clip')
+    between(s, 0, 'beta1', 'beta2', most=1 - 1e-9)
+    out_dir, batch_size, micro = s['out_dir'], s['batch_size'], s['micro_batch_size']
+    if s['init_from'] != 'resume' and Path(out_dir, 'last.pt').exists():
         raise UserError(f'{out_dir} already holds a run (last.pt). Resume it with '
                         '--init_from=resume, choose another --out_dir=, or remove the run.')
     ranks = runtime.world_size
-    if batch_size % (micro_batch_size * ranks):
+    if batch_size % (micro * ranks):
         advice = 'Choose another batch_size.'
         if batch_size % ranks == 0:
-            fits = math.gcd(micro_batch_size, batch_size // ranks)
-            advice = f'Set --micro_batch_size={fits}.'
-        raise UserError(f'batch_size {batch_size} must be a multiple of micro_batch_size '
-                        f'{micro_batch_size} x {ranks} ranks. {advice}')
-    if fsdp and ranks == 1:
+            advice = f'Set --micro_batch_size={math.gcd(micro, batch_size // ranks)}.'
+        raise UserError(f'batch_size {batch_size} must be a multiple of micro_batch_size {micro} x '
+                        f'{ranks} ranks. {advice}')
+    if s['fsdp'] and ranks == 1:
         raise UserError('fsdp splits a model over several ranks, but there is only one. Start with '
                         'torchrun --nproc_per_node=N, or leave --fsdp=True out.')
 
@@ -134,10 +147,20 @@ def place_model(model, fsdp, compile, runtime):
 
 # ---------------------------------------------------------------------- training
 
-def new_optimizer(model, settings, runtime):
+@dataclass
+class Trained:
+    """What a training step changes, and how it computes."""
+    model: torch.nn.Module       # holds the weights; fsdp shards them
+    called: torch.nn.Module      # the model that training calls; see place_model()
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler  # scales the loss so that float16 can hold the gradients
+    autocast: AbstractContextManager  # in which the loss is computed
+    runtime: Runtime
+
+
+def new_optimizer(model, settings):
     """
-    Returns AdamW over all trained weights, and a GradScaler. The GradScaler scales the loss so that
-    float16 can hold the gradients. Short convolutions have no weight decay, because 0 is not a
+    AdamW over all trained weights. Short convolutions have no weight decay, because 0 is not a
     neutral value for so few weights.
     """
     weights, convolutions = [], []
@@ -147,22 +170,9 @@ def new_optimizer(model, settings, runtime):
     groups = [{'params': weights}]
     if convolutions:
         groups.append({'params': convolutions, 'weight_decay': 0.0})
-    optimizer = torch.optim.AdamW(groups, lr=settings['learning_rate'], fused=True,
-                                  betas=(settings['beta1'], settings['beta2']),
-                                  weight_decay=settings['weight_decay'])
-    return optimizer, torch.amp.GradScaler(runtime.device.type,
-                                           enabled=runtime.dtype == torch.float16)
-
-
-def go_on_from(state, optimizer, scaler):
-    """Load state into optimizer and scaler. Returns the step and the best validation loss."""
-    if state is None:
-        return 0, math.inf
-    with to_go_on(out_dir):
-        load_sharded(optimizer, state['optimizer'])
-        if state['scaler']:  # empty if the run so far did not use float16
-            scaler.load_state_dict(state['scaler'])
-    return state['step'], state['best_val_loss']
+    return torch.optim.AdamW(groups, lr=settings['learning_rate'], fused=True,
+                             betas=(settings['beta1'], settings['beta2']),
+                             weight_decay=settings['weight_decay'])
 
 
 def average_gradients(model, now):
@@ -173,36 +183,36 @@ def average_gradients(model, now):
         model.set_requires_gradient_sync(now)
 
 
-def train_step(model, optimizer, scaler, batch, next_batch, micro_batch_size, grad_clip, runtime,
-               seed=0):
+def train_step(trained, batch, next_batch, micro_batch_size, grad_clip, seed=0):
     """
     One step on this rank's rows of the global batch, in micro-batches. The seed determines the
     random positions, which are the same in all micro-batches. Returns the loss, averaged over
     ranks, and the next batch. next_batch() fetches the next batch while the device computes.
     """
-    x, y = batch
-    step_loss = torch.zeros((), device=runtime.device)
+    t, (x, y) = trained, batch
+    step_loss = torch.zeros((), device=x.device)
     parts = list(zip(x.split(micro_batch_size), y.split(micro_batch_size)))
     for i, (inputs, targets) in enumerate(parts):
         is_last = i + 1 == len(parts)
-        average_gradients(model, is_last)
+        average_gradients(t.called, is_last)
         torch.manual_seed(seed)
-        with runtime.autocast():
-            loss = model(inputs, targets).mean() / len(parts)
+        with t.autocast:
+            loss = t.called(inputs, targets).mean() / len(parts)
         if is_last:
             batch = next_batch()
-        scaler.scale(loss).backward()
+        t.scaler.scale(loss).backward()
         step_loss += loss.detach()
+
     if grad_clip:
-        scaler.unscale_(optimizer)
-        weights = [p for group in optimizer.param_groups for p in group['params']]
-        torch.nn.utils.clip_grad_norm_(weights, grad_clip)
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad(set_to_none=True)
-    if runtime.world_size > 1:
+        t.scaler.unscale_(t.optimizer)
+        torch.nn.utils.clip_grad_norm_(t.model.parameters(), grad_clip)
+    t.scaler.step(t.optimizer)
+    t.scaler.update()
+    t.optimizer.zero_grad(set_to_none=True)
+
+    if t.runtime.world_size > 1:
         torch.distributed.all_reduce(step_loss)
-        step_loss /= runtime.world_size
+        step_loss /= t.runtime.world_size
     return step_loss, batch
 
 
@@ -236,11 +246,12 @@ def validate(model, windows, batch_tokens, step, recorder, runtime):
     return loss
 
 
-def save_last(recorder, model, optimizer, scaler, step, best_val_loss):
+def save_last(recorder, trained, step, best_val_loss):
     """Write last.pt. A resumed run starts from it."""
     recorder.flush(step)
-    recorder.save('last.pt', model, step, best_val_loss=best_val_loss, scaler=scaler.state_dict(),
-                  optimizer=unsharded(optimizer.state_dict()))
+    recorder.save('last.pt', trained.model, step, best_val_loss=best_val_loss,
+                  scaler=trained.scaler.state_dict(),
+                  optimizer=unsharded(trained.optimizer.state_dict()))
 
 
 def finish(recorder, stopped_by, runtime):
@@ -256,7 +267,10 @@ def finish(recorder, stopped_by, runtime):
 def main(given=()):
     """given: names of the settings that the user set."""
     runtime = setup(device, dtype, seed)
-    check_settings(runtime)
+    # Record the dtype that `auto` chose, because another machine may choose a different one on
+    # resume.
+    chosen = settings(globals()) | {'dtype': str(runtime.dtype).removeprefix('torch.')}
+    check_settings(chosen, runtime)
 
     # data
     windows = Windows(dataset, 'train', block_size, seed, check=runtime.is_main)
@@ -264,33 +278,52 @@ def main(given=()):
     val_windows = val_windows.evenly_spaced(eval_windows)
 
     # model
-    # Record the dtype that `auto` chose, because another machine may choose a different one on
-    # resume.
-    chosen = settings(globals()) | {'dtype': str(runtime.dtype).removeprefix('torch.')}
-    raw_model, state, chosen = model_to_train(windows, chosen, given, runtime)
-    raw_model.checkpoint_activations = checkpoint_activations
+    state = None
+    if init_from == 'scratch':
+        model = Transformer(checkpoints.config_of(chosen, vocab_size=windows.vocab_size))
+        model.init_weights()
+    elif init_from == 'resume':
+        state = checkpoint_to_resume(chosen, given, windows)
+        model = Transformer(ModelConfig(**state['model_config']))
+        model.load_state_dict(state['model'])
+        chosen['init_from'] = state['settings']['init_from']
+    else:
+        start, config = checkpoint_to_start_from(chosen, given, windows)
+        model = Transformer(config)
+        model.load_state_dict(checkpoints.named_for(model, start['model'], start['path']))
+        start = None  # free the file's copy of the weights
+    model.checkpoint_activations = checkpoint_activations
+    chosen |= {name: getattr(model.config, name) for name in MODEL}
     # A weight takes 4 bytes, and so does each of its two Adam moments. last.pt holds all three, and
     # the old last.pt stays until the new one is written. best.pt and step_N.pt hold only weights.
     copies = 2 * 3 + 1 + len(keep_steps)
-    checkpoints.require_space(out_dir, 4 * raw_model.n_params() * copies)
+    checkpoints.require_space(out_dir, 4 * model.n_params() * copies)
     tokens_per_step = batch_size * block_size
     recorder = Recorder(out_dir, runtime, chosen, tokens_per_step, windows.tokenizer_state,
                         data=windows.checksums)
-    raw_model, model = place_model(raw_model, fsdp, compile, runtime)
+    model, called = place_model(model, fsdp, compile, runtime)
 
     # optimizer
-    optimizer, scaler = new_optimizer(raw_model, chosen, runtime)
-    step, best_val_loss = go_on_from(state, optimizer, scaler)
+    optimizer = new_optimizer(model, chosen)
+    scaler = torch.amp.GradScaler(runtime.device.type, enabled=runtime.dtype == torch.float16)
+    step, best_val_loss = 0, math.inf
+    if state:
+        step, best_val_loss = state['step'], state['best_val_loss']
+        with to_go_on(out_dir):
+            load_sharded(optimizer, state['optimizer'])
+            if state['scaler']:  # empty if the run so far did not use float16
+                scaler.load_state_dict(state['scaler'])
     state = None  # free the file's copy of weights and optimizer
     warmup = warmup_iters if warmup_iters >= 1 else round(warmup_iters * max_iters)
+    trained = Trained(model, called, optimizer, scaler, runtime.autocast(), runtime)
 
     recorder.begin(step)
-    runtime.print(f"{raw_model.n_params():,} parameters, position={chosen['position']}, "
+    runtime.print(f"{model.n_params():,} parameters, position={chosen['position']}, "
                   f'{runtime.device.type}, {runtime.dtype}; steps {step} to {max_iters} of '
                   f'{tokens_per_step:,} tokens into {out_dir}')
 
     # loop
-    flops = 3 * sum(raw_model.flops_per_token(block_size))  # backward costs as much as two forwards
+    flops = 3 * sum(model.flops_per_token(block_size))  # backward costs as much as two forwards
     ceiling = matmul_flops(runtime.device, runtime.dtype) * runtime.world_size
     speed = Speed(step, max_iters, tokens_per_step, flops, ceiling)
     first, stop, stopped_by = step, StopSignal(runtime), None
@@ -300,8 +333,8 @@ def main(given=()):
         for group in optimizer.param_groups:
             group['lr'] = lr
         next_batch = functools.partial(rank_batch, windows, step + 1, batch_size, runtime)
-        loss, batch = train_step(model, optimizer, scaler, batch, next_batch, micro_batch_size,
-                                 grad_clip, runtime, seed + step)
+        loss, batch = train_step(trained, batch, next_batch, micro_batch_size, grad_clip,
+                                 seed + step)
         recorder.pending.append(loss)
         step += 1
 
@@ -311,15 +344,16 @@ def main(given=()):
 
         if step % eval_interval == 0 or step == max_iters or step in keep_steps:
             recorder.flush(step)
-            val_loss = validate(raw_model, val_windows, micro_batch_size * block_size, step,
-                                recorder, runtime)
-            names = ['best.pt'] if val_loss < best_val_loss else []
-            best_val_loss = min(best_val_loss, val_loss)
-            for name in names + [f'step_{step}.pt'] * (step in keep_steps):
-                recorder.save(name, raw_model, step, best_val_loss=best_val_loss)
+            val_loss = validate(model, val_windows, micro_batch_size * block_size, step, recorder,
+                                runtime)
+            if val_loss < best_val_loss:
+                best_val_loss = val_loss
+                recorder.save('best.pt', model, step, best_val_loss=best_val_loss)
+            if step in keep_steps:
+                recorder.save(f'step_{step}.pt', model, step, best_val_loss=best_val_loss)
             # Save last.pt last. If the run is killed between two saves, it resumes before them and
             # writes them again.
-            save_last(recorder, raw_model, optimizer, scaler, step, best_val_loss)
+            save_last(recorder, trained, step, best_val_loss)
             speed.restart(step)
         if step == first + 1:
             speed.restart(step)  # the first step compiles
@@ -330,7 +364,7 @@ def main(given=()):
             stopped_by = stop.on_any_rank()
 
     if stopped_by:
-        save_last(recorder, raw_model, optimizer, scaler, step, best_val_loss)
+        save_last(recorder, trained, step, best_val_loss)
         runtime.print(f'{stopped_by.name}: saved step {step}; resume with --init_from=resume')
     finish(recorder, stopped_by, runtime)
 

@@ -15,7 +15,7 @@ from lib import checkpoints
 from lib.answers import OnlyWriter, note, optional, read_lines, save_json, write_lines
 from lib.devices import unsharded
 from lib.errors import UserError, as_user_error, fault_of, require_kinds
-from model import ModelConfig, Transformer
+from model import ModelConfig
 from position import Settings, unused_settings
 
 # Settings that a resumed run may not change: the model's sizes, and those of its position method.
@@ -33,9 +33,8 @@ def to_go_on(folder):
 
 def require_same_data(folder, old, new):
     """Refuse to resume on different text. old, new: {source: checksum of its tokens}."""
-    if old is None or None in new.values():
-        note(f'{folder}/last.pt does not say which text it was trained on, or the data set has no '
-             'checksums; the run assumes that the text is the same')
+    if None in new.values():
+        note('the data set has no checksums; the run assumes that its text is still the same')
         return
     changed = set(old.values()) ^ set(new.values())
     for name, checksum in (new | old).items():
@@ -45,83 +44,70 @@ def require_same_data(folder, old, new):
                             'train into another --out_dir=.')
 
 
-def require_same_model(folder, old, new):
+def require_own_settings(own, chosen, given, path, may_change=()):
     """
-    Refuse to resume with another model. Returns the names of the other settings that changed.
-    old, new: {setting: value}.
+    A trained model keeps its own settings. Refuse a setting that the user gave with another value.
+    own: the model's settings; chosen: those of the run, {name: value}; given: the names of the
+    settings that the user gave.
     """
-    changed = [name for name in new if name in old and old[name] != new[name]
-               and name not in ('init_from', 'out_dir')]
-    for name in changed:
-        if name in MODEL:
-            raise UserError(f'{name} is {new[name]} but {folder}/last.pt was trained with '
-                            f'{old[name]}. Resume with --{name}={old[name]}, or train into another '
-                            '--out_dir=.')
-    return changed
+    for name in MODEL:
+        if name in given and name not in may_change and chosen[name] != own[name]:
+            raise UserError(f'{name} is {chosen[name]}, but {path} was trained with {own[name]}. '
+                            f'Leave {name} out, because the model keeps its own settings.')
 
 
-def finetuned_config(old, chosen, given, path):
+def scaling_with_factor(chosen, L):
+    """The setting rope_scaling. A name without a factor gets the ratio of block_size and L."""
+    scaling = chosen['rope_scaling']
+    return f"{scaling}:{chosen['block_size'] / L:g}" if scaling.isidentifier() else scaling
+
+
+def checkpoint_to_resume(chosen, given, windows):
     """
-    The ModelConfig for training a given model further. The length, the position method and
-    rope_scaling may change. Refuses a different value for any other setting of the model. old: the
-    model's config; chosen: {setting: value}; given: the names of the settings that the user gave.
+    The checkpoint out_dir/last.pt, from which a stopped run resumes. Refuses another model, other
+    text or another tokenizer, and prints every other setting that has changed. windows: of the
+    training text.
     """
-    may_change = {'position', 'rope_scaling', 'block_size'}
-    for name in set(given) & set(MODEL) - may_change:
-        if chosen[name] != old[name]:
-            raise UserError(f'{name} is {chosen[name]}, but the model was trained with '
-                            f'{old[name]}: {path}. Leave {name} out; the model keeps its own.')
-    L = old['rope_length'] or old['block_size']
-    new = old | {'block_size': chosen['block_size'], 'rope_length': L}
-    new |= {name: chosen[name] for name in ('position', 'rope_scaling') if name in given}
+    path = Path(chosen['out_dir'], 'last.pt')
+    state = checkpoints.load(path) | {'path': path}
+    own, was = state['model_config'], state['settings']
+    with to_go_on(chosen['out_dir']):
+        require_kinds(state, data=dict, optimizer=dict, scaler=dict, best_val_loss=int | float)
+        require_kinds(state['data'], **dict.fromkeys(state['data'], str | None))
+    checkpoints.require_tokenizer(state, windows.tokenizer_state, chosen['dataset'])
+    scaling = scaling_with_factor(chosen, own['rope_length'] or own['block_size'])
+    require_own_settings(own, chosen | {'rope_scaling': scaling}, given, path)
+    require_same_data(chosen['out_dir'], state['data'], windows.checksums)
+    for name, value in chosen.items():
+        if name not in {*MODEL, 'init_from', 'out_dir'} and value != was.get(name, value):
+            note(f'resuming with {name} = {value} (was {was[name]})')
+    return state
+
+
+def checkpoint_to_start_from(chosen, given, windows):
+    """
+    The checkpoint init_from, whose weights a new run starts from, with the ModelConfig for this
+    run. The length, the position method and rope_scaling may change; everything else stays the
+    model's own.
+    """
+    path = chosen['init_from']
+    position = chosen['position'] if 'position' in given else None
+    state = checkpoints.load(path, position, optimizer=False) | {'path': path}
+    checkpoints.require_tokenizer(state, windows.tokenizer_state, chosen['dataset'])
+    own, may_change = state['model_config'], ('position', 'rope_scaling', 'block_size')
+    require_own_settings(own, chosen, given, path, may_change)
+    L = own['rope_length'] or own['block_size']
+    new = own | {'block_size': chosen['block_size'], 'rope_length': L}
+    if 'position' in given:
+        new['position'] = chosen['position']
+    if 'rope_scaling' in given:
+        new['rope_scaling'] = scaling_with_factor(chosen, L)
     new |= {name: default for name, default in unused_settings(new).items() if name not in given}
-    if new['rope_scaling'].isidentifier():  # a name alone: its factor is the ratio of the lengths
-        new['rope_scaling'] += f":{chosen['block_size'] / L:g}"
     with as_user_error():
-        return ModelConfig(**new)
-
-
-def model_to_train(windows, chosen, given, runtime):
-    """
-    Make the model to train: new, resumed, or started from another model's weights. chosen: all
-    settings; given: the names of the settings that the user gave. Returns the model, the checkpoint
-    to resume from (or None), and the settings that the run uses.
-    """
-    out_dir, init_from = chosen['out_dir'], chosen['init_from']
-    if init_from == 'scratch':
-        config = checkpoints.config_of(chosen, vocab_size=windows.vocab_size)
-        checkpoints.require_memory(config)
-        return Transformer(config).init_weights(), None, chosen
-    resumes = init_from == 'resume'
-    path = Path(out_dir, 'last.pt') if resumes else init_from
-    state = checkpoints.load(path, chosen['position'] if 'position' in given else None, resumes)
-    if resumes:
-        with to_go_on(out_dir):
-            require_kinds({'data': {}} | state, data=dict | None, optimizer=dict, scaler=dict,
-                          best_val_loss=int | float)
-            sources = state.get('data') or {}  # older runs did not record them
-            require_kinds(sources, **dict.fromkeys(sources, str | None))
-    checkpoints.require_tokenizer(state | {'path': path}, windows.tokenizer_state,
-                                  chosen['dataset'])
-    began_with = state['settings'].get('init_from') if resumes else init_from
-    old = state['model_config']
-    if began_with == 'scratch':
-        config = ModelConfig(**old)
-    else:  # a given model keeps its own sizes
-        config = finetuned_config(old, chosen, given, path)
-        kept = {name: getattr(config, name) for name in MODEL}
-        shown = ' '.join(f'{name}={value}' for name, value in kept.items())
-        runtime.print('model settings are those of', path, shown)
-        chosen = chosen | kept
-    chosen = chosen | {'init_from': began_with}
-    if resumes:
-        require_same_data(out_dir, state.get('data'), windows.checksums)
-        was = old | state['settings']  # older settings lack the newer settings of the model
-        for name in require_same_model(out_dir, was, chosen):
-            runtime.print(f"resuming with {name} = {chosen[name]} (was {state['settings'][name]})")
-    model = Transformer(config)
-    model.load_state_dict(checkpoints.named_for(model, state['model'], path))
-    return model, state if resumes else None, chosen
+        config = ModelConfig(**new)
+    note(f'the model keeps its own settings, those of {path}: '
+         + ' '.join(f'{name}={getattr(config, name)}' for name in MODEL))
+    return state, config
 
 
 # ---------------------------------------------------------------------- during a run

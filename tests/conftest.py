@@ -33,7 +33,7 @@ from lib.errors import UserError
 from lib.generate import require_positions
 from lib.tokens import Windows, format_ranks, get_tokenizer, tokenizer_state, write_corpus
 from model import ModelConfig, Transformer, vector_of
-from position import METHODS, Place
+from position import METHODS, Place, random_places
 
 ROOT = Path(__file__).resolve().parents[1]
 torch.set_num_threads(1)  # on tensors this small, threads only wait for each other
@@ -376,7 +376,9 @@ def plain_transformer(model, idx, head_scale=None):
         return x / (x.pow(2).mean(-1, keepdim=True) + c.norm_eps).sqrt() * state[name]
 
     i = torch.arange(idx.shape[1])
-    places = model.places(Place(i, i, len(i)))
+    places = [Place(i, i, len(i))] * c.n_layer
+    if c.random_positions:
+        places = random_places(places[0], model.draws)
     x, attention = state['embed.weight'][idx], []
     for layer in range(c.n_layer):
         block = f'blocks.{layer}'

@@ -256,15 +256,19 @@ def test_a_methods_own_start_survives_initialisation(monkeypatch, dape_kernel):
 # ---------------------------------------------------------------------- random positions
 
 def drawn(model, T):
-    i = torch.arange(T)
-    return torch.stack([place.i for place in model.places(Place(i, i, T))])
+    """The positions of T tokens in each layer of a pass, (n_layer, T)."""
+    with model.probe(lambda layer, attention, q, k, place: place.i) as positions:
+        model(tokens(1, T))
+    return torch.stack(positions)
 
 
 def test_random_positions_are_a_sorted_uniform_subset_for_each_layer():
     for training in True, False:
-        model = random_model(position='rope', random_positions=100)
-        model.draws = torch.rand(400, 100)
-        i = drawn(model.train(training), 20)  # (400 layers, 20)
+        model, found = random_model(position='rope', random_positions=100).train(training), []
+        for _ in range(200):
+            model.draws = torch.rand(2, 100)
+            found.append(drawn(model, 20))
+        i = torch.cat(found)                      # (400, 20)
         assert (i.diff(dim=1) > 0).all() and i.min() >= 0 and i.max() < 100
         # The expectation of the t-th smallest of 20 numbers of 1 ... 100, less 1.
         near(i.double().mean(0), torch.arange(1, 21) * 101 / 21 - 1, atol=3)
