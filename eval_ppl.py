@@ -15,11 +15,8 @@ Delta P use the new L, and the context is cut to the old L.
 
 At far repeats, `gain` uses the cut_loss of the untuned model: the checkpoint --baseline, or the
 run's checkpoint without the scales and the position method of the command. `own_gain` uses the cut
-loss of the model itself. `headroom` is how much there is to gain: the gain of a copy cache (Grave
-et al. 2017, arXiv:1612.04426, in its simplest form). The cache gives the target the probability
-(1 - w) p + w c. p is the target's probability by the untuned model in the cut context. c is 1 if
-the token after the earlier occurrence equals the target, else 0. The weight w is fitted on the
-split val. R = gain / headroom.
+loss of the model itself. `headroom` is how much there is to gain: the gain of a copy cache, which
+lib/repeats.py defines. R = gain / headroom.
 
 $ python eval_ppl.py                                             # sliding windows of L ... 8L
 $ python eval_ppl.py --scale=out/demo/nope/scale_head_640.json   # the same with tuned scales
@@ -35,17 +32,23 @@ Writes out_dir/eval_ppl[_PROTOCOL][_LABEL].json, and a .png for each protocol bu
 import functools
 import itertools
 import math
-from dataclasses import dataclass
 
 import numpy as np
 
 from configurator import between, configure, settings
 from lib.answers import bin_means, note, print_rows
 from lib.checkpoints import Run, TextSettings, dataset_of, load_model, require_tokenizer
-from lib.devices import compiled_for
 from lib.errors import UserError
 from lib.generate import require_positions
 from lib.losses import by_position, cut_losses, cut_windows
+from lib.repeats import (
+    copy_losses,
+    find_targets,
+    fit_copy_weight,
+    other_windows,
+    repeat_summary,
+)
+from lib.scales import vectors_for
 from lib.tokens import documents
 
 # how to read it
@@ -131,7 +134,7 @@ def sliding_windows(start, end, length, first_end, stride, rule):
     return windows
 
 
-def score_windows(model, tokens, windows, batch_tokens, runtime, label=None):
+def score_windows(run, tokens, windows, label=None):
     """
     The sum of the losses of each window's scored tokens, in nats. Returns (len(windows),) float64,
     in the order of windows, on every rank. tokens: (n,) array of ids. windows: from
@@ -142,10 +145,10 @@ def score_windows(model, tokens, windows, batch_tokens, runtime, label=None):
     for i, (lo, hi, n_scored) in enumerate(windows):
         groups.setdefault((hi - lo, n_scored), []).append(i)
     for (T, n_scored), group in groups.items():
-        read = compiled_for(model, runtime, compile, len(group), T)
+        called = run.compiled_for(len(group), T)
 
-        def measure(inputs, targets, read=read, n_scored=n_scored):
-            losses = read(inputs, targets[:, -n_scored - 1:])[:, :-1]
+        def sums_of(inputs, targets, called=called, n_scored=n_scored):
+            losses = called(inputs, targets[:, -n_scored - 1:])[:, :-1]
             return losses.cpu().double().sum(1)
 
         # Read all tokens of a window, because a position method may depend on their number. The
@@ -156,7 +159,9 @@ def score_windows(model, tokens, windows, batch_tokens, runtime, label=None):
             text[:T] = tokens[lo:hi]
         has_bar = label is not None and 2 * len(group) > len(windows)
         bar = f'{label} of {T}' if has_bar else None
-        sums[group] = runtime.over_windows(texts, batch_tokens, measure, bar)
+        with vectors_for(run.model, T):
+            sums[group] = run.runtime.over_windows(texts, run.settings['batch_tokens'], sums_of,
+                                                   bar)
     return sums
 
 
@@ -192,8 +197,7 @@ def sliding(run, sizes):
 
     @functools.cache  # with rule same, the cut windows are equal for all lengths, often those of L
     def sums_of(windows):
-        return score_windows(run.model, data.tokens, windows, s['batch_tokens'], run.runtime,
-                             'windows')
+        return score_windows(run, data.tokens, windows, 'windows')
 
     for length, windows in zip(sizes, to_score):
         n_scored = np.array([n for _, _, n in windows])
@@ -225,14 +229,16 @@ def checked_stride(stride, L, sizes):
 # ---------------------------------------------------------------------- each position
 
 def positions(run, sizes):
-    n_tail, L = tail or 64, run.L
+    """The loss at every position of the longest windows, and of the tail of each length."""
+    s, L = run.settings, run.L
+    n_tail, batch_tokens = s['tail'] or 64, s['batch_tokens']
     between({'lengths': sizes[-1]}, L // 16, 'lengths', why='the width of a bin, L / 16')
     windows = run.windows(sizes[-1])
     # Windows may overlap, but no length scores a token twice.
-    samples = windows.evenly_spaced(n_samples, spacing=n_tail)
-    model = compiled_for(run.model, run.runtime, compile, len(samples), sizes[-1])
+    samples = windows.evenly_spaced(s['n_samples'], spacing=n_tail)
+    called = run.compiled_for(len(samples), sizes[-1])
     losses = run.runtime.over_windows(
-        samples, batch_tokens, lambda inputs, targets: by_position(model, inputs, targets)[0],
+        samples, batch_tokens, lambda inputs, targets: by_position(called, inputs, targets)[0],
         f'{sizes[-1]} positions')
     rows, by_window = [], {}
     for T in sizes:
@@ -263,10 +269,11 @@ def tail_tokens(run, sizes):
 
     def losses_in(T):
         """Losses of the last max(K, L) tokens of each window of T."""
-        read = compiled_for(run.model, run.runtime, compile, len(tokens), T)
-        return run.runtime.over_windows(
-            tokens[:, -T - 1:], run.settings['batch_tokens'],
-            lambda inputs, targets: read(inputs, targets[:, -max(K, L):]), f'length {T}')
+        called = run.compiled_for(len(tokens), T)
+        with vectors_for(run.model, T):
+            return run.runtime.over_windows(
+                tokens[:, -T - 1:], run.settings['batch_tokens'],
+                lambda inputs, targets: called(inputs, targets[:, -max(K, L):]), f'length {T}')
 
     rows, alone = [], losses_in(L)
     for T in sizes:
@@ -293,112 +300,14 @@ def checked_tail(tail, L, sizes):
 
 # ---------------------------------------------------------------------- far repeats
 
-def last_repeats(tokens, g):
-    """
-    For each target t: the latest s < t with tokens[s-g:s] equal to tokens[t-g:t], or -1 if there is
-    none. The g tokens before t also stand before s. tokens: (n, T) ids; each row is a separate
-    window. Returns (n, T).
-    """
-    found = np.full(tokens.shape, -1)
-    for row, of_row in zip(tokens, found):
-        latest = {}  # {g tokens: the position after their latest occurrence}
-        for t in range(g, len(row)):
-            gram = row[t - g:t].tobytes()
-            of_row[t] = latest.get(gram, -1)
-            latest[gram] = t
-    return found
-
-
-@dataclass
-class Targets:
-    """Tokens to predict. The tokens before each target also occur earlier in its window."""
-    window: np.ndarray   # (n,), the window of each target
-    t: np.ndarray        # (n,), the position of each target in its window
-    same: np.ndarray     # (n,), whether the token after the earlier occurrence is the target
-    found: int           # how many targets were found; n of them are drawn
-
-
-def find_targets(samples, L, near=False):
-    """
-    Targets t >= 2L in windows (n, W + 1). The `gram` tokens before a target t also stand before a
-    token s < t - L, and before no s in [t - L, t). So token s is outside the cut context, which is
-    tokens t - L ... t - 1. near: find targets with s inside the cut context instead, t - L <= s. If
-    there are several s, the latest one counts.
-    """
-    t, s = np.arange(samples.shape[1]), last_repeats(samples, gram)
-    is_near = s >= t - L
-    window, place = np.nonzero((t >= 2 * L) & (is_near if near else (s >= 0) & ~is_near))
-    n_found = len(place)
-    if n_found == 0:
-        raise UserError(f'no token of {len(samples)} windows of {samples.shape[1] - 1} tokens is a '
-                        f'{"near" if near else "far"} repeat of {gram} tokens. Lower --gram=, or '
-                        'give other text.')
-    if n_found > targets:
-        drawn = np.sort(np.random.default_rng(0).choice(n_found, targets, replace=False))
-        window, place = window[drawn], place[drawn]
-    same = samples[window, place] == samples[window, s[window, place]]
-    return Targets(window, place, same, n_found)
-
-
-def losses_when_cut(model, samples, chosen, L, runtime):
+def losses_when_cut(run, model, samples, chosen):
     """The losses of targets, (n,). The model sees only the L tokens before each target."""
+    L = run.model.config.trained_length
     contexts = samples[chosen.window[:, None], chosen.t[:, None] + np.arange(-L, 1)]
-    return runtime.over_windows(
-        contexts, batch_tokens, lambda inputs, after: model(inputs, after[:, -1:])[:, 0],
-        f'cut to {L} tokens')
-
-
-def copy_losses(losses, same, weight):
-    """
-    The losses of targets, (n,), with the copy cache: -ln((1 - weight) e^-loss + weight [same]). The
-    cache mixes the model's prediction with the token after the earlier occurrence.
-    """
-    with np.errstate(divide='ignore'):  # ln 0 is -inf, where the copied token is wrong
-        return -np.logaddexp(np.log1p(-weight) - losses, np.log(weight * same))
-
-
-def fit_copy_weight(losses, same):
-    """
-    The weight in [0, 1) with the smallest mean of copy_losses(). The mean is convex in the weight,
-    so bisection finds where its slope is 0.
-    """
-    p, low, high = np.exp(-losses), 0.0, 1.0
-    for _ in range(50):
-        weight = (low + high) / 2
-        # The derivative of each target's log probability
-        rise = np.where(same, (1 - p) / (p + weight * (1 - p)), -1 / (1 - weight))
-        low, high = (weight, high) if rise.sum() > 0 else (low, weight)
-    return low
-
-
-def ratio_over_windows(a, b, window):
-    """
-    Returns sum(a) / sum(b) and its standard error. a, b: (n,), one number per target. window: (n,),
-    the window of each target. Targets of one window, such as those of a long repeat, are not
-    independent. So the error is that of a ratio estimate over windows.
-    """
-    total, n_windows = b.sum() or math.nan, len(np.unique(window))
-    ratio = a.sum() / total
-    sums = np.bincount(window, a - ratio * b)  # one sum per window; 0 if it has no target
-    variance = (sums ** 2).sum() * n_windows / (n_windows - 1) if n_windows > 1 else math.nan
-    return ratio, variance ** 0.5 / abs(total)
-
-
-def repeat_summary(window, losses, cut, own_cut, copied=None):
-    """
-    A row of the result. Each argument has one number per target, (n,). losses: the model reads the
-    whole window. cut: the untuned model reads the cut context. own_cut: the model itself reads the
-    cut context. copied: cut, with the copy cache. The error of R treats the weight of the copy as
-    known.
-    """
-    one, row = np.ones(len(window)), {'loss': losses.mean(), 'cut_loss': cut.mean()}
-    row['gain'], row['gain_error'] = ratio_over_windows(cut - losses, one, window)
-    row['own_cut_loss'] = own_cut.mean()
-    row['own_gain'], row['own_gain_error'] = ratio_over_windows(own_cut - losses, one, window)
-    if copied is not None:
-        row |= {'copy_loss': copied.mean(), 'headroom': (cut - copied).mean()}
-        row['R'], row['R_error'] = ratio_over_windows(cut - losses, cut - copied, window)
-    return row | {'targets': len(window), 'windows': len(np.unique(window))}
+    with vectors_for(model, L):
+        return run.runtime.over_windows(
+            contexts, run.settings['batch_tokens'],
+            lambda inputs, after: model(inputs, after[:, -1:])[:, 0], f'cut to {L} tokens')
 
 
 def untuned_model(run, windows):
@@ -417,42 +326,22 @@ def untuned_model(run, windows):
     return model, info
 
 
-def other_windows(windows, n):
-    """
-    For each of n evenly spaced windows: the index of a window that shares no document with it. The
-    search begins n / 2 windows after it.
-    """
-    starts, others = windows.evenly_spaced_starts(n), []
-    n = len(starts)
-    first, last = (np.searchsorted(windows.data.starts, place, side='right')
-                   for place in (starts, starts + windows.block_size))
-    for window in range(n):
-        further = (window + n // 2 + np.arange(n)) % n
-        is_other = (last[further] < first[window]) | (first[further] > last[window])
-        if not is_other.any():
-            raise UserError("controls has 'other', but every window shares a document with "
-                            f'window {window}. Raise --n_samples=, or give other text.')
-        others.append(further[is_other.argmax()])
-    return np.array(others)
-
-
-def losses_in_ways(run, untuned, windows, samples, chosen, near=False):
+def losses_in_ways(run, untuned, samples, chosen, val_samples, near=False):
     """
     The losses of targets, (n,) each, with the context cut to L: by the untuned model, by the model
-    itself, and by the untuned model with the copy cache. Also returns the weight of the copy. Data
-    without a split val has no copy cache, and the weight is None.
+    itself, and by the untuned model with the copy cache. Also returns the weight of the copy.
+    val_samples: windows of the split val, on which the weight is fitted. If they are None, there is
+    no copy cache, and the weight is None.
     """
-    L, runtime = run.model.config.trained_length, run.runtime
-    cut = losses_when_cut(untuned, samples, chosen, L, runtime)
+    s, L = run.settings, run.model.config.trained_length
+    cut = losses_when_cut(run, untuned, samples, chosen)
     own_cut = cut
     if untuned is not run.model:
-        own_cut = losses_when_cut(run.model, samples, chosen, L, runtime)
-    if 'val' not in windows.data.meta['splits']:
-        note('There is no split val to fit the copy cache on: headroom and R are left out.')
+        own_cut = losses_when_cut(run, run.model, samples, chosen)
+    if val_samples is None:
         return [cut, own_cut], None
-    samples = run.windows(windows.block_size, 'val').evenly_spaced(n_samples)
-    fitted_on = find_targets(samples, L, near)
-    val_cut = losses_when_cut(untuned, samples, fitted_on, L, runtime)
+    fitted_on = find_targets(val_samples, L, s['gram'], s['targets'], near)
+    val_cut = losses_when_cut(run, untuned, val_samples, fitted_on)
     weight = fit_copy_weight(val_cut, fitted_on.same)
     return [cut, own_cut, copy_losses(cut, chosen.same, weight)], weight
 
@@ -466,6 +355,16 @@ def repeat_rows(kind, chosen, *losses):
     return rows
 
 
+def check_repeats(s, W, L):
+    """Refuse wrong settings of far repeats. s: {name: value}; W: tokens in a window."""
+    between({'lengths': W}, 2 * L, 'lengths')
+    if s['gram'] > L:
+        raise UserError(f"gram is {s['gram']}; it must be at most L = {L}, because the cut context "
+                        'must hold the repeated tokens.')
+    for control in set(s['controls']) - {'near', 'other'}:
+        raise UserError(f"controls has '{control}'. Choose from near, other.")
+
+
 def far_repeats(run, sizes):
     """
     Far repeats in windows of W tokens, where W is the longest length. find_targets() defines them.
@@ -473,41 +372,41 @@ def far_repeats(run, sizes):
     of another document. So no gain should be left. near: near repeats, whose cut context holds the
     token to copy.
     """
-    W, L = sizes[-1], run.model.config.trained_length
-    between({'lengths': W}, 2 * L, 'lengths')
-    if gram > L:
-        raise UserError(f'gram is {gram}; it must be at most L = {L}, because the cut context must '
-                        'hold the repeated tokens.')
-    for control in set(controls) - {'near', 'other'}:
-        raise UserError(f"controls has '{control}'. Choose from near, other.")
+    s, W, L = run.settings, sizes[-1], run.model.config.trained_length
+    check_repeats(s, W, L)
     windows = run.windows(W)
-    samples = windows.evenly_spaced(n_samples)
-    others = other_windows(windows, n_samples) if 'other' in controls else None
+    samples = windows.evenly_spaced(s['n_samples'])
+    others = other_windows(windows, s['n_samples']) if 'other' in s['controls'] else None
     untuned, untuned_info = untuned_model(run, windows)
+    val_samples = None
+    if 'val' in windows.data.meta['splits']:
+        val_samples = run.windows(W, 'val').evenly_spaced(s['n_samples'])
+    else:
+        note('There is no split val to fit the copy cache on: headroom and R are left out.')
 
     def losses_of(texts):
         return run.runtime.over_windows(
-            texts, batch_tokens, lambda inputs, after: by_position(run.model, inputs, after)[0],
-            f'{W} tokens')
+            texts, s['batch_tokens'],
+            lambda inputs, after: by_position(run.model, inputs, after)[0], f'{W} tokens')
 
-    far, whole = find_targets(samples, L), losses_of(samples)
-    cut, weight = losses_in_ways(run, untuned, windows, samples, far)
+    far, whole = find_targets(samples, L, s['gram'], s['targets']), losses_of(samples)
+    cut, weight = losses_in_ways(run, untuned, samples, far, val_samples)
     rows, weights = repeat_rows('', far, whole[far.window, far.t - 1], *cut), {'far': weight}
-    if 'other' in controls:
+    if 'other' in s['controls']:
         is_far = np.arange(W + 1) < far.t[:, None] - L
         texts = np.where(is_far, samples[others[far.window]], samples[far.window])
         losses = losses_of(texts)[np.arange(len(texts)), far.t - 1]
         rows += repeat_rows('other document, ', far, losses, *cut)
-    if 'near' in controls:
-        near = find_targets(samples, L, near=True)
-        cut, weights['near'] = losses_in_ways(run, untuned, windows, samples, near, near=True)
+    if 'near' in s['controls']:
+        near = find_targets(samples, L, s['gram'], s['targets'], near=True)
+        cut, weights['near'] = losses_in_ways(run, untuned, samples, near, val_samples, near=True)
         rows += repeat_rows('near, ', near, whole[near.window, near.t - 1], *cut)
 
     share = far.found / (len(samples) * (W + 1 - 2 * L))
-    run.runtime.print(f'{far.found:,} far repeats of {gram} tokens, {share:.1%} of the targets, '
-                      f'read whole and cut to {L}')
-    return {'length': W, 'gram': gram, 'rows': rows, 'samples': len(samples), 'found': far.found,
-            'share': share, 'copy_weight': weights, 'untuned': {
+    run.runtime.print(f"{far.found:,} far repeats of {s['gram']} tokens, {share:.1%} of the "
+                      f'targets, read whole and cut to {L}')
+    return {'length': W, 'gram': s['gram'], 'rows': rows, 'samples': len(samples),
+            'found': far.found, 'share': share, 'copy_weight': weights, 'untuned': {
                 'checkpoint': untuned_info['path'], 'weights_digest': untuned_info['digest']}}
 
 

@@ -27,7 +27,7 @@ from lib.huggingface import (
     their_state,
     tokenizer_json,
 )
-from lib.scales import read_scale_file
+from lib.scales import put_vectors, read_scale_file, remove_sets
 from lib.tokens import PATTERN, tokenizer_from_state
 from position import parse_scaling
 
@@ -55,8 +55,8 @@ def tuned_length(run):
             raise UserError(f'target_length is {target_length}, and {scale} has sets for '
                             f"{', '.join(map(str, sets.sets))} tokens. A folder can hold only one "
                             'set. Choose one of these lengths, or a length in between.')
-        sets.use(target_length)
-        sets.remove()
+        remove_sets(run.model)
+        put_vectors(run.model, sets.vectors_for(target_length))
         return target_length
     if target_length is not None:
         raise UserError('target_length chooses one of several sets in a scale file, but '

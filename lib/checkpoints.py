@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from lib import huggingface, plots
 from lib.answers import AnswerLog, OnlyWriter, note, result_path, whole_file
 from lib.checksums import load_whole
-from lib.devices import setup
+from lib.devices import compiled_for, setup
 from lib.errors import UserError, as_user_error, fault_of, require_kinds
 from lib.generate import require_positions, store_column_major
 from lib.scales import apply_scale, identity
@@ -364,6 +364,10 @@ class Run:
         split = split or self.settings['split']
         require_positions(self.model, length)
         return open_windows(self.info, self.settings['dataset'], split, length)
+
+    def compiled_for(self, n, length):
+        """The model, compiled if n windows of `length` tokens are enough work for this to pay."""
+        return compiled_for(self.model, self.runtime, self.settings['compile'], n, length)
 
     def path(self, *kind):
         """The path OUT_DIR/KIND[_LABEL], without a suffix."""

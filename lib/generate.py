@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lib.answers import note
 from lib.errors import UserError
+from lib.scales import vectors_for
 from position import Place
 
 
@@ -131,11 +132,9 @@ def require_positions(model, length):
 
 def new_cache(model, batch_size, max_length, dtype=None):
     """
-    A cache for a pass that will hold max_length tokens. If the model has scale sets, it gets the
-    scales for such a pass. A model read through transformers makes its own kind of cache.
+    A cache for max_length tokens. A model read through transformers makes its own kind of cache.
+    Read into it within `with vectors_for(model, max_length)` of lib/scales.py.
     """
-    if model.scale_sets:
-        model.scale_sets.use(max_length)
     if hasattr(model, 'new_cache'):
         return model.new_cache(max_length)
     require_positions(model, max_length)
@@ -206,10 +205,12 @@ def generate(model, prompt, max_new_tokens, temperature=0.0, top_k=None, top_p=N
     which is not yielded. prompt: a list of ids. One pass reads the prompt and computes logits only
     for its last position. compile: see step_of().
     """
-    cache = new_cache(model, 1, len(prompt) + max_new_tokens, cache_dtype)
+    total = len(prompt) + max_new_tokens
+    cache = new_cache(model, 1, total, cache_dtype)
     token, read = torch.tensor([prompt], device=model.head.weight.device), model
     for _ in range(max_new_tokens):
-        logits = read(token, tail=1, cache=cache)[:, -1]  # (1, V)
+        with vectors_for(model, total):
+            logits = read(token, tail=1, cache=cache)[:, -1]  # (1, V)
         if read is model:
             read = step_of(model, cache, compile)
         token = sample_token(logits, temperature, top_k, top_p, generator)
@@ -255,7 +256,8 @@ def complete(model, prompts, max_new_tokens, beams=1, eos=(), min_new_tokens=0, 
     if needs_equal_lengths(model) and len({len(prompt) for prompt in prompts}) > 1:
         return [complete(model, [prompt], *how)[0] for prompt in prompts]
     search = greedy if beams == 1 else beam_search
-    return search(model, prompts, *how)
+    with vectors_for(model, max(map(len, prompts)) + max_new_tokens):
+        return search(model, prompts, *how)
 
 
 def needs_equal_lengths(model):

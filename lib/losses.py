@@ -8,6 +8,7 @@ import contextlib
 import torch
 
 from kernels import attention_entropy
+from lib.scales import vectors_for
 
 
 def by_position(model, inputs, targets, probe=None):
@@ -19,7 +20,8 @@ def by_position(model, inputs, targets, probe=None):
     T, losses, seen, first = inputs.shape[1], [], [], 0
     lengths = list(model.scale_sets.sets) if model.scale_sets else []
     for end in [*(length for length in lengths if length < T), T]:
-        with model.probe(probe) if probe else contextlib.nullcontext() as of_layers:
+        probing = model.probe(probe) if probe else contextlib.nullcontext()
+        with vectors_for(model, end), probing as of_layers:
             losses.append(model(inputs[:, :end], targets[:, first:end]))
         if probe:
             seen.append(torch.stack(of_layers)[..., first:])
@@ -65,8 +67,10 @@ def cut_losses(model, samples, end, tail, batch_tokens, runtime):
     context is cut by cut_windows(). samples: (n, T + 1) ids.
     """
     def of_piece(lo, hi, n):
-        return runtime.over_windows(samples[:, lo:hi + 1], batch_tokens,
-                                    lambda inputs, targets: model(inputs, targets[:, -n:]).sum(1))
+        with vectors_for(model, hi - lo):
+            return runtime.over_windows(
+                samples[:, lo:hi + 1], batch_tokens,
+                lambda inputs, targets: model(inputs, targets[:, -n:]).sum(1))
 
     n_scored = min(tail, end)
     [pieces] = cut_windows([(0, end, n_scored)], model.config.trained_length)

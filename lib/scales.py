@@ -8,11 +8,11 @@ rows of head_dim numbers for each layer. Other kinds are {parameter: values}. Th
 digest of the weights that it was tuned for, and a digest of its own numbers.
 """
 
+import contextlib
 import difflib
 import hashlib
 import json
 import math
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -220,52 +220,62 @@ def put_vectors(model, vectors):
 
 class ScaleSets:
     """
-    Sets of vectors for several lengths. Before each pass, the model gets the vectors for T, the
-    number of tokens that the pass will hold. Up to L these are the model's own vectors. Between two
-    lengths they are interpolated, linearly in ln T. Past the last length the last set is used.
+    Sets of vectors for several lengths. A pass of T tokens is read with the vectors for T. Up to L
+    these are the model's own vectors. Between two lengths they are interpolated, linearly in ln T.
+    Past the last length the last set is used. chosen_for() gives the model the vectors for a pass.
+    Outside of it every vector is NaN, so that a pass without a choice cannot give a wrong number.
     """
 
     def __init__(self, model, sets):
+        remove_sets(model)
         names = {name for vectors in sets.values() for name in vectors}
-        own = {name: model.get_parameter(name).clone() for name in names}
+        self.before = {name: model.get_parameter(name).clone() for name in names}
+        own = dict(self.before)
         for name, vector in next(iter(sets.values())).items():  # (H, 1) or (H, D), as in sets
             own[name] = own[name].expand_as(vector)
-        put_vectors(model, own)
         L, self.model = model.config.block_size, model
         self.sets = {L: own}
         for length, vectors in sorted(sets.items()):
             if length > L:
                 self.sets[length] = {name: x.to(own[name].device) for name, x in vectors.items()}
+        put_vectors(model, {name: torch.full_like(x, math.nan) for name, x in own.items()})
         model.scale_sets = self
-        self.hook = model.register_forward_pre_hook(self.before_pass, with_kwargs=True)
 
-    def before_pass(self, model, args, kwargs):
-        cache = kwargs.get('cache')
-        self.use(cache.max_length if cache is not None else args[0].shape[1])
-
-    @torch.no_grad()
-    def use(self, total):
-        """Put the vectors for passes of `total` tokens into the model."""
+    def vectors_for(self, total):
+        """The vectors for passes of `total` tokens, {name: tensor}."""
         lengths, sets = list(self.sets), list(self.sets.values())
         if total > lengths[-1]:
-            warnings.warn(f'no scales for more than {lengths[-1]} tokens: longer passes use the '
-                          'scales of the longest', stacklevel=2)
+            note(f'there are no scales for more than {lengths[-1]} tokens, so longer passes use '
+                 'the scales of the longest')
         # A place of 0.5 is halfway between the first two sets.
         place = np.interp(np.log(total), np.log(lengths), range(len(lengths)))
         before, after = sets[math.floor(place)], sets[math.ceil(place)]
-        for name, vector in before.items():
-            self.model.get_parameter(name).copy_(torch.lerp(vector, after[name], place % 1))
+        return {name: torch.lerp(x, after[name], place % 1) for name, x in before.items()}
 
-    def remove(self):
-        """Stop changing the vectors. The model keeps the ones that it has now, for all lengths."""
-        self.hook.remove()
-        self.model.scale_sets = None
+    @contextlib.contextmanager
+    def chosen_for(self, total):
+        """Inside the `with` block the model has the vectors for passes of `total` tokens."""
+        before = {name: self.model.get_parameter(name).data for name in self.sets[min(self.sets)]}
+        put_vectors(self.model, self.vectors_for(total))
+        try:
+            yield
+        finally:
+            put_vectors(self.model, before)
+
+
+def vectors_for(model, total):
+    """
+    A context for one pass, or for the passes of one cache, that will hold `total` tokens. A model
+    with scale sets has the vectors for this length in it. Any other model is unchanged.
+    """
+    return model.scale_sets.chosen_for(total) if model.scale_sets else contextlib.nullcontext()
 
 
 def remove_sets(model):
-    """Remove a model's scale sets, if any, because they would replace new scales in each pass."""
+    """Remove a model's scale sets, if any. The model gets back the vectors that it had before."""
     if model.scale_sets:
-        model.scale_sets.remove()
+        put_vectors(model, model.scale_sets.before)
+        model.scale_sets = None
 
 
 def apply_scale(model, scale, info, say=print):
@@ -278,10 +288,10 @@ def apply_scale(model, scale, info, say=print):
     label = model.config.rope_scaling.replace(':', '')
     if scale is None:
         return label
+    remove_sets(model)
     replaces = (model.head_scale != 1).any()
     if isinstance(scale, str | Path):
         name, (data, sets) = Path(scale).stem, read_scale_file(scale, model, info)
-        remove_sets(model)
         if 'sets' in data:
             ScaleSets(model, sets)
         else:
@@ -291,12 +301,10 @@ def apply_scale(model, scale, info, say=print):
         shape = c.n_layer, c.n_head, c.head_dim
         name = 'scales'
         scales = finite(np.asarray(scale), shape[:max(2, np.ndim(scale))], 'scale')
-        remove_sets(model)
         model.head_scale = scales
     else:
         name, number = f'scale{scale:g}', finite(scale, (), f'scale {scale}')
         above_zero(number, f'scale {scale}')
-        remove_sets(model)
         model.head_scale = number
     if replaces:
         say(f"{name} replaces the model's own head scales, which were not all 1")
@@ -309,8 +317,9 @@ def identity(model, scale, info):
     vectors and of the scale file. scale: as in apply_scale().
     """
     digest = hashlib.sha256(Path(scale).read_bytes() if isinstance(scale, str) else b'')
-    for name, weight in model.state_dict().items():
-        if weight.dim() < 2 or vector_of(name):
-            digest.update(weight.float().numpy(force=True).tobytes())
+    with vectors_for(model, 1):  # the model's own vectors, if it has scale sets
+        for name, weight in model.state_dict().items():
+            if weight.dim() < 2 or vector_of(name):
+                digest.update(weight.float().numpy(force=True).tobytes())
     return {'weights_digest': info['digest'], 'position': model.config.position,
             'rope_scaling': model.config.rope_scaling, 'scale': digest.hexdigest()}

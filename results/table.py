@@ -49,6 +49,7 @@ class Settings:
     n_samples: int = 256        # tail: windows of the longest length, evenly spaced
     tail: int | None = None     # tail: tokens at the end of a length; None: 256, or L if L < 256
     batch_tokens: int = 16384   # tokens in one forward pass; lower it when memory runs out
+    compile: bool = True        # torch.compile a model, if it reads enough for this to pay
     label: str = ''             # name of the result
     device: str = 'auto'        # auto, cpu, cuda, mps
     dtype: str = 'auto'         # auto, float32, bfloat16, float16

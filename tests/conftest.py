@@ -6,6 +6,7 @@ run a stage, and a second, slower implementation of the whole transformer.
 import contextlib
 import copy
 import email
+import functools
 import io
 import json
 import math
@@ -324,7 +325,16 @@ def as_run(model, runtime, L=None, **more):
                                evenly_spaced=lambda n, spacing: more['samples'])
 
     return SimpleNamespace(model=model, runtime=runtime, L=L or model.config.block_size,
-                           windows=windows, settings=more)
+                           windows=windows, settings=more,
+                           compiled_for=functools.partial(devices.compiled_for, model, runtime,
+                                                          True))
+
+
+def plain_copy_loss(losses, same, weight):
+    """The copy cache by its definition, of single numbers."""
+    p = [(1 - weight) * math.exp(-loss) + weight * (1 if is_same else 0)
+         for loss, is_same in zip(losses, same)]
+    return sum(-math.log(each) for each in p) / len(p)
 
 
 def damage(path, row):

@@ -15,7 +15,7 @@ import contextlib
 import numpy as np
 import pytest
 import torch
-from conftest import EVERY
+from conftest import EVERY, as_run
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tune_scale
@@ -166,7 +166,8 @@ def test_sliding_windows(fake, changes, how):
     seen = []
     model.norm.register_forward_hook(lambda norm, inputs, x: seen.append(x))
     called, _ = as_called(model, how)
-    sums = score_windows(called, np.zeros(8192, np.uint16), windows, 8192, runtime)
+    run = as_run(called, runtime, model.config.block_size, batch_tokens=8192)
+    sums = score_windows(run, np.zeros(8192, np.uint16), windows)
     assert sums.shape == (4,)
     check(seen[0], (2, 257, 2048), torch.float32)
 

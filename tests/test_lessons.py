@@ -24,6 +24,7 @@ import position
 import tune_scale
 from lessons import exercises
 from lessons import test_exercises as grader
+from lib import repeats
 from lib.checkpoints import open_model
 from lib.devices import Runtime
 from lib.huggingface import folded_weight
@@ -137,15 +138,15 @@ def leaks(f, T):
 
 
 def far_repeat_gain(tokens, losses, cut_losses, g, L, first=2):
-    t, s = np.arange(len(tokens)), eval_ppl.last_repeats(tokens.numpy()[None], g)[0]
+    t, s = np.arange(len(tokens)), repeats.last_repeats(tokens.numpy()[None], g)[0]
     return (cut_losses - losses)[(t >= first * L) & (s >= 0) & (s < t - L)].mean()
 
 
 def gain_and_headroom(losses, own_cut, cut, same, val_cut, val_same):
     losses, own_cut, cut, same = (x.numpy() for x in (losses, own_cut, cut, same))
-    weight = eval_ppl.fit_copy_weight(val_cut.numpy(), val_same.numpy())
-    row = eval_ppl.repeat_summary(np.arange(len(losses)), losses, cut, own_cut,
-                                  eval_ppl.copy_losses(cut, same, weight))
+    weight = repeats.fit_copy_weight(val_cut.numpy(), val_same.numpy())
+    row = repeats.repeat_summary(np.arange(len(losses)), losses, cut, own_cut,
+                                  repeats.copy_losses(cut, same, weight))
     return np.array([row[name] for name in ('gain', 'headroom', 'R')])
 
 
