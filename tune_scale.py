@@ -19,7 +19,9 @@ scale_head_TARGET.json, or scale_sets.json for target_lengths. Each also draws a
 reads such a file with --scale=FILE
 """
 
+import dataclasses
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +30,7 @@ import torch
 from configurator import between, configure, settings
 from lib.answers import bin_means, note, print_rows, progress_bar
 from lib.checkpoints import ModelSettings, Run, dataset_of
-from lib.devices import compiled, compiled_for, learning_rate_at
+from lib.devices import compiled, learning_rate_at
 from lib.errors import MALFORMED, UserError
 from lib.losses import cut_curve, loss_and_entropy
 from lib.scales import (
@@ -87,8 +89,8 @@ def fit_scale(position, best, L):
     return a, 1 - rest @ rest / (spread @ spread) if spread.any() else math.nan
 
 
-def candidates():
-    """The scales of candidate_range."""
+def candidates(candidate_range):
+    """The scales of candidate_range, [first, last, step]."""
     finite(candidate_range, (3,), f'candidate_range {candidate_range}')
     first, end, step = candidate_range
     if not 0 < first < end <= first + 10_000 * step:
@@ -98,32 +100,36 @@ def candidates():
     return [round(first + i * step, 6) for i in range(n + 1)]
 
 
-def search_uniform(model, windows, scales, L, runtime):
+def search_uniform(run, windows, scales):
     """
-    Try each candidate scale. Returns the loss by position with each candidate, the entropy with
-    each, the best candidate per position and per length, and the fit. An entropy costs as much as
-    a loss. So it is measured only for the candidates that the picture shows, and None for others.
+    Try each candidate scale on the windows. Returns the loss by position with each candidate, the
+    entropy with each, the best candidate per position and per length, and the fit. An entropy costs
+    as much as a loss. So it is measured only for the candidates that the picture shows, and None
+    for others. The model keeps its own scales.
     """
-    loss, entropy, at = [], [], []
-    T, samples = windows.block_size, windows.evenly_spaced(n_samples)
-    read = compiled_for(model, runtime, compile, n_samples * len(scales), T)
+    s, model, L, loss, entropy, at = run.settings, run.model, run.L, [], [], []
+    samples = windows.evenly_spaced(s['n_samples'])
+    called = run.compiled_for(len(samples) * len(scales), windows.block_size)
     # The picture shows the entropy of evenly spaced candidates.
     drawn = np.linspace(0, len(scales) - 1, 6).round().astype(int)
-    cut = cut_curve(model, samples, L, tail, batch_tokens, runtime)
-    lengths = cut['position']
+    cut = cut_curve(model, samples, L, s['tail'], s['batch_tokens'], run.runtime)
+    lengths, own = cut['position'], copies(vectors_of(model, ['scale']))
     for i, scale in enumerate(scales):
         model.head_scale = scale
         label, mean_entropy = f'scale {scale:.2f}', None
         if i in drawn:
-            of_scale, of_heads = loss_and_entropy(model, samples, L // 16, batch_tokens, runtime,
-                                                  label)
+            of_scale, of_heads = loss_and_entropy(model, samples, L // 16, s['batch_tokens'],
+                                                  run.runtime, label)
             mean_entropy = of_heads.mean((0, 1))
         else:
-            of_scale = runtime.over_windows(samples, batch_tokens, read, label).mean(0)
+            losses = run.runtime.over_windows(samples, s['batch_tokens'], called, label)
+            of_scale = losses.mean(0)
         position, binned = bin_means(of_scale, L // 16)
         loss.append(binned)
         entropy.append(mean_entropy)
-        at.append([of_scale[max(0, n - tail):n].mean() for n in lengths])
+        at.append([of_scale[max(0, n - s['tail']):n].mean() for n in lengths])
+    put_vectors(model, own)
+
     loss, at, scales = np.array(loss), np.array(at), np.array(scales)
     best = scales[loss.argmin(0)]  # per position
     a, r2 = fit_scale(position, best, L)
@@ -135,16 +141,17 @@ def search_uniform(model, windows, scales, L, runtime):
 
 def search_all(run, target):
     """{name: result of search_uniform()}, for the run's checkpoint and for those in `compare`."""
-    windows, scales, searches = run.windows(target, 'val'), candidates(), {}
-    others = [Run(run.settings | {'init_from': path, 'dataset': windows.dataset})
-              for path in compare if path != run.info['path']]
-    for read in others:
-        read.windows(target, 'val')  # raises UserError if this checkpoint has another tokenizer
-    for read in [run, *others]:
-        path = read.info['path']
-        name = f"{Path(path).stem}, step {read.info['step']}"
+    s, searches = run.settings, {}
+    windows, scales = run.windows(target, 'val'), candidates(s['candidate_range'])
+    others = [Run(s | {'init_from': path, 'dataset': windows.dataset})
+              for path in s['compare'] if path != run.info['path']]
+    for one in others:
+        one.windows(target, 'val')  # raises UserError if this checkpoint has another tokenizer
+    for one in [run, *others]:
+        path = one.info['path']
+        name = f"{Path(path).stem}, step {one.info['step']}"
         name = path if name in searches else name
-        searches[name] = search_uniform(read.model, windows, scales, run.L, run.runtime)
+        searches[name] = search_uniform(one, windows, scales)
     return searches
 
 
@@ -166,18 +173,19 @@ def uniform(run, target):
         run.runtime.print(f"{name}: scale = 1 + {found['fit_a']:.4f} ln(i / {L}), "
                           f"R2 {found['fit_r2']:.4f}")
 
-    def vectors(scale):
-        run.model.head_scale = scale
-        return {name: p.clone() for name, p in vectors_of(run.model, ['scale']).items()}
+    def equal(scale):
+        """Vectors with the same scale for every head."""
+        own = vectors_of(run.model, ['scale'])
+        return {name: torch.full((len(p), 1), scale) for name, p in own.items()}
 
     # Save the fit as a scale file with one set per length. Each set holds one uniform scale.
     a = search['fit_a']
-    fitted = {T: vectors(1 + a * math.log(T / L)) for T in search['lengths'] if T > L}
+    fitted = {T: equal(1 + a * math.log(T / L)) for T in search['lengths'] if T > L}
     if run.runtime.is_main:
         save_scale(f"{run.path('scale_uniform_fit')}.json", run.info, fitted, 'uniform fit', True,
                    fit_a=a)
     more = {'lengths': search['lengths'], 'best_by_length': best_scales, 'searches': searches}
-    return {target: vectors(best_scales[-1])}, more
+    return {target: equal(best_scales[-1])}, more
 
 
 # ---------------------------------------------------------------------- head
@@ -214,7 +222,12 @@ def vectors_of(model, kinds):
     return {name: p for name, p in model.named_parameters() if name.endswith(endings)}
 
 
-def first_scale(run, target):
+def copies(vectors):
+    """A copy of {name: parameter}, which later changes of the model leave as it is."""
+    return {name: p.clone() for name, p in vectors.items()}
+
+
+def first_scale(run, init_scale, target):
     """
     The initial scale of every head: the number init_scale, or the best uniform scale at `target`.
     Between measured lengths the best uniform scale is interpolated in ln T.
@@ -244,45 +257,65 @@ def objective(model, inputs, targets):
     return model(inputs, targets).mean()
 
 
-def tune_vectors(model, windows, runtime):
+@dataclass
+class Recipe:
+    """How vectors are tuned: the settings of these names."""
+    tune: str
+    min_scale: float | None
+    warmup_iters: int
+    max_iters: int
+    batch_size: int
+    micro_batch_size: int
+    beta1: float
+    beta2: float
+    grad_clip: float
+    checkpoint_activations: bool
+    compile: bool
+
+
+def tune_vectors(model, windows, recipe, runtime):
     """
     HeadScale: minimize the objective over the vectors that `tune` names, from their present values.
     Returns the loss of each step. No gradient is computed for any matrix. Backward computes only
     attention's gradients and the products that pass gradients on to lower layers.
     """
-    model.checkpoint_activations = checkpoint_activations
-    rates, groups = rates_of(tune), []
+    r, rates, groups = recipe, rates_of(recipe.tune), []
+    model.checkpoint_activations = r.checkpoint_activations
     for kind, rate in rates.items():
         groups.append({'params': list(vectors_of(model, [kind]).values()), 'peak': rate})
     vectors = [p.requires_grad_(True) for group in groups for p in group['params']]
-    optimizer = torch.optim.AdamW(groups, betas=(beta1, beta2), weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(groups, betas=(r.beta1, r.beta2), weight_decay=0.0, fused=True)
     scaler = torch.amp.GradScaler(runtime.device.type, enabled=runtime.dtype == torch.float16)
-    forward, losses = compiled(model, runtime, compile), []
+    forward, losses = compiled(model, runtime, r.compile), []
     rows = slice(runtime.rank, None, runtime.world_size)  # this rank's share of each batch
-    bar = progress_bar(max_iters, f'tuning at {windows.block_size}', runtime.is_main)
-    for step in range(max_iters):
-        share = learning_rate_at(step, 1.0, 0.1, warmup_iters, max_iters)  # of each peak
+    bar = progress_bar(r.max_iters, f'tuning at {windows.block_size}', runtime.is_main)
+    for step in range(r.max_iters):
+        share = learning_rate_at(step, 1.0, 0.1, r.warmup_iters, r.max_iters)  # of each peak
         for group in optimizer.param_groups:
             group['lr'] = share * group['peak']
-        tokens = torch.from_numpy(windows.batch(step, batch_size, rows)).to(runtime.device)
+
+        # the gradient of the objective, over this rank's share of the batch
+        tokens = torch.from_numpy(windows.batch(step, r.batch_size, rows)).to(runtime.device)
         step_loss = torch.zeros((), device=runtime.device)
-        for part in tokens.split(micro_batch_size):
+        for part in tokens.split(r.micro_batch_size):
             with runtime.autocast():
-                loss = objective(forward, part[:, :-1], part[:, 1:]) * len(part) / batch_size
+                loss = objective(forward, part[:, :-1], part[:, 1:]) * len(part) / r.batch_size
             scaler.scale(loss).backward()
             step_loss += loss.detach()
         if runtime.world_size > 1:  # a plain sum over ranks is fast enough for so few numbers
             for tensor in [step_loss, *(p.grad for p in vectors)]:
                 torch.distributed.all_reduce(tensor)
-        if grad_clip:
+
+        if r.grad_clip:
             scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(vectors, grad_clip)
+            torch.nn.utils.clip_grad_norm_(vectors, r.grad_clip)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
-        if min_scale is not None and 'scale' in rates:
+        if r.min_scale is not None and 'scale' in rates:
             for p in vectors_of(model, ['scale']).values():  # Eq. (6)
-                p.data.clamp_(min=min_scale)
+                p.data.clamp_(min=r.min_scale)
+
         # Copy both numbers at once, because the host waits for the device at each copy.
         loss, mean_scale = torch.stack([step_loss, model.head_scale.mean()]).tolist()
         losses.append(loss)
@@ -297,95 +330,113 @@ def tune_vectors(model, windows, runtime):
     return losses
 
 
+def curves_of(run, samples):
+    """
+    Means over the samples, in nats: the curves of the picture (loss and entropy by position), the
+    loss over all positions, and the entropy of each head at the last positions, (n_layer, n_head).
+    """
+    width = run.L // 16
+    loss, entropy = loss_and_entropy(run.model, samples, width, run.settings['batch_tokens'],
+                                     run.runtime)
+    curves = {'loss': bin_means(loss, width)[1], 'entropy': entropy.mean((0, 1))}
+    return curves, float(loss.mean()), entropy[..., -1]
+
+
+def tune_sets(run, targets, tuned):
+    """
+    Tune the vectors at each length in turn, from the values of the length before. tuned: {name:
+    parameter} of what the scale file will hold. Returns {length: vectors} and the losses of all
+    steps.
+    """
+    s, sets, losses = run.settings, {}, []
+    recipe = Recipe(**{field.name: s[field.name] for field in dataclasses.fields(Recipe)})
+    n_tuned = sum(p.numel() for p in vectors_of(run.model, rates_of(recipe.tune)).values())
+    for length in targets:
+        n_tokens = recipe.max_iters * recipe.batch_size * length
+        run.runtime.print(f'{n_tuned} numbers, on windows of {length} tokens ({n_tokens:,} tokens '
+                          'in all)')
+        data = Windows(dataset_of(run.info, s['dataset']), 'train', length, s['seed'])
+        losses += tune_vectors(run.model, data, recipe, run.runtime)
+        sets[length] = copies(tuned)
+    scales = run.model.head_scale
+    run.runtime.print(f'scales {scales.min():.3f} to {scales.max():.3f}, mean {scales.mean():.3f}')
+    return sets, losses
+
+
 def head(run, targets):
     """
-    Tune the vectors at each target length, starting from those of the length before. Returns the
+    Tune the vectors at each target length, and measure what it gains on the split val. Returns the
     sets and the other entries of the scale file.
     """
-    model, runtime, L, target = run.model, run.runtime, run.L, targets[-1]
-    kinds = ['scale', *rates_of(tune)]  # every scale file holds the scales
+    s, model, L = run.settings, run.model, run.L
+    kinds = ['scale', *rates_of(s['tune'])]  # every scale file holds the scales
     tuned = vectors_of(model, kinds)
-    windows, measured, means = run.windows(target, 'val'), {}, []
+    begin = first_scale(run, s['init_scale'], targets[0])  # it may raise UserError
+    samples = run.windows(targets[-1], 'val').evenly_spaced(s['n_samples'])
+    cut = cut_curve(model, samples, L, s['tail'], s['batch_tokens'], run.runtime)
+    as_loaded, base = curves_of(run, samples)[0], copies(tuned)
 
-    def copy():
-        return {name: p.clone() for name, p in tuned.items()}
-
-    def measure(name):
-        loss, entropy = loss_and_entropy(model, samples, L // 16, batch_tokens, runtime)
-        means.append(float(loss.mean()))
-        measured[name] = {'loss': bin_means(loss, L // 16)[1], 'entropy': entropy.mean((0, 1))}
-        return entropy[..., -1]
-
-    begin = first_scale(run, targets[0])  # it may raise UserError, so it comes before the work
-    samples, base = windows.evenly_spaced(n_samples), copy()
-    cut = cut_curve(model, samples, L, tail, batch_tokens, runtime)
-    measure('as loaded')
     model.head_scale = begin
     if 'channel' in kinds:
         model.head_scale = model.head_scale[..., None].expand(-1, -1, model.config.head_dim)
-    measure(f'uniform {begin:.2f}')
+    at_start, before, _ = curves_of(run, samples)
 
-    sets, losses = {}, []
-    for length in targets:
-        n_tuned = sum(p.numel() for p in vectors_of(model, rates_of(tune)).values())
-        runtime.print(f'{n_tuned} numbers, on windows of {length} '
-                      f'tokens ({max_iters * batch_size * length:,} tokens in all)')
-        data = Windows(dataset_of(run.info, dataset), 'train', length, seed)
-        losses += tune_vectors(model, data, runtime)
-        sets[length] = copy()
-    scales = model.head_scale
-    runtime.print(f'scales {scales.min():.3f} to {scales.max():.3f}, mean {scales.mean():.3f}')
+    sets, losses = tune_sets(run, targets, tuned)
 
     # Measure several sets as other stages read them: each pass uses the set for its length.
-    if target_lengths:
+    n_tuned = sum(p.numel() for p in vectors_of(model, rates_of(s['tune'])).values())
+    if s['target_lengths']:
         put_vectors(model, base)
         ScaleSets(model, sets)
-    names = ', '.join(rates_of(tune))
-    last_entropy = measure('head scale' if names == 'scale' else names)
-    _, before, after = means
+    after_tuning, after, last_entropy = curves_of(run, samples)
     if after > before:
-        runtime.print(f'the validation loss rose from {before:.4f} to {after:.4f}: the tuned '
-                      'vectors are worse than the initial ones. Lower the learning rate in tune.')
-    more = {'init_scale': begin, 'losses': losses, 'curve_length': target,
-            'position': bin_means(range(target), L // 16)[0], 'curves': measured, 'cut': cut,
+        run.runtime.print(f'the validation loss rose from {before:.4f} to {after:.4f}: the tuned '
+                          'vectors are worse than the initial ones. Lower the learning rate in '
+                          'tune.')
+    names = ', '.join(rates_of(s['tune']))
+    curves = {'as loaded': as_loaded, f'uniform {begin:.2f}': at_start,
+              'head scale' if names == 'scale' else names: after_tuning}
+    more = {'init_scale': begin, 'losses': losses, 'curve_length': targets[-1],
+            'position': bin_means(range(targets[-1]), L // 16)[0], 'curves': curves, 'cut': cut,
             'samples': len(samples), 'last_entropy': last_entropy,
-            'worse_than_start': after > before,
-            'tuned_numbers': n_tuned, 'tuning_tokens': max_iters * batch_size * sum(targets)}
+            'worse_than_start': after > before, 'tuned_numbers': n_tuned,
+            'tuning_tokens': s['max_iters'] * s['batch_size'] * sum(targets)}
     return sets, more
 
 
-def check_settings(model, targets, world_size):
+def check_settings(run, targets):
     """Raise UserError before work starts if a setting is wrong."""
-    if method not in ('uniform', 'head'):
-        raise UserError(f"method is '{method}'. Choose uniform or head.")
-    L = model.config.block_size
-    least = L + 1 if target_lengths else L
-    if method == 'uniform':  # the fit needs bins of L / 16 positions past L
+    s, model, L, ranks = run.settings, run.model, run.L, run.runtime.world_size
+    if s['method'] not in ('uniform', 'head'):
+        raise UserError(f"method is '{s['method']}'. Choose uniform or head.")
+    is_uniform, several = s['method'] == 'uniform', bool(s['target_lengths'])
+    least = L + 1 if several else L
+    if is_uniform:  # the fit needs bins of L / 16 positions past L
         least += max(1, L // 8)
-    elif compare:
+    elif s['compare']:
         raise UserError('compare is for --method=uniform only. Leave it out.')
-    if target_lengths and (method == 'uniform' or target_length):
+    if several and (is_uniform or s['target_length']):
         raise UserError('target_lengths is for --method=head only, and it replaces '
                         'target_length. Leave one of them out.')
     if min(targets) < least:
         raise UserError(f'target_length is {min(targets)} but the checkpoint was trained at '
                         f'block_size {L}. Choose a longer one.')
-    between(globals(), 1, 'target_length', 'batch_size', 'micro_batch_size', 'max_iters',
-            'n_samples', 'tail', 'batch_tokens')
-    between(globals(), 0, 'warmup_iters', 'grad_clip')
-    between(globals(), 0, 'beta1', 'beta2', most=1 - 1e-9)
-    between(globals(), -1e30, 'min_scale', most=1e30)
-    kinds = rates_of(tune)
+    between(s, 1, 'target_length', 'batch_size', 'micro_batch_size', 'max_iters', 'n_samples',
+            'tail', 'batch_tokens')
+    between(s, 0, 'warmup_iters', 'grad_clip')
+    between(s, 0, 'beta1', 'beta2', most=1 - 1e-9)
+    between(s, -1e30, 'min_scale', most=1e30)
+    kinds = rates_of(s['tune'])
     named = [name for kind in kinds for name in vectors_of(model, [kind])]
     if not named or len(named) > len(set(named)):
-        raise UserError(f"tune is '{tune}'. It names a parameter twice, or a parameter that this "
-                        'model does not have. Leave that part out.')
+        raise UserError(f"tune is '{s['tune']}'. It names a parameter twice, or a parameter that "
+                        'this model does not have. Leave that part out.')
     if 'channel' in kinds and 'rope' in model.config.position:
         raise UserError("tune is 'channel', but this model uses RoPE. RoPE's scores depend only on "
                         'i - j, and this needs the same scale for both channels of a pair. Use '
                         '--tune=scale.')
-    if method == 'head' and batch_size % world_size:
-        raise UserError(f'batch_size {batch_size} must be a multiple of the {world_size} ranks.')
+    if not is_uniform and s['batch_size'] % ranks:
+        raise UserError(f"batch_size {s['batch_size']} must be a multiple of the {ranks} ranks.")
 
 
 def main():
@@ -395,7 +446,7 @@ def main():
     targets = [target_length or (8 if method == 'uniform' else 4) * run.L]
     if method == 'head' and target_lengths:
         targets = sorted(set(target_lengths))
-    check_settings(run.model, targets, run.runtime.world_size)
+    check_settings(run, targets)
     stem = 'scale_uniform'
     if method == 'head':
         stem = 'scale_sets' if target_lengths else f'scale_head_{targets[-1]}'

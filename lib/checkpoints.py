@@ -351,7 +351,7 @@ class Run:
         scale_label = apply_scale(self.model, self.scale, self.info, self.runtime.print)
         self.identity = identity(self.model, self.scale, self.info)
         self.label = settings.get('label') or scale_label
-        self.L, self.claims = self.model.config.block_size, {}
+        self.L, self.claims = self.model.config.block_size, []
         if result:
             self.claim(*result)
 
@@ -380,7 +380,7 @@ class Run:
         folder cannot be written.
         """
         path = self.path(stage, *kind)
-        self.claims[path] = OnlyWriter(f'{path}.json', self.runtime.is_main)
+        self.claims.append(OnlyWriter(f'{path}.json', self.runtime.is_main))
 
     def answers(self, path, kinds, **asked):
         """
@@ -403,9 +403,9 @@ class Run:
                 'checkpoint': self.info['path'], 'weights_digest': self.info['digest'],
                 'scale': self.scale, 'identity': self.identity}
         plots.write_result(path, what | result, self.settings, self.runtime, self.began)
-        if path in self.claims:
-            self.claims.pop(path).close()
 
     def close(self):
-        """End the stage. Call it on every rank."""
+        """End the stage: free the results that it claimed. Call it on every rank."""
+        for claim in self.claims:
+            claim.close()
         self.runtime.close()

@@ -3,6 +3,7 @@ Lessons: the grader refuses blank exercises and typical wrong ones with a messag
 what the project itself computes passes it.
 """
 
+import dataclasses
 import math
 import os
 import re
@@ -106,12 +107,11 @@ def tune_scales(model, batches, rate, per_channel=False):
         model.head_scale = model.head_scale[..., None].expand(-1, -1, model.config.head_dim)
     windows = SimpleNamespace(block_size=batches[0][0].shape[1], batch=lambda step, size, rows: (
         torch.cat((batches[step][0], batches[step][1][:, -1:]), dim=1)[rows].numpy()))
-    with pytest.MonkeyPatch.context() as patch:
-        kind = 'channel' if per_channel else 'scale'
-        for name, value in {'tune': f'{kind}:{rate}', 'warmup_iters': 0, 'compile': False,
-                            'max_iters': len(batches), 'batch_size': len(batches[0][0])}.items():
-            patch.setattr(tune_scale, name, value)
-        tune_scale.tune_vectors(model, windows, cpu)
+    changes = {'tune': f"{'channel' if per_channel else 'scale'}:{rate}", 'warmup_iters': 0,
+               'compile': False, 'max_iters': len(batches), 'batch_size': len(batches[0][0])}
+    recipe = tune_scale.Recipe(**{field.name: (vars(tune_scale) | changes)[field.name]
+                                  for field in dataclasses.fields(tune_scale.Recipe)})
+    tune_scale.tune_vectors(model, windows, recipe, cpu)
 
 
 def dape(scores, bias, first, second):

@@ -7,6 +7,7 @@ $ python -m pytest tests/test_tune_scale.py
 
 import contextlib
 import copy
+import dataclasses
 import io
 import math
 import shutil
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
+    as_run,
     near,
     on,
     plain_cut,
@@ -33,10 +35,10 @@ import tune_scale
 from configurator import settings
 from lib import checkpoints
 from lib.devices import learning_rate_at
-from lib.scales import apply_scale, save_scale
+from lib.scales import apply_scale, save_scale, vectors_for
 from lib.tokens import Windows
 from model import VECTORS
-from tune_scale import first_scale, fit_scale, search_uniform, tune_vectors
+from tune_scale import Recipe, first_scale, fit_scale, search_uniform, tune_vectors
 
 RECIPE = {
     'tune': 'scale:0.05',
@@ -45,21 +47,13 @@ RECIPE = {
     'batch_size': 4,
     'micro_batch_size': 2,
     'compile': False,
-    'n_samples': 6,
-    'batch_tokens': 600,
-    'tail': 16,
 }
 
 
-@pytest.fixture
-def recipe(monkeypatch):
-    """Set the settings of tune_scale.py, as its command line would: recipe(max_iters=3)."""
-    def change(**settings):
-        for name, value in settings.items():
-            monkeypatch.setattr(tune_scale, name, value)
-
-    change(**RECIPE)
-    return change
+def recipe(**changes):
+    """The Recipe of tune_scale.py's defaults, RECIPE and these changes."""
+    return Recipe(**{field.name: (vars(tune_scale) | RECIPE | changes)[field.name]
+                     for field in dataclasses.fields(Recipe)})
 
 
 @pytest.fixture
@@ -102,12 +96,12 @@ def adamw_by_hand(model, windows, scale, r):
     {'grad_clip': 1e-3, 'beta1': 0.5, 'beta2': 0.5, 'checkpoint_activations': True},
     {'tune': 'channel:0.05'},
 ], ids=str)
-def test_tuning_equals_adamw_written_by_hand(cpu, recipe, model, text, changes):
-    recipe(**changes)
+def test_tuning_equals_adamw_written_by_hand(cpu, model, text, changes):
+    how = recipe(**changes)
     start = torch.full((2, 4, 8) if 'tune' in changes else (2, 4), 1.02)
-    expected, losses = adamw_by_hand(model, text, start, vars(tune_scale))
+    expected, losses = adamw_by_hand(model, text, start, vars(how))
     model.head_scale = start
-    near(tune_vectors(model, text, cpu), losses, rtol=1e-5)
+    near(tune_vectors(model, text, how, cpu), losses, rtol=1e-5)
     scales = torch.stack([block.attn.head_scale for block in model.blocks])
     near(scales, expected.view(scales.shape), atol=2e-3)
     assert (scales - 1.02).abs().mean() > 0.02  # ten times that tolerance
@@ -121,14 +115,12 @@ def test_tuning_equals_adamw_written_by_hand(cpu, recipe, model, text, changes):
     ('attn_norm', 'attn_norm.weight'),
     ('scale,out,norm', ('head_scale', 'head_gain', 'norm.weight')),
 ])
-def test_only_the_vectors_named_by_tune_move_and_the_loss_falls(cpu, recipe, model, text, tune,
-                                                                endings):
-    recipe(tune=tune)
+def test_only_the_vectors_named_by_tune_move_and_the_loss_falls(cpu, model, text, tune, endings):
     model.head_scale = 1.2
     before = copy.deepcopy(dict(model.named_parameters()))
     tokens = torch.from_numpy(text.batch(0, 4 * 6))  # what it is tuned on
     loss = model(tokens[:, :-1], tokens[:, 1:]).mean()
-    tune_vectors(model, text, cpu)
+    tune_vectors(model, text, recipe(tune=tune), cpu)
     for name, p in model.named_parameters():
         assert torch.equal(p, before[name]) != name.endswith(endings), name
     assert model(tokens[:, :-1], tokens[:, 1:]).mean() < loss
@@ -163,9 +155,9 @@ def test_a_vector_of_ones_own_is_tuned_saved_read_back_and_measured(tuned, tmp_p
     near(torch.stack([block.attn.position.key_gain for block in model.blocks])[..., 0], gains, 1e-7)
 
 
-def test_loss_that_is_not_finite_stops_tuning_and_says_where(cpu, recipe, model, text):
+def test_loss_that_is_not_finite_stops_tuning_and_says_where(cpu, model, text):
     model.norm.weight.data.fill_(math.inf)
-    refuses('at step 1', tune_vectors, model, text, cpu)
+    refuses('at step 1', tune_vectors, model, text, recipe(), cpu)
 
 
 # ---------------------------------------------------------------------- uniform
@@ -179,16 +171,17 @@ def test_fit_equals_a_hand_calculation():
     assert a == 0 and math.isnan(r2)  # one value has no R2
 
 
-def test_candidates_end_at_or_before_the_last(recipe):
+def test_candidates_end_at_or_before_the_last():
     for given, expected in (([1.0, 2.0, 0.6], [1.0, 1.6]), ([1.0, 1.3, 0.1], [1.0, 1.1, 1.2, 1.3])):
-        recipe(candidate_range=given)
-        assert tune_scale.candidates() == expected
+        assert tune_scale.candidates(given) == expected
 
 
-def test_uniform_search_equals_brute_force(cpu, recipe, model, corpus_dir):
+def test_uniform_search_equals_brute_force_and_leaves_the_model_as_it_was(cpu, model, corpus_dir):
     windows, scales = Windows(str(corpus_dir), 'val', 128), np.array([0.3, 0.5, 1, 1.7, 3, 5, 9])
     plain = copy.deepcopy(model)
-    search = search_uniform(model, windows, scales.tolist(), 32, cpu)
+    run = as_run(model, cpu, n_samples=6, batch_tokens=600, tail=16)
+    search = search_uniform(run, windows, scales.tolist())
+    near(model.state_dict(), plain.state_dict())
     tokens, losses, entropy = torch.from_numpy(windows.evenly_spaced(6)), [], []
     for scale in scales:
         of_heads = torch.full((2, 4), scale)
@@ -299,8 +292,8 @@ def test_sets_are_tuned_one_from_the_other_and_read_back(tuned):
     assert len(one['norm']) == 2 * 2 + 1 and data['losses'][:6] == first['losses']
     assert data['tuning_tokens'] == 6 * 4 * (64 + 128)
     model = applied(out_dir, out_dir / 'scale_sets.json')
-    model(torch.arange(64)[None])
-    near(model.head_scale, one['head_scale'], rtol=1e-6)
+    with vectors_for(model, 64):
+        near(model.head_scale, one['head_scale'], rtol=1e-6)
 
 
 def test_channel_scales_are_a_vector_per_head_and_read_back(tuned):
@@ -311,23 +304,23 @@ def test_channel_scales_are_a_vector_per_head_and_read_back(tuned):
     assert scales.shape == (2, 2, 4, 8) and (np.abs(scales - 1.5).max((0, 3)) > 0.01).all()
     model, tokens = applied(out_dir, path), torch.arange(65)[None]
     for length, scale in (32, np.ones((2, 4))), (64, scales[0]):  # up to L the model's own
-        expected = plain_losses(model, tokens[:, :length + 1], scale)
-        near(model(tokens[:, :length], tokens[:, 1:length + 1]), expected, atol=1e-5)
-    near(model.head_scale, scales[0].mean(-1), atol=1e-6)
+        with vectors_for(model, length):
+            expected = plain_losses(model, tokens[:, :length + 1], scale)
+            near(model(tokens[:, :length], tokens[:, 1:length + 1]), expected, atol=1e-5)
+            near(model.head_scale, scale.reshape(2, 4, -1).mean(-1), atol=1e-6)
 
 
-def test_start_is_interpolated_in_ln_of_the_length(tuned, tmp_path, recipe):
+def test_start_is_interpolated_in_ln_of_the_length(tuned, tmp_path):
     model, info = checkpoints.load_model('last', tuned[0], 'cpu')
-    recipe(init_scale="uniform")
     run = types.SimpleNamespace(model=model, info=info, settings={"out_dir": tmp_path})
     for lengths in [32, 64, 128], [32, 64], 'many', None, [[32], [64], [128]]:
         save_scale(tmp_path / 'scale_uniform.json', info, {128: scale_set([[1] * 4] * 2)},
                    'uniform', lengths=lengths, best_by_length=[1.0, 1.2, 1.6])
         if lengths == [32, 64, 128]:
-            found = [first_scale(run, T) for T in (32, 64, 64 * 2 ** 0.5, 128)]
+            found = [first_scale(run, 'uniform', T) for T in (32, 64, 64 * 2 ** 0.5, 128)]
             near(found, [1.0, 1.2, 1.4, 1.6], 1e-6)
         else:
-            refuses('scale_uniform.json needs lengths', first_scale, run, 64)
+            refuses('scale_uniform.json needs lengths', first_scale, run, 'uniform', 64)
 
 
 def test_every_setting_can_be_given_under_torchrun():
