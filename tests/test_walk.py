@@ -1,0 +1,70 @@
+"""
+The walk: how many functions of this project one crosses from a batch to an updated model. A reader
+who steps through train.py meets these functions, and PyTorch's scaled_dot_product_attention.
+
+$ python -m pytest -s tests/test_walk.py     # prints the list
+"""
+
+import functools
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ROOT, TINY
+
+import train
+from lib.checkpoints import config_of
+from lib.tokens import Windows
+from model import Transformer
+
+
+def crossed(walk):
+    """The functions of this project that walk() calls, [(file, name)], in order of first call."""
+    found = {}
+
+    def on_event(frame, event, arg):
+        path = Path(frame.f_code.co_filename)
+        if event == 'call' and path.is_relative_to(ROOT) and path != Path(__file__):
+            name = str(path.relative_to(ROOT)), frame.f_code.co_qualname
+            if not name[0].startswith('.venv'):
+                found[name] = True
+
+    sys.setprofile(on_event)
+    try:
+        walk()
+    finally:
+        sys.setprofile(None)
+    return list(found)
+
+
+@pytest.fixture
+def trained(cpu):
+    """A NoPE model of train.py, and what trains it."""
+    settings = vars(train) | TINY
+    model = Transformer(config_of(settings, vocab_size=257)).init_weights()
+    optimizer = train.new_optimizer(model, settings)
+    scaler = torch.amp.GradScaler('cpu', enabled=False)
+    return train.Trained(model, model, optimizer, scaler, cpu.autocast(), cpu)
+
+
+def test_a_training_step_crosses_at_most_18_functions_in_5_files_and_reaches_sdpa(
+        cpu, trained, corpus_dir, monkeypatch):
+    windows, calls = Windows(str(corpus_dir), 'train', 32), []
+    sdpa = F.scaled_dot_product_attention
+    monkeypatch.setattr(F, 'scaled_dot_product_attention',
+                        lambda *args, **more: calls.append(more) or sdpa(*args, **more))
+    x, y = batch = train.rank_batch(windows, 0, 4, cpu)
+    next_batch = functools.partial(train.rank_batch, windows, 1, 4, cpu)
+
+    forward = crossed(lambda: trained.model(x, y).mean().backward())
+    assert [call['is_causal'] for call in calls] == [True] * 2  # one call in each of the 2 layers
+    step = crossed(lambda: train.train_step(trained, batch, next_batch, 4, 1.0))
+    for name, functions in ('forward, loss and backward', forward), ('a training step', step):
+        files = {file for file, _ in functions}
+        print(f'\n{name}: {len(functions)} functions in {len(files)} files')
+        for file, function in functions:
+            print(f'  {file:16} {function}')
+    assert len(forward) <= 10 and len({file for file, _ in forward}) <= 3
+    assert len(step) <= 18 and len({file for file, _ in step}) <= 5
