@@ -43,12 +43,12 @@ def require_exportable(model):
     if set(c.position.split(',')) <= {'rope', 'none'}:
         odd = [f'{field.name} {getattr(c, field.name)}' for field in dataclasses.fields(c)
                if field.name not in EXPORTED and getattr(c, field.name) != field.default]
-        known, vectors = {'head.weight', *dict(tensor_table(c))}, small_vectors(model)
-        for name, weight in model.state_dict().items():
-            vector = VECTORS[vector_of(name)] if name in vectors else None
-            folds = vector and (vector.fold or (weight == vector.neutral).all())
-            if name not in known and not folds:
-                odd.append(name)
+        known = {'head.weight', *dict(tensor_table(c))}
+        for name, p in small_vectors(model).items():
+            vector = VECTORS[vector_of(name)]
+            if vector.fold or (p == vector.neutral).all():
+                known.add(name)
+        odd += [name for name in model.state_dict() if name not in known]
     if odd:
         raise UserError(f"the model has {', '.join(odd[:3])}, which no model of transformers that "
                         'we know can hold, so the exported model would compute something else. '
