@@ -309,8 +309,8 @@ def load_folder(source, position=None):
         raise UserError(f"{source} has model_type '{kind}'. Only {', '.join(DEFAULTS)} can be "
                         'trained, tuned or exported. Other types can only be read as they are, by '
                         'eval_ppl.py and sample.py.')
-    with fault_of(f'config.json of {source}', 'one of a model that ours can stand for',
-                  'Choose another checkpoint.'):
+    with fault_of(f'config.json of {source}', 'that of a model like ours',
+                  'Choose another checkpoint, or another --position.'):
         c = our_config(config, position)
     folder = model_files(source)
     tokenizer, tensors = load_tokenizer(folder, c.vocab_size), read_weights(folder)

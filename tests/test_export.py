@@ -114,44 +114,41 @@ def test_a_gguf_file_carries_the_tokenizer(tmp_path):
     refuses('ids_only', saved, tmp_path / 'x', model, state | {'pattern': r'\w+|\W+'})
 
 
-def test_an_export_has_a_card_with_what_was_measured(tmp_path, tiny_run):
-    measured = {}
-    for name, scale in (('_scale1.5', '--scale=1.5'), ('', '--label=')):
-        stage_here('eval_ppl', f'--out_dir={tiny_run}', scale, '--lengths=[64]', '--max_windows=4',
-                   '--compile=False')
-        row, = read(tiny_run / f'eval_ppl{name}.json')['rows']
-        measured[name] = f"| 64 | {row['loss']} ± {row['standard_error']} | {row['gain']} |"
-    save_json(tiny_run / 'eval_ppl_table.json', {'rows': []})
-    repeats = read(tiny_run / 'eval_ppl_scale1.5.json')
-    repeats['rows'] = [{'kind': 'all', 'loss': 9.0, 'gain': -1.0}]
-    save_json(tiny_run / 'eval_ppl_repeat_scale1.5.json', repeats)
-    try:
-        for kind in ('hf', 'gguf'):
-            said = stage_here('export', f'--out_dir={tiny_run}', f'--folder={tmp_path}/{kind}',
-                              '--scale=1.5', f'--format={kind}', '--license=cc0-1.0')
-            assert f'{tmp_path}/{kind}/README.md' in said
-            card = (tmp_path / kind / 'README.md').read_text(encoding='utf-8')
-            assert card.startswith('---\nlicense: cc0-1.0\n') and f"'{tmp_path}/{kind}'" in card
-            for text in (measured['_scale1.5'], 'Between 1.500 and 1.500', '--scale=1.5',
-                         '| steps | 20 |', '| training length L | 32 tokens |',
-                         '| learning_rate | 0.01 |', 'width 32'):
-                assert text in card
-            assert measured[''] not in card and 'not known' not in card
-    finally:
-        for path in tiny_run.glob('eval_ppl*'):
-            path.unlink()
+@pytest.fixture
+def measured(tmp_path, tiny_run):
+    """The result of eval_ppl.py in tmp_path, of the model of tiny_run with a scale."""
+    stage_here('eval_ppl', *on(tiny_run, tmp_path, '--scale=1.5 --lengths=[64] --max_windows=2'))
+    return read(tmp_path / 'eval_ppl_scale1.5.json')
+
+
+def test_an_export_has_a_card_with_what_was_measured(tmp_path, tiny_run, measured):
+    row, = measured['rows']
+    for name, changes in {'another_model': {'identity': {}, 'rows': [row | {'loss': 9.87}]},
+                          'far_repeats': {'rows': [{'kind': 'all', 'loss': 9.87}]}}.items():
+        save_json(tmp_path / f'eval_ppl_{name}.json', measured | changes)
+    for kind in ('hf', 'gguf'):
+        said = stage_here('export', f'--init_from={tiny_run}/last.pt', f'--out_dir={tmp_path}',
+                          '--scale=1.5', f'--format={kind}', '--license=cc0-1.0')
+        assert f'{tmp_path}/{kind}/README.md' in said
+        card = (tmp_path / kind / 'README.md').read_text(encoding='utf-8')
+        assert card.startswith('---\nlicense: cc0-1.0\n')
+        for text in (f"| 64 | {row['loss']} ± {row['standard_error']} | {row['gain']} |",
+                     'Between 1.500 and 1.500', '--scale=1.5', '| steps | 20 |', 'width 32',
+                     '| training length L | 32 tokens |', '| learning_rate | 0.01 |',
+                     f"('{tmp_path}/{kind}'"):
+            assert text in card
+        assert '9.87' not in card and 'not known' not in card
     assert (tmp_path / 'gguf/model.gguf').stat().st_size > 10000
 
 
-@pytest.mark.parametrize('text', ['{cut', '[]', '{"identity": IDENTITY}',
-                                  '{"identity": IDENTITY, "rows": [{"length": 64}]}'])
-def test_a_damaged_result_beside_the_model_is_named(tmp_path, tiny_run, text):
-    stage_here('eval_ppl', *on(tiny_run, tmp_path, '--lengths=[32] --max_windows=2'))
-    identity = json.dumps(read(tmp_path / 'eval_ppl.json')['identity'])
-    (tmp_path / 'eval_ppl.json').write_text(text.replace('IDENTITY', identity))
-    line = mistake('export', f'--init_from={tiny_run}/last.pt', f'--out_dir={tmp_path}')
-    assert f'{tmp_path}/eval_ppl.json is not a result' in line
-    assert not (tmp_path / 'hf').exists()
+def test_a_damaged_result_beside_the_model_is_named(tmp_path, tiny_run, measured):
+    path = tmp_path / 'eval_ppl_scale1.5.json'
+    for text in ('{cut', '[]', '{"identity": IDENTITY}',
+                 '{"identity": IDENTITY, "rows": [{"length": 64}]}'):
+        path.write_text(text.replace('IDENTITY', json.dumps(measured['identity'])))
+        line = mistake('export', f'--init_from={tiny_run}/last.pt', f'--out_dir={tmp_path}',
+                       '--scale=1.5')
+        assert f'{path} is not a result' in line and not (tmp_path / 'hf').exists()
 
 
 def test_an_unknown_format_is_refused(tiny_run):
