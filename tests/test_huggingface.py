@@ -463,9 +463,10 @@ def test_stock_transformers_computes_what_our_model_does(tmp_path, position, sca
 
 def test_folded_weights_are_rounded_once_and_vectors_are_not():
     model = random_model()
-    half = exports.their_state(model, torch.bfloat16, 'llama')
-    for name, weight in exports.their_state(model, torch.float32, 'llama').items():
-        assert torch.equal(half[name], weight.bfloat16() if weight.dim() == 2 else weight)
+    weights, attn = exports.their_state(model, torch.bfloat16, 'llama'), model.blocks[1].attn
+    q = attn.qkv.weight[:32].double() * attn.head_scale.double().repeat_interleave(8, dim=0)
+    assert torch.equal(weights['model.layers.1.self_attn.q_proj.weight'], q.float().bfloat16())
+    assert torch.equal(weights['model.norm.weight'], model.norm.weight)
 
 
 def test_a_model_without_scales_comes_back_bit_for_bit(tmp_path):
