@@ -32,8 +32,8 @@ from lib.answers import optional, print_rows, result_path
 from lib.checkpoints import cast_matrices, config_of
 from lib.devices import can_compile, compiled, matmul_flops, setup, synchronize
 from lib.errors import UserError
+from lib.exports import their_config
 from lib.generate import needs_equal_lengths, new_cache, step_of, store_column_major
-from lib.huggingface import their_config
 from model import ModelConfig, Transformer
 
 tasks = ['train', 'scale', 'eval', 'entropy', 'prefill', 'decode']

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch.overrides import TorchFunctionMode
 
-from lib import huggingface, plots
+from lib import foreign, huggingface, plots
 from lib.answers import AnswerLog, OnlyWriter, note, result_path, whole_file
 from lib.checksums import load_whole
 from lib.devices import compiled_for, setup
@@ -226,7 +226,7 @@ def load_model(init_from, out_dir, device, position=None, rope_scaling=None, dty
         if position is not None or rope_scaling is not None:
             raise UserError(f'{source} is read through transformers, so it takes no position or '
                             'rope_scaling. Leave both out.')
-        model, state = huggingface.load_foreign(source, dtype)
+        model, state = foreign.load_foreign(source, dtype)
         state |= {'digest': weights_digest(model.state_dict()), 'path': source}
         return model.to(device).eval().requires_grad_(False), state
 

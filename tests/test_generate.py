@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import EVERY, near, random_model, refuses, save_model, stage_here, tokens
 
+from lib.exports import save_folder
 from lib.generate import (
     complete,
     generate,
@@ -19,7 +20,6 @@ from lib.generate import (
     read_prompts,
     sample_token,
 )
-from lib.huggingface import save_folder
 from lib.tokens import get_tokenizer, tokenizer_state
 
 P = torch.tensor([0.05, 0.4, 0.1, 0.25, 0.2])  # of five tokens

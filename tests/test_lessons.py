@@ -28,7 +28,7 @@ from lessons import test_exercises as grader
 from lib import repeats
 from lib.checkpoints import open_model
 from lib.devices import Runtime
-from lib.huggingface import folded_weight
+from lib.exports import folded_weight
 from lib.scales import apply_scale, save_scale
 from model import ShortConv, Transformer
 
