@@ -14,13 +14,24 @@ import torch.nn.functional as F
 
 from configurator import between, configure, settings
 from kernels import row_chunks
-from lib.checkpoints import Run, TextSettings
+from lib.checkpoints import Run
 
+# which model, which text, which device: the same lines in every stage
+out_dir = 'out/demo/nope'    # folder of the run to read; results go there, too
+init_from = 'last'           # last or best (of out_dir), a checkpoint file, hf:ORG/NAME
+position: str | None = None  # position method; None: the checkpoint's
+rope_scaling: str | None = None   # extension of RoPE, such as yarn:4; None: the checkpoint's
+scale: float | str | None = None  # softmax scale: a number for all heads, or a scale file
+label = ''                   # name of the result; '': named after the scale
+dataset: str | None = None   # a folder of data/; None: the text that the model was trained on
+split = 'test'               # split of the dataset to read
+device = 'auto'              # auto, cpu, cuda, mps
+dtype = 'float32'            # auto, float32, bfloat16, float16; half precision rounds q and k
+# what to draw
 layer: int | None = None     # counted from 0; None: the middle layer
 head = 0                     # counted from 0
 lengths: list[int] | None = None  # tokens in a window; one row of pictures each; None: L, 4L, 16L
 n_samples = 4                # windows of each length, evenly spaced; the pictures show their mean
-dtype = 'float32'            # auto, float32, bfloat16, float16; half precision rounds q and k
 
 CELLS = 64  # most cells per side of a map, so that the JSON of three lengths is below 300 KB
 
@@ -146,5 +157,5 @@ def main():
 
 
 if __name__ == '__main__':
-    configure(globals(), TextSettings)
+    configure(globals())
     main()

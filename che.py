@@ -45,7 +45,8 @@ from model import Transformer
 tasks: list[str] = ['even_pairs']  # keys of TASKS; []: Table 6's; recall+copy: one model for both
 out_dir: str | None = None   # folder of runs and results; None: out/che/METHOD
 label = ''                   # appended to the name of the result
-# model; the settings of its position method are declared in position.py
+# model; position.py declares the settings of single position methods
+position = 'none'            # position method: none (NoPE), rope ...; a,b: layers take turns
 n_layer = 5
 n_head = 8
 n_embd = 64

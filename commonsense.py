@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from configurator import between, configure, settings
 from lib.answers import optional, paper_table, print_scores, progress_bar
-from lib.checkpoints import Run, RunSettings
+from lib.checkpoints import Run
 from lib.errors import UserError
 from lib.generate import complete, needs_equal_lengths, read_prompts
 from lib.tokens import start_token
@@ -37,6 +37,15 @@ except ImportError:
 # than read_length. With a BPE of 32,000 tokens, that of ruler_vt fits into 1,024, not into 768.
 ENDLESS, SHORTEST = {'ruler', 'ruler_cwe', 'ruler_fwe', 'ruler_vt'}, 1024
 
+# which model, which text, which device: the same lines in every stage
+out_dir = 'out/demo/nope'    # folder of the run to read; results go there, too
+init_from = 'last'           # last or best (of out_dir), a checkpoint file, hf:ORG/NAME
+position: str | None = None  # position method; None: the checkpoint's
+rope_scaling: str | None = None   # extension of RoPE, such as yarn:4; None: the checkpoint's
+scale: float | str | None = None  # softmax scale: a number for all heads, or a scale file
+label = ''                   # name of the result; '': named after the scale
+device = 'auto'              # auto, cpu, cuda, mps
+dtype = 'auto'               # auto, float32, bfloat16, float16
 # questions
 tasks = ['arc_challenge', 'arc_easy', 'boolq', 'hellaswag', 'openbookqa', 'piqa', 'winogrande']
 task_folder = ''             # folder with more task files for lm_eval (.yaml), such as your own
@@ -220,5 +229,5 @@ def main():
 
 
 if __name__ == '__main__':
-    configure(globals(), RunSettings)
+    configure(globals())
     main()

@@ -16,17 +16,28 @@ import numpy as np
 
 from configurator import between, configure, settings
 from lib.answers import bin_means, print_rows, read_json
-from lib.checkpoints import Run, TextSettings
+from lib.checkpoints import Run
 from lib.errors import UserError, fault_of
 from lib.losses import cut_curve, loss_and_entropy
 
+# which model, which text, which device: the same lines in every stage
+out_dir = 'out/demo/nope'    # folder of the run to read; results go there, too
+init_from = 'last'           # last or best (of out_dir), a checkpoint file, hf:ORG/NAME
+position: str | None = None  # position method; None: the checkpoint's
+rope_scaling: str | None = None   # extension of RoPE, such as yarn:4; None: the checkpoint's
+scale: float | str | None = None  # softmax scale: a number for all heads, or a scale file
+label = ''                   # name of the result; '': named after the scale
+dataset: str | None = None   # a folder of data/; None: the text that the model was trained on
+split = 'test'               # split of the dataset to read
+device = 'auto'              # auto, cpu, cuda, mps
+dtype = 'float32'            # auto, float32, bfloat16, float16; half precision rounds q and k
+# what to measure
 length: int | None = None    # tokens in a window; None: 8L
 n_samples = 64               # windows, evenly spaced over the split
 compare: list[str] = []      # JSON files of other results of this stage, drawn in the same picture
 bits = False                 # True: report bits, as the paper's code does; False: report nats
 tail = 64                    # each loss with the context cut to L is the mean over this many tokens
 batch_tokens = 16384         # tokens in one forward pass; lower it when memory runs out
-dtype = 'float32'            # auto, float32, bfloat16, float16; half precision rounds q and k
 
 
 def spearman(x, y):
@@ -98,5 +109,5 @@ def main():
 
 
 if __name__ == '__main__':
-    configure(globals(), TextSettings)
+    configure(globals())
     main()

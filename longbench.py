@@ -28,11 +28,20 @@ from pathlib import Path
 
 from configurator import between, configure, settings
 from lib.answers import optional, paper_table, print_scores
-from lib.checkpoints import Run, RunSettings
+from lib.checkpoints import Run
 from lib.errors import ROOT, UserError
 from lib.generate import complete
 from lib.tokens import start_token
 
+# which model, which text, which device: the same lines in every stage
+out_dir = 'out/demo/nope'    # folder of the run to read; results go there, too
+init_from = 'last'           # last or best (of out_dir), a checkpoint file, hf:ORG/NAME
+position: str | None = None  # position method; None: the checkpoint's
+rope_scaling: str | None = None   # extension of RoPE, such as yarn:4; None: the checkpoint's
+scale: float | str | None = None  # softmax scale: a number for all heads, or a scale file
+label = ''                   # name of the result; '': named after the scale
+device = 'auto'              # auto, cpu, cuda, mps
+dtype = 'auto'               # auto, float32, bfloat16, float16
 # prompts and answers
 data = 'data/longbench'      # the folder that data/longbench/prepare.py wrote
 tasks: list[str] = []        # names of tasks; empty: all 16
@@ -245,5 +254,5 @@ def main():
 
 
 if __name__ == '__main__':
-    configure(globals(), RunSettings)
+    configure(globals())
     main()

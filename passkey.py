@@ -17,12 +17,21 @@ import numpy as np
 
 from configurator import between, configure, settings
 from lib.answers import print_rows
-from lib.checkpoints import Run, RunSettings
+from lib.checkpoints import Run
 from lib.errors import UserError
 from lib.generate import complete
 from lib.scales import read_scale_file
 from lib.tokens import start_token
 
+# which model, which text, which device: the same lines in every stage
+out_dir = 'out/demo/nope'    # folder of the run to read; results go there, too
+init_from = 'last'           # last or best (of out_dir), a checkpoint file, hf:ORG/NAME
+position: str | None = None  # position method; None: the checkpoint's
+rope_scaling: str | None = None   # extension of RoPE, such as yarn:4; None: the checkpoint's
+scale: float | str | None = None  # softmax scale: a number for all heads, or a scale file
+label = ''                   # name of the result; '': named after the scale
+device = 'auto'              # auto, cpu, cuda, mps
+dtype = 'auto'               # auto, float32, bfloat16, float16
 # prompts
 max_length: int | None = None  # longest prompt in tokens; None: twice the scales' target, or 2L
 n_lengths = 16               # number of lengths, evenly spaced up to max_length
@@ -166,5 +175,5 @@ def main():
 
 
 if __name__ == '__main__':
-    configure(globals(), RunSettings)
+    configure(globals())
     main()

@@ -8,12 +8,20 @@ $ python sample.py --prompt='def ' --max_new_tokens=1000 --scale=out/demo/nope/s
 import torch
 
 from configurator import between, configure, settings
-from lib.checkpoints import ModelSettings, Run
+from lib.checkpoints import Run
 from lib.devices import can_compile
 from lib.generate import generate
 from lib.tokens import start_token
 
+# which model, which text, which device: the same lines in every stage
+out_dir = 'out/demo/nope'    # folder of the run to read; results go there, too
+init_from = 'last'           # last or best (of out_dir), a checkpoint file, hf:ORG/NAME
+position: str | None = None  # position method; None: the checkpoint's
+rope_scaling: str | None = None   # extension of RoPE, such as yarn:4; None: the checkpoint's
 scale: float | str | None = None  # softmax scale: a number for all heads, or a scale file
+device = 'auto'              # auto, cpu, cuda, mps
+dtype = 'auto'               # auto, float32, bfloat16, float16
+# what to write
 prompt = ''                  # text that the model continues; empty: the start of a document
 n_samples = 1
 max_new_tokens = 500         # per sample
@@ -52,5 +60,5 @@ def main():
 
 
 if __name__ == '__main__':
-    configure(globals(), ModelSettings)
+    configure(globals())
     main()
