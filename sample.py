@@ -24,7 +24,7 @@ dtype = 'auto'               # auto, float32, bfloat16, float16
 # what to write
 prompt = ''                  # text that the model continues; empty: the start of a document
 n_samples = 1
-max_new_tokens = 500         # per sample
+max_new_tokens = 500         # tokens in one sample
 temperature = 0.8            # 0: always take the likeliest token
 top_k: int | None = None     # draw only from the k likeliest tokens; None: from all tokens
 top_p: float | None = None   # draw only from the likeliest tokens with this total probability
@@ -32,31 +32,39 @@ seed = 1337
 compile = False              # compile one graph for all tokens; pays for thousands of tokens
 
 
+def print_text(encoding, ids, new_ids):
+    """Print the text of ids, then the text of new_ids, an iterator, as it comes."""
+    def text_of(ids):
+        return encoding.decode_bytes(ids).decode(errors='replace')
+
+    text = shown = text_of(ids)
+    print(shown, end='', flush=True)
+    for token in new_ids:
+        # Decode all tokens again, because a token's text depends on the tokens before it.
+        ids = [*ids, token]
+        text = text_of(ids)
+        if not text.endswith('\ufffd'):  # else the last character is incomplete
+            print(text[len(shown):], end='', flush=True)
+            shown = text
+    print(text[len(shown):])
+
+
 def main():
     between(globals(), 0, 'n_samples', 'max_new_tokens', 'temperature')
     between(globals(), 1, 'top_k')
     between(globals(), 0, 'top_p', most=1)
     run = Run(settings(globals()), decodes=True)
-    model, encoding, dtype = run.model, run.encoding, run.runtime.dtype
+    encoding, runtime = run.encoding, run.runtime
     ids = [start_token(encoding), *encoding.encode_ordinary(prompt)]
-    generator = torch.Generator(run.runtime.device).manual_seed(seed)
+    generator = torch.Generator(runtime.device).manual_seed(seed)
     for i in range(n_samples):
-        tokens = ids[1:]
-        text = shown = encoding.decode_bytes(tokens).decode(errors='replace')
-        print(shown, end='', flush=True)
-        with run.runtime.autocast():
-            for token in generate(model, ids, max_new_tokens, temperature, top_k, top_p,
-                                  encoding.eot_token, generator, dtype,
-                                  can_compile(run.runtime, compile)):
-                tokens.append(token)
-                # Decode all tokens again, because a token's text depends on the tokens before it.
-                text = encoding.decode_bytes(tokens).decode(errors='replace')
-                if not text.endswith('\ufffd'):  # else the last character is incomplete
-                    print(text[len(shown):], end='', flush=True)
-                    shown = text
-        print(text[len(shown):])
-        if i + 1 < n_samples:
+        if i:
             print('---')
+        with runtime.autocast():
+            new_ids = generate(run.model, ids, max_new_tokens, temperature, top_k, top_p,
+                               encoding.eot_token, generator, runtime.dtype,
+                               can_compile(runtime, compile))
+            print_text(encoding, ids[1:], new_ids)
 
 
 if __name__ == '__main__':
