@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import ROOT, flip_a_bit, mistake, near, random_model, read, stage_here
 
-from che import draw, measure
+from che import draw, loss_and_accuracy
 from lib.checkpoints import old_name
 from lib.generate import complete
 from lib.tasks import TASKS
@@ -46,7 +46,7 @@ def test_accuracy_counts_symbols_up_to_the_end_symbol_and_loss_counts_all():
 
     def of(is_right):
         model, rng = Answers(torch.where(is_right, right, wrong)), np.random.default_rng(0)
-        return [*map(float, measure(model, 'stack_manipulation', rng, 16, 10, 5))]
+        return [*map(float, loss_and_accuracy(model, 'stack_manipulation', rng, 16, 10, 5))]
 
     everything = torch.ones_like(end)
     loss, *counts = of(everything)
@@ -73,9 +73,9 @@ def test_a_copy_counts_as_right_where_greedy_generation_writes_it():
     with torch.enable_grad():
         for step in range(60):
             optimizer.zero_grad()
-            measure(model, 'copy', np.random.default_rng(step), 64, 3, 32)[0].backward()
+            loss_and_accuracy(model, 'copy', np.random.default_rng(step), 64, 3, 32)[0].backward()
             optimizer.step()
-    *_, exact = measure(model, 'copy', np.random.default_rng(1000), 64, 3, 32)
+    *_, exact = loss_and_accuracy(model, 'copy', np.random.default_rng(1000), 64, 3, 32)
     x, _ = TASKS['copy'].generate(np.random.default_rng(1000), 64, 3)
     written = complete(model, [[*row, 32] for row in x.tolist()], 3)
     assert 0 < exact.item() < 1 and exact.item() == (written == x).all(1).mean()
