@@ -117,9 +117,9 @@ def arguments(scope, known):
 def configure(scope, declared=None):
     """
     Set the settings in a stage's globals() from its command line, and make report() show uncaught
-    errors. declared: a dataclass, position.Settings, whose fields are settings, too. If the stage
-    assigns a field itself, its own default counts. Returns the names of the settings that the user
-    gave. Raises UserError with the file or key that is wrong.
+    errors. declared: a dataclass whose fields are settings, too, such as position.Settings. If the
+    stage assigns a field itself, that default counts. Returns the names of the settings that the
+    user gave. Raises UserError with the file or key that is wrong.
     """
     sys.excepthook = report
     if hasattr(sys.stdout, 'reconfigure'):  # prints file names that are not UTF-8
