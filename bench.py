@@ -39,7 +39,7 @@ from model import ModelConfig, Transformer
 
 tasks = ['train', 'scale', 'eval', 'entropy', 'prefill', 'decode']
 peer = ''                    # hf: transformers' Llama does the same work, in turns with ours
-out_dir = 'results/bench'
+out_dir = 'results/bench'    # folder of the result
 name = ''                    # name of the result; '': the device, cpu or cuda
 # model; position.py declares the settings of single position methods
 like: list[str] = []         # training configs that set the model; their block_size sets context
@@ -55,7 +55,7 @@ context = 1024               # T: tokens in a sequence
 batch_size = 4               # sequences per training step, tuning step or pass of evaluation
 read_context = 4096          # tokens that prefill and entropy read, and that decode starts after
 n_decode = 32                # tokens decoded in a round
-rounds = 7
+rounds = 7                   # timed calls of each function; the result is their median
 profile = False              # also show in which operators a task spends its time
 # machine
 device = 'auto'              # auto, cpu, cuda

@@ -52,7 +52,7 @@ dtype = 'auto'               # auto, float32, bfloat16, float16
 # questions
 tasks = ['arc_challenge', 'arc_easy', 'boolq', 'hellaswag', 'openbookqa', 'piqa', 'winogrande']
 task_folder = ''             # folder with more task files for lm_eval (.yaml), such as your own
-limit: int | None = None     # ask only the first questions of each task; None: all
+limit: int | None = None     # number of questions of each task, the first ones; None: all
 read_length: int | None = None  # longest text in tokens, and length of RULER's prompts; None: L
 tokenizer = ''               # Hugging Face tokenizer that RULER counts with; '': init_from's
 add_bos = False              # start questions with the start token; the paper does not

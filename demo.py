@@ -23,7 +23,7 @@ from lib import plots
 from lib.answers import command, save_json
 from lib.errors import ROOT
 
-out_dir = 'out/demo'
+out_dir = 'out/demo'         # folder of both runs and of the report
 max_iters = 2200             # training steps of each twin
 tune_iters = 120             # tuning steps of each set of head scales
 overshoot = 1.25             # scales for T tokens are tuned at this factor times T (paper: 1.125)

@@ -49,7 +49,7 @@ tasks: list[str] = []        # names of tasks; empty: all 16
 context: int | None = None   # tokens of prompt and longest answer together; None: L
 beams = 5                    # sequences that beam search keeps; 1: greedy
 batch_size = 4               # samples that the model reads at once, each with all its beams
-max_samples: int | None = None  # read only the first samples of each task; None: all
+max_samples: int | None = None  # number of samples of each task, the first ones; None: all
 paper = ''                   # row of Table 3 to print with the results, such as 'NoPE 2K'
 
 

@@ -23,7 +23,7 @@ device = 'auto'              # auto, cpu, cuda, mps
 dtype = 'auto'               # auto, float32, bfloat16, float16
 # what to write
 prompt = ''                  # text that the model continues; empty: the start of a document
-n_samples = 1
+n_samples = 1                # number of continuations
 max_new_tokens = 500         # tokens in one sample
 temperature = 0.8            # 0: always take the likeliest token
 top_k: int | None = None     # draw only from the k likeliest tokens; None: from all tokens

@@ -1,6 +1,7 @@
 """
-How often the likeliest next token is the right one, by length of the context: an example of an
-evaluation of one's own. The task is accuracy(); the rest is what every evaluation needs.
+How often the likeliest next token is the right one, by length of the context. This is an example
+to copy for an evaluation of your own. accuracy() is the measurement. The rest is what every
+evaluation has.
 
 $ python -m lessons.evaluation --lengths=[128,512]
 
@@ -22,8 +23,8 @@ split = 'test'               # split of the dataset to read
 device = 'auto'              # auto, cpu, cuda, mps
 dtype = 'auto'               # auto, float32, bfloat16, float16
 # what to measure
-lengths = [128, 256, 512]  # tokens in a window
-n_samples = 64             # windows of each length, evenly spaced over the split
+lengths = [128, 256, 512]    # tokens in a window
+n_samples = 64               # windows of each length, evenly spaced over the split
 
 
 def accuracy(model, inputs, targets):

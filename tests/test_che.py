@@ -5,14 +5,13 @@ $ python -m pytest tests/test_che.py
 """
 
 import json
-import shutil
 
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT, mistake, near, random_model, read, stage_here, written_elsewhere
 
-from che import draw, loss_and_accuracy
+from che import loss_and_accuracy
 from lib.checkpoints import old_name
 from lib.generate import complete
 from lib.tasks import TASKS
@@ -54,12 +53,6 @@ def test_accuracy_counts_symbols_up_to_the_end_symbol_and_loss_counts_all():
     assert of(before_end)[1:] == [pytest.approx(n / (n + 16)), 0]
     end[:4] = False  # in 4 of 16 answers the end symbol is wrong
     assert of(before_end | end)[2] == 12 / 16
-
-
-def test_recall_is_read_at_its_queries():
-    found = draw('recall', np.random.default_rng(0), 5, 12, empty=96)
-    expected = TASKS['recall'].generate(np.random.default_rng(0), 5, 12)
-    assert all(map(np.array_equal, found, expected))
 
 
 @torch.no_grad()
@@ -118,13 +111,6 @@ def test_model_learns_even_pairs(tmp_path):
     larger = '--n_layer=2 --n_embd=32 --n_hidden=32 --batch_size=64 --learning_rate=3e-3'.split()
     stage_here('che', *arguments(tmp_path, *larger, '--n_test=200', steps=300))
     assert min(read(tmp_path / 'che.json')['tasks']['even_pairs']['accuracy'][1:6]) > 0.9
-
-
-def test_finished_task_is_not_trained_again(run, tmp_path):
-    out_dir = shutil.copytree(run[0], tmp_path / 'copy')
-    before = (out_dir / 'even_pairs.pt').read_bytes()
-    out = stage_here('che', *arguments(out_dir))
-    assert 'loss' not in out and (out_dir / 'even_pairs.pt').read_bytes() == before
 
 
 def test_one_model_learns_a_mixture_and_goes_on_where_it_stopped(tmp_path):

@@ -7,9 +7,9 @@ $ python -m pytest tests/test_commands.py
 
 import ast
 import functools
-import importlib.util
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -96,14 +96,11 @@ def stage(program):
     """The names that a stage defines, and what else its configure() is given."""
     path = ROOT / program
     assert path.is_file(), f'there is no {program}'
-    spec = importlib.util.spec_from_file_location(f'stage_{len(sys.modules)}', path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look for it
-    spec.loader.exec_module(module)
+    scope = runpy.run_path(str(path))
     for node in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
         if isinstance(node, ast.Call) and getattr(node.func, 'id', '') == 'configure':
-            return vars(module), [eval(ast.unparse(more), vars(module)) for more in node.args[1:]]
-    return vars(module), None
+            return scope, [eval(ast.unparse(more), scope) for more in node.args[1:]]
+    return scope, None
 
 
 @pytest.fixture
