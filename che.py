@@ -74,17 +74,7 @@ seed = 1337                  # draws the initial weights and the samples
 
 METHOD = dataclasses.asdict(methods.Settings())  # settings of position methods and their defaults
 MODEL = (*METHOD, 'n_layer', 'n_head', 'n_embd', 'n_hidden', 'short_conv', 'short_conv_at')
-
-
-@dataclass
-class Training:
-    """How a task is trained. A run continues only with the same numbers."""
-    train_length: int
-    batch_size: int
-    learning_rate: float
-    warmup_iters: int
-    grad_clip: float
-    seed: int
+TRAINING = 'train_length', 'batch_size', 'learning_rate', 'warmup_iters', 'grad_clip', 'seed'
 
 
 def check_settings(chosen, runtime):
@@ -158,7 +148,7 @@ class TaskRun:
     names: list[str]
     empty: int         # id of the empty token
     model: Transformer
-    state: dict        # content of TASK.pt
+    state: dict        # content of TASK.pt; its settings are those of MODEL and TRAINING
     path: Path         # of TASK.pt
     lock: OnlyWriter   # keeps a second process from overwriting TASK.pt
 
@@ -207,11 +197,11 @@ def read_state(path, wanted, max_iters):
     return state
 
 
-def open_run(mixture, path, chosen, training, runtime):
+def open_run(mixture, path, chosen, runtime):
     """The TaskRun of a mixture, with the weights of TASK.pt if there is one."""
     model = new_model(mixture, chosen)
     lock = OnlyWriter(path)
-    wanted = {name: chosen[name] for name in MODEL} | vars(training)
+    wanted = {name: chosen[name] for name in (*MODEL, *TRAINING)}
     state = read_state(path, wanted, chosen['max_iters'])
     if 'model' in state:
         model.load_state_dict(checkpoints.named_for(model, state['model'], path))
@@ -219,12 +209,13 @@ def open_run(mixture, path, chosen, training, runtime):
                    lock)
 
 
-def train(run, training, max_iters, eval_interval):
+def train(run, max_iters, eval_interval):
     """
     Continue training up to max_iters steps. The tasks of the run take turns, one step each. Save
     the run every eval_interval steps.
     """
-    model, state, seed = run.model, run.state, training.seed
+    model, state, recipe = run.model, run.state, run.state['settings']
+    seed = recipe['seed']
     weights = [p for p in model.parameters() if p.requires_grad]  # all but the head scales
     optimizer = torch.optim.Adam(weights, fused=True)
     if 'optimizer' in state:
@@ -232,17 +223,17 @@ def train(run, training, max_iters, eval_interval):
     recent = []  # loss and accuracy of each step since the last line on screen
     model.train()
     for step in range(state['step'], max_iters):
-        warmed_up = min(1.0, (step + 1) / max(1, training.warmup_iters))
-        optimizer.param_groups[0]['lr'] = training.learning_rate * warmed_up
+        warmed_up = min(1.0, (step + 1) / max(1, recipe['warmup_iters']))
+        optimizer.param_groups[0]['lr'] = recipe['learning_rate'] * warmed_up
         name = run.names[step % len(run.names)]
         rng = np.random.default_rng([seed, *f'train {name}'.encode(), step])
         torch.manual_seed(seed + step)  # seeds random positions
-        length = int(rng.integers(1, training.train_length + 1))
-        loss, accuracy, _ = loss_and_accuracy(model, name, rng, training.batch_size, length,
+        length = int(rng.integers(1, recipe['train_length'] + 1))
+        loss, accuracy, _ = loss_and_accuracy(model, name, rng, recipe['batch_size'], length,
                                               run.empty)
         loss.backward()
-        if training.grad_clip:
-            torch.nn.utils.clip_grad_norm_(weights, training.grad_clip)
+        if recipe['grad_clip']:
+            torch.nn.utils.clip_grad_norm_(weights, recipe['grad_clip'])
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         recent.append(torch.stack((loss.detach(), accuracy)))
@@ -261,7 +252,7 @@ def train(run, training, max_iters, eval_interval):
 
 
 @torch.no_grad()
-def test_accuracies(run, name, lengths, n_test, seed):
+def test_accuracies(run, name, lengths, n_test):
     """
     The shares of symbols and of whole answers that are right: (len(lengths), 2), means over
     batches. The run saves them, so a stopped test continues at the next length.
@@ -271,6 +262,7 @@ def test_accuracies(run, name, lengths, n_test, seed):
     with progress_bar(len(lengths), f'{name}, test') as bar:
         for length in lengths:
             if length not in done:
+                seed = run.state['settings']['seed']
                 rng = np.random.default_rng([seed, *f'test {name}'.encode(), length])
                 shares = []
                 for start in range(0, n_test, 64):
@@ -332,22 +324,21 @@ def main():
     check_settings(chosen, runtime)
     method, short_name = method_names(chosen)
     folder = Path(out_dir or f'out/che/{short_name}')
-    training = Training(train_length, batch_size, learning_rate, warmup_iters, grad_clip, seed)
     tested = sorted(lengths) or [*range(1, train_length + 1, eval_every),
                                  *range(train_length + 1, test_length + 1, eval_every)]
 
     # Open all tasks before training the first one, so that a mistake shows before work starts.
     runs = {}
     for mixture in tasks or paper:
-        runs[mixture] = open_run(mixture, folder / f'{mixture}.pt', chosen, training, runtime)
+        runs[mixture] = open_run(mixture, folder / f'{mixture}.pt', chosen, runtime)
 
     rows = {}
     for mixture, run in runs.items():
         print(f"{mixture}: {method}, {run.model.n_params():,} parameters; steps "
               f"{run.state['step']} to {max_iters} into {run.path}")
-        train(run, training, max_iters, eval_interval)
+        train(run, max_iters, eval_interval)
         for name in run.names:
-            shares = test_accuracies(run, name, tested, n_test, seed)
+            shares = test_accuracies(run, name, tested, n_test)
             n_inside = sum(length <= train_length for length in tested)
             rows[name] = entry_of_task(name, shares, n_inside, paper.get(name, {}).get(method))
         run.lock.close()
