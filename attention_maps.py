@@ -14,13 +14,25 @@ import torch.nn.functional as F
 
 from configurator import between, configure, settings
 from kernels import row_chunks
-from lib.checkpoints import Run, TextSettings
+from lib.checkpoints import Run
+from lib.scales import vectors_for
 
+# which model, which text, which device: the same lines in every stage
+out_dir = 'out/demo/nope'    # folder of the run to read; results go there, too
+init_from = 'last'           # last or best (of out_dir), a checkpoint file, hf:ORG/NAME
+position: str | None = None  # position method; None: the checkpoint's
+rope_scaling: str | None = None   # extension of RoPE, such as yarn:4; None: the checkpoint's
+scale: float | str | None = None  # softmax scale: a number for all heads, or a scale file
+label = ''                   # name of the result; '': named after the scale
+dataset: str | None = None   # a folder of data/; None: the text that the model was trained on
+split = 'test'               # split of the dataset to read
+device = 'auto'              # auto, cpu, cuda, mps
+dtype = 'float32'            # auto, float32, bfloat16, float16; half precision rounds q and k
+# what to draw
 layer: int | None = None     # counted from 0; None: the middle layer
 head = 0                     # counted from 0
 lengths: list[int] | None = None  # tokens in a window; one row of pictures each; None: L, 4L, 16L
 n_samples = 4                # windows of each length, evenly spaced; the pictures show their mean
-dtype = 'float32'            # auto, float32, bfloat16, float16; half precision rounds q and k
 
 CELLS = 64  # most cells per side of a map, so that the JSON of three lengths is below 300 KB
 
@@ -30,19 +42,17 @@ def parts_of(method, q, k, i, j, head):
     {part: (rows, keys)} of one head. The parts are score: q.k / sqrt(D), plus what CoPE or
     Transformer-XL add; bias: B; dape: f([S; B]) of Eq. (3); attention: the weights after softmax.
     """
-    score = method.similarity(q, k, i, j)[0, head]
-    bias = method.bias(i, j)
-    scores = method.scores(q, k, i, j)
-    seen = scores[0, head]
-    parts, rest = {'score': score}, seen - score
+    score, scores = method.similarity(q, k, i, j), method.scores(q, k, i, j)
+    bias, parts = method.bias(i, j), {'score': score[0, head]}
     if bias is not None:
         parts['bias'] = bias[head]
     if hasattr(method, 'method'):  # DAPE
+        added = (scores - score)[0, head]
         if bias is not None and method.residual:
-            rest = rest - bias[head]
-        parts['dape'] = rest
-    weights = method.softmax(scores)
-    return parts | {'attention': weights[0, head]}
+            added = added - bias[head]
+        parts['dape'] = added
+    parts['attention'] = method.softmax(scores)[0, head]
+    return parts
 
 
 def head_maps(attention, q, k, place, head):
@@ -59,37 +69,33 @@ def head_maps(attention, q, k, place, head):
     token = torch.arange(T, device=q.device)
     in_cell = F.one_hot(token // -(-T // CELLS)).float()
     edges = 2 ** token[:(T - 1).bit_length()]  # 1, 2, 4 ...: first distance of each bin after 0
-    maps, by_distance = 0, 0
+    sums, by_distance = 0, 0
     for rows, end in row_chunks(T, T, H, q.device, attention.position.needs_all_keys):
         i, j = place.i[rows], place.j[:end]
         with torch.autocast(q.device.type, enabled=False):
-            queries = q[:, :, rows].float()
-            keys = k[:, :, :end].float()
+            queries, keys = q[:, :, rows].float(), k[:, :, :end].float()
             parts = parts_of(attention.position, queries, keys, i, j, head)
         mask = attention.position.mask(i, j)[0, 0]
         values = torch.stack([*parts.values()]).masked_fill(mask, 0)
-        maps += in_cell[rows].T @ values @ in_cell[:end]  # sums, (parts, n, n)
-        # Keys after the query fall into the first bin. They add nothing, as their attention is 0.
+        # Keys after the query fall into the first bin. They add nothing: their attention is 0.
         distance = token[rows, None] - token[:end]
         bins = torch.bucketize(distance, edges, right=True).flatten()
         late = values[-1] * (token[rows] >= T // 2)[:, None]
         by_distance += torch.bincount(bins, late.flatten(), len(edges) + 1)
+        # The last map counts the pairs with j <= i in each cell.
+        values = torch.cat((values, (distance >= 0)[None]))
+        sums += in_cell[rows].T @ values @ in_cell[:end]  # (parts + 1, n, n)
 
-    # The number of pairs with j <= i in each cell: all pairs, or about half on the diagonal.
-    size = in_cell.sum(0)
-    pairs = (size[:, None] * size).tril()
-    pairs -= (size * (size - 1) / 2).diag()
-    means = {}
-    for part, summed in zip(parts, maps):
-        means[part] = summed / (size[:, None] if part == 'attention' else pairs)
+    means = dict(zip(parts, sums / sums[-1]))
+    means['attention'] = sums[-2] / in_cell.sum(0)[:, None]
     return means | {'by_distance': by_distance / (T - T // 2)}
 
 
-def measure(model, tokens, layer, head):
+def window_maps(model, tokens, layer, head):
     """
-    A pass over one window. tokens: (1, T). Returns head_maps() of one head, and first_key
-    (n_layer, H): the share of attention that each head gives to the window's first key, as the mean
-    over the queries of the second half.
+    One pass over a window. tokens: (1, T) ids. Returns head_maps() of one head, and first_key
+    (n_layer, H): the share of attention that each head gives to the first key, as the mean over the
+    queries of the second half.
     """
     found = {}
 
@@ -107,24 +113,22 @@ def measure(model, tokens, layer, head):
     return found | {'first_key': torch.stack(shares)}
 
 
-def measure_length(run, windows, at):
+def entry_of_length(run, windows, n_samples, layer, head):
     """The result's entry for one length: means over its windows."""
-    samples = windows.evenly_spaced(n_samples)[:, None, :-1]
-    samples = torch.from_numpy(samples).to(run.runtime.device)
-    with torch.no_grad(), run.runtime.autocast():
-        found = [measure(run.model, window, at, head) for window in samples]
-    mean, maps = {}, {}
-    for part in found[0]:
-        of_windows = torch.stack([one[part] for one in found])
-        mean[part] = of_windows.mean(0).numpy(force=True)
-    share, by_distance = mean.pop('first_key'), mean.pop('by_distance')
-    for part, rows in mean.items():
-        maps[part] = []
-        for r, row in enumerate(rows):  # keep 3 digits, and leave out keys after the query
-            maps[part].append([float(f'{x:.3g}') for x in row[:r + 1]])
-    T = windows.block_size
-    run.runtime.print(f'{T:8,d} tokens: {share[at, head]:.1%} on the first key; '
+    samples = torch.from_numpy(windows.evenly_spaced(n_samples)[:, None, :-1])
+    chosen = vectors_for(run.model, windows.block_size)
+    with torch.no_grad(), run.runtime.autocast(), chosen:
+        found = [window_maps(run.model, window.to(run.runtime.device), layer, head)
+                 for window in samples]
+    mean = {}
+    for name in found[0]:
+        mean[name] = torch.stack([one[name] for one in found]).mean(0).numpy(force=True)
+    T, share, by_distance = windows.block_size, mean.pop('first_key'), mean.pop('by_distance')
+    run.runtime.print(f'{T:8,d} tokens: {share[layer, head]:.1%} on the first key; '
                       f'mean of all heads {share.mean():.1%}')
+    maps = {}
+    for part, rows in mean.items():  # keep 3 digits, and leave out keys after the query
+        maps[part] = [[float(f'{x:.3g}') for x in row[:r + 1]] for r, row in enumerate(rows)]
     return {'length': T, 'n_windows': len(found), 'first_key': share, 'by_distance': by_distance,
             'maps': maps}
 
@@ -141,10 +145,11 @@ def main():
     opened = [run.windows(T) for T in lengths or [L, 4 * L, 16 * L]]
     run.write('attention', {
         'dape_kernel': run.model.config.dape_kernel, 'dataset': opened[0].dataset, 'layer': at,
-        'head': head, 'lengths': [measure_length(run, windows, at) for windows in opened]})
+        'head': head,
+        'lengths': [entry_of_length(run, windows, n_samples, at, head) for windows in opened]})
     run.close()
 
 
 if __name__ == '__main__':
-    configure(globals(), TextSettings)
+    configure(globals())
     main()

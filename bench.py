@@ -20,6 +20,7 @@ import statistics
 import time
 from functools import partial
 from operator import attrgetter
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -38,9 +39,9 @@ from model import ModelConfig, Transformer
 
 tasks = ['train', 'scale', 'eval', 'entropy', 'prefill', 'decode']
 peer = ''                    # hf: transformers' Llama does the same work, in turns with ours
-out_dir = 'results/bench'
-name = ''                    # name of the result; empty: name of the device, cpu or cuda
-# the model; the other settings of its position method are declared in position.py
+out_dir = 'results/bench'    # folder of the result
+name = ''                    # name of the result; '': the device, cpu or cuda
+# model; position.py declares the settings of single position methods
 like: list[str] = []         # training configs that set the model; their block_size sets context
 position = 'rope'            # the peer uses RoPE; a model without RoPE is a little faster
 n_layer = 8
@@ -49,12 +50,12 @@ n_kv_head = 2
 n_embd = 512
 n_hidden = 1408
 vocab_size = 32000
-# the work
+# work
 context = 1024               # T: tokens in a sequence
 batch_size = 4               # sequences per training step, tuning step or pass of evaluation
 read_context = 4096          # tokens that prefill and entropy read, and that decode starts after
 n_decode = 32                # tokens decoded in a round
-rounds = 7
+rounds = 7                   # timed calls of each function; the result is their median
 profile = False              # also show in which operators a task spends its time
 # machine
 device = 'auto'              # auto, cpu, cuda
@@ -64,10 +65,17 @@ seed = 1337
 
 MODEL = [field.name for field in dataclasses.fields(ModelConfig)]
 
+# In all functions below, s holds the settings by name, and s.runtime.
+
 
 # ---------------------------------------------------------------------- measuring
 
 rate = functools.cache(matmul_flops)  # measured once, so that all limits of a run agree
+
+
+def least_seconds(s, flops):
+    """The time that this arithmetic takes at the rate of a large matrix product."""
+    return flops / rate(s.runtime.device, s.runtime.dtype)
 
 
 def seconds_of(work, runtime):
@@ -78,17 +86,17 @@ def seconds_of(work, runtime):
     return time.perf_counter() - start
 
 
-def medians(works, runtime):
+def medians(s, works):
     """
     The median seconds of each function. works: {name: function}. The functions take turns in each
     round, because machines are noisy. The first two rounds only warm up. Raises RuntimeError if a
     later round compiles something.
     """
     turns = {who: [] for who in works}
-    for turn in range(2 + rounds):
+    for turn in range(2 + s.rounds):
         with torch.compiler.set_stance('default' if turn < 2 else 'fail_on_recompile'):
             for who, work in works.items():
-                turns[who].append(seconds_of(work, runtime))
+                turns[who].append(seconds_of(work, s.runtime))
     return {who: statistics.median(seconds[2:]) for who, seconds in turns.items()}
 
 
@@ -121,46 +129,46 @@ def by_operator(work, runtime):
     return {event.key: seconds(event) / 1e6 for event in longest}
 
 
-def measure(task, works, tokens, limits, runtime):
+def timings(s, task, works, tokens, limits):
     """
-    Measure a task, print its numbers and return {name: {seconds, tokens_per_second, of_limit,
-    times_ours, peak_memory}}. limits: {name: least possible seconds}, or one number for all names.
-    With `profile`, each entry also has `operators`, from by_operator().
+    Time the functions of a task and print the numbers. Returns {name: {seconds, tokens_per_second,
+    of_limit, times_ours, peak_memory}}, the task, its tokens and limits. limits: {name: least
+    possible seconds}, or one number for all names. With `profile`, each entry also has `operators`,
+    from by_operator().
     """
     if not isinstance(limits, dict):
         limits = dict.fromkeys(works, limits)
-    rows = {}
-    for who, seconds in medians(works, runtime).items():
+    rows, say = {}, s.runtime.print
+    for who, seconds in medians(s, works).items():
         rows[who] = {'seconds': seconds, 'tokens_per_second': tokens / seconds,
                      'of_limit': limits[who] / seconds,
                      'times_ours': seconds / rows['ours']['seconds'] if rows else 1.0,
-                     'peak_memory': peak_memory(works[who], runtime)}
-    print_rows(runtime.print, [{task: who} | row for who, row in rows.items()])
-    for who in works if profile else ():
-        rows[who]['operators'] = by_operator(works[who], runtime)
-        print_rows(runtime.print, [{'operator': name, f'seconds of {who}': seconds}
-                           for name, seconds in rows[who]['operators'].items()])
+                     'peak_memory': peak_memory(works[who], s.runtime)}
+    print_rows(say, [{task: who} | row for who, row in rows.items()])
+    for who in works if s.profile else ():
+        operators = rows[who]['operators'] = by_operator(works[who], s.runtime)
+        print_rows(say, [{'operator': name, f'seconds of {who}': seconds}
+                         for name, seconds in operators.items()])
     return {'task': task, 'tokens': tokens, 'limit_seconds': limits} | rows
 
 
 # ---------------------------------------------------------------------- the models and their work
 
-def new_model(block_size, runtime, **changes):
-    torch.manual_seed(seed)
-    config = config_of(settings(globals()) | changes, block_size=block_size)
-    return Transformer(config).init_weights().to(runtime.device)
+def new_model(s, block_size, **changes):
+    torch.manual_seed(s.seed)
+    config = config_of(vars(s) | changes, block_size=block_size)
+    return Transformer(config).init_weights().to(s.runtime.device)
 
 
 class Peer(torch.nn.Module):
     """transformers' Llama of the same sizes, with the interface of our Transformer."""
     scale_sets = None
 
-    def __init__(self, block_size):
+    def __init__(self, config):
         super().__init__()
         transformers = optional('transformers')
         self.make_cache = transformers.DynamicCache
-        twin = config_of(settings(globals()), block_size=block_size, position='rope')
-        config = their_config(twin, torch.float32) | {'attn_implementation': 'sdpa'}
+        config = their_config(config, torch.float32) | {'attn_implementation': 'sdpa'}
         self.llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config))
 
     def forward(self, idx, targets=None, tail=0, cache=None):
@@ -176,17 +184,18 @@ class Peer(torch.nn.Module):
         return self.make_cache(config=self.llama.config)
 
 
-def both(block_size, runtime, frozen=False):
+def both(s, block_size, frozen=False):
     """
     {name: model}: our model, and transformers' if `peer` is set. frozen: the weights need no
     gradient and have the runtime's precision, as in stages that do not train.
     """
-    models = {'ours': new_model(block_size, runtime)}
-    if peer:
-        models['transformers'] = Peer(block_size).to(runtime.device)
+    models = {'ours': new_model(s, block_size)}
+    if s.peer:
+        twin = config_of(vars(s), block_size=block_size, position='rope')
+        models['transformers'] = Peer(twin).to(s.runtime.device)
     if frozen:
         for model in models.values():
-            model.requires_grad_(False).to(runtime.dtype)
+            model.requires_grad_(False).to(s.runtime.dtype)
     return models
 
 
@@ -197,22 +206,22 @@ def only_scales(model, runtime):
     return model
 
 
-def random_ids(B, T, runtime):
-    return torch.randint(vocab_size, (B, T), device=runtime.device)
+def random_ids(s, B, T):
+    return torch.randint(s.vocab_size, (B, T), device=s.runtime.device)
 
 
-def training_step(model, B, T, runtime):
+def training_step(s, model, B, T):
     """
     Returns a function that does one step on random tokens. The step has the parts of a step in
     train.py and tune_scale.py: loss, backward, clipping, optimizer.
     """
-    x, y = random_ids(B, T, runtime), random_ids(B, T, runtime)
+    x, y = random_ids(s, B, T), random_ids(s, B, T)
     weights = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=1e-5, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    forward = compiled(model, runtime, compile)
+    forward = compiled(model, s.runtime, s.compile)
 
     def step():
-        with runtime.autocast():
+        with s.runtime.autocast():
             loss = forward(x, y).mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
@@ -229,114 +238,112 @@ def reading_flops(model, T, tail):
     (matmul, attention), unread = model.flops_per_token(T), T - tail
     head, block = 2 * model.head.weight.numel(), model.blocks[-1]
     after = block.attn.out.weight.numel() + sum(p.numel() for p in block.mlp.parameters())
-    skipped = unread * (2 * after + head) + unread ** 2 / T * attention / n_layer
+    skipped = unread * (2 * after + head) + unread ** 2 / T * attention / len(model.blocks)
     return T * (matmul + attention) - skipped
 
 
 # ---------------------------------------------------------------------- tasks
 
-def train(runtime):
-    models, tokens = both(context, runtime), batch_size * context
-    works = {who: training_step(model, batch_size, context, runtime)
-             for who, model in models.items()}
-    flops = 3 * tokens * sum(models['ours'].flops_per_token(context))
-    limit = flops / rate(runtime.device, runtime.dtype)
-    return measure('training step', works, tokens, limit, runtime)
+def train(s):
+    B, T = s.batch_size, s.context
+    models = both(s, T)
+    works = {who: training_step(s, model, B, T) for who, model in models.items()}
+    limit = least_seconds(s, 3 * B * T * sum(models['ours'].flops_per_token(T)))
+    return timings(s, 'training step', works, B * T, limit)
 
 
-def step_limits(model, tokens, T, runtime, forwards=1):
+def step_limits(s, model, tokens, T, forwards=1):
     """
     Lower bounds in seconds for a head-scale step ('ours') and for a whole step on windows of T.
     Returns {name: seconds of products with weights}, and the seconds of attention. The unit of the
     count is a forward pass. Each forward counts 1. Gradients for lower layers count 1. Gradients of
     weights count 1, in a whole step only. The backward of attention counts 2.
     """
-    matmul, attention = model.flops_per_token(T)
-    second = tokens / rate(runtime.device, runtime.dtype)  # for 1 FLOP per token
-    linear = {'ours': (forwards + 1) * matmul * second,
-              'whole step': (forwards + 2) * matmul * second}
-    return linear, (forwards + 2) * attention * second
+    matmul, attention = [least_seconds(s, tokens * flops) for flops in model.flops_per_token(T)]
+    linear = {'ours': (forwards + 1) * matmul, 'whole step': (forwards + 2) * matmul}
+    return linear, (forwards + 2) * attention
 
 
-def scale(runtime):
+def scale(s):
     """A step of head-scale tuning, compared with a whole training step."""
-    model, tokens = new_model(context, runtime), batch_size * context
-    tuned = only_scales(new_model(context, runtime), runtime)
-    works = {'ours': training_step(tuned, batch_size, context, runtime),
-             'whole step': training_step(model, batch_size, context, runtime)}
-    linear, quadratic = step_limits(model, tokens, context, runtime)
+    B, T = s.batch_size, s.context
+    model, tuned = new_model(s, T), only_scales(new_model(s, T), s.runtime)
+    works = {'ours': training_step(s, tuned, B, T), 'whole step': training_step(s, model, B, T)}
+    linear, quadratic = step_limits(s, model, B * T, T)
     limits = {who: seconds + quadratic for who, seconds in linear.items()}
-    return measure('head-scale step', works, tokens, limits, runtime)
+    return timings(s, 'head-scale step', works, B * T, limits)
 
 
 @torch.no_grad()
-def sliding_windows(runtime):
+def sliding_windows(s):
     """
     Batches of windows that score their last L/8 tokens. Our model computes only the logits of these
     tokens; transformers' code computes all logits. Each model runs compiled and uncompiled.
     """
-    n, scored, works = 4 * batch_size, -(-context // 8), {}
-    batches = random_ids(n, context + 1, runtime).split(batch_size)
+    n, T, works = 4 * s.batch_size, s.context, {}
+    scored, batches = -(-T // 8), random_ids(s, n, T + 1).split(s.batch_size)
 
     def read_all(model):
         for batch in batches:
             model(batch[:, :-1], batch[:, -scored:])
 
-    models = both(context, runtime, frozen=True)
+    models = both(s, T, frozen=True)
     for who, model in models.items():
-        works[who] = partial(read_all, compiled(model, runtime, compile))
+        works[who] = partial(read_all, compiled(model, s.runtime, s.compile))
         works[f'{who}, uncompiled'] = partial(read_all, model)
-    flops = n * reading_flops(models['ours'], context, scored)
-    limit = flops / rate(runtime.device, runtime.dtype)
-    return measure('sliding windows', works, n * context, limit, runtime)
+    limit = least_seconds(s, n * reading_flops(models['ours'], T, scored))
+    return timings(s, 'sliding windows', works, n * T, limit)
 
 
-def entropy(runtime):
+def entropy(s):
     """Entropy of every head of a layer, by the kernel and by the float32 matrix, in place."""
-    T, D = read_context, n_embd // n_head
-    q = torch.randn(1, n_head, T, D, device=runtime.device)
-    k = q[:, :n_kv_head].contiguous()
-    later = torch.full((T, T), -1e9, device=runtime.device).triu(1)  # exp(-1e9) is 0
+    T, D = s.read_context, s.n_embd // s.n_head
+    q = torch.randn(1, s.n_head, T, D, device=s.runtime.device)
+    k = q[:, :s.n_kv_head].contiguous()
+    later = torch.full((T, T), -1e9, device=s.runtime.device).triu(1)  # exp(-1e9) is 0
 
     def matrix():
-        scores = q @ kernels.repeat_heads(k, n_head).transpose(-1, -2)
+        scores = q @ kernels.repeat_heads(k, s.n_head).transpose(-1, -2)
         scores.mul_(D ** -0.5).add_(later)
         log_a = scores.sub_(scores.logsumexp(-1, keepdim=True))
         return -log_a.exp().mul_(log_a).sum(-1)
 
     works = {'ours': partial(kernels.entropy, q, k), 'matrix': matrix}
-    flops = 2 * n_embd * T ** 2  # q.k and the sum over keys, for half of the pairs
-    limit = flops / rate(runtime.device, torch.float32)
-    return measure(f'entropy, T = {T}', works, T, limit, runtime)
+    flops = 2 * s.n_embd * T ** 2  # q.k and the sum over keys, for half of the pairs
+    limit = flops / rate(s.runtime.device, torch.float32)
+    return timings(s, f'entropy, T = {T}', works, T, limit)
 
 
-def read(model, idx):
-    """Prefill. Returns the cache, with room for n_decode more tokens, and the first new token."""
-    cache = new_cache(model, 1, read_context + n_decode)
+def cache_and_first(model, idx, n_new):
+    """Prefill. Returns the cache, with room for n_new more tokens, and the first new token."""
+    cache = new_cache(model, 1, idx.shape[1] + n_new)
     logits = model(idx, tail=1, cache=cache)
     return cache, logits[:, -1].argmax(-1, keepdim=True)
 
 
 @torch.no_grad()
-def prefill(runtime):
-    models, idx = both(read_context, runtime, frozen=True), random_ids(1, read_context, runtime)
-    works = {who: partial(read, model, idx) for who, model in models.items()}
-    limit = reading_flops(models['ours'], read_context, 1) / rate(runtime.device, runtime.dtype)
-    return measure(f'prefill, T = {read_context}', works, read_context, limit, runtime)
+def prefill(s):
+    T = s.read_context
+    models, idx = both(s, T, frozen=True), random_ids(s, 1, T)
+    works = {who: partial(cache_and_first, model, idx, s.n_decode)
+             for who, model in models.items()}
+    limit = least_seconds(s, reading_flops(models['ours'], T, 1))
+    return timings(s, f'prefill, T = {T}', works, T, limit)
 
 
 @torch.no_grad()
-def decode(runtime):
+def decode(s):
     """
     Greedy decoding of tokens one by one, after read_context tokens. `compiled` uses one graph that
     is compiled for all steps. The pass over the prompt is not counted.
     """
-    models, idx = both(read_context, runtime, frozen=True), random_ids(1, read_context, runtime)
+    T, n_decode = s.read_context, s.n_decode
+    models, idx = both(s, T, frozen=True), random_ids(s, 1, T)
     ours = models['ours']
     store_column_major(ours)  # stages that decode do the same
 
     def decoding(model, compile=False):
-        cache, first = read(model, idx)
+        cache, first = cache_and_first(model, idx, n_decode)
         step = step_of(model, cache, compile)
 
         def work():
@@ -350,14 +357,14 @@ def decode(runtime):
         return work
 
     works = {who: decoding(model) for who, model in models.items()}
-    if can_compile(runtime, compile) and not needs_equal_lengths(ours):
+    if can_compile(s.runtime, s.compile) and not needs_equal_lengths(ours):
         works['compiled'] = decoding(ours, True)
-    weights = ours.n_params() - ours.embed.weight.numel()
-    keys = 2 * n_layer * n_kv_head * (n_embd // n_head) * (read_context + n_decode / 2)
-    x = torch.ones(2 ** 26, device=runtime.device)  # 256 MB, to measure memory bandwidth
-    bandwidth = 4 * x.numel() / medians({'sum': x.sum}, runtime)['sum']
-    limit = n_decode * runtime.dtype.itemsize * (weights + keys) / bandwidth
-    return measure(f'decode, T = {read_context}', works, n_decode, limit, runtime)
+    weights, c = ours.n_params() - ours.embed.weight.numel(), ours.config
+    keys = 2 * c.n_layer * c.n_kv_head * c.head_dim * (T + n_decode / 2)
+    x = torch.ones(2 ** 26, device=s.runtime.device)  # 256 MB, to measure memory bandwidth
+    bandwidth = 4 * x.numel() / medians(s, {'sum': x.sum})['sum']
+    limit = n_decode * s.runtime.dtype.itemsize * (weights + keys) / bandwidth
+    return timings(s, f'decode, T = {T}', works, n_decode, limit)
 
 
 TASKS = {'train': train, 'scale': scale, 'eval': sliding_windows, 'entropy': entropy,
@@ -366,49 +373,52 @@ TASKS = {'train': train, 'scale': scale, 'eval': sliding_windows, 'entropy': ent
 
 # ---------------------------------------------------------------------- a run
 
-def read_like(given):
-    """Set the settings of the model from the configs in `like`, but keep those the user gave."""
+def with_like(chosen, given):
+    """
+    The settings `chosen`, with those of the model and its context from the configs in `like`. The
+    settings that the user gave stay.
+    """
     values = {'position': 'none'}
-    for config in like:
+    for config in chosen['like']:
         values |= run_config(config)
     if 'n_layer' not in values:
-        raise UserError(f'like is {like}, which sets no n_layer. Give the config that trains the '
-                        'model.')
-    values['context'] = values.get('block_size', context)
-    own = settings(globals()).keys() & {*MODEL, 'context'}
-    for setting in values.keys() & own - set(given):
-        globals()[setting] = values[setting]
+        raise UserError(f"like is {chosen['like']}, which sets no n_layer. Give the config that "
+                        'trains the model.')
+    values['context'] = values.get('block_size', chosen['context'])
+    names = chosen.keys() & {*MODEL, 'context'} & values.keys() - set(given)
+    return chosen | {name: values[name] for name in names}
 
 
-def check_settings(runtime):
-    if not set(tasks) <= set(TASKS):
-        raise UserError(f"tasks is {tasks}. Choose from: {', '.join(TASKS)}.")
-    if peer not in ('', 'hf'):
-        raise UserError(f"peer is '{peer}'. Choose hf, or leave it empty.")
+def run_works(chosen, given, works):
+    """
+    Measure each function of works, {name: function of s}, and write the results. chosen: all
+    settings; given: the names of the settings that the user gave.
+    """
+    began, runtime = time.perf_counter(), setup(chosen['device'], chosen['dtype'], chosen['seed'])
+    if chosen['peer'] not in ('', 'hf'):
+        raise UserError(f"peer is '{chosen['peer']}'. Choose hf, or leave it empty.")
     if runtime.world_size > 1:
         raise UserError('bench.py measures only one device. Start it without torchrun.')
-    between(globals(), 1, 'context', 'batch_size', 'read_context', 'n_decode', 'rounds')
-
-
-def main(given=(), works=None):
-    """
-    Measure each function of works, {name: function of a Runtime}, and write the results. given: the
-    names of the settings that the user gave.
-    """
-    began, runtime = time.perf_counter(), setup(device, dtype, seed)
-    check_settings(runtime)
-    if like:
-        read_like(given)
+    between(chosen, 1, 'context', 'batch_size', 'read_context', 'n_decode', 'rounds')
+    if chosen['like']:
+        chosen = with_like(chosen, given)
     os.environ.setdefault('KINETO_LOG_LEVEL', '6')  # else each profile prints a message
     flops = rate(runtime.device, runtime.dtype)
     print(f'{runtime.device.type}, {torch.get_num_threads()} threads, torch {torch.__version__}, '
           f'{runtime.dtype}: a large matrix product does {flops / 1e12:.2f} TFLOP/s')
 
-    works = works or {task: TASKS[task] for task in tasks}
-    results = {task: work(runtime) for task, work in works.items()}
-    result = {'stage': 'bench', 'matmul_flops': flops, 'results': results}
-    plots.write_result(result_path(out_dir, name or runtime.device.type), result,
-                       settings(globals()), runtime, began)
+    s = SimpleNamespace(**chosen, runtime=runtime)
+    results = {name: work(s) for name, work in works.items()}
+    path = result_path(s.out_dir, s.name or runtime.device.type)
+    plots.write_result(path, {'stage': 'bench', 'matmul_flops': flops, 'results': results}, chosen,
+                       runtime, began)
+
+
+def main(given=()):
+    """given: the names of the settings that the user gave."""
+    if not set(tasks) <= set(TASKS):
+        raise UserError(f"tasks is {tasks}. Choose from: {', '.join(TASKS)}.")
+    run_works(settings(globals()), given, {task: TASKS[task] for task in tasks})
 
 
 if __name__ == '__main__':

@@ -24,6 +24,7 @@ a larger max_iters
 import dataclasses
 import math
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +46,8 @@ from model import Transformer
 tasks: list[str] = ['even_pairs']  # keys of TASKS; []: Table 6's; recall+copy: one model for both
 out_dir: str | None = None   # folder of runs and results; None: out/che/METHOD
 label = ''                   # appended to the name of the result
-# model; the settings of its position method are declared in position.py
+# model; position.py declares the settings of single position methods
+position = 'none'            # position method: none (NoPE), rope ...; a,b: layers take turns
 n_layer = 5
 n_head = 8
 n_embd = 64
@@ -72,27 +74,31 @@ seed = 1337                  # draws the initial weights and the samples
 
 METHOD = dataclasses.asdict(methods.Settings())  # settings of position methods and their defaults
 MODEL = (*METHOD, 'n_layer', 'n_head', 'n_embd', 'n_hidden', 'short_conv', 'short_conv_at')
-TRAINING = ('train_length', 'batch_size', 'learning_rate', 'warmup_iters', 'grad_clip', 'seed')
+TRAINING = 'train_length', 'batch_size', 'learning_rate', 'warmup_iters', 'grad_clip', 'seed'
 
 
-def check_settings(runtime):
-    """Raise UserError before anything is read if a setting is wrong."""
-    between(globals(), 1, 'train_length', 'batch_size', 'max_iters', 'eval_interval', 'eval_every',
+def check_settings(chosen, runtime):
+    """Raise UserError before anything is read if a setting is wrong. chosen: all settings."""
+    between(chosen, 1, 'train_length', 'batch_size', 'max_iters', 'eval_interval', 'eval_every',
             'n_test')
+    lengths, train_length = chosen['lengths'], chosen['train_length']
     if not lengths:
-        between(globals(), train_length + 1, 'test_length')
+        between(chosen, train_length + 1, 'test_length')
     elif not 1 <= min(lengths) <= train_length < max(lengths):
         raise UserError(f'lengths is {lengths}; it must have a length up to train_length, '
                         f'{train_length}, and a length past it.')
-    between(globals(), 0, 'learning_rate', 'warmup_iters', 'grad_clip')
+    between(chosen, 0, 'learning_rate', 'warmup_iters', 'grad_clip')
     if runtime.world_size > 1:
         raise UserError('che.py runs on one device. Start it without torchrun. For several '
                         'devices, start one process per device, each with other --tasks= and '
                         'another --label=.')
-    names = [name for mixture in tasks for name in mixture.split('+')]
+    names = [name for mixture in chosen['tasks'] for name in mixture.split('+')]
     if not set(names) <= set(TASKS) or len(names) > len(set(names)):
-        raise UserError(f"tasks is {tasks}. Choose from {', '.join(TASKS)}, and no task twice.")
+        raise UserError(f"tasks is {chosen['tasks']}. Choose from {', '.join(TASKS)}, and no task "
+                        'twice.')
 
+
+# ---------------------------------------------------------------------- samples
 
 def empty_token(mixture):
     """The smallest id that no input of these tasks uses. mixture: such as recall+copy."""
@@ -114,7 +120,7 @@ def draw(name, rng, batch, length, empty):
     return tokens, answers
 
 
-def measure(model, name, rng, batch, length, empty):
+def loss_and_accuracy(model, name, rng, batch, length, empty):
     """
     Draw new samples of a task. Returns the mean cross-entropy of the answers in nats per symbol,
     the share of symbols that are right, and the share of whole answers that are right.
@@ -134,10 +140,27 @@ def measure(model, name, rng, batch, length, empty):
     return loss, right[counted].float().mean(), (right | ~counted).all(1).float().mean()
 
 
-# ---------------------------------------------------------------------- one task
+# ---------------------------------------------------------------------- one run
+
+@dataclass
+class TaskRun:
+    """A task, or several tasks that one model learns, with what is saved in TASK.pt."""
+    names: list[str]
+    empty: int         # id of the empty token
+    model: Transformer
+    state: dict        # content of TASK.pt; its settings are those of MODEL and TRAINING
+    path: Path         # of TASK.pt
+    lock: OnlyWriter   # keeps a second process from overwriting TASK.pt
+
+    def save(self):
+        checkpoints.save(self.path, **self.state)
+
 
 def new_model(mixture, chosen):
-    """A new model whose block_size holds the longest training input and its answer."""
+    """
+    A new model whose block_size holds the longest training input and its answer. chosen: all
+    settings of this stage.
+    """
     names, empty = mixture.split('+'), empty_token(mixture)
 
     def tokens_of(length):
@@ -145,15 +168,15 @@ def new_model(mixture, chosen):
         return max(draw(name, rng, 1, length, empty)[0].shape[1] for name in names)
 
     symbols = max(empty + 1, *(TASKS[name].n_out for name in names))
-    config = checkpoints.config_of(chosen, vocab_size=symbols, n_kv_head=n_head,
-                                   block_size=tokens_of(train_length))
-    torch.manual_seed(seed)  # the weights do not depend on earlier tasks
+    config = checkpoints.config_of(chosen, vocab_size=symbols, n_kv_head=chosen['n_head'],
+                                   block_size=tokens_of(chosen['train_length']))
+    torch.manual_seed(chosen['seed'])  # the weights do not depend on earlier tasks
     model = Transformer(config).init_weights()
-    require_positions(model, tokens_of(max(lengths or [test_length])))
+    require_positions(model, tokens_of(max(chosen['lengths'] or [chosen['test_length']])))
     return model
 
 
-def read_state(path, wanted):
+def read_state(path, wanted, max_iters):
     """
     The content of TASK.pt, or the state of a run without steps if there is no such file. Raises
     UserError if the file has other settings than `wanted`, or more steps than max_iters.
@@ -174,25 +197,25 @@ def read_state(path, wanted):
     return state
 
 
-def open_task(name, path, chosen, runtime):
-    """
-    Returns the model of a task with the weights of TASK.pt, the content of that file, its path, and
-    its lock. The lock keeps a second run from overwriting the file of the first.
-    """
-    model = new_model(name, chosen)
+def open_run(mixture, path, chosen, runtime):
+    """The TaskRun of a mixture, with the weights of TASK.pt if there is one."""
+    model = new_model(mixture, chosen)
     lock = OnlyWriter(path)
-    state = read_state(path, {setting: chosen[setting] for setting in (*MODEL, *TRAINING)})
+    wanted = {name: chosen[name] for name in (*MODEL, *TRAINING)}
+    state = read_state(path, wanted, chosen['max_iters'])
     if 'model' in state:
         model.load_state_dict(checkpoints.named_for(model, state['model'], path))
-    return model.to(runtime.device), state, path, lock
+    return TaskRun(mixture.split('+'), empty_token(mixture), model.to(runtime.device), state, path,
+                   lock)
 
 
-def train(mixture, model, state, path):
+def train(run, max_iters, eval_interval):
     """
-    Continue training from `state` up to max_iters steps. The tasks of the mixture take turns, one
-    step each. Update `state` and save it every eval_interval steps.
+    Continue training up to max_iters steps. The tasks of the run take turns, one step each. Save
+    the run every eval_interval steps.
     """
-    names, empty = mixture.split('+'), empty_token(mixture)
+    model, state, recipe = run.model, run.state, run.state['settings']
+    seed = recipe['seed']
     weights = [p for p in model.parameters() if p.requires_grad]  # all but the head scales
     optimizer = torch.optim.Adam(weights, fused=True)
     if 'optimizer' in state:
@@ -200,16 +223,17 @@ def train(mixture, model, state, path):
     recent = []  # loss and accuracy of each step since the last line on screen
     model.train()
     for step in range(state['step'], max_iters):
-        warmed_up = min(1.0, (step + 1) / max(1, warmup_iters))
-        optimizer.param_groups[0]['lr'] = learning_rate * warmed_up
-        name = names[step % len(names)]
+        warmed_up = min(1.0, (step + 1) / max(1, recipe['warmup_iters']))
+        optimizer.param_groups[0]['lr'] = recipe['learning_rate'] * warmed_up
+        name = run.names[step % len(run.names)]
         rng = np.random.default_rng([seed, *f'train {name}'.encode(), step])
         torch.manual_seed(seed + step)  # seeds random positions
-        length = int(rng.integers(1, train_length + 1))
-        loss, accuracy, _ = measure(model, name, rng, batch_size, length, empty)
+        length = int(rng.integers(1, recipe['train_length'] + 1))
+        loss, accuracy, _ = loss_and_accuracy(model, name, rng, recipe['batch_size'], length,
+                                              run.empty)
         loss.backward()
-        if grad_clip:
-            torch.nn.utils.clip_grad_norm_(weights, grad_clip)
+        if recipe['grad_clip']:
+            torch.nn.utils.clip_grad_norm_(weights, recipe['grad_clip'])
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         recent.append(torch.stack((loss.detach(), accuracy)))
@@ -218,34 +242,35 @@ def train(mixture, model, state, path):
             mean_loss, accuracy = torch.stack(recent).mean(0).tolist()
             recent = []
             if not math.isfinite(mean_loss):
-                raise UserError(f'{mixture}: the loss became {mean_loss} by step {step + 1}. Lower '
-                                'learning_rate.')
-            print(f'{mixture}: step {step + 1:6d}  loss {mean_loss:.4f}  accuracy {accuracy:.1%}',
-                  flush=True)
+                raise UserError(f'{run.path.stem}: the loss became {mean_loss} by step {step + 1}. '
+                                'Lower learning_rate.')
+            print(f'{run.path.stem}: step {step + 1:6d}  loss {mean_loss:.4f}  '
+                  f'accuracy {accuracy:.1%}', flush=True)
             state |= {'step': step + 1, 'model': model.state_dict(),
                       'optimizer': optimizer.state_dict(), 'test': {}}
-            checkpoints.save(path, **state)
+            run.save()
 
 
 @torch.no_grad()
-def test(name, model, state, path, lengths, empty):
+def test_accuracies(run, name, lengths, n_test):
     """
     The shares of symbols and of whole answers that are right: (len(lengths), 2), means over
-    batches. `state` keeps and saves them, so a stopped test continues at the next length.
+    batches. The run saves them, so a stopped test continues at the next length.
     """
-    done = state['test'].setdefault(f'{n_test} of {name}', {})
-    model.eval()
+    done = run.state['test'].setdefault(f'{n_test} of {name}', {})
+    run.model.eval()
     with progress_bar(len(lengths), f'{name}, test') as bar:
         for length in lengths:
             if length not in done:
+                seed = run.state['settings']['seed']
                 rng = np.random.default_rng([seed, *f'test {name}'.encode(), length])
                 shares = []
                 for start in range(0, n_test, 64):
                     size = min(64, n_test - start)
-                    _, *right = measure(model, name, rng, size, length, empty)
+                    _, *right = loss_and_accuracy(run.model, name, rng, size, length, run.empty)
                     shares.append(torch.stack(right))
                 done[length] = torch.stack(shares).mean(0).tolist()
-                checkpoints.save(path, **state)
+                run.save()
             bar.update()
     return np.array([done[length] for length in lengths])
 
@@ -263,22 +288,21 @@ def method_names(chosen):
     return name, folder
 
 
-def row_of(name, shares, tested, paper):
+def entry_of_task(name, shares, n_inside, paper):
     """
-    The result of a task. shares: from test(), one row for each length in `tested`. paper: the
-    accuracy in Table 6, or None.
+    The result's entry for a task. shares: from test_accuracies(), one row per length. n_inside: the
+    number of lengths up to train_length. paper: the accuracy in Table 6, or None.
     """
     accuracy, exact = shares.T
-    n_inside = sum(length <= train_length for length in tested)
     return {'level': TASKS[name].level, 'inside': accuracy[:n_inside].mean(),
             'outside': accuracy[n_inside:].mean(), 'chance': TASKS[name].chance, 'paper': paper,
             'accuracy': accuracy.tolist(), 'exact': exact.tolist()}
 
 
-def print_results(rows, tested):
+def print_results(rows, train_length, tested, each_length):
     """
-    Print mean accuracies in percent, up to train_length and past it. If `lengths` is set, print
-    them for each length, too.
+    Print mean accuracies in percent, up to train_length and past it. each_length: True to print the
+    accuracies at each tested length, too.
     """
     table, by_length = [], []
     for name, row in rows.items():
@@ -290,35 +314,36 @@ def print_results(rows, tested):
             by_length.append({'task': name, 'length': length, 'symbols right': 100 * symbols,
                               'whole answers right': 100 * answers})
     print_rows(print, table)
-    if lengths:
+    if each_length:
         print_rows(print, by_length)
 
 
 def main():
     began, runtime = time.perf_counter(), setup(device, 'float32', seed)
-    check_settings(runtime)
     chosen, paper = settings(globals()), paper_table('dape_table6')
+    check_settings(chosen, runtime)
     method, short_name = method_names(chosen)
     folder = Path(out_dir or f'out/che/{short_name}')
     tested = sorted(lengths) or [*range(1, train_length + 1, eval_every),
                                  *range(train_length + 1, test_length + 1, eval_every)]
 
     # Open all tasks before training the first one, so that a mistake shows before work starts.
-    opened = {}
+    runs = {}
     for mixture in tasks or paper:
-        opened[mixture] = open_task(mixture, folder / f'{mixture}.pt', chosen, runtime)
+        runs[mixture] = open_run(mixture, folder / f'{mixture}.pt', chosen, runtime)
 
     rows = {}
-    for mixture, (model, state, path, lock) in opened.items():
-        print(f"{mixture}: {method}, {model.n_params():,} parameters; steps {state['step']} to "
-              f'{max_iters} into {path}')
-        train(mixture, model, state, path)
-        for name in mixture.split('+'):
-            shares = test(name, model, state, path, tested, empty_token(mixture))
-            rows[name] = row_of(name, shares, tested, paper.get(name, {}).get(method))
-        lock.close()
+    for mixture, run in runs.items():
+        print(f"{mixture}: {method}, {run.model.n_params():,} parameters; steps "
+              f"{run.state['step']} to {max_iters} into {run.path}")
+        train(run, max_iters, eval_interval)
+        for name in run.names:
+            shares = test_accuracies(run, name, tested, n_test)
+            n_inside = sum(length <= train_length for length in tested)
+            rows[name] = entry_of_task(name, shares, n_inside, paper.get(name, {}).get(method))
+        run.lock.close()
 
-    print_results(rows, tested)
+    print_results(rows, train_length, tested, each_length=bool(lengths))
     result = {'stage': 'che', 'label': label, 'method': method, 'train_length': train_length,
               'lengths': tested, 'tasks': rows}
     plots.write_result(result_path(folder, 'che', label), result, chosen, runtime, began)

@@ -11,8 +11,10 @@ RULER needs `pip install lm_eval[ruler]`, and a Hugging Face tokenizer that coun
 
 The score of a choice is ln p of its tokens. acc: how often the right choice scores best. acc_norm:
 the same after each score is divided by the choice's number of characters. boolq and winogrande have
-only acc. The model writes text greedily. Its prompts have at most read_length tokens, because
-nobody can answer a prompt that was cut. Writes out_dir/commonsense[_LABEL].json
+only acc. The model writes text greedily. A prompt of more than read_length tokens is refused,
+because nobody can answer a prompt that was cut.
+
+Writes out_dir/commonsense[_LABEL].json
 """
 
 from importlib.metadata import version
@@ -23,9 +25,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from configurator import between, configure, settings
 from lib.answers import optional, paper_table, print_scores, progress_bar
-from lib.checkpoints import Run, RunSettings
+from lib.checkpoints import Run
 from lib.errors import UserError
 from lib.generate import complete, needs_equal_lengths, read_prompts
+from lib.scales import vectors_for
 from lib.tokens import start_token
 
 try:
@@ -34,21 +37,31 @@ except ImportError:
     LM = object  # main() says what is missing
 
 # For these tasks of RULER, lm_eval 0.4.13 makes prompts forever if the shortest prompt is longer
-# than read_length. With a BPE of 32,000 tokens, that of ruler_vt fits into 1,024, not into 768.
+# than read_length. With a BPE of 32,000 tokens, the shortest prompt of ruler_vt fits into 1,024
+# tokens, but not into 768.
 ENDLESS, SHORTEST = {'ruler', 'ruler_cwe', 'ruler_fwe', 'ruler_vt'}, 1024
 
+# which model, which text, which device: the same lines in every stage
+out_dir = 'out/demo/nope'    # folder of the run to read; results go there, too
+init_from = 'last'           # last or best (of out_dir), a checkpoint file, hf:ORG/NAME
+position: str | None = None  # position method; None: the checkpoint's
+rope_scaling: str | None = None   # extension of RoPE, such as yarn:4; None: the checkpoint's
+scale: float | str | None = None  # softmax scale: a number for all heads, or a scale file
+label = ''                   # name of the result; '': named after the scale
+device = 'auto'              # auto, cpu, cuda, mps
+dtype = 'auto'               # auto, float32, bfloat16, float16
 # questions
 tasks = ['arc_challenge', 'arc_easy', 'boolq', 'hellaswag', 'openbookqa', 'piqa', 'winogrande']
 task_folder = ''             # folder with more task files for lm_eval (.yaml), such as your own
-limit: int | None = None     # ask only this many questions per task, the first; None: all
+limit: int | None = None     # number of questions of each task, the first ones; None: all
 read_length: int | None = None  # longest text in tokens, and length of RULER's prompts; None: L
-tokenizer = ''               # Hugging Face tokenizer that RULER counts with; '': that of init_from
+tokenizer = ''               # Hugging Face tokenizer that RULER counts with; '': init_from's
 add_bos = False              # start questions with the start token; the paper does not
-batch_size = 16              # questions read at once, each with all its choices
+batch_size = 16              # questions that the model reads at once, each with all its choices
 
 
 @torch.no_grad()
-def score(model, batch, runtime):
+def choice_scores(model, batch, runtime):
     """
     batch: [(context, [continuation, ...])], lists of ids, none of them empty. Returns one row per
     continuation: its ln p in nats, and whether greedy decoding would write it.
@@ -60,7 +73,8 @@ def score(model, batch, runtime):
     T = targets.shape[1]
     # Read each context once. Its continuations share the cache.
     copies = torch.tensor([len(of_one) for of_one in choices], device=runtime.device)
-    with runtime.autocast():
+    total = max(map(len, contexts)) + T - 1
+    with runtime.autocast(), vectors_for(model, total):
         logits, cache = read_prompts(model, contexts, T - 1, runtime.dtype)
         logits = logits.repeat_interleave(copies, dim=0)[:, None]
         if T > 1:
@@ -76,37 +90,41 @@ def score(model, batch, runtime):
 
 
 class Harness(LM):
-    """Our model with lm_eval's interface. Every rank gets all requests and reads its share."""
+    """
+    Our model with lm_eval's interface. Every rank gets all requests and reads its share.
+    read_length, batch_size, add_bos: as the settings.
+    """
 
-    def __init__(self, model, encoding, runtime):
+    def __init__(self, model, encoding, runtime, read_length, batch_size, add_bos):
         super().__init__()
-        self.model, self.encoding, self.runtime, self.n_cut = model, encoding, runtime, 0
-        self.read_length = read_length or model.config.block_size
+        self.model, self.encoding, self.runtime = model, encoding, runtime
+        self.read_length, self.batch_size, self.add_bos = read_length, batch_size, add_bos
+        self.n_cut = 0  # number of questions that were cut
 
     def scores(self, pairs):
         """
-        pairs: [(context, continuation)], lists of ids. Returns (len(pairs), 2): a row of score()
-        for each pair, in the order of pairs.
+        pairs: [(context, continuation)], lists of ids. Returns (len(pairs), 2): a row of
+        choice_scores() for each pair, in the order of pairs.
         """
         alone, groups = needs_equal_lengths(self.model), {}
         for i, (context, _) in enumerate(pairs):
             groups.setdefault(i if alone else tuple(context), []).append(i)
         # Read the longest contexts first: if memory is too small, the run fails at once.
         longest_first = sorted(groups.values(), key=lambda group: -len(pairs[group[0]][0]))
-        todo, size = self.runtime.shard(longest_first), 1 if alone else batch_size
+        todo, size = self.runtime.shard(longest_first), 1 if alone else self.batch_size
         rows = np.zeros((len(pairs), 2))
         with progress_bar(len(todo), 'questions', self.runtime.is_main) as bar:
             for start in range(0, len(todo), size):
                 some = todo[start:start + size]
                 batch = [(pairs[group[0]][0], [pairs[i][1] for i in group]) for group in some]
-                rows[sum(some, [])] = score(self.model, batch, self.runtime)
+                rows[sum(some, [])] = choice_scores(self.model, batch, self.runtime)
                 bar.update(len(some))
         # Add up the ranks, because each row is zero on all ranks but one.
         return self.runtime.gather([rows], self.runtime.world_size).sum(0)
 
     def started(self, ids):
         """A text's ids. The start token comes first if add_bos is set or the text is empty."""
-        return [start_token(self.encoding), *ids] if add_bos or not ids else ids
+        return [start_token(self.encoding), *ids] if self.add_bos or not ids else ids
 
     def encode(self, context, continuation):
         """
@@ -140,10 +158,10 @@ class Harness(LM):
         n_new = max(request.args[1].get('max_gen_toks', 256) for request in requests)
         todo = self.runtime.shard(prompts)
         with progress_bar(len(todo), 'prompts', self.runtime.is_main) as bar:
-            for start in range(0, len(todo), batch_size):
+            for start in range(0, len(todo), self.batch_size):
+                batch = todo[start:start + self.batch_size]
                 with self.runtime.autocast():
-                    written = complete(self.model, todo[start:start + batch_size], n_new,
-                                       eos=[self.encoding.eot_token],
+                    written = complete(self.model, batch, n_new, eos=[self.encoding.eot_token],
                                        cache_dtype=self.runtime.dtype)
                 rows += [ids + [-1] * (n_new - len(ids)) for ids in written]
                 bar.update(len(written))
@@ -161,14 +179,17 @@ class Harness(LM):
                         'a whole text, and use eval_ppl.py for them.')
 
 
-def load_tasks(metadata):
-    """A list of lm_eval's Task, with data that lm_eval downloads or makes from the metadata."""
+def load_tasks(names, folder, metadata):
+    """
+    A list of lm_eval's Task, with data that lm_eval downloads or makes from the metadata. folder: a
+    folder with more task files, or ''.
+    """
     from lm_eval.tasks import TaskManager
-    manager = TaskManager(include_path=task_folder or None, metadata=metadata)
+    manager = TaskManager(include_path=folder or None, metadata=metadata)
     try:
-        return list(manager.load(tasks)['tasks'].values())
+        return list(manager.load(names)['tasks'].values())
     except Exception as error:  # names, network, data and task code raise different classes
-        raise UserError(f'lm_eval could not load {tasks} ({type(error).__name__}: '
+        raise UserError(f'lm_eval could not load {names} ({type(error).__name__}: '
                         f'{str(error)[:200]}). Check the names, connect once, or give '
                         '--task_folder= with task files that name local data.') from error
 
@@ -199,26 +220,27 @@ def main():
     between(globals(), 1, 'batch_size', 'limit', 'read_length')
     run = Run(settings(globals()), 'commonsense', decodes=True)
     from lm_eval import simple_evaluate
-    harness = Harness(run.model, run.encoding, run.runtime)
+    longest = read_length or run.L
     endless = sorted(ENDLESS & set(tasks))
-    if endless and harness.read_length < SHORTEST:
-        raise UserError(f'read_length is {harness.read_length}. lm_eval may then never finish the '
-                        f"prompts of {', '.join(endless)}. Give --read_length="
-                        f'{SHORTEST} or more, or leave these tasks out.')
-    source = run.settings['init_from'].removeprefix('hf:').partition('@')[0]
-    metadata = {'tokenizer': tokenizer or source,
-                'max_seq_lengths': [harness.read_length]}
-    measured = simple_evaluate(harness, tasks=load_tasks(metadata), num_fewshot=0, limit=limit,
-                               log_samples=False)
-    rows = task_scores(measured, harness.read_length)
+    if endless and longest < SHORTEST:
+        raise UserError(f'read_length is {longest}. lm_eval may then never finish the prompts of '
+                        f"{', '.join(endless)}. Give --read_length={SHORTEST} or more, or leave "
+                        'these tasks out.')
+
+    harness = Harness(run.model, run.encoding, run.runtime, longest, batch_size, add_bos)
+    source = init_from.removeprefix('hf:').partition('@')[0]
+    metadata = {'tokenizer': tokenizer or source, 'max_seq_lengths': [longest]}
+    measured = simple_evaluate(harness, tasks=load_tasks(tasks, task_folder, metadata),
+                               num_fewshot=0, limit=limit, log_samples=False)
+    rows = task_scores(measured, longest)
     scores = {task: row['score'] for task, row in rows.items()}
     print_scores(run.runtime.print, scores, paper_table('nope_table1'))
     run.write('commonsense', {
         'add_bos': add_bos, 'lm_eval': version('lm_eval'), 'tasks': rows, 'cut': harness.n_cut,
-        'read_length': harness.read_length, 'average': sum(scores.values()) / len(scores)})
+        'read_length': longest, 'average': sum(scores.values()) / len(scores)})
     run.close()
 
 
 if __name__ == '__main__':
-    configure(globals(), RunSettings)
+    configure(globals())
     main()

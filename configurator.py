@@ -1,6 +1,8 @@
 """
 nanoGPT's configurator, but strict. The settings of a stage are the lower-case globals of its file
 that hold values, such as `max_iters = 200`. A stage calls configure(globals()) just before main().
+A stage that trains calls configure(globals(), position.Settings): it then also has the settings of
+single position methods, such as rope_base.
 
 $ python STAGE.py [config/FILE.py ...] [--key=value ...]   # reads files in order, then keys
 $ python STAGE.py --help                                   # lists the settings
@@ -74,7 +76,7 @@ def run_config(name):
                         'Correct the file.') from error
 
 
-def show_help(scope, known, more):
+def show_help(scope, known, declared=None):
     """Print a stage's docstring and the source lines of its settings, comments included."""
     source = Path(scope['__file__']).read_text(encoding='utf-8')
     lines, rows, own = source.splitlines(), [], set()
@@ -87,7 +89,7 @@ def show_help(scope, known, more):
     while start and lines[start - 1].startswith('#'):
         start -= 1
     shown = lines[start:rows[-1].end_lineno if rows else 0]
-    for declared in (parent for one in more for parent in one.__mro__[-2::-1]):
+    if declared:
         shown += [line.strip() for line in inspect.getsource(declared).splitlines()
                   if line.partition(':')[0].strip() in known.keys() - own]
     print((scope['__doc__'] or '').strip(), '\n'.join(shown), sep='\n\n')
@@ -112,24 +114,23 @@ def arguments(scope, known):
             raise UserError(f"'{argument}' is neither config/FILE.py nor --key=value.")
 
 
-def configure(scope, *more):
+def configure(scope, declared=None):
     """
     Set the settings in a stage's globals() from its command line, and make report() show uncaught
-    errors. more: dataclasses, such as position.Settings, whose fields are settings, too. Returns
-    the names of the settings that the user gave. Raises UserError with the file or key that is
-    wrong.
+    errors. declared: a dataclass whose fields are settings, too, such as position.Settings. If the
+    stage assigns a field itself, that default counts. Returns the names of the settings that the
+    user gave. Raises UserError with the file or key that is wrong.
     """
     sys.excepthook = report
     if hasattr(sys.stdout, 'reconfigure'):  # prints file names that are not UTF-8
         sys.stdout.reconfigure(errors='backslashreplace')
     kinds = scope.get('__annotations__', {})
-    for declared in more:
-        for field in dataclasses.fields(declared):
-            scope.setdefault(field.name, field.default)
-            kinds = {field.name: field.type} | kinds
+    for field in dataclasses.fields(declared) if declared else ():
+        scope.setdefault(field.name, field.default)
+        kinds = {field.name: field.type} | kinds
     known, given = settings(scope), set()
     if {'-h', '--help'} & set(sys.argv):
-        show_help(scope, known, more)
+        show_help(scope, known, declared)
     for where, name, values in arguments(scope, known):
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)

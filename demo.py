@@ -23,7 +23,7 @@ from lib import plots
 from lib.answers import command, save_json
 from lib.errors import ROOT
 
-out_dir = 'out/demo'
+out_dir = 'out/demo'         # folder of both runs and of the report
 max_iters = 2200             # training steps of each twin
 tune_iters = 120             # tuning steps of each set of head scales
 overshoot = 1.25             # scales for T tokens are tuned at this factor times T (paper: 1.125)
@@ -33,8 +33,9 @@ train_args: list[str] = []   # more settings for train.py, such as ['--n_layer=2
 tune_args: list[str] = []    # more settings for tune_scale.py
 
 AT = 'loss', 'standard_error', 'cut_loss', 'gain', 'gain_error'  # copied from eval_ppl.py's rows
-TAIL = 64  # the loss "at T" is the mean over this many positions before T
+TAIL = 64  # the loss at T is the mean over this many positions before T
 TOLERANCE = 0.05  # in nats: reach ends where the loss exceeds its value at L by more than this
+TUNED = {'head': 'scale', 'vectors': 'channel,norm'}  # {name in the report: value of --tune}
 
 
 # ---------------------------------------------------------------------- run the stages
@@ -55,44 +56,51 @@ def read(path):
     return json.loads(Path(path).read_text())
 
 
-def train(folder, *config):
+def train(folder, *arguments):
     """Train a twin, or resume its training if it was stopped."""
-    arguments = [*config, f'--out_dir={folder}', f'--max_iters={max_iters}', *train_args]
-    if Path(folder, 'last.pt').exists():
-        arguments.append('--init_from=resume')
-    run('train.py', *arguments)
+    resume = ['--init_from=resume'] if Path(folder, 'last.pt').exists() else []
+    run('train.py', *arguments, f'--out_dir={folder}', *resume)
 
 
-TUNED = {'head': 'scale', 'vectors': 'channel,norm'}  # {name in the report: value of --tune}
-
-
-def tune(folder, lengths):
-    """Find scales and vectors for these lengths. Returns {method: value of --scale}."""
-    run('tune_scale.py', f'--out_dir={folder}', '--method=uniform', '--n_samples=32', *tune_args)
+def tune(folder, lengths, overshoot, arguments, head_arguments):
+    """
+    Find scales and vectors for these lengths. arguments: of every tune_scale.py; head_arguments:
+    more of those that tune by gradient. Returns {method: value of --scale}.
+    """
+    run('tune_scale.py', f'--out_dir={folder}', '--method=uniform', '--n_samples=32', *arguments)
     uniform = read(f'{folder}/scale_uniform.json')
     best = dict(zip(uniform['lengths'], uniform['best_by_length']))
     scales = {f'uniform {T}': best[T] for T in lengths}
     for (name, kinds), T in itertools.product(TUNED.items(), lengths):
         target = round(overshoot * T)
         run('tune_scale.py', f'--out_dir={folder}', f'--target_length={target}', f'--tune={kinds}',
-            f'--label={name}', f'--max_iters={tune_iters}', *tune_args)
+            f'--label={name}', *head_arguments, *arguments)
         scales[f'{name} {T}'] = f'{folder}/scale_head_{target}_{name}.json'
     return scales
 
 
-def measure(folder, name, scale, lengths, in_picture):
-    """The result of eval_ppl.py, and that of entropy.py if the picture shows the method."""
+def model_arguments(folder, name, scale):
+    """What the stages that measure a method are given: run, scale and label, and the label."""
     label = f"demo_{name.replace(' ', '_')}"
-    common = [f'--out_dir={folder}', f'--label={label}']
+    arguments = [f'--out_dir={folder}', f'--label={label}']
     if scale is not None:
-        common.append(f'--scale={scale}')
-    run('eval_ppl.py', *common, '--protocol=position', f'--lengths={lengths}'.replace(' ', ''),
+        arguments.append(f'--scale={scale}')
+    return arguments, label
+
+
+def losses_of(folder, name, scale, lengths, n_samples):
+    """The result of eval_ppl.py for a method: its loss at each position."""
+    arguments, label = model_arguments(folder, name, scale)
+    run('eval_ppl.py', *arguments, '--protocol=position', f'--lengths={lengths}'.replace(' ', ''),
         f'--n_samples={n_samples}', f'--tail={TAIL}')
-    result, curve = read(f'{folder}/eval_ppl_position_{label}.json'), None
-    if in_picture:
-        run('entropy.py', *common, f'--n_samples={curve_samples}')
-        curve = read(f'{folder}/entropy_{label}.json')
-    return result, curve
+    return read(f'{folder}/eval_ppl_position_{label}.json')
+
+
+def entropy_of(folder, name, scale, n_samples):
+    """The result of entropy.py for a method."""
+    arguments, label = model_arguments(folder, name, scale)
+    run('entropy.py', *arguments, f'--n_samples={n_samples}')
+    return read(f'{folder}/entropy_{label}.json')
 
 
 # ---------------------------------------------------------------------- what they found
@@ -118,22 +126,25 @@ def smooth(values, width):
     return [np.mean(values[max(0, end - width):end]) for end in range(1, len(values) + 1)]
 
 
-def numbers(result, curve, scale, L):
-    """The report's entry for one method. result, curve: from measure()."""
+def entry_of_method(losses, curves, scale, L):
+    """
+    The report's entry for one method. losses: from losses_of(); curves: from entropy_of(), or None;
+    scale: the value of --scale.
+    """
     at = {}
-    for row in result['rows']:
+    for row in losses['rows']:
         at[str(row['length'])] = {key: row[key] for key in AT if key in row}
-    position = result['position']  # the middle of each bin
+    position = losses['position']  # the middle of each bin
     width = round(TAIL / (position[1] - position[0]))  # TAIL in bins
     limit = at[str(L)]['loss'] + TOLERANCE
     scales = scale or 1.0
     if isinstance(scale, str):
         scales = read(scale)['head_scale']
-    method = {'at': at, 'reach': reach(position, smooth(result['loss'], width), L, limit),
+    method = {'at': at, 'reach': reach(position, smooth(losses['loss'], width), L, limit),
               'scale': [np.min(scales), np.max(scales)]}
-    if curve:
-        method['loss_curve'] = smooth(curve['loss'], width)
-        method['entropy_curve'] = curve['mean_entropy']
+    if curves:
+        method['loss_curve'] = smooth(curves['loss'], width)
+        method['entropy_curve'] = curves['mean_entropy']
     return method
 
 
@@ -171,7 +182,7 @@ def made_with(result, began):
     return {'command': command(), **same, 'seconds': round(time.perf_counter() - began, 1)}
 
 
-def print_report(report):
+def print_report(report, picture):
     print(f'\nLoss in nats per byte, mean of the last {TAIL} positions of {report["windows"]} test '
           f'windows; L = {report["block_size"]}')
     print(' ' * 22 + '        L       2L       4L  gain at 4L    reach   scales')
@@ -195,39 +206,40 @@ def print_report(report):
     for row in read(ROOT / 'results/demo/seeds.json')['rows']:
         print(f"{row['method']:>14} at {row['length']}: {row['mean']:.3f} ± {row['sd']:.3f}, "
               f"gain {row['gain']:.3f}")
-    print(f'{report["seconds"] / 60:.0f} minutes in all; the picture is {out_dir}/report.png')
+    print(f'{report["seconds"] / 60:.0f} minutes in all; the picture is {picture}')
 
 
 def main():
     began, nope, rope = time.perf_counter(), f'{out_dir}/nope', f'{out_dir}/rope'
     run('data/stdlib/prepare.py')
-    train(nope)
-    train(rope, 'config/demo_rope.py')
+    train(nope, f'--max_iters={max_iters}', *train_args)
+    train(rope, 'config/demo_rope.py', f'--max_iters={max_iters}', *train_args)
     trained = read(f'{nope}/config.json')
     L = trained['block_size']
     lengths = [L, 2 * L, 4 * L]
 
-    scales = {'NoPE': None} | tune(nope, lengths[1:]) | {'RoPE': None}
-    methods, losses = {}, {}
-    for name, scale in scales.items():
-        folder = rope if name == 'RoPE' else nope
-        in_picture = not name.endswith(f' {2 * L}')
-        result, curve = measure(folder, name, scale, lengths, in_picture)
-        methods[name] = numbers(result, curve, scale, L)
-        losses[name] = result['loss_at_by_window']
+    tuned = tune(nope, lengths[1:], overshoot, tune_args, [f'--max_iters={tune_iters}'])
+    methods, by_window = {}, {}
+    for name, scale in ({'NoPE': None} | tuned | {'RoPE': None}).items():
+        folder, curves = rope if name == 'RoPE' else nope, None
+        losses = losses_of(folder, name, scale, lengths, n_samples)
+        if not name.endswith(f' {2 * L}'):  # the picture shows the methods for 4L
+            curves = entropy_of(folder, name, scale, curve_samples)
+        methods[name] = entry_of_method(losses, curves, scale, L)
+        by_window[name] = losses['loss_at_by_window']
 
     uniform = read(f'{nope}/scale_uniform.json')
     search = next(iter(uniform['searches'].values()))
     report = {
-        'block_size': L, 'target_length': 4 * L, 'lengths': lengths, 'windows': result['samples'],
-        'methods': methods, **comparisons(methods, losses, curve['position'], L),
+        'block_size': L, 'target_length': 4 * L, 'lengths': lengths, 'windows': losses['samples'],
+        'methods': methods, **comparisons(methods, by_window, curves['position'], L),
         'scale_fit': {key: search[key] for key in ('fit_a', 'fit_r2')},
         'seeds': {'train': trained['seed'], 'tune': uniform['settings']['seed']},
-        'position': curve['position'], 'settings': settings(globals()), 'train_settings': trained,
-        **made_with(result, began)}
+        'position': curves['position'], 'settings': settings(globals()), 'train_settings': trained,
+        **made_with(losses, began)}
     report = save_json(f'{out_dir}/report.json', report)
     plots.draw(f'{out_dir}/report.json')
-    print_report(report)
+    print_report(report, f'{out_dir}/report.png')
 
 
 if __name__ == '__main__':

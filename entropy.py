@@ -16,17 +16,29 @@ import numpy as np
 
 from configurator import between, configure, settings
 from lib.answers import bin_means, print_rows, read_json
-from lib.checkpoints import Run, TextSettings
+from lib.checkpoints import Run
 from lib.errors import UserError, fault_of
 from lib.losses import cut_curve, loss_and_entropy
+from lib.scales import vectors_for
 
+# which model, which text, which device: the same lines in every stage
+out_dir = 'out/demo/nope'    # folder of the run to read; results go there, too
+init_from = 'last'           # last or best (of out_dir), a checkpoint file, hf:ORG/NAME
+position: str | None = None  # position method; None: the checkpoint's
+rope_scaling: str | None = None   # extension of RoPE, such as yarn:4; None: the checkpoint's
+scale: float | str | None = None  # softmax scale: a number for all heads, or a scale file
+label = ''                   # name of the result; '': named after the scale
+dataset: str | None = None   # a folder of data/; None: the text that the model was trained on
+split = 'test'               # split of the dataset to read
+device = 'auto'              # auto, cpu, cuda, mps
+dtype = 'float32'            # auto, float32, bfloat16, float16; half precision rounds q and k
+# what to measure
 length: int | None = None    # tokens in a window; None: 8L
 n_samples = 64               # windows, evenly spaced over the split
 compare: list[str] = []      # JSON files of other results of this stage, drawn in the same picture
-bits = False                 # True: report bits, as the paper's code does; False: report nats
-tail = 64                    # each loss with the context cut to L is the mean over this many tokens
+bits = False                 # True: report bits, as the code of the paper does; False: nats
+tail = 64                    # the loss in the cut context is a mean over this many tokens
 batch_tokens = 16384         # tokens in one forward pass; lower it when memory runs out
-dtype = 'float32'            # auto, float32, bfloat16, float16; half precision rounds q and k
 
 
 def spearman(x, y):
@@ -42,8 +54,11 @@ def spearman(x, y):
         return float(np.corrcoef(*ranks)[0, 1])
 
 
-def what_is_drawn(path):
-    """The curves and names that the picture needs from another result of this stage."""
+def curves_of(path, unit):
+    """
+    The curves and names of another result, for the picture. Raises UserError if it is not in this
+    unit.
+    """
     result = read_json(path, 'entropy')
     curves, names = ['position', 'loss', 'mean_entropy'], ['position_method', 'label', 'unit']
     with fault_of(path, 'a result of entropy.py', 'Give the .json that it wrote.'):
@@ -52,51 +67,50 @@ def what_is_drawn(path):
             if not np.isfinite(curve).all():
                 raise UserError(f'{path} has null in {key}, because a number was not finite. '
                                 'Measure it again, or leave it out.')
-        drawn = {key: result[key] for key in curves + names}
-    if bits != (drawn['unit'] == 'bits'):
-        raise UserError(f"{path} is in {drawn['unit']}. Give --bits={not bits}, or measure that "
-                        'result again.')
-    return drawn
+        found = {key: result[key] for key in curves + names}
+    if found['unit'] != unit:
+        raise UserError(f"{path} is in {found['unit']}. Give --bits={unit == 'nats'}, or measure "
+                        'that result again.')
+    return found
 
 
 def main():
     between(globals(), 1, 'length', 'n_samples', 'tail', 'batch_tokens')
-    others = [what_is_drawn(path) for path in compare]
+    unit = 'bits' if bits else 'nats'
+    others = [curves_of(path, unit) for path in compare]
     run = Run(settings(globals()), 'entropy')
-    model, L = run.model, run.L
+    L, nats_per_unit = run.L, math.log(2) if bits else 1.0
     between(globals(), L // 16, 'length', why='the width of a bin, L / 16')
     windows = run.windows(length or 8 * L)
-    samples = windows.evenly_spaced(n_samples)
-    losses, entropy = loss_and_entropy(model, samples, L // 16, batch_tokens, run.runtime,
-                                       f'entropy at {windows.block_size}')
+    samples, T = windows.evenly_spaced(n_samples), windows.block_size
+
+    losses, entropy = loss_and_entropy(run.model, samples, L // 16, batch_tokens, run.runtime,
+                                       f'entropy at {T}')
     positions, loss = bin_means(losses, L // 16)
-    unit = math.log(2) if bits else 1.0
-    mean, bound = entropy.mean((0, 1)) / unit, np.log(positions) / unit
-    scales = model.head_scale.numpy(force=True)
-    result = {'dataset': windows.dataset, 'split': windows.split,
-              'unit': 'bits' if bits else 'nats', 'position': positions,
-              'samples': len(samples), 'loss': loss, 'mean_entropy': mean, 'bound': bound,
-              'head_scale': scales, 'entropy': entropy / unit}
+    mean, bound = entropy.mean((0, 1)) / nats_per_unit, np.log(positions) / nats_per_unit
+    with vectors_for(run.model, T):
+        scales = run.model.head_scale.numpy(force=True)
+    result = {'dataset': windows.dataset, 'split': windows.split, 'unit': unit,
+              'position': positions, 'samples': len(samples), 'loss': loss, 'mean_entropy': mean,
+              'bound': bound, 'head_scale': scales, 'entropy': entropy / nats_per_unit}
 
     rows = []
-    for T in (L // 2, L, 2 * L, 4 * L, 8 * L):
-        if T <= windows.block_size:
-            i = np.searchsorted(positions, T, side='right') - 1  # the last bin up to T
-            rows.append({'position': T, f"mean entropy ({result['unit']})": mean[i],
-                         'bound': bound[i]})
+    for end in (L // 2, L, 2 * L, 4 * L, 8 * L):
+        if end <= T:
+            i = np.searchsorted(positions, end, side='right') - 1  # the last bin up to `end`
+            rows.append({'position': end, f'mean entropy ({unit})': mean[i], 'bound': bound[i]})
     print_rows(run.runtime.print, rows)
     if len(np.unique(scales)) > 1:
-        result['spearman'] = [spearman(s, e) for s, e in zip(scales, entropy[:, :, -1])]
-        for layer, value in enumerate(result['spearman']):
+        result['spearman'] = [spearman(*layer) for layer in zip(scales, entropy[:, :, -1])]
+        for layer, correlation in enumerate(result['spearman']):
             run.runtime.print(f'layer {layer}: Spearman correlation of scale and entropy '
-                              f'{value:+.2f}')
-    if windows.block_size > L:
-        result['cut'] = cut_curve(model, samples, L, tail, batch_tokens, run.runtime)
-    result['compare'] = others
-    run.write('entropy', result)
+                              f'{correlation:+.2f}')
+    if T > L:
+        result['cut'] = cut_curve(run.model, samples, L, tail, batch_tokens, run.runtime)
+    run.write('entropy', result | {'compare': others})
     run.close()
 
 
 if __name__ == '__main__':
-    configure(globals(), TextSettings)
+    configure(globals())
     main()

@@ -37,7 +37,7 @@ import numpy as np
 
 from configurator import between, configure, settings
 from lib.answers import bin_means, note, print_rows
-from lib.checkpoints import Run, TextSettings, dataset_of, load_model, require_tokenizer
+from lib.checkpoints import Run, dataset_of, load_model, require_tokenizer
 from lib.errors import UserError
 from lib.generate import require_positions
 from lib.losses import by_position, cut_losses, cut_windows
@@ -51,6 +51,17 @@ from lib.repeats import (
 from lib.scales import vectors_for
 from lib.tokens import documents
 
+# which model, which text, which device: the same lines in every stage
+out_dir = 'out/demo/nope'    # folder of the run to read; results go there, too
+init_from = 'last'           # last or best (of out_dir), a checkpoint file, hf:ORG/NAME
+position: str | None = None  # position method; None: the checkpoint's
+rope_scaling: str | None = None   # extension of RoPE, such as yarn:4; None: the checkpoint's
+scale: float | str | None = None  # softmax scale: a number for all heads, or a scale file
+label = ''                   # name of the result; '': named after the scale
+dataset: str | None = None   # a folder of data/; None: the text that the model was trained on
+split = 'test'               # split of the dataset to read
+device = 'auto'              # auto, cpu, cuda, mps
+dtype = 'auto'               # auto, float32, bfloat16, float16
 # how to read it
 protocol = 'sliding'         # sliding: sliding windows; position: every position of one pass; tail:
                              # last tokens of each length; repeat: far repeats, in longest windows
@@ -429,5 +440,5 @@ def main():
 
 
 if __name__ == '__main__':
-    configure(globals(), TextSettings)
+    configure(globals())
     main()

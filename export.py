@@ -22,17 +22,19 @@ from lib.errors import UserError, fault_of
 from lib.exports import save_folder, save_gguf
 from lib.scales import put_vectors, read_scale_file, remove_sets
 
-out_dir = 'out/demo/nope'  # the run to read
-init_from = 'last'         # last or best (of out_dir), a checkpoint file, or hf:ORG/NAME
+# which model, which text, which device: the same lines in every stage
+out_dir = 'out/demo/nope'    # folder of the run to read; results go there, too
+init_from = 'last'           # last or best (of out_dir), a checkpoint file, hf:ORG/NAME
+position: str | None = None  # position method; None: the checkpoint's
+rope_scaling: str | None = None   # extension of RoPE, such as yarn:4; None: the checkpoint's
 scale: float | str | None = None  # softmax scale: a number for all heads, or a scale file
-position: str | None = None       # position method, such as none; None: that of the checkpoint
-rope_scaling: str | None = None   # extension of RoPE, such as yarn:4
+# what to write
 target_length: int | None = None  # tokens; if a scale file has several sets, export the one for it
-format = 'hf'              # hf or gguf
-folder: str | None = None  # the new folder to write; None: out_dir/hf or out_dir/gguf
-dtype = 'bfloat16'         # dtype of the written matrices: bfloat16, float32, float16
-ids_only = False           # gguf: leave the tokenizer out; the file then reads and writes only ids
-license = 'unknown'        # license of the weights, by the hub's name; the training text limits it
+format = 'hf'                # hf or gguf
+folder: str | None = None    # the new folder to write; None: out_dir/hf or out_dir/gguf
+dtype = 'bfloat16'           # dtype of the written matrices: bfloat16, float32, float16
+ids_only = False             # gguf: leave the tokenizer out; the file then has only token ids
+license = 'unknown'          # the hub's name of the weights' license; the training text limits it
 
 
 def tuned_length(run):

@@ -23,23 +23,33 @@ import re
 import string
 import sys
 import warnings
-from collections import Counter, namedtuple
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 from configurator import between, configure, settings
 from lib.answers import optional, paper_table, print_scores
-from lib.checkpoints import Run, RunSettings
+from lib.checkpoints import Run
 from lib.errors import ROOT, UserError
 from lib.generate import complete
 from lib.tokens import start_token
 
+# which model, which text, which device: the same lines in every stage
+out_dir = 'out/demo/nope'    # folder of the run to read; results go there, too
+init_from = 'last'           # last or best (of out_dir), a checkpoint file, hf:ORG/NAME
+position: str | None = None  # position method; None: the checkpoint's
+rope_scaling: str | None = None   # extension of RoPE, such as yarn:4; None: the checkpoint's
+scale: float | str | None = None  # softmax scale: a number for all heads, or a scale file
+label = ''                   # name of the result; '': named after the scale
+device = 'auto'              # auto, cpu, cuda, mps
+dtype = 'auto'               # auto, float32, bfloat16, float16
 # prompts and answers
 data = 'data/longbench'      # the folder that data/longbench/prepare.py wrote
 tasks: list[str] = []        # names of tasks; empty: all 16
 context: int | None = None   # tokens of prompt and longest answer together; None: L
 beams = 5                    # sequences that beam search keeps; 1: greedy
-batch_size = 4               # samples read at once, each with all its beams
-max_samples: int | None = None  # read only this many samples per task, the first; None: all
+batch_size = 4               # samples that the model reads at once, each with all its beams
+max_samples: int | None = None  # number of samples of each task, the first ones; None: all
 paper = ''                   # row of Table 3 to print with the results, such as 'NoPE 2K'
 
 
@@ -135,8 +145,13 @@ def score(name, prediction, answers, classes=None):
 
 # ---------------------------------------------------------------------- prompts
 
-# samples: [(prompt, answers)]; digest: checksum of everything that is read from the files
-Task = namedtuple('Task', 'max_new_tokens samples classes digest')
+@dataclass
+class Task:
+    name: str
+    max_new_tokens: int
+    samples: list[tuple[str, list[str]]]  # prompt, right answers
+    classes: list[str] | None  # of a classification
+    digest: str                # checksum of everything that is read from the files
 
 
 def read_task(folder, name):
@@ -162,7 +177,7 @@ def read_task(folder, name):
                         f'{error}). Run data/longbench/prepare.py, or name its folder with '
                         '--data=.') from error
     digest = hashlib.sha256(f'{template}{max_new_tokens}{text}'.encode()).hexdigest()
-    return Task(max_new_tokens, samples[:max_samples], classes, digest)
+    return Task(name, max_new_tokens, samples, classes, digest)
 
 
 def prompt_ids(text, encoding, room):
@@ -185,14 +200,17 @@ def prompt_ids(text, encoding, room):
 
 # ---------------------------------------------------------------------- the stage
 
-def answer_task(run, name, task, length, answers):
+def answer_task(run, task, context, beams, batch_size):
     """
-    Answer and score the samples that `answers` does not hold yet. length: tokens of prompt and
-    answer together. Returns the task's entry in the result, the same on every rank.
+    Answer and score the samples that have no answer yet. context: tokens of prompt and answer
+    together. Returns the task's entry in the result, the same on every rank.
     """
-    encoding, n, room = run.encoding, len(task.samples), length - task.max_new_tokens
+    kinds = {'prediction': str, 'score': int | float, 'prompt_tokens': int}
+    answers = run.answers(f"{run.path('longbench')}/{task.name}", kinds, beams=beams,
+                          context=context, data=task.digest)
+    encoding, n, room = run.encoding, len(task.samples), context - task.max_new_tokens
     eos, min_new_tokens = [encoding.eot_token], 0
-    if name == 'samsum':  # the benchmark's only exception: a summary is one line
+    if task.name == 'samsum':  # the benchmark's only exception: a summary is one line
         eos.append(encoding.encode_ordinary('\n')[-1])
         min_new_tokens = 1
     for batch in answers.batches(range(n), lambda i: 1, batch_size):
@@ -204,7 +222,7 @@ def answer_task(run, name, task, length, answers):
         for i, ids, gold, prompt_tokens in zip(batch, new, golds, lengths):
             prediction = encoding.decode(ids)
             answers.add(i, prediction=prediction, answers=gold,
-                        score=score(name, prediction, gold, task.classes),
+                        score=score(task.name, prediction, gold, task.classes),
                         prompt_tokens=prompt_tokens)
     rows = answers.finish()
     return {'score': round(100 * sum(row['score'] for row in rows) / n, 2), 'samples': n,
@@ -220,21 +238,19 @@ def main():
         raise UserError(f"Table 3 has no row '{paper}'. Choose from: {', '.join(table)}.")
     between(globals(), 1, 'beams', 'batch_size', 'max_samples')
     folder = Path(data) if Path(data).is_dir() else ROOT / data
-    asked = {name: read_task(folder, name) for name in TASKS if name in (tasks or TASKS)}
+    chosen = [read_task(folder, name) for name in TASKS if name in (tasks or TASKS)]
     run = Run(settings(globals()), 'longbench', decodes=True)
     length = context or run.L
-    for name, task in asked.items():
+    for task in chosen:
         if length < task.max_new_tokens + 2:  # a prompt has at least a first and a last token
-            raise UserError(f'A context of {length} tokens leaves {name} no room for a prompt, '
-                            f'because its answers have up to {task.max_new_tokens} tokens. Set a '
-                            'longer --context=, or leave this task out of --tasks=.')
+            raise UserError(f'A context of {length} tokens leaves {task.name} no room for a '
+                            f'prompt, because its answers have up to {task.max_new_tokens} tokens. '
+                            'Set a longer --context=, or leave this task out of --tasks=.')
 
     results = {}
-    for name, task in asked.items():
-        kinds = {'prediction': str, 'score': int | float, 'prompt_tokens': int}
-        answers = run.answers(f"{run.path('longbench')}/{name}", kinds, beams=beams,
-                              context=length, data=task.digest)
-        results[name] = answer_task(run, name, task, length, answers)
+    for task in chosen:
+        task.samples = task.samples[:max_samples]
+        results[task.name] = answer_task(run, task, length, beams, batch_size)
     scores = {name: result['score'] for name, result in results.items()}
     theirs = {paper: {name: table[paper][name] for name in scores}} if paper else {}
     print_scores(run.runtime.print, scores, theirs)
@@ -245,5 +261,5 @@ def main():
 
 
 if __name__ == '__main__':
-    configure(globals(), RunSettings)
+    configure(globals())
     main()

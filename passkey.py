@@ -17,12 +17,21 @@ import numpy as np
 
 from configurator import between, configure, settings
 from lib.answers import print_rows
-from lib.checkpoints import Run, RunSettings
+from lib.checkpoints import Run
 from lib.errors import UserError
 from lib.generate import complete
 from lib.scales import read_scale_file
 from lib.tokens import start_token
 
+# which model, which text, which device: the same lines in every stage
+out_dir = 'out/demo/nope'    # folder of the run to read; results go there, too
+init_from = 'last'           # last or best (of out_dir), a checkpoint file, hf:ORG/NAME
+position: str | None = None  # position method; None: the checkpoint's
+rope_scaling: str | None = None   # extension of RoPE, such as yarn:4; None: the checkpoint's
+scale: float | str | None = None  # softmax scale: a number for all heads, or a scale file
+label = ''                   # name of the result; '': named after the scale
+device = 'auto'              # auto, cpu, cuda, mps
+dtype = 'auto'               # auto, float32, bfloat16, float16
 # prompts
 max_length: int | None = None  # longest prompt in tokens; None: twice the scales' target, or 2L
 n_lengths = 16               # number of lengths, evenly spaced up to max_length
@@ -30,7 +39,6 @@ n_depths = 10                # number of equal parts of a prompt; the key stands
 n_keys = 10                  # prompts for each length and depth
 protocol = 'exact'           # exact: count tokens of the whole prompt; paper: of each piece alone
 batch_tokens = 32768         # tokens of prompts that the model reads at once
-# machine
 seed = 42                    # draws the keys and their places
 
 TASK = ('There is an important info hidden inside a lot of irrelevant text. Find it and memorize '
@@ -80,19 +88,18 @@ def build_prompt(encoding, length, place, key, protocol):
     def ids(text):
         return [start_token(encoding), *encoding.encode_ordinary(text)]
 
+    def prompt(before, after):
+        return TASK + FILLER * before + line + FILLER * after + QUESTION
+
     line = KEY.format(key=key)
-    answer = len(ids(f'{TASK}{line}{QUESTION} {key}')) - len(ids(TASK + line + QUESTION))
-    filler = len(encoding.encode_ordinary(FILLER))
-    question = len(encoding.encode_ordinary(QUESTION))
-    task, key_line, budget = len(ids(TASK)), len(ids(line)), length - answer
+    pieces = TASK, line, FILLER, QUESTION, f'{QUESTION} {key}'
+    task, key_line, filler, question, answered = [len(ids(text)) for text in pieces]
+    filler, question, answered = filler - 1, question - 1, answered - 1  # without the start token
+    budget = length - (answered - question)
     place = min(max(place, task), budget - key_line - question)
     before = max(0, (place - task) // filler)
     room = budget - task - before * filler - key_line - question
     after = max(0, room // filler)
-
-    def prompt(before, after):
-        return TASK + FILLER * before + line + FILLER * after + QUESTION
-
     if protocol == 'exact':  # the sums of the pieces are only a first guess
         before = most(before, lambda n: len(ids(TASK + FILLER * n)) <= place)
         after = most(after, lambda n: len(ids(prompt(before, n))) <= budget)
@@ -100,8 +107,8 @@ def build_prompt(encoding, length, place, key, protocol):
     prompt_ids, whole = ids(text), ids(f'{text} {key}')
     if len(prompt_ids) > budget:
         raise UserError(f'a prompt without filler has {len(ids(prompt(0, 0)))} tokens and its '
-                        f'answer has {answer}, so the length {length} is too short. Raise '
-                        'max_length or lower n_lengths.')
+                        f'answer has {length - budget}, so the length {length} is too short. '
+                        'Raise max_length or lower n_lengths.')
     assert whole[:len(prompt_ids)] == prompt_ids, 'the answer changed the tokens of the prompt'
 
     # Count bytes, because the key line may change the last tokens before it. The key line starts in
@@ -112,7 +119,7 @@ def build_prompt(encoding, length, place, key, protocol):
     return prompt_ids, whole[len(prompt_ids):], start
 
 
-def answer_cells(run, cells, answers):
+def answer_cells(run, cells, answers, protocol, batch_tokens):
     """Ask the model for the key of each cell that `answers` does not hold yet."""
     for batch in answers.batches(range(len(cells)), lambda i: cells[i][0], batch_tokens):
         prompts = []
@@ -123,10 +130,11 @@ def answer_cells(run, cells, answers):
         with run.runtime.autocast():
             new = complete(run.model, texts, max(map(len, wanted)), cache_dtype=run.runtime.dtype)
         for i, prompt, answer, start, ids in zip(batch, texts, wanted, starts, new):
-            length, depth, place, key = cells[i]
+            length, depth, _, key = cells[i]
             ids = ids[:len(answer)]
             answers.add(i, length=length, depth=depth, key=key, key_at=start, tokens=len(prompt),
                         answer=run.encoding.decode(ids), correct=ids == answer)
+    return answers.finish()
 
 
 def main():
@@ -142,29 +150,28 @@ def main():
     lengths = [longest * i // n_lengths for i in range(1, n_lengths + 1)]
     build_prompt(run.encoding, lengths[0], 0, 99999, protocol)  # UserError if too short
     between(globals(), 1, 'n_depths', most=lengths[0])
-    cells = draw_cells(lengths, n_depths, n_keys, seed)
 
+    cells = draw_cells(lengths, n_depths, n_keys, seed)
     kinds = dict.fromkeys(('length', 'depth', 'key', 'key_at', 'tokens'), int)
     answers = run.answers(run.path('passkey'), kinds | {'answer': str, 'correct': bool},
                           protocol=protocol, seed=seed, lengths=lengths, n_depths=n_depths,
                           n_keys=n_keys)
-    answer_cells(run, cells, answers)
-    rows = answers.finish()
+    rows = answer_cells(run, cells, answers, protocol, batch_tokens)
 
     correct = np.array([row['correct'] for row in rows], float)
     accuracy = correct.reshape(n_lengths, n_depths, n_keys)[::-1].mean(-1)
     inside = [row['correct'] for row in rows if row['length'] <= reach]
-    inside = float(np.mean(inside)) if inside else None
     print_rows(run.runtime.print, [{'length': length, 'accuracy': row.mean()}
                                    for length, row in zip(lengths, accuracy)])
     run.runtime.print(f'of all {accuracy.mean():.1%}')
     run.write('passkey', {
         'window': reach, 'lengths': lengths, 'n_depths': n_depths, 'accuracy': accuracy,
-        'accuracy_inside': inside, 'accuracy_of_all': accuracy.mean(),
+        'accuracy_inside': float(np.mean(inside)) if inside else None,
+        'accuracy_of_all': accuracy.mean(),
         'answers': {'columns': list(rows[0]), 'rows': [list(row.values()) for row in rows]}})
     run.close()
 
 
 if __name__ == '__main__':
-    configure(globals(), RunSettings)
+    configure(globals())
     main()

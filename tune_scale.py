@@ -29,7 +29,7 @@ import torch
 
 from configurator import between, configure, settings
 from lib.answers import bin_means, note, print_rows, progress_bar
-from lib.checkpoints import ModelSettings, Run, dataset_of
+from lib.checkpoints import Run, dataset_of
 from lib.devices import compiled, learning_rate_at
 from lib.errors import MALFORMED, UserError
 from lib.losses import cut_curve, loss_and_entropy
@@ -44,12 +44,19 @@ from lib.scales import (
 from lib.tokens import Windows
 from model import VECTORS
 
+# which model, which text, which device: the same lines in every stage
+out_dir = 'out/demo/nope'    # folder of the run to read; results go there, too
+init_from = 'last'           # last or best (of out_dir), a checkpoint file, hf:ORG/NAME
+position: str | None = None  # position method; None: the checkpoint's
+rope_scaling: str | None = None   # extension of RoPE, such as yarn:4; None: the checkpoint's
+label = ''                   # appended to the names of the files that this stage writes
+dataset: str | None = None   # a folder of data/; None: the text that the model was trained on
+device = 'auto'              # auto, cpu, cuda, mps
+dtype = 'auto'               # auto, float32, bfloat16, float16
 # what to tune
 method = 'head'              # uniform or head
 target_length: int | None = None  # L', the context to extend to; None: 8L for uniform, 4L for head
 target_lengths: list[int] = []  # head: tune a set per length; each starts from the set before it
-dataset: str | None = None   # a folder of data/; None: the folder that the model was trained on
-label = ''                   # appended to the names of the files that this stage writes
 tail = 64                    # the loss at a length is the mean over this many positions before it
 # uniform: the stage tries each candidate at every position
 candidate_range: list[float] = [1.0, 2.4, 0.1]  # first, last, step, in units of 1/sqrt(d)
@@ -459,5 +466,5 @@ def main():
 
 
 if __name__ == '__main__':
-    configure(globals(), ModelSettings)
+    configure(globals())
     main()

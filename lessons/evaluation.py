@@ -1,6 +1,7 @@
 """
-How often the likeliest next token is the right one, by length of the context: an example of an
-evaluation of one's own. The task is accuracy(); the rest is what every evaluation needs.
+How often the likeliest next token is the right one, by length of the context. This is an example
+to copy for an evaluation of your own. accuracy() is the measurement. The rest is what every
+evaluation has.
 
 $ python -m lessons.evaluation --lengths=[128,512]
 
@@ -8,10 +9,22 @@ Writes out_dir/accuracy[_LABEL].json
 """
 
 from configurator import configure, settings
-from lib.checkpoints import Run, TextSettings
+from lib.checkpoints import Run
 
-lengths = [128, 256, 512]  # tokens in a window
-n_samples = 64             # windows of each length, evenly spaced over the split
+# which model, which text, which device: the same lines in every stage
+out_dir = 'out/demo/nope'    # folder of the run to read; results go there, too
+init_from = 'last'           # last or best (of out_dir), a checkpoint file, hf:ORG/NAME
+position: str | None = None  # position method; None: the checkpoint's
+rope_scaling: str | None = None   # extension of RoPE, such as yarn:4; None: the checkpoint's
+scale: float | str | None = None  # softmax scale: a number for all heads, or a scale file
+label = ''                   # name of the result; '': named after the scale
+dataset: str | None = None   # a folder of data/; None: the text that the model was trained on
+split = 'test'               # split of the dataset to read
+device = 'auto'              # auto, cpu, cuda, mps
+dtype = 'auto'               # auto, float32, bfloat16, float16
+# what to measure
+lengths = [128, 256, 512]    # tokens in a window
+n_samples = 64               # windows of each length, evenly spaced over the split
 
 
 def accuracy(model, inputs, targets):
@@ -33,5 +46,5 @@ def main():
 
 
 if __name__ == '__main__':
-    configure(globals(), TextSettings)
+    configure(globals())
     main()

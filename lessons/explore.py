@@ -22,12 +22,14 @@ from lib.devices import setup
 from lib.errors import UserError
 from lib.figures import NAMES
 
+# which model, which text, which device: the same lines in every stage
+dataset: str | None = None   # a folder of data/; None: the text that the model was trained on
+split = 'test'               # split of the dataset to read
+# what to show
 models = ['out/demo/nope/last.pt', 'out/demo/rope/last.pt']  # a model and its twin
 data: str | None = None        # make the page from this JSON, and measure nothing
 page = 'lessons/explore.html'  # what is written
 out = 'out/explore.json'       # what was measured, for --data
-dataset: str | None = None     # a folder of data/; None: the one the first was trained on
-split = 'test'
 uniform = [0.6, 0.8, 1.0, 1.2, 1.4, 1.6, 1.8, 2.0, 2.2, 2.4]  # softmax scales of all heads
 one_head = [0.5, 1.0, 1.5, 2.0, 3.0]  # of one head, the others staying at 1
 n_samples = 8                  # windows of 8L tokens, evenly spaced over the split

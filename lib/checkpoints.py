@@ -306,37 +306,13 @@ def open_windows(info, wanted, split, length):
 
 # ---------------------------------------------------------------------- open one for a stage
 
-@dataclasses.dataclass
-class ModelSettings:
-    """The settings of every stage that reads a trained model."""
-    out_dir: str = 'out/demo/nope'    # folder of the run to read; the results go there, too
-    init_from: str = 'last'           # last or best (of out_dir), a checkpoint file, hf:ORG/NAME
-    position: str | None = None       # position method; None: the checkpoint's
-    rope_scaling: str | None = None   # extension of RoPE, such as yarn:4; None: the checkpoint's
-    device: str = 'auto'              # auto, cpu, cuda, mps
-    dtype: str = 'auto'               # auto, float32, bfloat16, float16
-
-
-@dataclasses.dataclass
-class RunSettings(ModelSettings):
-    """The settings of every stage that measures a trained model, with any softmax scale."""
-    scale: float | str | None = None  # softmax scale: a number for all heads, or a scale file
-    label: str = ''                   # name of the result; empty: named after the scale
-
-
-@dataclasses.dataclass
-class TextSettings(RunSettings):
-    """The settings of every stage that measures a trained model on text."""
-    dataset: str | None = None        # a folder of data/; None: what the model was trained on
-    split: str = 'test'
-
-
 class Run:
     """
     The trained model that the settings of a stage describe, and the results that the stage writes.
-    settings: of the stage, {name: value}; they include those of RunSettings. result: name parts of
-    the result, as claim() takes them; none: claim nothing yet. decodes: True if the stage reads
-    token by token; the weights are then stored in the order that is fast for this.
+    settings: of the stage, {name: value}. They include out_dir, init_from, position, rope_scaling,
+    device and dtype. result: name parts of the result, as claim() takes them; none: claim nothing
+    yet. decodes: True if the stage reads token by token; the weights are then stored in the order
+    that is fast for this.
     """
 
     def __init__(self, settings, *result, decodes=False):

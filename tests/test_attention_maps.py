@@ -40,7 +40,7 @@ MODELS = [json.loads(row) for row in '''
 def test_parts_of_one_head_are_those_of_the_float64_matrix(changes):
     T, model = 43, random_model(**changes)  # fewer than CELLS, so that a cell is one token
     idx, i = tokens(1, T), torch.arange(T)
-    found, distance = attention_maps.measure(model, idx, layer=1, head=2), i[:, None] - i
+    found, distance = attention_maps.window_maps(model, idx, layer=1, head=2), i[:, None] - i
     whole = plain_transformer(model, idx)[1]  # (n_layer, 1, H, T, T)
     attention = whole[1, 0, 2]
     near(found['attention'], attention, rtol=1e-3, atol=1e-5)
@@ -70,9 +70,9 @@ def test_parts_of_one_head_are_those_of_the_float64_matrix(changes):
 @torch.no_grad()
 def test_cells_are_means_over_keys_up_to_the_query_and_sums_of_attention(monkeypatch):
     model, idx = random_model(position='kerple', dape_kernel=3), torch.arange(43)[None]
-    whole = attention_maps.measure(model, idx, 0, 1)
+    whole = attention_maps.window_maps(model, idx, 0, 1)
     monkeypatch.setattr(attention_maps, 'CELLS', 11)  # of 4 tokens, the last of 3
-    found, seen = attention_maps.measure(model, idx, 0, 1), torch.ones(43, 43).tril()
+    found, seen = attention_maps.window_maps(model, idx, 0, 1), torch.ones(43, 43).tril()
     for part in 'score', 'bias', 'dape', 'attention':
         for row, column in (0, 0), (5, 2), (5, 5), (10, 0), (10, 10):
             cell = slice(4 * row, 4 * row + 4), slice(4 * column, 4 * column + 4)
@@ -88,7 +88,7 @@ def test_row_chunks_change_nothing_even_where_dape_sees_later_keys(monkeypatch):
     whole, found = {}, {}
     for maps, at_once in (whole, kernels.SCORES_AT_ONCE), (found, 4 * 60 * 5):
         monkeypatch.setattr(kernels, 'SCORES_AT_ONCE', at_once)
-        maps |= attention_maps.measure(model, torch.arange(60)[None], 1, 0)
+        maps |= attention_maps.window_maps(model, torch.arange(60)[None], 1, 0)
     torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
@@ -115,6 +115,6 @@ def test_run_at_the_default_lengths_is_the_mean_over_windows_at_the_scale(tiny_r
     stage_here('attention_maps', *on(tiny_run, tmp_path, '--scale=8 --layer=0 --n_samples=3'))
     rows = read(tmp_path / 'attention_scale8.json')['lengths']
     assert [row['length'] for row in rows] == [32, 128, 512]
-    found = [attention_maps.measure(tiny[0], window[None, :-1], 0, 0)['score'][63]  # at scale 1
+    found = [attention_maps.window_maps(tiny[0], window[None, :-1], 0, 0)['score'][63]  # at scale 1
              for window in windows(3, 128)]
     near(rows[1]['maps']['score'][63], 8 * torch.stack(found).mean(0), rtol=0.01, atol=1e-4)

@@ -5,6 +5,7 @@ $ python -m pytest tests/test_bench.py
 """
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from conftest import read, stage_here
 from torch.utils.flop_counter import FlopCounterMode
 
 import bench
+from configurator import settings
 from lib.devices import setup
 from results.bench import table
 
@@ -26,10 +28,8 @@ def run(folder, *more, program='bench', **settings):
     """What a run prints, and its results."""
     settings = SIZES | WORK | {'context': 32} | settings
     arguments = [f'--{name}={value}' for name, value in settings.items() if value is not None]
-    before = vars(bench).copy()
-    out = stage_here(program, *arguments, f'--out_dir={folder}', *more)
-    vars(bench).update(before)  # whose settings a table puts into it
-    return out, read(folder / 'result.json')
+    return (stage_here(program, *arguments, f'--out_dir={folder}', *more),
+            read(folder / 'result.json'))
 
 
 def run_table(folder, name, *more):
@@ -37,11 +37,9 @@ def run_table(folder, name, *more):
 
 
 @pytest.fixture
-def tiny(monkeypatch):
-    """bench with these sizes; the runtime."""
-    for name, value in SIZES.items():
-        monkeypatch.setattr(bench, name, value)
-    return setup('cpu', 'float32')
+def tiny():
+    """The settings of a bench with these sizes, and its runtime."""
+    return SimpleNamespace(**settings(vars(bench)) | SIZES | {'runtime': setup('cpu', 'float32')})
 
 
 def test_every_task_is_timed_beside_its_alternative_and_its_limit(tmp_path):
@@ -70,7 +68,7 @@ def test_every_task_is_timed_beside_its_alternative_and_its_limit(tmp_path):
 
 
 def test_flop_of_reading_are_those_of_the_products_that_are_needed(tiny):
-    model, T, tail = bench.new_model(16, tiny), 40, 6
+    model, T, tail = bench.new_model(tiny, 16), 40, 6
     with FlopCounterMode(display=False) as counter:
         model(torch.randint(61, (1, T)), tail=tail)
     products = counter.get_flop_counts()['Global'][torch.ops.aten.mm]
@@ -80,7 +78,7 @@ def test_flop_of_reading_are_those_of_the_products_that_are_needed(tiny):
 
 
 def test_whole_matrix_gives_the_logits_of_our_attention(tiny):
-    model, idx = bench.new_model(16, tiny, position='kerple'), torch.randint(61, (2, 40))
+    model, idx = bench.new_model(tiny, 16, position='kerple'), torch.randint(61, (2, 40))
     ours = model(idx)
     for block in model.blocks:
         matrix = table.WholeMatrix(model.config)
@@ -112,17 +110,7 @@ def test_peak_memory_is_that_of_the_tensors_held_at_once(tiny):
         one, two = torch.zeros(3 * 10 ** 6), torch.zeros(2 * 10 ** 6)
         del one
         return two, torch.zeros(10 ** 6)
-    assert bench.peak_memory(work, tiny) == close(4 * 5e6, rel=1e-3)
-
-
-@pytest.mark.slow
-def test_memory_of_tuning_grows_with_the_context_and_no_faster(tmp_path):
-    # in shorter ones attention is a matrix
-    one, two = run_table(tmp_path, 'memory', '--contexts=[8192, 16384]')
-    assert two['per_token'] == close(one['per_token'], rel=0.1)
-    assert one['peak_memory'] == close(8192 * one['per_token'], rel=1e-4)
-    # by hand: embedding, head, five norms, matrices, a scale and a gain for each head
-    assert one['weights'] == 4 * (2 * 61 * 32 + 5 * 32 + 2 * (MATRICES + 2 * 4))
+    assert bench.peak_memory(work, tiny.runtime) == close(4 * 5e6, rel=1e-3)
 
 
 @pytest.mark.slow
@@ -140,9 +128,9 @@ def test_a_training_config_gives_the_model_and_the_command_line_stays(tmp_path, 
 
 
 @pytest.mark.skipif(not shutil.which('g++'), reason='torch.compile on a CPU needs g++')
-def test_what_is_compiled_after_the_warm_up_stops_the_run(monkeypatch, tiny):
-    monkeypatch.setattr(bench, 'rounds', 2)
+def test_what_is_compiled_after_the_warm_up_stops_the_run(tiny):
+    tiny.rounds = 2
     add, sizes = torch.compile(lambda x: x + 1, dynamic=False), iter([1, 1, 1, 2])
-    assert bench.medians({'stays': lambda: add(torch.ones(3))}, tiny)['stays'] > 0
+    assert bench.medians(tiny, {'stays': lambda: add(torch.ones(3))})['stays'] > 0
     with pytest.raises(RuntimeError, match='recompile'):
-        bench.medians({'grows': lambda: add(torch.ones(next(sizes)))}, tiny)
+        bench.medians(tiny, {'grows': lambda: add(torch.ones(next(sizes)))})

@@ -7,7 +7,7 @@ $ python -m pytest tests/test_channel_recall.py
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, near
+from conftest import ROOT, near, read
 
 import che
 from results.channel_scale import recall
@@ -18,8 +18,8 @@ TINY = ('--n_layer=2 --n_head=2 --n_embd=16 --n_hidden=16 --max_iters=4 --length
 
 @pytest.fixture(scope='module')
 def measured(tmp_path_factory):
-    """recall.measure() of a small model, each method tuned for 30 steps; and its losses."""
-    folder, tunings, before = tmp_path_factory.mktemp('recall'), [], dict(vars(che))
+    """recall.measure() of a small model, each method tuned for 30 steps; losses; settings."""
+    folder, tunings = tmp_path_factory.mktemp('recall'), []
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
         for name, value in {'out_dir': folder, 'max_iters': 30, 'n_test': 64, 'RATE': 1e-2,
@@ -41,12 +41,11 @@ def measured(tmp_path_factory):
                        for batch in recall.samples('val', 7, 64, 256))
 
         patch.setattr(recall, 'tune', tune_and_look)
-        yield recall.measure(7), tunings
-    vars(che).update(before)
+        yield recall.measure(7), tunings, read(folder / '7/che.json')['settings']
 
 
 def test_each_tuning_changes_what_it_names_alone_and_lowers_the_loss(measured):
-    found, tunings = measured
+    found, tunings, _ = measured
     endings = [('head_scale',)] * 4 + [('attn_norm.weight',)]
     endings += [('head_scale', 'head_gain', 'norm.weight'), ('head_scale', 'norm.weight')]
     assert list(found['numbers'].values())[:7] == [4, 4, 32, 32, 32, 8 + 5 * 16, 32 + 5 * 16]
@@ -60,7 +59,7 @@ def test_each_tuning_changes_what_it_names_alone_and_lowers_the_loss(measured):
 
 
 def test_every_row_has_a_share_for_each_length(measured):
-    found, _ = measured
+    found, *_ = measured
     assert set(found['right']) == {'nothing', 'nothing, context cut', 'uniform scale',
                                    'every weight', *recall.TUNED}
     assert found['uniform_scale'] in np.arange(10, 25) / 10
@@ -69,8 +68,8 @@ def test_every_row_has_a_share_for_each_length(measured):
 
 
 def test_cut_context_is_the_longest_of_training_which_is_a_copy_of_L_symbols(measured):
-    found, _ = measured
-    model = che.new_model(recall.TASK, {name: vars(che)[name] for name in che.MODEL}).eval()
+    found, _, chosen = measured
+    model = che.new_model(recall.TASK, chosen).eval()
     T = 16 + 1 + 15  # the symbols, an empty token, and all but the last of their copy
     assert found['cut_tokens'] == T
     [(tokens, answers)] = recall.samples('test', 1, 64, 64)
@@ -85,7 +84,7 @@ def test_cut_context_is_the_longest_of_training_which_is_a_copy_of_L_symbols(mea
 
 
 def test_cut_context_holds_an_answer_where_its_key_and_value_are_in_it(measured):
-    found, _ = measured
+    found, *_ = measured
     assert found['held_by_cut'][:2] == [1, 1]  # up to 32 symbols nothing is cut
     [(tokens, answers)] = recall.samples('test', 7, 64, 64)
     held = []

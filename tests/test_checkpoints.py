@@ -34,7 +34,6 @@ from conftest import (
 
 from lib.checkpoints import (
     Run,
-    RunSettings,
     load,
     load_model,
     open_model,
@@ -308,7 +307,8 @@ def test_digest_changes_with_names_and_shapes_but_not_with_head_scales_and_norms
 # ---------------------------------------------------------------------- open one for a stage
 
 def settings_of(out_dir):
-    return vars(RunSettings(out_dir=str(out_dir), device='cpu', dtype='float32'))
+    return {'out_dir': str(out_dir), 'init_from': 'last', 'position': None, 'rope_scaling': None,
+            'device': 'cpu', 'dtype': 'float32'}
 
 
 def test_stage_that_decodes_has_equal_weights_stored_by_column(out_dir):
@@ -323,8 +323,9 @@ def test_stage_that_decodes_has_equal_weights_stored_by_column(out_dir):
 
 TWO_RESULTS = '''
 import sys, torch.distributed as dist
-from lib.checkpoints import Run, RunSettings
-run = Run(vars(RunSettings(out_dir=sys.argv[1], device='cpu', dtype='float32')))
+from lib.checkpoints import Run
+run = Run({'out_dir': sys.argv[1], 'init_from': 'last', 'position': None, 'rope_scaling': None,
+           'device': 'cpu', 'dtype': 'float32'})
 for name in 'one', 'two':
     run.write(name, {'ranks': run.runtime.gather([[run.runtime.rank]], 2).tolist()})
 run.close()

@@ -6,11 +6,10 @@ $ python -m pytest tests/test_commands.py
 """
 
 import ast
-import dataclasses
 import functools
-import importlib.util
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import pytest
 from conftest import ROOT
 
 from configurator import configure, run_config, settings
+from position import Settings
 
 PAGES = sorted([*ROOT.glob('*.md'), *ROOT.glob('results/**/*.md'), *ROOT.glob('lessons/*.md')])
 CONFIGS = sorted(ROOT.glob('config/**/*.py'))
@@ -96,14 +96,11 @@ def stage(program):
     """The names that a stage defines, and what else its configure() is given."""
     path = ROOT / program
     assert path.is_file(), f'there is no {program}'
-    spec = importlib.util.spec_from_file_location(f'stage_{len(sys.modules)}', path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look for it
-    spec.loader.exec_module(module)
+    scope = runpy.run_path(str(path))
     for node in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
         if isinstance(node, ast.Call) and getattr(node.func, 'id', '') == 'configure':
-            return vars(module), [eval(ast.unparse(more), vars(module)) for more in node.args[1:]]
-    return vars(module), None
+            return scope, [eval(ast.unparse(more), scope) for more in node.args[1:]]
+    return scope, None
 
 
 @pytest.fixture
@@ -138,7 +135,45 @@ def test_commands_of_run_sh(path, check, tmp_path):
 def test_config_sets_what_one_stage_has(path):
     names, known = run_config(str(path)).keys(), []
     for program in ('train.py', 'tune_scale.py', 'che.py'):
-        scope, more = stage(program)
-        fields = [field.name for declared in more for field in dataclasses.fields(declared)]
-        known.append(settings(scope).keys() | set(fields))
+        scope, _ = stage(program)
+        known.append(settings(scope).keys() | vars(Settings()).keys())
     assert any(names <= of_stage for of_stage in known)
+
+
+# ------------------------------------------------------------------- the settings that stages share
+
+# Settings that have another meaning, or another default for a reason.
+EXCEPTIONS = '''
+train.py          | out_dir init_from dataset device dtype | It makes the model that others read.
+che.py            | out_dir position label | It makes its own models.
+bench.py          | out_dir position device dtype | It makes its own models, on a CPU or CUDA.
+demo.py           | out_dir | It is the folder of two runs.
+tune_scale.py     | label | The name of the result also holds the length.
+entropy.py        | dtype | Entropy needs float32.
+attention_maps.py | dtype | Score maps need float32.
+export.py         | dtype | It is the dtype of what is written.
+'''
+
+
+def setting_lines(path):
+    """{name: source line} of the assignments at the top level of a file."""
+    text, found = path.read_text(encoding='utf-8'), {}
+    for node in ast.parse(text).body:
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, 'target', None)
+        if isinstance(target, ast.Name):
+            found[target.id] = text.splitlines()[node.lineno - 1]
+    return found
+
+
+def test_a_shared_setting_has_the_same_line_in_every_stage():
+    rows = [row.split('|') for row in EXCEPTIONS.strip().splitlines()]
+    exceptions = {name.strip(): names.split() for name, names, _ in rows}
+    shared = setting_lines(ROOT / 'lessons/evaluation.py')
+    del shared['lengths'], shared['n_samples']
+    for path in [*ROOT.glob('*.py'), *ROOT.glob('lessons/*.py')]:
+        lines, own = setting_lines(path), exceptions.get(path.name, [])
+        assert set(own) <= lines.keys(), f'{path.name} does not need all its exceptions'
+        found = {name: line for name, line in lines.items() if name in shared and name not in own}
+        assert list(found.items()) == [row for row in shared.items() if row[0] in found], path.name
+        assert len(found) < 2 or '\n# which model, which text, which device: the same ' in (
+            path.read_text(encoding='utf-8')), path.name

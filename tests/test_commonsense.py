@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import mistake, near, on, random_model, read, refuses, stage_here
+from conftest import mistake, near, on, random_model, read, stage_here
 
 import commonsense
 from lib.generate import complete, generate
@@ -20,6 +20,10 @@ from lib.tokens import get_tokenizer
 
 L = 32  # of the tiny models
 BYTES = get_tokenizer('bytes')
+
+
+def harness(model, runtime, encoding=None, batch_size=16, add_bos=False):
+    return commonsense.Harness(model, encoding, runtime, L, batch_size, add_bos)
 
 
 def questions(model):
@@ -46,17 +50,15 @@ def alone(model, context, continuation):
     {'position': 'rope', 'rope_scaling': 'dynamic_ntk:2', 'block_size': 8},
     {'position': 'rope', 'random_positions': 200}])
 @torch.no_grad()
-def test_scores_of_two_ranks_are_those_of_a_plain_pass_for_each_choice(cpu, changes, monkeypatch,
-                                                                       size):
+def test_scores_of_two_ranks_are_those_of_a_plain_pass_for_each_choice(cpu, changes, size):
     class Rank(type(cpu)):
         def gather(self, rows, n):  # what this rank alone has
             return np.array(rows)
 
     model = random_model(**changes)
-    monkeypatch.setattr(commonsense, 'batch_size', size)
     pairs = questions(model)
-    one, two = (commonsense.Harness(model, None, Rank(cpu.device, cpu.dtype, rank, 2))
-                .scores(pairs) for rank in (0, 1))
+    one, two = (harness(model, Rank(cpu.device, cpu.dtype, rank, 2), batch_size=size).scores(pairs)
+                for rank in (0, 1))
     near(one + two, [alone(model, *pair) for pair in pairs], atol=1e-4)
     assert (one.any(1) != two.any(1)).all()
     assert 0 < (one + two)[:, 1].sum() < len(pairs)
@@ -67,14 +69,8 @@ def test_a_context_is_read_once_for_all_its_choices(cpu):
     model, read = random_model(), []
     model.embed.register_forward_hook(lambda module, ids, out: read.append(ids[0].numel()))
     pairs = [(list(range(20)), [i, i]) for i in range(5)]
-    commonsense.Harness(model, None, cpu).scores(pairs)
+    harness(model, cpu).scores(pairs)
     assert read == [20, 5 * 1]  # not 5 * 21
-
-
-def test_a_choice_beyond_the_random_positions_is_refused(cpu):
-    harness = commonsense.Harness(random_model(position='rope', random_positions=40), None, cpu)
-    refuses('below 40', harness.scores, [([1] * 38, [2, 3, 4, 5])])  # whose last is not read
-    assert harness.scores([([1] * 38, [2, 3, 4])]).shape == (1, 2)
 
 
 @pytest.mark.parametrize('add_bos, texts, ids, n_cut', [
@@ -83,15 +79,14 @@ def test_a_choice_beyond_the_random_positions_is_refused(cpu):
     (True, ('ab', ' c'), ([256, 97, 98], [32, 99]), 0),
     (False, ('x' + 'y' * 99, 'abc'), ([121] * (L - 2), [97, 98, 99]), 1),
     (False, ('x', 'y' * 99), ([120], [121] * 99), 0)])         # A choice is never cut.
-def test_texts_are_cut_into_question_and_choice(cpu, monkeypatch, add_bos, texts, ids, n_cut):
-    monkeypatch.setattr(commonsense, 'add_bos', add_bos)
-    harness = commonsense.Harness(random_model(vocab_size=257), BYTES, cpu)
-    assert (harness.encode(*texts), harness.n_cut) == (ids, n_cut)
+def test_texts_are_cut_into_question_and_choice(cpu, add_bos, texts, ids, n_cut):
+    ours = harness(None, cpu, BYTES, add_bos=add_bos)
+    assert (ours.encode(*texts), ours.n_cut) == (ids, n_cut)
     theirs = SimpleNamespace(backend='causal', tok_encode=BYTES.encode_ordinary)
     api = pytest.importorskip('lm_eval.api.model').TemplateLM
     for texts in ('Question: a?\nAnswer:', ' b'), ('ends  ', 'b'), ('é ', 'ü'):
         context, choice = api._encode_pair(theirs, *texts)
-        assert harness.encode(*texts) == ([256] * add_bos + context, choice)
+        assert ours.encode(*texts) == ([256] * add_bos + context, choice)
 
 
 TASK = """
@@ -191,15 +186,6 @@ def test_a_prompt_that_would_have_to_be_cut_is_refused(tmp_path, tiny_run, tasks
     assert read(tmp_path / 'commonsense.json')['read_length'] == 40
 
 
-@pytest.mark.parametrize('name', ['ruler', 'ruler_cwe', 'ruler_fwe', 'ruler_vt'])
-def test_prompts_of_ruler_that_would_never_be_made_are_refused(tiny_run, tasks, name):
-    """lm_eval repeats what does not fit, and would catch Ctrl-C, too."""
-    arguments = f'--out_dir={tiny_run}', '--device=cpu', f'--tasks=["piqa","{name}"]'
-    line = mistake('commonsense', *arguments, '--read_length=1023')
-    assert 'read_length is 1023' in line and f'prompts of {name}.' in line
-    assert 'could not load' in mistake('commonsense', *arguments, '--read_length=1024')
-
-
 def test_rulers_score_is_that_of_the_length_asked_for():
     row = {'alias': 'niah', 'sample_len': 3, '4096,none': -1, '8192,none': 0.25,
            '8192_stderr,none': 'N/A'}
@@ -209,8 +195,11 @@ def test_rulers_score_is_that_of_the_length_asked_for():
     assert (found['score'], found['standard_error'], found['metric']) == (25, None, '8192')
 
 
-def test_an_unknown_task_and_a_missing_package_are_named(tiny_run, tasks, monkeypatch):
-    assert 'pika' in mistake('commonsense', f'--out_dir={tiny_run}', '--device=cpu',
-                             '--tasks=["pika"]')
+def test_an_unknown_task_prompts_that_never_end_and_a_missing_package_are_named(tiny_run, tasks,
+                                                                                monkeypatch):
+    arguments = f'--out_dir={tiny_run}', '--device=cpu', '--tasks=["pika","ruler_vt"]'
+    line = mistake('commonsense', *arguments, '--read_length=1023')
+    assert 'read_length is 1023' in line and 'prompts of ruler_vt.' in line
+    assert 'pika' in mistake('commonsense', *arguments, '--read_length=1024')
     monkeypatch.setitem(sys.modules, 'lm_eval.api.model', None)
     assert 'pip install lm_eval' in mistake('commonsense')

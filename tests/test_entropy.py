@@ -77,8 +77,3 @@ def test_run_without_a_scale_has_no_correlation_and_no_label(tiny_run, tmp_path)
     assert other['mean_entropy'] == result['mean_entropy']
     line = mistake('entropy', *on(tiny_run, tmp_path, f'{command} --bits=True'))
     assert f'{tmp_path}/entropy.json is in nats' in line
-
-
-def test_window_shorter_than_a_bin_is_refused_with_the_reason(tiny_run, tmp_path):
-    line = mistake('entropy', *on(tiny_run, tmp_path, '--length=1'))
-    assert 'length is 1' in line and 'at least 2, the width of a bin, L / 16' in line

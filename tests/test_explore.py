@@ -43,9 +43,9 @@ def test_data_are_what_the_stages_measure(method, cpu):
         near(of_scale['loss'], bin_means(loss, 4)[1], rtol=6e-3)
         near(of_scale['entropy'], heads[layer, head], rtol=6e-3, atol=1e-4)
         for T, bins in zip(lengths, of_scale['distance'], strict=True):
-            each = [attention_maps.measure(model, window[None, :T], layer, head)['by_distance']
+            each = [attention_maps.window_maps(model, window[None, :T], layer, head)
                     for window in ids]
-            shares = torch.stack(each).mean(0)
+            shares = torch.stack([maps['by_distance'] for maps in each]).mean(0)
             near(bins[:len(shares)], shares, rtol=6e-3, atol=1e-5)
             assert not any(bins[len(shares):])
 

@@ -117,35 +117,25 @@ def test_a_cut_context_holds_the_end_of_a_prompt_and_the_answer(whole, tiny_run,
     assert shares[0] == 1 and 0 < shares[1] < 1
 
 
-def test_rows_that_are_no_answers_are_left_out_and_answered_anew(whole, tiny_run, tmp_path):
-    header, *rows = (whole / 'passkey.jsonl').read_text().splitlines()
-    odd = [json.dumps(json.loads(rows[3]) | change) for change in (
-        {'correct': 'yes'}, {'length': None}, {'item': [3]}, {'item': 999}, {'item': -1})]
-    odd += ['{}', '{"item": 3}', '[]', 'null', '5', *rows[:2]]  # two of them twice
-    (tmp_path / 'passkey.jsonl').write_text('\n'.join([header, *rows[:3], *odd]) + '\n')
-    stage_here('passkey', *arguments(tiny_run, tmp_path))
-    one, other = (read(folder / 'passkey.json')['answers'] for folder in (tmp_path, whole))
-    assert one == other
-
-
 @pytest.mark.parametrize('ranks', [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_stopped_run_goes_on_to_the_answers_of_an_unbroken_one(whole, tiny_run, tmp_path, ranks):
+    path, odd = tmp_path / 'passkey.jsonl', []
     lines = (whole / 'passkey.jsonl').read_bytes().splitlines(keepends=True)
-    cut = '{"item": 11, "answer": "ä'.encode()[:-1]  # as a kill inside a character leaves a line
-    (tmp_path / 'passkey.jsonl').write_bytes(b''.join([*lines[:5], cut]))
+    for change in ({'correct': 'yes'}, {'length': None}, {'item': [3]}, {'item': 99}, {'item': -1}):
+        odd.append(json.dumps(json.loads(lines[4]) | change))
+    odd += ['{}', '{"item": 3}', '[]', 'null', '{"item": 11, "answer": "ä']  # the last as by a kill
+    path.write_bytes(b''.join(lines[:4]) + '\n'.join(odd).encode()[:-1])
     (tmp_path / 'passkey.rank1.jsonl').write_bytes(lines[0] + lines[7])
     run = stage_here if ranks == 1 else functools.partial(stage, ranks=ranks)
     run('passkey', *arguments(tiny_run, tmp_path))
     one, other = (read(folder / 'passkey.json')['answers'] for folder in (tmp_path, whole))
     assert one == other
     n_lines = sum(path.read_bytes().count(b'\n') for path in tmp_path.glob('*.jsonl'))
-    assert n_lines == 12 + 2  # none was done twice; each file has a header
+    assert n_lines == 12 + 2 + 2  # none was done twice; two headers, and items 99 and -1
+
     line = mistake('passkey', *arguments(tiny_run, tmp_path, '--seed=1'))
     assert 'passkey.jsonl' in line and '(seed)' in line
-
-
-def test_a_second_run_into_the_answers_of_a_living_one_is_refused(tiny_run, tmp_path):
-    with written_elsewhere(tmp_path / 'passkey.jsonl'):
+    with written_elsewhere(path):
         line = mistake('passkey', *arguments(tiny_run, tmp_path))
     assert 'process 99 ' in line and 'passkey.jsonl' in line
 

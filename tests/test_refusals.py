@@ -202,6 +202,9 @@ results/bench/table --table=costs | time_cost, growth, memory
 bench           --peer=vllm | hf
 bench           --like=["config/tune_8k.py"] | n_layer
 commonsense     READ --tasks=[] | tasks is empty
+longbench       WRITE --tasks=["treck"] | narrativeqa, qasper
+longbench       WRITE --paper=NoPE | RoPE 2K
+longbench       WRITE --data=nowhere --tasks=["trec"] | trec.jsonl
 
 sizes that no machine holds, scales that are infinite in float32, or 0
 train           TRAIN --n_layer=100000000 | n_layer=100000000
@@ -248,9 +251,11 @@ che             CHE --learning_rate=-1 | learning_rate is
 bench           --rounds=0 | rounds is 0
 results/bench/table --contexts=[0] | contexts is
 commonsense     READ --limit=0 | limit is 0
+longbench       WRITE --beams=0 | beams is 0
+longbench       WRITE --max_samples=0 | max_samples is 0
 
 windows shorter than what is measured in them
-entropy         WRITE --length=1 | length is
+entropy         WRITE --length=1 | length is 1; it must be at least 2, the width of a bin, L / 16
 eval_ppl        WRITE --protocol=position --lengths=[1] | lengths is
 eval_ppl        WRITE --protocol=tail --lengths=[-3,32] | lengths is
 eval_ppl        WRITE --protocol=tail --lengths=[16,64] --tail=20 | tail is

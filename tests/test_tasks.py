@@ -175,20 +175,6 @@ def test_all_inputs_that_should_occur_do():
         assert len(seen(name, int(length))) == int(count), name
 
 
-def test_all_symbols_and_places_that_should_occur_do():
-    for name, task in TASKS.items():
-        assert set().union(*seen(name, 12, part=1)) == set(range(task.n_out)), name
-    assert {x.index(9) for x in seen('solve_equation', 7)} == {1, 3}  # either digit of (a+b)=c
-    outer = set()  # places of the operator in the outer brackets alone, but no sign after a bracket
-    for x in seen('modular_arithmetic', 9):
-        depth = np.cumsum([(s == 8) - (s == 9) for s in x])
-        outer.add(next(k for k in range(2, 9) if 5 <= x[k] <= 7 and depth[k] == 1))
-    assert outer == {2, 3, 4, 5, 6}
-    # Two pairs stand anywhere before the last two of eight symbols, and not inside each other.
-    starts = {tuple(i for i in range(6) if 32 <= x[i] < 64) for x in seen('recall', 8)}
-    assert starts == {(0, 2), (0, 3), (0, 4), (1, 3), (1, 4), (2, 4)}
-
-
 def test_recall_has_a_quarter_of_its_symbols_as_pairs_and_32_at_most():
     """And its slow definition asserts that each pair is asked for once."""
     for n, n_pairs in (3, 1), (7, 1), (8, 2), (64, 16), (128, 32), (2048, 32):

@@ -18,7 +18,7 @@ import torch
 
 import bench
 import position as methods
-from bench import measure, medians, new_model, only_scales, random_ids, training_step
+from bench import medians, new_model, only_scales, random_ids, timings, training_step
 from configurator import between, configure, settings
 from kernels import repeat_heads
 from lib.devices import keep_freed_memory
@@ -49,38 +49,38 @@ class WholeMatrix(methods.Kerple):
         return weights @ repeat_heads(v, q.shape[1])
 
 
-def step_and_forward(model, runtime):
+def step_and_forward(s, model):
     """A training step and an uncompiled forward pass on one sequence."""
-    x = random_ids(1, bench.context, runtime)
+    x = random_ids(s, 1, s.context)
 
     @torch.no_grad()
     def forward():
-        with runtime.autocast():
+        with s.runtime.autocast():
             model(x, x)  # the loss, of whatever targets
-    return training_step(model, 1, bench.context, runtime), forward
+    return training_step(s, model, 1, s.context), forward
 
 
-def time_cost(runtime):
+def time_cost(s):
     """
     Table 7 of DAPE V2: a training step and a forward pass of each method, and their ratios to DAPE
     1x3-Kerple's.
     """
     paper = json.loads((ROOT / 'results/papers/tables.json').read_text())['dape_table7']
-    column = {2560: 1, 4096: 2}.get(bench.n_embd, 0)  # by width: 2.7B, 6.7B; beside all others 350M
+    column = {2560: 1, 4096: 2}.get(s.n_embd, 0)  # by width: 2.7B, 6.7B; beside all others 350M
     whole = paper['rows']['DAPE 1x3-Kerple'][column]
-    dape = new_model(bench.context, runtime, position='kerple', dape_kernel=3)
-    dape_step, dape_forward = step_and_forward(dape, runtime)
+    dape = new_model(s, s.context, position='kerple', dape_kernel=3)
+    dape_step, dape_forward = step_and_forward(s, dape)
     rows = []
-    print(f'a training step on one sequence of {bench.context}, and its ratio to DAPE 1x3-Kerple')
+    print(f'a training step on one sequence of {s.context}, and its ratio to DAPE 1x3-Kerple')
     print(f"{'':24} {'ms':>8} {'ratio':>16} {'in the paper':>14} {'of a forward':>12}")
     for method, (kind, kernel) in TABLE_7.items():  # two models at a time
-        model = new_model(bench.context, runtime, position=kind, dape_kernel=kernel)
+        model = new_model(s, s.context, position=kind, dape_kernel=kernel)
         if 'whole' in method:
             for block in model.blocks:
-                block.attn.position = WholeMatrix(model.config).to(runtime.device)
-        step, forward = step_and_forward(model, runtime)
-        seconds = medians({'step': step, 'forward': forward, 'DAPE step': dape_step,
-                           'DAPE forward': dape_forward}, runtime)
+                block.attn.position = WholeMatrix(model.config).to(s.runtime.device)
+        step, forward = step_and_forward(s, model)
+        seconds = medians(s, {'step': step, 'forward': forward, 'DAPE step': dape_step,
+                              'DAPE forward': dape_forward})
         row = {'method': method, 'seconds': seconds['step'],
                'ratio': seconds['step'] / seconds['DAPE step'], 'paper_ratio': None,
                'forward_seconds': seconds['forward'],
@@ -93,38 +93,37 @@ def time_cost(runtime):
     return rows
 
 
-def growth(runtime):
+def growth(s):
     """
     Time and memory of steps on one sequence of T tokens, of head-scale tuning (ours) and of
     training, activations recomputed: linear and quadratic in T, as the arithmetic of their limits
     says. Memory is beyond weights and optimizer.
     """
-    model = new_model(max(contexts), runtime)
-    tuned, rows = only_scales(new_model(max(contexts), runtime), runtime), []
+    model = new_model(s, max(s.contexts))
+    tuned, rows = only_scales(new_model(s, max(s.contexts)), s.runtime), []
     tuned.checkpoint_activations = model.checkpoint_activations = True
-    for T in contexts:
-        works = {'ours': training_step(tuned, 1, T, runtime),
-                 'whole step': training_step(model, 1, T, runtime)}
-        linear, quadratic = bench.step_limits(model, T, T, runtime, forwards=2)
+    for T in s.contexts:
+        works = {'ours': training_step(s, tuned, 1, T), 'whole step': training_step(s, model, 1, T)}
+        linear, quadratic = bench.step_limits(s, model, T, T, forwards=2)
         limits = {who: seconds + quadratic for who, seconds in linear.items()}
-        result = measure(f'head-scale step, T = {T}', works, T, limits, runtime)
+        result = timings(s, f'head-scale step, T = {T}', works, T, limits)
         rows.append(result | {'linear_seconds': linear, 'quadratic_seconds': quadratic})
     return rows
 
 
-def memory(runtime):
+def memory(s):
     """
     Peak memory of a head-scale step on one sequence of T tokens, activations recomputed, beyond the
     weights. One call.
     """
-    model, rows = only_scales(new_model(max(contexts), runtime), runtime), []
+    model, rows = only_scales(new_model(s, max(s.contexts)), s.runtime), []
     model.checkpoint_activations = True
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     keep_freed_memory(2 ** 25)  # a heap with holes would be too large for a small machine
     print(f'head-scale step of {model.n_params():,} parameters, weights of {weights / 1e9:.2f} GB')
-    for T in contexts:
+    for T in s.contexts:
         began = time.perf_counter()
-        peak = bench.peak_memory(training_step(model, 1, T, runtime), runtime)
+        peak = bench.peak_memory(training_step(s, model, 1, T), s.runtime)
         rows.append({'length': T, 'peak_memory': peak, 'per_token': peak / T, 'weights': weights,
                      'seconds': time.perf_counter() - began})
         print(f'{T:8,d} tokens {peak / 1e9:8.2f} GB {peak / T / 1e3:8.1f} kB a token', flush=True)
@@ -140,8 +139,8 @@ def main(given=()):
         raise UserError(f"table is '{table}'. Choose {', '.join(TABLES)}.")
     between(globals(), 1, 'contexts')
     chosen = settings(globals())
-    vars(bench).update(chosen, name=chosen['name'] or table)
-    bench.main(given, {table: TABLES[table]})
+    chosen['name'] = chosen['name'] or table
+    bench.run_works(chosen, given, {table: TABLES[table]})
 
 
 if __name__ == '__main__':

@@ -138,7 +138,6 @@ def measure(seed):
     if not Path(folder, 'che.json').exists():
         run('che.py', *TRAINING, f'--seed={seed}', f'--out_dir={folder}')
     chosen = read(f'{folder}/che.json')['settings']
-    vars(che).update(chosen)  # its functions take their settings from there
     weights = load_whole(Path(folder, f'{TASK}.pt'), 'Train it again.')['model']
 
     def trained():

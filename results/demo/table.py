@@ -32,13 +32,13 @@ def measure(seed, folder):
     made with.
     """
     began = time.perf_counter()
-    demo.train_args = [f'--seed={seed}']
     if not Path(folder, 'loss.png').exists():
-        demo.train(folder)
+        demo.train(folder, f'--max_iters={demo.max_iters}', f'--seed={seed}')
     L = demo.read(f'{folder}/config.json')['block_size']
     lengths, found = [L, 2 * L, 4 * L], {}
-    for name, scale in ({'NoPE': None} | demo.tune(folder, lengths[1:])).items():
-        result, _ = demo.measure(folder, name, scale, lengths, in_picture=False)
+    tuned = demo.tune(folder, lengths[1:], demo.overshoot, [], [f'--max_iters={demo.tune_iters}'])
+    for name, scale in ({'NoPE': None} | tuned).items():
+        result = demo.losses_of(folder, name, scale, lengths, demo.n_samples)
         found[name] = {row['length']: {key: row[key] for key in ('loss', 'cut_loss', 'gain')
                                        if key in row} for row in result['rows']}
     return {'methods': found} | demo.made_with(result, began)

@@ -10,6 +10,7 @@ another machine or version is begun anew; remove one of this machine to measure 
 
 import json
 import time
+from types import SimpleNamespace
 
 import bench
 import train
@@ -26,16 +27,16 @@ device = 'auto'              # auto, cpu, cuda
 dtype = 'float32'            # auto, float32, bfloat16; the rows of 0.9M were trained in float32
 
 
-def ratio(row, runtime):
-    """Seconds of a training step of a row's model over those of NoPE's."""
+def ratio(row, s):
+    """Seconds of a training step of a row's model over those of NoPE's. s: as in bench.py."""
     names = [argument.removeprefix('--').split('=') for argument in row.train.split()]
     kinds = {name: type(value) for name, value in vars(Settings()).items()}
     changes = {name: kinds[name](value) for name, value in names}
-    models = {'NoPE': bench.new_model(bench.context, runtime, position='none'),
-              'row': bench.new_model(bench.context, runtime, **{'position': 'none'} | changes)}
-    works = {name: bench.training_step(model, bench.batch_size, bench.context, runtime)
+    models = {'NoPE': bench.new_model(s, s.context, position='none'),
+              'row': bench.new_model(s, s.context, **{'position': 'none'} | changes)}
+    works = {name: bench.training_step(s, model, s.batch_size, s.context)
              for name, model in models.items()}
-    seconds = bench.medians(works, runtime)
+    seconds = bench.medians(s, works)
     return seconds['row'] / seconds['NoPE']
 
 
@@ -45,10 +46,11 @@ def main():
     began = time.perf_counter()
     chosen = settings(vars(train)) | run_config(SIZES[size].config)
     sizes = {name: chosen[name] for name in bench.MODEL if name in chosen}
-    vars(bench).update(sizes, context=chosen['block_size'], batch_size=chosen['batch_size'],
-                       rounds=20,
-                       vocab_size=open_tokens(chosen['dataset'], 'train').meta['vocab_size'])
     runtime = setup(device, dtype, 1337)
+    vocab_size = open_tokens(chosen['dataset'], 'train').meta['vocab_size']
+    s = SimpleNamespace(**settings(vars(bench)) | sizes | {
+        'context': chosen['block_size'], 'batch_size': chosen['batch_size'], 'rounds': 20,
+        'vocab_size': vocab_size, 'runtime': runtime})
     path = ROOT / f'results/scoreboard/{size}_steps.json'
     found, ratios = json.loads(path.read_text()) if path.exists() else {}, {}
     here = provenance(settings(globals()), runtime, 0)
@@ -56,7 +58,7 @@ def main():
         ratios = found['ratios']
     for key, row in ROWS.items():
         if row.model == key and not row.init and size in row.sizes and key not in ratios:
-            ratios[key] = ratio(row, runtime)
+            ratios[key] = ratio(row, s)
             print(f'{row.title:26}{ratios[key]:6.2f} of a step of NoPE', flush=True)
             seconds = time.perf_counter() - began
             save_json(path, {'ratios': ratios} | provenance(settings(globals()), runtime, seconds))
