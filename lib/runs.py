@@ -90,11 +90,10 @@ def model_to_train(windows, chosen, given, runtime):
     out_dir, init_from = chosen['out_dir'], chosen['init_from']
     if init_from == 'scratch':
         config = checkpoints.config_of(chosen, vocab_size=windows.vocab_size)
-        checkpoints.require_memory(config)
         return Transformer(config).init_weights(), None, chosen
     resumes = init_from == 'resume'
     path = Path(out_dir, 'last.pt') if resumes else init_from
-    state = checkpoints.load(path, chosen['position'] if 'position' in given else None, resumes)
+    state = checkpoints.load(path, chosen['position'] if 'position' in given else None)
     if resumes:
         with to_go_on(out_dir):
             require_kinds({'data': {}} | state, data=dict | None, optimizer=dict, scaler=dict,

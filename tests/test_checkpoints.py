@@ -175,14 +175,6 @@ def test_checkpoint_that_is_cut_short_or_has_a_bit_turned_over_gives_no_other_we
         refuses('last.pt', load, path)
 
 
-def test_damaged_moments_matter_only_to_who_reads_them(out_dir):
-    moment = torch.full((99,), 0.25)
-    path = changed(out_dir / 'last.pt', optimizer={'state': [moment]})
-    flip_a_bit(path, path.read_bytes().index(moment.numpy().tobytes()))
-    refuses('damaged', load, path)
-    load_model(path, out_dir, 'cpu')
-
-
 def test_file_that_does_not_exist_or_cannot_be_opened_is_not_called_damaged(out_dir, monkeypatch):
     def refuse(path, *_):
         raise PermissionError(path)
