@@ -11,7 +11,6 @@ A prepared dataset is a folder, data/NAME, that is complete by itself:
 """
 
 import base64
-import contextlib
 import functools
 import hashlib
 import itertools
@@ -20,8 +19,7 @@ import math
 import os
 import re
 import shutil
-import zlib
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,11 +27,12 @@ import numpy as np
 import tiktoken
 
 from lib.answers import OnlyWriter, note, optional, progress_bar, save_json, write_text
+from lib.checksums import MIB, checksum_of
 from lib.errors import ROOT, UserError, fault_of, require_kinds
 
-MIB = 2 ** 20
 EOT = '<|endoftext|>'
 SPLITS = 'train', 'val', 'test'
+UNFINISHED = 'tokens.part'  # a folder, inside the dataset's, for files that are being written
 # This pattern cuts text into words before BPE merges bytes. Every .tiktoken file uses it. It is
 # GPT-4's pattern, written so that both tiktoken and tokenizers can read it. It matches
 # contractions, words, up to 3 digits, punctuation, line ends, and other white space.
@@ -151,9 +150,12 @@ class HFTokenizer:
         self.start_token = self.eot_token if first == plain[0] else first
 
     def encode_ordinary(self, text):
-        # A batch of one. Unlike encode(), this keeps no offsets and lets other threads run.
-        batch = [without_half_pairs(text)]
-        return self.tokenizer.encode_batch_fast(batch, add_special_tokens=False)[0].ids
+        return self.encode_ordinary_batch([text])[0]
+
+    def encode_ordinary_batch(self, texts):
+        texts = list(map(without_half_pairs, texts))
+        batch = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [encoded.ids for encoded in batch]
 
     def decode(self, ids):
         """The text of ids, without special tokens such as <s>. decode_bytes() keeps these."""
@@ -314,106 +316,125 @@ def cut(document, limit):
         yield rest, True
 
 
-def chunks(documents, limit):
-    """Yield lists of (piece, is_last), each of about MIB characters. A thread encodes one list."""
-    chunk, size = [], 0
+def batches(documents, limit):
+    """
+    Yield lists of (piece, is_last), as from cut(), each of about 8 MIB characters. So the memory
+    in use is bounded, and there is work for several threads.
+    """
+    batch, size = [], 0
     for document in documents:
         for piece, is_last in cut(document, limit):
-            chunk.append((piece, is_last))
+            batch.append((piece, is_last))
             size += len(piece)
-            if size >= MIB:
-                yield chunk
-                chunk, size = [], 0
-    yield chunk
-
-
-def encode(encoding, chunk):
-    """The tokens of a chunk, the indices after each document's end, and the chunk's text bytes."""
-    tokens, ends, n_bytes = [], [], 0
-    for piece, is_last in chunk:
-        tokens += encoding.encode_ordinary(piece)
-        n_bytes += len(piece.encode(errors='replace'))
-        if is_last:
-            tokens.append(encoding.eot_token)
-            ends.append(len(tokens))
-    return np.array(tokens, token_type(encoding)), np.array(ends, np.int64), n_bytes
-
-
-def write_split(folder, split, documents, encoding, workers, bar):
-    """
-    Tokenize documents into the files of a split. Returns the numbers of tokens, documents and text
-    bytes. workers: number of threads. Threads are enough, because tokenizers are compiled code that
-    runs in parallel.
-    """
-    # Some Hugging Face tokenizers put a space before each text, so they would add one per piece.
-    limit = math.inf if isinstance(encoding, HFTokenizer) else MIB
-    stream, starts, n_tokens, n_bytes = chunks(documents, limit), [[0]], 0, 0
-    with ThreadPoolExecutor(workers) as pool, open(folder / f'{split}.bin', 'wb') as file:
-        while group := list(itertools.islice(stream, 4 * workers)):  # to limit memory
-            for tokens, ends, size in pool.map(functools.partial(encode, encoding), group):
-                tokens.tofile(file)
-                starts.append(ends + n_tokens)  # a document starts where the previous ends
-                n_tokens += len(tokens)
-                n_bytes += size
-                bar.update(size)
-    starts = np.concatenate(starts)[:-1].astype(np.int64)
-    starts.tofile(folder / f'{split}_starts.bin')
-    return {'tokens': n_tokens, 'documents': len(starts), 'bytes': n_bytes}
+            if size >= 8 * MIB:
+                yield batch
+                batch, size = [], 0
+    yield batch
 
 
 def token_type(encoding):
     return np.dtype(np.uint16 if encoding.n_vocab <= 2 ** 16 else np.uint32)
 
 
-def write_corpus(folder, encoding, splits, workers=None, report=None, total_bytes=0):
+class SplitWriter:
+    """
+    Appends documents to the token files of a split. bar: a progress_bar() over bytes of text.
+    count: how many tokens, documents and bytes of text the files hold already. Whatever a killed
+    run wrote after these is cut off.
+    """
+
+    def __init__(self, folder, split, encoding, bar, count=None):
+        self.encoding, self.bar, self.dtype = encoding, bar, token_type(encoding)
+        self.count = count or {'tokens': 0, 'documents': 0, 'bytes': 0}
+        self.tokens, self.starts = [open(Path(folder, name), 'ab') for name in split_files(split)]
+        sizes = self.count['tokens'] * self.dtype.itemsize, self.count['documents'] * 8
+        for file, size in zip((self.tokens, self.starts), sizes):
+            if file.tell() < size:
+                raise UserError(f'{file.name} is shorter than when it was written. Remove {folder} '
+                                'and start again.')
+            file.truncate(size)
+
+    def write(self, documents, max_tokens=math.inf):
+        """
+        Append documents, as in cut(). Stops after the document that reaches max_tokens in total.
+        """
+        # Some Hugging Face tokenizers put a space before each text, so each piece would get one.
+        limit = math.inf if isinstance(self.encoding, HFTokenizer) else MIB
+        count, start = self.count, self.count['tokens']
+        for batch in batches(documents, limit):
+            all_ids = self.encoding.encode_ordinary_batch([piece for piece, _ in batch])
+            for (piece, is_last), ids in zip(batch, all_ids):
+                n_bytes = len(piece.encode(errors='replace'))
+                self.bar.update(n_bytes)
+                count['bytes'] += n_bytes
+                if is_last:
+                    ids = [*ids, self.encoding.eot_token]
+                self.tokens.write(np.array(ids, self.dtype).tobytes())
+                count['tokens'] += len(ids)
+                if is_last:
+                    self.starts.write(np.int64(start).tobytes())
+                    count['documents'] += 1
+                    start = count['tokens']
+                    if start >= max_tokens:
+                        return
+
+    def sync(self):
+        """Have everything on disk, so that not even a power cut loses it."""
+        for file in self.tokens, self.starts:
+            file.flush()
+            os.fsync(file.fileno())
+
+    def close(self):
+        self.tokens.close()
+        self.starts.close()
+
+
+def write_corpus(folder, encoding, splits, report=None, total_bytes=0):
     """
     Tokenize documents into folder and print a summary. The folder changes only after everything is
-    tokenized. splits: {split: iterable of documents as in cut()}. workers: number of threads, by
-    default one per core. report: a dict to keep in meta.json. total_bytes: of text, for the
-    progress bar; may be an estimate. Raises UserError if a split has no text.
+    tokenized; after an error the old files remain. splits: {split: iterable of documents as in
+    cut()}. report: a dict to keep in meta.json. total_bytes: of text, for the progress bar; may be
+    an estimate. Raises UserError if a split has no text.
     """
-    workers = workers or os.cpu_count()
-    with (new_dataset(folder, encoding, report) as (temporary, counts),
-          progress_bar(total_bytes, f'tokenizing {folder}', total_bytes > 8 * MIB) as bar):
-        for split, documents in splits.items():
-            counts[split] = write_split(temporary, split, documents, encoding, workers, bar)
+    temporary, counts = Path(folder, UNFINISHED), {}
+    with only_dataset(folder):
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        try:
+            with progress_bar(total_bytes, f'tokenizing {folder}', total_bytes > 8 * MIB) as bar:
+                for split, documents in splits.items():
+                    with closing(SplitWriter(temporary, split, encoding, bar)) as writer:
+                        writer.write(documents)
+                    counts[split] = writer.count
+            finish_dataset(folder, encoding, counts, report)
+        finally:
+            shutil.rmtree(temporary)
 
 
-@contextlib.contextmanager
-def new_dataset(folder, encoding, report=None):
+def finish_dataset(folder, encoding, counts, report=None):
     """
-    A context that yields a temporary folder for the files of all splits, and an empty dict for what
-    write_split() returns for each split. At the end the new files replace the old ones in `folder`.
-    After an error the old files remain. Raises UserError if a split has no text.
+    Replace the old files in `folder` by the token files in its folder UNFINISHED, and print a
+    summary. counts: {split: the count of its SplitWriter}. Raises UserError if a split has no text.
     """
-    folder, counts = Path(folder), {}
-    temporary, lock = folder / 'tokens.unfinished', only_dataset(folder)
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
-        yield temporary, counts
-        checksums = {}
-        for split, count in counts.items():
-            if not count['tokens']:
-                raise UserError(f'No document is left for the {split} split of {folder.name}. Give '
-                                'it more text.')
-            for name in split_files(split):
-                checksums[name] = checksum_of(temporary / name)
-        state = tokenizer_state(encoding)
-        write_text(temporary / 'tokenizer_state.json', json.dumps(state))
-        # Remove meta.json first and write it last, so that a half-replaced folder looks unprepared.
-        for split in SPLITS:
-            for name in ('meta.json', *split_files(split)):
-                (folder / name).unlink(missing_ok=True)
-        for path in list(temporary.iterdir()):
-            os.replace(path, folder / path.name)
-        save_json(folder / 'meta.json', {
-            'tokenizer': encoding.name, 'tokenizer_digest': tokenizer_digest(state),
-            'vocab_size': encoding.n_vocab, 'dtype': token_type(encoding).name, 'splits': counts,
-            'report': report or {}, 'checksums': checksums})
-    finally:
-        shutil.rmtree(temporary)
-        lock.close()
+    folder, checksums = Path(folder), {}
+    for split, count in counts.items():
+        if not count['tokens']:
+            raise UserError(f'No document is left for the {split} split of {folder.name}. Give '
+                            'it more text.')
+        for name in split_files(split):
+            checksums[name] = checksum_of(folder / UNFINISHED / name)
+    state = tokenizer_state(encoding)
+    # Remove meta.json first and write it last, so that a half-replaced folder looks unprepared.
+    for split in SPLITS:
+        for name in ('meta.json', *split_files(split)):
+            (folder / name).unlink(missing_ok=True)
+    for name in checksums:
+        os.replace(folder / UNFINISHED / name, folder / name)
+    write_text(folder / 'tokenizer_state.json', json.dumps(state))
+    save_json(folder / 'meta.json', {
+        'tokenizer': encoding.name, 'tokenizer_digest': tokenizer_digest(state),
+        'vocab_size': encoding.n_vocab, 'dtype': token_type(encoding).name, 'splits': counts,
+        'report': report or {}, 'checksums': checksums})
     print(f'{folder}: tokenizer {encoding.name}, vocabulary {encoding.n_vocab:,}')
     for split, count in counts.items():
         print(f'{split:>6} {count["tokens"]:14,} tokens  {count["documents"]:10,} documents  '
@@ -548,15 +569,6 @@ def dataset_folder(dataset):
     prepared = sorted(path.parent.name for path in (ROOT / 'data').glob('*/meta.json'))
     raise UserError(f'There is no dataset {dataset}. Prepared are: '
                     f'{", ".join(prepared) or "none"}.')
-
-
-def checksum_of(path):
-    """CRC-32 of a file, as 8 hex digits. Read, not mapped, because a map would fill the memory."""
-    checksum = 0
-    with open(path, 'rb') as file:
-        while part := file.read(MIB):
-            checksum = zlib.crc32(part, checksum)
-    return f'{checksum:08x}'
 
 
 def documents(data):

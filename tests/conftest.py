@@ -143,7 +143,7 @@ def corpus_dir(tmp_path_factory):
     first, *others = test.values()
     test = [first, 'import json\n', *others]  # the second is shorter than any window
     write_corpus(folder, get_tokenizer('bytes'), {'train': train.values(), 'val': val,
-                                                  'test': test}, workers=1)
+                                                  'test': test})
     return folder
 
 
@@ -154,7 +154,7 @@ def other_tokenizer(tmp_path_factory):
     ranks = {bytes([byte]): byte for byte in range(256)} | {b'th': 256}
     (folder / 'th.tiktoken').write_text(format_ranks(ranks))
     splits = dict.fromkeys(('train', 'val', 'test'), ['the weather then ' * 400])
-    write_corpus(folder / 'data', get_tokenizer(str(folder / 'th.tiktoken')), splits, workers=1)
+    write_corpus(folder / 'data', get_tokenizer(str(folder / 'th.tiktoken')), splits)
     return folder / 'data'
 
 

@@ -31,7 +31,7 @@ SHORT = {
     'RESUME': '--out_dir={run} --init_from=resume --device=cpu --dataset={corpus} ' + SIZES,
     'EXPORT': '--out_dir={run} --folder={tmp}/hf',
     'TEXT': '{corpus}/meta.json --out_dir={tmp}/out --val_fraction=0 --test_fraction=0',
-    'LOCAL': '--tokenizer=bytes --workers=1 --out_dir={tmp}/out',
+    'LOCAL': '--tokenizer=bytes --out_dir={tmp}/out',
     'PREPARE': '--out_dir={tmp}/out --val_fraction=0 --test_fraction=0',
     'GIVEN': '--init_from={run}/last.pt --out_dir={tmp} --device=cpu --compare=["{given}/x.json"]',
     'CHE': '--out_dir={tmp}/out --tasks=["even_pairs"] --train_length=6 --test_length=9',

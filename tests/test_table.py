@@ -111,7 +111,7 @@ def test_rows_without_their_files_are_left_out_and_mistakes_are_named(run, capsy
 
 def test_rows_may_have_data_sets_of_their_own(run, tmp_path):
     other = str(tmp_path / 'other')
-    write_corpus(other, get_tokenizer('bytes'), {'test': ['0123456789' * 100]}, workers=1)
+    write_corpus(other, get_tokenizer('bytes'), {'test': ['0123456789' * 100]})
     here, there = run({'name': 'here'}, {'name': 'there', 'dataset': other})
     alone, = run({'name': 'alone'}, dataset=other)
     assert here['ppl'] != there['ppl'] == alone['ppl']

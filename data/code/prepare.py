@@ -1,14 +1,14 @@
 """
 Python source, a text that repeats itself over long distances: the *.py files of the wheels that
-manifest.json lists. Each package goes to train, val or test as a whole. A file that shares a
-passage with an earlier split is dropped, and so is a copy of a file. The text has several licenses
-and is not part of this project: pip downloads the wheels once and keeps them in data/code/wheels.
+manifest.json lists. Each package goes to train, val or test as a whole. Copies of a file are
+dropped, and files that share a passage with an earlier split. The text has several licenses and is
+not part of this project: pip downloads the wheels once and keeps them in data/code/wheels.
 
 $ python data/code/prepare.py     # downloads 49 MB; 20.5M tokens to train on
 $ python data/code/prepare.py --tokenizer=bpe:1024 --out_dir=out/code    # trains the BPE anew
 
-The BPE of 1,024 tokens stands in this folder; the second command made it. Where pip reaches no
-index, the standard library of the Python that runs this takes the place of the wheels.
+The second command made this folder's BPE of 1,024 tokens. If pip reaches no index, the standard
+library of the Python that runs this replaces the wheels.
 """
 
 import hashlib
@@ -66,9 +66,9 @@ def pip_download(wheel, folder):
 
 def get_wheels(wheels, folder):
     """
-    Download to `folder` the wheels that it does not hold. Returns True when it holds all of them,
-    False when pip cannot even get the first one. Raises UserError when pip fails later, or when a
-    wheel is not the one of the manifest.
+    Download the wheels that `folder` lacks. Returns True if it then holds all of them, False if pip
+    cannot even get the first one. Raises UserError if pip fails later, or if a wheel is not the one
+    of the manifest.
     """
     unchecked = folder / 'unchecked.part'
     for i, wheel in enumerate(wheels):

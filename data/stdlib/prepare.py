@@ -1,9 +1,10 @@
 """
 The standard library of the Python that runs this, as text: training data that every installation
-has already. A file is a document, and goes to train, val or test as a whole, by a hash of its path.
+already has. Each file is a document. A hash of its path decides whether it goes to train, val or
+test.
 
 $ python data/stdlib/prepare.py                        # bytes, 7 MB: a second
-$ python data/stdlib/prepare.py --tokenizer=bpe:4096   # a BPE trained on it
+$ python data/stdlib/prepare.py --tokenizer=bpe:4096   # trains a BPE on it
 """
 
 import hashlib
@@ -30,7 +31,7 @@ val_fraction = 0.07   # of the files
 test_fraction = 0.07  # of the files
 out_dir = ''          # where the token files go; '' for data/stdlib
 
-# Left out: packages that some distributions do not install, tests, and tables written by programs
+# Leave out packages that some distributions do not install, tests, and tables made by programs.
 SKIP = {'distutils', 'encodings', 'ensurepip', 'idlelib', 'lib2to3', 'pydoc_data', 'tkinter',
         'turtle', 'turtledemo', '__phello__', 'test', 'tests'}
 
