@@ -318,7 +318,7 @@ def cut(document, limit):
 
 def batches(documents, limit):
     """
-    Yield lists of (piece, is_last), as from cut(), each of about 8 MIB characters. So the memory
+    Yield lists of (piece, is_last), as from cut(), each of about 4 MIB characters. So the memory
     in use is bounded, and there is work for several threads.
     """
     batch, size = [], 0
@@ -326,7 +326,7 @@ def batches(documents, limit):
         for piece, is_last in cut(document, limit):
             batch.append((piece, is_last))
             size += len(piece)
-            if size >= 8 * MIB:
+            if size >= 4 * MIB:
                 yield batch
                 batch, size = [], 0
     yield batch
