@@ -26,7 +26,7 @@ from lib.answers import optional, paper_table, print_scores, progress_bar
 from lib.checkpoints import Run, RunSettings
 from lib.errors import UserError
 from lib.generate import complete, needs_equal_lengths, read_prompts
-from lib.tokens import start_token
+from lib.tokenizers import start_token
 
 try:
     from lm_eval.api.model import LM

@@ -28,7 +28,7 @@ from lib.huggingface import (
     tokenizer_json,
 )
 from lib.scales import read_scale_file
-from lib.tokens import PATTERN, tokenizer_from_state
+from lib.tokenizers import PATTERN, tokenizer_from_state
 from position import parse_scaling
 
 out_dir = 'out/demo/nope'  # the run to read

@@ -31,7 +31,7 @@ from lib.answers import optional, paper_table, print_scores
 from lib.checkpoints import Run, RunSettings
 from lib.errors import ROOT, UserError
 from lib.generate import complete
-from lib.tokens import start_token
+from lib.tokenizers import start_token
 
 # prompts and answers
 data = 'data/longbench'      # the folder that data/longbench/prepare.py wrote

@@ -21,7 +21,7 @@ from lib.checkpoints import Run, RunSettings
 from lib.errors import UserError
 from lib.generate import complete
 from lib.scales import read_scale_file
-from lib.tokens import start_token
+from lib.tokenizers import start_token
 
 # prompts
 max_length: int | None = None  # longest prompt in tokens; None: twice the scales' target, or 2L

@@ -11,7 +11,7 @@ from configurator import between, configure, settings
 from lib.checkpoints import ModelSettings, Run
 from lib.devices import can_compile
 from lib.generate import generate
-from lib.tokens import start_token
+from lib.tokenizers import start_token
 
 scale: float | str | None = None  # softmax scale: a number for all heads, or a scale file
 prompt = ''                  # text that the model continues; empty: the start of a document

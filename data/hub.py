@@ -11,24 +11,22 @@ import json
 import math
 import re
 import shutil
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from configurator import between
 from lib.answers import optional, progress_bar, save_json
 from lib.errors import ROOT, UserError
+from lib.tokenizers import get_tokenizer, tokenizer_digest, tokenizer_state
 from lib.tokens import (
     MIB,
     UNFINISHED,
     SplitWriter,
     finish_dataset,
-    get_tokenizer,
     is_prepared,
     only_dataset,
     stable_hash,
-    tokenizer_digest,
-    tokenizer_state,
 )
 
 SUFFIX = re.compile(r'\.(parquet|jsonl?)(\.gz|\.zst)?$')
@@ -144,6 +142,20 @@ def text_of(row, source):
     return row[source.field] or ''
 
 
+@contextmanager
+def reading(name, source):
+    """A context that turns an error in reading a file into a UserError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # errors of terms, network and file share no class
+        reason = f'{type(error).__name__}: {error}'[:300]
+        raise UserError(f'{name} of {source.repo} could not be read ({reason}). {source.advice} '
+                        'What was written before is kept: the same command goes on from '
+                        'there.') from error
+
+
 def next_texts(rows, source):
     """The texts of the next rows, about BATCH characters; an empty list at the end."""
     texts, size = [], 0
@@ -169,7 +181,7 @@ def write_split(folder, split, files, source, encoding, max_tokens):
     with (progress_bar(None, split) as bar,
           closing(SplitWriter(folder, split, encoding, bar, place['count'])) as writer):
         for i, (name, url) in list(enumerate(files.items()))[place['file']:]:
-            try:
+            with reading(name, source):
                 stream = open_rows(name, url)
                 if i == place['file'] and place['stream']:
                     stream.load_state_dict(place['stream'])
@@ -179,13 +191,6 @@ def write_split(folder, split, files, source, encoding, max_tokens):
                     writer.sync()
                     save_json(progress, {'file': i, 'stream': stream.state_dict(),
                                          'count': writer.count})
-            except UserError:
-                raise
-            except Exception as error:  # errors of network and file share no class
-                reason = f'{type(error).__name__}: {error}'[:300]
-                raise UserError(f'{name} of {source.repo} could not be read ({reason}). '
-                                f'{source.advice} What was written before is kept: the same '
-                                'command goes on from there.') from error
     return writer.count
 
 
@@ -206,6 +211,10 @@ def prepare(name, source, settings):
     if is_prepared(folder, splits, report):
         print(f'{folder} is prepared already: same files, same tokenizer.')
         return
+    for names in splits.values():  # a wrong file is refused before hours of work
+        name, url = next(iter(names.items()))
+        with reading(name, source):
+            next_texts(open_rows(name, url).take(1), source)
 
     unfinished = folder / UNFINISHED
     with only_dataset(folder):
@@ -215,8 +224,8 @@ def prepare(name, source, settings):
             unfinished.mkdir(parents=True)
             save_json(begun, report)
         counts = {}
-        for split in reversed(splits):  # the largest last, so that mistakes are found early
-            counts[split] = write_split(unfinished, split, splits[split], source, encoding,
+        for split, names in splits.items():
+            counts[split] = write_split(unfinished, split, names, source, encoding,
                                         settings['max_tokens'] or math.inf)
         finish_dataset(folder, encoding, counts, report)
         shutil.rmtree(unfinished)

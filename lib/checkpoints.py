@@ -24,12 +24,8 @@ from lib.devices import setup
 from lib.errors import UserError, as_user_error, fault_of, require_kinds
 from lib.generate import require_positions, store_column_major
 from lib.scales import apply_scale, identity
-from lib.tokens import (
-    Windows,
-    require_tokenizer_kinds,
-    tokenizer_digest,
-    tokenizer_from_state,
-)
+from lib.tokenizers import require_tokenizer_kinds, tokenizer_digest, tokenizer_from_state
+from lib.tokens import Windows
 from model import VECTORS, ModelConfig, Transformer, matrices, small_vectors, vector_of
 from position import unused_settings
 

@@ -20,7 +20,7 @@ from lib.answers import note, optional, save_json, write_text
 from lib.checksums import checksum_of_tensors, load_whole
 from lib.devices import DTYPES
 from lib.errors import UserError, fault_of
-from lib.tokens import (
+from lib.tokenizers import (
     EOT,
     byte_characters,
     from_hub,

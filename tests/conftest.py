@@ -31,7 +31,8 @@ from lib.answers import note
 from lib.devices import Runtime
 from lib.errors import UserError
 from lib.generate import require_positions
-from lib.tokens import Windows, format_ranks, get_tokenizer, tokenizer_state, write_corpus
+from lib.tokenizers import format_ranks, get_tokenizer, tokenizer_state
+from lib.tokens import Windows, write_corpus
 from model import ModelConfig, Transformer, vector_of
 from position import METHODS, Place
 

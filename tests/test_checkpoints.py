@@ -43,7 +43,7 @@ from lib.checkpoints import (
     weights_digest,
 )
 from lib.errors import UserError
-from lib.tokens import get_tokenizer, tokenizer_state
+from lib.tokenizers import get_tokenizer, tokenizer_state
 from model import Transformer, vector_of
 
 BYTES = tokenizer_state(get_tokenizer('bytes'))

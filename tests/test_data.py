@@ -15,7 +15,8 @@ import pytest
 from conftest import contents, mistake, read, stage_here
 
 from lib.errors import ROOT
-from lib.tokens import SPLITS, documents, get_tokenizer, open_tokens, tokenizer_from_state
+from lib.tokenizers import get_tokenizer, tokenizer_from_state
+from lib.tokens import SPLITS, documents, open_tokens
 
 EVERYTHING_TRAINS = '--val_fraction=0', '--test_fraction=0'
 
@@ -160,15 +161,6 @@ def test_code_without_an_index_is_the_standard_library_and_says_so(tmp_path, ind
     assert 'prepared already' in prepare('code', out, *arguments)
 
 
-def test_the_manifest_of_code_is_whole_and_its_bpe_has_1024_tokens():
-    wheels = read(ROOT / 'data/code/manifest.json')
-    for split in SPLITS:
-        assert sum(wheel['split'] == split for wheel in wheels) >= 2
-    assert len({wheel['file'].split('-')[0] for wheel in wheels}) == len(wheels)
-    assert all(re.fullmatch('[0-9a-f]{64}', wheel['sha256']) for wheel in wheels)
-    assert get_tokenizer(str(ROOT / 'data/code/bpe_1024.tiktoken')).n_vocab == 1024
-
-
 # ---------------------------------------------------------------------- text
 
 def test_text_files_and_jsonl_lines_are_documents_that_hashes_share_out(tmp_path):
@@ -258,11 +250,15 @@ def test_files_that_leave_a_split_without_text_are_refused(tmp_path):
 
 # ---------------------------------------------------------------------- books and passkeys
 
-def test_the_list_of_books_is_whole():
-    books = read(ROOT / 'data/books/manifest.json')
-    assert [sum(book['split'] == split for book in books) for split in SPLITS] == [137, 4, 5]
+def test_manifests_are_whole_and_share_nothing_between_splits():
+    books, wheels = [read(ROOT / f'data/{name}/manifest.json') for name in ('books', 'code')]
+    for rows, counts in (books, [137, 4, 5]), (wheels, [8, 2, 3]):
+        assert [sum(row['split'] == split for row in rows) for split in SPLITS] == counts
+        assert all(re.fullmatch('[0-9a-f]{64}', row['sha256']) for row in rows)
+        assert len({row['sha256'] for row in rows}) == len(rows)
     assert all(book['file'].startswith(book['split'] + '/') for book in books)
-    assert len({book['sha256'] for book in books}) == len({book['file'] for book in books}) == 146
+    assert len({wheel['file'].split('-')[0] for wheel in wheels}) == len(wheels)  # packages
+    assert get_tokenizer(str(ROOT / 'data/code/bpe_1024.tiktoken')).n_vocab == 1024
 
 
 def test_books_are_checked_against_the_manifest_before_anything_is_written(tmp_path):

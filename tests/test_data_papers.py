@@ -145,7 +145,7 @@ def test_a_run_that_was_stopped_anywhere_ends_with_the_same_bytes(tmp_path, monk
             prepare('pg19', killed, local)
         except KeyboardInterrupt:
             n_stops += 1
-    assert n_stops >= 5
+    assert n_stops >= 4
     assert contents(killed) == contents(tmp_path / 'unbroken')
 
 
@@ -228,7 +228,7 @@ def test_from_the_hub_the_commit_is_kept_and_a_gated_set_says_what_to_do(tmp_pat
     lines = [line for line in found.stderr.splitlines() if line.startswith('prepare.py: ')]
     assert found.returncode == 1 and len(lines) == 1, found.stderr
     assert 'hf auth login' in lines[0] and '--local=FOLDER' in lines[0]
-    assert 'Traceback' not in found.stderr and not (tmp_path / 'no/meta.json').exists()
+    assert 'Traceback' not in found.stderr and not (tmp_path / 'no').exists()
 
 
 def test_without_a_network_local_files_are_asked_for(tmp_path, monkeypatch):
@@ -242,4 +242,4 @@ def test_a_package_that_is_missing_is_asked_for(tmp_path, monkeypatch):
     (tmp_path / 'train.jsonl.zst').touch()
     monkeypatch.setitem(sys.modules, 'zstandard', None)  # as if it were not installed
     line = refused('pg19', tmp_path / 'out', f'--local={tmp_path}')
-    assert 'pip install zstandard' in line
+    assert 'pip install zstandard' in line and not (tmp_path / 'out').exists()

@@ -38,7 +38,8 @@ from eval_ppl import (
 )
 from lib import checkpoints, devices
 from lib.scales import save_scale
-from lib.tokens import TokenFile, Windows, get_tokenizer, open_tokens, write_corpus
+from lib.tokenizers import get_tokenizer
+from lib.tokens import TokenFile, Windows, open_tokens, write_corpus
 
 
 def evaluate_sliding(model, data, lengths, stride, rule, max_windows, batch_tokens, runtime):

@@ -9,7 +9,7 @@ from conftest import mistake, near, on, random_model, read, refuses, stage_here,
 
 import export
 from lib.answers import save_json
-from lib.tokens import get_tokenizer, tokenizer_state, train_bpe
+from lib.tokenizers import get_tokenizer, tokenizer_state, train_bpe
 
 gguf = pytest.importorskip('gguf')
 pytest.importorskip('tokenizers')

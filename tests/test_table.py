@@ -14,7 +14,8 @@ from conftest import ROOT, as_stage, near, read, refuses
 from test_eval_ppl import evaluate_sliding, evaluate_tail
 
 from lib.checkpoints import load_model
-from lib.tokens import Windows, get_tokenizer, open_tokens, write_corpus
+from lib.tokenizers import get_tokenizer
+from lib.tokens import Windows, open_tokens, write_corpus
 from results.table import Settings, merge_seeds, paper_rows, run_table
 
 

@@ -15,7 +15,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from configurator import configure
 from lib.errors import ROOT, UserError
-from lib.tokens import SPLITS, only_dataset, tokenizer_for, write_corpus
+from lib.tokenizers import tokenizer_for
+from lib.tokens import SPLITS, only_dataset, write_corpus
 
 paths: list[str] = []  # the folder of books
 tokenizer = 'bytes'    # bytes, gpt2, bpe:VOCABULARY, FILE.tiktoken, tokenizer.json, hf:ORG/NAME

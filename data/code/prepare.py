@@ -26,14 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from configurator import configure
 from data.stdlib.prepare import library_files
 from lib.errors import ROOT, UserError
-from lib.tokens import (
-    SPLITS,
-    is_prepared,
-    split_by_hash,
-    stable_hash,
-    tokenizer_for,
-    write_corpus,
-)
+from lib.tokenizers import tokenizer_for
+from lib.tokens import SPLITS, is_prepared, split_by_hash, stable_hash, write_corpus
 
 tokenizer = ''  # as in data/stdlib/prepare.py; '' for data/code/bpe_1024.tiktoken
 manifest = ''   # the list of wheels; '' for data/code/manifest.json

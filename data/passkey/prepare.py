@@ -14,7 +14,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from configurator import between, configure
 from lib.errors import ROOT
-from lib.tokens import get_tokenizer, write_corpus
+from lib.tokenizers import get_tokenizer
+from lib.tokens import write_corpus
 from passkey import build_prompt
 
 tokenizer = 'data/stdlib_bpe/tokenizer.tiktoken'  # the same as of the text to mix with

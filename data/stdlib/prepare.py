@@ -16,15 +16,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from configurator import configure
 from lib.errors import ROOT, UserError
-from lib.tokens import (
-    SPLITS,
-    is_prepared,
-    only_dataset,
-    split_by_hash,
-    stable_hash,
-    tokenizer_for,
-    write_corpus,
-)
+from lib.tokenizers import tokenizer_for
+from lib.tokens import SPLITS, is_prepared, only_dataset, split_by_hash, stable_hash, write_corpus
 
 tokenizer = 'bytes'   # bytes, gpt2, bpe:VOCABULARY, FILE.tiktoken, tokenizer.json, hf:ORG/NAME
 val_fraction = 0.07   # of the files

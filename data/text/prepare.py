@@ -21,7 +21,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from configurator import configure
 from lib.errors import MALFORMED, ROOT, UserError
-from lib.tokens import MIB, SPLITS, only_dataset, split_by_hash, tokenizer_for, write_corpus
+from lib.tokenizers import tokenizer_for
+from lib.tokens import MIB, SPLITS, only_dataset, split_by_hash, write_corpus
 
 paths: list[str] = []  # files and folders to read
 val: list[str] = []    # files and folders for val; if any, no other text goes there
