@@ -212,9 +212,9 @@ def prepare(name, source, settings):
         print(f'{folder} is prepared already: same files, same tokenizer.')
         return
     for names in splits.values():  # a wrong file is refused before hours of work
-        name, url = next(iter(names.items()))
-        with reading(name, source):
-            next_texts(open_rows(name, url).take(1), source)
+        first = next(iter(names))
+        with reading(first, source):
+            next_texts(open_rows(first, names[first]).take(1), source)
 
     unfinished = folder / UNFINISHED
     with only_dataset(folder):

@@ -105,7 +105,7 @@ class SplitWriter:
                         return
 
     def sync(self):
-        """Have everything on disk, so that not even a power cut loses it."""
+        """Write everything to disk, so that not even a power cut loses it."""
         for file in self.tokens, self.starts:
             file.flush()
             os.fsync(file.fileno())
