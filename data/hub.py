@@ -209,7 +209,6 @@ def prepare(name, source, settings):
               'files': f'{stable_hash(*files):016x}',
               'tokenizer_digest': tokenizer_digest(tokenizer_state(encoding))}
     if is_prepared(folder, splits, report):
-        print(f'{folder} is prepared already: same files, same tokenizer.')
         return
     for names in splits.values():  # a wrong file is refused before hours of work
         first = next(iter(names))

@@ -275,12 +275,15 @@ def open_array(path, dtype, n, checksum, check):
 
 
 def is_prepared(folder, splits, report):
-    """True if the folder holds a whole dataset with this report."""
+    """True, with a line that says so, if the folder holds a whole dataset with this report."""
     try:
-        return all(open_tokens(str(folder.resolve()), split).meta['report'] == report
-                   for split in splits)
+        found = [open_tokens(str(folder.resolve()), split).meta['report'] for split in splits]
     except UserError:  # not prepared yet, or damaged
         return False
+    if any(of_split != report for of_split in found):
+        return False
+    print(f'{folder} is prepared already: same text, same tokenizer.')
+    return True
 
 
 def dataset_folder(dataset):

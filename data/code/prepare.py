@@ -159,7 +159,6 @@ def main():
     report = {'source': 'wheels', 'manifest_sha256': hashlib.sha256(listing).hexdigest(),
               'tokenizer': tokenizer or BPE}
     if is_prepared(folder, SPLITS, report):
-        print(f'{folder} is prepared already: same wheels, same tokenizer.')
         return
     cache.mkdir(parents=True, exist_ok=True)
     if get_wheels(wheels, cache):
@@ -170,7 +169,6 @@ def main():
               'losses on the two cannot be compared.')
         splits = texts_of_library()
         if is_prepared(folder, SPLITS, report):
-            print(f'{folder} is prepared already: same library, same tokenizer.')
             return
     splits = without_shared(splits)
     n_bytes = sum(len(text) for texts in splits.values() for text in texts)

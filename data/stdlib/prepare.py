@@ -52,7 +52,6 @@ def main():
               'tokenizer': tokenizer, 'val_fraction': val_fraction, 'test_fraction': test_fraction}
     print(f'standard library of Python {report["python"]}: {len(texts)} files, sha256 {digest}')
     if is_prepared(folder, SPLITS, report):
-        print(f'{folder} is prepared already: same text, same tokenizer.')
         return
     splits = {split: [] for split in SPLITS}
     for name, text in texts.items():
