@@ -29,7 +29,7 @@ from lib.checkpoints import Run
 from lib.errors import UserError
 from lib.generate import complete, needs_equal_lengths, read_prompts
 from lib.scales import vectors_for
-from lib.tokens import start_token
+from lib.tokenizers import start_token
 
 try:
     from lm_eval.api.model import LM

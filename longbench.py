@@ -32,7 +32,7 @@ from lib.answers import optional, paper_table, print_scores
 from lib.checkpoints import Run
 from lib.errors import ROOT, UserError
 from lib.generate import complete
-from lib.tokens import start_token
+from lib.tokenizers import start_token
 
 # which model, which text, which device: the same lines in every stage
 out_dir = 'out/demo/nope'    # folder of the run to read; results go there, too

@@ -21,7 +21,7 @@ from lib.checkpoints import Run
 from lib.errors import UserError
 from lib.generate import complete
 from lib.scales import read_scale_file
-from lib.tokens import start_token
+from lib.tokenizers import start_token
 
 # which model, which text, which device: the same lines in every stage
 out_dir = 'out/demo/nope'    # folder of the run to read; results go there, too

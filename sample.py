@@ -11,7 +11,7 @@ from configurator import between, configure, settings
 from lib.checkpoints import Run
 from lib.devices import can_compile
 from lib.generate import generate
-from lib.tokens import start_token
+from lib.tokenizers import start_token
 
 # which model, which text, which device: the same lines in every stage
 out_dir = 'out/demo/nope'    # folder of the run to read; results go there, too

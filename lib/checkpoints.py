@@ -24,12 +24,8 @@ from lib.devices import compiled_for, setup
 from lib.errors import UserError, as_user_error, fault_of, require_kinds
 from lib.generate import require_positions, store_column_major
 from lib.scales import apply_scale, identity
-from lib.tokens import (
-    Windows,
-    require_tokenizer_kinds,
-    tokenizer_digest,
-    tokenizer_from_state,
-)
+from lib.tokenizers import require_tokenizer_kinds, tokenizer_digest, tokenizer_from_state
+from lib.tokens import Windows
 from model import VECTORS, ModelConfig, Transformer, matrices, small_vectors, vector_of
 from position import unused_settings
 
@@ -100,12 +96,11 @@ def require_space(folder, n_bytes):
 
 # ---------------------------------------------------------------------- load
 
-def load(source, position=None, optimizer=True):
+def load(source, position=None):
     """
     Read a checkpoint into CPU memory. source: a checkpoint file, a Hugging Face folder or
     hf:ORG/NAME. The tensors of a checkpoint file are memory-mapped. Returns a dict of model,
-    model_config, tokenizer, digest, step, settings and more. optimizer: False leaves out the
-    optimizer's moments, and saves the time to check them. Raises UserError if the checkpoint is
+    model_config, tokenizer, digest, step, settings and more. Raises UserError if the checkpoint is
     damaged or incomplete.
     """
     if str(source).startswith('hf:') or Path(source).is_dir():
@@ -116,7 +111,7 @@ def load(source, position=None, optimizer=True):
         raise UserError(f'{path} does not exist. Train that model first: run train.py with its '
                         'config. Or name another model with --out_dir= or --init_from=.')
     advice = 'If a run has just replaced it, read it again. Or use best.pt or a kept step.'
-    state = load_whole(path, advice, without=() if optimizer else ('optimizer',))
+    state = load_whole(path, advice)
     with fault_of(path, 'a checkpoint of this project', advice):
         config = whole_config(state)
     return state | {'model_config': dataclasses.asdict(config)}
@@ -149,22 +144,6 @@ def config_of(settings, **sizes):
     names = {field.name for field in dataclasses.fields(ModelConfig)}
     with as_user_error():
         return ModelConfig(**{name: settings[name] for name in names & set(settings)} | sizes)
-
-
-def require_memory(config):
-    """Raise UserError if the weights of a new model do not fit into this machine's memory."""
-    if not hasattr(os, 'sysconf'):  # Windows has no os.sysconf
-        return
-    memory = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
-    # torchrun sets LOCAL_WORLD_SIZE. Each rank makes the whole model.
-    ranks = int(os.environ.get('LOCAL_WORLD_SIZE', 1))
-    c = config
-    layer = c.n_embd * (2 * c.n_embd + 3 * c.n_hidden)  # weights of a layer, a lower bound
-    needed = 4 * ranks * (c.n_layer * layer + c.vocab_size * c.n_embd)
-    if needed > memory:
-        raise UserError(f'a model of n_layer={config.n_layer}, n_embd={config.n_embd}, '
-                        f'n_hidden={config.n_hidden} takes {needed / 1e9:,.2f} GB of memory, but '
-                        f'this machine has {memory / 1e9:,.2f} GB. Choose a smaller one.')
 
 
 def named_for(model, weights, source):
@@ -230,7 +209,8 @@ def load_model(init_from, out_dir, device, position=None, rope_scaling=None, dty
         state |= {'digest': weights_digest(model.state_dict()), 'path': source}
         return model.to(device).eval().requires_grad_(False), state
 
-    state = load(source, position, optimizer=False)
+    state = load(source, position)
+    state.pop('optimizer', None)  # only a resumed run reads it
     config = state['model_config']
     if position is not None:
         config |= {'position': position}

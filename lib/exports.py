@@ -14,7 +14,7 @@ from lib.answers import optional, save_json, write_text
 from lib.checksums import checksum_of_tensors
 from lib.errors import UserError
 from lib.huggingface import CHECKSUM, GRANITE, GRANITE_NAMES, NAMES, ROPE_TYPES, tensor_table
-from lib.tokens import (
+from lib.tokenizers import (
     EOT,
     PATTERN,
     byte_characters,

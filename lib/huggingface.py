@@ -17,7 +17,7 @@ from lib.answers import note, optional
 from lib.checksums import checksum_of_tensors, load_whole
 from lib.devices import DTYPES
 from lib.errors import UserError, fault_of
-from lib.tokens import from_hub, get_tokenizer, tokenizer_state
+from lib.tokenizers import from_hub, get_tokenizer, tokenizer_state
 from model import ModelConfig
 
 # Granite with attention in every layer and no experts is a Llama; without RoPE it is a NoPE Llama.

@@ -92,7 +92,7 @@ def checkpoint_to_start_from(chosen, given, windows):
     """
     path = chosen['init_from']
     position = chosen['position'] if 'position' in given else None
-    state = checkpoints.load(path, position, optimizer=False) | {'path': path}
+    state = checkpoints.load(path, position) | {'path': path}
     checkpoints.require_tokenizer(state, windows.tokenizer_state, chosen['dataset'])
     own, may_change = state['model_config'], ('position', 'rope_scaling', 'block_size')
     require_own_settings(own, chosen, given, path, may_change)

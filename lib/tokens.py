@@ -1,5 +1,5 @@
 """
-Tokenizers and token files: write, read, sample.
+Token files: write, read, sample.
 
 A prepared dataset is a folder, data/NAME, that is complete by itself:
     train.bin, val.bin, test.bin  the tokens of a split, one flat array; each document is followed
@@ -10,8 +10,6 @@ A prepared dataset is a folder, data/NAME, that is complete by itself:
                                   written last: if meta.json exists, the other files are complete
 """
 
-import base64
-import contextlib
 import functools
 import hashlib
 import itertools
@@ -20,400 +18,149 @@ import math
 import os
 import re
 import shutil
-import zlib
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import tiktoken
 
-from lib.answers import OnlyWriter, note, optional, progress_bar, save_json, write_text
+from lib.answers import OnlyWriter, note, progress_bar, save_json, write_text
+from lib.checksums import MIB, checksum_of
 from lib.errors import ROOT, UserError, fault_of, require_kinds
+from lib.tokenizers import (
+    HFTokenizer,
+    cut,
+    require_tokenizer_kinds,
+    tokenizer_digest,
+    tokenizer_from_state,
+    tokenizer_state,
+)
 
-MIB = 2 ** 20
-EOT = '<|endoftext|>'
 SPLITS = 'train', 'val', 'test'
-# This pattern cuts text into words before BPE merges bytes. Every .tiktoken file uses it. It is
-# GPT-4's pattern, written so that both tiktoken and tokenizers can read it. It matches
-# contractions, words, up to 3 digits, punctuation, line ends, and other white space.
-PATTERN = (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-           r'|\s*[\r\n]+|\s+(?!\S)|\s+')
-
-
-# ---------------------------------------------------------------------- tokenizers
-
-def get_tokenizer(name):
-    """
-    A tiktoken.Encoding, or an HFTokenizer, which has the same methods as far as we use them. name:
-    'gpt2';
-    'bytes': 256 bytes and end-of-text;
-    FILE.tiktoken: each line has a base64 token and its rank; end-of-text is the highest rank + 1;
-    FILE.json: a Hugging Face tokenizer.json;
-    'hf:ORG/NAME' or 'hf:ORG/NAME@REVISION': a tokenizer.json from the hub.
-    """
-    if name == 'bytes':
-        ranks = {bytes([byte]): byte for byte in range(256)}
-        return tiktoken_encoding(name, ranks, r'[\s\S]{1,64}', 256)
-    if name == 'gpt2':
-        try:
-            return tiktoken.get_encoding(name)
-        except OSError as error:
-            raise UserError('The ranks of gpt2 could not be downloaded; gpt2 needs the network '
-                            'once. Connect, or use --tokenizer=bytes or a local .tiktoken '
-                            'file.') from error
-    path = Path(name)
-    if name.startswith('hf:'):
-        advice = 'give a file that you have: --tokenizer=FOLDER/tokenizer.json.'
-        path = from_hub(name, ['tokenizer*.json'], advice) / 'tokenizer.json'
-    if path.suffix not in ('.tiktoken', '.json'):
-        raise UserError(f"There is no tokenizer '{name}'. Choose gpt2, bytes, FILE.tiktoken, "
-                        'FILE.json or hf:ORG/NAME.')
-    with fault_of(path, 'a tokenizer file', 'Check the name, or get it again.'):
-        text = path.read_text(encoding='utf-8')
-        if path.suffix == '.json':
-            shown = name if name.startswith('hf:') else path.name
-            return HFTokenizer(shown, text, end_token(path.with_name('tokenizer_config.json')))
-    ranks = parse_ranks(text, name)
-    return tiktoken_encoding(path.name, ranks, PATTERN, max(ranks.values()) + 1)
-
-
-def end_token(path):
-    """The eos_token of a tokenizer_config.json, or None if the file or the entry is missing."""
-    if not path.is_file():
-        return None
-    with fault_of(path, 'a tokenizer_config.json', 'Get it again.'):
-        token = json.loads(path.read_text(encoding='utf-8')).get('eos_token')
-        token = token['content'] if isinstance(token, dict) else token
-        if not isinstance(token, str | None):
-            raise TypeError(f'eos_token is {token}')
-        return token
-
-
-def tiktoken_encoding(name, ranks, pattern, eot_token):
-    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks,
-                             special_tokens={EOT: eot_token})
-
-
-def parse_ranks(text, where):
-    """{token: rank} from the text of a .tiktoken file. where: the file's name, for the error."""
-    ranks = {}
-    with fault_of(where, 'a list of base64 tokens and their ranks', 'Check the file.'):
-        for line in text.splitlines():
-            token, rank = line.split()
-            ranks[base64.b64decode(token, validate=True)] = int(rank)
-        if not all(bytes([byte]) in ranks for byte in range(256)):
-            raise ValueError('one of the 256 single bytes is missing')
-        if len(set(ranks.values())) < len(ranks):
-            raise ValueError('the file has a rank twice')
-    return ranks
-
-
-def format_ranks(ranks):
-    return ''.join(f'{base64.b64encode(token).decode()} {rank}\n' for token, rank in ranks.items())
-
-
-def without_half_pairs(text):
-    """
-    Replace each half of a surrogate pair. JSON can hold such a half, but UTF-8 and tokenizers
-    cannot. tiktoken replaces it without our help.
-    """
-    return re.sub('[\ud800-\udfff]', '\N{REPLACEMENT CHARACTER}', text)
-
-
-class HFTokenizer:
-    """A Hugging Face tokenizer.json under the names that tiktoken.Encoding uses."""
-
-    def __init__(self, name, text, eos):
-        """
-        text: of tokenizer.json. eos: the token that ends a text; None: look for the usual ones.
-        """
-        self.name, self.text = name, text
-        package = optional('tokenizers')
-        try:
-            self.tokenizer = package.Tokenizer.from_str(text)
-        except Exception as error:  # the package raises no narrower class
-            raise UserError(f'{name} is not a tokenizer.json: {error}. Check the file.') from error
-        self.tokenizer.encode_special_tokens = True  # '</s>' in a document is text, not its end
-        self.tokenizer.no_truncation()
-        self.tokenizer.no_padding()
-        vocab = self.tokenizer.get_vocab()
-        self.n_vocab = max(vocab.values()) + 1  # not len(vocab), because some ids may be unused
-        usual = eos, '</s>', EOT, '<|end_of_text|>', '<eos>'
-        self.eos = next((token for token in usual if token in vocab), None)
-        if self.eos is None:
-            raise UserError(f'{name} has no end-of-text token that we know. Set eos_token in '
-                            'tokenizer_config.json.')
-        self.eot_token = vocab[self.eos]
-        # The token before a text, such as <s>. If the tokenizer has none: end-of-text.
-        plain = self.tokenizer.encode('a', add_special_tokens=False).ids
-        first = self.tokenizer.encode('a').ids[0]
-        self.start_token = self.eot_token if first == plain[0] else first
-
-    def encode_ordinary(self, text):
-        # A batch of one. Unlike encode(), this keeps no offsets and lets other threads run.
-        batch = [without_half_pairs(text)]
-        return self.tokenizer.encode_batch_fast(batch, add_special_tokens=False)[0].ids
-
-    def decode(self, ids):
-        """The text of ids, without special tokens such as <s>. decode_bytes() keeps these."""
-        return self.tokenizer.decode(list(ids))
-
-    def decode_bytes(self, ids):
-        return self.tokenizer.decode(list(ids), skip_special_tokens=False).encode()
-
-
-def start_token(encoding):
-    """
-    The token before a text: the start token of a Hugging Face tokenizer, such as <s>, or
-    end-of-text if there is none.
-    """
-    return getattr(encoding, 'start_token', encoding.eot_token)
-
-
-def from_hub(source, patterns, advice):
-    """
-    Download the files of a source that match the patterns, once, into the hub's cache. source:
-    'hf:ORG/NAME' or 'hf:ORG/NAME@REVISION'. Returns their folder. If the download fails, raises
-    UserError with the reason and the advice.
-    """
-    hub = optional('huggingface_hub')
-    repo, _, revision = source.removeprefix('hf:').partition('@')
-    try:
-        return Path(hub.snapshot_download(repo, revision=revision or None,
-                                          allow_patterns=list(patterns)))
-    except Exception as error:  # errors of name, network, proxy and disk share no class
-        raise UserError(f'{source} could not be downloaded ({type(error).__name__}): check name, '
-                        f'revision and network. Or {advice}') from error
-
-
-def tokenizer_state(encoding):
-    """
-    The whole tokenizer as a dict of str and int. tokenizer_from_state() rebuilds it without files
-    or network.
-    """
-    if isinstance(encoding, HFTokenizer):
-        return {'kind': 'hf', 'name': encoding.name, 'text': encoding.text, 'eos': encoding.eos}
-    return {'kind': 'tiktoken', 'name': encoding.name,
-            'text': format_ranks(encoding._mergeable_ranks), 'pattern': encoding._pat_str,
-            'eot_token': encoding.eot_token}
-
-
-def tokenizer_from_state(state):
-    if state is None:
-        raise UserError('The checkpoint came without a tokenizer. Put the tokenizer.json of the '
-                        'model, or of the model that it was trained from, into its folder. If that '
-                        "is the hub's cache, copy its files into another folder first.")
-    with fault_of(f"tokenizer {state.get('name')}", 'whole', 'Get its file again.'):
-        require_tokenizer_kinds(state)
-        if state['kind'] == 'hf':
-            return HFTokenizer(state['name'], state['text'], state['eos'])
-        ranks = parse_ranks(state['text'], state['name'])
-        return tiktoken_encoding(state['name'], ranks, state['pattern'], state['eot_token'])
-
-
-def require_tokenizer_kinds(state):
-    """Raise an error of MALFORMED if an entry of a tokenizer's state has the wrong type."""
-    own = {'hf': {'eos': str | None}, 'tiktoken': {'pattern': str, 'eot_token': int}}
-    require_kinds(state, name=str, text=str, **own[state['kind']])
-    if state.get('pattern') == '':  # tiktoken would panic
-        raise ValueError('pattern is empty')
-
-
-def tokenizer_digest(state):
-    """A digest of 16 hex digits. Tokenizers that differ only in their names have the same."""
-    content = {key: value for key, value in state.items() if key != 'name'}
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def byte_characters():
-    """
-    {byte: character}: how tokenizer.json writes bytes. A printable byte other than space is its own
-    character. Each other byte gets the next code point from 256 on.
-    """
-    others = itertools.count(256)
-    return {byte: chr(byte if chr(byte).isprintable() and byte != ord(' ') else next(others))
-            for byte in range(256)}
-
-
-def word_splitter(pattern):
-    """A pre-tokenizer of the package tokenizers that cuts text into words as tiktoken does."""
-    package = optional('tokenizers')
-    words = package.pre_tokenizers.Split(package.Regex(pattern), 'isolated')
-    byte_level = package.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return package.pre_tokenizers.Sequence([words, byte_level])
-
-
-def train_bpe(texts, vocab_size, path):
-    """
-    Train a byte-level BPE and save it. Returns the tokenizer. texts: an iterable of str.
-    vocab_size: number of tokens, including end-of-text.
-    """
-    package, characters = optional('tokenizers'), byte_characters()
-    tokenizer = package.Tokenizer(package.models.BPE())
-    tokenizer.pre_tokenizer = word_splitter(PATTERN)
-    trainer = package.trainers.BpeTrainer(
-        vocab_size=vocab_size - 1, initial_alphabet=list(characters.values()), show_progress=False)
-    tokenizer.train_from_iterator(map(without_half_pairs, texts), trainer)
-    # A token's rank is its place in the order of the merges. The single bytes come first.
-    byte_of = {character: byte for byte, character in characters.items()}
-    ranks = {bytes([byte]): byte for byte in range(256)}
-    vocab = tokenizer.get_vocab()
-    for token in sorted(vocab, key=vocab.get):
-        ranks.setdefault(bytes(map(byte_of.get, token)), len(ranks))
-    write_text(path, format_ranks(ranks))
-    return get_tokenizer(str(path))
-
-
-def tokenizer_for(name, documents, folder, total_bytes=0):
-    """
-    get_tokenizer(name), or for 'bpe:8192' a BPE of that vocabulary size, trained on the documents
-    (as in write_corpus) and saved in folder. total_bytes: of text. If it is more than 200 MB, the
-    BPE is trained on evenly spaced pieces of about 200 MB in total.
-    """
-    kind, _, vocab_size = name.partition(':')
-    if kind != 'bpe':
-        return get_tokenizer(name)
-    if not vocab_size.isdecimal() or int(vocab_size) < 257:
-        raise UserError(f"tokenizer is '{name}'. Write bpe: and the size of its vocabulary, as in "
-                        'bpe:8192: the 256 bytes, end-of-text, and more.')
-    print(f'training a BPE of {vocab_size} tokens')
-    pieces = (piece for document in documents for piece, _ in cut(document, MIB))
-    pieces = itertools.islice(pieces, 0, None, math.ceil(total_bytes / 2e8) or 1)
-    return train_bpe(pieces, int(vocab_size), Path(folder) / 'tokenizer.tiktoken')
+UNFINISHED = 'tokens.part'  # a folder, inside the dataset's, for files that are being written
 
 
 # ---------------------------------------------------------------------- writing token files
 
-# Places where a long document may be cut into pieces: before a space that follows a non-space, and
-# after a single line end. No word of PATTERN or of gpt2's pattern crosses such a place, and the
-# text after it does not change the words before it. So the tokens stay the same.
-CUT = re.compile(r'(?<=\S)(?= )|(?<=\S\n)(?=\S)')
-
-
-def cut(document, limit):
+def batches(documents, limit):
     """
-    Cut a document into pieces of limit to 2 * limit characters. Yields (piece, is_last); an empty
-    document yields nothing. document: str, or an iterable of its consecutive parts. If a stretch of
-    limit characters has no place to cut, it is cut anywhere: the text stays the same, but the
-    tokens there may change.
+    Yield lists of (piece, is_last), as from cut(), each of about 4 MIB characters. So the memory
+    in use is bounded, and there is work for several threads.
     """
-    parts = [document] if isinstance(document, str) else document
-    if limit == math.inf:
-        parts = [''.join(parts)]  # join once, because rest + part would copy the text each time
-    rest = ''
-    for part in parts:
-        text, start = rest + part, 0
-        while len(text) - start > 2 * limit:
-            place = CUT.search(text, start + limit, start + 2 * limit)
-            end = place.start() if place else start + 2 * limit
-            yield text[start:end], False
-            start = end
-        rest = text[start:]
-    if rest:
-        yield rest, True
-
-
-def chunks(documents, limit):
-    """Yield lists of (piece, is_last), each of about MIB characters. A thread encodes one list."""
-    chunk, size = [], 0
+    batch, size = [], 0
     for document in documents:
         for piece, is_last in cut(document, limit):
-            chunk.append((piece, is_last))
+            batch.append((piece, is_last))
             size += len(piece)
-            if size >= MIB:
-                yield chunk
-                chunk, size = [], 0
-    yield chunk
-
-
-def encode(encoding, chunk):
-    """The tokens of a chunk, the indices after each document's end, and the chunk's text bytes."""
-    tokens, ends, n_bytes = [], [], 0
-    for piece, is_last in chunk:
-        tokens += encoding.encode_ordinary(piece)
-        n_bytes += len(piece.encode(errors='replace'))
-        if is_last:
-            tokens.append(encoding.eot_token)
-            ends.append(len(tokens))
-    return np.array(tokens, token_type(encoding)), np.array(ends, np.int64), n_bytes
-
-
-def write_split(folder, split, documents, encoding, workers, bar):
-    """
-    Tokenize documents into the files of a split. Returns the numbers of tokens, documents and text
-    bytes. workers: number of threads. Threads are enough, because tokenizers are compiled code that
-    runs in parallel.
-    """
-    # Some Hugging Face tokenizers put a space before each text, so they would add one per piece.
-    limit = math.inf if isinstance(encoding, HFTokenizer) else MIB
-    stream, starts, n_tokens, n_bytes = chunks(documents, limit), [[0]], 0, 0
-    with ThreadPoolExecutor(workers) as pool, open(folder / f'{split}.bin', 'wb') as file:
-        while group := list(itertools.islice(stream, 4 * workers)):  # to limit memory
-            for tokens, ends, size in pool.map(functools.partial(encode, encoding), group):
-                tokens.tofile(file)
-                starts.append(ends + n_tokens)  # a document starts where the previous ends
-                n_tokens += len(tokens)
-                n_bytes += size
-                bar.update(size)
-    starts = np.concatenate(starts)[:-1].astype(np.int64)
-    starts.tofile(folder / f'{split}_starts.bin')
-    return {'tokens': n_tokens, 'documents': len(starts), 'bytes': n_bytes}
+            if size >= 4 * MIB:
+                yield batch
+                batch, size = [], 0
+    yield batch
 
 
 def token_type(encoding):
     return np.dtype(np.uint16 if encoding.n_vocab <= 2 ** 16 else np.uint32)
 
 
-def write_corpus(folder, encoding, splits, workers=None, report=None, total_bytes=0):
+class SplitWriter:
+    """
+    Appends documents to the token files of a split. bar: a progress_bar() over bytes of text.
+    count: how many tokens, documents and bytes of text the files hold already. Whatever a killed
+    run wrote after these is cut off.
+    """
+
+    def __init__(self, folder, split, encoding, bar, count=None):
+        self.encoding, self.bar, self.dtype = encoding, bar, token_type(encoding)
+        self.count = count or {'tokens': 0, 'documents': 0, 'bytes': 0}
+        self.tokens, self.starts = [open(Path(folder, name), 'ab') for name in split_files(split)]
+        sizes = self.count['tokens'] * self.dtype.itemsize, self.count['documents'] * 8
+        for file, size in zip((self.tokens, self.starts), sizes):
+            if file.tell() < size:
+                raise UserError(f'{file.name} is shorter than when it was written. Remove {folder} '
+                                'and start again.')
+            file.truncate(size)
+
+    def write(self, documents, max_tokens=math.inf):
+        """
+        Append documents, as in cut(). Stops after the document that reaches max_tokens in total.
+        """
+        # Some Hugging Face tokenizers put a space before each text, so each piece would get one.
+        limit = math.inf if isinstance(self.encoding, HFTokenizer) else MIB
+        count, start = self.count, self.count['tokens']
+        for batch in batches(documents, limit):
+            all_ids = self.encoding.encode_ordinary_batch([piece for piece, _ in batch])
+            for (piece, is_last), ids in zip(batch, all_ids):
+                n_bytes = len(piece.encode(errors='replace'))
+                self.bar.update(n_bytes)
+                count['bytes'] += n_bytes
+                if is_last:
+                    ids = [*ids, self.encoding.eot_token]
+                self.tokens.write(np.array(ids, self.dtype).tobytes())
+                count['tokens'] += len(ids)
+                if is_last:
+                    self.starts.write(np.int64(start).tobytes())
+                    count['documents'] += 1
+                    start = count['tokens']
+                    if start >= max_tokens:
+                        return
+
+    def sync(self):
+        """Write everything to disk, so that not even a power cut loses it."""
+        for file in self.tokens, self.starts:
+            file.flush()
+            os.fsync(file.fileno())
+
+    def close(self):
+        self.tokens.close()
+        self.starts.close()
+
+
+def write_corpus(folder, encoding, splits, report=None, total_bytes=0):
     """
     Tokenize documents into folder and print a summary. The folder changes only after everything is
-    tokenized. splits: {split: iterable of documents as in cut()}. workers: number of threads, by
-    default one per core. report: a dict to keep in meta.json. total_bytes: of text, for the
-    progress bar; may be an estimate. Raises UserError if a split has no text.
+    tokenized; after an error the old files remain. splits: {split: iterable of documents as in
+    cut()}. report: a dict to keep in meta.json. total_bytes: of text, for the progress bar; may be
+    an estimate. Raises UserError if a split has no text.
     """
-    workers = workers or os.cpu_count()
-    with (new_dataset(folder, encoding, report) as (temporary, counts),
-          progress_bar(total_bytes, f'tokenizing {folder}', total_bytes > 8 * MIB) as bar):
-        for split, documents in splits.items():
-            counts[split] = write_split(temporary, split, documents, encoding, workers, bar)
+    temporary, counts = Path(folder, UNFINISHED), {}
+    with only_dataset(folder):
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        try:
+            with progress_bar(total_bytes, f'tokenizing {folder}', total_bytes > 8 * MIB) as bar:
+                for split, documents in splits.items():
+                    with closing(SplitWriter(temporary, split, encoding, bar)) as writer:
+                        writer.write(documents)
+                    counts[split] = writer.count
+            finish_dataset(folder, encoding, counts, report)
+        finally:
+            shutil.rmtree(temporary)
 
 
-@contextlib.contextmanager
-def new_dataset(folder, encoding, report=None):
+def finish_dataset(folder, encoding, counts, report=None):
     """
-    A context that yields a temporary folder for the files of all splits, and an empty dict for what
-    write_split() returns for each split. At the end the new files replace the old ones in `folder`.
-    After an error the old files remain. Raises UserError if a split has no text.
+    Replace the old files in `folder` by the token files in its folder UNFINISHED, and print a
+    summary. counts: {split: the count of its SplitWriter}. Raises UserError if a split has no text.
     """
-    folder, counts = Path(folder), {}
-    temporary, lock = folder / 'tokens.unfinished', only_dataset(folder)
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
-        yield temporary, counts
-        checksums = {}
-        for split, count in counts.items():
-            if not count['tokens']:
-                raise UserError(f'No document is left for the {split} split of {folder.name}. Give '
-                                'it more text.')
-            for name in split_files(split):
-                checksums[name] = checksum_of(temporary / name)
-        state = tokenizer_state(encoding)
-        write_text(temporary / 'tokenizer_state.json', json.dumps(state))
-        # Remove meta.json first and write it last, so that a half-replaced folder looks unprepared.
-        for split in SPLITS:
-            for name in ('meta.json', *split_files(split)):
-                (folder / name).unlink(missing_ok=True)
-        for path in list(temporary.iterdir()):
-            os.replace(path, folder / path.name)
-        save_json(folder / 'meta.json', {
-            'tokenizer': encoding.name, 'tokenizer_digest': tokenizer_digest(state),
-            'vocab_size': encoding.n_vocab, 'dtype': token_type(encoding).name, 'splits': counts,
-            'report': report or {}, 'checksums': checksums})
-    finally:
-        shutil.rmtree(temporary)
-        lock.close()
+    folder, checksums = Path(folder), {}
+    for split, count in counts.items():
+        if not count['tokens']:
+            raise UserError(f'No document is left for the {split} split of {folder.name}. Give '
+                            'it more text.')
+        for name in split_files(split):
+            checksums[name] = checksum_of(folder / UNFINISHED / name)
+    state = tokenizer_state(encoding)
+    # Remove meta.json first and write it last, so that a half-replaced folder looks unprepared.
+    for split in SPLITS:
+        for name in ('meta.json', *split_files(split)):
+            (folder / name).unlink(missing_ok=True)
+    for name in checksums:
+        os.replace(folder / UNFINISHED / name, folder / name)
+    write_text(folder / 'tokenizer_state.json', json.dumps(state))
+    save_json(folder / 'meta.json', {
+        'tokenizer': encoding.name, 'tokenizer_digest': tokenizer_digest(state),
+        'vocab_size': encoding.n_vocab, 'dtype': token_type(encoding).name, 'splits': counts,
+        'report': report or {}, 'checksums': checksums})
     print(f'{folder}: tokenizer {encoding.name}, vocabulary {encoding.n_vocab:,}')
     for split, count in counts.items():
         print(f'{split:>6} {count["tokens"]:14,} tokens  {count["documents"]:10,} documents  '
@@ -528,12 +275,15 @@ def open_array(path, dtype, n, checksum, check):
 
 
 def is_prepared(folder, splits, report):
-    """True if the folder holds a whole dataset with this report."""
+    """True, with a line that says so, if the folder holds a whole dataset with this report."""
     try:
-        return all(open_tokens(str(folder.resolve()), split).meta['report'] == report
-                   for split in splits)
+        found = [open_tokens(str(folder.resolve()), split).meta['report'] for split in splits]
     except UserError:  # not prepared yet, or damaged
         return False
+    if any(of_split != report for of_split in found):
+        return False
+    print(f'{folder} is prepared already: same text, same tokenizer.')
+    return True
 
 
 def dataset_folder(dataset):
@@ -548,15 +298,6 @@ def dataset_folder(dataset):
     prepared = sorted(path.parent.name for path in (ROOT / 'data').glob('*/meta.json'))
     raise UserError(f'There is no dataset {dataset}. Prepared are: '
                     f'{", ".join(prepared) or "none"}.')
-
-
-def checksum_of(path):
-    """CRC-32 of a file, as 8 hex digits. Read, not mapped, because a map would fill the memory."""
-    checksum = 0
-    with open(path, 'rb') as file:
-        while part := file.read(MIB):
-            checksum = zlib.crc32(part, checksum)
-    return f'{checksum:08x}'
 
 
 def documents(data):

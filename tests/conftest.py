@@ -32,7 +32,8 @@ from lib.answers import note
 from lib.devices import Runtime
 from lib.errors import UserError
 from lib.generate import require_positions
-from lib.tokens import Windows, format_ranks, get_tokenizer, tokenizer_state, write_corpus
+from lib.tokenizers import format_ranks, get_tokenizer, tokenizer_state
+from lib.tokens import Windows, write_corpus
 from model import ModelConfig, Transformer, vector_of
 from position import METHODS, Place, random_places
 
@@ -144,7 +145,7 @@ def corpus_dir(tmp_path_factory):
     first, *others = test.values()
     test = [first, 'import json\n', *others]  # the second is shorter than any window
     write_corpus(folder, get_tokenizer('bytes'), {'train': train.values(), 'val': val,
-                                                  'test': test}, workers=1)
+                                                  'test': test})
     return folder
 
 
@@ -155,7 +156,7 @@ def other_tokenizer(tmp_path_factory):
     ranks = {bytes([byte]): byte for byte in range(256)} | {b'th': 256}
     (folder / 'th.tiktoken').write_text(format_ranks(ranks))
     splits = dict.fromkeys(('train', 'val', 'test'), ['the weather then ' * 400])
-    write_corpus(folder / 'data', get_tokenizer(str(folder / 'th.tiktoken')), splits, workers=1)
+    write_corpus(folder / 'data', get_tokenizer(str(folder / 'th.tiktoken')), splits)
     return folder / 'data'
 
 

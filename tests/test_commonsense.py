@@ -16,7 +16,7 @@ from conftest import mistake, near, on, random_model, read, stage_here
 
 import commonsense
 from lib.generate import complete, generate
-from lib.tokens import get_tokenizer
+from lib.tokenizers import get_tokenizer
 
 L = 32  # of the tiny models
 BYTES = get_tokenizer('bytes')

@@ -4,12 +4,11 @@ How LongBench is prepared: from a folder, from data.zip, or not at all. The reco
 $ python -m pytest tests/test_data_longbench.py
 """
 
-import runpy
 import urllib.error
 import zipfile
 
 import pytest
-from conftest import ROOT, files_at_most, mistake, stage_here
+from conftest import files_at_most, mistake, stage_here
 
 from longbench import TASKS
 
@@ -34,10 +33,6 @@ def out(tmp_path):
 
 def contents(folder):
     return {path.name: path.read_bytes() for path in folder.glob('*.json*')}
-
-
-def test_prepare_takes_the_tasks_of_the_stage():
-    assert runpy.run_path(str(ROOT / f'{PREPARE}.py'))['TASKS'] == list(TASKS)
 
 
 def test_files_of_a_folder_are_copied(folder, out):

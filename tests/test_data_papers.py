@@ -15,34 +15,29 @@ import time
 from pathlib import Path
 
 import pytest
-import test_data
-from conftest import Server, contents
-from test_data import texts
+from conftest import Server, contents, mistake, stage_here
+from test_data import all_texts, texts
 
 from data import hub
-from lib.errors import ROOT, UserError
-from lib.tokens import open_tokens
+from lib.errors import ROOT
+from lib.tokens import UNFINISHED, open_tokens
 
 huggingface_hub = pytest.importorskip('huggingface_hub')
 pyarrow = pytest.importorskip('pyarrow')
 parquet = pytest.importorskip('pyarrow.parquet')
-HERE = '--tokenizer=bytes', '--workers=1'
 GITHUB = 'RedPajamaGithub'
 
 
-def prepare(name, out, *arguments):
-    return test_data.prepare(name, out, *HERE, *arguments)
+def arguments(name, out, *more):
+    return f'data/{name}/prepare', '--tokenizer=bytes', f'--out_dir={out}', *more
 
 
-def refused(*arguments):
-    with pytest.raises(UserError) as caught:
-        prepare(*arguments)
-    return str(caught.value)
+def prepare(*words):
+    return stage_here(*arguments(*words))
 
 
-def command(name, out, *arguments):
-    script = ROOT / 'data' / name / 'prepare.py'
-    return [sys.executable, script, *HERE, f'--out_dir={out}', *arguments]
+def refused(*words):
+    return mistake(*arguments(*words))
 
 
 def write_rows(path, rows):
@@ -58,8 +53,8 @@ def write_rows(path, rows):
 
 def pajama(folder, n_files, n_rows, length=20):
     """
-    Parquet files as SlimPajama has them, every third row being of GitHub. Returns the texts of the
-    others.
+    Parquet files as SlimPajama has them. Every third row is of GitHub. Returns the texts of the
+    others, and --local=.
     """
     kinds, kept = ('RedPajamaC4', GITHUB, 'RedPajamaBook'), []
     for i in range(n_files):
@@ -67,20 +62,20 @@ def pajama(folder, n_files, n_rows, length=20):
                  'meta': {'redpajama_set_name': kinds[j % 3]}} for j in range(n_rows)]
         write_rows(folder / f'data/train-{i:05d}-of-{n_files:05d}.parquet', rows)
         kept += [row['text'] for j, row in enumerate(rows) if j % 3 != 1]
-    return kept
+    return kept, f'--local={folder}'
 
 
 # ---------------------------------------------------------------------- what each takes
 
 def test_slimpajama_leaves_out_github_and_refuses_rows_that_do_not_say(tmp_path):
-    out = tmp_path / 'out'
-    train = pajama(tmp_path / 'in', 3, 10)
+    out, (train, local) = tmp_path / 'out', pajama(tmp_path / 'in', 3, 10)
     write_rows(tmp_path / 'in/data/validation-00000.parquet', [
         {'text': 'kept', 'meta': {'redpajama_set_name': 'RedPajamaArXiv'}},
         {'text': 'code', 'meta': {'redpajama_set_name': GITHUB}}])
-    prepare('slimpajama', out, f'--local={tmp_path}/in')
+    prepare('slimpajama', out, local)
     assert sorted(texts(out, 'train')) == sorted(train) and texts(out, 'val') == ['kept']
-    assert not (out / 'parts.part').exists()
+    assert not (out / UNFINISHED).exists()
+    assert 'prepared already' in prepare('slimpajama', out, local)
 
     write_rows(tmp_path / 'bare/train.parquet', [{'text': 'may be code'}])
     bare = 'slimpajama', tmp_path / 'bare_out', f'--local={tmp_path}/bare'
@@ -97,24 +92,22 @@ def test_arxiv_keeps_only_arxiv_whatever_the_compression(tmp_path, suffix):
             {'text': f'{name} {kind}', 'meta': {'pile_set_name': kind}}
             for kind in ('Pile-CC', 'ArXiv', 'Github')])
     prepare('arxiv', tmp_path / 'out', f'--local={tmp_path}/in')
-    found = test_data.all_texts(tmp_path / 'out')
-    assert found == [['train/00 ArXiv'], ['val ArXiv'], ['test ArXiv']]
+    assert all_texts(tmp_path / 'out') == [['train/00 ArXiv'], ['val ArXiv'], ['test ArXiv']]
 
 
-@pytest.mark.parametrize('max_tokens, n_documents', [
-    (1, 1), (10, 1), (11, 2), (503, 51), (10 ** 6, 150)])
-def test_starcoder_reads_content_and_a_part_ends_with_a_document(tmp_path, max_tokens, n_documents):
+def test_starcoder_reads_content_and_max_tokens_ends_with_a_document(tmp_path):
     for i, language in enumerate(('ada', 'python', 'ruby')):
         rows = [{'content': f'{i}{j:03d} code'} for j in range(50)]  # 9 bytes and an end
         write_rows(tmp_path / f'in/{language}/train-0.parquet', rows)
     local, some = f'--local={tmp_path}/in', tmp_path / 'some'
     prepare('starcoder', tmp_path / 'all', local)
-    prepare('starcoder', some, local, f'--max_tokens={max_tokens}')
-    assert texts(some, 'train') == texts(tmp_path / 'all', 'train')[:n_documents]
-    assert len(open_tokens(str(some), 'train').tokens) == 10 * n_documents
+    for max_tokens, n_documents in (1, 1), (10, 1), (11, 2), (503, 51), (10 ** 6, 150):
+        prepare('starcoder', some, local, f'--max_tokens={max_tokens}')
+        assert texts(some, 'train') == texts(tmp_path / 'all', 'train')[:n_documents]
+        assert len(open_tokens(str(some), 'train').tokens) == 10 * n_documents
 
 
-@pytest.mark.parametrize('local', ['in', 'in/test/proofpile_test.jsonl.gz', 'in/*/*test*'])
+@pytest.mark.parametrize('local', ['in', 'in/test/proofpile_test.jsonl.gz'])
 def test_proof_pile_is_its_test_file_in_order_whatever_its_meta_holds(tmp_path, local):
     rows = [{'text': f'proof {i}', 'meta': meta}
             for i, meta in enumerate(({'a': 1}, {'b': {'c': 'x'}}, {}, {'a': 's'}))]
@@ -126,50 +119,71 @@ def test_proof_pile_is_its_test_file_in_order_whatever_its_meta_holds(tmp_path, 
 
 # ---------------------------------------------------------------------- kills
 
+# While reading, or after a batch was written. Each start reads a row of both splits to check them.
+@pytest.mark.parametrize('where, every', [('text_of', 5), ('save_json', 3)])
+@pytest.mark.parametrize('kind', ['parquet', 'jsonl.gz'])
+def test_a_run_that_was_stopped_anywhere_ends_with_the_same_bytes(tmp_path, monkeypatch, where,
+                                                                  every, kind):
+    local, killed = f'--local={tmp_path}/in', tmp_path / 'killed'
+    for name in 'train-0', 'train-1', 'test':
+        rows = [{'text': f'{name} {i} ' * i} for i in range(5)]  # the first is empty
+        write_rows(tmp_path / f'in/{name}.{kind}', rows)
+    prepare('pg19', tmp_path / 'unbroken', local)
+    monkeypatch.setattr(hub, 'BATCH', 1)  # so that progress is saved after each row
+    call, calls = getattr(hub, where), 0
+
+    def stopped(*arguments):
+        nonlocal calls
+        calls += 1
+        if calls % every == 0:
+            raise KeyboardInterrupt
+        return call(*arguments)
+
+    monkeypatch.setattr(hub, where, stopped)
+    n_stops = 0
+    while not (killed / 'meta.json').exists():
+        try:
+            prepare('pg19', killed, local)
+        except KeyboardInterrupt:
+            n_stops += 1
+    assert n_stops >= 4
+    assert contents(killed) == contents(tmp_path / 'unbroken')
+
+
 @pytest.mark.slow
-def test_a_run_killed_half_way_goes_on_and_ends_with_the_same_bytes(tmp_path):
-    # More than its processes can do before they notice the kill.
-    pajama(tmp_path / 'in', 40, 60, length=10_000)
-    local, killed, whole = f'--local={tmp_path}/in', tmp_path / 'killed', tmp_path / 'unbroken'
-    prepare('slimpajama', whole, local)
-    line = command('slimpajama', killed, local, '--workers=2')
-    run = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-    def done():
-        return len(list(killed.glob('parts.part/*/meta.json')))
-
-    while not done():
+def test_a_process_that_was_killed_goes_on_and_ends_with_the_same_bytes(tmp_path):
+    _, local = pajama(tmp_path / 'in', 40, 600, length=10_000)
+    killed, whole = tmp_path / 'killed', tmp_path / 'unbroken'
+    name, *words = arguments('slimpajama', killed, local)
+    run = subprocess.Popen([sys.executable, ROOT / f'{name}.py', *words],
+                           stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not (killed / UNFINISHED / 'train.json').exists():
         assert run.poll() is None
         time.sleep(0.005)
     run.kill()
     run.wait()
     assert not (killed / 'meta.json').exists()
-    before = -1
-    while before != done():  # until its processes, too, have ended
-        before = done()
-        time.sleep(1)
-    assert 0 < before < 40
-    again = subprocess.run(line, capture_output=True, text=True)
-    assert f'40 files, {before} of them done before' in again.stdout, again.stderr
+    assert 'train: goes on after' in prepare('slimpajama', killed, local)
+    prepare('slimpajama', whole, local)
     assert contents(killed) == contents(whole)
-    assert 'prepared already' in prepare('slimpajama', killed, local)
 
 
-def test_a_file_that_breaks_off_keeps_the_parts_done_for_the_same_settings(tmp_path):
-    pajama(tmp_path / 'in', 2, 20, length=2000)
-    local, out = f'--local={tmp_path}/in', tmp_path / 'out'
-    order = hub.by_split(hub.local_files(f'{tmp_path}/in'), ('train',))['train']
-    path = Path(order[1].url)
+def test_a_file_that_breaks_off_keeps_what_was_written_for_the_same_settings(tmp_path):
+    _, local = pajama(tmp_path / 'in', 2, 20, length=2000)
+    out = tmp_path / 'out'
+    names = hub.local_files(f'{tmp_path}/in')
+    last = hub.by_split(names, ['train'])['train'][-1]
+    path = Path(names[last])
     whole = path.read_bytes()
     path.write_bytes(whole[:len(whole) // 2].ljust(len(whole), b'\0'))
     line = refused('slimpajama', out, local)
-    assert order[1].name in line and 'goes on from there' in line
+    assert last in line and 'goes on from there' in line
 
     path.write_bytes(whole)
-    assert '2 files, 1 of them done before' in prepare('slimpajama', out, local)
+    assert 'train: goes on after' in prepare('slimpajama', out, local)
     assert len(texts(out, 'train')) == 26
-    said = prepare('slimpajama', out, local, '--keep_github=True')
-    assert '2 files, 0 of them done before' in said and len(texts(out, 'train')) == 40
+    assert 'goes on after' not in prepare('slimpajama', out, local, '--keep_github=True')
+    assert len(texts(out, 'train')) == 40
 
 
 # ---------------------------------------------------------------------- the hub
@@ -194,9 +208,11 @@ class Hub(Server):
 
 @pytest.mark.slow
 def test_from_the_hub_the_commit_is_kept_and_a_gated_set_says_what_to_do(tmp_path, monkeypatch):
-    def run(*arguments):
+    def run(*words):
+        name, *words = arguments(*words)
         with Hub.running() as endpoint:
-            return subprocess.run(command(*arguments), capture_output=True, text=True, env={
+            return subprocess.run([sys.executable, ROOT / f'{name}.py', *words],
+                                  capture_output=True, text=True, env={
                 **os.environ, 'HF_ENDPOINT': endpoint, 'HF_HOME': str(tmp_path / 'cache'),
                 'HF_HUB_OFFLINE': '0'})
 
@@ -210,9 +226,10 @@ def test_from_the_hub_the_commit_is_kept_and_a_gated_set_says_what_to_do(tmp_pat
     monkeypatch.setattr(Hub, 'gated', True)
     monkeypatch.setattr(Hub, 'name', 'ada/train-0.parquet')
     found = run('starcoder', tmp_path / 'no')
-    assert found.returncode == 1 and found.stderr.count('\n') == 1, found.stderr
-    assert 'hf auth login' in found.stderr and '--local=FOLDER' in found.stderr
-    assert not (tmp_path / 'no').exists()
+    lines = [line for line in found.stderr.splitlines() if line.startswith('prepare.py: ')]
+    assert found.returncode == 1 and len(lines) == 1, found.stderr
+    assert 'hf auth login' in lines[0] and '--local=FOLDER' in lines[0]
+    assert 'Traceback' not in found.stderr and not (tmp_path / 'no').exists()
 
 
 def test_without_a_network_local_files_are_asked_for(tmp_path, monkeypatch):
@@ -222,15 +239,7 @@ def test_without_a_network_local_files_are_asked_for(tmp_path, monkeypatch):
     assert 'emozilla/pg19' in line and '--local=FOLDER' in line
 
 
-# ---------------------------------------------------------------------- mistakes
-
-def test_a_split_without_text_is_refused(tmp_path):
-    write_rows(tmp_path / 'test.jsonl', [{'text': 'x', 'meta': {'pile_set_name': 'PG'}}])
-    assert 'test split' in refused('arxiv', tmp_path / 'out', f'--local={tmp_path}/test.jsonl')
-    assert not (tmp_path / 'out/meta.json').exists()
-
-
-def test_a_package_that_is_missing_is_asked_for_before_work(tmp_path, monkeypatch):
+def test_a_package_that_is_missing_is_asked_for(tmp_path, monkeypatch):
     (tmp_path / 'train.jsonl.zst').touch()
     monkeypatch.setitem(sys.modules, 'zstandard', None)  # as if it were not installed
     line = refused('pg19', tmp_path / 'out', f'--local={tmp_path}')

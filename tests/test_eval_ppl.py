@@ -36,7 +36,8 @@ from eval_ppl import (
 from lib import checkpoints, devices
 from lib.repeats import ratio_over_windows
 from lib.scales import save_scale
-from lib.tokens import TokenFile, Windows, get_tokenizer, open_tokens, write_corpus
+from lib.tokenizers import get_tokenizer
+from lib.tokens import TokenFile, Windows, open_tokens, write_corpus
 
 
 def evaluate_sliding(model, data, lengths, stride, rule, max_windows, batch_tokens, runtime):
@@ -272,7 +273,7 @@ def test_tails_and_the_gain_from_context_equal_a_plain_computation(run, tiny, wi
 def test_rule_classic_reads_text_shorter_than_a_window_and_refuses_only_text_without_a_target(
         tiny_run, tmp_path):
     def score(documents, rule):
-        write_corpus(tmp_path / 'text', get_tokenizer('bytes'), {'test': documents}, workers=1)
+        write_corpus(tmp_path / 'text', get_tokenizer('bytes'), {'test': documents})
         stage_here('eval_ppl', *on(tiny_run, tmp_path, f'--rule={rule} --lengths=[64,2048] '
                                    f'--max_windows=9999 --dataset={tmp_path}/text'))
         return [row['scored_tokens'] for row in read(tmp_path / 'eval_ppl.json')['rows']]

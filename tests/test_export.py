@@ -8,7 +8,7 @@ from conftest import mistake, near, on, random_model, read, refuses, stage_here,
 
 from lib.answers import save_json
 from lib.exports import save_gguf
-from lib.tokens import get_tokenizer, tokenizer_state, train_bpe
+from lib.tokenizers import get_tokenizer, tokenizer_state, train_bpe
 
 gguf = pytest.importorskip('gguf')
 transformers = pytest.importorskip('transformers')

@@ -20,7 +20,7 @@ from lib.generate import (
     read_prompts,
     sample_token,
 )
-from lib.tokens import get_tokenizer, tokenizer_state
+from lib.tokenizers import get_tokenizer, tokenizer_state
 
 P = torch.tensor([0.05, 0.4, 0.1, 0.25, 0.2])  # of five tokens
 

@@ -32,14 +32,14 @@ from lib.generate import complete, new_cache
 from lib.huggingface import load_folder
 from lib.losses import by_position
 from lib.scales import apply_scale, put_vectors, save_scale
-from lib.tokens import (
+from lib.tokenizers import (
     get_tokenizer,
     tiktoken_encoding,
     tokenizer_from_state,
     tokenizer_state,
     train_bpe,
-    write_corpus,
 )
+from lib.tokens import write_corpus
 from model import ModelConfig, small_vectors
 
 transformers = pytest.importorskip('transformers')

@@ -16,7 +16,7 @@ from conftest import mistake, near, on, read, save_model, stage_here
 from lib.answers import paper_table
 from lib.checkpoints import load_model
 from lib.generate import complete
-from lib.tokens import get_tokenizer
+from lib.tokenizers import get_tokenizer
 from longbench import TASKS, prompt_ids, rouge_l, score
 
 BYTES = get_tokenizer('bytes')

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from conftest import mistake, on, read, stage, stage_here, written_elsewhere
 
-from lib.tokens import get_tokenizer, train_bpe
+from lib.tokenizers import get_tokenizer, train_bpe
 from passkey import FILLER, KEY, QUESTION, TASK, build_prompt, draw_cells
 from results.channel_scale import passkey as study
 

@@ -31,7 +31,7 @@ SHORT = {
     'RESUME': '--out_dir={run} --init_from=resume --device=cpu --dataset={corpus} ' + SIZES,
     'EXPORT': '--out_dir={run} --folder={tmp}/hf',
     'TEXT': '{corpus}/meta.json --out_dir={tmp}/out --val_fraction=0 --test_fraction=0',
-    'LOCAL': '--tokenizer=bytes --workers=1 --out_dir={tmp}/out',
+    'LOCAL': '--tokenizer=bytes --out_dir={tmp}/out',
     'PREPARE': '--out_dir={tmp}/out --val_fraction=0 --test_fraction=0',
     'GIVEN': '--init_from={run}/last.pt --out_dir={tmp} --device=cpu --compare=["{given}/x.json"]',
     'CHE': '--out_dir={tmp}/out --tasks=["even_pairs"] --train_length=6 --test_length=9',
@@ -94,7 +94,7 @@ data/text/prepare  TEXT --tokenizer={given}/x.tiktoken | x.tiktoken | \xff
 data/text/prepare  TEXT --tokenizer={given}/x.tiktoken | x.tiktoken | YQ== 0\nAAAA
 data/text/prepare  TEXT --tokenizer={given}/x.tiktoken | single bytes | YQ== 0
 data/text/prepare  {given}/x.txt --out_dir={tmp}/out | _fraction=0 | all in one line
-data/text/prepare  {given}/x.txt --out_dir={tmp}/out | x.txt | most of it in the first line\n or so
+data/text/prepare  {given}/x.txt --out_dir={tmp}/out | falls into | most in the first line\n or so
 data/pg19/prepare   LOCAL --local={given}/x.txt | .parquet |
 data/pg19/prepare   LOCAL --local={given}/x.jsonl | x.jsonl | {"text": "of no split"}
 data/pg19/prepare   LOCAL --local={given}/train.jsonl | body, id | {"body": "x", "id": 1}
@@ -206,8 +206,7 @@ longbench       WRITE --tasks=["treck"] | narrativeqa, qasper
 longbench       WRITE --paper=NoPE | RoPE 2K
 longbench       WRITE --data=nowhere --tasks=["trec"] | trec.jsonl
 
-sizes that no machine holds, scales that are infinite in float32, or 0
-train           TRAIN --n_layer=100000000 | n_layer=100000000
+scales that are infinite in float32, or 0
 passkey         WRITE --scale=1e39 | scale
 eval_ppl        WRITE --scale=1e-60 | scale
 eval_ppl        WRITE --scale=0 | scale

@@ -14,7 +14,8 @@ from conftest import ROOT, as_stage, near, read, refuses
 from test_eval_ppl import evaluate_sliding, evaluate_tail
 
 from lib.checkpoints import load_model
-from lib.tokens import Windows, get_tokenizer, open_tokens, write_corpus
+from lib.tokenizers import get_tokenizer
+from lib.tokens import Windows, open_tokens, write_corpus
 from results.table import Settings, merge_seeds, paper_rows, run_table
 
 
@@ -111,7 +112,7 @@ def test_rows_without_their_files_are_left_out_and_mistakes_are_named(run, capsy
 
 def test_rows_may_have_data_sets_of_their_own(run, tmp_path):
     other = str(tmp_path / 'other')
-    write_corpus(other, get_tokenizer('bytes'), {'test': ['0123456789' * 100]}, workers=1)
+    write_corpus(other, get_tokenizer('bytes'), {'test': ['0123456789' * 100]})
     here, there = run({'name': 'here'}, {'name': 'there', 'dataset': other})
     alone, = run({'name': 'alone'}, dataset=other)
     assert here['ppl'] != there['ppl'] == alone['ppl']

@@ -1,180 +1,36 @@
 """
-Tokenizers, token files and the sampling of windows.
+Token files and the sampling of windows.
 
 $ python -m pytest tests/test_tokens.py
 """
 
-import argparse
 import json
-import math
-import typing
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from conftest import contents, flip_a_bit, read, refuses
+from test_tokenizers import UNICODE, hf_json
 
 from lib import tokens
+from lib.tokenizers import get_tokenizer
 from lib.tokens import (
-    PATTERN,
     SLOTS,
+    SplitWriter,
     Windows,
-    cut,
     documents,
-    get_tokenizer,
     open_tokens,
-    parse_ranks,
     shuffled,
     split_by_hash,
-    start_token,
-    tiktoken_encoding,
-    tokenizer_digest,
-    tokenizer_from_state,
-    tokenizer_state,
-    train_bpe,
     write_corpus,
 )
 
-CODE = Path(argparse.__file__).read_text(encoding='utf-8')
-UNICODE = ("Ärger über 12345 Grüße, it's WE'LL ſ's naïve — „Zitat“ 你好，世界。今天天气很好\r\n\r\n"
-           '  \tΑθήνα שלום नमस्ते 🙂👩‍👩‍👧 ½ Ⅷ ٣٤٥\u00a0\u2003x\u0085y\x1c z\n\n\n   end  \n')
 DAMAGED = 'meta.json or tokenizer_state.json is not whole'
-
-
-@pytest.fixture(scope='module')
-def bpe(tmp_path_factory):
-    path = tmp_path_factory.mktemp('bpe') / 'small.tiktoken'
-    return train_bpe([CODE, UNICODE * 20], 1000, path), path
 
 
 def write(folder, texts, name='bytes'):
     write_corpus(folder, get_tokenizer(name), {'train': texts, 'val': texts})
     return str(folder)
-
-
-# ---------------------------------------------------------------------- tokenizers
-
-def test_trained_bpe_encodes_exactly_like_tokenizers(bpe):
-    tokenizers = pytest.importorskip('tokenizers')
-    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    words = tokenizers.pre_tokenizers.Split(tokenizers.Regex(PATTERN), 'isolated')
-    peer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    peer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([words, byte_level])
-    peer.decoder = tokenizers.decoders.ByteLevel()
-    peer.train_from_iterator([CODE, UNICODE * 20], tokenizers.trainers.BpeTrainer(
-        vocab_size=999, initial_alphabet=byte_level.alphabet(), show_progress=False))
-    encoding, _ = bpe
-    for text in (CODE, UNICODE, Path(typing.__file__).read_text(encoding='utf-8')):
-        # Their ids of single bytes are in another order, so lengths of tokens are compared.
-        theirs = [len(token) for token in peer.encode(text).tokens]  # a character is a byte
-        ours = [encoding.decode_single_token_bytes(i) for i in encoding.encode_ordinary(text)]
-        assert [len(token) for token in ours] == theirs
-        assert b''.join(ours) == text.encode()
-
-
-def test_bpe_is_trained_deterministically_and_its_ids_begin_with_the_bytes(bpe, tmp_path):
-    encoding, path = bpe
-    again = train_bpe([CODE, UNICODE * 20], 1000, tmp_path / 'again.tiktoken')
-    assert (tmp_path / 'again.tiktoken').read_text() == path.read_text()
-    assert tokenizer_digest(tokenizer_state(again)) == tokenizer_digest(tokenizer_state(encoding))
-    for one, eot in (encoding, 999), (get_tokenizer('bytes'), 256):
-        assert (one.n_vocab, one.eot_token) == (eot + 1, eot)
-        assert one.decode_bytes(range(256)) == bytes(range(256))
-        assert one.decode(one.encode_ordinary(UNICODE)) == UNICODE
-        assert eot not in one.encode_ordinary('<|endoftext|>')
-
-
-# A space is put before each text, spaces are written as ▁, <s> is added.
-LLAMA = '''{
-"version": "1.0", "truncation":
-    {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0},
-"normalizer": {"type": "Sequence", "normalizers": [
-    {"type": "Prepend", "prepend": "▁"},
-    {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]},
-"post_processor": {"type": "TemplateProcessing",
-    "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}},
-        {"Sequence": {"id": "A", "type_id": 0}}],
-    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-    "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}},
-"decoder": {"type": "Sequence", "decoders": [
-    {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "Fuse"},
-    {"type": "Strip", "content": " ", "start": 1, "stop": 0}]},
-"added_tokens": [{"id": 0, "content": "<unk>", "special": true, SINGLE},
-    {"id": 1, "content": "<s>", "special": true, SINGLE},
-    {"id": EOT_ID, "content": "EOS", "special": true, SINGLE}],
-"model": {"type": "BPE", "unk_token": "<unk>", "merges": [["▁", "a"], ["b", "c"]],
-    "vocab": VOCAB}
-}'''.replace('SINGLE', '''"single_word": false, "lstrip": false, "rstrip": false,
-    "normalized": false''')
-
-
-def hf_json(folder, eos='</s>', config=None, eot=900):
-    """
-    A tokenizer.json of the Llama kind. config: text of tokenizer_config.json; eot: the id of `eos`.
-    """
-    pytest.importorskip('tokenizers')
-    alphabet = sorted(set(UNICODE.replace(' ', '▁') + 'abc<>/s▁'))
-    vocab = {token: i for i, token in enumerate(['<unk>', '<s>', *alphabet, '▁a', 'bc'])}
-    text = LLAMA.replace('VOCAB', json.dumps(vocab | {eos: eot})).replace('EOT_ID', str(eot))
-    folder.mkdir(exist_ok=True)
-    (folder / 'tokenizer.json').write_text(text.replace('EOS', eos), encoding='utf-8')
-    if config:
-        (folder / 'tokenizer_config.json').write_text(config)
-    return str(folder / 'tokenizer.json')
-
-
-def test_hugging_face_tokenizer_adds_and_cuts_nothing_and_reads_special_tokens_as_text(tmp_path):
-    encoding, text = get_tokenizer(hf_json(tmp_path)), 'a bc</s> a bc a bc'
-    assert (encoding.eot_token, encoding.n_vocab, start_token(encoding)) == (900, 901, 1)
-    assert start_token(get_tokenizer('bytes')) == 256
-    ids = encoding.encode_ordinary(text)
-    assert 1 not in ids and 900 not in ids and len(ids) > 5
-    assert encoding.decode(ids) == text == encoding.decode_bytes(ids).decode()
-    assert encoding.decode([1, *ids, 900]) == text  # these are no text
-    assert encoding.decode_bytes([900]) == b'</s>'
-    replaced = encoding.encode_ordinary('a \N{REPLACEMENT CHARACTER} bc')
-    assert encoding.encode_ordinary('a \udc00 bc') == replaced
-    for eos, config in (('<|end|>', '{"eos_token": "<|end|>"}'),
-                        ('<|end|>', '{"eos_token": {"content": "<|end|>"}}'), ('<eos>', '{}')):
-        assert get_tokenizer(hf_json(tmp_path, eos, config)).eot_token == 900
-
-
-def test_tokenizer_is_rebuilt_from_a_checkpoint_without_its_files(bpe, tmp_path):
-    for encoding in get_tokenizer('bytes'), bpe[0], get_tokenizer(hf_json(tmp_path)):
-        state = tokenizer_state(encoding)
-        torch.save(state, tmp_path / 'last.pt')
-        loaded = torch.load(tmp_path / 'last.pt', weights_only=True)
-        again = tokenizer_from_state(loaded)
-        assert again.encode_ordinary(UNICODE) == encoding.encode_ordinary(UNICODE)
-        for name in 'name', 'n_vocab', 'eot_token':
-            assert getattr(again, name) == getattr(encoding, name)
-        assert tokenizer_digest(loaded) == tokenizer_digest(state | {'name': 'other'})
-        assert tokenizer_digest(loaded) != tokenizer_digest(state | {'text': state['text'] + ' '})
-
-
-def test_wrong_tokenizers_are_refused_with_a_reason(bpe, tmp_path):
-    refuses('twice', parse_ranks, bpe[1].read_text() + 'AAAA 7', 'x')
-    refuses('eos_token', get_tokenizer, hf_json(tmp_path, '<|end|>'))
-    for text in '[' * 200_000, '{"eos_token": [1]}', '{"eos_token": 5}', '[]':
-        refuses('tokenizer_config.json', get_tokenizer, hf_json(tmp_path, config=text))
-
-
-@pytest.mark.parametrize('limit', [500, 5000])
-def test_pieces_of_a_long_document_have_the_tokens_of_the_whole(bpe, limit):
-    from tiktoken_ext.openai_public import r50k_pat_str
-    ranks = parse_ranks(bpe[1].read_text(), 'small')
-    text = (CODE[:30000] + UNICODE) * 3
-    parts = [text[i:i + 777] for i in range(0, len(text), 777)]
-    pieces, last = zip(*cut(text, limit))
-    assert list(zip(pieces, last)) == list(cut(parts, limit))  # it comes whole or in parts
-    assert last == (False,) * (len(last) - 1) + (True,)
-    for encoding in bpe[0], tiktoken_encoding('like gpt2', ranks, r50k_pat_str, len(ranks)):
-        ids = [i for piece in pieces for i in encoding.encode_ordinary(piece)]
-        assert ids == encoding.encode_ordinary(text)
-    assert ''.join(piece for piece, _ in cut(list('x' * 1001), 100)) == 'x' * 1001
-    assert list(cut(['', ''], 100)) == []
-    assert list(cut(iter(parts), math.inf)) == [(text, True)]
 
 
 # ---------------------------------------------------------------------- token files
@@ -185,26 +41,21 @@ def test_each_document_is_read_back_and_followed_by_end_of_text(tmp_path):
     back = [bytes(data.tokens[start:end].tolist()).decode() for start, end in documents(data)]
     assert back == ['one', UNICODE, 'half a pair \N{REPLACEMENT CHARACTER}.', 'in two parts']
     assert [data.tokens[end] for _, end in documents(data)] == [256] * 4
-    assert data.starts.dtype == np.int64 and data.tokens.dtype == np.uint16
+    assert data.starts.dtype == np.int64
     assert data.meta['splits']['val']['tokens'] == len(data.tokens)
 
 
-def test_large_vocabularies_are_stored_in_32_bits(tmp_path):
-    encoding = get_tokenizer(hf_json(tmp_path, eot=70_000))
-    write_corpus(tmp_path / 'data', encoding, {'train': ['a']})
-    tokens = open_tokens(str(tmp_path / 'data'), 'train').tokens
-    assert tokens.dtype == np.uint32 and tokens.tolist() == [*encoding.encode_ordinary('a'), 70_000]
-
-
-def test_several_threads_write_what_one_writes(tmp_path, monkeypatch):
-    monkeypatch.setattr(tokens, 'MIB', 1000)  # so that there are many chunks
-    texts = [f'line {i} of some text\n' * 50 for i in range(99)]
-    for encoding in get_tokenizer('bytes'), get_tokenizer(hf_json(tmp_path)):
-        for workers in 1, 3:
-            write_corpus(tmp_path / str(workers), encoding, {'train': texts}, workers=workers)
-        assert contents(tmp_path / '1') == contents(tmp_path / '3')
-        ends = np.cumsum([len(encoding.encode_ordinary(text)) + 1 for text in texts])
-        assert open_tokens(str(tmp_path / '3'), 'train').starts.tolist() == [0, *ends[:-1]]
+def test_documents_of_any_length_are_written_whole_in_bounded_batches(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokens, 'MIB', 100)  # so that there are many pieces and batches
+    texts = [f'line {i} of some text\n' * (i % 60) for i in range(99)]
+    # A vocabulary above 2^16 needs 32 bits.
+    for encoding, dtype in ((get_tokenizer('bytes'), np.uint16),
+                            (get_tokenizer(hf_json(tmp_path, eot=70_000)), np.uint32)):
+        write_corpus(tmp_path / 'data', encoding, {'train': texts})
+        data = open_tokens(str(tmp_path / 'data'), 'train')
+        assert data.tokens.dtype == dtype
+        assert [data.tokens[start:end].tolist() for start, end in documents(data)] == [
+            encoding.encode_ordinary(text) for text in texts if text]
 
 
 def test_interrupted_preparation_leaves_the_old_dataset_and_no_other_file(tmp_path):
@@ -219,6 +70,12 @@ def test_interrupted_preparation_leaves_the_old_dataset_and_no_other_file(tmp_pa
     assert contents(folder) == before
     refuses('train split', write, tmp_path / 'other', [''])
     assert not contents(tmp_path / 'other')
+
+
+def test_token_files_that_lost_their_end_are_not_continued(tmp_path):
+    count = {'tokens': 5, 'documents': 1, 'bytes': 4}
+    refuses('train.bin is shorter', SplitWriter, tmp_path, 'train', get_tokenizer('bytes'), None,
+            count)
 
 
 def test_preparing_again_leaves_no_stale_split_and_does_not_look_done_half_way(tmp_path):
@@ -371,14 +228,11 @@ def test_mixture_holds_its_weights_exactly_and_reads_each_source_in_epochs(tmp_p
     assert (of_b[:400] != alone[:400]).any()  # and each source has an order of its own
 
 
-def test_a_split_of_a_window_and_its_target_is_long_enough(tmp_path):
+def test_evaluation_windows_are_in_order_and_evenly_spaced_whatever_the_seed(tmp_path):
     folder = numbered(tmp_path, 50)  # 202 tokens
+    for seed in 1, 2:
+        windows = Windows(folder, 'val', 3, seed)
+        assert numbers(windows.evenly_spaced(4)) == [0, 12, 25, 37]
+        assert numbers(windows.evenly_spaced(1000)) == list(range(50))
     assert len(Windows(folder, 'train', 201).evenly_spaced(5)) == 1
     refuses('202 tokens', Windows, folder, 'train', 202)
-
-
-@pytest.mark.parametrize('seed', [1, 2])
-def test_evaluation_windows_are_in_order_and_evenly_spaced(tmp_path, seed):
-    windows = Windows(numbered(tmp_path, 100), 'val', 3, seed)
-    assert numbers(windows.evenly_spaced(4)) == [0, 25, 50, 75]
-    assert numbers(windows.evenly_spaced(1000)) == list(range(100))

@@ -27,7 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from configurator import run_config
 from lib import checkpoints
 from lib.devices import learning_rate_at
-from lib.tokens import Windows, get_tokenizer, write_corpus
+from lib.tokenizers import get_tokenizer
+from lib.tokens import Windows, write_corpus
 from position import RoPE, Settings
 
 

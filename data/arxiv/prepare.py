@@ -1,9 +1,9 @@
 """
-The ArXiv papers of the Pile, one of the two corpora of DAPE V2, from the copy of the Pile that
-holds no withdrawn text. Sources: Gao et al. 2020, arXiv:2101.00027; monology/pile-uncopyrighted.
+The ArXiv papers of the Pile, one of the two corpora of DAPE V2. They come from a copy of the Pile
+without its withdrawn text. Sources: Gao et al. 2020, arXiv:2101.00027; monology/pile-uncopyrighted.
 
-$ python data/arxiv/prepare.py                  # reads all to find them; needs zstandard
-$ python data/arxiv/prepare.py --held_out=True  # val and test alone
+$ python data/arxiv/prepare.py                  # reads the whole Pile to find them; needs zstandard
+$ python data/arxiv/prepare.py --held_out=True  # only val and test
 $ python data/arxiv/prepare.py --local=FOLDER   # train/*.jsonl.zst, val.jsonl.zst, test.jsonl.zst
 """
 
@@ -14,19 +14,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from configurator import configure, settings
 from data.hub import Settings, Source, prepare
 
-held_out = False               # True: val and test from suolyer/pile_arxiv, all of ArXiv
-revision = 'main'              # not pinned: no commit was known to us
+held_out = False               # True: only val and test, from suolyer/pile_arxiv
+revision = 'main'              # not pinned, because we knew no commit
 tokenizer = 'gpt2'             # DAPE V2's; or bytes, FILE.tiktoken, tokenizer.json, hf:ORG/NAME
 
 
 def main():
     if held_out:
         source = Source('suolyer/pile_arxiv', revision, splits=['val', 'test'], advice=(
-            'Give files you have: --local=FOLDER with val.json and test.json.'))
+            'Give your own files: --local=FOLDER with val.json and test.json.'))
     else:
         source = Source('monology/pile-uncopyrighted', revision, advice=(
-            'Give files you have: --local=FOLDER with train/*.jsonl.zst, val.jsonl.zst and '
-            'test.jsonl.zst of the Pile; or take val and test alone with --held_out=True.'))
+            'Give your own files: --local=FOLDER with train/*.jsonl.zst, val.jsonl.zst and '
+            'test.jsonl.zst of the Pile; or take only val and test with --held_out=True.'))
         source.where = ['pile_set_name', '==', 'ArXiv']
     prepare('arxiv', source, settings(globals()))
 

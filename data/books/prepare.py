@@ -1,7 +1,7 @@
 """
-Long texts: 146 public-domain books in English, a document each, whole books kept for val and test.
-manifest.json lists them with their digests; their text is not part of this project: FOLDER holds
-these very files.
+Long texts: 146 public-domain books in English. Each book is a document; val and test are whole
+books. manifest.json lists them with their SHA-256. Their text is not part of this project: FOLDER
+must hold exactly these files.
 
 $ python data/books/prepare.py FOLDER                        # bytes, 100 MB
 $ python data/books/prepare.py FOLDER --tokenizer=bpe:4096   # a BPE trained on the train split
@@ -15,7 +15,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from configurator import configure
 from lib.errors import ROOT, UserError
-from lib.tokens import SPLITS, only_dataset, tokenizer_for, write_corpus
+from lib.tokenizers import tokenizer_for
+from lib.tokens import SPLITS, only_dataset, write_corpus
 
 paths: list[str] = []  # the folder of books
 tokenizer = 'bytes'    # bytes, gpt2, bpe:VOCABULARY, FILE.tiktoken, tokenizer.json, hf:ORG/NAME
@@ -24,16 +25,13 @@ out_dir = ''           # where the token files go; '' for data/books
 
 
 def require_books(folder, books):
-    """Raise UserError, naming the first that is not, unless the folder has the very books."""
-    wrong = []
+    """Raise UserError unless the folder holds exactly the books of the manifest."""
     for book in books:
         path = folder / book['file']
         if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != book['sha256']:
-            wrong.append(book)
-    if wrong:
-        raise UserError(f'{len(wrong)} of {len(books)} books in {folder} are missing or changed: '
-                        f"{wrong[0]['file']}, {wrong[0]['title']} by {wrong[0]['author']}. Nothing "
-                        'was written. Other books: python data/text/prepare.py FOLDER --name=books')
+            raise UserError(f"{path} is missing or changed. It should be {book['title']} by "
+                            f"{book['author']}. Nothing was written. For other books: python "
+                            'data/text/prepare.py FOLDER --name=books')
 
 
 def texts(folder, books, split):
@@ -45,8 +43,7 @@ def texts(folder, books, split):
 
 def main():
     if len(paths) != 1 or not Path(paths[0]).is_dir():
-        raise UserError('Name the one folder that holds the books, not '
-                        f'{" ".join(paths) or "nothing"}.')
+        raise UserError(f'Name one folder, the one that holds the books, not {paths}.')
     folder, listing = Path(paths[0]), Path(manifest or ROOT / 'data/books/manifest.json')
     books = json.loads(listing.read_text(encoding='utf-8'))
     require_books(folder, books)

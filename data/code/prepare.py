@@ -1,14 +1,14 @@
 """
 Python source, a text that repeats itself over long distances: the *.py files of the wheels that
-manifest.json lists. Each package goes to train, val or test as a whole. A file that shares a
-passage with an earlier split is dropped, and so is a copy of a file. The text has several licenses
-and is not part of this project: pip downloads the wheels once and keeps them in data/code/wheels.
+manifest.json lists. Each package goes to train, val or test as a whole. Copies of a file are
+dropped, and files that share a passage with an earlier split. The text has several licenses and is
+not part of this project: pip downloads the wheels once and keeps them in data/code/wheels.
 
 $ python data/code/prepare.py     # downloads 49 MB; 20.5M tokens to train on
 $ python data/code/prepare.py --tokenizer=bpe:1024 --out_dir=out/code    # trains the BPE anew
 
-The BPE of 1,024 tokens stands in this folder; the second command made it. Where pip reaches no
-index, the standard library of the Python that runs this takes the place of the wheels.
+The second command made this folder's BPE of 1,024 tokens. If pip reaches no index, the standard
+library of the Python that runs this replaces the wheels.
 """
 
 import hashlib
@@ -26,14 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from configurator import configure
 from data.stdlib.prepare import library_files
 from lib.errors import ROOT, UserError
-from lib.tokens import (
-    SPLITS,
-    is_prepared,
-    split_by_hash,
-    stable_hash,
-    tokenizer_for,
-    write_corpus,
-)
+from lib.tokenizers import tokenizer_for
+from lib.tokens import SPLITS, is_prepared, split_by_hash, stable_hash, write_corpus
 
 tokenizer = ''  # as in data/stdlib/prepare.py; '' for data/code/bpe_1024.tiktoken
 manifest = ''   # the list of wheels; '' for data/code/manifest.json
@@ -66,9 +60,9 @@ def pip_download(wheel, folder):
 
 def get_wheels(wheels, folder):
     """
-    Download to `folder` the wheels that it does not hold. Returns True when it holds all of them,
-    False when pip cannot even get the first one. Raises UserError when pip fails later, or when a
-    wheel is not the one of the manifest.
+    Download the wheels that `folder` lacks. Returns True if it then holds all of them, False if pip
+    cannot even get the first one. Raises UserError if pip fails later, or if a wheel is not the one
+    of the manifest.
     """
     unchecked = folder / 'unchecked.part'
     for i, wheel in enumerate(wheels):
@@ -165,7 +159,6 @@ def main():
     report = {'source': 'wheels', 'manifest_sha256': hashlib.sha256(listing).hexdigest(),
               'tokenizer': tokenizer or BPE}
     if is_prepared(folder, SPLITS, report):
-        print(f'{folder} is prepared already: same wheels, same tokenizer.')
         return
     cache.mkdir(parents=True, exist_ok=True)
     if get_wheels(wheels, cache):
@@ -176,7 +169,6 @@ def main():
               'losses on the two cannot be compared.')
         splits = texts_of_library()
         if is_prepared(folder, SPLITS, report):
-            print(f'{folder} is prepared already: same library, same tokenizer.')
             return
     splits = without_shared(splits)
     n_bytes = sum(len(text) for texts in splits.values() for text in texts)

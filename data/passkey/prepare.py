@@ -1,6 +1,6 @@
 """
-Passkey documents of many lengths, each a prompt of passkey.py and its answer, to train small models
-that can do it: mix them with text of the same tokenizer.
+Passkey documents of many lengths. Each is a prompt of passkey.py and its answer. Mixed with text of
+the same tokenizer, they train small models that can find passkeys.
 
 $ python data/stdlib/prepare.py --tokenizer=bpe:1024 --out_dir=data/stdlib_bpe
 $ python data/passkey/prepare.py                                       # 7M tokens: a minute
@@ -14,18 +14,20 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from configurator import between, configure
 from lib.errors import ROOT
-from lib.tokens import get_tokenizer, write_corpus
+from lib.tokenizers import get_tokenizer
+from lib.tokens import write_corpus
 from passkey import build_prompt
 
-tokenizer = 'data/stdlib_bpe/tokenizer.tiktoken'  # that of the text to mix with
+tokenizer = 'data/stdlib_bpe/tokenizer.tiktoken'  # the same as of the text to mix with
 min_length = 128     # of a document, in tokens
-max_length = 256     # of a document, in tokens: no more than block_size
-n_documents = 40000  # for train; a hundredth as many for val and test
+max_length = 256     # of a document, in tokens; at most block_size
+n_documents = 40000  # for train; val and test get a hundredth of this
 seed = 1             # of lengths, places and keys
 out_dir = ''         # where the token files go; '' for data/passkey
 
 
 def documents(encoding, n, stream):
+    """Yield n documents. stream: a number that makes the random numbers of each split differ."""
     random = np.random.default_rng([seed, stream])
     for length in random.integers(min_length, max_length + 1, n).tolist():
         depth, key = int(random.integers(length)), int(random.integers(10000, 100000))

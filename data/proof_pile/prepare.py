@@ -1,10 +1,10 @@
 """
-The test split of Proof-pile: mathematical papers, proofs and code, which Table 2 of the paper reads
+The test split of Proof-pile: mathematical papers, proofs and code. Table 2 of the paper reads it
 besides PG19. Source: Azerbayev et al. 2022, hoskinson-center/proof-pile. EleutherAI/proof-pile-2 is
 another corpus.
 
 $ python data/proof_pile/prepare.py
-$ python data/proof_pile/prepare.py --local=proofpile_test.jsonl.gz    # the file, had another way
+$ python data/proof_pile/prepare.py --local=proofpile_test.jsonl.gz    # your own copy of the file
 """
 
 import sys
@@ -20,8 +20,8 @@ revision = '490b980249446f2f3bd2df3a8cf085d0f2de240a'  # its commit
 
 def main():
     source = Source(repo, revision, splits=['test'], advice=(
-        'Give a file you have: --local=proofpile_test.jsonl.gz; dwzhu/PoSE-Datasets has a copy, '
-        'proof-pile/test.jsonl, not compared by us.'))
+        'Give your own copy: --local=proofpile_test.jsonl.gz. dwzhu/PoSE-Datasets has one, '
+        'proof-pile/test.jsonl; we have not compared it.'))
     prepare('proof_pile', source, settings(globals()))
 
 

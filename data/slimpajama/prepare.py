@@ -1,12 +1,12 @@
 """
-SlimPajama without its GitHub rows, the larger part of the paper's pretraining data (Section 4.1):
-TinyLlama leaves them out, as StarCoder has them. Sources: Soboleva et al. 2023;
+SlimPajama, the larger part of the paper's pretraining data (Section 4.1). Its GitHub rows are left
+out, as TinyLlama does, because StarCoder has them. Sources: Soboleva et al. 2023;
 scripts/prepare_slimpajama.py of jzhang38/TinyLlama.
 
 $ python data/slimpajama/prepare.py --repo=DKYoon/SlimPajama-6B \
       --revision=b5f90f419b7489cdba26fdbc8c022fcb5562f968   # a sample, enough to tune scales with
 $ python data/slimpajama/prepare.py                  # all of it
-$ python data/slimpajama/prepare.py --local=FOLDER   # files you have: train*, validation*, test*
+$ python data/slimpajama/prepare.py --local=FOLDER   # your own files: train*, validation*, test*
 """
 
 import sys
@@ -18,16 +18,16 @@ from data.hub import Settings, Source, prepare
 
 repo = 'gmongaras/SlimPajama-627B_Reupload'  # the publisher's copy is gone
 revision = 'c34c22dbb10ae6b264a2f357a909d1a537141b36'  # its commit
-keep_github = False            # True: every row, also of files that do not say which are GitHub's
+keep_github = False            # True: every row; needs no column that says which are GitHub's
 
 
 def main():
     source = Source(repo, revision, advice=(
-        'Take the sample DKYoon/SlimPajama-6B (see --help), or files you have: --local=FOLDER with '
+        'Take the sample DKYoon/SlimPajama-6B (see --help), or your own files: --local=FOLDER with '
         'train*, validation* and test*, .parquet or .jsonl.'))
     if not keep_github:
         source.where = ['redpajama_set_name', '!=', 'RedPajamaGithub']
-        source.where_advice = 'Take a copy that has it, or every row with --keep_github=True.'
+        source.where_advice = 'Take a copy that has it, or keep every row with --keep_github=True.'
     prepare('slimpajama', source, settings(globals()))
 
 

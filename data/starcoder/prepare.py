@@ -1,11 +1,11 @@
 """
-StarCoderData, every language, the smaller part of the paper's pretraining data (Section 4.1). It
-has a train split only: the paper validates on SlimPajama alone. It is gated: accept its terms on
-its page and log in first. Sources: Li et al. 2023, arXiv:2305.06161; scripts/prepare_starcoder.py
-of jzhang38/TinyLlama.
+StarCoderData in all languages, the smaller part of the paper's pretraining data (Section 4.1). It
+has only a train split, because the paper validates on SlimPajama. It is gated: first accept its
+terms on its page and log in. Sources: Li et al. 2023, arXiv:2305.06161;
+scripts/prepare_starcoder.py of jzhang38/TinyLlama.
 
 $ hf auth login && python data/starcoder/prepare.py
-$ python data/starcoder/prepare.py --local=FOLDER --max_tokens=10_000_000   # a part of yours
+$ python data/starcoder/prepare.py --local=FOLDER --max_tokens=10_000_000   # part of your own
 """
 
 import sys
@@ -16,14 +16,14 @@ from configurator import configure, settings
 from data.hub import Settings, Source, prepare
 
 repo = 'bigcode/starcoderdata'  # on the hub
-revision = 'main'              # not pinned: no commit was known to us
+revision = 'main'              # not pinned, because we knew no commit
 
 
 def main():
     source = Source(repo, revision, splits=['train'], field='content', advice=(
         'It is gated: accept its terms on huggingface.co/datasets/bigcode/starcoderdata and run '
-        'hf auth login; or give files you have, --local=FOLDER with .parquet or .jsonl that have '
-        'content.'))
+        'hf auth login; or give your own files: --local=FOLDER with .parquet or .jsonl with a '
+        'column content.'))
     prepare('starcoder', source, settings(globals()))
 
 

@@ -1,9 +1,10 @@
 """
 The standard library of the Python that runs this, as text: training data that every installation
-has already. A file is a document, and goes to train, val or test as a whole, by a hash of its path.
+already has. Each file is a document. A hash of its path decides whether it goes to train, val or
+test.
 
 $ python data/stdlib/prepare.py                        # bytes, 7 MB: a second
-$ python data/stdlib/prepare.py --tokenizer=bpe:4096   # a BPE trained on it
+$ python data/stdlib/prepare.py --tokenizer=bpe:4096   # trains a BPE on it
 """
 
 import hashlib
@@ -15,22 +16,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from configurator import configure
 from lib.errors import ROOT, UserError
-from lib.tokens import (
-    SPLITS,
-    is_prepared,
-    only_dataset,
-    split_by_hash,
-    stable_hash,
-    tokenizer_for,
-    write_corpus,
-)
+from lib.tokenizers import tokenizer_for
+from lib.tokens import SPLITS, is_prepared, only_dataset, split_by_hash, stable_hash, write_corpus
 
 tokenizer = 'bytes'   # bytes, gpt2, bpe:VOCABULARY, FILE.tiktoken, tokenizer.json, hf:ORG/NAME
 val_fraction = 0.07   # of the files
 test_fraction = 0.07  # of the files
 out_dir = ''          # where the token files go; '' for data/stdlib
 
-# Left out: packages that some distributions do not install, tests, and tables written by programs
+# Leave out packages that some distributions do not install, tests, and tables made by programs.
 SKIP = {'distutils', 'encodings', 'ensurepip', 'idlelib', 'lib2to3', 'pydoc_data', 'tkinter',
         'turtle', 'turtledemo', '__phello__', 'test', 'tests'}
 
@@ -58,7 +52,6 @@ def main():
               'tokenizer': tokenizer, 'val_fraction': val_fraction, 'test_fraction': test_fraction}
     print(f'standard library of Python {report["python"]}: {len(texts)} files, sha256 {digest}')
     if is_prepared(folder, SPLITS, report):
-        print(f'{folder} is prepared already: same text, same tokenizer.')
         return
     splits = {split: [] for split in SPLITS}
     for name, text in texts.items():
