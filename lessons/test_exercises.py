@@ -1,10 +1,10 @@
 """
 The grader of lessons/exercises.py, run by `make lessons`.
 
-Each function plain_NAME() is the formula of exercise NAME, in NumPy and float64. Below it stand the
-usual mistakes, one a line: what a student does wrong | what the formula says | what stands there
-instead. If a student's result is wrong, the grader makes each of these changes in its own formula.
-The message names the mistakes that give exactly the student's result.
+Each function plain_NAME() is the formula of exercise NAME, in NumPy and float64. The test below it
+lists the usual mistakes, one a line: what a student does wrong | text of plain_NAME() | the text
+that makes this mistake. If a student's result is wrong, the grader makes each of these changes in
+its own formula. The message names the mistakes that give exactly the student's result.
 """
 
 import inspect
@@ -96,9 +96,9 @@ def grade(exercise, plain, mistakes, *inputs, found=None, what=''):
     if causes:
         advice = f"This is the result if {', or if '.join(causes)}."
     place = tuple(np.argwhere(wrong)[0].tolist())
-    require(False, f'{what}: {wrong.sum()} of {wrong.size} numbers are wrong. The first, at '
-                   f'{list(place)}, is {found[place]:.6g}; it should be {expected[place]:.6g}. '
-                   f'{advice}')
+    where = f' at {list(place)}, the first of {wrong.sum()} wrong numbers,' if place else ''
+    require(False, f'{what}: the result{where} is {found[place]:.6g}; it should be '
+                   f'{expected[place]:.6g}. {advice}')
 
 
 # ---------------------------------------------------------------------- the softmax scale
@@ -171,7 +171,7 @@ def test_entropy(student):
     a = plain_causal_attention(*draw(2, H, T, D), np.eye(T), 3 * SCALE)
     found = call(student.entropy, a)
     grade(student.entropy, plain_entropy, '''
-        0 ln 0 is not a number: use torch.special.entr or torch.xlogy | np.where(a > 0, a, 1) | a
+        0 ln 0 gives nan: use torch.special.entr or torch.xlogy | np.where(a > 0, a, 1) | a
         the logarithm is to base 2: these are bits | np.log( | np.log2(
         the minus sign is left out | -(a | (a
         ''', a, found=found)
@@ -238,7 +238,8 @@ def test_yarn_frequencies(student):
     # low < 0 at 64; high = low at 4; high is past D/2 - 1 at 100000, and past D - 1 with base 10.
     for base, L in (10000.0, 512), (10000.0, 64), (10000.0, 4), (10000.0, 100000), (10.0, 600):
         grade(student.yarn_frequencies, plain_yarn_frequencies, '''
-            fast pairs are divided and slow ones stay | 1 - share + share / s | share - share / s
+            fast pairs are divided and slow ones stay \
+                                       | 1 - share + share / s | share + (1 - share) / s
             all pairs are divided by s: this is position interpolation | 1 - share + share | 1
             low is n(1) and high is n(32): 32 and 1 are swapped | (32, 1) | (1, 32)
             32 and 1 are swapped, and high - low is negative | (32, 1) | (1, 32) \
@@ -526,7 +527,7 @@ def test_gain_and_headroom(student):
             | val_cut, val_same, w[ | cut, same, w[
         log-probabilities are mixed instead of probabilities: a wrong copy has ln 0, so w is 0 \
             | -np.log(p) | (1 - w) * x - w * np.log(c + 1e-9)
-        log-probabilities are mixed instead of probabilities, and something is not a number \
+        log-probabilities are mixed instead of probabilities, and 0 ln 0 gives nan \
             | -np.log(p) | (1 - w) * x - w * np.log(c)
         the model keeps its whole p where the copy is wrong, so w is 1 | 1 - w | 1 - w * c
         the copy is mixed with the losses of the whole window | mixed(cut, | mixed(losses,

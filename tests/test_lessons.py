@@ -98,7 +98,7 @@ fold_scale | repeat_interleave | repeat_interleave | repeat
 fit_scale | positions up to L are | > L | > 0
 fit_scale | fitted instead of fixed | x @ (y - 1) | (x - x.mean()) @ y \
     | x @ x | (x - x.mean()).square().sum()
-entropy | 0 ln 0 is not a number | torch.special.entr(attention) | -(attention * attention.log())
+entropy | 0 ln 0 gives nan | torch.special.entr(attention) | -(attention * attention.log())
 entropy | of a itself | torch.special.entr(attention) | -(attention * (attention + 1e-9).log())
 entropy_without_matrix | the whole matrix | rows = [] | rows, all_scores = [], q @ k.mT
 rotate | neighbors are a pair | x.chunk(2, dim=-1) | x[..., ::2], x[..., 1::2] \
@@ -152,13 +152,13 @@ far_repeat_gain | the wrong sign | cut_losses - losses | losses - cut_losses
 far_repeat_gain | before 2L count | 2 * L | L
 far_repeat_gain | the earliest of several places counts | places[-1] | places[0]
 far_repeat_gain | None of the usual mistakes | .mean() | .mean() * len(tokens)
-far_repeat_gain | of 64 numbers are wrong | (cut_losses - losses)[counted] | torch.tensor(0.1)
+far_repeat_gain | at [0], the first of 64 | (cut_losses - losses)[counted] | torch.tensor(0.1)
 gain_and_headroom | the gain is against the tuned model's | gain = cut | gain = own_cut
 gain_and_headroom | gain and headroom are both against | gain = cut | gain = own_cut \
     | room = cut - mixed(cut | room = own_cut - mixed(own_cut
 gain_and_headroom | the gain has the wrong sign | cut - losses | losses - cut
 gain_and_headroom | not on validation text | mixed(val_cut, val_same | mixed(cut, same
-gain_and_headroom | and something is not a number | -p.log() | (1 - w) * loss - w * copy.log()
+gain_and_headroom | and 0 ln 0 gives nan | -p.log() | (1 - w) * loss - w * copy.log()
 gain_and_headroom | so w is 0 | -p.log() | (1 - w) * loss - w * (copy + 1e-9).log()
 gain_and_headroom | the model keeps its whole p | -p.log() | torch.where(copy, -p.log(), loss)
 gain_and_headroom | with the losses of the whole window | mixed(cut, | mixed(losses,
