@@ -130,18 +130,16 @@ OWN = [OwnSimilarity, OwnBias, OwnMask, OwnScores, OwnSoftmax, CappedRoPE]
 
 
 @pytest.mark.parametrize('own', OWN)
-def test_what_a_class_overrides_is_in_logits_gradients_and_entropies(monkeypatch, own):
+def test_what_a_class_overrides_is_in_logits_and_entropies(monkeypatch, own):
     """Compared with the matrix softmax(scores) of the class."""
     monkeypatch.setitem(METHODS, 'own', own)
     model, idx = random_model(position='own'), tokens(2, 40)
     attention, i = model.blocks[0].attn, torch.arange(40)
     q, k, v = torch.randn(2, 4, 40, 8), torch.randn(2, 2, 40, 8), torch.randn(2, 2, 40, 8)
     weights = attention.position.softmax(attention.position.scores(q, k, i, i))
-    for grad in True, False:
-        with torch.set_grad_enabled(grad):
-            near(attention.position.attend(q, k, v, i, i), weights @ repeat_heads(v, 4), 1e-5)
-            found = attention_entropy(0, attention, q, k, Place(i, i, 40))
-            near(found, torch.special.entr(weights).sum(-1), atol=1e-5)
+    near(attention.position.attend(q, k, v, i, i), weights @ repeat_heads(v, 4), 1e-5)
+    found = attention_entropy(0, attention, q, k, Place(i, i, 40))
+    near(found, torch.special.entr(weights).sum(-1), atol=1e-5)
     plain = random_model(position='rope' if issubclass(own, RoPE) else 'none')
     assert (model(idx) - plain(idx)).abs().max() > 0.05, 'what it overrides is ignored'
 
@@ -227,26 +225,15 @@ def test_under_one_seed_all_other_weights_start_the_same_with_every_method(chang
     near({name: found[name] for name in plain}, plain)
 
 
-class Shifted(NoPE):
-    """A method with a matrix that starts at the identity."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.mix = torch.nn.Parameter(torch.eye(config.head_dim))
-
-    def turn(self, q, k, place):
-        return q @ self.mix, k
-
-
 @pytest.mark.parametrize('dape_kernel', [0, 3])
-def test_a_methods_own_start_survives_initialisation(monkeypatch, dape_kernel):
-    monkeypatch.setitem(METHODS, 'shifted', Shifted)
-    config = ModelConfig(vocab_size=61, **TINY, position='shifted', dape_kernel=dape_kernel)
-    model = Transformer(config).init_weights()
-    mixes = [p for name, p in model.named_parameters() if name.endswith('.mix')]
-    losses_and_gradients(model, tokens(1, 9))
-    assert len(mixes) == 2
-    assert all(torch.equal(mix, torch.eye(8)) and mix.grad is not None for mix in mixes)
+def test_init_weights_leaves_the_start_of_a_position_method_alone(dape_kernel):
+    """Transformer-XL has a matrix, which init_weights() would otherwise start anew."""
+    config = ModelConfig(vocab_size=61, **TINY, position='xl', dape_kernel=dape_kernel)
+    model = Transformer(config)
+    start = {name: p.clone() for name, p in model.named_parameters() if '.position.' in name}
+    model.init_weights()
+    near({name: model.get_parameter(name) for name in start}, start)
+    assert sum(name.endswith('W.weight') for name in start) == 2
 
 
 # ---------------------------------------------------------------------- random positions
