@@ -1,11 +1,13 @@
 """
-The grader of lessons/exercises.py, run by `make lessons`. What is right is computed here from the
-formulas alone, one number at a time in float64, and so are the usual mistakes: a message says what
-was expected, where the first difference is, and which mistake gives just that. A mistake that gives
-something else is not named.
+The grader of lessons/exercises.py, run by `make lessons`.
+
+Each function plain_NAME() is the formula of exercise NAME, in NumPy and float64. The test below it
+lists the usual mistakes, one a line: what a student does wrong | text of plain_NAME() | the text
+that makes this mistake. If a student's result is wrong, the grader makes each of these changes in
+its own formula. The message names the mistakes that give exactly the student's result.
 """
 
-import itertools
+import inspect
 import math
 
 import numpy as np
@@ -15,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import ModelConfig, Transformer
 
-H, T, D = 4, 7, 4  # as many heads as channels, so that a scale on the wrong axis is no crash
+H, T, D = 4, 7, 4  # as many heads as channels, so that a scale on the wrong axis does not crash
 SCALE = np.array([0.5, 1.0, 1.5, 2.0])
 
 
@@ -29,262 +31,268 @@ def draw(*shape, seed=0):
     return np.random.default_rng(seed).normal(size=shape)
 
 
-def refuse(message):
-    pytest.fail(message, pytrace=False)
+def require(condition, message):
+    if not condition:
+        raise pytest.fail.Exception(message, pytrace=False) from None
 
 
-def run(exercise, *given, **settings):
+def run(exercise, *inputs, **settings):
     """What a student's function returns."""
     try:
-        found, begin = exercise(*given, **settings), None
+        return exercise(*inputs, **settings)
     except NotImplementedError as error:
-        begin = error
-    if begin:
-        refuse(f'{exercise.__qualname__}() is still to be written. {begin}')
-    return found
+        require(False, f'{exercise.__qualname__}() is not written yet. {error}')
 
 
 def call(exercise, *inputs):
-    """What a student's function gives, arrays going in and coming out."""
+    """What a student's function returns. Arrays go in as tensors, and come out as arrays."""
     given = [torch.tensor(x) if isinstance(x, np.ndarray) else x for x in inputs]
     found = run(exercise, *given)
-    if found is None:
-        refuse(f'{exercise.__qualname__}() returns nothing. Usual mistake: a forgotten return.')
-    for x, was in zip(given, inputs):
-        if isinstance(was, np.ndarray) and not np.array_equal(x, was):
-            refuse(f'{exercise.__qualname__}() has changed what it was given. Usual mistake: an '
-                   'operation in place, such as q *= scale.')
+    name = exercise.__qualname__
+    require(found is not None, f'{name}() returns nothing. Usual mistake: a forgotten return.')
+    for x, before in zip(given, inputs):
+        require(not isinstance(before, np.ndarray) or np.array_equal(x, before),
+                f'{name}() has changed its input. Usual mistake: an operation in place, such as '
+                'q *= scale.')
     return found.detach().numpy() if torch.is_tensor(found) else found
 
 
-def grade(name, found, right, mistakes):
-    """Fail unless `found` is `right`. mistakes: {what was done wrong: what that gives}."""
-    found, right = np.asarray(found, float), np.asarray(right, float)
-    if found.shape != right.shape:
-        refuse(f'{name}: the result has shape {found.shape}; it should have {right.shape}.')
-    same = np.isclose(found, right, 1e-4, 1e-5)
-    if same.all():
+def changed(function, *edits):
+    """A function with other source text. edits: old text, new text, old text, new text ..."""
+    source = inspect.getsource(function)
+    for old, new in zip(edits[::2], edits[1::2]):
+        assert source.count(old) == 1, f'{function.__name__}() should hold this text once: {old}'
+        source = source.replace(old, new)
+    names = dict(vars(inspect.getmodule(function)))
+    exec(source, names)
+    return names[function.__name__]
+
+
+def close(found, expected):
+    return np.isclose(found, expected, 1e-4, 1e-5, equal_nan=True)
+
+
+@np.errstate(all='ignore')  # some mistakes divide by 0
+def grade(exercise, plain, mistakes, *inputs, found=None, what=''):
+    """
+    Fail unless exercise(*inputs), or what was found, equals plain(*inputs). mistakes: a line each.
+    what: words for the message.
+    """
+    what = plain.__name__.removeprefix('plain_') + what
+    found = np.asarray(call(exercise, *inputs) if found is None else found, float)
+    expected = np.asarray(plain(*inputs), float)
+    require(found.shape == expected.shape,
+            f'{what}: the result has shape {found.shape}; it should have {expected.shape}.')
+    wrong = ~close(found, expected)
+    if not wrong.any():
         return
-    place = tuple(int(n) for n in np.argwhere(~same)[0])
-    where = f'at {list(place)}, the first of {(~same).sum()} of {same.size}, ' if place else ''
-    causes = [cause for cause, wrong in mistakes.items()
-              if np.isclose(found, wrong, 1e-4, 1e-5, equal_nan=True).all()]
-    advice = 'None of the usual mistakes gives this.'
+
+    causes = []
+    for line in mistakes.strip().splitlines():
+        cause, *edits = [cell.strip() for cell in line.split('|')]
+        if close(found, changed(plain, *edits)(*inputs)).all():
+            causes.append(cause)
+    advice = 'None of the usual mistakes gives this result.'
     if causes:
-        advice = f"This is what comes out where {', or where '.join(causes)}."
-    refuse(f'{name}: {where}{right[place]:.6g} was expected, not {found[place]:.6g}. '
-           f'{advice}')
+        advice = f"This is the result if {', or if '.join(causes)}."
+    place = tuple(np.argwhere(wrong)[0].tolist())
+    where = f' at {list(place)}, the first of {wrong.sum()} wrong numbers,' if place else ''
+    require(False, f'{what}: the result{where} is {found[place]:.6g}; it should be '
+                   f'{expected[place]:.6g}. {advice}')
 
 
 # ---------------------------------------------------------------------- the softmax scale
 
-def plain_attention(q, k, scale, later=lambda score: 0):
-    """Attention (H, T, T) by its formula. later: what counts for exp(score) of a later key."""
-    a = np.zeros((len(q), q.shape[1], q.shape[1]))
-    for h, i, j in np.ndindex(a.shape):
-        score = scale[h] * (q[h, i] @ k[h, j]) / math.sqrt(q.shape[2])
-        a[h, i, j] = math.exp(score) if j <= i else later(score)
-    return a / a.sum(-1, keepdims=True)
+def plain_causal_attention(q, k, v, scale):
+    e = np.exp(scale[:, None, None] * q @ k.mT / math.sqrt(D))
+    e = np.where(np.tri(T), e, 0)
+    return e / e.sum(-1, keepdims=True) @ v
 
 
 def test_causal_attention(student):
-    q, k, v = draw(3, H, T, D)
-    of_channel = plain_attention(q * SCALE, k, np.ones(H))
-    grade('causal_attention', call(student.causal_attention, q, k, v, SCALE),
-          plain_attention(q, k, SCALE) @ v, {
-        'scores are not divided by sqrt(D)': plain_attention(q, k, SCALE * math.sqrt(D)) @ v,
-        'scores are divided by D': plain_attention(q, k, SCALE / math.sqrt(D)) @ v,
-        'queries see later keys': plain_attention(q, k, SCALE, later=math.exp) @ v,
-        'scores of later keys are 0, which exp makes 1: they should be -inf': plain_attention(
-            q, k, SCALE, later=lambda score: 1) @ v,
-        'the scale is left out': plain_attention(q, k, np.ones(H)) @ v,
-        'a scale belongs to a channel, not to a head': of_channel @ v})
+    grade(student.causal_attention, plain_causal_attention, '''
+        scores are not divided by sqrt(D) | / math.sqrt(D) |
+        scores are divided by D           | math.sqrt(D)   | D
+        queries see later keys            | np.tri(T), e   | True, e
+        scores of later keys are 0, which exp makes 1: they should be -inf | e, 0 | e, 1
+        the scale is left out             | scale[:, None, None] * q | q
+        each channel has a scale: each head should have one | scale[:, None, None] | scale
+        ''', *draw(3, H, T, D), SCALE)
+
+
+def plain_scale_queries(q, scale):
+    return scale[:, None, None] * q
 
 
 def test_scale_queries(student):
-    q = draw(H, T, D)
-    grade('scale_queries', call(student.scale_queries, q, SCALE),
-          [scale * head for scale, head in zip(SCALE, q)], {
-        'a scale belongs to a channel, not to a head: write scale[:, None, None]': q * SCALE,
-        'the root is taken, as if k were scaled, too': q * SCALE[:, None, None] ** 0.5})
+    grade(student.scale_queries, plain_scale_queries, '''
+        each channel has a scale: write scale[:, None, None] | scale[:, None, None] | scale
+        the root is taken, as if k were scaled, too | scale[: | np.sqrt(scale)[:
+        ''', draw(H, T, D), SCALE)
+
+
+def plain_fold_scale(weight, scale):
+    factors = np.repeat(scale, D)
+    return weight * factors[:, None]
 
 
 def test_fold_scale(student):
-    weight = draw(H * D, 16)
-    by_row = np.array([SCALE[row // D] for row in range(H * D)])
-    grade('fold_scale', call(student.fold_scale, weight, SCALE), weight * by_row[:, None], {
-        'columns are scaled, which changes x': weight * by_row,
-        'rows of all heads are mixed: repeat_interleave, not repeat': weight * np.tile(
-            SCALE, D)[:, None]})
+    grade(student.fold_scale, plain_fold_scale, '''
+        columns are scaled, which changes x | factors[:, None] | factors
+        rows get the scales of other heads: use repeat_interleave, not repeat | repeat | tile
+        ''', draw(H * D, H * D), SCALE)
+
+
+def plain_fit_scale(position, best, L):
+    far = position > L
+    x, y = np.log(position[far] / L), best[far] - 1
+    return (x * y).sum() / (x * x).sum()
 
 
 def test_fit_scale(student):
-    position = np.array([50.0, 100, 150, 200, 400, 800])
-    best = np.array([1.3, 0.9, 1.2, 1.1, 1.7, 1.9])
-    x = np.log(position / 100)
-
-    def slope(x, y):
-        return sum(x * (y - 1)) / sum(x * x)
-
-    grade('fit_scale', call(student.fit_scale, position, best, 100), slope(x[2:], best[2:]), {
-        'positions up to L are fitted, too': slope(x, best),
-        'the 1 is fitted instead of fixed': np.polyfit(x[2:], best[2:], 1)[0],
-        'positions up to L are fitted, too, and the 1 as well': np.polyfit(x, best, 1)[0],
-        'position is not divided by L': slope(np.log(position[2:]), best[2:])})
+    grade(student.fit_scale, plain_fit_scale, '''
+        positions up to L are fitted, too   | > L | > 0
+        the 1 is fitted instead of fixed    | (x * y).sum() / (x * x).sum() | np.polyfit(x, y, 1)[0]
+        the 1 is fitted, and positions up to L are, too | > L | > 0 \
+                                            | (x * y).sum() / (x * x).sum() | np.polyfit(x, y, 1)[0]
+        position is not divided by L        | [far] / L | [far]
+        ''', np.array([50.0, 100, 150, 200, 400, 800]), np.array([1.3, 0.9, 1.2, 1.1, 1.7, 1.9]),
+          100)
 
 
 # ---------------------------------------------------------------------- attention entropy
 
 def plain_entropy(a):
-    return [[sum(-x * math.log(x) for x in row if x > 0) for row in head] for head in a]
+    logs = np.log(np.where(a > 0, a, 1))
+    return -(a * logs).sum(-1)
 
 
 def test_entropy(student):
-    a = plain_attention(*draw(2, H, T, D), 3 * SCALE)
-    right = np.array(plain_entropy(a))
-    with np.errstate(all='ignore'):
-        not_a_number = -(a * np.log(a)).sum(-1)
+    a = plain_causal_attention(*draw(2, H, T, D), np.eye(T), 3 * SCALE)
     found = call(student.entropy, a)
-    grade('entropy', found, right, {
-        '0 ln 0 is not a number: use torch.special.entr, or xlogy': not_a_number,
-        'the logarithm is to base 2: these are bits': right / math.log(2),
-        'the sign is left out': -right})
-    if found.min() < 0:
-        refuse(f'entropy: {found.min():.1g} was found, but it is never below 0. Usual mistake: '
-               'log(a + 1e-9), where the logarithm should be of a itself.')
+    grade(student.entropy, plain_entropy, '''
+        0 ln 0 gives nan: use torch.special.entr or torch.xlogy | np.where(a > 0, a, 1) | a
+        the logarithm is to base 2: these are bits | np.log( | np.log2(
+        the minus sign is left out | -(a | (a
+        ''', a, found=found)
+    require(found.min() >= 0, f'entropy: one entropy is {found.min():.1g}, but none is below 0. '
+                              'Usual mistake: log(a + 1e-9). Take the logarithm of a itself.')
 
 
 class NoMatrix(TorchDispatchMode):
-    """Refuses tensors of `most` numbers."""
+    """Refuses an operation that returns 40 x 40 numbers or more."""
 
-    def __init__(self, most):
-        super().__init__()
-        self.most = most
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        results = operation(*args, **kwargs or {})
+        for x in results if isinstance(results, tuple | list) else [results]:
+            require(not torch.is_tensor(x) or x.numel() < 40 * 40,
+                    f'entropy_without_matrix: {operation} made the whole matrix. Usual mistake: '
+                    'q @ k.mT of all queries at once.')
+        return results
 
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        made = op(*args, **kwargs or {})
-        for x in made if isinstance(made, (tuple, list)) else [made]:
-            if torch.is_tensor(x) and x.numel() >= self.most:
-                refuse(f'entropy_without_matrix: {op} made {tuple(x.shape)}, the whole matrix.'
-                       ' Usual mistake: q @ k.mT of all queries at once.')
-        return made
+
+def plain_entropy_without_matrix(q, k):
+    s = q @ k.mT / math.sqrt(D)
+    e = np.exp(s) * np.tri(40)
+    return np.log(e.sum(-1)) - (e * s).sum(-1) / e.sum(-1)
 
 
 def test_entropy_without_matrix(student):
-    q, k = draw(2, 2, 40, D)
-    a = plain_attention(q, k, np.ones(2))
-    s = np.where(a > 0, q @ k.swapaxes(1, 2), 0)
-    with NoMatrix(40 * 40):
-        found = call(student.entropy_without_matrix, q, k)
-    sums = np.log(np.where(a > 0, np.exp(s / math.sqrt(D)), 0).sum(-1))
-    grade('entropy_without_matrix', found, plain_entropy(a), {
-        'the mean score is not divided by sqrt(D)': sums - (a * s).sum(-1),
-        'the mean score is left out': sums,
-        'queries see later keys': plain_entropy(plain_attention(
-            q, k, np.ones(2), later=math.exp))})
+    with NoMatrix():
+        grade(student.entropy_without_matrix, plain_entropy_without_matrix, '''
+            the mean score is not divided by sqrt(D) | - (e | - math.sqrt(D) * (e
+            the mean score is left out | - (e * s).sum(-1) / e.sum(-1) |
+            queries see later keys | * np.tri(40) |
+            ''', *draw(2, 2, 40, D))
 
 
 # ---------------------------------------------------------------------- where a token stands
 
-def plain_rotate(x, place, sign=1, step=2, interleaved=False):
-    y = np.zeros_like(x)
-    for t, n in np.ndindex(len(place), D // 2):
-        a, b = (2 * n, 2 * n + 1) if interleaved else (n, n + D // 2)
-        turn = np.exp(1j * sign * place[t] * 100.0 ** (-step * n / D))
-        pair = (x[:, t, a] + 1j * x[:, t, b]) * turn
-        y[:, t, a], y[:, t, b] = pair.real, pair.imag
+def plain_rotate(x, place, base):
+    angle = np.outer(place, base ** (-2 * np.arange(D // 2) / D))
+    first, second = [0, 1], [2, 3]
+    turned = (x[..., first] + 1j * x[..., second]) * np.exp(1j * angle)
+    y = np.empty_like(x)
+    y[..., first], y[..., second] = turned.real, turned.imag
     return y
 
 
 def test_rotate(student):
-    x, place = draw(H, T, D), np.arange(3, T + 3)
-    grade('rotate', call(student.rotate, x, place, 100.0), plain_rotate(x, place), {
-        'neighbours are a pair: that is the layout of the paper': plain_rotate(
-            x, place, interleaved=True),
-        'pairs turn clockwise': plain_rotate(x, place, sign=-1),
-        'the angle is base^(-n/D)': plain_rotate(x, place, step=1),
-        'place is not looked at': plain_rotate(x, np.arange(T))})
+    grade(student.rotate, plain_rotate, '''
+        neighbors are a pair: this is the layout of the paper | [0, 1], [2, 3] | [0, 2], [1, 3]
+        pairs turn clockwise  | np.exp(1j | np.exp(-1j
+        the angle is place * base^(-n/D) | -2 * | -1 *
+        place is ignored      | outer(place | outer(place - place[0]
+        ''', draw(H, T, D), np.arange(3, T + 3), 100.0)
 
 
-def plain_yarn(base, s, L, size=16, least=0, most=15, clamp=True, turns=(32, 1), steep=True):
-    """steep: where high is not above low, the pairs after low are divided whole."""
-    low, high = (size * math.log(L / (2 * math.pi * r)) / (2 * math.log(base)) for r in turns)
-    low, high = max(least, math.floor(low)), min(most, math.ceil(high))
-    found = []
-    for n in range(size // 2):
-        share = float(n > low) if high == low or steep and high < low else (n - low) / (high - low)
-        share = min(1, max(0, share)) if clamp else share
-        found.append(base ** (-2 * n / size) * (1 - share + share / s))
-    return np.array(found)
+def plain_yarn_frequencies(size, base, s, L):
+    low, high = (size * math.log(L / (2 * math.pi * r)) / (2 * math.log(base)) for r in (32, 1))
+    low, high = max(0, math.floor(low)), min(size - 1, math.ceil(high))
+    n = np.arange(size // 2)
+    share = np.clip((n - low) / max(high - low, 0.001), 0, 1)
+    return base ** (-2 * n / size) * (1 - share + share / s)
 
 
 def test_yarn_frequencies(student):
-    # low < 0 at 64; high = low at 4; high is past D/2 - 1 at 100000, past D - 1 with the base 10.
-    for base, L in ((10000.0, 512), (10000.0, 64), (10000.0, 4), (10000.0, 100000), (10.0, 600)):
-        s, right, plain = 4.0, plain_yarn(base, 4.0, L), plain_yarn(base, 1.0, L)
-        grade(f'yarn_frequencies(16, {base}, {s}, {L})',
-              call(student.yarn_frequencies, 16, base, s, L), right, {
-            'the fast pairs are divided and the slow ones stay': plain * (1 + 1 / s) - right,
-            'all pairs are divided by s: position interpolation': plain / s,
-            'low is n(1) and high is n(32): 32 and 1 are swapped': plain_yarn(
-                base, s, L, turns=(1, 32)),
-            '32 and 1 are swapped, so that high - low is negative': plain_yarn(
-                base, s, L, turns=(1, 32), steep=False),
-            'the share is not clamped to 0 ... 1': plain_yarn(base, s, L, clamp=False),
-            'low may be below 0': plain_yarn(base, s, L, least=-99),
-            'high ends at D/2 - 1 instead of D - 1': plain_yarn(base, s, L, most=7),
-            'high may be above D - 1': plain_yarn(base, s, L, most=99)})
+    # low < 0 at 64; high = low at 4; high is past D/2 - 1 at 100000, and past D - 1 with base 10.
+    for base, L in (10000.0, 512), (10000.0, 64), (10000.0, 4), (10000.0, 100000), (10.0, 600):
+        grade(student.yarn_frequencies, plain_yarn_frequencies, '''
+            fast pairs are divided and slow ones stay \
+                                       | 1 - share + share / s | share + (1 - share) / s
+            all pairs are divided by s: this is position interpolation | 1 - share + share | 1
+            low is n(1) and high is n(32): 32 and 1 are swapped | (32, 1) | (1, 32)
+            32 and 1 are swapped, and high - low is negative | (32, 1) | (1, 32) \
+                                       | max(high - low, 0.001) | (high - low)
+            the share is not clamped to 0 ... 1 | , 0, 1) | , -np.inf, np.inf)
+            low may be below 0         | max(0, | max(-99,
+            high ends at D/2 - 1 instead of D - 1 | size - 1 | size // 2 - 1
+            high may be above D - 1    | size - 1 | 99
+            ''', 16, base, 4.0, L, what=f'(16, {base}, 4.0, {L})')
+
+
+def plain_alibi(n_head, i, j):
+    m = 2.0 ** (-8 * np.arange(1, n_head + 1) / n_head)
+    return -m[:, None, None] * (i[:, None] - j)
 
 
 def test_alibi(student):
-    i, j = np.array([5, 6]), np.arange(7)
-    visible = j <= i[:, None]
-
-    def right(i, j, first=1):
-        slopes = [2.0 ** (-8 * (h + first) / H) for h in range(H)]
-        return np.array([[[-slope * (n - m) for m in j] for n in i] for slope in slopes]) * visible
-
-    grade('alibi', call(student.alibi, H, i, j) * visible, right(i, j), {
-        'far keys get more than near ones: the sign': -right(i, j),
-        'the first head has h = 0': right(i, j, first=0),
-        'i and j are not looked at': right(np.arange(2), j)})
+    grade(student.alibi, plain_alibi, '''
+        far keys get more than near ones: the sign is wrong | -m | m
+        the first head has h = 0 | 1, n_head + 1 | n_head
+        i is ignored             | i[:, None] | np.arange(2)[:, None]
+        ''', H, np.array([5, 6]), np.arange(5))
 
 
 def test_own_bias(student):
     torch.manual_seed(0)
-    own, far = student.OwnBias(model_config()), torch.arange(64 * 8)
-    found = call(own.bias, far[-1:], far)
-    problems = {
-        f'it should be ({H}, T, S) = ({H}, 1, 512), but is {found.shape}':
-            found.shape != (H, 1, 512),
-        'it is not finite at each distance': not np.isfinite(found).all(),
-        'a far key gets more than a near one; usual mistake: the sign':
-            (np.diff(found) < 0).any(),
-        'it is the same everywhere, which softmax does not see': np.ptp(found) == 0}
-    later = call(own.bias, far[-2:-1] + 9, far[:-1] + 9)
-    problems['it depends on more than i - j: use the i and j given, not torch.arange'] = (
-        later.shape != found[..., 1:].shape or not np.allclose(later, found[..., 1:], 1e-4, 1e-5))
-    problems['it is not finite at j > i; usual mistake: a logarithm or a root of i - j < 0'] = (
-        not np.isfinite(call(own.bias, far[:9], far)).all())
-    for problem, there in problems.items():
-        if there:
-            refuse(f'OwnBias: {problem}.')
+    own, j = student.OwnBias(model_config()), torch.arange(64 * 8)
+    found = call(own.bias, j[-1:], j)
+    require(found.shape == (H, 1, 512),
+            f'OwnBias: it should be ({H}, T, S) = ({H}, 1, 512), but is {found.shape}.')
+    require(np.isfinite(found).all(), 'OwnBias: it is not finite at each distance.')
+    require((np.diff(found) >= 0).all(),
+            'OwnBias: a far key gets more than a near one. Usual mistake: the sign.')
+    require(np.ptp(found) > 0, 'OwnBias: it is the same for each key, so softmax ignores it.')
+    require(close(call(own.bias, j[-1:] + 9, j[1:] + 9), found[..., 1:]).all(),
+            'OwnBias: it depends on more than i - j. Use the i and j given, not torch.arange.')
+    clamp = ('Usual mistake: a logarithm or a root of i - j < 0. At j > i clamp i - j to 0.')
+    require(np.isfinite(call(own.bias, j[:9], j)).all(),
+            f'OwnBias: it is not finite at j > i. {clamp}')
     try:
-        of_two = own.bias(far[:18].view(2, 9), far.expand(2, -1)).shape
+        shape = tuple(own.bias(j[:18].view(2, 9), j.expand(2, -1)).shape)
     except (RuntimeError, IndexError) as error:
-        of_two = str(error)
-    if of_two != (2, H, 9, 512):
-        refuse(f'OwnBias: of two sequences, i (2, 9) and j (2, 512), it should be (2, {H}, 9, '
-               f'512), but is {of_two}. Usual mistake: i[:, None] - j for position.distances().')
-    parameters = dict(own.named_parameters())
-    if parameters:
-        (own.bias(far[-9:], far) * torch.tensor(draw(H, 9, 512))).sum().backward()
-    for name, p in parameters.items():
-        if p.grad is not None and not p.grad.isfinite().all():
-            refuse(f'OwnBias: the gradient of {name} is not finite. Usual mistake: a logarithm or '
-                   'a root of i - j < 0; at j > i clamp i - j to 0.')
-        if p.grad is None or not p.grad.abs().sum() > 0:
-            refuse(f'OwnBias: no gradient reaches {name}, so it would not be learned.')
+        shape = error
+    require(shape == (2, H, 9, 512),
+            f'OwnBias: for two sequences, i (2, 9) and j (2, 512), it should be (2, {H}, 9, 512), '
+            f'but is {shape}. Usual mistake: i[:, None] - j instead of position.distances().')
+    bias = own.bias(j[-9:], j)
+    loss = (bias * torch.tensor(draw(H, 9, 512))).sum()
+    loss = loss + 0 * sum(p.sum() for p in own.parameters())  # which takes part even if unused
+    for name, p in own.named_parameters():
+        slope, = torch.autograd.grad(loss, p, retain_graph=True)
+        require(slope.any(), f'OwnBias: no gradient reaches {name}, so it would not be learned.')
+        require(slope.isfinite().all(), f'OwnBias: the gradient of {name} is not finite. {clamp}')
 
 
 # ---------------------------------------------------------------------- tuning
@@ -294,115 +302,49 @@ def model_config():
                        n_hidden=16)
 
 
-def random_model():
+def untuned():
     model = Transformer(model_config()).init_weights(torch.Generator().manual_seed(0))
     for p in model.parameters():
         if p.dim() == 2 and p.requires_grad:  # so large that attention is far from uniform
             p.data *= 3
-    model.head_scale = 1.0
     return model
 
 
-def mean_loss(model, batch):
-    logits, rows = model(batch[0]).detach().double().numpy(), batch[1].numpy()[..., None]
-    return (np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, rows, -1)[..., 0]).mean()
+def scales_of(model):
+    return [block.attn.head_scale for block in model.blocks]
 
 
-def slopes(model, batch):
-    """How the loss changes with each scale of each layer, by trying a little more and less."""
-    rows = []
-    for block in model.blocks:
-        scale = block.attn.head_scale.data.view(-1)
-        for n, was in enumerate(scale.tolist()):
-            scale[n] = was + 0.02
-            more = mean_loss(model, batch)
-            scale[n] = was - 0.02
-            rows.append((more - mean_loss(model, batch)) / 0.04)
-            scale[n] = was
-    return np.array(rows)
-
-
-def require_bound(model, mistake):
-    least = min(block.attn.head_scale.min() for block in model.blocks)
-    if least < 1:
-        refuse(f'tune_scales: a scale is {least:.4f}, below 1. Usual mistake: Eq. (6), the clamp '
-               f'after each step, was {mistake}.')
+def require_bound(model, *_):
+    least = min(scale.min() for scale in scales_of(model))
+    require(least >= 1, f'tune_scales: a scale is {least:.4f}, below 1. Usual mistake: Eq. (6) is '
+                        'left out, or left for the end. Clamp after each step.')
 
 
 def tuned(student, batches, per_channel, rate=0.05):
     """A model that the student has tuned."""
-    model, stuck = random_model(), False
-
-    def before_each_pass(*inputs):
-        if not per_channel:
-            require_bound(model, 'left for the end')
-
-    asked = model.register_forward_pre_hook(before_each_pass)
+    model = untuned()
+    if not per_channel:
+        model.register_forward_pre_hook(require_bound)
     try:
         run(student.tune_scales, model, batches, rate, per_channel=per_channel)
     except RuntimeError as error:
-        stuck = 'does not require grad' in str(error)
-        if not stuck:
+        if 'does not require grad' not in str(error):
             raise
-    if stuck:
-        refuse('tune_scales: nothing takes part in the gradient. Usual mistake: the scales lack '
-               'requires_grad_(True) after model.requires_grad_(False).')
-    asked.remove()
+        require(False, 'tune_scales: nothing requires a gradient. Usual mistake: the scales lack '
+                       'requires_grad_(True) after model.requires_grad_(False).')
     return model
 
 
-def require_frozen(model):
-    start = random_model()
+def require_frozen(model, start):
     for name, p in model.named_parameters():
         if name.endswith('head_scale'):
             continue
-        if not torch.equal(p, start.get_parameter(name)):
-            refuse(f'tune_scales: {name} has changed, but all weights are frozen. Usual mistake: '
-                   'the optimizer got model.parameters().')
-        if p.grad is not None:
-            refuse(f'tune_scales: a gradient was computed for {name}, but all weights are frozen. '
-                   'Usual mistake: model.requires_grad_(False) was left out.')
-
-
-def require_tuned(student, per_channel):
-    start, what = random_model(), f'tune_scales(per_channel={per_channel})'
-    tokens = torch.randint(11, (8, 17), generator=torch.Generator().manual_seed(1))
-    batch = tokens[:, :-1], tokens[:, 1:]
-    if per_channel:
-        start.head_scale = torch.ones(2, H, D)
-    slope, model = slopes(start, batch), tuned(student, [batch], per_channel)
-    require_frozen(model)
-    found = [block.attn.head_scale.detach() for block in model.blocks]
-    shape = (H, D) if per_channel else (H, 1)
-    if any(scale.shape != shape for scale in found):
-        refuse(f'{what}: a layer has scales of {tuple(found[0].shape)}, not {shape}. Usual '
-               'mistake: they were not expanded to one per channel.')
-    if not per_channel:
-        require_bound(model, 'left out')
-
-    # One step goes down the gradient.
-    moved = torch.cat([scale.flatten() for scale in found]).double().numpy() - 1
-    clear = abs(slope) > 0.1 * abs(slope).max()
-    right = np.where(slope < 0, moved > 0, moved < 0 if per_channel else moved == 0)
-    for n in np.flatnonzero(clear & ~right)[:1]:
-        mistake = 'the optimizer did not get this scale'
-        if (clear & (slope * moved > 0)).any():
-            mistake = 'the step goes up the gradient'
-        elif per_channel and moved.any() and moved.min() == 0:
-            mistake = 'the bound was kept for channels, too'
-        refuse(f'{what}: the loss changes by {slope[n]:.4f} a unit of scale {n}, but one step '
-               f'changed it by {moved[n]:.4f}. Usual mistake: {mistake}.')
-
-    # At a rate of 0 all steps have the same gradient, so what is left after two is no more.
-    one, two = [[p.grad for p in tuned(student, [batch] * steps, per_channel, 0.0).parameters()
-                 if p.grad is not None] for steps in (1, 2)]
-    if one and all(torch.allclose(p, 2 * q, 1e-3) for p, q in zip(two, one)):
-        refuse(f'{what}: the gradient of the second step holds that of the first, too. Usual '
-               'mistake: zero_grad() was left out.')
-    before = mean_loss(start, batch)
-    after = mean_loss(tuned(student, [batch] * 20, per_channel), batch)
-    if not after < before:
-        refuse(f'{what}: 20 steps changed the loss from {before:.4f} to {after:.4f}.')
+        require(torch.equal(p, start.get_parameter(name)),
+                f'tune_scales: {name} has changed, but all weights are frozen. Usual mistake: the '
+                'optimizer got model.parameters().')
+        require(p.grad is None,
+                f'tune_scales: {name} has a gradient, but all weights are frozen. Usual mistake: '
+                'model.requires_grad_(False) was left out.')
 
 
 def test_tune_scales(student):
@@ -413,211 +355,218 @@ def test_tune_channel_scales(student):
     require_tuned(student, per_channel=True)
 
 
+def require_tuned(student, per_channel):
+    tokens = torch.randint(11, (8, 17), generator=torch.Generator().manual_seed(1))
+    batch = tokens[:, :-1], tokens[:, 1:]
+    start, model = untuned(), tuned(student, [batch], per_channel)
+    require_frozen(model, start)
+    what, width = f'tune_scales(per_channel={per_channel})', D if per_channel else 1
+    for scale in scales_of(model):
+        require(scale.shape == (H, width),
+                f'{what}: a layer has scales of {tuple(scale.shape)}, not {(H, width)}. Usual '
+                'mistake: they were not expanded to one per channel.')
+    if not per_channel:
+        require_bound(model)
+
+    # One step goes down the gradient.
+    start.head_scale = torch.ones(2, H, width)
+    scales = [scale.requires_grad_() for scale in scales_of(start)]
+    before = start(*batch).mean()
+    slope = torch.stack(torch.autograd.grad(before, scales)).flatten()
+    moved = torch.stack(scales_of(model)).flatten() - 1
+    clear = slope.abs() > 0.1 * slope.abs().max()
+    right = torch.where(slope < 0, moved > 0, moved < 0 if per_channel else moved == 0)
+    mistake = 'the optimizer did not get this scale'
+    if (clear & (slope * moved > 0)).any():
+        mistake = 'the step goes up the gradient'
+    elif moved.any():
+        mistake = 'the bound of 1 was kept for channels, too'
+    for n in (clear & ~right).nonzero():
+        require(False, f'{what}: the loss changes by {slope[n].item():.4f} per unit of scale '
+                       f'{n.item()}, but one step changed this scale by {moved[n].item():.4f}. '
+                       f'Usual mistake: {mistake}.')
+
+    # At a rate of 0 each step has the same gradient. Twice as much after two steps is a sum.
+    one, two = ([p.grad for p in tuned(student, [batch] * steps, per_channel, 0.0).parameters()
+                 if p.grad is not None] for steps in (1, 2))
+    summed = one and all(torch.allclose(p, 2 * q, 1e-3) for p, q in zip(two, one))
+    require(not summed, f'{what}: the gradient of the second step includes that of the first. '
+                        'Usual mistake: zero_grad() was left out.')
+    after = tuned(student, [batch] * 20, per_channel)(*batch).mean()
+    require(after < before, f'{what}: 20 steps changed the loss from {before:.4f} to {after:.4f}.')
+
+
 # ---------------------------------------------------------------------- DAPE
 
-def plain_convolution(x, kernel, keys):
-    """Row by row, x: {(channel, key): number}, 0 elsewhere; kernel: (channels out, in, K)."""
-    y, K = {}, kernel.shape[2]
-    for c, j in itertools.product(range(len(kernel)), keys):
-        y[c, j] = sum(kernel[c, n, t] * x.get((n, j + t - K // 2), 0)
-                      for n in range(kernel.shape[1]) for t in range(K))
-    return y
+def plain_convolution(x, kernel):
+    """x: (rows, channels, keys); kernel: (channels out, in, 3). Returns two keys less."""
+    windows = np.lib.stride_tricks.sliding_window_view(x, 3, axis=2)
+    return np.einsum('icjt,oct->ioj', windows, kernel)
 
 
-def plain_dape(scores, bias, first, second, hidden=True, goes_on=True, residual=True,
-               begins_before=False):
-    (n_head, n), half = scores.shape[:2], first.shape[2] // 2
-    keys = range(-half * begins_before, n + half * goes_on)  # of the middle layer
-    result = np.full(scores.shape, -np.inf)
-    for i in range(n):
-        end = i + 1 if hidden else n
-        x = {(c, j): row[i, j] for c, row in enumerate((*scores, *bias)) for j in range(end)}
-        middle = plain_convolution(x, first, keys)
-        middle = {at: max(y, 0.01 * y) for at, y in middle.items()}
-        f = plain_convolution(middle, second, range(n))
-        for h, j in np.ndindex(n_head, i + 1):
-            result[h, i, j] = residual * (scores[h, i, j] + bias[h, i, j]) + f[h, j]
-    return result
+def plain_dape(scores, bias, first, second):
+    seen = np.tri(6)
+    maps = np.concatenate((scores, bias)) * seen
+    rows = np.pad(maps.swapaxes(0, 1), ((0, 0), (0, 0), (2, 2)))
+    middle = plain_convolution(rows, first)  # of keys -1 ... 6
+    middle = np.maximum(middle, 0.01 * middle)
+    middle[..., [0]] *= 0
+    f = plain_convolution(middle, second).swapaxes(0, 1)
+    return np.where(seen, scores + bias + f, -np.inf)
 
 
 def test_dape(student):
-    inputs = (*draw(2, 2, 6, 6), draw(5, 4, 3, seed=1), draw(2, 5, 3, seed=2))
-    found, right = np.asarray(call(student.dape, *inputs)), plain_dape(*inputs)
-    if found.shape == right.shape and np.isfinite(found[np.isinf(right)]).any():
-        refuse('dape: at j > i it should be -inf, for softmax to hide these keys.')
-    grade('dape', found, right, {
-        'f sees scores of later keys, which tells it the next token': plain_dape(
-            *inputs, hidden=False, goes_on=False),
-        'the middle layer ends at the last key': plain_dape(*inputs, goes_on=False),
-        'the middle layer begins at key -1 instead of zeros left of key 0': plain_dape(
-            *inputs, begins_before=True),
-        'S + B is not added to f': plain_dape(*inputs, residual=False)})
+    inputs = *draw(2, 2, 6, 6), draw(5, 4, 3, seed=1), draw(2, 5, 3, seed=2)
+    found = np.asarray(call(student.dape, *inputs))
+    require(found.shape != (2, 6, 6) or np.isinf(found[:, np.tri(6) == 0]).all(),
+            'dape: at j > i it should be -inf, so that softmax hides these keys.')
+    grade(student.dape, plain_dape, '''
+        f sees scores of later keys, which tell it the next token | * seen | | [0] | [0, 7]
+        the middle layer ends at the last key | [0] | [0, 7]
+        the middle layer begins at key -1: it should be 0 left of key 0 | *= 0 | *= 1
+        S + B is not added to f | scores + bias + f | f
+        ''', *inputs, found=found)
+
+
+def plain_leaks(later_keys):
+    """later_keys: how many keys after its own a row uses."""
+    later = np.tri(T) == 0
+    return later & (np.tri(T, k=later_keys) == 1)
 
 
 def test_leaks(student):
-    later = np.triu(np.ones((T, T), bool), 1)
-    one_late = later & ~np.triu(later, 2)
-    cases = {
-        'leaky': (student.leaky, one_late),
-        'a causal f': (lambda s: s.tril() ** 2, later & False),
-        's itself': (lambda s: s, later & False),
-        'sums over rows': (lambda s: s.cumsum(0), later & False),
-        's - its mean over the whole row': (lambda s: (s - s.mean(1, keepdim=True)).tril(), later),
-        's times the score after it': (lambda s: (s * s.roll(-1, 1)).tril(), one_late)}
-    for name, (f, right) in cases.items():
-        grade(f'leaks, of {name}', call(student.leaks, f, T), right, {
-            'the past counts, too: keep j > i alone': right | ~later,
-            'i and j are exchanged': right.T,
-            'nothing is found: the scores were zeros, or the changes too small': right & False,
-            'outputs at keys after i, or of other rows, count, too': later})
+    for name, f, later_keys in (
+            ('leaky', student.leaky, 1),
+            ('a causal f', lambda s: s.tril() ** 2, 0),
+            ('s itself', lambda s: s, 0),
+            ('sums over rows', lambda s: s.cumsum(0), 0),
+            ('s - its mean over the row', lambda s: (s - s.mean(1, keepdim=True)).tril(), T),
+            ('s times the score after it', lambda s: (s * s.roll(-1, 1)).tril(), 1)):
+        grade(student.leaks, plain_leaks, '''
+            the past counts, too: only j > i should | later & ( | ~later + (
+            i and j are exchanged | == 1) | == 1).T | np.tri(T) | np.tri(T).T
+            nothing is found: the scores were zeros, or the changes too small | == 1 | > 1
+            outputs at keys after i, or of other rows, count, too | k=later_keys | k=T
+            ''', later_keys, found=call(student.leaks, f, T), what=f', of {name}')
 
 
 # ---------------------------------------------------------------------- reading beyond L
 
 def test_sliding_windows(student):
-    for n, length, stride in ((20, 8, 3), (20, 8, 8), (5, 8, 3), (8, 8, 2), (21, 4, 1)):
-        what, scored = f'sliding_windows({n}, {length}, {stride})', {}
-        windows = list(call(student.sliding_windows, n, length, stride))
-        for window in windows:
-            lo, hi, count = window
-            problem = None
-            if lo < 0 or hi > n or not 0 < hi - lo <= length or not 0 < count < hi - lo + (lo > 0):
-                problem = f'is not within 0 ... {n} and {length} tokens, with 1 or more to score'
-            elif lo > 0 and hi - count - lo < length - stride:
-                problem = (f'scores token {hi - count} with {hi - count - lo} before it, not '
-                           f'{length - stride}')
-            for token in range(hi - count, hi):
-                if token in scored:
-                    problem = f'scores token {token}, as {scored[token]} did'
-                    if window == windows[-1] and count == stride:
-                        problem += '; usual mistake: the last window scores a whole stride again'
-                scored[token] = window
-            if problem:
-                refuse(f'{what}: the window {window} {problem}.')
-        missing = sorted(set(range(1, n)) - set(scored))
-        if not missing:
-            continue
-        mistake = ''
-        if windows and missing[0] >= windows[-1][1]:
-            mistake = ' Usual mistake: the rest at the end is dropped.'
-        elif windows and missing[0] < windows[0][1] and windows[0][2] == stride:
-            mistake = ' Usual mistake: the first window scores only a stride.'
-        refuse(f'{what}: token {missing[0]} is never scored.{mistake}')
+    for n, length, stride in (20, 8, 3), (20, 8, 8), (5, 8, 3), (8, 8, 2), (21, 4, 1):
+        what, scored = f'sliding_windows({n}, {length}, {stride})', []
+        for lo, hi, count in call(student.sliding_windows, n, length, stride):
+            first = hi - count
+            require(0 <= lo < hi <= min(n, lo + length) and max(lo, 1) <= first < hi,
+                    f'{what}: the window ({lo}, {hi}, {count}) is not within 0 ... {n} and '
+                    f'{length} tokens, with 1 or more to score.')
+            require(lo == 0 or first - lo >= length - stride,
+                    f'{what}: the window ({lo}, {hi}, {count}) scores token {first} with '
+                    f'{first - lo} tokens before it; it should have {length - stride}.')
+            scored.extend(range(first, hi))
+        for token in range(1, n):
+            times = scored.count(token)
+            require(times < 2, f'{what}: token {token} is scored {times} times. Usual mistake: the '
+                               'last window scores a whole stride again.')
+            require(times, f'{what}: token {token} is never scored. Usual mistakes: the first '
+                           'window scores only a stride; the rest at the end is dropped.')
 
 
-def plain_shares(tokens, g, L, first=None, near=None, pick=max):
-    """What each token weighs in the mean, 0 if it does not count. pick: one of several places."""
-    first, near, counts = 2 * L if first is None else first, L if near is None else near, []
-    for t in range(len(tokens)):
+def plain_far_repeat_gain(tokens, g, L):
+    """What each target weighs in the mean gain."""
+    counts = []
+    for t in range(64):
         same = [s for s in range(g, t) if list(tokens[s - g:s]) == list(tokens[t - g:t])]
-        counts.append(t >= first and len(same) > 0 and pick(same) < t - near)
+        counts.append(t >= 2 * L and len(same) > 0 and max(same) < t - L)
     return np.array(counts) / sum(counts)
 
 
 def test_far_repeat_gain(student):
-    # Seeds of texts in which each of the mistakes below changes which targets count.
+    losses = abs(draw(64))
+    # Each mistake changes which targets of these texts count.
     for g, L, n_symbols, seed in (2, 8, 4, 26), (1, 12, 12, 3):
         tokens = np.random.default_rng(seed).integers(0, n_symbols, 64)
-        losses, right = abs(draw(64)), plain_shares(tokens, g, L)
-        # It is called once for each token t: in the cut context only t's loss is higher, by 1 nat.
+        # One call for each token t: with the cut context only the loss of t is higher, by 1 nat.
         found = [call(student.far_repeat_gain, tokens, losses, losses + one, g, L)
                  for one in np.eye(64)]
-        grade(f'far_repeat_gain with g={g} and L={L}, where only token t gains 1, for each t',
-              found, right, {
-            'the difference has the other sign': -right,
-            'the gains are summed: the mean is asked for': right > 0,
-            'the mean is over all tokens': (right > 0) / 64,
-            'targets before 2L count': plain_shares(tokens, g, L, first=g),
-            'the target at 2L does not count': plain_shares(tokens, g, L, first=2 * L + 1),
-            's = t - L is taken for far': plain_shares(tokens, g, L, near=L - 1),
-            'places within the last L count, too': plain_shares(tokens, g, L, near=0),
-            'the earliest of several places is looked at, not the latest': plain_shares(
-                tokens, g, L, pick=min)})
+        grade(student.far_repeat_gain, plain_far_repeat_gain, '''
+            the difference has the wrong sign         | / sum(counts) | / -sum(counts)
+            the gains are summed: the exercise asks for their mean | / sum(counts) | / 1
+            the mean is over all tokens               | / sum(counts) | / 64
+            targets before 2L count                   | 2 * L | 0
+            the target at 2L does not count           | t >= | t >
+            s = t - L counts as far                   | < t - L | <= t - L
+            places within the last L count, too       | < t - L | < t
+            the earliest of several places counts, not the latest | max( | min(
+            ''', tokens, g, L, found=found,
+            what=f' with g={g} and L={L}, where only token t gains 1 nat, for each t')
 
 
-def plain_copy(losses, same, w):
-    """Losses of the mixture, -ln((1 - w) p + w c), target by target."""
-    return np.array([-math.log((1 - w) * math.exp(-loss) + w * c) for loss, c in zip(losses, same)])
+def plain_gain_and_headroom(losses, own_cut, cut, same, val_cut, val_same):
+    def mixed(x, c, w):
+        p = (1 - w) * np.exp(-x) + w * c
+        return -np.log(p)
 
-
-def plain_weight(losses, same):
-    """The weight with the least mean loss: cut off the worse third of where it may be."""
-    low, high = 0.0, 1.0
-    while high - low > 1e-9:
-        third = (high - low) / 3
-        less, more = (plain_copy(losses, same, w).mean() for w in (low + third, high - third))
-        low, high = (low, high - third) if less < more else (low + third, high)
-    return low
+    w = np.arange(0, 1, 0.00001)
+    w = w[mixed(val_cut, val_same, w[:, None]).mean(1).argmin()]
+    gain = cut - losses
+    room = cut - mixed(cut, same, w)
+    return gain.mean(), room.mean(), gain.mean() / room.mean()
 
 
 def test_gain_and_headroom(student):
-    (losses, own_cut), (cut, val_cut) = draw(2, 40), 0.5 + 2 * abs(draw(2, 40, seed=1))
-    losses, own_cut = 0.85 * cut * np.exp(0.2 * losses), 1.1 * cut * np.exp(0.2 * own_cut)
+    (x, y), (cut, val_cut) = draw(2, 40), 0.5 + 2 * abs(draw(2, 40, seed=1))
     same, val_same = draw(40, seed=2) > -0.6, draw(40, seed=3) > -0.3
-    w, gain = plain_weight(val_cut, val_same), (cut - losses).mean()
-
-    def headroom(w, losses=cut, base=cut):
-        return (base - plain_copy(losses, same, w)).mean()
-
-    def row(gain, headroom):
-        return [gain, headroom, gain / headroom if headroom else math.inf]
-
-    right, own_gain = row(gain, headroom(w)), (own_cut - losses).mean()
-    steps = min(np.arange(100) / 100, key=lambda w: plain_copy(val_cut, val_same, w).mean())
-    ratios = (cut - losses) / (cut - plain_copy(cut, same, w))
-    found = call(student.gain_and_headroom, losses, own_cut, cut, same, val_cut, val_same)
-    grade('gain_and_headroom, which returns [gain, headroom, R]', found, right, {
-        "the gain is against the tuned model's own cut": row(own_gain, headroom(w)),
-        "gain and headroom are both against the tuned model's own cut": row(
-            own_gain, headroom(w, own_cut, own_cut)),
-        'the gain has the other sign': row(-gain, headroom(w)),
-        'the headroom has the other sign': row(gain, -headroom(w)),
-        'w is fitted on the targets that are scored, not on validation text': row(
-            gain, headroom(plain_weight(cut, same))),
-        'log-probabilities are mixed instead of probabilities: a wrong copy has ln 0, so w is 0':
-            row(gain, 0),
-        'log-probabilities are mixed instead of probabilities, and something is not a number': row(
-            gain, math.nan),
-        'the model keeps its whole p where the copy is wrong, so w is 1': row(
-            gain, np.where(same, cut, 0).mean()),
-        'the copy is mixed with the losses of the whole window': row(gain, headroom(w, losses)),
-        'w is found to two digits: four are asked for': row(gain, headroom(steps)),
-        'R is the mean of ratios instead of the ratio of means': [*right[:2], ratios.mean()],
-        'R is upside down': [*right[:2], 1 / right[2]]})
+    grade(student.gain_and_headroom, plain_gain_and_headroom, '''
+        the gain is against the tuned model's own cut | gain = cut | gain = own_cut
+        gain and headroom are both against the tuned model's own cut | gain = cut | gain = own_cut \
+            | room = cut - mixed(cut | room = own_cut - mixed(own_cut
+        the gain has the wrong sign | cut - losses | losses - cut
+        the headroom has the wrong sign | cut - mixed(cut, same, w) | mixed(cut, same, w) - cut
+        w is fitted on the targets that are scored, not on validation text \
+            | val_cut, val_same, w[ | cut, same, w[
+        log-probabilities are mixed instead of probabilities: a wrong copy has ln 0, so w is 0 \
+            | -np.log(p) | (1 - w) * x - w * np.log(c + 1e-9)
+        log-probabilities are mixed instead of probabilities, and 0 ln 0 gives nan \
+            | -np.log(p) | (1 - w) * x - w * np.log(c)
+        the model keeps its whole p where the copy is wrong, so w is 1 | 1 - w | 1 - w * c
+        the copy is mixed with the losses of the whole window | mixed(cut, | mixed(losses,
+        w is found to two digits: four are asked for | 0.00001 | 0.01
+        R is the mean of ratios instead of the ratio of means \
+            | gain.mean() / room.mean() | (gain / room).mean()
+        R is upside down | gain.mean() / room.mean() | room.mean() / gain.mean()
+        ''', 0.85 * cut * np.exp(0.2 * x), 1.1 * cut * np.exp(0.2 * y), cut, same, val_cut,
+          val_same, what=', which returns [gain, headroom, R]')
 
 
 # ---------------------------------------------------------------------- local order
 
-def plain_short_conv(x, w, first=0, step=-1, residual=1, wrap=False, start=0, mix=False):
-    """
-    One number at a time, from token `first` on. It reads x_(t + step tau). start: all tokens before
-    this one are 0; mix: each output sums over all channels.
-    """
-    y = residual * x[:, first:]
-    for b, t, c in np.ndindex(y.shape):
-        for tau, channel in itertools.product(range(len(w)), range(len(w[0])) if mix else [c]):
-            s = first + t + step * tau
-            if wrap or start <= s < x.shape[1]:
-                y[b, t, c] += w[tau, channel] * x[b, s % x.shape[1], channel]
+def plain_short_conv(x, w, before=None):
+    edge = np.zeros((2, 3, D))
+    before = edge if before is None else before
+    padded = np.concatenate((before, x, edge), axis=1)
+    y = x.copy()
+    for tau in range(4):
+        term = w[tau] * padded[:, 3 - tau:][:, :x.shape[1]]
+        y += term
     return y
 
 
 def test_short_conv(student):
-    # As many taps as channels, so that w on the wrong axis is no crash.
+    # As many taps as channels, so that w on the wrong axis does not crash.
     x, w = draw(2, T, D), draw(4, D, seed=1)
-    for n in (0, 3, 6):  # a text in one piece, and its second part of 4 tokens or 1 token
-        given = (x, w) if n == 0 else (x[:, n:], w, x[:, n - 3:n])
-        what = f', the last {T - n} tokens with the 3 inputs before them' if n else ''
-        grade(f'short_conv{what}', call(student.short_conv, *given), plain_short_conv(x, w, n), {
-            'it looks ahead instead of back': plain_short_conv(x, w, n, step=1),
-            'w is reversed in time, as F.conv1d reads it': plain_short_conv(x, w[::-1], n),
-            'w is reversed in time, and it looks ahead': plain_short_conv(x, w[::-1], n, step=1),
-            'the residual, x_t without a weight, is left out': plain_short_conv(
-                x, w, n, residual=0),
-            'tau begins at 1, and so w_0 is left out': plain_short_conv(
-                x, w * (np.arange(4) > 0)[:, None], n),
-            'the start of the text wraps around to its end, as torch.roll does': plain_short_conv(
-                x, w, n, wrap=True),
-            '`before` is not looked at': plain_short_conv(x, w, n, start=n),
-            'channels mix: each output sums over all channels': plain_short_conv(x, w, n, mix=True),
-            'w is transposed: it is (taps, C)': plain_short_conv(x, w.T, n)})
+    for what, *inputs in (('', x, w), (', the last 4 tokens', x[:, 3:], w, x[:, :3]),
+                          (', the last token', x[:, 6:], w, x[:, 3:6])):
+        grade(student.short_conv, plain_short_conv, '''
+            it looks ahead instead of back                | 3 - tau | 3 + tau
+            w is reversed in time, as F.conv1d reads it   | w[tau] | w[3 - tau]
+            w is reversed in time, and it looks ahead     | 3 - tau | 3 + tau | w[tau] | w[3 - tau]
+            the residual, x_t without a weight, is left out | x.copy() | 0 * x
+            tau begins at 1, so w_0 is left out           | range(4) | range(1, 4)
+            the start of the text wraps around to its end, as torch.roll does \
+                                                          | edge if | x[:, -3:] if
+            `before` is ignored                           | else before | else edge
+            channels mix: each output sums over all channels \
+                                                          | += term | += term.sum(-1, keepdims=True)
+            w is transposed: it is (taps, C)              | w[tau] | w[:, tau]
+            ''', *inputs, what=what)

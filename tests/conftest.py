@@ -1,6 +1,6 @@
 """
-What several test files need: a small real corpus, models trained on it for a few steps, ways to
-run a stage, and a second, slower implementation of the whole transformer.
+What several test files share: a small corpus of real text, models trained on it for a few steps,
+functions that run a stage, and a second, slower implementation of the whole transformer.
 """
 
 import contextlib
@@ -61,15 +61,15 @@ def stage(name, *arguments, ranks=1, status=0):
 @contextlib.contextmanager
 def as_stage(name, arguments):
     """
-    This process as one that was started as a stage, and afterwards as it was before: its arguments,
-    its excepthook, its signal handlers, torch's modes, and which notes were already printed.
+    Inside the `with` block, this process is like one that was started as a stage. Afterwards its
+    arguments, excepthook, signal handlers and torch's modes are as before.
     """
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     note.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, 'argv', [f'{name}.py', *map(str, arguments)])
         patch.setattr(sys, 'excepthook', sys.excepthook)
-        # To measure the machine's matmul takes half a second.
+        # The real function takes half a second to measure the machine.
         patch.setattr(devices, 'matmul_flops', lambda device, dtype: 1e12)
         try:
             yield
@@ -80,9 +80,7 @@ def as_stage(name, arguments):
 
 
 def stage_here(name, *arguments):
-    """
-    Run a stage in this process, as importing torch again takes seconds. Returns what it printed.
-    """
+    """Run a stage in this process: importing torch again takes seconds. Returns what it printed."""
     out = io.StringIO()
     with as_stage(name, arguments), contextlib.redirect_stdout(out):
         runpy.run_path(str(ROOT / f'{name}.py'), run_name='__main__')
@@ -91,8 +89,8 @@ def stage_here(name, *arguments):
 
 def mistake(name, *arguments):
     """
-    Run a stage that should refuse its arguments, with nothing on stderr but one line that begins
-    with its name. Returns the line. In this process; an uncaught error ends as Python would end it.
+    Run, in this process, a stage that must refuse its arguments with one line on stderr that begins
+    with its name. Returns the line. An uncaught error is printed as Python would print it.
     """
     with as_stage(name, arguments), contextlib.redirect_stderr(io.StringIO()) as err:
         try:
@@ -107,7 +105,7 @@ def mistake(name, *arguments):
 
 
 def refuses(named, call, *arguments, **options):
-    """Raise AssertionError unless a call raises a UserError that names this."""
+    """Fail unless a call raises a UserError whose message contains `named`."""
     with pytest.raises(UserError) as caught:
         call(*arguments, **options)
     assert named in str(caught.value)
@@ -125,7 +123,7 @@ def read(path):
 
 
 def flip_a_bit(path, place):
-    """Turn over a bit of the byte at a place of a file."""
+    """Flip one bit of the byte at a place of a file."""
     content = bytearray(path.read_bytes())
     content[place] ^= 1 << place % 8
     path.write_bytes(content)
@@ -134,24 +132,24 @@ def flip_a_bit(path, place):
 @pytest.fixture(scope='session')
 def corpus_dir(tmp_path_factory):
     """
-    A dataset folder: bytes of Python's own email (train, val) and json packages (test), one
-    document a module.
+    A data set folder with the source of Python's own packages email (train, val) and json (test),
+    one document per module, as bytes.
     """
     folder = tmp_path_factory.mktemp('corpus') / 'bytes'
     train, test = ({path.name: path.read_text(encoding='utf-8')
                     for path in sorted(Path(package.__file__).parent.glob('*.py'))}
                    for package in (email, json))
     val = [train.pop(name) for name in ('message.py', 'header.py')]
-    first, *others = test.values()
-    test = [first, 'import json\n', *others]  # the second is shorter than any window
-    write_corpus(folder, get_tokenizer('bytes'), {'train': train.values(), 'val': val,
-                                                  'test': test})
+    test = list(test.values())
+    test.insert(1, 'import json\n')  # shorter than any window
+    splits = {'train': train.values(), 'val': val, 'test': test}
+    write_corpus(folder, get_tokenizer('bytes'), splits)
     return folder
 
 
 @pytest.fixture(scope='session')
 def other_tokenizer(tmp_path_factory):
-    """A dataset folder whose tokenizer, th.tiktoken, has one merge more than bytes."""
+    """A data set folder whose tokenizer, th.tiktoken, has bytes and one merge."""
     folder = tmp_path_factory.mktemp('merged')
     ranks = {bytes([byte]): byte for byte in range(256)} | {b'th': 256}
     (folder / 'th.tiktoken').write_text(format_ranks(ranks))
@@ -163,8 +161,8 @@ def other_tokenizer(tmp_path_factory):
 @pytest.fixture(scope='session')
 def tiny_run(tmp_path_factory, corpus_dir):
     """
-    out_dir of a run: 20 steps of a model of TINY's shape on corpus_dir. A test that writes copies
-    its last.pt.
+    out_dir of a run: 20 steps of a model of TINY's shape on corpus_dir. A test that writes works on
+    a copy of last.pt.
     """
     out_dir = tmp_path_factory.mktemp('runs') / 'tiny'
     command = (f'{SIZES} --dataset={corpus_dir} --out_dir={out_dir} --max_iters=20 --batch_size=8 '
@@ -176,7 +174,7 @@ def tiny_run(tmp_path_factory, corpus_dir):
 
 @pytest.fixture
 def tiny(tiny_run):
-    """The model of tiny_run, and what its checkpoint says."""
+    """(model, info) of the checkpoint of tiny_run."""
     return checkpoints.load_model('last', tiny_run, 'cpu')
 
 
@@ -197,8 +195,8 @@ def cpu():
 
 @contextlib.contextmanager
 def files_at_most(n_bytes):
-    """No file can grow past n_bytes here, as on a full disk; pytest's own output either."""
-    import matplotlib.pyplot  # noqa: F401, as it writes a cache when it is first imported
+    """Inside the `with` block, no file can grow past n_bytes, as on a full disk."""
+    import matplotlib.pyplot  # noqa: F401, because it writes a cache when first imported
     resource = pytest.importorskip('resource', reason='Windows cannot limit a file')
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
@@ -210,7 +208,7 @@ def files_at_most(n_bytes):
 
 @contextlib.contextmanager
 def written_elsewhere(path):
-    """As if process 99 were writing to a file or folder."""
+    """Inside the `with` block, a file or folder is locked as if process 99 were writing to it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with filelock.FileLock(f'{path}.lock', timeout=0) as lock:
         Path(lock.lock_file).write_text('process 99 on some machine')
@@ -219,7 +217,7 @@ def written_elsewhere(path):
 
 
 class Server(BaseHTTPRequestHandler):
-    """What serves requests to this machine; a subclass has do_GET(), which answers."""
+    """A web server on this machine. A subclass defines do_GET(), which calls answer()."""
 
     def answer(self, code, body=b'', *headers):
         self.send_response(code)
@@ -234,7 +232,7 @@ class Server(BaseHTTPRequestHandler):
     @classmethod
     @contextlib.contextmanager
     def running(cls):
-        """Serve while this is open. Gives the address."""
+        """Serve inside the `with` block. Yields the address."""
         with ThreadingHTTPServer(('127.0.0.1', 0), cls) as server:
             threading.Thread(target=server.serve_forever, daemon=True).start()
             yield f'http://127.0.0.1:{server.server_port}'
@@ -243,8 +241,8 @@ class Server(BaseHTTPRequestHandler):
 
 def random_model(seed=0, **changes):
     """
-    A small Transformer in which nothing is trivial: norms and head scales differ from 1, and q and
-    k are large enough that attention is far from uniform.
+    A small Transformer in which no part is trivial: norms and head scales differ from 1, and q and
+    k are so large that attention is far from uniform.
     """
     generator = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)  # some position methods start from it
@@ -262,8 +260,8 @@ def random_model(seed=0, **changes):
     return model
 
 
-# What a claim about every method is tested with: each method, RoPE with its settings, layers of
-# several methods, and DAPE on top of each kind of method, with wide and narrow kernels.
+# A claim about every method is tested with these settings: each method, RoPE with its settings,
+# layers with different methods, and DAPE on each kind of method, with wide and narrow kernels.
 EVERY = [{'position': name} for name in METHODS] + [json.loads(row) for row in '''
 {"position": "rope", "rope_scaling": "yarn:4"}
 {"position": "rope", "rope_scaling": "dynamic_ntk:4"}
@@ -295,11 +293,11 @@ def tokens(*shape, seed=1):
 
 def losses_and_gradients(model, windows, forward=None):
     """
-    The losses, and {name: gradient} of all that has one. windows: (B, T + 1) ids; forward: the
-    model compiled, say.
+    The losses, and {name: gradient} of each parameter that has one. windows: (B, T + 1) ids;
+    forward: called instead of the model, such as the compiled model.
     """
     model.zero_grad(set_to_none=True)
-    torch.manual_seed(0)  # random positions are drawn anew in training
+    torch.manual_seed(0)  # training draws random positions
     forward = model if forward is None else forward  # a compiled model has no truth value
     losses = forward(windows[:, :-1], windows[:, 1:])
     losses.mean().backward()
@@ -309,8 +307,8 @@ def losses_and_gradients(model, windows, forward=None):
 
 def near(found, expected, atol=0, rtol=0):
     """
-    Raise AssertionError unless two tensors, arrays, lists of numbers, or dicts or tuples of
-    tensors differ by at most so much anywhere, whatever their precision.
+    Fail unless two tensors, arrays, lists of numbers, or dicts or tuples of tensors agree within
+    the tolerance everywhere. Their dtypes may differ.
     """
     if not isinstance(expected, dict | tuple):
         found, expected = (x if torch.is_tensor(x) else torch.from_numpy(np.array(x, float))
@@ -319,7 +317,7 @@ def near(found, expected, atol=0, rtol=0):
 
 
 def as_run(model, runtime, L=None, **more):
-    """What a protocol of eval_ppl.py takes of a Run. more: its settings, and data or samples."""
+    """What a protocol of eval_ppl.py reads from a Run. more: its settings, and data or samples."""
     def windows(length):
         require_positions(model, length)
         return SimpleNamespace(data=more.get('data'),
@@ -340,136 +338,156 @@ def plain_copy_loss(losses, same, weight):
 
 def damage(path, row):
     """
-    Change a checkpoint as a row says: the keys of an entry, and its new value as JSON; DROP leaves
-    the entry out.
+    Change one entry of a checkpoint. row: 'KEYS | VALUE', with the keys that lead to the entry, and
+    its new value in JSON, or DROP to delete it.
     """
     keys, value = row.split(' | ')
     state = inside = torch.load(path, weights_only=True)
     *keys, last = [int(key) if key.isdigit() else key for key in keys.split()]
     for key in keys:
         inside = inside[key]
-    inside[last] = None if value == 'DROP' else json.loads(value)
     if value == 'DROP':
         del inside[last]
-    elif isinstance(inside[last], list) and keys[:1] == ['optimizer']:
-        inside[last] = torch.tensor(inside[last])
+    else:
+        value = json.loads(value)
+        is_tensor = isinstance(value, list) and keys[:1] == ['optimizer']
+        inside[last] = torch.tensor(value) if is_tensor else value
     torch.save(state, path)
 
 
 def save_model(model, path, step=0, settings=()):
-    """Write a checkpoint of a model that reads bytes."""
+    """Write a checkpoint of a model with the tokenizer `bytes`."""
     encoding = tokenizer_state(get_tokenizer('bytes'))
     state = checkpoints.checkpoint_state(model, encoding, step, settings=dict(settings))
     checkpoints.save(path, **state)
 
 
 def scale_set(rows):
-    """
-    The vectors of a scale set, {parameter name: tensor}, from a list of head scales per layer.
-    """
+    """The vectors of a scale set, {parameter name: tensor}. rows: head scales of each layer."""
     rows = torch.tensor(rows, dtype=torch.float32)
     return {f'blocks.{layer}.attn.head_scale': row[:, None] for layer, row in enumerate(rows)}
 
 
+# ---------------------------------------------------------------------- the plain transformer
+
 def plain_transformer(model, idx, head_scale=None):
     """
-    The architecture written down a second time, in float64, with the whole matrix of scores. idx:
-    (B, T) ids; head_scale: (n_layer, n_head), the model's own by default. Returns logits (B, T, V)
-    and attention (n_layer, B, H, T, T).
+    The architecture written a second time, in float64, with the whole matrix of scores.
+    idx: (B, T) ids; head_scale: (n_layer, n_head), the model's own by default. Returns logits
+    (B, T, V) and attention weights (n_layer, B, H, T, T).
     """
-    c = model.config
     state = {name: weight.detach().double() for name, weight in model.state_dict().items()}
-    if head_scale is None:
-        head_scale = model.head_scale
-    head_scale = torch.as_tensor(head_scale, dtype=torch.float64)
-
-    def norm(x, name):
-        return x / (x.pow(2).mean(-1, keepdim=True) + c.norm_eps).sqrt() * state[name]
-
+    scales = model.head_scale if head_scale is None else head_scale
+    scales = torch.as_tensor(scales, dtype=torch.float64)
     i = torch.arange(idx.shape[1])
-    places = [Place(i, i, len(i))] * c.n_layer
-    if c.random_positions:
-        places = random_places(places[0], model.draws)
     x, attention = state['embed.weight'][idx], []
-    for layer in range(c.n_layer):
-        block = f'blocks.{layer}'
-        own = {name.removeprefix(f'{block}.attn.').replace('position.method.', 'position.'): p
-               for name, p in state.items()}
-        names, of_layer = c.position.split(','), copy.copy(c)
-        of_layer.position = names[layer % len(names)]
-        of_layer.positions = places[layer].i.double()
-        y = plain_conv(norm(x, f'{block}.attn_norm.weight'), state.get(f'{block}.attn_conv.w'))
-        y, matrices = plain_attention(of_layer, own, y, head_scale[layer])
-        attention.append(matrices)
+    places = [Place(i, i, len(i))] * model.config.n_layer
+    if model.config.random_positions:
+        places = random_places(places[0], model.draws)
+    for layer, place in enumerate(places):
+        c = copy.copy(model.config)
+        c.position, c.positions = c.method_of(layer), place.i.double()
+        own = {}
+        for name, weight in state.items():
+            name = name.removeprefix(f'blocks.{layer}.').removeprefix('attn.')
+            own[name.replace('position.method.', 'position.')] = weight
+
+        y = plain_conv(plain_norm(c, x, own['attn_norm.weight']), own.get('attn_conv.w'))
+        y, weights = plain_attention(c, own, y, scales[layer])
+        attention.append(weights)
         x = x + y
-        y = plain_conv(norm(x, f'{block}.mlp_norm.weight'), state.get(f'{block}.mlp_conv.w'))
-        y = y @ state[f'{block}.mlp.gate_up.weight'].T
-        gate, up = y.chunk(2, dim=-1)
-        x = x + (gate / (1 + (-gate).exp()) * up) @ state[f'{block}.mlp.out.weight'].T
-    return norm(x, 'norm.weight') @ state['head.weight'].T, torch.stack(attention)
+        y = plain_conv(plain_norm(c, x, own['mlp_norm.weight']), own.get('mlp_conv.w'))
+        gate, up = (y @ own['mlp.gate_up.weight'].T).chunk(2, dim=-1)
+        x = x + (gate * gate.sigmoid() * up) @ own['mlp.out.weight'].T
+    return plain_norm(c, x, state['norm.weight']) @ state['head.weight'].T, torch.stack(attention)
+
+
+def plain_norm(c, x, gain):
+    return x / (x.pow(2).mean(-1, keepdim=True) + c.norm_eps).sqrt() * gain
 
 
 def plain_conv(x, w):
-    """y_t = x_t + sum_tau w_tau x_(t - tau), token by token. x: (B, T, C); w: (taps, C) or None."""
+    """x_t + sum_tau w_tau x_(t - tau). x: (B, T, C); w: (taps, C), or None for no convolution."""
     if w is None:
         return x
-    y = x.clone()
-    for t in range(x.shape[1]):
-        for tau in range(min(len(w), t + 1)):
-            y[:, t] += w[tau] * x[:, t - tau]
-    return y
+    return x + sum(w[tau] * F.pad(x, (0, 0, tau, 0))[:, :x.shape[1]] for tau in range(len(w)))
 
 
 def plain_attention(c, own, x, head_scale):
     """
     One layer's attention. c: the config, with the layer's own method and the tokens' positions;
-    own: its parameters in float64; x: (B, T, C), normed. Returns (B, T, C) and the matrices of
-    weights (B, H, T, T).
+    own: the layer's parameters in float64; x: (B, T, C), normed. Returns (B, T, C) and the weights
+    (B, H, T, T).
     """
-    H, K, D = c.n_head, c.n_kv_head, c.n_embd // c.n_head
-    y = (x @ own['qkv.weight'].T).unflatten(-1, (-1, D)).transpose(1, 2)
+    H, K = c.n_head, c.n_kv_head
+    y = (x @ own['qkv.weight'].T).unflatten(-1, (-1, c.head_dim)).transpose(1, 2)
     q, k, v = y.split([H, K, K], dim=1)
-    shared = [h * K // H for h in range(H)]  # which key head serves a query head
-    q, k, v = head_scale.view(H, 1, -1) * plain_turn(c, q), k[:, shared], v[:, shared]
+    shared = [h * K // H for h in range(H)]  # the key head of each query head
+    q = plain_turn(c, q) * head_scale.view(H, 1, -1)
+    k, v = plain_turn(c, k)[:, shared], v[:, shared]
 
-    scores = q @ plain_turn(c, k).mT / math.sqrt(D)
-    scores = plain_position(c, own, scores, q, k).masked_fill(plain_hidden(c), -math.inf)
+    scores = plain_position(c, own, q @ k.mT / math.sqrt(c.head_dim), q, k)
+    e = scores.masked_fill(plain_hidden(c), -math.inf).exp()
     sink = own['position.sink'].exp()[:, None] if c.position == 'sink' else 0
-    weights = scores.exp() / (scores.exp().sum(-1, keepdim=True) + sink)
+    weights = e / (e.sum(-1, keepdim=True) + sink)
     y = weights @ v * own['head_gain'][:, None]
     return y.transpose(1, 2).flatten(2) @ own['out.weight'].T, weights
 
 
 def plain_hidden(c):
-    """Which keys a query does not see, (T, T)."""
+    """The keys that each query does not see, (T, T)."""
     i = torch.arange(len(c.positions))
-    window, sinks = c.rope_window if c.position == 'rope' and c.rope_window else len(i), 0
+    window, sinks = len(i), 0
+    if c.position == 'rope' and c.rope_window:
+        window = c.rope_window
     if c.position == 'window':
         window, sinks = c.block_size, 4
     return (i > i[:, None]) | (i <= i[:, None] - window) & (i >= sinks)
 
 
-def plain_entropy(model, idx, head_scale=None):
-    """Of each query's attention to the keys, in nats: (n_layer, B, H, T) float64."""
-    p = plain_transformer(model, idx, head_scale)[1]
-    p = p / p.sum(-1, keepdim=True)
-    return -(p * p.clamp(min=1e-300).log()).sum(-1)  # torch's entr() has no gradient at 0
-
-
 def plain_turn(c, x):
-    """RoPE in complex numbers: x[n] + i x[n + D/2], each times e^(i angle)."""
+    """RoPE in complex numbers: (x[n] + i x[n + D/2]) times e^(i angle)."""
     if c.position != 'rope':
         return x
-    D = x.shape[-1]
+    D = c.head_dim
     frequency = c.rope_base ** -(torch.arange(0, D, 2).double() / D)
     frequency[round(c.rope_share * D / 2):] = 0
     turned = torch.complex(*x.chunk(2, -1)) * torch.exp(1j * c.positions[:, None] * frequency)
     return torch.cat((turned.real, turned.imag), dim=-1)
 
 
+def plain_entropy(model, idx, head_scale=None):
+    """The entropy of each query's attention, in nats: (n_layer, B, H, T) float64."""
+    p = plain_transformer(model, idx, head_scale)[1]
+    p = p / p.sum(-1, keepdim=True)
+    return -(p * p.clamp(min=1e-300).log()).sum(-1)  # torch's entr() has no gradient at 0
+
+
+def plain_losses(model, tokens, head_scale=None):
+    """The loss of each token after the first, (B, T) float64, in nats. tokens: (B, T + 1) ids."""
+    logits, _ = plain_transformer(model, tokens[:, :-1], head_scale)
+    return -logits.log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
+
+
+def plain_cut(model, tokens, T, tail, head_scale=None):
+    """
+    The losses of the `tail` targets up to position T, (B, tail). Each block of L / 8 targets is
+    read from the L tokens before its end. tokens: (B, T + 1) ids or more.
+    """
+    L, blocks = model.config.trained_length, []
+    for end in range(T - tail + L // 8, T + 1, L // 8):
+        piece = tokens[:, max(0, end - L):end + 1]
+        blocks.append(plain_losses(model, piece, head_scale)[:, -L // 8:])
+    return torch.cat(blocks, dim=1)
+
+
 # ---------------------------------------------------------------------- plain position methods
 # From the papers' formulas. A new method needs an entry in PLAIN_BIASES, PLAIN_FACTORS or
 # PLAIN_SCORES.
+
+def plain_nape(c, own, d):
+    return -d * torch.tensor([1, 1 / 2, 0, 0])[:, None, None]
+
 
 def plain_kerple(c, own, d):
     p, a = (own[f'position.{name}'][:, None, None] for name in 'pa')
@@ -477,17 +495,25 @@ def plain_kerple(c, own, d):
 
 
 def plain_fire(c, own, d):
-    slope, L0 = own['position.c'], c.block_size // 2
-    longest = c.positions.clamp(min=abs(own['position.mu'].item()) * L0)[:, None]
-    x = (1 + slope * d).log() / ((1 + slope * longest).log() + 1e-6)
-    hidden = torch.relu(x[..., None] * own['position.f.0.weight'][:, 0] + own['position.f.0.bias'])
+    longest = c.positions.clamp(min=abs(own['position.mu'].item()) * (c.block_size // 2))[:, None]
+    log_d, log_longest = ((1 + own['position.c'] * x).log() for x in (d, longest))
+    x = (log_d / (log_longest + 1e-6))[..., None]
+    hidden = torch.relu(x @ own['position.f.0.weight'].T + own['position.f.0.bias'])
     return (hidden @ own['position.f.2.weight'].T + own['position.f.2.bias']).movedim(-1, 0)
 
 
 def plain_t5(c, own, d):
     wide = 16 + ((d / 16).log() / math.log(8) * 16).floor()
     bucket = torch.where(d < 16, d, wide.clamp(max=31)).long()
-    return math.sqrt(c.n_embd / c.n_head) * own['position.table'][bucket].movedim(-1, 0)
+    return math.sqrt(c.head_dim) * own['position.table'][bucket].movedim(-1, 0)
+
+
+def plain_one(c, own, n):
+    return n ** 0
+
+
+def plain_ssmax(c, own, n):
+    return own['position.s'][:, None] * n.log()
 
 
 def plain_logbeta(c, own, n):
@@ -506,109 +532,79 @@ def plain_cope(c, own, scores, q, k):
     changed, at_count = scores.clone(), q @ own['position.e'].T
     gates = scores.sigmoid().tril()
     for j in range(scores.shape[-1]):
-        count = gates[..., j:].sum(-1).clamp(max=63)  # from key j to the query's own, (B, H, T)
-        low = at_count.gather(-1, count.floor().long()[..., None])[..., 0]
-        high = at_count.gather(-1, count.ceil().long()[..., None])[..., 0]
-        changed[..., j] += low + (count - count.floor()) * (high - low)
+        count = gates[..., j:].sum(-1, keepdim=True).clamp(max=63)  # keys from j to the query's own
+        low, high = (at_count.gather(-1, n.long()) for n in (count.floor(), count.ceil()))
+        changed[..., j:j + 1] += low + count.frac() * (high - low)
     return changed
 
 
 def plain_xl(c, own, scores, q, k):
-    C, D, T = c.n_embd, c.n_embd // c.n_head, scores.shape[-1]
-    i = torch.arange(T)
-    angle = i[:, None] * torch.tensor([10000 ** (-n / C) for n in range(0, C, 2)])
+    i = torch.arange(scores.shape[-1])
+    angle = i[:, None] * torch.tensor([10000 ** (-n / c.n_embd) for n in range(0, c.n_embd, 2)])
     r = torch.cat((angle.sin(), angle.cos()), dim=-1).double() @ own['position.W.weight'].T
-    r = r.unflatten(-1, (-1, D))[(i[:, None] - i).clamp(min=0)]  # (T, T, H, D)
+    r = r.unflatten(-1, (-1, c.head_dim))[(i[:, None] - i).clamp(min=0)]  # (T, T, H, D)
     by_place = torch.einsum('bhid,ijhd->bhij', q + own['position.v'][:, None], r)
     by_key = torch.einsum('bhjd,hd->bhj', k, own['position.u'])[:, :, None]
-    return scores + (by_place + by_key) / math.sqrt(D)
+    return scores + (by_place + by_key) / math.sqrt(c.head_dim)
 
 
-# Of the distances d, (T, T), a bias (H, T, T). ALiBi's and NAPE's slopes are those of 4 heads.
+# A bias (H, T, T) from the distances d, (T, T). ALiBi's and NAPE's slopes are those of 4 heads.
 PLAIN_BIASES = {
     'alibi': lambda c, own, d: -d * 4.0 ** -torch.arange(1, 5)[:, None, None],
-    'nape': lambda c, own, d: -d * torch.tensor([1, 1 / 2, 0, 0])[:, None, None],
-    'nape_ssmax': lambda c, own, d: -d * torch.tensor([1, 1 / 2, 0, 0])[:, None, None],
+    'nape': plain_nape,
+    'nape_ssmax': plain_nape,
     'kerple': plain_kerple,
     'fire': plain_fire,
     't5': plain_t5,
 }
 
-# Of the number n of keys that a query sees, (T,), what its scores are multiplied by.
+# A factor on the scores of each query, (T,) or (H, T), from the number n of keys that it sees, (T,)
 PLAIN_FACTORS = {
-    'none': lambda c, own, n: n ** 0,
-    'rope': lambda c, own, n: n ** 0,  # plain_turn() has turned q and k already
+    'none': plain_one,
+    'rope': plain_one,    # see plain_turn()
+    'window': plain_one,  # see plain_hidden()
+    'sink': plain_one,    # see plain_attention()
     'logn': lambda c, own, n: n.log() / math.log(c.block_size),
-    'ssmax': lambda c, own, n: own['position.s'][:, None] * n.log(),
+    'ssmax': plain_ssmax,
     'logbeta': plain_logbeta,
     'llama4': lambda c, own, n: 1 + 0.1 * (1 + n // c.block_size).log(),
-    'window': lambda c, own, n: n ** 0,  # plain_hidden() has its mask
-    'sink': lambda c, own, n: n ** 0,    # plain_attention() has its denominator
-    'nape_ssmax': lambda c, own, n: torch.cat((n.expand(2, -1) ** 0,
-                                               own['position.s'][:, None] * n.log())),
+    'nape_ssmax': lambda c, own, n: torch.cat((n.expand(2, -1) ** 0, plain_ssmax(c, own, n))),
 }
 
-# the scores (B, H, T, T), changed
+# New scores (B, H, T, T)
 PLAIN_SCORES = {'adaptive': plain_adaptive, 'cope': plain_cope, 'xl': plain_xl}
 
 
 def plain_position(c, own, scores, q, k):
-    """
-    Scores (B, H, T, T) as a position method and DAPE change them. own: the attention's parameters
-    in float64; q, k: (B, H, T, D).
-    """
-    bias, maps = 0, scores
+    """Scores (B, H, T, T) as a position method and DAPE change them. q, k: (B, H, T, D)."""
     if c.position in PLAIN_FACTORS:
-        n_keys = torch.arange(1, scores.shape[-1] + 1).double()
-        maps = scores = scores * PLAIN_FACTORS[c.position](c, own, n_keys)[..., None]
+        n = torch.arange(1, scores.shape[-1] + 1).double()
+        scores = scores * PLAIN_FACTORS[c.position](c, own, n)[..., None]
+    if c.position in PLAIN_SCORES:
+        scores = PLAIN_SCORES[c.position](c, own, scores, q, k)
+    bias, maps = 0, scores
     if c.position in PLAIN_BIASES:
         distances = (c.positions[:, None] - c.positions).clamp(min=0)
         bias = PLAIN_BIASES[c.position](c, own, distances)
         maps = torch.cat((scores, bias.expand(scores.shape)), dim=1)
-    if c.position in PLAIN_SCORES:
-        maps = scores = PLAIN_SCORES[c.position](c, own, scores, q, k)
     if c.dape_kernel:
         scores = scores + plain_dape(c, own, maps.masked_fill(plain_hidden(c), 0))
     return scores + bias if c.dape_residual or not c.dape_kernel else scores
 
 
 def plain_dape(c, own, maps):
-    """DAPE's two convolutions over the keys that a query sees. maps: (B, H or 2H, T, T)."""
-    w1, w2 = (own[f'position.{name}.weight'][:, :, 0] for name in ('first', 'second'))
-    b1, b2 = (own[f'position.{name}.bias'] for name in ('first', 'second'))
-    p, change = c.dape_kernel // 2, torch.zeros_like(maps[:, :c.n_head])
-    for i in range(maps.shape[-1]):
-        row = F.pad(maps[:, :, i, :i + 1], (p, 2 * p))
-        between = F.leaky_relu(F.conv1d(row, w1, b1), 0.01)  # of key 0 to key i + p
-        change[:, :, i, :i + 1] = F.conv1d(F.pad(between, (p, 0)), w2, b2)
-    return change
-
-
-def plain_losses(model, tokens, head_scale=None):
-    """
-    -ln p of each token after the first, by plain_transformer. tokens: (B, T + 1) ids. Returns (B,
-    T) float64.
-    """
-    logits, _ = plain_transformer(model, tokens[:, :-1], head_scale)
-    log_p = logits - logits.logsumexp(-1, keepdim=True)
-    return -log_p.gather(-1, tokens[:, 1:, None])[..., 0]
-
-
-def plain_cut(model, tokens, T, tail, head_scale=None):
-    """
-    The loss of the `tail` targets up to position T, (B, tail), each block of L / 8 read from the L
-    tokens before its end. tokens: (B, T + 1) ids or more.
-    """
-    L, blocks = model.config.trained_length, []
-    for end in range(T - tail + L // 8, T + 1, L // 8):
-        piece = tokens[:, max(0, end - L):end + 1]
-        blocks.append(plain_losses(model, piece, head_scale)[:, -L // 8:])
-    return torch.cat(blocks, dim=1)
+    """DAPE's two convolutions of each row over the keys. maps: (B, H or 2H, T, T), 0 if hidden."""
+    first, second = ((own[f'position.{name}.weight'][:, :, 0], own[f'position.{name}.bias'])
+                     for name in ('first', 'second'))
+    rows, p = maps.transpose(1, 2), c.dape_kernel // 2
+    middle = F.conv1d(F.pad(rows.flatten(0, 1), (p, 2 * p)), *first)  # from key 0 to key T - 1 + p
+    y = F.conv1d(F.pad(F.leaky_relu(middle, 0.01), (p, 0)), *second)
+    return y.unflatten(0, rows.shape[:2]).transpose(1, 2)
 
 
 # ---------------------------------------------------------------------- runs of train.py
 
-# 12 steps of two micro-batches each, validated at every third
+# 12 steps of two micro-batches each, with a validation after every third step
 RECIPE = (
     '--batch_size=4 --micro_batch_size=2 --max_iters=12 --lr_decay_iters=12 --eval_interval=3 '
     '--eval_windows=4 --log_interval=5 --keep_steps=[4] --learning_rate=1e-2 --min_lr=1e-3 '
@@ -618,8 +614,8 @@ RECIPE = (
 
 class Runs:
     """
-    Runs of train.py in this process, each in an out_dir of its own in `folder`. What a command
-    sets, it sets last, and so over RECIPE and SIZES.
+    Runs of train.py in this process. Each run has its own out_dir in `folder`. The settings of a
+    command come last, so they override RECIPE and SIZES.
     """
 
     def __init__(self, folder, dataset):
@@ -630,7 +626,7 @@ class Runs:
         return f'{where} {RECIPE} {sizes} {command}'.split()
 
     def train(self, name, command='', sizes=SIZES):
-        """Train to the end. Returns out_dir; what was printed is then in self.printed."""
+        """Train to the end. Returns out_dir, and keeps what was printed in self.printed."""
         self.printed = stage_here('train', *self.arguments(name, command, sizes))
         return self.folder / name
 
@@ -638,7 +634,7 @@ class Runs:
         return self.train(name, f'--init_from=resume {command}')
 
     def refused(self, name, command=''):
-        """The line that refuses a run, which must change no file."""
+        """The line with which train.py refuses to run. It must change no file."""
         before = contents(self.folder / name)
         line = mistake('train', *self.arguments(name, command))
         assert contents(self.folder / name) == before
@@ -655,12 +651,12 @@ def runs(tmp_path_factory, corpus_dir):
 
 @pytest.fixture(scope='module')
 def plain(runs):
-    """A run that was never stopped. A test that writes takes a copy."""
+    """out_dir of a run that was never stopped. A test that writes works on a copy."""
     return runs.train('plain')
 
 
 def contents(folder):
-    """{path in it: bytes} of every file in a folder."""
+    """{path in the folder: bytes} of every file in a folder."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob('*')
             if path.is_file()}
 
@@ -670,7 +666,7 @@ def load(out_dir, name='last.pt'):
 
 
 def log_rows(out_dir, key='loss'):
-    """{step: value} of the rows of log.jsonl that have the key; no step may be there twice."""
+    """{step: value} of the rows of log.jsonl with this key. Fails if a step comes twice."""
     rows = {}
     for line in (out_dir / 'log.jsonl').read_text().splitlines():
         row = json.loads(line)
@@ -685,7 +681,7 @@ def assert_steps(out_dir, n):
 
 
 def assert_same(one, other):
-    """Two runs, to the last bit: every logged number, and what last.pt and best.pt hold."""
+    """Fail unless two runs have the same log.jsonl, last.pt and best.pt, to the last bit."""
     assert (one / 'log.jsonl').read_text() == (other / 'log.jsonl').read_text()
     for name in 'last.pt', 'best.pt':
         a, b = load(one, name), load(other, name)

@@ -1,5 +1,5 @@
 """
-Decoding, against repeated full forward passes and probabilities worked out by hand; and sample.py.
+Decoding, compared with repeated full passes and with probabilities computed by hand; and sample.py.
 
 $ python -m pytest tests/test_generate.py
 """
@@ -35,8 +35,8 @@ def test_temperature_0_and_top_k_1_take_the_likeliest_and_the_first_of_equals(se
     assert torch.equal(sample_token(logits, **settings), logits.argmax(-1, keepdim=True))
 
 
-# Likeliest first the cumulative mass is 0.4, 0.65, 0.85, 0.95, 1; of the two likeliest alone 0.615,
-# 1; squared and renormalised 0.587, 0.817, 0.963 ...
+# The cumulative probabilities, likeliest first, are 0.4, 0.65, 0.85, 0.95, 1. Of the two likeliest
+# only: 0.615, 1. Squared and normalized again: 0.587, 0.817, 0.963 ...
 @pytest.mark.parametrize('row', '''
 {"temperature": 0.5}                | 01234
 {"temperature": 2.0}                | 01234
@@ -113,12 +113,12 @@ def test_decoding_leaves_values_and_layout_of_the_weights_as_they_were():
 def test_completions_equal_those_of_transformers(tmp_path, position, beams):
     transformers = pytest.importorskip('transformers')
     model = random_model(position=position, vocab_size=257)
-    model.head.weight.data *= 4  # so that continuations differ in likelihood
+    model.head.weight.data *= 4  # so that some continuations are much likelier than others
     save_folder(tmp_path, model, tokenizer_state(get_tokenizer('bytes')), torch.float32)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, attn_implementation='eager').eval()
     prompts, n_ended = [(7 * tokens(n) % 257).tolist() for n in (1, 7, 31)], 0
-    for eos in (), (256,), tuple(range(0, 257, 9)):  # never, rarely and soon at an end
+    for eos in (), (256,), tuple(range(0, 257, 9)):  # texts end never, rarely or soon
         for prompt, ours in zip(prompts, complete(model, prompts, 12, beams, eos)):
             idx = torch.tensor([prompt])
             found = theirs.generate(idx, attention_mask=torch.ones_like(idx), max_new_tokens=12,
@@ -143,7 +143,7 @@ def test_a_batch_of_unequal_prompts_completes_as_each_would_alone(changes, beams
 @pytest.mark.parametrize('changes', EVERY, ids=str)
 @torch.no_grad()
 def test_steps_of_equal_shapes_give_the_logits_of_steps_that_grow(changes):
-    """What a compiler is given for one graph, uncompiled; a batch of two unequal prompts."""
+    """The steps of equal shapes are those that are compiled. The two prompts differ in length."""
     model, found = random_model(**changes), []
     lengths, new = [9, 9 if needs_equal_lengths(model) else 4], tokens(2, 6)
     for fixed in False, True:
@@ -163,7 +163,7 @@ def test_compiled_steps_are_one_graph_that_completes_as_the_model_does(position)
     model, stats = random_model(position=position), torch._dynamo.utils.counters['stats']
     model.head.weight.data *= 4
     before = stats['unique_graphs']
-    for seed in 1, 2:  # with other prompts of these lengths, too
+    for seed in 1, 2:  # two sets of prompts with the same lengths
         prompts = [tokens(n, seed=seed).tolist() for n in (40, 3, 17)]
         expected = complete(model, prompts, 20)
         assert complete(model, prompts, 20, compile=True) == expected
@@ -205,14 +205,14 @@ def test_sample_prints_the_prompt_and_goes_on(tiny_run):
     out = sample(tiny_run, prompt, '--max_new_tokens=40', '--n_samples=2', '--seed=3')
     one, two = out.split('\n---\n')
     assert one.startswith('def naïve(') and two.startswith('def naïve(') and one != two
-    assert 10 + 10 < len(one) <= 10 + 40  # of 40 bytes; some may be bytes of one character
+    assert 10 + 10 < len(one) <= 10 + 40  # 40 bytes; several may be one character
     assert sample(tiny_run, prompt, '--max_new_tokens=0') == 'def naïve(\n'
 
 
 def test_characters_of_several_bytes_are_printed_whole_and_broken_ones_marked(tmp_path):
     """
-    The model recites tokens, none of which comes twice: attention and MLP are 0, the embedding of a
-    token is a one-hot vector, and the output matrix sends it to the next token.
+    The model recites a list of distinct tokens. Attention and MLP are 0, the embedding of a token
+    is a one-hot vector, and the output matrix maps it to the next token.
     """
     encoding, broken = get_tokenizer('bytes'), '東'.encode()[:2]
     recited = 'Zoë→🙂'.encode() + broken + b'a' + 'ʼn'.encode()[:1]  # broken inside, and at the end

@@ -1,5 +1,5 @@
 """
-Each position method against its paper's formula, and what all of them must do.
+Each position method is compared with its paper's formula. Some claims hold for all methods.
 
 $ python -m pytest tests/test_position.py
 """
@@ -28,11 +28,11 @@ from lib.generate import new_cache
 from model import ModelConfig, Transformer
 from position import METHODS, NoPE, Place, RoPE, alibi_slopes, distances, rope_frequencies
 
-D, L = 64, 2048  # of a head, and the trained length, in the tests of RoPE's extensions
+D, L = 64, 2048  # size of a head and training length in the tests of RoPE's extensions
 
 
 def method(name, **changes):
-    """A position method of one layer of a small model: 4 heads of 8, L = 32."""
+    """The position method of a layer of a small model: 4 heads of size 8, L = 32."""
     return random_model(position=name, **changes).blocks[0].attn.position
 
 
@@ -50,7 +50,7 @@ def test_pi_divides_positions():
 def test_ntk_enlarges_the_base_as_in_the_papers_code(s, base):
     frequency, _ = frequencies(f'ntk:{s}')
     near(frequency[[0, 1]], [1, base ** (-2 / D)], rtol=3e-6)
-    # The slowest pair turns s times slower: why the exponent is D / (D - 2).
+    # The slowest pair turns s times slower. This is why the exponent is D / (D - 2).
     near(frequency[-1], frequencies()[0][-1] / s, rtol=1e-9)
 
 
@@ -83,18 +83,16 @@ def test_every_method_has_a_formula_in_float64():
 
 @pytest.mark.parametrize('changes', EVERY, ids=str)
 def test_logits_equal_the_papers_formulas_in_float64(changes):
-    """Past T5's last bucket, 128 keys back, CoPE's last count, 63, and FIRE's L0 = 16, too."""
+    """150 tokens go past T5's last bucket (128), CoPE's last count (63) and FIRE's L0 (16)."""
     if changes.get('rope_scaling'):
         pytest.skip("the float64 transformer has no extensions; tests above compare frequencies")
     model, idx = random_model(**changes), tokens(1, 150)
     expected, _ = plain_transformer(model, idx)
-    for grad in True, False:  # on a CPU, training computes attention by the matrix
-        with torch.set_grad_enabled(grad):
-            near(model(idx), expected, atol=2e-4)
+    near(model(idx), expected, atol=2e-4)
     other = random_model(position='logn' if changes == {'position': 'none'} else 'none')
     other.load_state_dict(model.state_dict(), strict=False)
     difference = (other(idx) - expected).abs().max()
-    assert difference > 0.05, 'the method changes nothing, so this tests nothing'
+    assert difference > 0.05, 'the method hardly changes the logits, so this tests nothing'
 
 
 # ---------------------------------------------------------------------- what a class overrides
@@ -125,25 +123,23 @@ class OwnSoftmax(NoPE):
 
 
 class CappedRoPE(OwnSimilarity, RoPE):
-    """Scores of RoPE, capped."""
+    """RoPE with capped scores."""
 
 
 OWN = [OwnSimilarity, OwnBias, OwnMask, OwnScores, OwnSoftmax, CappedRoPE]
 
 
 @pytest.mark.parametrize('own', OWN)
-def test_what_a_class_overrides_is_in_logits_gradients_and_entropies(monkeypatch, own):
-    """By the matrix, of softmax(scores) as the class gives them."""
+def test_what_a_class_overrides_is_in_logits_and_entropies(monkeypatch, own):
+    """Compared with the matrix softmax(scores) of the class."""
     monkeypatch.setitem(METHODS, 'own', own)
     model, idx = random_model(position='own'), tokens(2, 40)
     attention, i = model.blocks[0].attn, torch.arange(40)
     q, k, v = torch.randn(2, 4, 40, 8), torch.randn(2, 2, 40, 8), torch.randn(2, 2, 40, 8)
     weights = attention.position.softmax(attention.position.scores(q, k, i, i))
-    for grad in True, False:
-        with torch.set_grad_enabled(grad):
-            near(attention.position.attend(q, k, v, i, i), weights @ repeat_heads(v, 4), 1e-5)
-            found = attention_entropy(0, attention, q, k, Place(i, i, 40))
-            near(found, torch.special.entr(weights).sum(-1), atol=1e-5)
+    near(attention.position.attend(q, k, v, i, i), weights @ repeat_heads(v, 4), 1e-5)
+    found = attention_entropy(0, attention, q, k, Place(i, i, 40))
+    near(found, torch.special.entr(weights).sum(-1), atol=1e-5)
     plain = random_model(position='rope' if issubclass(own, RoPE) else 'none')
     assert (model(idx) - plain(idx)).abs().max() > 0.05, 'what it overrides is ignored'
 
@@ -153,7 +149,7 @@ def test_dape_over_a_method_uses_what_that_overrides(monkeypatch, own):
     monkeypatch.setitem(METHODS, 'own', own)
     idx = tokens(1, 40)
     plain, changed = (random_model(position=name, dape_kernel=3) for name in ('none', 'own'))
-    if own is not OwnBias:  # with which DAPE has more channels
+    if own is not OwnBias:  # a bias gives DAPE more channels, so its weights do not fit
         changed.load_state_dict(plain.state_dict())
     assert (changed(idx) - plain(idx)).abs().max() > 0.05
 
@@ -201,15 +197,13 @@ def test_a_setting_of_a_class_of_ones_own_is_refused_without_it(monkeypatch):
 @pytest.mark.parametrize('changes', EVERY, ids=str)
 def test_future_tokens_never_change_earlier_logits(changes):
     sizes = {'n_head': 6, 'n_embd': 48, 'n_kv_head': 1}
-    model, idx = random_model(**changes, **sizes), tokens(2, 150)  # blocks of 128 rows in training
-    for grad in True, False:
-        with torch.set_grad_enabled(grad):
-            logits = model(idx)
-            for t in 1, 77, 149:
-                later = idx.clone()
-                later[:, t:] = (idx[:, t:] + 1) % 61
-                same = model(later) == logits
-                assert same[:, :t].all() and not same[:, t].all()
+    model, idx = random_model(**changes, **sizes), tokens(2, 150)
+    logits = model(idx)
+    for t in 1, 77, 149:
+        later = idx.clone()
+        later[:, t:] = (idx[:, t:] + 1) % 61
+        same = model(later) == logits
+        assert same[:, :t].all() and not same[:, t].all()
 
 
 @pytest.mark.parametrize('name', METHODS)
@@ -231,26 +225,15 @@ def test_under_one_seed_all_other_weights_start_the_same_with_every_method(chang
     near({name: found[name] for name in plain}, plain)
 
 
-class Shifted(NoPE):
-    """A method with a matrix that has a start of its own."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.mix = torch.nn.Parameter(torch.eye(config.head_dim))
-
-    def turn(self, q, k, place):
-        return q @ self.mix, k
-
-
 @pytest.mark.parametrize('dape_kernel', [0, 3])
-def test_a_methods_own_start_survives_initialisation(monkeypatch, dape_kernel):
-    monkeypatch.setitem(METHODS, 'shifted', Shifted)
-    config = ModelConfig(vocab_size=61, **TINY, position='shifted', dape_kernel=dape_kernel)
-    model = Transformer(config).init_weights()
-    mixes = [p for name, p in model.named_parameters() if name.endswith('.mix')]
-    losses_and_gradients(model, tokens(1, 9))
-    assert len(mixes) == 2
-    assert all(torch.equal(mix, torch.eye(8)) and mix.grad is not None for mix in mixes)
+def test_init_weights_leaves_the_start_of_a_position_method_alone(dape_kernel):
+    """Transformer-XL has a matrix, which init_weights() would otherwise start anew."""
+    config = ModelConfig(vocab_size=61, **TINY, position='xl', dape_kernel=dape_kernel)
+    model = Transformer(config)
+    start = {name: p.clone() for name, p in model.named_parameters() if '.position.' in name}
+    model.init_weights()
+    near({name: model.get_parameter(name) for name in start}, start)
+    assert sum(name.endswith('W.weight') for name in start) == 2
 
 
 # ---------------------------------------------------------------------- random positions
@@ -270,7 +253,7 @@ def test_random_positions_are_a_sorted_uniform_subset_for_each_layer():
             found.append(drawn(model, 20))
         i = torch.cat(found)                      # (400, 20)
         assert (i.diff(dim=1) > 0).all() and i.min() >= 0 and i.max() < 100
-        # The expectation of the t-th smallest of 20 numbers of 1 ... 100, less 1.
+        # The expectation of the t-th smallest of 20 numbers from 1 ... 100, minus 1.
         near(i.double().mean(0), torch.arange(1, 21) * 101 / 21 - 1, atol=3)
 
 
@@ -298,7 +281,7 @@ def test_more_tokens_than_random_positions_are_refused():
 @torch.no_grad()
 def test_cached_decoding_equals_a_full_pass(changes):
     model, idx = random_model(**changes), tokens(2, 90)
-    cache = new_cache(model, 2, 90)  # the length of the pass is fixed before prefill
+    cache = new_cache(model, 2, 90)  # sets the length of the whole text
     parts = [model(part, cache=cache) for part in idx.split([40, 1, 1, 30, 1, 17], dim=1)]
     assert cache.length == 90
     near(torch.cat(parts, 1), model(idx), atol=1e-3)
@@ -308,11 +291,11 @@ def test_cached_decoding_equals_a_full_pass(changes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('backend, changes', [
-    *(('aot_eager', changes) for changes in EVERY),  # it generates no code, so it is faster
+    *(('aot_eager', changes) for changes in EVERY),  # faster, because it generates no code
     ('inductor', {'position': 'cope', 'n_layer': 1}),
     ('inductor', {'position': 'kerple', 'dape_kernel': 3, 'n_layer': 1})], ids=str)
 def test_every_method_is_one_graph_for_a_compiler(backend, changes):
-    torch.compiler.reset()  # it gives up on code that it has compiled many times
+    torch.compiler.reset()  # because it stops compiling code that it has compiled often
     model, windows = random_model(**changes).train(), tokens(2, 41)
     compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
     expected = losses_and_gradients(model, windows)
@@ -322,35 +305,15 @@ def test_every_method_is_one_graph_for_a_compiler(backend, changes):
 # ---------------------------------------------------------------------- single methods
 
 @pytest.mark.parametrize('n_head, slopes', [
-    (4, [1 / 4, 1 / 16, 1 / 64, 1 / 256]),
     (6, [1 / 4, 1 / 16, 1 / 64, 1 / 256, 1 / 2, 1 / 8]),
     (16, [2 ** (-k / 2) for k in range(1, 17)])])
 def test_alibi_slopes_match_the_paper(n_head, slopes):
     near(alibi_slopes(n_head), slopes, atol=1e-5)
 
 
-def test_llama4s_temperature_is_that_of_transformers(monkeypatch):
-    """A layer of ours and the attention of their Llama 4, with equal weights and without RoPE."""
-    llama4 = pytest.importorskip('transformers.models.llama4.modeling_llama4')
-    attention = random_model(position='llama4').blocks[0].attn  # L = 32
-    config = llama4.Llama4TextConfig(
-        hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8, floor_scale=32,
-        attn_scale=0.1, attn_temperature_tuning=True, use_qk_norm=False, no_rope_layers=[0],
-        num_hidden_layers=1, attn_implementation='eager')
-    theirs = llama4.Llama4TextAttention(config, 0).eval()
-    parts = attention.qkv.weight.split([32, 16, 16])
-    for name, weight in zip('qkvo', [*parts, attention.out.weight]):
-        getattr(theirs, f'{name}_proj').weight.data = weight.data
-    attention.head_scale.data[:], attention.head_gain.data[:] = 1, 1
-    x, i = torch.randn(2, 150, 32), torch.arange(150)
-    causal = torch.zeros(150, 150).masked_fill(i > i[:, None], -math.inf)[None, None]
-    found, _ = attention(x, Place(i, i, 150))
-    near(found, theirs(x, None, causal)[0], atol=1e-4)
-
-
 def test_methods_of_the_query_start_as_their_sources_say():
     ssmax = METHODS['ssmax'](random_model().config)
-    last = ssmax.factor(torch.tensor([31.0]))  # of a window of L = 32
+    last = ssmax.factor(torch.tensor([31.0]))  # the last position of a window of L = 32
     assert last.flatten().tolist() == pytest.approx([1.0] * 4)
     logbeta = METHODS['logbeta'](random_model(n_head=256, n_embd=512).config)
     assert logbeta.beta.min() >= 0.1 and logbeta.beta.max() <= 1
@@ -359,7 +322,7 @@ def test_methods_of_the_query_start_as_their_sources_say():
 
 
 def test_the_adaptive_temperature_leaves_sharp_and_very_flat_rows_alone():
-    """Below 0.5 nats by its rule, above 5.9 nats as its polynomial is below 1 there."""
+    """Below 0.5 nats by its rule; above 5.9 nats because its polynomial is below 1 there."""
     adaptive = method('adaptive')
     for n, spread, changes in (2, 8.0, False), (600, 0.1, False), (20, 1.0, True):
         q, k, i = torch.rand(1, 4, 1, 8) + spread, spread * torch.randn(1, 2, n, 8), torch.arange(n)
@@ -377,7 +340,7 @@ def test_t5_has_one_table_for_all_layers(changes):
 
 def test_kerples_parameters_act_as_positive_numbers_and_can_recover():
     kerple = method('kerple')
-    kerple.p.data[:], kerple.a.data[:] = -3.0, 0.004  # both are taken for 0.01
+    kerple.p.data[:], kerple.a.data[:] = -3.0, 0.004  # both are clamped to 0.01
     bias = kerple.bias(torch.tensor([7]), torch.tensor([2])).flatten()
     bias.sum().backward()
     found = torch.stack((bias.detach(), kerple.p.grad, kerple.a.grad))[:, 0]
@@ -409,8 +372,8 @@ def test_cheating_dape_leaks_later_tokens_and_says_so():
 
 def test_a_convolution_over_scores_recalls_what_followed_without_position_encoding():
     """
-    Proposition 1. Scores are lowest where the key is the query's own token, and with f(S) = 5 (S_j
-    - S_(j-1)) - S_j attention goes to the key just after it.
+    Proposition 1. The score is lowest where the key is the query's own token. With f(S) = 5 (S_j -
+    S_(j-1)) - S_j, attention goes to the key just after this one.
     """
     dape = method('none', dape_kernel=3, dape_width=2, n_head=1, n_kv_head=1)
     kernel, both = torch.tensor([-5.0, 4.0, 0.0]), torch.tensor([1.0, -1.0])  # at j - 1, j, j + 1
@@ -418,7 +381,7 @@ def test_a_convolution_over_scores_recalls_what_followed_without_position_encodi
         p.data.zero_()
     dape.first.weight.data[:, 0, 0] = both[:, None] * kernel
     dape.second.weight.data[0, :, 0, 1] = both / 1.01  # LeakyReLU(x) - LeakyReLU(-x) = 1.01 x
-    order = torch.rand(30, 20).argsort(dim=1)  # 20 tokens in 30 orders, and one of them again
+    order = torch.rand(30, 20).argsort(dim=1)  # 20 tokens in 30 orders; then one token again
     asked, i = torch.randint(19, (30, 1)), torch.arange(21)
     x = 20 ** 0.5 * torch.eye(20)[torch.cat((order, order.gather(1, asked)), dim=1)][:, None]
     hits = [(one.attend(-x, x, x, i, i)[:, 0, -1].argmax(-1) == order.gather(1, asked + 1)[:, 0])
