@@ -144,7 +144,7 @@ def test_config_sets_what_one_stage_has(path):
 
 # Settings that have another meaning, or another default for a reason.
 EXCEPTIONS = '''
-train.py          | out_dir init_from position dataset device dtype | It makes the model that others read.
+train.py          | out_dir init_from position dataset device dtype | It makes the models.
 che.py            | out_dir position label | It makes its own models.
 bench.py          | out_dir position device dtype | It makes its own models, on a CPU or CUDA.
 demo.py           | out_dir | It is the folder of two runs.
