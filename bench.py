@@ -390,10 +390,10 @@ def check_settings(runtime):
     between(globals(), 1, 'context', 'batch_size', 'read_context', 'n_decode', 'rounds')
 
 
-def main(given=(), works=None):
+def main(given=(), works=None, default_name=''):
     """
     Measure each function of works, {name: function of a Runtime}, and write the results. given: the
-    names of the settings that the user gave.
+    names of the settings that the user gave; default_name: of the result, if `name` is empty.
     """
     began, runtime = time.perf_counter(), setup(device, dtype, seed)
     check_settings(runtime)
@@ -407,8 +407,8 @@ def main(given=(), works=None):
     works = works or {task: TASKS[task] for task in tasks}
     results = {task: work(runtime) for task, work in works.items()}
     result = {'stage': 'bench', 'matmul_flops': flops, 'results': results}
-    plots.write_result(result_path(out_dir, name or runtime.device.type), result,
-                       settings(globals()), runtime, began)
+    path = result_path(out_dir, name or default_name or runtime.device.type)
+    plots.write_result(path, result, settings(globals()), runtime, began)
 
 
 if __name__ == '__main__':

@@ -145,11 +145,11 @@ def new_model(mixture, chosen):
         return max(draw(name, rng, 1, length, empty)[0].shape[1] for name in names)
 
     symbols = max(empty + 1, *(TASKS[name].n_out for name in names))
-    config = checkpoints.config_of(chosen, vocab_size=symbols, n_kv_head=n_head,
-                                   block_size=tokens_of(train_length))
-    torch.manual_seed(seed)  # the weights do not depend on earlier tasks
+    config = checkpoints.config_of(chosen, vocab_size=symbols, n_kv_head=chosen['n_head'],
+                                   block_size=tokens_of(chosen['train_length']))
+    torch.manual_seed(chosen['seed'])  # the weights do not depend on earlier tasks
     model = Transformer(config).init_weights()
-    require_positions(model, tokens_of(max(lengths or [test_length])))
+    require_positions(model, tokens_of(max(chosen['lengths'] or [chosen['test_length']])))
     return model
 
 

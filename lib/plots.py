@@ -1,10 +1,10 @@
 """
-Every picture of the project. A picture is drawn only from the JSON of a stage.
+The picture of every stage. A picture is drawn only from the JSON of the stage.
 
 $ python -m lib.plots FILE.json [FILE.json ...]   # draws FILE.png next to each file
 
-A stage calls draw(path) after it has written its JSON, and train.py calls draw_log(). The code that
-pictures share is in lib/figures.py.
+A stage calls draw(path) after it has written its JSON, and train.py calls draw_log(). The programs
+in results/ draw the pictures of single studies. The code that pictures share is in lib/figures.py.
 """
 
 import json
@@ -351,79 +351,10 @@ def draw_report(result):
     return figure
 
 
-# ----------------------------------------------------------------------------- scoreboard
-
-FAMILIES = {'NoPE': BLACK, 'NoPE, tuned': BLUE, 'temperature': ORANGE, 'RoPE': '#D55E00',
-            'bias': '#117733', 'DAPE': '#AA4499'}
-
-
-def family_color(row):
-    return FAMILIES.get(row['family'], '#777777')
-
-
-def draw_scoreboard(result):
-    """What each method gains from tokens beyond L, and recalls at 4L, against its loss at L."""
-    rows, at_L = result['rows'], 'loss at L'
-    views = {'gain at far repeats': 'gain from beyond L at far repeats (nats)',
-             'recall at 4L': 'recall at 4 times its training length (share right)'}
-    views = {key: name for key, name in views.items() if any(key in row for row in rows)}
-    figure, axes = panels(f"What reads past L = {result['L']}, size {result['label']} "
-                          '(bars: standard deviation of seeds)', len(views), 2, width=6.2, height=7)
-    edge = 1.4 * min(row[at_L]['mean'] for row in rows)  # rows with a higher loss are drawn here
-    for axis, (key, name) in zip(axes, views.items()):
-        for row in rows:
-            if key not in row:
-                continue
-            (x, y), color, title = (row[at_L], row[key]), family_color(row), row['title']
-            if x['mean'] > edge:
-                title, x = f"{title}  ← {x['mean']:.2f}", {'mean': edge, 'sd': None}
-            curve(axis, [x['mean']], [y['mean']], title, color=color)
-            axis.errorbar(x['mean'], y['mean'], y['sd'], x['sd'], fmt='none', ecolor=color, lw=1)
-        axis.axhline(0, color=BLACK, lw=1)
-        axis.set(xlabel='loss at L (nats per token), better to the right', ylabel=name)
-        if 'gain' in key:  # gains span 0.01 nats to several nats
-            axis.set_yscale('asinh', linear_width=0.1)
-            low, ticks = axis.get_ylim()[0], [3, 1, 0.3, 0.1, 0, -0.1, -0.3, -1, -3, -10]
-            best = max(row[key]['mean'] for row in rows if key in row)
-            axis.set_yticks(ticks, [f'{tick:g}' for tick in ticks])
-            axis.minorticks_off()
-            axis.set_ylim(1.2 * low, max(0.1, 1.5 * best))
-        axis.invert_xaxis()
-        label_ends(axis, gap=0.03)
-    families = {row['family']: family_color(row) for row in rows}
-    handles = [axes[0].plot([], 'o', color=color, label=family)[0]
-               for family, color in families.items()]
-    figure.legend(handles=handles, loc='outside lower center', ncols=len(handles), frameon=False)
-    return figure
-
-
-def draw_channels(result):
-    """The loss of each tuned model by length, and what the channel scales correlate with."""
-    seeds = len(result['seeds'])
-    title = f"{result['settings']['out_dir']}, tuned at {result['target_length']} tokens " \
-            f'(bars: standard deviation of {seeds} seeds)'
-    figure, axes = panels(title, 2, 2)
-    for name, row in list(result['losses'].items())[:MOST]:
-        curve(axes[0], result['lengths'], row['mean'], name, row['sd'])
-    length_axis(axes[0], result['lengths'], result['block_size'])
-    axes[0].set(xlabel='position (tokens)', ylabel='loss (nats per token)')
-    label_ends(axes[0])
-    colors = [BLACK, BLUE, ORANGE, SKY, *FAMILIES.values()]
-    for (name, row), color in zip(result['correlations'].items(), colors):
-        layers = range(len(row['mean']))
-        curve(axes[1], layers, row['mean'], name, row['sd'], color)
-    axes[1].axhline(0, color=BLACK, lw=1)
-    axes[1].set(xlabel='layer', xticks=layers, ylabel='rank correlation with the scale',
-                title='Channels whose scale was raised')
-    label_ends(axes[1])
-    return figure
-
-
 # ----------------------------------------------------------------------------- any result
 
 PICTURES = {
     'attention': draw_maps,
-    'channel_scale': draw_channels,
     'che': draw_tasks,
     'entropy': draw_entropy,
     'eval_ppl position': draw_positions,
@@ -431,7 +362,6 @@ PICTURES = {
     'eval_ppl tail': draw_ppl,
     'passkey': draw_passkey,
     'report': draw_report,
-    'scoreboard': draw_scoreboard,
     'tune_scale head': draw_head,
     'tune_scale uniform': draw_uniform,
 }
@@ -495,7 +425,8 @@ def main():
         except KeyError as key:
             raise UserError(f'{path} has no {key}. Measure it again.') from key
         if not drawn:
-            raise UserError(f"{path} has no picture. These have one: {', '.join(PICTURES)}.")
+            raise UserError(f"{path} has no picture here. These have one: {', '.join(PICTURES)}. "
+                            'A study draws its picture by its own program in results/.')
         print('wrote', *drawn)
 
 

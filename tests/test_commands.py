@@ -102,7 +102,8 @@ def stage(program):
     spec.loader.exec_module(module)
     for node in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
         if isinstance(node, ast.Call) and getattr(node.func, 'id', '') == 'configure':
-            return vars(module), [eval(ast.unparse(more), vars(module)) for more in node.args[1:]]
+            scope, *more = [eval(ast.unparse(argument), vars(module)) for argument in node.args]
+            return scope | {'TABLES': getattr(module, 'TABLES', ())}, more
     return vars(module), None
 
 
