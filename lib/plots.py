@@ -10,6 +10,7 @@ in results/ draw the pictures of single studies. The code that pictures share is
 import json
 import sys
 import time
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -81,8 +82,7 @@ def draw_uniform(result):
 
     beyond = position[position > L]
     ln_s = np.log(beyond / L)
-    for k, (name, search) in enumerate(searches.items()):
-        color = [ORANGE, BLUE, SKY, BLACK][k % 4]
+    for (name, search), color in zip(searches.items(), cycle([ORANGE, BLUE, SKY, BLACK])):
         axes[2].scatter(position, search['best_by_position'], s=4, color=color)
         name += f": a = {search['fit_a']:.3f}, R² = {np.float64(search['fit_r2']):.2f}"
         curve(axes[2], beyond, 1 + search['fit_a'] * ln_s, name, color=color)
@@ -104,8 +104,7 @@ def scatter_heads(axis, scales, entropy, layers, ylabel):
 def draw_head(result):
     """Figures 4 and 5: loss and entropy by position, scale and entropy of heads; tuned scales."""
     last = result['sets'][-1] if 'sets' in result else result
-    scales = last.get('head_scale', last.get('channel_scale'))  # older files say channel_scale
-    scales = np.array(scales, float)
+    scales = np.array(last['head_scale'], float)
     target, heads = last['target_length'], scales.reshape(*scales.shape[:2], -1).mean(2)
     title = f'Head scales tuned at {target} tokens: {run_name(result)}'
     figure, axes = panels(title, 4, 2, width=6.2, height=3.5)
@@ -155,12 +154,10 @@ def draw_ppl(result):
 
     every = [ppl for row in rows for ppl in (*row['ppl'], *cut_ppl(result, row))
              if ppl is not None]
-    families = {'': rows}
-    if len(rows) > MOST:
-        families = {}
-        for row in rows:
-            method = next((name for name in ('NoPE', 'RoPE') if name in row['name']), 'other')
-            families.setdefault(method, []).append(row)
+    families = {}  # a table of few rows is one family
+    for row in rows:
+        method = next((name for name in ('NoPE', 'RoPE') if name in row['name']), 'other')
+        families.setdefault(len(rows) > MOST and method, []).append(row)
     groups = []
     for members in families.values():
         parts = np.array_split(members, -(-len(members) // MOST))

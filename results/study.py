@@ -13,8 +13,8 @@ from pathlib import Path
 import demo
 from configurator import settings
 from demo import read
-from lib import figures
-from lib.answers import OnlyWriter, provenance, save_json
+from lib import figures, plots
+from lib.answers import OnlyWriter, save_json
 from lib.devices import setup
 from lib.errors import UserError
 
@@ -128,8 +128,6 @@ def write(path, result, scope, began, draw=None):
     Write PATH.json, and PATH.png by draw(result). scope: the globals() of the study, for its
     settings; began: time.perf_counter() at its start.
     """
-    made_with = provenance(settings(scope), setup('cpu', 'float32'), time.perf_counter() - began)
-    result = save_json(f'{path}.json', result | made_with)
-    print('wrote', f'{path}.json')
+    plots.write_result(path, result, settings(scope), setup('cpu', 'float32'), began)
     if draw:
-        figures.save(draw(result), f'{path}.png')
+        figures.save(draw(read(f'{path}.json')), f'{path}.png')

@@ -109,11 +109,6 @@ def test_entropy_draws_its_heads_beside_it(tmp_path):
     assert names == {'entropy_x.json', 'entropy_x.png', 'entropy_heads_x.png'}
 
 
-def test_one_method_has_one_colour():
-    uniform = figures.color_of('NoPE, uniform scale 1.8')
-    assert uniform == figures.color_of('NoPE, scale_uniform_fit')
-
-
 @pytest.mark.parametrize('result', [{'stage': 'bench'}, [1]])
 def test_a_result_without_a_picture_is_refused(tmp_path, monkeypatch, result):
     path = write(tmp_path, 'x', result)
