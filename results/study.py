@@ -131,3 +131,17 @@ def write(path, result, scope, began, draw=None):
     plots.write_result(path, result, settings(scope), setup('cpu', 'float32'), began)
     if draw:
         figures.save(draw(read(f'{path}.json')), f'{path}.png')
+
+
+def show(path, collect, print_result, scope, draw=None):
+    """
+    The program of a study with one result. Measures and writes it, or with work=False reads
+    PATH.json and draws it again.
+    """
+    began = time.perf_counter()
+    result = collect() if scope['work'] else read(f'{path}.json')
+    print_result(result)
+    if scope['work']:
+        write(path, result, scope, began, draw)
+    elif draw:
+        figures.save(draw(result), f'{path}.png')

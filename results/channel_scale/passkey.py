@@ -9,12 +9,10 @@ First run the three lines of results/passkey_demo/run.sh that prepare data. A st
 where it was. Writes results/channel_scale/passkey.json
 """
 
-import time
 
 import numpy as np
 
 from configurator import configure
-from demo import read
 from lib.checkpoints import open_model
 from lib.errors import ROOT
 from lib.generate import complete
@@ -90,15 +88,11 @@ def collect():
             'found': {name: over_seeds([one[name] for one in each]) for name in each[0]}}
 
 
-def main():
-    began, path = time.perf_counter(), ROOT / 'results/channel_scale/passkey'
-    result = collect() if work else read(f'{path}.json')
+def print_result(result):
     print('Share of keys found by length, tuned at', 4 * L)
     study.print_lists(result['found'], LENGTHS)
-    if work:
-        study.write(path, result, globals(), began)
 
 
 if __name__ == '__main__':
     configure(globals())
-    main()
+    study.show(ROOT / 'results/channel_scale/passkey', collect, print_result, globals())

@@ -11,7 +11,6 @@ $ python -m results.channel_scale.recall --work=False   # the table of what was 
 A stopped run continues where it was. Writes results/channel_scale/recall.json
 """
 
-import time
 from functools import partial
 from pathlib import Path
 
@@ -191,15 +190,11 @@ def collect():
                       for name in found[0]['right']}}
 
 
-def main():
-    began, path = time.perf_counter(), ROOT / 'results/channel_scale/recall'
-    result = collect() if work else read(f'{path}.json')
+def print_result(result):
     print('Share of answers right by length, tuned at', 4 * L)
     study.print_lists(result['right'] | {'held by the cut context': result['held_by_cut']}, LENGTHS)
-    if work:
-        study.write(path, result, globals(), began)
 
 
 if __name__ == '__main__':
     configure(globals())
-    main()
+    study.show(ROOT / 'results/channel_scale/recall', collect, print_result, globals())

@@ -12,7 +12,6 @@ A stopped run continues where it was. Writes results/channel_scale/channel_scale
 
 import itertools
 import re
-import time
 from pathlib import Path
 
 import numpy as np
@@ -201,16 +200,6 @@ def draw(result):
     return figure
 
 
-def main():
-    began, path = time.perf_counter(), ROOT / 'results/channel_scale/channel_scale'
-    result = collect() if work else read(f'{path}.json')
-    print_result(result)
-    if work:
-        study.write(path, result, globals(), began, draw)
-    else:
-        figures.save(draw(result), f'{path}.png')
-
-
 if __name__ == '__main__':
     configure(globals())
-    main()
+    study.show(ROOT / 'results/channel_scale/channel_scale', collect, print_result, globals(), draw)
