@@ -1,15 +1,16 @@
 """
-Every picture of the project. A picture is drawn only from the JSON of a stage.
+The picture of every stage. A picture is drawn only from the JSON of the stage.
 
 $ python -m lib.plots FILE.json [FILE.json ...]   # draws FILE.png next to each file
 
-A stage calls draw(path) after it has written its JSON, and train.py calls draw_log(). The code that
-pictures share is in lib/figures.py.
+A stage calls draw(path) after it has written its JSON, and train.py calls draw_log(). The programs
+in results/ draw the pictures of single studies. The code that pictures share is in lib/figures.py.
 """
 
 import json
 import sys
 import time
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -81,8 +82,7 @@ def draw_uniform(result):
 
     beyond = position[position > L]
     ln_s = np.log(beyond / L)
-    for k, (name, search) in enumerate(searches.items()):
-        color = [ORANGE, BLUE, SKY, BLACK][k % 4]
+    for (name, search), color in zip(searches.items(), cycle([ORANGE, BLUE, SKY, BLACK])):
         axes[2].scatter(position, search['best_by_position'], s=4, color=color)
         name += f": a = {search['fit_a']:.3f}, R² = {np.float64(search['fit_r2']):.2f}"
         curve(axes[2], beyond, 1 + search['fit_a'] * ln_s, name, color=color)
@@ -104,8 +104,7 @@ def scatter_heads(axis, scales, entropy, layers, ylabel):
 def draw_head(result):
     """Figures 4 and 5: loss and entropy by position, scale and entropy of heads; tuned scales."""
     last = result['sets'][-1] if 'sets' in result else result
-    scales = last.get('head_scale', last.get('channel_scale'))  # older files say channel_scale
-    scales = np.array(scales, float)
+    scales = np.array(last['head_scale'], float)
     target, heads = last['target_length'], scales.reshape(*scales.shape[:2], -1).mean(2)
     title = f'Head scales tuned at {target} tokens: {run_name(result)}'
     figure, axes = panels(title, 4, 2, width=6.2, height=3.5)
@@ -155,12 +154,10 @@ def draw_ppl(result):
 
     every = [ppl for row in rows for ppl in (*row['ppl'], *cut_ppl(result, row))
              if ppl is not None]
-    families = {'': rows}
-    if len(rows) > MOST:
-        families = {}
-        for row in rows:
-            method = next((name for name in ('NoPE', 'RoPE') if name in row['name']), 'other')
-            families.setdefault(method, []).append(row)
+    families = {}  # a table of few rows is one family
+    for row in rows:
+        method = next((name for name in ('NoPE', 'RoPE') if name in row['name']), 'other')
+        families.setdefault(len(rows) > MOST and method, []).append(row)
     groups = []
     for members in families.values():
         parts = np.array_split(members, -(-len(members) // MOST))
@@ -351,79 +348,10 @@ def draw_report(result):
     return figure
 
 
-# ----------------------------------------------------------------------------- scoreboard
-
-FAMILIES = {'NoPE': BLACK, 'NoPE, tuned': BLUE, 'temperature': ORANGE, 'RoPE': '#D55E00',
-            'bias': '#117733', 'DAPE': '#AA4499'}
-
-
-def family_color(row):
-    return FAMILIES.get(row['family'], '#777777')
-
-
-def draw_scoreboard(result):
-    """What each method gains from tokens beyond L, and recalls at 4L, against its loss at L."""
-    rows, at_L = result['rows'], 'loss at L'
-    views = {'gain at far repeats': 'gain from beyond L at far repeats (nats)',
-             'recall at 4L': 'recall at 4 times its training length (share right)'}
-    views = {key: name for key, name in views.items() if any(key in row for row in rows)}
-    figure, axes = panels(f"What reads past L = {result['L']}, size {result['label']} "
-                          '(bars: standard deviation of seeds)', len(views), 2, width=6.2, height=7)
-    edge = 1.4 * min(row[at_L]['mean'] for row in rows)  # rows with a higher loss are drawn here
-    for axis, (key, name) in zip(axes, views.items()):
-        for row in rows:
-            if key not in row:
-                continue
-            (x, y), color, title = (row[at_L], row[key]), family_color(row), row['title']
-            if x['mean'] > edge:
-                title, x = f"{title}  ← {x['mean']:.2f}", {'mean': edge, 'sd': None}
-            curve(axis, [x['mean']], [y['mean']], title, color=color)
-            axis.errorbar(x['mean'], y['mean'], y['sd'], x['sd'], fmt='none', ecolor=color, lw=1)
-        axis.axhline(0, color=BLACK, lw=1)
-        axis.set(xlabel='loss at L (nats per token), better to the right', ylabel=name)
-        if 'gain' in key:  # gains span 0.01 nats to several nats
-            axis.set_yscale('asinh', linear_width=0.1)
-            low, ticks = axis.get_ylim()[0], [3, 1, 0.3, 0.1, 0, -0.1, -0.3, -1, -3, -10]
-            best = max(row[key]['mean'] for row in rows if key in row)
-            axis.set_yticks(ticks, [f'{tick:g}' for tick in ticks])
-            axis.minorticks_off()
-            axis.set_ylim(1.2 * low, max(0.1, 1.5 * best))
-        axis.invert_xaxis()
-        label_ends(axis, gap=0.03)
-    families = {row['family']: family_color(row) for row in rows}
-    handles = [axes[0].plot([], 'o', color=color, label=family)[0]
-               for family, color in families.items()]
-    figure.legend(handles=handles, loc='outside lower center', ncols=len(handles), frameon=False)
-    return figure
-
-
-def draw_channels(result):
-    """The loss of each tuned model by length, and what the channel scales correlate with."""
-    seeds = len(result['seeds'])
-    title = f"{result['settings']['out_dir']}, tuned at {result['target_length']} tokens " \
-            f'(bars: standard deviation of {seeds} seeds)'
-    figure, axes = panels(title, 2, 2)
-    for name, row in list(result['losses'].items())[:MOST]:
-        curve(axes[0], result['lengths'], row['mean'], name, row['sd'])
-    length_axis(axes[0], result['lengths'], result['block_size'])
-    axes[0].set(xlabel='position (tokens)', ylabel='loss (nats per token)')
-    label_ends(axes[0])
-    colors = [BLACK, BLUE, ORANGE, SKY, *FAMILIES.values()]
-    for (name, row), color in zip(result['correlations'].items(), colors):
-        layers = range(len(row['mean']))
-        curve(axes[1], layers, row['mean'], name, row['sd'], color)
-    axes[1].axhline(0, color=BLACK, lw=1)
-    axes[1].set(xlabel='layer', xticks=layers, ylabel='rank correlation with the scale',
-                title='Channels whose scale was raised')
-    label_ends(axes[1])
-    return figure
-
-
 # ----------------------------------------------------------------------------- any result
 
 PICTURES = {
     'attention': draw_maps,
-    'channel_scale': draw_channels,
     'che': draw_tasks,
     'entropy': draw_entropy,
     'eval_ppl position': draw_positions,
@@ -431,7 +359,6 @@ PICTURES = {
     'eval_ppl tail': draw_ppl,
     'passkey': draw_passkey,
     'report': draw_report,
-    'scoreboard': draw_scoreboard,
     'tune_scale head': draw_head,
     'tune_scale uniform': draw_uniform,
 }
@@ -495,7 +422,8 @@ def main():
         except KeyError as key:
             raise UserError(f'{path} has no {key}. Measure it again.') from key
         if not drawn:
-            raise UserError(f"{path} has no picture. These have one: {', '.join(PICTURES)}.")
+            raise UserError(f"{path} has no picture here. These have one: {', '.join(PICTURES)}. "
+                            'A study draws its picture by its own program in results/.')
         print('wrote', *drawn)
 
 

@@ -1,9 +1,10 @@
 """
-Tables of many runs: the perplexity by length of each row, which is a checkpoint read with a softmax
-scale or an extension of RoPE. Table 2 of "Length Generalization of Causal Transformers without
-Position Encoding" has sliding windows; Figure 2 of "DAPE V2" has the last tokens of each length.
+Tables of many runs: the perplexity of each row by length. A row is a checkpoint that is read with a
+softmax scale or with an extension of RoPE. The protocol of Table 2 of "Length Generalization of
+Causal Transformers without Position Encoding" is sliding windows. That of Figure 2 of "DAPE V2" is
+the last tokens of each length.
 
-A table is a program, results/NAME/table.py: its settings and its rows. Run it as a module:
+A table is a program, results/NAME/table.py. It has settings and rows. Run it as a module:
 
 $ python -m results.extension_demo.table
 $ torchrun --nproc_per_node=8 -m results.papers.table
@@ -11,11 +12,11 @@ $ torchrun --nproc_per_node=8 -m results.papers.table
 Writes out_dir/eval_ppl_table[_LABEL].json and .png
 
 A row is {'name': ..., 'init_from': FILE}. It may have 'position', 'scale', 'rope_scaling' and
-'dataset', as eval_ppl.py has them, and 'paper', the row of the paper's table to stand beside it.
-Where 'scale' or 'rope_scaling' is a list, every candidate is measured, and the best at each length
-is shown. Rows of one name that follow each other are seeds of one model: their mean and standard
-deviation are shown. The gain of sliding windows, in nats, is over the same model with its context
-cut to L tokens; see eval_ppl.py.
+'dataset', as in eval_ppl.py. It may have 'paper', the row of the paper's table to show next to it.
+If 'scale' or 'rope_scaling' is a list, every candidate is measured, and the best at each length is
+shown. Consecutive rows of one name are seeds of one model. Their mean and standard deviation are
+shown. The gain of sliding windows, in nats, is over the same model with its context cut to L
+tokens; see eval_ppl.py.
 """
 
 import itertools
@@ -38,8 +39,8 @@ from lib.errors import UserError
 
 @dataclass
 class Settings:
-    """The settings of every table, beside out_dir. A table may have defaults of its own."""
-    dataset: str | None = None  # a folder of data/; None: the one that each model was trained on
+    """The settings of every table except out_dir. A table may have other defaults."""
+    dataset: str | None = None  # a folder of data/; None: each model's training data
     split: str = 'test'
     protocol: str = 'sliding'   # sliding windows, or tail (last tokens)
     lengths: list[int] | None = None  # window lengths in tokens; None: L to 8L of the first row
@@ -55,7 +56,7 @@ class Settings:
     dtype: str = 'auto'         # auto, float32, bfloat16, float16
 
 
-# Where the papers' own numbers are, and which lengths they are of.
+# {protocol: (name of the paper's table, its lengths)}
 PAPER = {'sliding': ('nope_table2', ['2K', '4K', '8K', '16K']),
          'tail': ('dape_table9', [128, 256, 512, 1024, 2048, 4096, 8192])}
 
@@ -69,13 +70,13 @@ def paper_rows(protocol):
 # ---------------------------------------------------------------------- measure
 
 def candidates(row, key):
-    """The values that a row has for a key, to be measured one by one."""
+    """The values of a row for a key, to be measured one by one."""
     value = row.get(key)
     return value if isinstance(value, list) else [value]
 
 
 def tuning_tokens(info, scale):
-    """How many tokens the scales, or else a fine-tuned model, were tuned on."""
+    """The number of tokens that the scales were tuned on, or the model was fine-tuned on."""
     if isinstance(scale, str):
         return json.loads(Path(scale).read_text(encoding='utf-8')).get('tuning_tokens', 0)
     settings = info['settings']
@@ -86,9 +87,9 @@ def tuning_tokens(info, scale):
 
 def evaluate_row(row, settings, lengths):
     """
-    The row with what was measured: the loss of each candidate at each length; the least perplexity
-    at each length, its standard error in nats, and the candidate that gave it; and the candidate
-    that is best in the mean over lengths.
+    The row, and what was measured: the loss of each candidate at each length; at each length the
+    lowest perplexity, its standard error in nats, and its candidate; and the candidate with the
+    lowest mean loss over lengths.
     """
     tried = {}
     for scale, scaling in itertools.product(candidates(row, 'scale'),
@@ -107,7 +108,7 @@ def evaluate_row(row, settings, lengths):
     found = {key: rows[0][key] for key in ('windows', 'documents') if key in rows[0]}
     if len(tried) == 1 and 'delta_p' in rows[-1]:
         found['delta_p'] = [r.get('delta_p') for r in rows]
-    if 'cut_loss' in rows[-1]:  # past L; of candidates, the one that is best when cut
+    if 'cut_loss' in rows[-1]:  # past L; take the candidate that is best when cut
         cut = [[r.get('cut_loss', np.nan) for r in rows] for rows in tried.values()]
         found['cut_loss'] = np.min(cut, axis=0)
         found['gain'] = found['cut_loss'] - losses.min(0)
@@ -125,8 +126,8 @@ def evaluate_row(row, settings, lengths):
 
 def merge_seeds(rows):
     """
-    Rows of one name that follow each other become one: the mean of their perplexities, `sd`, their
-    standard deviation, and `runs`, all of them; what else it has is of the first.
+    Merge consecutive rows of one name into one row: the mean of their perplexities, `sd`, the
+    standard deviation, and `runs`, all of them. Its other entries are those of the first row.
     """
     merged = []
     for _, group in itertools.groupby(rows, key=lambda row: row['name']):
@@ -137,7 +138,7 @@ def merge_seeds(rows):
         ppl = np.array([run['ppl'] for run in runs])
         row = runs[0] | {'ppl': ppl.mean(0), 'sd': ppl.std(0, ddof=1), 'runs': runs}
         for key in ('checkpoint', 'weights_digest', 'standard_error'):
-            del row[key]  # true of a single run alone
+            del row[key]  # these describe a single run
         for key in ('delta_p', 'cut_loss', 'gain'):
             if all(key in run for run in runs):
                 row[key] = np.array([run[key] for run in runs], float).mean(0)
@@ -156,7 +157,7 @@ def ppl_text(ppl, digits):
 
 
 def line_of(row, paper, s):
-    """{heading: text} of a row. paper: the perplexities to stand beside it."""
+    """{heading: text} of a row. paper: the paper's perplexities to show next to it."""
     tokens = row['tuning_tokens']
     line = {'row': row['name'], 'tokens': f'{tokens / 1e6:.1f}M' if tokens else '-'}
     for i, T in enumerate(s.lengths):

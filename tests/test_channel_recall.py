@@ -7,23 +7,22 @@ $ python -m pytest tests/test_channel_recall.py
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, near, read
+from conftest import ROOT, near
 
-import che
 from results.channel_scale import recall
 
 TINY = ('--n_layer=2 --n_head=2 --n_embd=16 --n_hidden=16 --max_iters=4 --lengths=[16,32] '
-        '--n_test=8 --device=cpu').split()
+        '--n_test=8 --device=cpu')
 
 
 @pytest.fixture(scope='module')
 def measured(tmp_path_factory):
-    """recall.measure() of a small model, each method tuned for 30 steps; losses; settings."""
+    """recall.measure() of a small model, each method tuned for 30 steps; and its losses."""
     folder, tunings = tmp_path_factory.mktemp('recall'), []
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
         for name, value in {'out_dir': folder, 'max_iters': 30, 'n_test': 64, 'RATE': 1e-2,
-                            'TRAINING': [*recall.TRAINING, *TINY]}.items():
+                            'TRAINING': f'{recall.TRAINING} {TINY}'}.items():
             patch.setattr(recall, name, value)
         tune = recall.tune
 
@@ -41,7 +40,7 @@ def measured(tmp_path_factory):
                        for batch in recall.samples('val', 7, 64, 256))
 
         patch.setattr(recall, 'tune', tune_and_look)
-        yield recall.measure(7), tunings, read(folder / '7/che.json')['settings']
+        yield recall.measure(7), tunings
 
 
 def test_each_tuning_changes_what_it_names_alone_and_lowers_the_loss(measured):
@@ -68,8 +67,8 @@ def test_every_row_has_a_share_for_each_length(measured):
 
 
 def test_cut_context_is_the_longest_of_training_which_is_a_copy_of_L_symbols(measured):
-    found, _, chosen = measured
-    model = che.new_model(recall.TASK, chosen).eval()
+    found, _ = measured
+    model = recall.trained(7)
     T = 16 + 1 + 15  # the symbols, an empty token, and all but the last of their copy
     assert found['cut_tokens'] == T
     [(tokens, answers)] = recall.samples('test', 1, 64, 64)
@@ -79,7 +78,7 @@ def test_cut_context_is_the_longest_of_training_which_is_a_copy_of_L_symbols(mea
         for k in range(n):
             end = 64 - n + 1 + k
             near(cut[:, k], model(tokens[:, end - T:end])[:, -1], atol=1e-5)
-        assert (cut - recall.answer(model, tokens, n)).abs().max() > 1e-4
+        assert (cut - model(tokens, tail=n)).abs().max() > 1e-4
         near(recall.answer_cut(model, tokens[:, -T:], 4), model(tokens[:, -T:])[:, -4:], 1e-5)
 
 

@@ -99,7 +99,8 @@ def stage(program):
     scope = runpy.run_path(str(path))
     for node in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
         if isinstance(node, ast.Call) and getattr(node.func, 'id', '') == 'configure':
-            return scope, [eval(ast.unparse(more), scope) for more in node.args[1:]]
+            given, *more = [eval(ast.unparse(argument), scope) for argument in node.args]
+            return given | {'TABLES': scope.get('TABLES', ())}, more
     return scope, None
 
 

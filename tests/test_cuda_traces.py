@@ -1,9 +1,9 @@
 """
-Every stage as an NVIDIA GPU would run it, traced without one: on fake tensors, which have a shape,
-a type, strides and a device but no numbers, PyTorch's CUDA build checks each operation as on a GPU
-and says what would come out. Models have the widths of the 1.1B config and two layers, as layers
-are alike. Numbers, times and Triton's kernels stay untested here, and so does the backward of CUDA
-tensors, which asks the driver for a context: it is traced on `meta` tensors.
+Every stage as an NVIDIA GPU would run it, traced without a GPU. Fake tensors have a shape, a type,
+strides and a device, but no numbers. PyTorch's CUDA build checks each operation on them and says
+what would come out. Models have the widths of the 1.1B config and two layers, because layers are
+alike. Numbers, times and Triton's kernels are not tested here. The backward pass is traced on
+`meta` tensors, because that of CUDA tensors needs a driver.
 
 $ python3 -m venv cuda
 $ cuda/bin/pip install torch==2.12.0 pytest numpy tiktoken datasets matplotlib
@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import EVERY, as_run
+from fake_gpu import KERNELS, attention_by, fake_gpu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tune_scale
@@ -26,7 +27,6 @@ from lib.devices import Runtime
 from lib.generate import complete, generate
 from lib.losses import loss_and_entropy
 from model import ModelConfig, Transformer
-from results.gpu.fake import KERNELS, attention_by, fake_gpu
 
 if not torch.version.cuda:
     pytest.skip("needs PyTorch's CUDA build, see this file's docstring; no GPU",

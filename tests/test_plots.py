@@ -8,14 +8,17 @@ import warnings
 from pathlib import Path
 
 import pytest
-from conftest import refuses
+from conftest import ROOT, refuses
 
 from lib import figures, plots
+from results.channel_scale import table as channels
+from results.scoreboard import table as scoreboard
 
+PICTURES = plots.PICTURES | {'channel_scale': channels.draw, 'scoreboard': scoreboard.draw}
 RESULTS = {}
-for path in sorted(Path(__file__).parents[1].glob('results/**/*.json')):
+for path in sorted(ROOT.glob('results/**/*.json')):
     result = plots.read_result(path)
-    if plots.kind_of(result) in plots.PICTURES:
+    if plots.kind_of(result) in PICTURES:
         RESULTS[f'{path.parent.name}/{path.stem}'] = result
 
 
@@ -30,7 +33,7 @@ def test_every_result_draws_without_a_warning_and_names_its_run(name):
     result = RESULTS[name]
     with warnings.catch_warnings():
         warnings.simplefilter('error')
-        figure = plots.PICTURES[plots.kind_of(result)](result)
+        figure = PICTURES[plots.kind_of(result)](result)
         figure.draw_without_rendering()
     for axis in figure.axes:
         curves = [line for line in figures.named_lines(axis) if len(line.get_xdata()) > 1]
@@ -106,11 +109,6 @@ def test_entropy_draws_its_heads_beside_it(tmp_path):
     assert names == {'entropy_x.json', 'entropy_x.png', 'entropy_heads_x.png'}
 
 
-def test_one_method_has_one_colour():
-    uniform = figures.color_of('NoPE, uniform scale 1.8')
-    assert uniform == figures.color_of('NoPE, scale_uniform_fit')
-
-
 @pytest.mark.parametrize('result', [{'stage': 'bench'}, [1]])
 def test_a_result_without_a_picture_is_refused(tmp_path, monkeypatch, result):
     path = write(tmp_path, 'x', result)
@@ -129,21 +127,6 @@ def test_a_result_that_lacks_a_key_is_refused_but_a_bug_is_not_blamed_on_it(tmp_
     monkeypatch.setitem(plots.PICTURES, plots.kind_of(whole), lambda result: None + 1)
     with pytest.raises(TypeError):
         plots.main()
-
-
-def test_a_method_of_a_family_that_is_not_known_is_drawn():
-    result = copy.deepcopy(RESULTS['scoreboard/small'])
-    result['rows'][0]['family'] = 'mine'
-    labels = [text.get_text() for text in plots.draw_scoreboard(result).legends[0].get_texts()]
-    assert {'mine', 'NoPE, tuned'} < set(labels)
-
-
-def test_a_gain_from_beyond_L_is_inside_the_scoreboards_panel():
-    result = copy.deepcopy(RESULTS['scoreboard/small'])
-    result['rows'][0]['gain at far repeats']['mean'] = 0.35
-    figure = plots.draw_scoreboard(result)
-    low, high = figure.axes[0].get_ylim()
-    assert low < -0.35 and 0.35 < high < 1
 
 
 def test_a_log_draws_with_and_without_validation(tmp_path):

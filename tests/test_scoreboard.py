@@ -1,83 +1,103 @@
-"""The scoreboard's rows: shared between processes, gone on with after a stop, and averaged."""
+"""Studies: units are measured once, shared between processes, and averaged over seeds."""
 
 import contextlib
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, near, read, written_elsewhere
+from conftest import ROOT, near, read, refuses, written_elsewhere
 
 import train
 from configurator import run_config, settings
 from lib.answers import save_json
-from lib.errors import UserError
+from results import study
+from results.past_L import table as past_L
 from results.scoreboard import table
 
 
 def row_file(key, seed, loss):
-    """What a row and seed measured, as far as the table takes it."""
-    past_L = {'loss': loss, 'cut_loss': 1.5, 'gain': 1.5 - loss}
-    return {'seed': seed, 'tuned_numbers': 0, 'repeats': [past_L],
-            'text': [{'loss': loss}, {'loss': loss}, past_L, {'loss': loss}]}
+    """What a row and seed measured, as far as the table reads it."""
+    beyond = {'loss': loss, 'cut_loss': 1.5, 'gain': 1.5 - loss}
+    return {'seed': seed, 'tuned_numbers': 0, 'repeats': [beyond],
+            'text': [{'loss': loss}, {'loss': loss}, beyond, {'loss': loss}]}
+
+
+@pytest.fixture
+def board(monkeypatch, tmp_path):
+    """board(key, seed, **row): write the file of a row and seed in an empty scoreboard."""
+    monkeypatch.chdir(tmp_path)
+    table.result_file('none', 1).parent.mkdir(parents=True)
+    monkeypatch.setattr(table, 'seeds', [1, 2, 3])
+    return lambda key, seed, loss: save_json(table.result_file(key, seed),
+                                             row_file(key, seed, loss))
 
 
 def test_what_is_there_is_not_measured_again_and_what_another_process_has_comes_last(
-        monkeypatch, tmp_path):
-    measured, rope = [], tmp_path / 'out/scoreboard/small/1/rope'
-    monkeypatch.chdir(tmp_path)
-
-    def measure(key, seed):
-        measured.append((key, seed))
-        return row_file(key, seed, 1.0)
-
-    monkeypatch.setattr(table, 'measure', measure)
-    there = tmp_path / 'results/scoreboard/small/none_1.json'
-    there.parent.mkdir(parents=True)
-    save_json(there, row_file('none', 1, 2.0))
-    other = contextlib.ExitStack()  # of another process, which works on RoPE
-    other.enter_context(written_elsewhere(rope / 'scoreboard'))
+        board, monkeypatch, tmp_path):
+    measured = []
+    monkeypatch.setattr(table, 'seeds', [1])
+    monkeypatch.setattr(table, 'methods', ['none', 'rope', 'yarn', 'alibi'])
+    monkeypatch.setattr(table, 'measure',
+                        lambda key, seed: measured.append(key) or row_file(key, seed, 1.0))
+    board('none', 1, 2.0)
+    other = contextlib.ExitStack()  # another process works on RoPE
+    other.enter_context(written_elsewhere(tmp_path / 'out/scoreboard/small/1/rope/scoreboard'))
 
     def other_process_ends(seconds):
-        if not rope.joinpath('ended').exists():
-            rope.joinpath('ended').touch()
-            save_json(table.result_file('rope', 1), row_file('rope', 1, 3.0))
+        if seconds and not table.result_file('rope', 1).exists():
+            board('rope', 1, 3.0)
             other.close()
 
-    monkeypatch.setattr(table, 'time', SimpleNamespace(sleep=other_process_ends))
-    table.work_on([('none', 1), ('rope', 1), ('yarn', 1), ('alibi', 1)])
-    assert measured == [('alibi', 1), ('yarn', 1)]  # YaRN reads the RoPE model
-    assert read(there)['text'][0]['loss'] == 2 and not list(tmp_path.glob('out/**/*.lock'))
+    monkeypatch.setattr(study, 'time', SimpleNamespace(sleep=other_process_ends))
+    study.measure_units(table.units())
+    assert measured == ['alibi', 'yarn']  # YaRN reads the RoPE model
+    assert read(table.result_file('none', 1))['text'][0]['loss'] == 2
+    assert not list(tmp_path.glob('out/**/*.lock'))
 
 
-def test_a_row_is_the_mean_and_the_spread_of_its_seeds(monkeypatch, tmp_path, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(table, 'seeds', [1, 2, 3])
+def test_a_stage_runs_again_only_for_another_command(monkeypatch, tmp_path):
+    path, ran = tmp_path / 'x.json', []
+
+    def run(*words):
+        ran.append(words)
+        save_json(path, {'command': ' '.join(['python', *words])})
+
+    monkeypatch.setattr(study.demo, 'run', run)
+    for command in 'che.py --seed=1', 'che.py  --seed=1 ', 'che.py --seed=2':
+        study.made(path, command)
+    assert ran == [('che.py', '--seed=1'), ('che.py', '--seed=2')]
+    for name, arguments in ('', ()), ('last.pt', ('--init_from=resume',)), ('loss.png', None):
+        ran.clear()
+        (tmp_path / name).touch()
+        study.train(tmp_path, '--seed=1')
+        assert ran == ([] if arguments is None else
+                       [('train.py', '--seed=1', f'--out_dir={tmp_path}', *arguments)])
+
+
+def test_a_row_is_the_mean_and_the_spread_of_its_seeds(board, capsys):
     for key, seed, loss in ('none', 1, 1.0), ('none', 3, 2.0), ('t5', 1, 3.0):
-        table.result_file(key, seed).parent.mkdir(parents=True, exist_ok=True)
-        save_json(table.result_file(key, seed), row_file(key, seed, loss))
+        board(key, seed, loss)
     none, t5 = table.collect()
     assert none['seeds'] == [1, 3] and none['loss at L']['mean'] == 1.5
     near(none['loss at L']['sd'], 0.5 ** 0.5)
     assert t5['own gain at 8L'] == {'mean': -1.5, 'sd': None} and 'recall at L' not in t5
-    table.print_table([none, t5])
+    study.print_table(table.lines([none, t5]))
     lines = capsys.readouterr().out.splitlines()
     assert lines[2].startswith('| NoPE | 0 |  | 2 | 1.500 ± 0.707 |')
     assert lines[3].startswith('| T5 bias | 0 |  | 1 | 3.000 |')
+    assert study.over_seeds([[1.0, 2.0], [3.0, 2.0]]) == {'mean': [2, 2], 'sd': [2 ** 0.5, 0]}
 
 
-def test_a_gain_is_over_the_cut_context_of_the_model_that_was_not_tuned(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(table, 'seeds', [1, 2])
-    table.result_file('none', 1).parent.mkdir(parents=True)
+def test_a_gain_is_over_the_cut_context_of_the_model_that_was_not_tuned(board):
     for seed in 1, 2:
-        save_json(table.result_file('none', seed), row_file('none', seed, 4.0))
+        board('none', seed, 4.0)
         tuned = row_file('weights', seed, 2.0 + seed)
         for row in tuned['text'][2], tuned['repeats'][0]:
             row.update(cut_loss=3.0, gain=1.0 - seed)  # tuning made its cut context worse
-        if seed == 2:  # as eval_ppl.py writes far repeats now
+        if seed == 2:  # eval_ppl.py writes far repeats so now
             repeats = tuned['repeats'][0]
             repeats.update(own_gain=repeats['gain'], own_cut_loss=3.0, cut_loss=1.5, gain=-2.5)
         save_json(table.result_file('weights', seed), tuned)
-    save_json(table.result_file('yarn', 1), row_file('yarn', 1, 2.0))  # RoPE was not measured
+    board('yarn', 1, 2.0)  # RoPE was not measured
     none, weights, yarn = table.collect()
     for at in 'at 8L', 'at far repeats':
         assert none[f'gain {at}'] == none[f'own gain {at}'] == {'mean': -2.5, 'sd': 0}
@@ -85,12 +105,23 @@ def test_a_gain_is_over_the_cut_context_of_the_model_that_was_not_tuned(monkeypa
         assert f'gain {at}' not in yarn and yarn[f'own gain {at}']['mean'] == -0.5
 
 
-def test_an_unknown_row_or_size_is_refused(monkeypatch):
-    for name, value in ('methods', ['kerpel']), ('size', 'large'):
-        with monkeypatch.context() as patch:
-            patch.setattr(table, name, value)
-            with pytest.raises(UserError, match=str(value).strip("[]'")):
-                table.main()
+@pytest.mark.parametrize('program, name, value, text', [
+    (table, 'methods', ['kerpel'], 'kerpel'), (table, 'size', 'large', 'large'),
+    (past_L, 'models', ['zzz'], "'zzz' is not one of conv")])
+def test_an_unknown_row_or_size_is_refused(monkeypatch, program, name, value, text):
+    monkeypatch.setattr(program, name, value)
+    refuses(text, program.main)
+
+
+def test_a_gain_far_above_0_and_a_family_that_is_not_known_are_drawn():
+    result = read(ROOT / 'results/scoreboard/small.json')
+    result['rows'][0]['gain at far repeats']['mean'] = 0.35
+    result['rows'][0]['family'] = 'mine'
+    figure = table.draw(result)
+    low, high = figure.axes[0].get_ylim()
+    assert low < -0.35 and 0.35 < high < 1
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert {'mine', 'NoPE, tuned'} < set(labels)
 
 
 @pytest.mark.parametrize('path', ['config/scoreboard.py', 'config/code.py'])

@@ -1,32 +1,34 @@
 """
-HeadScale with a vector instead of a number: a softmax scale for each channel of each head, tuned at
-4L beside other small vectors and every weight, all with the same tokens, on the NoPE models of
-results/demo; and what the channels whose scale was raised have in common.
+HeadScale with a vector instead of a number: a softmax scale for each channel of each head. It is
+tuned at 4L on the NoPE models of results/demo. Other small vectors and every weight are tuned with
+the same tokens. A second question is what the channels with raised scales have in common.
 
-$ python -m results.demo.table            # first, for the models
+$ python -m results.demo.table            # trains the models
 $ python -m results.channel_scale.table   # 20 s and 1 minute of one core for a kind and a seed
+$ python -m results.channel_scale.table --work=False   # table and picture of what was measured
 
-Goes on where it was stopped. Writes results/channel_scale/channel_scale.json and .png
+A stopped run continues where it was. Writes results/channel_scale/channel_scale.json and .png
 """
 
+import itertools
 import re
-import time
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from configurator import configure, settings
-from demo import read, run
+from configurator import configure
+from demo import read
 from entropy import spearman
-from lib import plots
+from lib import figures
 from lib.checkpoints import load_model, open_windows
-from lib.devices import setup
 from lib.errors import ROOT
+from results import study
 
 out_dir = 'out/demo_seeds'   # SEED/nope is a model
 seeds = [1337, 1338, 1339]
 n_samples = 256              # test windows of 6L tokens behind each loss
+work = True                  # False: only show what was measured
 
 L = 128
 LENGTHS = [L, 2 * L, 4 * L, 6 * L]
@@ -46,39 +48,35 @@ TUNED = {
 
 # ---------------------------------------------------------------------- losses
 
-def losses_of(folder, label, *reading):
-    """{length: loss in nats, mean of the last 64 positions}, and those of the context cut to L."""
-    path = Path(folder, f'eval_ppl_position_{label}.json')
-    if not path.exists():
-        lengths = f'--lengths={LENGTHS}'.replace(' ', '')
-        run('eval_ppl.py', f'--out_dir={folder}', f'--label={label}', '--protocol=position',
-            lengths, f'--n_samples={n_samples}', *reading)
-    rows = read(path)['rows']
-    return ({row['length']: row['loss'] for row in rows},
-            {row['length']: row.get('cut_loss', row['loss']) for row in rows})
+def losses_of(folder, label, reading=''):
+    """
+    Two lists over LENGTHS: the loss in nats, a mean over the last 64 positions, and the loss with
+    the context cut to L.
+    """
+    lengths = ','.join(map(str, LENGTHS))
+    rows = study.evaluated(folder, 'position', label, f'--lengths=[{lengths}] '
+                           f'--n_samples={n_samples} {reading}')['rows']
+    return [row['loss'] for row in rows], [row.get('cut_loss', row['loss']) for row in rows]
 
 
 def measure(folder, seed):
-    """{what was tuned: what losses_of() gives} of one model. Tunes what is not there yet."""
-    target, found = 4 * L, {}
-    found['NoPE'] = losses_of(folder, 'channel_study_none')
-    found['NoPE, cut to L'] = found['NoPE'][1], found['NoPE'][1]
+    """{what was tuned: losses_of() it} of one model. Tunes what is missing."""
+    target, whole = 4 * L, Path(folder).with_name('whole')
+    untuned = losses_of(folder, 'channel_study_none')
     uniform = read(f'{folder}/scale_uniform.json')
     best = dict(zip(uniform['lengths'], uniform['best_by_length']))[target]
-    found['uniform scale'] = losses_of(folder, 'channel_study_uniform', f'--scale={best}')
-    whole = str(Path(folder).with_name('whole'))
-    if not Path(whole, 'loss.png').exists():
-        run('train.py', 'config/finetune_demo.py', f'--init_from={folder}/last.pt',
-            f'--out_dir={whole}', f'--learning_rate={RATE}', '--min_lr=0', f'--seed={seed}')
-    found['every weight'] = losses_of(whole, 'channel_study_whole')
+    study.train(whole, f'config/finetune_demo.py --init_from={folder}/last.pt '
+                       f'--learning_rate={RATE} --min_lr=0 --seed={seed}')
+    found = {'NoPE': untuned, 'NoPE, cut to L': (untuned[1], untuned[1]),
+             'uniform scale': losses_of(folder, 'channel_study_uniform', f'--scale={best}'),
+             'every weight': losses_of(whole, 'channel_study_whole')}
     for name, arguments in TUNED.items():
-        # Files are named after the values given.
+        # The values of the arguments give the name of the file.
         label = '_'.join(['study', *re.findall(r'=(\S+)', arguments)]).replace(',', '_')
-        file = f'{folder}/scale_head_{target}_{label}.json'
-        if not Path(file).exists():
-            run('tune_scale.py', f'--out_dir={folder}', f'--target_length={target}',
-                f'--label={label}', '--max_iters=120', '--n_samples=16', *arguments.split())
-        found[name] = losses_of(folder, f'channel_{label}', f'--scale={file}')
+        path = f'{folder}/scale_head_{target}_{label}.json'
+        study.made(path, f'tune_scale.py --out_dir={folder} --target_length={target} '
+                         f'--label={label} --max_iters=120 --n_samples=16 {arguments}')
+        found[name] = losses_of(folder, f'channel_{label}', f'--scale={path}')
     return found
 
 
@@ -137,22 +135,12 @@ def correlations(scales, found):
 # ---------------------------------------------------------------------- all of it
 
 def over_seeds(values):
-    """values: a number, or a list of as many, a seed each."""
-    sd = np.std(values, axis=0, ddof=1) if len(values) > 1 else None
-    return {'mean': np.mean(values, axis=0), 'sd': sd, 'each': values}
+    """values: a list of numbers per seed."""
+    return study.over_seeds(values) | {'each': values}
 
 
-def show(name, cell, digits=3):
-    line = f'{name:38}'
-    for k, mean in enumerate(cell['mean']):
-        line += f'{mean:10.{digits}f}'
-        if cell['sd'] is not None:
-            line += f" ± {cell['sd'][k]:.{digits}f}"
-    return line
-
-
-def main():
-    began, runtime = time.perf_counter(), setup('cpu', 'float32')
+def collect():
+    """The result. Measures what is missing."""
     losses, shared, spread, drawn = [], [], [], {}
     for seed in seeds:
         folder = f'{out_dir}/{seed}/nope'
@@ -162,35 +150,56 @@ def main():
         shared.append(correlations(scales, found))
         spread.append([scales.mean(2).std(), scales.std(2).mean()])
         drawn = drawn or {'scale': scales} | found
-    result = {
+    whole, gains = {}, {}
+    for name in losses[0]:
+        pairs = [one[name] for one in losses]
+        whole[name] = over_seeds([loss for loss, _ in pairs])
+        gains[name] = over_seeds([np.subtract(cut, loss).tolist() for loss, cut in pairs])
+    return {
         'stage': 'channel_scale', 'block_size': L, 'target_length': 4 * L, 'lengths': LENGTHS,
-        'seeds': seeds,
-        'losses': {name: over_seeds([[one[name][0][T] for T in LENGTHS] for one in losses])
-                   for name in losses[0]},
-        'gains': {name: over_seeds([[one[name][1][T] - one[name][0][T] for T in LENGTHS]
-                                    for one in losses]) for name in losses[0]},
-        'spread': over_seeds(spread),
+        'seeds': seeds, 'losses': whole, 'gains': gains, 'spread': over_seeds(spread),
         'correlations': {name: over_seeds([one[name] for one in shared]) for name in shared[0]},
         'first_seed': drawn}
-    print('loss at', LENGTHS, 'when this was tuned at', 4 * L)
-    for name, cell in result['losses'].items():
-        print(show(name, cell))
-    print('gain at the same lengths over the cut context of the untuned model')
-    cut = np.array(result['losses']['NoPE, cut to L']['each'])
-    for name, cell in result['losses'].items():
-        print(show(name, over_seeds(cut - cell['each'])))
-    print('own gain, over the cut context of the same model with what was tuned')
-    for name, cell in result['gains'].items():
-        print(show(name, cell))
-    print(show('\nstandard deviation of the scales: of the means of heads, within a head',
-               result['spread'], 2))
-    print('\nrank correlation, within a head, of scales and, in each layer:')
-    for name, cell in result['correlations'].items():
-        print(show(name, cell, 2))
-    plots.write_result(ROOT / 'results/channel_scale/channel_scale', result, settings(globals()),
-                       runtime, began)
+
+
+def print_result(result):
+    losses = result['losses']
+    cut = np.array(losses['NoPE, cut to L']['each'])
+    gains = {name: study.over_seeds((cut - cell['each']).tolist()) for name, cell in losses.items()}
+    print('Loss by length, tuned at', result['target_length'])
+    study.print_lists(losses, LENGTHS)
+    print('\nGain over the cut context of the untuned model')
+    study.print_lists(gains, LENGTHS)
+    print('\nOwn gain, over the cut context of the tuned model')
+    study.print_lists(result['gains'], LENGTHS)
+    print('\nStandard deviation of the scales')
+    study.print_lists({'': result['spread']}, ['of the means of heads', 'within a head'], 2)
+    print('\nRank correlation with the scales, within a head, by layer')
+    layers = range(len(result['first_seed']['scale']))
+    study.print_lists(result['correlations'], layers, 2)
+
+
+def draw(result):
+    """The loss of each tuned model by length, and what the channel scales correlate with."""
+    title = f"{result['settings']['out_dir']}, tuned at {result['target_length']} tokens " \
+            f"(bars: standard deviation of {len(result['seeds'])} seeds)"
+    figure, (left, right) = figures.panels(title, 2, 2)
+    for name, row in list(result['losses'].items())[:figures.MOST]:
+        figures.curve(left, LENGTHS, row['mean'], name, row['sd'])
+    figures.length_axis(left, LENGTHS, L)
+    left.set(xlabel='position (tokens)', ylabel='loss (nats per token)')
+    colors = itertools.cycle([figures.BLACK, figures.BLUE, figures.ORANGE, figures.SKY])
+    for (name, row), color in zip(result['correlations'].items(), colors):
+        layers = range(len(row['mean']))
+        figures.curve(right, layers, row['mean'], name, row['sd'], color)
+    right.axhline(0, color=figures.BLACK, lw=1)
+    right.set(xlabel='layer', xticks=layers, ylabel='rank correlation with the scale',
+              title='Channels whose scale was raised')
+    for axis in left, right:
+        figures.label_ends(axis)
+    return figure
 
 
 if __name__ == '__main__':
     configure(globals())
-    main()
+    study.show(ROOT / 'results/channel_scale/channel_scale', collect, print_result, globals(), draw)

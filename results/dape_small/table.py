@@ -9,10 +9,8 @@ $ python -m results.dape_small.table equal_tokens   # Figure 3: training windows
 $ python -m results.dape_small.table head_scale     # head scales on top of other methods
 """
 
-import sys
-
 from configurator import configure, settings
-from lib.errors import UserError
+from results import study
 from results.table import Settings, run_table
 
 table = 'small'              # small, kernels, bases, equal_tokens or head_scale; or the word alone
@@ -110,8 +108,7 @@ def defaults(table):
 
 
 def main():
-    if table not in TABLES:
-        raise UserError(f"table is '{table}'. Choose {', '.join(TABLES)}.")
+    study.require_known([table], TABLES)
     chosen = settings(globals())
     for name, value in defaults(table).items():
         if chosen[name] is None:
@@ -120,8 +117,6 @@ def main():
 
 
 if __name__ == '__main__':
-    for i, argument in enumerate(sys.argv):
-        if argument in TABLES:
-            sys.argv[i] = f'--table={argument}'
+    study.take_table(TABLES)
     configure(globals(), Settings)
     main()

@@ -1,39 +1,35 @@
 """
-The demo's claim with five seeds: which reads 2L and 4L better, NoPE, the best uniform scale, head
-scales, or vectors. Training, tuning and windows are those of demo.py, without its RoPE twin.
+The demo's claim with five seeds. It compares NoPE, the best uniform scale, head scales and vectors
+at 2L and 4L. Training, tuning and windows are those of demo.py, without its RoPE twin.
 
-$ python -m results.demo.table             # 1 hour on 2 CPU cores; goes on where it was stopped
-$ python -m results.demo.table --seeds=[1340]   # of some, in another shell
+$ python -m results.demo.table   # 1 hour on 2 CPU cores; start it in two shells for two cores
 
-Writes out_dir/SEED/losses.json, and once all five are there results/demo/seeds.json
+Each seed is one file, out_dir/SEED/losses.json. When all five are there, writes
+results/demo/seeds.json
 """
 
-import statistics
 import time
+from functools import partial
 from pathlib import Path
 
 import demo
-from configurator import configure, settings
-from lib import plots
-from lib.answers import save_json
-from lib.devices import setup
+from configurator import configure
 from lib.errors import ROOT
+from results import study
 
 out_dir = 'out/demo_seeds'
 SEEDS = [1337, 1338, 1339, 1340, 1341]
 seeds = SEEDS
 FAMILIES = 'NoPE', 'uniform', 'head', 'vectors'  # in the order that the demo claims
-NUMBERS = ('mean', 'sd'), ('gain', 'gain_sd'), ('own_gain', 'own_gain_sd')  # of a row, over seeds
 
 
-def measure(seed, folder):
+def measure(seed):
     """
-    Of one training: {name of a method: {length: loss, cut_loss and gain in nats}}, and what it was
-    made with.
+    The losses of one training, {method: {length: loss, cut_loss and gain in nats}}, and how they
+    were made.
     """
-    began = time.perf_counter()
-    if not Path(folder, 'loss.png').exists():
-        demo.train(folder, f'--max_iters={demo.max_iters}', f'--seed={seed}')
+    began, folder = time.perf_counter(), f'{out_dir}/{seed}/nope'
+    study.train(folder, f'--max_iters={demo.max_iters} --seed={seed}')
     L = demo.read(f'{folder}/config.json')['block_size']
     lengths, found = [L, 2 * L, 4 * L], {}
     tuned = demo.tune(folder, lengths[1:], demo.overshoot, [], [f'--max_iters={demo.tune_iters}'])
@@ -46,53 +42,53 @@ def measure(seed, folder):
 
 def numbers(methods, family, T):
     """
-    Of NoPE at T, also with its context cut to L, or of what was made for T: its loss, its gain over
-    the cut context of untuned NoPE, and over its own.
+    The loss at T, the gain over the cut context of untuned NoPE, and the gain over the method's own
+    cut context. Methods other than NoPE are those made for T.
     """
     row = methods[family if family in ('NoPE', 'cut') else f'{family} {T}'][T]
-    return row['loss'], methods['cut'][T]['loss'] - row['loss'], row.get('gain', 0)
+    return {'mean': row['loss'], 'gain': methods['cut'][T]['loss'] - row['loss'],
+            'own_gain': row.get('gain', 0)}
 
 
-def mean_and_sd(values):
-    return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else None
+def rows_of(found):
+    """The means and standard deviations over seeds. found: {seed: methods}."""
+    lengths, rows = list(next(iter(found.values()))['NoPE']), []
+    for T in lengths:
+        for family in (*FAMILIES, 'cut') if T != lengths[0] else ('NoPE',):
+            each = [numbers(methods, family, T) for methods in found.values()]
+            row = {'length': int(T), 'method': family}
+            for name in each[0]:
+                cell = study.over_seeds([one[name] for one in each])
+                row[name], row[f'{name}_sd' if name != 'mean' else 'sd'] = cell.values()
+            rows.append(row)
+    return rows
+
+
+def in_order(methods):
+    """Whether one seed has the losses of FAMILIES in the order that the demo claims."""
+    columns = [[numbers(methods, family, T)['mean'] for family in FAMILIES]
+               for T in list(methods['NoPE'])[1:]]
+    return all(column == sorted(column, reverse=True) for column in columns)
 
 
 def main():
     began = time.perf_counter()
-    for seed in seeds:
-        path = Path(out_dir, str(seed), 'losses.json')
-        if not path.exists():
-            save_json(path, measure(seed, str(path.parent / 'nope')))
+    study.measure_units({Path(out_dir, str(seed), 'losses.json'):
+                         (f'{out_dir}/{seed}/demo', partial(measure, seed)) for seed in seeds})
     runs = {path.parent.name: demo.read(path)
             for path in sorted(Path(out_dir).glob('*/losses.json'))}
     found = {seed: run['methods'] for seed, run in runs.items()}
     for methods in found.values():
         methods['cut'] = {T: {'loss': row.get('cut_loss', row['loss'])}
                           for T, row in methods['NoPE'].items()}
-    lengths = list(next(iter(found.values()))['NoPE'])
-    rows = []
-    for T in lengths:
-        for family in (*FAMILIES, 'cut') if T != lengths[0] else ('NoPE',):
-            row, each = {'length': int(T), 'method': family}, []
-            for methods in found.values():
-                each.append(numbers(methods, family, T))
-            line = f'{T:>6} {family:8}'
-            for (mean, sd), values in zip(NUMBERS, zip(*each)):
-                row[mean], row[sd] = mean_and_sd(values)
-                line += f'  {mean} {row[mean]:.3f} ± {row[sd] or 0:.3f}'
-            rows.append(row)
-            print(line)
-    in_order = {}
-    for seed, methods in found.items():
-        columns = [[numbers(methods, family, T)[0] for family in FAMILIES] for T in lengths[1:]]
-        in_order[seed] = all(column == sorted(column, reverse=True) for column in columns)
-    print('in order:', in_order)
+    rows, order = rows_of(found), {seed: in_order(methods) for seed, methods in found.items()}
+    study.print_table(rows)
+    print('in order:', order)
     if len(found) < len(SEEDS):
         print('results/demo/seeds.json is written once there are', len(SEEDS))
         return
-    result = {'seeds': runs, 'rows': rows, 'in_order': in_order}
-    plots.write_result(ROOT / 'results/demo/seeds', result, settings(globals()),
-                       setup('cpu', 'float32'), began)
+    study.write(ROOT / 'results/demo/seeds', {'seeds': runs, 'rows': rows, 'in_order': order},
+                globals(), began)
 
 
 if __name__ == '__main__':

@@ -3,65 +3,61 @@ What results/gpu/run.sh has measured so far.
 
 $ python -m results.gpu.table
 
-A share of the limit is that of bench.py: what the arithmetic alone would take at the rate of a
-large matrix product, measured there. For training also the usual convention: 6 FLOP for each weight
-but the embedding's and 12 x layers x width x T for attention, a token, over what the GPU's data
-sheet promises in bfloat16.
+`of limit` compares with the rate of a large matrix product, which bench.py measures. For training
+also TFLOP/s by the usual convention: 6 FLOP per token for each weight without the embedding, and
+12 x layers x width x T for attention. `of sheet` compares them with the GPU's data sheet.
 """
 
-import json
 from pathlib import Path
 
 import torch
 
 from configurator import configure
-from model import ModelConfig, Transformer
+from demo import read
+from lib.answers import print_rows
+from lib.checkpoints import config_of
+from model import Transformer
 
-out_dir = 'results/gpu'      # what run.sh has written
+out_dir = 'results/gpu'      # the folder that run.sh writes to
 
 SHEET = {'H100': 989e12, 'H200': 989e12, 'A100': 312e12}  # dense bfloat16 FLOP/s, of the SXM cards
 
 
 def usual_flops(settings, T):
-    """FLOP of a training step a token by the usual convention. settings: bench.py's."""
-    sizes = {name: value for name, value in settings.items()
-             if name in ModelConfig.__dataclass_fields__}
+    """FLOP of a training step per token by the usual convention. settings: of bench.py."""
+    config = config_of(settings, block_size=T)
     with torch.device('meta'):
-        model = Transformer(ModelConfig(block_size=T, **sizes))
-    c = model.config
+        model = Transformer(config)
     weights = model.n_params() - model.embed.weight.numel()
-    return 6 * weights + 12 * c.n_layer * c.n_embd * T
+    return 6 * weights + 12 * config.n_layer * config.n_embd * T
 
 
-def lines(path):
-    """A line of text for each figure of one of bench.py's results."""
-    result = json.loads(path.read_text())
-    if result.get('stage') != 'bench':
-        return
-    peak = next((rate for name, rate in SHEET.items() if name in result['device']), None)
-    rows = []
+def rows_of(result):
+    """A row for each time in a result of bench.py."""
+    peak = next((rate for card, rate in SHEET.items() if card in result['device']), None)
     for found in result['results'].values():
-        rows += found if isinstance(found, list) else [found]
-    for row in rows:
-        if 'task' not in row:  # of the table time_cost
-            yield (f"{row['method']:28} step         {row['seconds'] * 1e3:10.1f} ms, "
-                   f"{row['ratio']:.2f} of DAPE 1x3-Kerple's")
-            continue
-        for who in row['limit_seconds']:
-            speed = row[who]['tokens_per_second']
-            line = (f"{row['task']:28} {who:12} {row[who]['seconds'] * 1e3:10.1f} ms "
-                    f"{speed:12,.0f} tokens/s {row[who]['of_limit']:5.0%} of the limit")
-            if row['task'] == 'training step':
-                rate = speed * usual_flops(result['settings'], result['settings']['context'])
-                line += f', {rate / 1e12:.4g} TFLOP/s by 6P'
-                line += f' = {rate / peak:.0%} of the data sheet' if peak else ''
-            yield line
+        for one in found if isinstance(found, list) else [found]:
+            for who in one.get('limit_seconds', ()):
+                timed = one[who]
+                row = {'task': one['task'], 'who': who, 'ms': 1000 * timed['seconds'],
+                       'tokens/s': timed['tokens_per_second'], 'of limit': timed['of_limit']}
+                if one['task'] == 'training step':
+                    settings = result['settings']
+                    flops = usual_flops(settings, settings['context']) * row['tokens/s']
+                    row['TFLOP/s'] = flops / 1e12
+                    if peak:
+                        row['of sheet'] = flops / peak
+                yield row
+            if 'task' not in one:  # a row of the tables time_cost and memory
+                yield one
 
 
 def main():
     for path in sorted(Path(out_dir).glob('*.json')):
-        for line in lines(path):
-            print(f'{path.stem:18} {line}')
+        result = read(path)
+        if result.get('stage') == 'bench':
+            print(f'\n{path.stem}')
+            print_rows(print, list(rows_of(result)))
 
 
 if __name__ == '__main__':

@@ -1,33 +1,31 @@
 """
-What reads past L: NoPE with a short convolution, plain NoPE and RoPE with YaRN on Python source.
-Each is trained at L = 128 tokens and read in windows of 8L, untuned and with small vectors tuned at
-8L.
+What reads past L: NoPE with a short convolution, plain NoPE, and RoPE with YaRN, on Python source.
+Each model is trained at L = 128 tokens. Then it reads windows of up to 16L tokens, untuned and with
+small vectors tuned at 8L.
 
 $ python data/code/prepare.py
-$ bash results/past_L/run.sh                    # whatever is not there yet
-$ python -m results.past_L.table --work=False   # the table and the picture of what is there
+$ bash results/past_L/run.sh                    # measures what is missing
+$ python -m results.past_L.table --work=False   # table and picture of what was measured
 
-What a model and seed gave is one file, results/past_L/MODEL_SEED.json, so a stopped run goes on
-where it was. Started twice, two processes share the work.
+Each model and seed is one file, results/past_L/MODEL_SEED.json.
 Writes results/past_L/past_L.json and .png
 """
 
-import statistics
 import time
+from functools import partial
 from pathlib import Path
 
-from configurator import configure, settings
-from demo import made_with, read, run
+from configurator import configure
+from demo import made_with, read
 from lib import figures
-from lib.answers import OnlyWriter, provenance, save_json
-from lib.devices import setup
-from lib.errors import UserError
+from results import study
 
 models: list[str] = []   # keys of MODELS; []: all
 seeds = [1337, 1338, 1339, 1340, 1341]  # a model may have fewer
-work = True              # False: show what is there
+work = True              # False: only show what was measured
 
 L = 128
+LENGTHS = [L * 2 ** n for n in range(5)]
 FOLDER = Path('results/past_L')
 # {model: (its title, arguments of train.py, how many seeds)}
 MODELS = {
@@ -36,7 +34,7 @@ MODELS = {
     'rope': ('RoPE', '--position=rope', 3),
 }
 TUNE = f'--target_length={8 * L} --max_iters=80 --warmup_iters=10 --n_samples=32 --init_scale=1.0'
-# {what is tuned: arguments of tune_scale.py}. Rates were chosen on the split val of seed 1337.
+# {what is tuned: arguments of tune_scale.py}. The rates were chosen on seed 1337, split val.
 TUNINGS = {
     'uniform': f'--method=uniform --target_length={8 * L} --n_samples=32 '
                '--candidate_range=[0.6,2.4,0.1]',
@@ -53,137 +51,107 @@ TITLES = {'untuned': 'untuned', 'uniform': 'uniform scale', 'head': 'head scales
 # ---------------------------------------------------------------------- one model and seed
 
 def readings_of(model, folder):
-    """{name: arguments of eval_ppl.py}. Makes the scale files that are not there."""
+    """{name: arguments of eval_ppl.py}. Tunes the scales that are missing."""
     if model == 'rope':
         return {'untuned': '', 'yarn': '--rope_scaling=yarn:8'}
     readings = {'untuned': ''}
     for name, arguments in TUNINGS.items():
         kind = 'uniform' if name == 'uniform' else f'head_{8 * L}'
-        path = Path(folder, f'scale_{kind}_{name}.json')
-        if not path.exists():
-            run('tune_scale.py', f'--out_dir={folder}', f'--label={name}', *arguments.split())
+        path = f'{folder}/scale_{kind}_{name}.json'
+        study.made(path, f'tune_scale.py --out_dir={folder} --label={name} {arguments}')
         readings[name] = f'--scale={path}'
     return readings
 
 
 def measure(model, seed):
-    """What the file of a model and seed holds. Trains and tunes what it needs."""
-    began, folder = time.perf_counter(), f'out/past_L/{seed}/{model}'
-    if not Path(folder, 'loss.png').exists():
-        resume = ['--init_from=resume'] if Path(folder, 'last.pt').exists() else []
-        run('train.py', 'config/code.py', *MODELS[model][1].split(), f'--seed={seed}',
-            f'--out_dir={folder}', *resume)
-    lengths = [L * 2 ** n for n in range(5)]
-    protocols = {'position': [f'--lengths={lengths}'],
-                 'repeat': [f'--lengths=[{8 * L}]', '--gram=4', '--targets=1000',
-                            "--controls=['near','other']"]}
-    found = {'model': model, 'seed': seed, 'train': MODELS[model][1], 'readings': {}}
+    """The content of the file of a model and seed. Trains and tunes what is missing."""
+    began, folder, readings = time.perf_counter(), f'out/past_L/{seed}/{model}', {}
+    study.train(folder, f'config/code.py {MODELS[model][1]} --seed={seed}')
     for name, arguments in readings_of(model, folder).items():
-        common = [f'--out_dir={folder}', f'--label={name}', *arguments.split()]
-        results = {}
-        for protocol, more in protocols.items():
-            path = Path(folder, f'eval_ppl_{protocol}_{name}.json')
-            if not path.exists():
-                run('eval_ppl.py', f'--protocol={protocol}', *more, *common)
-            results[protocol] = read(path)
-        found['readings'][name] = {
-            'text': results['position']['rows'], 'repeats': results['repeat']['rows'],
-            'share': results['repeat']['share'], 'copy_weight': results['repeat']['copy_weight']}
-    return found | made_with(results['position'], began)
+        text = study.evaluated(folder, 'position', name,
+                               f"--lengths=[{','.join(map(str, LENGTHS))}] {arguments}")
+        repeats = study.evaluated(folder, 'repeat', name,
+                                  f'--lengths=[{8 * L}] --gram=4 --targets=1000 '
+                                  f"--controls=['near','other'] {arguments}")
+        readings[name] = {'text': text['rows'], 'repeats': repeats['rows'],
+                          'share': repeats['share'], 'copy_weight': repeats['copy_weight']}
+    return {'model': model, 'seed': seed, 'train': MODELS[model][1],
+            'readings': readings} | made_with(text, began)
 
 
 def file_of(model, seed):
     return FOLDER / f'{model}_{seed}.json'
 
 
-def work_on(todo):
-    """Measure these models and seeds, one after the other; leave out what another process does."""
-    for model, seed in todo:
-        folder = Path('out/past_L', str(seed))
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            lock = OnlyWriter(folder / model)
-        except UserError:
-            continue
-        if not file_of(model, seed).exists():
-            save_json(file_of(model, seed), measure(model, seed))
-        lock.close()
+def seeds_of(model):
+    return seeds[:MODELS[model][2]]
 
 
 # ---------------------------------------------------------------------- the table
 
 def over_seeds(values):
-    sd = statistics.stdev(values) if len(values) > 1 else None
-    return {'mean': statistics.mean(values), 'sd': sd, 'values': values}
+    return study.over_seeds(values) | {'values': values}
 
 
-def repeats_of(reading, kind):
-    """The row of a kind, such as 'all' or 'near, all', of far repeats."""
-    return next(row for row in reading['repeats'] if row['kind'] == kind)
+def of_kind(readings, kind):
+    """Of each reading the row of a kind of far repeats, such as 'all' or 'near, all'."""
+    return [row for one in readings for row in one['repeats'] if row['kind'] == kind]
+
+
+def row_of(model, name, runs):
+    """Over seeds: losses by length, and gains at far repeats, of a model that is read one way."""
+    found = [one['readings'][name] for one in runs]
+    row = {'model': model, 'reading': name, 'title': f'{MODELS[model][0]}, {TITLES[name]}',
+           'seeds': [one['seed'] for one in runs]}
+    for n, T in enumerate(LENGTHS):
+        losses = [one['text'][n]['loss'] for one in found]
+        row[f'loss at {T}'] = over_seeds(losses)
+        if T > L:
+            cut = [one['readings']['untuned']['text'][n]['cut_loss'] for one in runs]
+            row[f'cut at {T}'] = over_seeds(cut)
+            row[f'gain at {T}'] = over_seeds([a - b for a, b in zip(cut, losses)])
+    for kind in 'all', 'same token', 'near, all', 'other document, all':
+        repeats = of_kind(found, kind)
+        row[f'gain, {kind}'] = over_seeds([one['gain'] for one in repeats])
+        row[f'errors, {kind}'] = [one['gain_error'] for one in repeats]
+    for key in 'loss', 'cut_loss', 'headroom', 'R':
+        row[key] = over_seeds([one[key] for one in of_kind(found, 'all')])
+    return row
 
 
 def collect():
-    """A row for each model and reading: over seeds, losses by length and gains at far repeats."""
+    """A row for each model and reading."""
     rows = []
-    for model, (title, _, n_seeds) in MODELS.items():
-        runs = [read(file_of(model, seed)) for seed in seeds[:n_seeds]
+    for model in MODELS:
+        runs = [read(file_of(model, seed)) for seed in seeds_of(model)
                 if file_of(model, seed).exists()]
-        for name in runs[0]['readings'] if runs else ():
-            found = [one['readings'][name] for one in runs]
-            untuned = [one['readings']['untuned'] for one in runs]
-            row = {'model': model, 'reading': name, 'title': f'{title}, {TITLES[name]}',
-                   'seeds': [one['seed'] for one in runs]}
-            for n, text in enumerate(found[0]['text']):
-                T = text['length']
-                row[f'loss at {T}'] = over_seeds([one['text'][n]['loss'] for one in found])
-                if T > L:
-                    cut = [one['text'][n]['cut_loss'] for one in untuned]
-                    row[f'cut at {T}'] = over_seeds(cut)
-                    row[f'gain at {T}'] = over_seeds([
-                        loss - one['text'][n]['loss'] for loss, one in zip(cut, found)])
-            for kind in 'all', 'same token', 'near, all', 'other document, all':
-                of_kind = [repeats_of(one, kind) for one in found]
-                row[f'gain, {kind}'] = over_seeds([one['gain'] for one in of_kind])
-                row[f'errors, {kind}'] = [one['gain_error'] for one in of_kind]
-            for key in 'loss', 'cut_loss', 'headroom', 'R':
-                row[key] = over_seeds([repeats_of(one, 'all')[key] for one in found])
-            rows.append(row)
+        rows += [row_of(model, name, runs) for name in (runs[0]['readings'] if runs else ())]
     return rows
 
 
-def cell(value):
-    """A number over seeds, as the page has it."""
-    if value['sd'] is None:
-        return f"{value['mean']:.2f}"
-    return f"{value['mean']:.2f} ± {value['sd']:.2f}"
-
-
 def print_table(rows):
-    """As Markdown, as the page has it."""
+    """As the page has it."""
     columns = ['loss at 128', 'loss at 1024', 'gain at 1024', 'gain, all', 'R', 'gain, near, all',
                'gain, other document, all']
-    print('| | seeds | ' + ' | '.join(columns) + ' |')
-    print('|---' * (len(columns) + 2) + '|')
-    for row in rows:
-        cells = [row['title'], str(len(row['seeds'])), *(cell(row[name]) for name in columns)]
-        print(f"| {' | '.join(cells)} |")
+    study.print_table([{'': row['title'], 'seeds': len(row['seeds'])}
+                       | {name: row[name] for name in columns} for row in rows], digits=2)
 
 
-def draw(rows):
-    """The loss by length, with the cut context; the gain at far repeats, with the control."""
+def draw(result):
+    """Loss by length, with the cut context. Gain at far repeats, with the control."""
     figure, (left, right) = figures.panels('Python source, L = 128 tokens, 1.05M parameters', 2, 2,
                                            height=4.4)
-    lengths = [L * 2 ** n for n in range(5)]
+    rows = result['rows']
     for row in rows:
-        if row['reading'] in ('untuned', 'head', 'yarn'):
-            losses = [row[f'loss at {T}']['mean'] for T in lengths]
-            figures.curve(left, lengths, losses, row['title'])
-            if row['reading'] == 'untuned':
-                cut = [row['loss at 128'], *(row[f'cut at {T}'] for T in lengths[1:])]
-                figures.draw_cut(left, lengths, [value['mean'] for value in cut],
-                                 f"{MODELS[row['model']][0]}, context cut to L")
+        if row['reading'] not in ('untuned', 'head', 'yarn'):
+            continue
+        losses = [row[f'loss at {T}']['mean'] for T in LENGTHS]
+        figures.curve(left, LENGTHS, losses, row['title'])
+        if row['reading'] == 'untuned':
+            cut = [losses[0], *(row[f'cut at {T}']['mean'] for T in LENGTHS[1:])]
+            figures.draw_cut(left, LENGTHS, cut, f"{MODELS[row['model']][0]}, context cut to L")
     figures.label_ends(left)
-    figures.length_axis(left, lengths, L)
+    figures.length_axis(left, LENGTHS, L)
     left.set(ylabel='loss of the last 64 positions (nats)', title='All tokens')
     for n, row in enumerate(rows):
         for kind, color, name in (('all', figures.BLUE, 'the text itself'),
@@ -198,25 +166,21 @@ def draw(rows):
     right.set(xlabel='gain over the context cut to L (nats, ± standard error over windows)',
               title='Far repeats, windows of 8L: one point a seed')
     right.legend(loc='upper center', bbox_to_anchor=(0.5, -0.15), ncols=2, frameon=False)
-    figures.save(figure, FOLDER / 'past_L.png')
+    return figure
 
 
 def main():
     began = time.perf_counter()
-    for model in models:
-        if model not in MODELS:
-            raise UserError(f"'{model}' is not one of {', '.join(MODELS)}.")
+    study.require_known(models, MODELS)
     if work:
-        work_on([(model, seed) for i, seed in enumerate(seeds) for model in models or MODELS
-                 if i < MODELS[model][2]])
+        study.measure_units({file_of(model, seed): (f'out/past_L/{seed}/{model}',
+                                                    partial(measure, model, seed))
+                             for seed in seeds for model in models or MODELS
+                             if seed in seeds_of(model)})
     rows = collect()
     print_table(rows)
-    result = {'stage': 'past_L', 'L': L, 'rows': rows}
-    seconds = time.perf_counter() - began
-    save_json(FOLDER / 'past_L.json',
-              result | provenance(settings(globals()), setup('cpu', 'float32'), seconds))
-    if rows:
-        draw(rows)
+    study.write(FOLDER / 'past_L', {'stage': 'past_L', 'L': L, 'rows': rows}, globals(), began,
+                rows and draw)
 
 
 if __name__ == '__main__':

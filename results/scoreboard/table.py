@@ -1,33 +1,30 @@
 """
-The scoreboard: ways to read past L side by side, under one protocol, with three seeds.
+The scoreboard compares ways to read past L under one protocol, with three seeds.
 
-$ bash results/scoreboard/run.sh                 # whatever is not there yet
-$ METHODS=nape bash results/scoreboard/run.sh    # one row alone
-$ python -m results.scoreboard.table --work=False   # the table and the picture of what is there
+$ bash results/scoreboard/run.sh                 # measures what is missing
+$ METHODS=nape bash results/scoreboard/run.sh    # one row
+$ python -m results.scoreboard.table --work=False   # table and picture of what was measured
 
 A row is a model and a way to read it: the arguments of train.py, tune_scale.py and eval_ppl.py.
-What a row and seed gave is one file in results/scoreboard/SIZE, so that a stopped run goes on where
-it was; started twice, two processes share the work. A method of your own is an entry in ROWS.
+Each row and seed is one file in results/scoreboard/SIZE. To add a method, add an entry to ROWS.
 Writes results/scoreboard/SIZE.json and .png
 """
 
-import statistics
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
-import demo
-from configurator import configure, settings
-from demo import read
-from lib import plots
-from lib.answers import OnlyWriter, save_json
-from lib.devices import setup
-from lib.errors import UserError
+from configurator import configure
+from demo import made_with, read
+from lib import figures
+from lib.figures import BLACK, BLUE, ORANGE
+from results import study
 
 size = 'small'               # a key of SIZES
 methods: list[str] = []      # keys of ROWS; []: all
 seeds = [1337, 1338, 1339]   # a row may have fewer
-work = True                  # False: show what is there
+work = True                  # False: only show what was measured
 
 
 # ---------------------------------------------------------------------- what is compared
@@ -51,7 +48,7 @@ SIZES = {
 @dataclass
 class Row:
     title: str
-    family: str              # the colour of its point
+    family: str              # the color of its point; see FAMILIES
     model: str = 'none'      # the run that is read; rows may share one
     train: str = ''          # arguments of train.py
     init: str = ''           # the run whose weights training starts from; '' for none
@@ -113,105 +110,93 @@ ROWS = {
 
 # ---------------------------------------------------------------------- one row and seed
 
-def run(command):
-    """Run a stage of this project as a user would. The work ends where a stage fails."""
-    demo.run(*command.split())
-
-
 def folder_of(model, seed):
     return f'out/scoreboard/{size}/{seed}/{model}'
 
 
-def require_model(row, seed, values):
-    """Train the model of a row, or go on with it, unless it is there."""
-    folder, first = folder_of(row.model, seed), ''
-    if Path(folder, 'loss.png').exists():
-        return
-    if row.init:
-        require_model(ROWS[row.init], seed, values)
-        first = f' --init_from={folder_of(row.init, seed)}/last.pt'
-    if Path(folder, 'last.pt').exists():
-        first = ' --init_from=resume'
-    run(f'train.py {SIZES[size].config} {row.train.format(**values)} --seed={seed} '
-        f'--out_dir={folder}{first}')
+def untuned(key):
+    """The model that a row starts from, before it is tuned or rescaled."""
+    return ROWS[key].init or ROWS[key].model
+
+
+def train(row, seed, values):
+    """Train the model of a row, and first the model whose weights it starts from."""
+    folder, init = folder_of(row.model, seed), ''
+    if row.init and not Path(folder, 'loss.png').exists():
+        train(ROWS[row.init], seed, values)
+        init = f'--init_from={folder_of(row.init, seed)}/last.pt'
+    study.train(folder, f'{SIZES[size].config} {row.train.format(**values)} --seed={seed} {init}')
+
+
+def tune(key, folder, s):
+    """Tune what a row tunes. Returns how many numbers, and the arguments that use them."""
+    row, tuning = ROWS[key], f'tune_scale.py --out_dir={folder}'
+    if not row.tune:
+        return 0, ''
+    study.made(f'{folder}/scale_uniform.json', f'{tuning} --method=uniform --n_samples=32')
+    if '--tune' not in row.tune:
+        return 1, ''
+    # Tune a set for 8L. Passes of up to L tokens do not use it.
+    path = f'{folder}/scale_sets_{key}.json'
+    tuned = study.made(path, f'{tuning} {row.tune} --target_lengths=[{8 * s.L}] '
+                             f'--max_iters={s.tune_iters} --label={key} --n_samples=16')
+    return tuned['tuned_numbers'], f'--scale={path}'
 
 
 def measure(key, seed):
-    """What the file of one row and seed holds. Trains and tunes what it needs."""
+    """The content of the file of one row and seed. Trains and tunes what is missing."""
     row, s, began = ROWS[key], SIZES[size], time.perf_counter()
     folder, L = folder_of(row.model, seed), s.L
     values = {'run': folder, 'T': 8 * L, 'tune_iters': s.tune_iters,
               'short_iters': round(0.15 * s.max_iters)}
-    require_model(row, seed, values)
-
-    reading, numbers = row.read.format(**values), 0
-    if row.tune:
-        if not Path(folder, 'scale_uniform_fit.json').exists():
-            run(f'tune_scale.py --out_dir={folder} --method=uniform --n_samples=32')
-        numbers = 1
-        if '--tune' in row.tune:  # a set for 8L, which leaves passes of L tokens as they are
-            run(f'tune_scale.py --out_dir={folder} {row.tune} --target_lengths=[{8 * L}] '
-                f'--max_iters={s.tune_iters} --label={key} --n_samples=16')
-            reading = f'--scale={folder}/scale_sets_{key}.json'
-            numbers = read(f'{folder}/scale_sets_{key}.json')['tuned_numbers']
-
-    common = f'eval_ppl.py --out_dir={folder} {reading} --label={key} --n_samples=96'
-    run(f'{common} --protocol=position --lengths=[{L},{4 * L},{8 * L},{16 * L}]')
-    untuned = f'--baseline={folder_of(row.init, seed)}/last.pt' if row.init else ''
-    run(f'{common} --protocol=repeat --lengths=[{8 * L}] --gram={s.gram} {untuned}')
-    text, repeats = [read(f'{folder}/eval_ppl_{protocol}_{key}.json')
-                     for protocol in ('position', 'repeat')]
+    train(row, seed, values)
+    numbers, reading = tune(key, folder, s)
+    reading += f' {row.read.format(**values)} --n_samples=96'
+    text = study.evaluated(folder, 'position', key,
+                           f'{reading} --lengths=[{L},{4 * L},{8 * L},{16 * L}]')
+    baseline = f'--baseline={folder_of(row.init, seed)}/last.pt' if row.init else ''
+    repeats = study.evaluated(folder, 'repeat', key,
+                              f'{reading} --lengths=[{8 * L}] --gram={s.gram} {baseline}')
     found = {'row': key, 'seed': seed, **asdict(row), 'tuned_numbers': numbers,
              'text': text['rows'], 'repeats': repeats['rows'], 'share': repeats['share']}
     if row.recalls and size == 'small':
-        run(f'che.py config/recall.py {row.train} --seed={seed} --out_dir={folder}_recall')
-        result = read(f'{folder}_recall/che.json')
+        folder += '_recall'
+        result = study.made(f'{folder}/che.json', f'che.py config/recall.py {row.train} '
+                                                  f'--seed={seed} --out_dir={folder}')
         for task, shares in result['tasks'].items():
             found[task] = {'lengths': result['lengths'], 'exact': shares['exact'],
                            'accuracy': shares['accuracy']}
-    return found | demo.made_with(text, began)
+    return found | made_with(text, began)
 
 
 def result_file(key, seed):
     return Path(f'results/scoreboard/{size}/{key}_{seed}.json')
 
 
-def work_on(todo):
-    """Measure these rows and seeds; what another process works on now comes last."""
-    while todo:
-        for key, seed in list(todo):
-            base = ROWS[key].init or ROWS[key].model  # which several rows may start from
-            try:
-                lock = OnlyWriter(Path(folder_of(base, seed), 'scoreboard'))
-            except UserError:
-                continue
-            if not result_file(key, seed).exists():
-                print(f'\n{len(todo)} rows and seeds are left; {key}, seed {seed}', flush=True)
-                result_file(key, seed).parent.mkdir(parents=True, exist_ok=True)
-                save_json(result_file(key, seed), measure(key, seed))
-            lock.close()
-            todo.remove((key, seed))
-        time.sleep(5 if todo else 0)
+def units():
+    """
+    What to measure. Rows that start from one model have one folder, because each of them may train
+    that model.
+    """
+    chosen = [key for key in methods or ROWS if size in ROWS[key].sizes]
+    return {result_file(key, seed): (f'{folder_of(untuned(key), seed)}/scoreboard',
+                                     partial(measure, key, seed))
+            for i, seed in enumerate(seeds) for key in chosen if i < ROWS[key].seeds}
 
 
 # ---------------------------------------------------------------------- the table
 
-def untuned(key):
-    """The row of the model that a row began from: as it was trained, nothing tuned or rescaled."""
-    return ROWS[key].init or ROWS[key].model
-
-
 def with_gains(key, seed):
     """
-    What the file of a row and seed holds, and beside each `gain` a `gain_over_untuned`: the loss of
-    the untuned model with its context cut to L, minus the row's loss with all of it. None where the
-    untuned model was not measured.
+    The content of the file of a row and seed. Next to each `gain` stands `gain_over_untuned`: the
+    loss of the untuned model with its context cut to L, minus the loss of the row with the whole
+    context. It is None if the untuned model was not measured.
     """
     found, file = read(result_file(key, seed)), result_file(untuned(key), seed)
     first = read(file) if file.exists() else None
     for part in 'text', 'repeats':
         for k, row in enumerate(found[part]):
-            if 'own_gain' in row:  # a newer file, whose gain is over the untuned model's cut
+            if 'own_gain' in row:  # in newer files `gain` is over the untuned model
                 row |= {'gain': row['own_gain'], 'cut_loss': row['own_cut_loss']}
             if 'cut_loss' in row:
                 cut_worse = first and row['cut_loss'] - first[part][k]['cut_loss']
@@ -225,7 +210,7 @@ def column(found, *path):
     return found
 
 
-# Headings, and where in what with_gains() returns the number stands.
+# {heading: where the number stands in what with_gains() returns}
 COLUMNS = {
     'loss at L': ('text', 0, 'loss'),
     'loss at 4L': ('text', 1, 'loss'),
@@ -244,7 +229,7 @@ COLUMNS = {
 
 
 def collect():
-    """A row for each method that has been measured: mean and standard deviation over its seeds."""
+    """A row for each method that was measured: mean and standard deviation over its seeds."""
     rows, steps = [], Path(f'results/scoreboard/{size}_steps.json')
     ratios = read(steps)['ratios'] if steps.exists() else {}
     for key, row in ROWS.items():
@@ -258,40 +243,79 @@ def collect():
         for heading, path in COLUMNS.items():
             values = [column(one, *path) for one in runs if one.get(path[0])]
             if values and None not in values:
-                sd = statistics.stdev(values) if len(values) > 1 else None
-                found[heading] = {'mean': statistics.mean(values), 'sd': sd}
+                found[heading] = study.over_seeds(values)
         rows.append(found)
     return rows
 
 
-def print_table(rows):
-    """As Markdown, as the page has it."""
-    head = ['', 'tuned', 'step', 'seeds', *COLUMNS]
-    print(f"| {' | '.join(head)} |\n{'|---' * len(head)}|")
+def lines(rows):
+    """The rows as the page has them."""
+    return [{'': row['title'], 'tuned': row['tuned_numbers'], 'step': row['step'],
+             'seeds': len(row['seeds'])} | {name: row.get(name) for name in COLUMNS}
+            for row in rows]
+
+
+# ---------------------------------------------------------------------- the picture
+
+FAMILIES = {'NoPE': BLACK, 'NoPE, tuned': BLUE, 'temperature': ORANGE, 'RoPE': '#D55E00',
+            'bias': '#117733', 'DAPE': '#AA4499'}
+
+
+def family_color(row):
+    return FAMILIES.get(row['family'], '#777777')
+
+
+def draw_rows(axis, rows, key, edge):
+    """Draw one point for each row. A row with a loss above `edge` is drawn there."""
     for row in rows:
-        cells = [row['title'], row['tuned_numbers'], row['step'] or '', len(row['seeds'])]
-        for name in COLUMNS:
-            mean, sd = row.get(name, {}).get('mean', ''), row.get(name, {}).get('sd')
-            cells.append(mean if sd is None else f'{mean:.3f} ± {sd:.3f}')
-        cells = [f'{cell:.3f}' if isinstance(cell, float) else str(cell) for cell in cells]
-        print(f"| {' | '.join(cells)} |")
+        x, y, color, title = row['loss at L'], row[key], family_color(row), row['title']
+        if x['mean'] > edge:
+            title, x = f"{title}  ← {x['mean']:.2f}", {'mean': edge, 'sd': None}
+        figures.curve(axis, [x['mean']], [y['mean']], title, color=color)
+        axis.errorbar(x['mean'], y['mean'], y['sd'], x['sd'], fmt='none', ecolor=color, lw=1)
+    axis.axhline(0, color=BLACK, lw=1)
+    axis.invert_xaxis()
+
+
+def draw(result):
+    """What each method gains from tokens beyond L, and recalls at 4L, against its loss at L."""
+    rows = result['rows']
+    views = {'gain at far repeats': 'gain from beyond L at far repeats (nats)',
+             'recall at 4L': 'recall at 4 times its training length (share right)'}
+    measured = {key: [row for row in rows if key in row] for key in views}
+    views = {key: name for key, name in views.items() if measured[key]}
+    figure, axes = figures.panels(
+        f"What reads past L = {result['L']}, size {result['label']} "
+        '(bars: standard deviation of seeds)', len(views), 2, width=6.2, height=7)
+    edge = 1.4 * min(row['loss at L']['mean'] for row in rows)
+    for axis, (key, name) in zip(axes, views.items()):
+        draw_rows(axis, measured[key], key, edge)
+        axis.set(xlabel='loss at L (nats per token), better to the right', ylabel=name)
+        if 'gain' in key:  # gains span 0.01 nats to several nats
+            axis.set_yscale('asinh', linear_width=0.1)
+            low, ticks = axis.get_ylim()[0], [3, 1, 0.3, 0.1, 0, -0.1, -0.3, -1, -3, -10]
+            best = max(row[key]['mean'] for row in measured[key])
+            axis.set_yticks(ticks, [f'{tick:g}' for tick in ticks])
+            axis.minorticks_off()
+            axis.set_ylim(1.2 * low, max(0.1, 1.5 * best))
+        figures.label_ends(axis, gap=0.03)
+    families = {row['family']: family_color(row) for row in rows}
+    handles = [axes[0].plot([], 'o', color=color, label=family)[0]
+               for family, color in families.items()]
+    figure.legend(handles=handles, loc='outside lower center', ncols=len(handles), frameon=False)
+    return figure
 
 
 def main():
     began = time.perf_counter()
-    for name, known in [(size, SIZES), *((method, ROWS) for method in methods)]:
-        if name not in known:
-            raise UserError(f"'{name}' is not one of {', '.join(known)}.")
+    study.require_known([size], SIZES)
+    study.require_known(methods, ROWS)
     if work:
-        chosen = [key for key in methods or ROWS if size in ROWS[key].sizes]
-        todo = [(key, seed) for i, seed in enumerate(seeds) for key in chosen
-                if i < ROWS[key].seeds and not result_file(key, seed).exists()]
-        work_on(todo)
+        study.measure_units(units())
     rows = collect()
-    print_table(rows)
+    study.print_table(lines(rows))
     result = {'stage': 'scoreboard', 'label': size, 'L': SIZES[size].L, 'rows': rows}
-    plots.write_result(f'results/scoreboard/{size}', result, settings(globals()),
-                       setup('cpu', 'float32'), began)
+    study.write(f'results/scoreboard/{size}', result, globals(), began, rows and draw)
 
 
 if __name__ == '__main__':

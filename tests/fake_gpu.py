@@ -1,6 +1,6 @@
 """
-A GPU that is not there: inside fake_gpu(), tensors on `cuda` have a shape, a type and strides but
-no numbers, and PyTorch's CUDA build says of each operation what it would return or why it fails.
+A fake GPU. Inside fake_gpu(), tensors on `cuda` have a shape, a type and strides, but no numbers.
+PyTorch's CUDA build says of each operation what it would return, or why it would fail.
 """
 
 import contextlib
@@ -14,15 +14,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kernels import repeat_heads
 
-# The kernels of scaled dot-product attention, and the compute capability that each is traced with:
-# where it is below 8 there is no FlashAttention, and keys are repeated for the others.
+# {kernel of scaled dot-product attention: compute capability that it is traced with}. Below 8 there
+# is no FlashAttention, and keys are repeated for the other kernels.
 KERNELS = {'flash': 9, 'cudnn': 9, 'efficient': 7, 'math': 7}
 
 
 def forced(kernel):
     """
-    scaled_dot_product_attention() by one of its kernels, or where that one cannot do it, by the
-    memory-efficient one. What PyTorch does before it calls a kernel is done here, too.
+    scaled_dot_product_attention() by one of its kernels. If that kernel cannot do it, by the
+    memory-efficient kernel. This function also does what PyTorch does before it calls a kernel.
     """
     aten = torch.ops.aten
 
@@ -52,7 +52,7 @@ def forced(kernel):
 
 @contextlib.contextmanager
 def attention_by(kernel):
-    """Attention goes by this kernel, and PyTorch is told of a GPU of its compute capability."""
+    """Attention uses this kernel, and PyTorch sees a GPU of the kernel's compute capability."""
     properties = types.SimpleNamespace(major=KERNELS[kernel])
     with (mock.patch.object(torch.cuda, 'get_device_properties', lambda device: properties),
           mock.patch.object(torch.cuda, 'is_bf16_supported', lambda **_: True),
@@ -63,6 +63,6 @@ def attention_by(kernel):
 
 @contextlib.contextmanager
 def fake_gpu(kernel):
-    """attention_by() this kernel, and tensors made inside are fake."""
+    """As attention_by(), and tensors made inside are fake."""
     with attention_by(kernel), FakeTensorMode(allow_non_fake_inputs=True):
         yield
