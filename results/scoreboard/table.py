@@ -201,18 +201,24 @@ def untuned(key):
     return ROWS[key].init or ROWS[key].model
 
 
+def read_row(key, seed):
+    """What the file of a row and seed holds. Each `gain` is over the row's own cut context."""
+    found = read(result_file(key, seed))
+    for row in found['repeats']:
+        row |= {'gain': row['own_gain'], 'cut_loss': row['own_cut_loss']}
+    return found
+
+
 def with_gains(key, seed):
     """
     What the file of a row and seed holds, and beside each `gain` a `gain_over_untuned`: the loss of
     the untuned model with its context cut to L, minus the row's loss with all of it. None where the
     untuned model was not measured.
     """
-    found, file = read(result_file(key, seed)), result_file(untuned(key), seed)
-    first = read(file) if file.exists() else None
+    found, file = read_row(key, seed), result_file(untuned(key), seed)
+    first = read_row(untuned(key), seed) if file.exists() else None
     for part in 'text', 'repeats':
         for k, row in enumerate(found[part]):
-            if 'own_gain' in row:  # a newer file, whose gain is over the untuned model's cut
-                row |= {'gain': row['own_gain'], 'cut_loss': row['own_cut_loss']}
             if 'cut_loss' in row:
                 cut_worse = first and row['cut_loss'] - first[part][k]['cut_loss']
                 row['gain_over_untuned'] = first and row['gain'] - cut_worse
