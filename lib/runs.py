@@ -33,10 +33,6 @@ def to_go_on(folder):
 
 def require_same_data(folder, old, new):
     """Refuse to resume on different text. old, new: {source: checksum of its tokens}."""
-    if old is None or None in new.values():
-        note(f'{folder}/last.pt does not say which text it was trained on, or the data set has no '
-             'checksums; the run assumes that the text is the same')
-        return
     changed = set(old.values()) ^ set(new.values())
     for name, checksum in (new | old).items():
         if checksum in changed:
@@ -97,13 +93,12 @@ def model_to_train(windows, chosen, given, runtime):
     state = checkpoints.load(path, chosen['position'] if 'position' in given else None, resumes)
     if resumes:
         with to_go_on(out_dir):
-            require_kinds({'data': {}} | state, data=dict | None, optimizer=dict, scaler=dict,
-                          best_val_loss=int | float)
-            sources = state.get('data') or {}  # older runs did not record them
-            require_kinds(sources, **dict.fromkeys(sources, str | None))
+            require_kinds(state, data=dict, optimizer=dict, scaler=dict, best_val_loss=int | float)
+            require_kinds(state['data'], **dict.fromkeys(state['data'], str))
+            require_kinds(state['settings'], init_from=str)
     checkpoints.require_tokenizer(state | {'path': path}, windows.tokenizer_state,
                                   chosen['dataset'])
-    began_with = state['settings'].get('init_from') if resumes else init_from
+    began_with = state['settings']['init_from'] if resumes else init_from
     old = state['model_config']
     if began_with == 'scratch':
         config = ModelConfig(**old)
@@ -115,12 +110,12 @@ def model_to_train(windows, chosen, given, runtime):
         chosen = chosen | kept
     chosen = chosen | {'init_from': began_with}
     if resumes:
-        require_same_data(out_dir, state.get('data'), windows.checksums)
-        was = old | state['settings']  # older settings lack the newer settings of the model
+        require_same_data(out_dir, state['data'], windows.checksums)
+        was = old | state['settings']  # a setting that the run lacks is the model's
         for name in require_same_model(out_dir, was, chosen):
             runtime.print(f"resuming with {name} = {chosen[name]} (was {state['settings'][name]})")
     model = Transformer(config)
-    model.load_state_dict(checkpoints.named_for(model, state['model'], path))
+    model.load_state_dict(checkpoints.weights_for(model, state['model'], path))
     return model, state if resumes else None, chosen
 
 
@@ -154,7 +149,7 @@ class Recorder:
         self.log_path = self.folder / 'log.jsonl'
         self.tracker = None
         if runtime.is_main:
-            self.tracker = open_tracker(settings.get('tracker'), folder, settings)
+            self.tracker = open_tracker(settings['tracker'], folder, settings)
         self.lock = OnlyWriter(self.log_path, runtime.is_main)
 
     def begin(self, step):

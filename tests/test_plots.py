@@ -8,13 +8,13 @@ import warnings
 from pathlib import Path
 
 import pytest
-from conftest import refuses
+from conftest import read, refuses
 
 from lib import figures, plots
 
 RESULTS = {}
 for path in sorted(Path(__file__).parents[1].glob('results/**/*.json')):
-    result = plots.read_result(path)
+    result = read(path)
     if plots.kind_of(result) in plots.PICTURES:
         RESULTS[f'{path.parent.name}/{path.stem}'] = result
 
@@ -72,17 +72,6 @@ def test_a_models_cut_context_begins_at_L(lengths, drawn):
     cut = [line.get_xydata() for line in figures.named_lines(axis) if 'cut to 128' in
            line.get_label()]
     assert dict(cut[0] if cut else []) == pytest.approx(drawn)
-
-
-def test_answers_from_before_the_tail_had_that_name_draw_the_same_picture(tmp_path):
-    old = Path(__file__).parents[1] / 'results/dape_small/eval_ppl_table.json'
-    assert json.loads(old.read_text())['protocol'] == 'last'
-    [then] = plots.draw(write(tmp_path, 'old', json.loads(old.read_text())))
-    [now] = plots.draw(write(tmp_path, 'new', RESULTS['dape_small/eval_ppl_table']))
-    assert RESULTS['dape_small/eval_ppl_table']['protocol'] == 'tail'
-    assert then.read_bytes() == now.read_bytes()
-    path = write(tmp_path, 'position', {'protocol': 'position', 'last': 64})
-    assert plots.read_result(path) == {'protocol': 'position', 'tail': 64}
 
 
 def test_a_value_above_the_panel_is_written_at_its_edge():
