@@ -185,8 +185,7 @@ def read_state(path, wanted, max_iters):
         return {'step': 0, 'settings': wanted, 'test': {}}
     state = load_whole(path, 'Remove it.')
     with fault_of(path, 'a run of che.py', 'Remove it.'):
-        later = METHOD | {'short_conv': 0, 'short_conv_at': 'AC'}
-        old = later | state['settings']  # older runs lack later settings
+        old = METHOD | state['settings']  # a setting of a method that it lacks had its default
         differences = [f'{name} {old[name]}, not {wanted[name]}' for name in wanted
                        if old[name] != wanted[name]]
         if state['step'] > max_iters:
@@ -204,7 +203,7 @@ def open_run(mixture, path, chosen, runtime):
     wanted = {name: chosen[name] for name in (*MODEL, *TRAINING)}
     state = read_state(path, wanted, chosen['max_iters'])
     if 'model' in state:
-        model.load_state_dict(checkpoints.named_for(model, state['model'], path))
+        model.load_state_dict(checkpoints.weights_for(model, state['model'], path))
     return TaskRun(mixture.split('+'), empty_token(mixture), model.to(runtime.device), state, path,
                    lock)
 

@@ -285,12 +285,12 @@ def main(given=()):
     elif init_from == 'resume':
         state = checkpoint_to_resume(chosen, given, windows)
         model = Transformer(ModelConfig(**state['model_config']))
-        model.load_state_dict(state['model'])
+        model.load_state_dict(checkpoints.weights_for(model, state['model'], state['path']))
         chosen['init_from'] = state['settings']['init_from']
     else:
         start, config = checkpoint_to_start_from(chosen, given, windows)
         model = Transformer(config)
-        model.load_state_dict(checkpoints.named_for(model, start['model'], start['path']))
+        model.load_state_dict(checkpoints.weights_for(model, start['model'], start['path']))
         start = None  # free the file's copy of the weights
     model.checkpoint_activations = checkpoint_activations
     chosen |= {name: getattr(model.config, name) for name in MODEL}

@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import hashlib
 import os
-import re
 import shutil
 import time
 from pathlib import Path
@@ -30,21 +29,14 @@ from model import VECTORS, ModelConfig, Transformer, matrices, small_vectors, ve
 from position import unused_settings
 
 
-def old_name(name):
-    """The name of a weight in old checkpoints, from before position.py's methods were modules."""
-    name = re.sub(r'position\.(first|second)\.', r'dape.\1.', name)
-    name = re.sub(r'position\.(method\.)?(e|u|v|W\.weight)$', r'content.\2', name)
-    return re.sub(r'position\.(method\.)?', 'bias.', name)
-
-
 def weights_digest(state):
     """
-    SHA-256 of a state dict: over the old name, the shape and up to 4,096 evenly spaced values of
-    each weight matrix. Small vectors (head scales, norms) are left out, so that a scale file still
-    fits the checkpoint after they are tuned.
+    SHA-256 of a state dict: over the name, the shape and up to 4,096 evenly spaced values of each
+    weight matrix. Small vectors (head scales, norms) are left out, so that a scale file still fits
+    the checkpoint after they are tuned.
     """
     digest = hashlib.sha256()
-    for name, weight in sorted((old_name(name), weight) for name, weight in state.items()):
+    for name, weight in sorted(state.items()):
         if weight.dim() >= 2 and not vector_of(name):
             n = weight.numel()
             places = torch.linspace(0, n - 1, min(n, 4096), dtype=torch.float64).long()
@@ -127,7 +119,7 @@ def whole_config(state):
     model, config, settings = state['model'], state['model_config'], state['settings']
     require_kinds(model, **dict.fromkeys(model, torch.Tensor))
     require_kinds(config, **{name: kind for name, kind in huggingface.KINDS.items()
-                             if name in config})  # older configs lack some
+                             if name in config})  # settings that it lacks get their defaults
     require_kinds(settings, **dict.fromkeys(settings, str | int | float | list | None))
     require_kinds({'dataset': ''} | settings, dataset=str)
     if state['tokenizer'] is not None:
@@ -146,30 +138,26 @@ def config_of(settings, **sizes):
         return ModelConfig(**{name: settings[name] for name in names & set(settings)} | sizes)
 
 
-def named_for(model, weights, source):
+def weights_for(model, weights, source):
     """
-    The weights, under the names that this model uses. Raises UserError if a weight is missing, left
+    The weights of a checkpoint, {name: tensor}, as the model loads them. A small vector that the
+    checkpoint lacks gets its neutral value. The model's own small vectors take the checkpoint's
+    shapes: one number per head, or one per channel. Raises UserError if a weight is missing, left
     over or of another shape.
     """
-    ours = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
-    names = {old_name(name): name for name in ours}
-    weights = {names.get(name, name): weight for name, weight in weights.items()}
+    neutral = {name: torch.full(p.shape, VECTORS[vector_of(name)].neutral)
+               for name, p in small_vectors(model).items()}
+    weights = neutral | weights
     for name, p in small_vectors(model).items():
-        vector = weights.get(name)
-        if vector is None:  # the checkpoint is older than this kind of vector
-            vector = torch.full(p.shape, VECTORS[vector_of(name)].neutral)
-        if p.dim() == 2 and vector.dim() == 1:  # older checkpoints have head scales of shape (H,)
-            vector = vector[:, None]
-        if p.dim() == 2 and vector.shape == (len(p), model.config.head_dim):
-            p.data = p.new_empty(vector.shape)  # one number per channel
-        weights[name] = vector
+        if p.dim() == 2 and weights[name].shape == (len(p), model.config.head_dim):
+            p.data = p.new_empty(weights[name].shape)  # one number per channel
     ours = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
     theirs = {name: tuple(weight.shape) for name, weight in weights.items()}
     for name, _ in sorted(ours.items() ^ theirs.items()):
         raise UserError(f'{name} should have shape {ours.get(name)}, but in {source} it has '
-                        f'{theirs.get(name)}. That model was not trained with position '
-                        f'{model.config.position}, because each method has its own weights. Leave '
-                        '--position out.')
+                        f'{theirs.get(name)}. The weights are of another position method than '
+                        f'{model.config.position}, or of an unreleased version. Leave --position '
+                        'out, or train the model again.')
     return weights
 
 
@@ -182,7 +170,7 @@ def cast_matrices(model, dtype):
     return model
 
 
-class Uninitialised(TorchFunctionMode):
+class Uninitialized(TorchFunctionMode):
     """
     Inside this mode the functions of torch.nn.init do nothing, because the values of the weights
     will be loaded. On the meta device, to initialize would load the compiler, which takes a second.
@@ -217,9 +205,9 @@ def load_model(init_from, out_dir, device, position=None, rope_scaling=None, dty
         config |= unused_settings(config)
     if rope_scaling is not None:
         config |= {'rope_scaling': rope_scaling}
-    with as_user_error(), torch.device('meta'), Uninitialised():
+    with as_user_error(), torch.device('meta'), Uninitialized():
         model = Transformer(ModelConfig(**config))
-    weights = named_for(model, state.pop('model'), source)
+    weights = weights_for(model, state.pop('model'), source)
     weights = {name: weight if weight.dtype == dtype else weight.float()
                for name, weight in weights.items()}
     model.load_state_dict(weights, assign=True)

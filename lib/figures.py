@@ -102,8 +102,7 @@ def curve_name(result):
         name += ' + DAPE'
     if result.get('short_conv'):
         name += ' + short convolution'
-    label = result.get('label') or result.get('settings', {}).get('label')
-    return f'{name}, {label}' if label else name
+    return f"{name}, {result['label']}" if result['label'] else name
 
 
 def run_name(result):

@@ -78,7 +78,7 @@ def draw_uniform(result):
                        search['entropy'][i], colormaps['viridis'](i / len(search['loss']))))
     curve(axes[0], running_mean(position), running_mean(search['best_loss_by_position']),
           'best at each', color=BLACK, ls='--')
-    draw_loss_and_entropy(axes, curves, L, cut=search.get('cut'))
+    draw_loss_and_entropy(axes, curves, L, cut=search['cut'])
 
     beyond = position[position > L]
     ln_s = np.log(beyond / L)
@@ -111,7 +111,7 @@ def draw_head(result):
     curves = []
     for name, measured in result['curves'].items():
         curves.append((name, result['position'], measured['loss'], measured['entropy'], None))
-    draw_loss_and_entropy(axes, curves, result['block_size'], cut=result.get('cut'))
+    draw_loss_and_entropy(axes, curves, result['block_size'], cut=result['cut'])
     for axis in axes[:2]:
         mark_length(axis, target, f'tuned at {target}')
     scatter_heads(axes[2], heads, result['last_entropy'], range(len(scales)),
@@ -171,7 +171,7 @@ def draw_ppl(result):
                 error = np.array(row['standard_error'], float) * np.array(row['ppl'], float)
             curve(axis, result['lengths'], row['ppl'], row['name'], error)
         draw_cut(axis, result['lengths'], cut_ppl(result, first),
-                 f"{first['name']}, cut to {trained_length(result | first)}")
+                 f"{first['name']}, cut to {(result | first)['trained_length']}")
         ppl_axis(axis, every or [1])
         length_axis(axis, result['lengths'], result['block_size'])
         axis.set(xlabel='window length (tokens)')
@@ -181,16 +181,11 @@ def draw_ppl(result):
 
 def cut_ppl(result, row):
     """A row's perplexity at each length with the context cut to L; None if it is not known."""
-    lengths, L = result['lengths'], trained_length(result | row)
+    lengths, L = result['lengths'], (result | row)['trained_length']
     if result.get('rule') == 'same' and L in lengths:  # each length scores the same tokens
         at_L = row['ppl'][lengths.index(L)]
         return [at_L if T >= L else None for T in lengths]
     return [None if loss is None else np.exp(loss) for loss in row.get('cut_loss', [])]
-
-
-def trained_length(result):
-    """The number of tokens that the context is cut to. Older results have only block_size."""
-    return result.get('trained_length', result['block_size'])
 
 
 def draw_positions(result):
@@ -202,7 +197,7 @@ def draw_positions(result):
     for row in result['rows']:
         axis.errorbar(row['length'], row['loss'], row['standard_error'], fmt='.', color=BLACK)
     lengths, cut = zip(*[(row['length'], row.get('cut_loss')) for row in result['rows']])
-    draw_cut(axis, lengths, cut, f'context cut to {trained_length(result)}')
+    draw_cut(axis, lengths, cut, f"context cut to {result['trained_length']}")
     position_axis(axis, result['block_size'], 'loss (nats per token)')
     return figure
 
@@ -307,9 +302,8 @@ def draw_tasks(result):
     for axis, (task, row) in zip(axes, result['tasks'].items()):
         accuracy = 100 * np.array(row['accuracy'], float)
         curve(axis, result['lengths'], accuracy, result['method'])
-        if 'exact' in row:
-            exact = 100 * np.array(row['exact'], float)
-            curve(axis, result['lengths'], exact, result['method'], ls=':', lw=1)
+        exact = 100 * np.array(row['exact'], float)
+        curve(axis, result['lengths'], exact, result['method'], ls=':', lw=1)
         axis.axhline(100 * row['chance'], color='#888888', ls='--', lw=1)
         axis.set(ylim=(-3, 103), xlabel='length of the input (symbols)', ylabel='accuracy (%)',
                  title=f"{task.replace('_', ' ')}: {row['outside']:.1%} past L")
@@ -364,16 +358,6 @@ PICTURES = {
 }
 
 
-def read_result(path):
-    """A stage's JSON. Older files call the setting and the protocol `tail` by the name `last`."""
-    result = json.loads(Path(path).read_text(encoding='utf-8'))
-    if 'last' in result:
-        result['tail'] = result.pop('last')
-    if result.get('protocol') == 'last':
-        result['protocol'] = 'tail'
-    return result
-
-
 def kind_of(result):
     """The key of a result in PICTURES: its stage, for some stages with the protocol or method."""
     if 'paired_differences' in result:
@@ -387,7 +371,7 @@ def draw(path):
     """Draw the pictures of a stage's JSON next to it. Returns a list of their paths, or []."""
     path = Path(path)
     try:
-        result = read_result(path)
+        result = json.loads(path.read_text(encoding='utf-8'))
         kind = kind_of(result)
         figures = {path.with_suffix('.png'): PICTURES[kind]}
     except MALFORMED:  # the file is not a result, or the result has no picture

@@ -33,9 +33,6 @@ def to_go_on(folder):
 
 def require_same_data(folder, old, new):
     """Refuse to resume on different text. old, new: {source: checksum of its tokens}."""
-    if None in new.values():
-        note('the data set has no checksums; the run assumes that its text is still the same')
-        return
     changed = set(old.values()) ^ set(new.values())
     for name, checksum in (new | old).items():
         if checksum in changed:
@@ -73,7 +70,8 @@ def checkpoint_to_resume(chosen, given, windows):
     own, was = state['model_config'], state['settings']
     with to_go_on(chosen['out_dir']):
         require_kinds(state, data=dict, optimizer=dict, scaler=dict, best_val_loss=int | float)
-        require_kinds(state['data'], **dict.fromkeys(state['data'], str | None))
+        require_kinds(state['data'], **dict.fromkeys(state['data'], str))
+        require_kinds(was, init_from=str)
     checkpoints.require_tokenizer(state, windows.tokenizer_state, chosen['dataset'])
     scaling = scaling_with_factor(chosen, own['rope_length'] or own['block_size'])
     require_own_settings(own, chosen | {'rope_scaling': scaling}, given, path)
@@ -140,7 +138,7 @@ class Recorder:
         self.log_path = self.folder / 'log.jsonl'
         self.tracker = None
         if runtime.is_main:
-            self.tracker = open_tracker(settings.get('tracker'), folder, settings)
+            self.tracker = open_tracker(settings['tracker'], folder, settings)
         self.lock = OnlyWriter(self.log_path, runtime.is_main)
 
     def begin(self, step):

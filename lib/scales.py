@@ -71,9 +71,6 @@ def vectors_from_json(data, path, model):
         kind = VECTORS[vector_of(name)]
         if not kind.pretrained:
             vectors[name] = torch.full((*p.shape[:-1], 1), kind.neutral)
-    data = dict(data)
-    if 'channel_scale' in data:  # older files call head_scale so
-        data['head_scale'] = data.pop('channel_scale')
     for key in {'head_scale'} | data.keys() & VECTORS.keys():  # each set must have scales
         rows = data[key]
         if isinstance(rows, list):
@@ -155,7 +152,7 @@ def sets_of(data, path):
     The sets of a scale file, as dicts with target_length. Raises UserError for an entry that does
     not belong in a scale file.
     """
-    kinds = {*VECTORS, 'channel_scale', 'target_length'}
+    kinds = {*VECTORS, 'target_length'}
     for name in data:
         if name not in ENTRIES | kinds:
             near = difflib.get_close_matches(name, kinds, n=1)
@@ -185,7 +182,8 @@ def read_scale_file(path, model, info):
             sets[one['target_length']] = vectors_from_json(one, path, model)
         if not sets or not all(type(T) is int and T > 0 for T in sets):
             raise ValueError(f'target_length is {list(sets)}')
-    if data.get('numbers_digest', numbers_digest(found)) != numbers_digest(found):
+        is_changed = data['numbers_digest'] != numbers_digest(found)
+    if is_changed:
         note(f'{path} was changed after it was tuned; the changed numbers are used')
         for vectors in sets.values():  # tuning may end below 0, but a changed number may not
             for name, scale in vectors.items():
@@ -203,8 +201,8 @@ def require_same_weights(data, path, info):
         raise UserError(f"{path} was tuned for other weights than {info['path']}. Tune it again "
                         'for this checkpoint.')
     for setting, key in (('position', 'position_method'), ('rope_scaling', 'rope_scaling')):
-        tuned_as, read_as = data.get(key), info['model_config'][setting]
-        if tuned_as not in (read_as, None):
+        tuned_as, read_as = data[key], info['model_config'][setting]
+        if tuned_as != read_as:
             raise UserError(f"{path} was tuned with {setting} '{tuned_as}', but {info['path']} is "
                             f"read with '{read_as}'. Add --{setting}={tuned_as}.")
 

@@ -204,9 +204,9 @@ class TokenFile:
     starts: np.memmap  # (documents,) int64, where each document begins
     meta: dict         # meta.json
     tokenizer_state: dict
-    checksum: str | None = None  # of the tokens; None if they were prepared before checksums
-    file: object = None          # the open file of the tokens
-    size_and_time: tuple = ()    # of that file when it was opened
+    checksum: str = ''         # of the tokens
+    file: object = None        # the open file of the tokens
+    size_and_time: tuple = ()  # of that file when it was opened
 
     def __del__(self):
         if self.file:
@@ -236,19 +236,19 @@ def open_tokens(dataset, split, check=False):
         require_tokenizer_kinds(state)
         if tokenizer_digest(state) != meta['tokenizer_digest']:
             raise ValueError('the tokenizer differs from the one in meta.json')
-        require_kinds(meta, vocab_size=int, splits=dict)
+        require_kinds(meta, vocab_size=int, splits=dict, checksums=dict)
         if meta['dtype'] not in ('uint16', 'uint32'):
             raise ValueError(f"dtype is {meta['dtype']}")
         if split not in meta['splits']:
             raise UserError(f'Dataset {dataset} has no split {split}. It has '
                             f"{', '.join(meta['splits'])}.")
-        count, checksums = meta['splits'][split], meta.get('checksums', {})
+        count, checksums = meta['splits'][split], meta['checksums']
         file, arrays = open(folder / f'{split}.bin', 'rb'), []
         opened = size_and_time(file)
         for name, dtype, n in zip(split_files(split), (meta['dtype'], 'int64'),
                                   (count['tokens'], count['documents'])):
-            arrays.append(open_array(folder / name, dtype, n, checksums.get(name), check))
-    return TokenFile(*arrays, meta, state, checksums.get(f'{split}.bin'), file, opened)
+            arrays.append(open_array(folder / name, dtype, n, checksums[name], check))
+    return TokenFile(*arrays, meta, state, checksums[f'{split}.bin'], file, opened)
 
 
 def size_and_time(file):
@@ -267,9 +267,7 @@ def open_array(path, dtype, n, checksum, check):
             if not check:
                 return array
             note(f'reading all of {path}, {array.nbytes / 1e9:.1f} GB, to find damage')
-        if checksum is None:
-            note(f'{path} was prepared before checksums were kept, so damage in it is not found')
-        elif checksum_of(path) != checksum:
+        if checksum_of(path) != checksum:
             raise ValueError('its checksum differs from the one in meta.json')
     return array
 

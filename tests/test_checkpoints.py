@@ -5,7 +5,6 @@ $ python -m pytest tests/test_checkpoints.py
 """
 
 import contextlib
-import json
 import os
 import pickle
 import random
@@ -43,7 +42,7 @@ from lib.checkpoints import (
 )
 from lib.errors import UserError
 from lib.tokenizers import get_tokenizer, tokenizer_state
-from model import Transformer, vector_of
+from model import ModelConfig, Transformer, vector_of
 
 BYTES = tokenizer_state(get_tokenizer('bytes'))
 
@@ -58,12 +57,6 @@ def out_dir(tmp_path):
     for name, step in ('last.pt', 7), ('best.pt', 5):
         save_model(small_model(step), tmp_path / name, step, {'seed': step})
     return tmp_path
-
-
-def changed(path, **entries):
-    """A checkpoint beside another, with entries changed."""
-    save(path.with_name('odd.pt'), **torch.load(path, weights_only=True) | entries)
-    return path.with_name('odd.pt')
 
 
 # ---------------------------------------------------------------------- save
@@ -116,22 +109,22 @@ def test_load_model_rebuilds_last_best_or_any_file(out_dir):
         assert model.config == made.config and Path(info['path']).parent == out_dir
         assert not model.training
         assert not any(weight.requires_grad for weight in model.parameters())
-    # One that is older than a setting has its default.
-    config = load(out_dir / 'last.pt')['model_config']
-    older = {name: value for name, value in config.items() if 'dape' not in name}
-    assert load(changed(out_dir / 'last.pt', model_config=older))['model_config'] == config
 
 
-# ---------------------------------------------------------------------- refused
-
-class Code:
-    """Pickled, it makes whoever unpickles it create a file."""
-
-    def __init__(self, mark):
-        self.mark = mark
-
-    def __reduce__(self):
-        return Path.touch, (self.mark,)
+def test_a_checkpoint_that_lacks_a_setting_or_a_small_vector_gets_the_one_that_changes_nothing(
+        tmp_path):
+    model = random_model(vocab_size=257)
+    for block in model.blocks:
+        block.attn.head_gain.data.fill_(1)
+    save_model(model, tmp_path / 'last.pt')
+    state = torch.load(tmp_path / 'last.pt', weights_only=True)
+    state['model'] = {name: weight for name, weight in state['model'].items()
+                      if not name.endswith('head_gain')}
+    del state['model_config']['dape_width']
+    save(tmp_path / 'lacks.pt', **state)
+    lacks, info = load_model(tmp_path / 'lacks.pt', '', 'cpu')
+    assert ModelConfig(**info['model_config']) == model.config
+    assert torch.equal(lacks(tokens(1, 20)), model(tokens(1, 20)))
 
 
 def test_opening_a_model_does_not_load_the_compiler(out_dir):
@@ -144,6 +137,18 @@ runtime = setup('cpu', 'float32')
 load_model('last', {str(out_dir)!r}, runtime.device)
 sys.exit('torch._dynamo' in sys.modules)"""
     subprocess.run([sys.executable, '-c', code], cwd=ROOT, check=True)
+
+
+# ---------------------------------------------------------------------- refused
+
+class Code:
+    """Pickled, it makes whoever unpickles it create a file."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return Path.touch, (self.mark,)
 
 
 @pytest.mark.parametrize('write', [torch.save, lambda x, path: path.write_bytes(pickle.dumps(x))])
@@ -184,45 +189,25 @@ def test_file_that_does_not_exist_or_cannot_be_opened_is_not_called_damaged(out_
         load(out_dir / 'last.pt')
 
 
-@pytest.mark.parametrize('row', '''
-{"n_layer": 1000000000} | n_layer=1000000000
-{"rope_length": -1} | rope_length is -1
-{"norm_eps": -1.0} | norm_eps is -1
-{"n_embd": 1000000000} | blocks.0.attn
-{"vocab_size": 1000000000} | embed
-{"dape_kernel": 3, "dape_width": 1000000000} | position.first
-{"n_layer": null} | NoneType
-{"n_embd": "16"} | str
-{"position": "rope", "rope_base": [1]} | list
-{"learning_rate": 1} | learning_rate
-'''.strip().splitlines())
-def test_model_settings_that_are_not_those_of_the_weights_are_refused(out_dir, row):
-    settings, named = row.split(' | ')
-    config = load(out_dir / 'last.pt')['model_config'] | json.loads(settings)
-    path = changed(out_dir / 'last.pt', model_config=config)
-    for name in 'odd.pt', named:
-        refuses(name, load_model, path, None, 'cpu')
-
-
-@pytest.mark.parametrize('content', [
-    [1, 2], {'model': {}, 'step': 1}, {'model_config': None}], ids=str)
-def test_file_of_another_program_or_with_entries_of_the_wrong_kind_is_refused(out_dir, content):
-    if len(content) == 1:
-        content = torch.load(out_dir / 'last.pt', weights_only=True) | content
-    torch.save(content, out_dir / 'odd.pt')
-    refuses('odd.pt', load, out_dir / 'odd.pt')
-
-
-ENTRIES = [f'{entry} | {value}' for entry in ('model', 'model_config', 'settings', 'digest', 'step')
-           for value in ('DROP', 'null', '[]')]
-
-
-@pytest.mark.parametrize('row', ENTRIES + '''
+# What is changed, its new value as JSON, and what the refusal names; 'last.pt' by default.
+ROWS = [f'{entry} | {value}' for entry in ('model', 'model_config', 'settings', 'digest', 'step')
+        for value in ('DROP', 'null', '[]')]
+ROWS += '''
 model | {"embed.weight": 5}
 model | {"1": []}
-model_config norm_eps | "x"
+model_config n_layer | null | NoneType
+model_config n_layer | 1000000000 | n_layer=1000000000
+model_config n_embd | "16" | str
+model_config n_embd | 1000000000 | blocks.0.attn
+model_config vocab_size | 1000000000 | embed
+model_config dape_kernel | 3 | position.first
+model_config rope_base | [1] | list
 model_config rope_length | "x"
+model_config rope_length | -1 | rope_length is -1
+model_config norm_eps | "x"
+model_config norm_eps | -1.0 | norm_eps is -1
 model_config tied | 5
+model_config learning_rate | 1 | learning_rate
 settings | 5
 settings seed | {}
 settings dataset | 5
@@ -235,19 +220,27 @@ tokenizer kind | "gone"
 tokenizer kind | []
 tokenizer name | DROP
 tokenizer text | null
-tokenizer text | "YQ== 0"
-tokenizer text | "YQ== 0 1"
+tokenizer text | "YQ== 0" | bytes
+tokenizer text | "YQ== 0 1" | bytes
 tokenizer pattern | DROP
 tokenizer pattern | 5
-tokenizer pattern | "("
+tokenizer pattern | "(" | bytes
 tokenizer pattern | ""
 tokenizer eot_token | "x"
-tokenizer eot_token | -1
-'''.strip().splitlines())
+tokenizer eot_token | -1 | bytes
+'''.strip().splitlines()
+
+
+@pytest.mark.parametrize('row', ROWS)
 def test_a_checkpoint_without_an_entry_or_with_one_of_the_wrong_kind_is_refused(out_dir, row):
-    damage(out_dir / 'last.pt', row)
-    with pytest.raises(UserError, match='last.pt is not a checkpoint|tokenizer bytes|bytes is not'):
-        open_model(out_dir / 'last.pt')
+    keys, value, *named = row.split(' | ')
+    damage(out_dir / 'last.pt', f'{keys} | {value}')
+    refuses(*named or ['last.pt'], open_model, out_dir / 'last.pt')
+
+
+def test_a_file_of_another_program_is_refused(tmp_path):
+    torch.save([1, 2], tmp_path / 'odd.pt')
+    refuses('odd.pt', load, tmp_path / 'odd.pt')
 
 
 def test_weights_of_another_position_method_are_refused(tmp_path):
@@ -256,6 +249,8 @@ def test_weights_of_another_position_method_are_refused(tmp_path):
     for named in 'blocks.0.attn.position.first.weight', '(32, 8, 1, 3)':
         refuses(named, load_model, 'last', tmp_path, 'cpu', position='none')
 
+
+# ---------------------------------------------------------------------- digest
 
 @pytest.mark.parametrize('state', [small_model(0).state_dict(), {'w': torch.zeros(300, 1000)}])
 def test_digest_changes_with_any_weight_down_to_its_last_bit_and_samples_large_matrices(state):
@@ -270,30 +265,18 @@ def test_digest_changes_with_any_weight_down_to_its_last_bit_and_samples_large_m
     assert len({weights_digest(one) for one in states}) == len(states) >= 4
 
 
-def test_checkpoint_older_than_a_small_vector_or_than_its_shape_reads_as_it_did(tmp_path):
-    model = random_model(vocab_size=257)
-    for block in model.blocks:
-        block.attn.head_gain.data.fill_(1)
-    save_model(model, tmp_path / 'last.pt')
-    state = torch.load(tmp_path / 'last.pt', weights_only=True)
-    for name in list(state['model']):
-        if name.endswith('head_gain'):
-            del state['model'][name]
-        elif name.endswith('head_scale'):
-            state['model'][name] = state['model'][name][:, 0]  # (H,)
-    torch.save(state, tmp_path / 'old.pt')
-    old, _ = load_model(tmp_path / 'old.pt', '', 'cpu')
-    assert torch.equal(old(tokens(1, 20)), model(tokens(1, 20)))
-
-
-# ---------------------------------------------------------------------- digest
-
 def test_digest_changes_with_names_and_shapes_but_not_with_head_scales_and_norms():
     weight, state = torch.ones(4, 6), small_model(0).state_dict()
     others = {'w': weight}, {'v': weight}, {'w': weight.T}, {'w': weight, 'v': weight}
     assert len({weights_digest(other) for other in others}) == 4
-    tuned = {name: p + 0.7 * (p.dim() == 1) for name, p in reversed(state.items())}
+    tuned = {name: p + 0.7 * bool(vector_of(name)) for name, p in reversed(state.items())}
     assert weights_digest(tuned) == weights_digest(state)
+
+
+def test_digest_is_the_one_that_checkpoints_and_scale_files_have():
+    state = load(ROOT / 'lessons/demo.pt')
+    assert weights_digest(state['model']) == state['digest']
+    assert state['digest'] == read(ROOT / 'lessons/scale_uniform.json')['weights_digest']
 
 
 # ---------------------------------------------------------------------- open one for a stage

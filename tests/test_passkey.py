@@ -12,8 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import mistake, on, read, stage, stage_here, written_elsewhere
+from conftest import mistake, on, read, scale_set, stage, stage_here, written_elsewhere
 
+from lib.scales import save_scale
 from lib.tokenizers import get_tokenizer, train_bpe
 from passkey import FILLER, KEY, QUESTION, TASK, build_prompt, draw_cells
 from results.channel_scale import passkey as study
@@ -142,12 +143,11 @@ def test_a_stopped_run_goes_on_to_the_answers_of_an_unbroken_one(whole, tiny_run
 
 def test_title_counts_what_the_scales_are_tuned_for_and_a_changed_file_is_refused(tiny, tiny_run,
                                                                                   tmp_path):
-    scale, digest = tmp_path / 'mine.json', tiny[1]['digest']
-    tuned = {'target_length': 300, 'head_scale': [[1.1] * 4] * 2, 'weights_digest': digest}
-    scale.write_text(json.dumps(tuned))
+    scale = tmp_path / 'mine.json'
+    save_scale(scale, tiny[1], {300: scale_set([[1.1] * 4] * 2)}, 'head')
     command = arguments(tiny_run, tmp_path, f'--scale={scale} --n_keys=1 --n_depths=1')
     stage_here('passkey', *command)
     result = read(tmp_path / 'passkey_mine.json')
     assert result['window'] == 300 and result['accuracy_inside'] == result['accuracy'][0][0]
-    scale.write_text(json.dumps(tuned | {'head_scale': [[1.2] * 4] * 2}))  # tuned again
+    save_scale(scale, tiny[1], {300: scale_set([[1.2] * 4] * 2)}, 'head')  # tuned again
     assert '(scale)' in mistake('passkey', *command)

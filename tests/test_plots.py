@@ -8,7 +8,7 @@ import warnings
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, refuses
+from conftest import ROOT, read, refuses
 
 from lib import figures, plots
 from results.channel_scale import table as channels
@@ -17,7 +17,7 @@ from results.scoreboard import table as scoreboard
 PICTURES = plots.PICTURES | {'channel_scale': channels.draw, 'scoreboard': scoreboard.draw}
 RESULTS = {}
 for path in sorted(ROOT.glob('results/**/*.json')):
-    result = plots.read_result(path)
+    result = read(path)
     if plots.kind_of(result) in PICTURES:
         RESULTS[f'{path.parent.name}/{path.stem}'] = result
 
@@ -75,17 +75,6 @@ def test_a_models_cut_context_begins_at_L(lengths, drawn):
     cut = [line.get_xydata() for line in figures.named_lines(axis) if 'cut to 128' in
            line.get_label()]
     assert dict(cut[0] if cut else []) == pytest.approx(drawn)
-
-
-def test_answers_from_before_the_tail_had_that_name_draw_the_same_picture(tmp_path):
-    old = Path(__file__).parents[1] / 'results/dape_small/eval_ppl_table.json'
-    assert json.loads(old.read_text())['protocol'] == 'last'
-    [then] = plots.draw(write(tmp_path, 'old', json.loads(old.read_text())))
-    [now] = plots.draw(write(tmp_path, 'new', RESULTS['dape_small/eval_ppl_table']))
-    assert RESULTS['dape_small/eval_ppl_table']['protocol'] == 'tail'
-    assert then.read_bytes() == now.read_bytes()
-    path = write(tmp_path, 'position', {'protocol': 'position', 'last': 64})
-    assert plots.read_result(path) == {'protocol': 'position', 'tail': 64}
 
 
 def test_a_value_above_the_panel_is_written_at_its_edge():

@@ -33,10 +33,10 @@ def loaded(tmp_path):
     return load_model('last', tmp_path, 'cpu')
 
 
-def write(path, info, **changes):
+def write(path, info, changes=()):
     """A scale file of SCALES for 64 tokens, with entries changed. Returns its name."""
     save_scale(path, info, {64: scale_set(SCALES)}, 'head')
-    path.write_text(json.dumps(read(path) | changes))
+    path.write_text(json.dumps(read(path) | dict(changes)))
     return str(path)
 
 
@@ -80,33 +80,46 @@ def test_answers_of_models_that_differ_in_a_vector_alone_are_told_apart(loaded):
     assert identity(model, None, info) == seen[-1]
 
 
-def test_scale_file_reads_as_it_was_written(tmp_path, loaded):
-    path, (model, info), wanted = tmp_path / 'scale.json', loaded, scale_set(SCALES)
-    save_scale(path, info, {64: wanted}, 'head', losses=[2.5, 2.25])
+@pytest.mark.parametrize('rows', [
+    torch.tensor(SCALES)[..., None],
+    1 + torch.arange(8).view(2, 4, 1) * 2 ** -7,  # bfloat16 has such numbers, of many digits
+    torch.rand(2, 4, 1), torch.rand(2, 4, 8) - 0.5])
+def test_scale_file_reads_as_it_was_written_to_the_last_digit(tmp_path, loaded, rows):
+    path, (model, info) = tmp_path / 'scale.json', loaded
+    tuned = {f'blocks.{i}.attn.head_scale': row for i, row in enumerate(rows)}
+    save_scale(path, info, {64: tuned}, 'head', losses=[2.5, 2.25])
     data, sets = read_scale_file(path, model, info)
-    assert (data['method'], data['target_length'], data['losses']) == ('head', 64, [2.5, 2.25])
-    near({name: sets[64][name] for name in wanted}, wanted)
-    assert '[1.0, 1.25, 1.5, 2.0]' in path.read_text(), 'a layer is not on one line'
+    assert (data['method'], data['losses'], list(sets)) == ('head', [2.5, 2.25], [64])
+    assert all(torch.equal(sets[64][name], tuned[name]) for name in tuned)
+    assert '[2.5, 2.25]' in path.read_text(), 'a list of numbers is not on one line'
 
 
-def test_scale_file_of_other_weights_or_another_position_method_is_refused(tmp_path, loaded):
-    model, info = loaded
-    path, config = write(tmp_path / 'scale.json', info), info['model_config']
-    for changes, named in (
-            ({'digest': 'another'}, 'last.pt'),
-            ({'model_config': config | {'rope_scaling': 'yarn:4'}}, '--rope_scaling='),
-            ({'model_config': config | {'position': 'rope'}}, '--position=none')):
-        refuses(named, apply_scale, model, path, info | changes)
-        refuses('scale.json', apply_scale, model, path, info | changes)
+@pytest.mark.parametrize('changes, named', [
+    ({'digest': 'another'}, 'last.pt'),
+    ({'rope_scaling': 'yarn:4'}, '--rope_scaling='),
+    ({'position': 'rope'}, '--position=none')])
+def test_scale_file_of_other_weights_or_another_position_method_is_refused(tmp_path, loaded,
+                                                                           changes, named):
+    (model, info), path = loaded, write(tmp_path / 'scale.json', loaded[1])
+    other = info | changes | {'model_config': info['model_config'] | changes}
+    refuses(named, apply_scale, model, path, other)
+    refuses('scale.json', apply_scale, model, path, other)
 
-    assert torch.equal(model.head_scale, ONES)
 
-
-@pytest.mark.parametrize('text', '''
+# What a file holds, or the entries in which it differs from a whole one, and what the refusal
+# names; 'odd.json' by default.
+@pytest.mark.parametrize('row', '''
 
 []
 {"head_scale": [[1
 \udc80
+DEEP
+LACKS head_scale
+LACKS target_length
+LACKS weights_digest
+LACKS numbers_digest
+LACKS position_method
+LACKS rope_scaling
 {"sets": 5}
 {"sets": [5]}
 {"sets": {}}
@@ -115,49 +128,33 @@ def test_scale_file_of_other_weights_or_another_position_method_is_refused(tmp_p
 {"head_gain": null}
 {"head_scale": {}}
 {"head_scale": [[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1]]}
-{"head_scale": [[1, 1, 1, "a"], [1, 1, 1, 1]]}
 {"head_scale": [[1, 1, 1, HUGE], [1, 1, 1, 1]]}
+{"head_scale": [[1, 1, 1, "1.2"], [1, 1, 1, 1]]} | numbers
+{"head_scale": [[1, 1, 1, true], [1, 1, 1, 1]]} | numbers
+{"head_scale": [[-1, 1, 1, 1], [1, 1, 1, 1]]} | above 0
+{"head_scale": [[0, 1, 1, 1], [1, 1, 1, 1]]} | above 0
+{"head_gian": [[1, 1, 1, 1], [1, 1, 1, 1]]} | 'head_gain'
+{"zzz": 1} | Remove it
 {"norm": null}
 {"norm": {"norm.weight": 5}}
-{"norm": {"norm.weight": WIDE "a"]}}
 {"norm": {"norm.weight": WIDE NaN]}}
 {"norm": {"norm.weight": WIDE 1e39]}}
 {"norm": {"other": WIDE 1.0]}}
-DEEP
 '''.splitlines()[1:])
-def test_scale_file_that_fits_no_model_is_refused(tmp_path, loaded, text):
+def test_scale_file_that_fits_no_model_is_refused(tmp_path, loaded, row):
     (model, info), path = loaded, tmp_path / 'odd.json'
+    text, *named = row.split(' | ')
     text = text.replace('HUGE', '1' + 400 * '0').replace('WIDE', '[' + 31 * '1.0, ')
-    if text.endswith('}'):
-        write(path, info, **json.loads(text))
-    else:
-        path.write_text(text.replace('DEEP', 200_000 * '['), errors='surrogateescape')
-    refuses('odd.json', apply_scale, model, str(path), info)
+    text = text.replace('DEEP', 200_000 * '[')
+    whole = read(write(path, info))
+    if text.startswith('LACKS'):
+        del whole[text.split()[1]]
+        text = json.dumps(whole)
+    elif text.endswith('}'):
+        text = json.dumps(whole | json.loads(text))
+    path.write_text(text, errors='surrogateescape')
+    refuses(*named or ['odd.json'], apply_scale, model, str(path), info)
     assert all((p == 1).all() for p in small_vectors(model).values())
-
-
-def test_a_scale_file_keeps_every_digit_that_was_tuned(tmp_path, loaded):
-    """Published scales are bfloat16, 1.0078125 and the like, of which 6 digits are not enough."""
-    model, info = loaded
-    bf16 = 1 + torch.arange(8).view(2, 4, 1) * 2 ** -7
-    for rows in bf16, torch.rand(2, 4, 1), torch.rand(2, 4, 8) - 0.5:
-        tuned = {f'blocks.{i}.attn.head_scale': row for i, row in enumerate(rows)}
-        save_scale(tmp_path / 'scale.json', info, {64: tuned}, 'head')
-        found = read_scale_file(tmp_path / 'scale.json', model, info)[1][64]
-        assert all(torch.equal(found[name], tuned[name]) for name in tuned)
-
-
-@pytest.mark.parametrize('changes, named', [
-    ({'head_scale': [[-1, 1, 1, 1]] * 2}, 'above 0'),
-    ({'head_scale': [[0, 1, 1, 1]] * 2}, 'above 0'),
-    ({'head_scale': [['1.2', 1, 1, 1]] * 2}, 'numbers'),
-    ({'head_scale': [[True, 1, 1, 1]] * 2}, 'numbers'),
-    ({'head_gian': [[1, 1, 1, 1]] * 2}, "'head_gain'"), ({'zzz': 1}, 'Remove it'),
-], ids=str)
-def test_scale_file_is_checked_as_the_command_line_is(tmp_path, loaded, changes, named):
-    model, info = loaded
-    path = write(tmp_path / 'scale.json', info, **changes)
-    refuses(named, apply_scale, model, path, info)
 
 
 def test_scale_file_edited_by_hand_says_so_and_is_used(tmp_path, loaded, capsys):
@@ -165,16 +162,15 @@ def test_scale_file_edited_by_hand_says_so_and_is_used(tmp_path, loaded, capsys)
     note.cache_clear()
     rows = [[1.5, 1.25, 1.5, 2.0], [3.0, 0.12, 0.07, 1.6]]
     for changes, said in ({}, False), ({'head_scale': rows}, True):
-        apply_scale(model, write(tmp_path / 'scale.json', info, **changes), info, lambda line: None)
+        apply_scale(model, write(tmp_path / 'scale.json', info, changes), info, lambda line: None)
         assert ('changed after it was tuned' in capsys.readouterr().out) == said
     near(model.head_scale, rows, atol=1e-6)
 
 
 def test_a_vector_that_the_registry_does_not_have_is_not_lost_in_silence(tmp_path, loaded):
-    _, info = loaded
     with pytest.raises(ValueError, match='blocks.0.attn.temperature'):
-        save_scale(tmp_path / 'scale.json', info,
-                   {64: scale_set(SCALES) | {'blocks.0.attn.temperature': torch.ones(4)}}, 'head')
+        save_scale(tmp_path / 'scale.json', loaded[1],
+                   {64: {'blocks.0.attn.temperature': torch.ones(4)}}, 'head')
 
 
 # ---------------------------------------------------------------------- sets by length

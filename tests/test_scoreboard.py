@@ -14,11 +14,13 @@ from results.past_L import table as past_L
 from results.scoreboard import table
 
 
-def row_file(key, seed, loss):
+def row_file(key, seed, loss, cut_loss=1.5):
     """What a row and seed measured, as far as the table reads it."""
-    beyond = {'loss': loss, 'cut_loss': 1.5, 'gain': 1.5 - loss}
-    return {'seed': seed, 'tuned_numbers': 0, 'repeats': [beyond],
-            'text': [{'loss': loss}, {'loss': loss}, beyond, {'loss': loss}]}
+    past_L = {'loss': loss, 'cut_loss': cut_loss, 'gain': cut_loss - loss}
+    repeats = {'loss': loss, 'own_cut_loss': cut_loss, 'own_gain': cut_loss - loss,
+               'cut_loss': 1.5, 'gain': 1.5 - loss}
+    return {'seed': seed, 'tuned_numbers': 0, 'repeats': [repeats],
+            'text': [{'loss': loss}, {'loss': loss}, past_L, {'loss': loss}]}
 
 
 @pytest.fixture
@@ -27,8 +29,8 @@ def board(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     table.result_file('none', 1).parent.mkdir(parents=True)
     monkeypatch.setattr(table, 'seeds', [1, 2, 3])
-    return lambda key, seed, loss: save_json(table.result_file(key, seed),
-                                             row_file(key, seed, loss))
+    return lambda key, seed, *losses: save_json(table.result_file(key, seed),
+                                                row_file(key, seed, *losses))
 
 
 def test_what_is_there_is_not_measured_again_and_what_another_process_has_comes_last(
@@ -90,13 +92,7 @@ def test_a_row_is_the_mean_and_the_spread_of_its_seeds(board, capsys):
 def test_a_gain_is_over_the_cut_context_of_the_model_that_was_not_tuned(board):
     for seed in 1, 2:
         board('none', seed, 4.0)
-        tuned = row_file('weights', seed, 2.0 + seed)
-        for row in tuned['text'][2], tuned['repeats'][0]:
-            row.update(cut_loss=3.0, gain=1.0 - seed)  # tuning made its cut context worse
-        if seed == 2:  # eval_ppl.py writes far repeats so now
-            repeats = tuned['repeats'][0]
-            repeats.update(own_gain=repeats['gain'], own_cut_loss=3.0, cut_loss=1.5, gain=-2.5)
-        save_json(table.result_file('weights', seed), tuned)
+        board('weights', seed, 2.0 + seed, 3.0)  # tuning made its cut context worse
     board('yarn', 1, 2.0)  # RoPE was not measured
     none, weights, yarn = table.collect()
     for at in 'at 8L', 'at far repeats':

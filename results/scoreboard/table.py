@@ -186,18 +186,24 @@ def units():
 
 # ---------------------------------------------------------------------- the table
 
+def read_row(key, seed):
+    """What the file of a row and seed holds. Each `gain` is over the row's own cut context."""
+    found = read(result_file(key, seed))
+    for row in found['repeats']:
+        row |= {'gain': row['own_gain'], 'cut_loss': row['own_cut_loss']}
+    return found
+
+
 def with_gains(key, seed):
     """
     The content of the file of a row and seed. Next to each `gain` stands `gain_over_untuned`: the
     loss of the untuned model with its context cut to L, minus the loss of the row with the whole
     context. It is None if the untuned model was not measured.
     """
-    found, file = read(result_file(key, seed)), result_file(untuned(key), seed)
-    first = read(file) if file.exists() else None
+    found, file = read_row(key, seed), result_file(untuned(key), seed)
+    first = read_row(untuned(key), seed) if file.exists() else None
     for part in 'text', 'repeats':
         for k, row in enumerate(found[part]):
-            if 'own_gain' in row:  # in newer files `gain` is over the untuned model
-                row |= {'gain': row['own_gain'], 'cut_loss': row['own_cut_loss']}
             if 'cut_loss' in row:
                 cut_worse = first and row['cut_loss'] - first[part][k]['cut_loss']
                 row['gain_over_untuned'] = first and row['gain'] - cut_worse
