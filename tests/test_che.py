@@ -9,7 +9,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, mistake, near, random_model, read, stage_here, written_elsewhere
+from conftest import ROOT, damage, mistake, near, random_model, read, stage_here, written_elsewhere
 
 from che import loss_and_accuracy
 from lib.generate import complete

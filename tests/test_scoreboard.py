@@ -127,5 +127,5 @@ def test_the_recipe_of_a_study_leans_on_no_default_of_train(path):
     recipe = {name for name in settings(vars(train)) if f'\n{name} = ' in section
               or f'\n{name}: ' in section}
     assert {'dataset', 'n_layer', 'learning_rate', 'lr_decay_iters'} <= recipe
-    rows = {'short_conv', 'short_conv_at'}  # what a row of the study is about
+    rows = {'position', 'short_conv', 'short_conv_at'}  # what a row of the study is about
     assert recipe - rows <= set(run_config(path))
