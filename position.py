@@ -118,7 +118,7 @@ class Vector:
     Scale files store the vector under its name, and `tune=NAME` tunes it.
     """
     ending: str           # last part of the names of its parameters
-    neutral: float        # value that changes nothing; older checkpoints lack the vector and get it
+    neutral: float        # changes nothing; a checkpoint that lacks the vector gets this value
     rate: float = 0.02    # learning rate in tuning; tune=NAME:RATE sets another
     pretrained: bool = False  # True: pretraining trains it, too
     matrix: str = ''      # ending of the matrix that can absorb it; '': none

@@ -155,9 +155,9 @@ def weights_for(model, weights, source):
     theirs = {name: tuple(weight.shape) for name, weight in weights.items()}
     for name, _ in sorted(ours.items() ^ theirs.items()):
         raise UserError(f'{name} should have shape {ours.get(name)}, but in {source} it has '
-                        f'{theirs.get(name)}. The weights are of another position method than '
-                        f'{model.config.position}, or of an unreleased version. Leave --position '
-                        'out, or train the model again.')
+                        f'{theirs.get(name)}. These are not the weights of a model with position '
+                        f'{model.config.position}, or an unreleased version wrote them. Leave '
+                        '--position out, or train the model again.')
     return weights
 
 

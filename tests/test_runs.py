@@ -86,10 +86,9 @@ def test_a_run_stopped_by_a_signal_saves_and_goes_on_as_if_unbroken(runs, plain,
 
 def test_a_disk_that_fills_up_stops_the_run_and_leaves_what_it_had(runs, plain):
     out_dir = runs.train('full', '--max_iters=6')
-    before = (out_dir / 'last.pt').read_bytes()
-    with files_at_most(len(before) // 2):  # room for best.pt, and not for the optimizer
-        line = mistake('train', *runs.arguments('full', '--init_from=resume'))
-    assert 'last.pt' in line and (out_dir / 'last.pt').read_bytes() == before
+    n_bytes = (out_dir / 'last.pt').stat().st_size
+    with files_at_most(n_bytes // 2):  # room for best.pt, and not for the optimizer
+        assert 'last.pt' in mistake('train', *runs.arguments('full', '--init_from=resume'))
     assert_same(plain, runs.resume('full'))
 
 
@@ -132,9 +131,10 @@ scaler | DROP
 scaler | []
 best_val_loss | DROP
 best_val_loss | "x"
-data | 5
+data | DROP
 data | []
-data | {"text": []}
+data | {"text": null}
+settings init_from | DROP
 optimizer | DROP
 optimizer | null
 optimizer | {}
@@ -237,7 +237,7 @@ def test_what_all_ranks_refuse_is_said_once(runs):
     assert err.count('batch_size is 0') == 1
 
 
-@pytest.mark.parametrize('seconds, said', [([4, 1, 2.9], False), ([1, 2, 3.1, 9], True)])
+@pytest.mark.parametrize('seconds, said', [([4, 1, 2.9], 0), ([1, 2, 3.1, 9], 1)])
 def test_a_run_that_falls_below_a_third_of_its_speed_says_once_what_may_help(
         capsys, seconds, said):
     note.cache_clear()
@@ -298,24 +298,19 @@ def test_a_sharded_model_learns_what_a_whole_one_does_and_goes_on_anywhere(runs)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('dtype, speed', [
-    ('float32', ''),  # DDP
-    ('float32', '--fsdp=True'),
-    ('bfloat16', '--fsdp=True --checkpoint_activations=True'),
+@pytest.mark.parametrize('dtype, model, speed', [
+    ('float32', '', ''),  # DDP
+    ('float32', '', '--fsdp=True'),
+    ('bfloat16', '', '--fsdp=True --checkpoint_activations=True'),
+    ('float32', '--short_conv=3', ''),
+    ('float32', '--short_conv=3', '--fsdp=True --checkpoint_activations=True'),
 ])
-def test_two_compiled_ranks_train_what_one_plain_process_does(runs, dtype, speed):
-    command, name = f'{seed_of(runs, dtype)} --max_iters=3', f'compiled_{dtype}_{len(speed)}'
+def test_two_compiled_ranks_train_what_one_plain_process_does(runs, dtype, model, speed):
+    name = f'compiled_{dtype}_{len(model)}_{len(speed)}'
+    command = f'{model or seed_of(runs, dtype)} --micro_batch_size=1 --max_iters=3'
     one = runs.train(f'{name}_plain', command)
     two = on_two_ranks(runs, name, f'{command} --compile=True {speed}')
     assert_close_runs(two, one, atol={'float32': 1e-4, 'bfloat16': 2e-2}[dtype])
-
-
-@pytest.mark.slow
-def test_short_convolutions_learn_the_same_compiled_on_two_ranks_sharded_and_recomputed(runs):
-    command = '--short_conv=3 --micro_batch_size=1 --max_iters=3'
-    plain = runs.train('conv_plain', command)
-    for name, speed in ('conv_ddp', ''), ('conv_fsdp', '--fsdp=True --checkpoint_activations=True'):
-        assert_close_runs(on_two_ranks(runs, name, f'{command} --compile=True {speed}'), plain)
 
 
 @pytest.mark.slow
