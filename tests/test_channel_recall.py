@@ -44,7 +44,7 @@ def measured(tmp_path_factory):
 
 
 def test_each_tuning_changes_what_it_names_alone_and_lowers_the_loss(measured):
-    found, tunings, _ = measured
+    found, tunings = measured
     endings = [('head_scale',)] * 4 + [('attn_norm.weight',)]
     endings += [('head_scale', 'head_gain', 'norm.weight'), ('head_scale', 'norm.weight')]
     assert list(found['numbers'].values())[:7] == [4, 4, 32, 32, 32, 8 + 5 * 16, 32 + 5 * 16]

@@ -6,7 +6,6 @@ $ python -m pytest tests/test_scales.py
 
 import json
 import math
-import warnings
 
 import pytest
 import torch
@@ -14,9 +13,16 @@ from conftest import near, random_model, read, refuses, save_model, scale_set
 
 from lib.answers import note
 from lib.checkpoints import load_model
-from lib.generate import new_cache
+from lib.generate import complete, new_cache
 from lib.losses import by_position
-from lib.scales import ScaleSets, apply_scale, identity, read_scale_file, save_scale
+from lib.scales import (
+    ScaleSets,
+    apply_scale,
+    identity,
+    read_scale_file,
+    save_scale,
+    vectors_for,
+)
 from model import small_vectors
 
 # 2 layers of 4 heads, one of them below 0, as tuning without a constraint may leave it
@@ -185,36 +191,55 @@ def with_sets(tmp_path, loaded):
 
 
 def test_another_scale_takes_the_place_of_sets(with_sets, loaded):
+    own = {name: x.clone() for name, x in with_sets.scale_sets.before.items()}
     apply_scale(with_sets, 3.0, loaded[1], lambda line: None)
-    with_sets(torch.arange(64)[None] % 11)
     assert with_sets.scale_sets is None and torch.equal(with_sets.head_scale, 3 * ONES)
+    for name, vector in own.items():
+        if not name.endswith('head_scale'):
+            assert torch.equal(with_sets.get_parameter(name).data, vector)
+
+
+def test_a_pass_that_chose_no_set_gives_nan_and_no_wrong_number(with_sets):
+    idx = torch.arange(9)[None]
+    with vectors_for(with_sets, 9):
+        assert with_sets(idx).isfinite().all()
+    assert with_sets(idx).isnan().all()
 
 
 @pytest.mark.parametrize('total, value', [
     (1, 1), (8, 1), (11, 1 + 0.2 * math.log2(11 / 8)), (16, 1.2), (32, 1.6), (64, 2), (99, 2)])
-def test_sets_hold_every_vector_and_are_chosen_by_the_length_of_the_pass(with_sets, total, value):
-    with warnings.catch_warnings(record=True) as said:
-        with_sets.scale_sets.use(total)
-    assert len(said) == int(total > 64), 'no note that the last set serves beyond, or an idle one'
+def test_sets_hold_every_vector_and_are_chosen_by_the_length_of_the_pass(with_sets, capsys, total,
+                                                                         value):
+    note.cache_clear()
     wanted = vectors(value, with_sets)
-    near({name: with_sets.get_parameter(name).data for name in wanted}, wanted, 1e-6)
+    with vectors_for(with_sets, total):
+        near({name: with_sets.get_parameter(name).data for name in wanted}, wanted, 1e-6)
+    assert ('longer passes use' in capsys.readouterr().out) == (total > 64)
 
 
 def test_contexts_up_to_L_keep_the_pretrained_losses_to_the_last_bit_under_sets(loaded):
     (model, _), idx = loaded, torch.arange(64)[None] % 11
     before = [model(idx[:, :T]) for T in (1, 8, 30)]
     ScaleSets(model, {T: vectors(1.3, model) for T in (4, 8, 16, 64)})  # even if it has some
-    model(idx[:, :40])
-    same = [torch.equal(model(idx[:, :T]), logits) for T, logits in zip((1, 8, 30), before)]
+    same = []
+    for T, logits in zip((1, 8, 30), before):
+        with vectors_for(model, T):
+            same.append(torch.equal(model(idx[:, :T]), logits))
     assert same == [True, True, False]
 
 
 @torch.no_grad()
 def test_cached_decoding_under_sets_equals_a_full_pass_of_the_length_fixed_before(with_sets):
     idx = torch.arange(40)[None] * 7 % 11
-    full, cache = with_sets(idx), new_cache(with_sets, 1, 40)
-    parts = [with_sets(part, cache=cache) for part in idx.split([5, 1, 1, 33], dim=1)]
+    cache = new_cache(with_sets, 1, 40)
+    with vectors_for(with_sets, 40):
+        full = with_sets(idx)
+        parts = [with_sets(part, cache=cache) for part in idx.split([5, 1, 1, 33], dim=1)]
+        ids = idx[:, :37]
+        for _ in range(3):
+            ids = torch.cat((ids, with_sets(ids)[:, -1:].argmax(-1)), dim=1)
     near(torch.cat(parts, 1), full, atol=1e-4)
+    assert complete(with_sets, idx[:, :37].tolist(), 3) == ids[:, 37:].tolist()
 
 
 @torch.no_grad()
@@ -222,6 +247,8 @@ def test_each_position_is_read_in_the_pass_that_ends_nearest(with_sets):
     windows = torch.arange(51)[None] * 7 % 11
     inputs, targets = windows[:, :-1], windows[:, 1:]
     losses, seen = by_position(with_sets, inputs, targets, lambda layer, a, q, k, place: q[..., 0])
-    expected = [with_sets(inputs[:, :end], targets[:, first:end])
-                for first, end in ((0, 8), (8, 16), (16, 50))]
+    expected = []
+    for first, end in ((0, 8), (8, 16), (16, 50)):
+        with vectors_for(with_sets, end):
+            expected.append(with_sets(inputs[:, :end], targets[:, first:end]))
     assert torch.equal(losses, torch.cat(expected, 1)) and seen.shape == (2, 1, 4, 50)
