@@ -27,7 +27,7 @@ from configurator import between, configure, settings
 from lib.answers import optional, paper_table, print_scores, progress_bar
 from lib.checkpoints import Run
 from lib.errors import UserError
-from lib.generate import complete, needs_equal_lengths, read_prompts
+from lib.generate import Decoding, complete, needs_equal_lengths, read_prompts
 from lib.scales import vectors_for
 from lib.tokenizers import start_token
 
@@ -156,13 +156,13 @@ class Harness(LM):
         """The greedy text after each prompt, up to the first string that ends it."""
         prompts, rows = [self.prompt(request) for request in requests], []
         n_new = max(request.args[1].get('max_gen_toks', 256) for request in requests)
+        how = Decoding((self.encoding.eot_token,), self.runtime.dtype)
         todo = self.runtime.shard(prompts)
         with progress_bar(len(todo), 'prompts', self.runtime.is_main) as bar:
             for start in range(0, len(todo), self.batch_size):
                 batch = todo[start:start + self.batch_size]
                 with self.runtime.autocast():
-                    written = complete(self.model, batch, n_new, eos=[self.encoding.eot_token],
-                                       cache_dtype=self.runtime.dtype)
+                    written = complete(self.model, batch, n_new, how)
                 rows += [ids + [-1] * (n_new - len(ids)) for ids in written]
                 bar.update(len(written))
         texts = []

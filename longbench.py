@@ -31,7 +31,7 @@ from configurator import between, configure, settings
 from lib.answers import optional, paper_table, print_scores
 from lib.checkpoints import Run
 from lib.errors import ROOT, UserError
-from lib.generate import complete
+from lib.generate import Decoding, complete
 from lib.tokenizers import start_token
 
 # which model, which text, which device: the same lines in every stage
@@ -213,12 +213,12 @@ def answer_task(run, task, context, beams, batch_size):
     if task.name == 'samsum':  # the benchmark's only exception: a summary is one line
         eos.append(encoding.encode_ordinary('\n')[-1])
         min_new_tokens = 1
+    how = Decoding(tuple(eos), run.runtime.dtype, beams=beams, min_new_tokens=min_new_tokens)
     for batch in answers.batches(range(n), lambda i: 1, batch_size):
         texts, golds = zip(*[task.samples[i] for i in batch])
         prompts, lengths = zip(*[prompt_ids(text, encoding, room) for text in texts])
         with run.runtime.autocast():
-            new = complete(run.model, prompts, task.max_new_tokens, beams, eos, min_new_tokens,
-                           run.runtime.dtype)
+            new = complete(run.model, prompts, task.max_new_tokens, how)
         for i, ids, gold, prompt_tokens in zip(batch, new, golds, lengths):
             prediction = encoding.decode(ids)
             answers.add(i, prediction=prediction, answers=gold,

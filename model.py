@@ -48,32 +48,25 @@ class ModelConfig(Settings):
     def __post_init__(self):
         super().__post_init__()
         for name in ('vocab_size', 'block_size', 'n_layer', 'n_head', 'n_kv_head', 'n_hidden'):
-            if getattr(self, name) < 1:
-                raise ValueError(f'{name} is {getattr(self, name)}; it must be at least 1.')
-        if self.rope_length is not None and self.rope_length < 1:
-            raise ValueError(f'rope_length is {self.rope_length}; it must be at least 1, or None.')
-        if not 0 <= self.norm_eps < math.inf:
-            raise ValueError(f'norm_eps is {self.norm_eps}; it must be 0 or more, such as 1e-5.')
-        if self.n_embd < 1 or self.n_embd % (2 * self.n_head):
-            raise ValueError(f'n_embd {self.n_embd} must be a multiple of twice n_head '
-                             f'{self.n_head}, because the size of a head must be even.')
-        if self.n_head % self.n_kv_head:
-            raise ValueError(f'n_head {self.n_head} must be a multiple of n_kv_head '
-                             f'{self.n_kv_head}.')
-        if not 0 <= self.short_conv <= 1024:
-            raise ValueError(f'short_conv is {self.short_conv}; it must be from 1 to 1024 tokens, '
-                             'such as 4, or 0 for none.')
-        if self.short_conv_at not in ('A', 'C', 'AC'):
-            raise ValueError(f"short_conv_at is '{self.short_conv_at}'. Choose A, C or AC.")
-        if self.short_conv_at != 'AC' and not self.short_conv:
-            raise ValueError(f"short_conv_at is '{self.short_conv_at}', but short_conv is 0: the "
-                             'model has no convolutions. Add --short_conv=4, or leave it out.')
-        if self.random_positions and self.random_positions < self.block_size:
-            raise ValueError(f'random_positions is {self.random_positions}; it must be at least '
-                             f'block_size {self.block_size}, or 0 for positions 0, 1, 2 ...')
-        if self.position.count(',') >= self.n_layer:
-            raise ValueError(f"position is '{self.position}'. It names more methods than the model "
-                             f'has layers ({self.n_layer}). Leave some out.')
+            self.require(name, getattr(self, name) >= 1, 'at least 1')
+        self.require('rope_length', self.rope_length is None or self.rope_length >= 1,
+                     'at least 1, or None')
+        self.require('norm_eps', 0 <= self.norm_eps < math.inf, '0 or more, such as 1e-5')
+        self.require('n_embd', self.n_embd >= 1 and self.n_embd % (2 * self.n_head) == 0,
+                     f'a multiple of twice n_head {self.n_head}, because the size of a head must '
+                     'be even')
+        self.require('n_head', self.n_head % self.n_kv_head == 0,
+                     f'a multiple of n_kv_head {self.n_kv_head}')
+        self.require('short_conv', 0 <= self.short_conv <= 1024,
+                     'from 1 to 1024 tokens, such as 4, or 0 for none')
+        self.require('short_conv_at', self.short_conv_at in ('A', 'C', 'AC'), 'A, C or AC')
+        self.require('short_conv_at', self.short_conv or self.short_conv_at == 'AC',
+                     'left out, because short_conv is 0: the model has no convolutions. Or add '
+                     '--short_conv=4')
+        self.require('random_positions', not 0 < self.random_positions < self.block_size,
+                     f'at least block_size {self.block_size}, or 0 for positions 0, 1, 2 ...')
+        self.require('position', self.position.count(',') < self.n_layer,
+                     f'at most {self.n_layer} methods, one for each layer. Leave some out')
 
     @property
     def head_dim(self):

@@ -19,7 +19,7 @@ from configurator import between, configure, settings
 from lib.answers import print_rows
 from lib.checkpoints import Run
 from lib.errors import UserError
-from lib.generate import complete
+from lib.generate import Decoding, complete
 from lib.scales import read_scale_file
 from lib.tokenizers import start_token
 
@@ -121,6 +121,7 @@ def build_prompt(encoding, length, place, key, protocol):
 
 def answer_cells(run, cells, answers, protocol, batch_tokens):
     """Ask the model for the key of each cell that `answers` does not hold yet."""
+    how = Decoding(cache_dtype=run.runtime.dtype)
     for batch in answers.batches(range(len(cells)), lambda i: cells[i][0], batch_tokens):
         prompts = []
         for i in batch:
@@ -128,7 +129,7 @@ def answer_cells(run, cells, answers, protocol, batch_tokens):
             prompts.append(build_prompt(run.encoding, length, place, key, protocol))
         texts, wanted, starts = zip(*prompts)
         with run.runtime.autocast():
-            new = complete(run.model, texts, max(map(len, wanted)), cache_dtype=run.runtime.dtype)
+            new = complete(run.model, texts, max(map(len, wanted)), how)
         for i, prompt, answer, start, ids in zip(batch, texts, wanted, starts, new):
             length, depth, _, key = cells[i]
             ids = ids[:len(answer)]

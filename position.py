@@ -67,28 +67,28 @@ class Settings:
                              f"{' or '.join(owners) or 'DAPE, which needs a dape_kernel'}; but "
                              f"position is '{self.position}' and dape_kernel {self.dape_kernel}. "
                              'Leave the setting out, or choose a method that has it.')
-        if not 1 < self.rope_base < math.inf:
-            raise ValueError(f'rope_base is {self.rope_base}; it must be above 1, such as 10000.')
-        if not 0 <= self.rope_share <= 1:
-            raise ValueError(f'rope_share is {self.rope_share}; it must be from 0 to 1.')
-        if self.rope_window < 0:
-            raise ValueError(f'rope_window is {self.rope_window}; it must be at least 1, or 0 for '
-                             'all keys.')
+        self.require('rope_base', 1 < self.rope_base < math.inf, 'above 1, such as 10000')
+        self.require('rope_share', 0 <= self.rope_share <= 1, 'from 0 to 1')
+        self.require('rope_window', self.rope_window >= 0, 'at least 1, or 0 for all keys')
         parse_scaling(self.rope_scaling)
-        if not 0 <= self.random_positions <= 2 ** 24:
-            raise ValueError(f'random_positions is {self.random_positions}; it must be at most '
-                             '2^24, or 0 for positions 0, 1, 2 ...')
+        self.require('random_positions', 0 <= self.random_positions <= 2 ** 24,
+                     'at most 2^24, or 0 for positions 0, 1, 2 ...')
         if self.random_positions:
             read = {name for name in names if issubclass(METHODS[name], RoPE)
                     or 'bias' in METHODS[name].overrides}
-            if not read or set(names) - read - {'none'} or self.rope_scaling or self.rope_window:
-                raise ValueError(f'random_positions {self.random_positions} works with biases, and '
-                                 'with RoPE without rope_scaling or rope_window. Other layers must '
-                                 f"be none; position is '{self.position}'.")
-        if self.dape_kernel < 0 or self.dape_kernel > 0 and self.dape_kernel % 2 == 0:
-            raise ValueError(f'dape_kernel is {self.dape_kernel}; it must be odd, or 0 for none.')
-        if self.dape_width < 1:
-            raise ValueError(f'dape_width is {self.dape_width}; it must be at least 1.')
+            others = set(names) - read - {'none'}
+            works = read and not (others or self.rope_scaling or self.rope_window)
+            self.require('random_positions', works, f"0 with position '{self.position}'. It works "
+                         'with biases, and with RoPE without rope_scaling or rope_window. Other '
+                         'layers must be none')
+        self.require('dape_kernel', self.dape_kernel == 0 or
+                     self.dape_kernel > 0 and self.dape_kernel % 2, 'odd, or 0 for none')
+        self.require('dape_width', self.dape_width >= 1, 'at least 1')
+
+    def require(self, name, is_right, what):
+        """Raise ValueError unless the setting is right. what: what its value must be."""
+        if not is_right:
+            raise ValueError(f'{name} is {getattr(self, name)!r}; it must be {what}.')
 
     def method_of(self, layer):
         """Name in METHODS of the method of this layer."""

@@ -10,7 +10,7 @@ import torch
 from configurator import between, configure, settings
 from lib.checkpoints import Run
 from lib.devices import can_compile
-from lib.generate import generate
+from lib.generate import Decoding, generate
 from lib.tokenizers import start_token
 
 # which model, which text, which device: the same lines in every stage
@@ -56,15 +56,13 @@ def main():
     run = Run(settings(globals()), decodes=True)
     encoding, runtime = run.encoding, run.runtime
     ids = [start_token(encoding), *encoding.encode_ordinary(prompt)]
-    generator = torch.Generator(runtime.device).manual_seed(seed)
+    how = Decoding((encoding.eot_token,), runtime.dtype, can_compile(runtime, compile),
+                   temperature, top_k, top_p, torch.Generator(runtime.device).manual_seed(seed))
     for i in range(n_samples):
         if i:
             print('---')
         with runtime.autocast():
-            new_ids = generate(run.model, ids, max_new_tokens, temperature, top_k, top_p,
-                               encoding.eot_token, generator, runtime.dtype,
-                               can_compile(runtime, compile))
-            print_text(encoding, ids[1:], new_ids)
+            print_text(encoding, ids[1:], generate(run.model, ids, max_new_tokens, how))
 
 
 if __name__ == '__main__':

@@ -4,6 +4,7 @@ search.
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -197,25 +198,43 @@ def step_of(model, cache, compile):
     return torch.compile(model, dynamic=False, mode=mode)
 
 
+@dataclass(frozen=True)
+class Decoding:
+    """How generate() and complete() continue a prompt."""
+    eos: tuple = ()            # ids that end a text; they are not part of it
+    cache_dtype: torch.dtype | None = None  # None: that of the model's matrices
+    compile: bool = False      # compile the steps, except those of a beam search; see step_of()
+    # generate() draws each token: see sample_token()
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    generator: torch.Generator | None = None
+    # complete() searches
+    beams: int = 1             # width of the beam search; 1: greedy
+    min_new_tokens: int = 0    # ids of eos do not count before this many tokens
+
+
+GREEDY = Decoding()
+
+
 @torch.no_grad()
-def generate(model, prompt, max_new_tokens, temperature=0.0, top_k=None, top_p=None, eos=None,
-             generator=None, cache_dtype=None, compile=False):
+def generate(model, prompt, max_new_tokens, how=GREEDY):
     """
-    Yield the ids that continue a prompt: max_new_tokens ids, or fewer if the model generates `eos`,
-    which is not yielded. prompt: a list of ids. One pass reads the prompt and computes logits only
-    for its last position. compile: see step_of().
+    Yield the ids that continue a prompt: max_new_tokens ids, or fewer if the model generates an id
+    of how.eos. prompt: a list of ids. One pass reads the prompt and computes logits only for its
+    last position.
     """
     total = len(prompt) + max_new_tokens
-    cache = new_cache(model, 1, total, cache_dtype)
+    cache = new_cache(model, 1, total, how.cache_dtype)
     token, read = torch.tensor([prompt], device=model.head.weight.device), model
     for _ in range(max_new_tokens):
         with vectors_for(model, total):
             logits = read(token, tail=1, cache=cache)[:, -1]  # (1, V)
         if read is model:
-            read = step_of(model, cache, compile)
-        token = sample_token(logits, temperature, top_k, top_p, generator)
+            read = step_of(model, cache, how.compile)
+        token = sample_token(logits, how.temperature, how.top_k, how.top_p, how.generator)
         new = token.item()  # the host waits for the device here, once per token
-        if new == eos:
+        if new in how.eos:
             return
         yield new
 
@@ -239,25 +258,21 @@ def read_prompts(model, prompts, max_new_tokens, cache_dtype=None):
 
 
 @torch.no_grad()
-def complete(model, prompts, max_new_tokens, beams=1, eos=(), min_new_tokens=0, cache_dtype=None,
-             compile=False):
+def complete(model, prompts, max_new_tokens, how=GREEDY):
     """
-    Continue each prompt. prompts: lists of ids. Returns a list of at most max_new_tokens new ids
-    for each prompt, without the end token. The result does not depend on the other prompts of the
-    batch. beams: 1 for greedy, or the width of a beam search; eos: an id, or several ids, that end
-    a sequence once it has min_new_tokens; compile: compile the steps of greedy, see step_of().
+    Continue each prompt by greedy decoding or beam search. prompts: lists of ids. Returns a list of
+    at most max_new_tokens new ids for each prompt, without the end token. The result does not
+    depend on the other prompts of the batch.
     """
-    if beams < 1:
-        raise UserError(f'beams is {beams}; it must be at least 1 (1 is greedy).')
-    eos = (eos,) if isinstance(eos, int) else eos
+    if how.beams < 1:
+        raise UserError(f'beams is {how.beams}; it must be at least 1 (1 is greedy).')
     if max_new_tokens == 0:
         return [[] for _ in prompts]
-    how = max_new_tokens, beams, eos, min_new_tokens, cache_dtype, compile
     if needs_equal_lengths(model) and len({len(prompt) for prompt in prompts}) > 1:
-        return [complete(model, [prompt], *how)[0] for prompt in prompts]
-    search = greedy if beams == 1 else beam_search
+        return [complete(model, [prompt], max_new_tokens, how)[0] for prompt in prompts]
+    search = greedy if how.beams == 1 else beam_search
     with vectors_for(model, max(map(len, prompts)) + max_new_tokens):
-        return search(model, prompts, *how)
+        return search(model, prompts, max_new_tokens, how)
 
 
 def needs_equal_lengths(model):
@@ -265,14 +280,15 @@ def needs_equal_lengths(model):
     return bool(model.needs_equal_lengths or model.scale_sets)
 
 
-def greedy(model, prompts, max_new_tokens, beams, eos, min_new_tokens, cache_dtype, compile):
-    """Continue each prompt with the likeliest token at each step. beams is not used."""
-    logits, cache = read_prompts(model, prompts, max_new_tokens, cache_dtype)
-    read = step_of(model, cache, compile)
+def greedy(model, prompts, max_new_tokens, how):
+    """Continue each prompt with the likeliest token at each step."""
+    eos = list(how.eos)
+    logits, cache = read_prompts(model, prompts, max_new_tokens, how.cache_dtype)
+    read = step_of(model, cache, how.compile)
     new, unfinished = [[] for _ in prompts], set(range(len(prompts)))
     for step in range(max_new_tokens):
-        if step < min_new_tokens:
-            logits[:, list(eos)] = -math.inf
+        if step < how.min_new_tokens:
+            logits[:, eos] = -math.inf
         token = logits.argmax(-1, keepdim=True)
         for b, t in enumerate(token[:, 0].tolist()):
             if t in eos:
@@ -285,16 +301,17 @@ def greedy(model, prompts, max_new_tokens, beams, eos, min_new_tokens, cache_dty
     return new
 
 
-def beam_search(model, prompts, max_new_tokens, beams, eos, min_new_tokens, cache_dtype, compile):
+def beam_search(model, prompts, max_new_tokens, how):
     """
-    The best continuation that beam search finds with `beams` unfinished continuations at a time.
+    The best continuation that beam search finds with how.beams unfinished continuations at a time.
     The rules are the defaults of transformers. The score of a continuation is its log-probability
     divided by its number of tokens, including the end token. Each step considers the
     (1 + number of end tokens) * beams likeliest next tokens. An end token counts only if it is
     among the first `beams` of them. A prompt is done when it has `beams` finished continuations and
-    its best unfinished one scores no better than the worst of them. compile is not used.
+    its best unfinished one scores no better than the worst of them.
     """
-    logits, cache = read_prompts(model, prompts, max_new_tokens, cache_dtype)
+    beams, eos = how.beams, list(how.eos)
+    logits, cache = read_prompts(model, prompts, max_new_tokens, how.cache_dtype)
     cache.repeat(beams)
     start, B, V = cache.length, len(prompts), logits.shape[-1]
     logits = logits.repeat_interleave(beams, dim=0)               # (B * beams, V)
@@ -305,8 +322,8 @@ def beam_search(model, prompts, max_new_tokens, beams, eos, min_new_tokens, cach
     for step in range(max_new_tokens):
         last_step = step + 1 == max_new_tokens
         log_p = logits.float().log_softmax(-1)
-        if step < min_new_tokens:
-            log_p[:, list(eos)] = -math.inf
+        if step < how.min_new_tokens:
+            log_p[:, eos] = -math.inf
         total = (scores[:, :, None] + log_p.view(B, beams, V)).flatten(1)
         best, index = total.topk(max(2, 1 + len(eos)) * beams)    # (B, candidates)
         best, index = best.tolist(), index.tolist()

@@ -15,7 +15,7 @@ import torch
 from conftest import mistake, near, on, random_model, read, stage_here
 
 import commonsense
-from lib.generate import complete, generate
+from lib.generate import Decoding, complete, generate
 from lib.tokenizers import get_tokenizer
 
 L = 32  # of the tiny models
@@ -164,7 +164,7 @@ def test_text_is_what_the_model_writes_up_to_the_string_that_ends_it(tmp_path, t
     for name, n_new in ('long', 9), ('short', 4):
         lines = []
         for i, prompt in enumerate(prompts):
-            ids = list(generate(model, list(prompt.encode()), n_new, eos=BYTES.eot_token))
+            ids = list(generate(model, list(prompt.encode()), n_new, Decoding((BYTES.eot_token,))))
             text = bytes(ids).decode(errors='replace').split(ends)[0]
             lines.append({'q': prompt, 'answer': text + '!' * (i % 2)})
         assert ends == 'nothing' or any(len(line['answer']) < n_new for line in lines)

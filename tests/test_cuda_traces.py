@@ -24,7 +24,7 @@ from configurator import run_config
 from eval_ppl import score_windows
 from lib.checkpoints import cast_matrices
 from lib.devices import Runtime
-from lib.generate import complete, generate
+from lib.generate import Decoding, complete, generate
 from lib.losses import loss_and_entropy
 from model import ModelConfig, Transformer
 
@@ -187,7 +187,8 @@ def test_completions(fake, changes, lengths, n_beams):
     logits = []
     model.head.register_forward_hook(lambda head, inputs, y: logits.append(y))
     with runtime.autocast():
-        found = complete(model, [[1] * n for n in lengths], 4, n_beams, cache_dtype=torch.bfloat16)
+        found = complete(model, [[1] * n for n in lengths], 4,
+                         Decoding(cache_dtype=torch.bfloat16, beams=n_beams))
     assert [len(new) for new in found] == [4, 4]
     rows = 1 if model.needs_equal_lengths and lengths[0] != lengths[1] else 2
     check(logits[0], (rows, 32000), torch.bfloat16)
@@ -198,6 +199,6 @@ def test_completions(fake, changes, lengths, n_beams):
 def test_sampling_one_prompt(fake, changes):
     model, runtime = gpu_model(**changes)
     with runtime.autocast():
-        new = generate(model, [1] * 30, 3, temperature=1.0, top_k=50, top_p=0.9,
-                       cache_dtype=torch.bfloat16)
+        how = Decoding(cache_dtype=torch.bfloat16, temperature=1.0, top_k=50, top_p=0.9)
+        new = generate(model, [1] * 30, 3, how)
         assert len(list(new)) == 3

@@ -13,6 +13,7 @@ from conftest import EVERY, near, random_model, refuses, save_model, stage_here,
 
 from lib.exports import save_folder
 from lib.generate import (
+    Decoding,
     complete,
     generate,
     needs_equal_lengths,
@@ -73,7 +74,7 @@ def test_greedy_equals_argmax_of_repeated_full_forwards(position):
     prompt, expected = ids[:20], ids[20:]
     assert list(generate(model, prompt, 40)) == complete(model, [prompt], 40)[0] == expected
     first = expected.index(expected[4])
-    assert list(generate(model, prompt, 40, eos=expected[4])) == expected[:first]
+    assert list(generate(model, prompt, 40, Decoding((expected[4],)))) == expected[:first]
 
 
 def test_the_prompt_is_read_once_and_then_one_token_a_beam_and_the_last_logits_are_computed():
@@ -83,7 +84,7 @@ def test_the_prompt_is_read_once_and_then_one_token_a_beam_and_the_last_logits_a
     list(generate(model, list(range(20)), 3))
     assert seen == [(1, 20), (1, 1)] + 2 * [(1, 1), (1, 1)]  # read, logits of
     seen.clear()
-    complete(model, [[1, 2, 3], [4]], 4, beams=3)
+    complete(model, [[1, 2, 3], [4]], 4, Decoding(beams=3))
     assert seen[::2] == [(2, 3)] + 3 * [(6, 1)]
 
 
@@ -101,7 +102,7 @@ def test_decoding_leaves_values_and_layout_of_the_weights_as_they_were():
     before = {name: (p.clone(), p.stride()) for name, p in model.named_parameters()}
     list(generate(model, prompt, 3))
     complete(model, [prompt], 3)
-    complete(model, [prompt], 3, beams=2)
+    complete(model, [prompt], 3, Decoding(beams=2))
     for name, p in model.named_parameters():
         value, stride = before[name]
         assert torch.equal(p, value) and p.stride() == stride, name
@@ -119,7 +120,8 @@ def test_completions_equal_those_of_transformers(tmp_path, position, beams):
         tmp_path, attn_implementation='eager').eval()
     prompts, n_ended = [(7 * tokens(n) % 257).tolist() for n in (1, 7, 31)], 0
     for eos in (), (256,), tuple(range(0, 257, 9)):  # texts end never, rarely or soon
-        for prompt, ours in zip(prompts, complete(model, prompts, 12, beams, eos)):
+        found_here = complete(model, prompts, 12, Decoding(eos, beams=beams))
+        for prompt, ours in zip(prompts, found_here):
             idx = torch.tensor([prompt])
             found = theirs.generate(idx, attention_mask=torch.ones_like(idx), max_new_tokens=12,
                                     num_beams=beams, do_sample=False, pad_token_id=0,
@@ -136,8 +138,9 @@ def test_a_batch_of_unequal_prompts_completes_as_each_would_alone(changes, beams
     model = random_model(**changes)
     model.head.weight.data *= 4
     prompts = [tokens(n).tolist() for n in (40, 3, 17, 40)]
-    together = complete(model, prompts, 10, beams, eos=(5, 6, 7))
-    assert together == [complete(model, [one], 10, beams, eos=(5, 6, 7))[0] for one in prompts]
+    how = Decoding((5, 6, 7), beams=beams)
+    together = complete(model, prompts, 10, how)
+    assert together == [complete(model, [one], 10, how)[0] for one in prompts]
 
 
 @pytest.mark.parametrize('changes', EVERY, ids=str)
@@ -166,31 +169,27 @@ def test_compiled_steps_are_one_graph_that_completes_as_the_model_does(position)
     for seed in 1, 2:  # two sets of prompts with the same lengths
         prompts = [tokens(n, seed=seed).tolist() for n in (40, 3, 17)]
         expected = complete(model, prompts, 20)
-        assert complete(model, prompts, 20, compile=True) == expected
+        assert complete(model, prompts, 20, Decoding(compile=True)) == expected
         assert stats['unique_graphs'] == before + 1
     expected = list(generate(model, prompts[0], 20))
-    assert list(generate(model, prompts[0], 20, compile=True)) == expected
+    assert list(generate(model, prompts[0], 20, Decoding(compile=True))) == expected
 
 
 @pytest.mark.parametrize('n_new', [1, 3])
 @pytest.mark.parametrize('beams', [1, 3])
 def test_completions_end_at_a_stop_and_not_before_their_minimum(beams, n_new):
     model, prompt = random_model(), [3, 1, 4, 1, 5]
-    eos = complete(model, [prompt], 1)[0]
-    assert beams > 1 or complete(model, [prompt], 12, eos=eos)[0] == []
-    later = complete(model, [prompt], 12, beams, eos, min_new_tokens=n_new)[0]
+    eos = tuple(complete(model, [prompt], 1)[0])
+    assert beams > 1 or complete(model, [prompt], 12, Decoding(eos))[0] == []
+    how = Decoding(eos, beams=beams, min_new_tokens=n_new)
+    later = complete(model, [prompt], 12, how)[0]
     assert len(later) >= n_new and eos[0] not in later[:n_new]
-    assert complete(model, [prompt, prompt], 0, beams) == [[], []]
+    assert complete(model, [prompt, prompt], 0, how) == [[], []]
 
 
-def test_no_beams_are_refused_and_one_end_token_may_be_a_number():
-    model, prompt = random_model(), [3, 1, 4, 1, 5]
-    for beams in 0, -1:
-        refuses(f'beams is {beams}', complete, model, [prompt], 4, beams)
-    for beams in 1, 2:
-        end = complete(model, [prompt], 4, beams)[0][2]
-        ended = complete(model, [prompt], 4, beams, eos=end)
-        assert ended == complete(model, [prompt], 4, beams, eos=[end])
+@pytest.mark.parametrize('beams', [0, -1])
+def test_no_beams_are_refused(beams):
+    refuses(f'beams is {beams}', complete, random_model(), [[3, 1]], 4, Decoding(beams=beams))
 
 
 # ---------------------------------------------------------------------- sample.py

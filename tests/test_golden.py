@@ -17,7 +17,7 @@ import torch
 from conftest import losses_and_gradients, near, read
 
 from kernels import attention_entropy
-from lib.generate import complete
+from lib.generate import Decoding, complete
 from model import ModelConfig, Transformer, vector_of
 
 GOLDEN = read(Path(__file__).with_name('golden.json'))
@@ -59,4 +59,4 @@ def test_every_method_starts_and_computes_as_it_did(name):
     near(torch.stack(entropy).double().mean((1, 3)), golden['entropy'], rtol=1e-5)  # (n_layer, H)
     prompts = [x[0, :20].tolist(), x[1, :13].tolist()]
     assert complete(model, prompts, 8) == golden['generated']
-    assert complete(model, prompts, 6, beams=3) == golden['beam']
+    assert complete(model, prompts, 6, Decoding(beams=3)) == golden['beam']

@@ -14,7 +14,7 @@ from conftest import EVERY, losses_and_gradients, near, random_model, tokens
 import kernels
 from kernels import attention_entropy
 from lib.devices import setup
-from lib.generate import complete
+from lib.generate import Decoding, complete
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason='needs an NVIDIA GPU')
 every = pytest.mark.parametrize('changes', EVERY, ids=str)
@@ -67,6 +67,7 @@ def test_entropies_are_those_of_the_cpu(gpu, changes):
 @pytest.mark.parametrize('beams', [1, 3])
 def test_completions_of_unequal_prompts_are_those_of_the_cpu(gpu, changes, beams):
     prompts = [row[:n].tolist() for row, n in zip(tokens(3, 40), (40, 7, 23))]
-    one, other = (complete(model, prompts, 12, beams) for model in on_both(changes, gpu))
+    how = Decoding(beams=beams)
+    one, other = (complete(model, prompts, 12, how) for model in on_both(changes, gpu))
     same = sum(a == b for a, b in zip(one, other))
     assert same >= 2, 'two tokens may be equally likely, but hardly in two of three texts'

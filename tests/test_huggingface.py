@@ -28,7 +28,7 @@ from lib import checkpoints, exports, huggingface
 from lib.answers import whole_folder
 from lib.errors import UserError
 from lib.foreign import load_foreign
-from lib.generate import complete, new_cache
+from lib.generate import Decoding, complete, new_cache
 from lib.huggingface import load_folder
 from lib.losses import by_position
 from lib.scales import apply_scale, put_vectors, save_scale
@@ -578,7 +578,7 @@ def test_other_models_run_behind_our_calls(tmp_path, kind, L):
     expected = theirs.generate(prompt, num_beams=4, do_sample=False, max_new_tokens=12,
                                eos_token_id=256, pad_token_id=256,
                                attention_mask=torch.ones_like(prompt))[0, 20:].tolist()
-    found = complete(model, prompt.tolist(), 12, beams=4, eos=(256,))[0]
+    found = complete(model, prompt.tolist(), 12, Decoding((256,), beams=4))[0]
     assert found == [token for token in expected if token != 256] and len(set(found)) > 1
     if kind != 'GPT2':  # ALiBi reads past its length
         theirs.config.max_seq_len = 150  # MPT's alone: a longer table of the same biases

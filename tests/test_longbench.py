@@ -15,7 +15,7 @@ from conftest import mistake, near, on, read, save_model, stage_here
 
 from lib.answers import paper_table
 from lib.checkpoints import load_model
-from lib.generate import complete
+from lib.generate import Decoding, complete
 from lib.tokenizers import get_tokenizer
 from longbench import TASKS, prompt_ids, rouge_l, score
 
@@ -180,14 +180,15 @@ def rows_of(out_dir, task):
 def test_predictions_are_beam_searches_on_the_filled_and_cut_prompts(whole, run):
     (out_dir, printed), (model, _) = whole, load_model('last', run, 'cpu')
     result, means = read(out_dir / 'longbench.json'), []
-    for task, eos, least in ('trec', 256, 0), ('samsum', (256, 10), 1), ('lcc', 256, 0):
+    for task, eos, least in ('trec', (256,), 0), ('samsum', (256, 10), 1), ('lcc', (256,), 0):
+        how = Decoding(eos, beams=3, min_new_tokens=least)
         room, expected, n_cut = 60 - LONGEST[task], [], 0
         for i, record in enumerate(RECORDS):
             text = TEMPLATES[task].format(**record)
             ids = kept = [256, *text.encode()]
             if len(ids) > room:
                 kept, n_cut = ids[:room // 2] + ids[-(room // 2):], n_cut + 1
-            prediction = BYTES.decode(complete(model, [kept], LONGEST[task], 3, eos, least)[0])
+            prediction = BYTES.decode(complete(model, [kept], LONGEST[task], how)[0])
             expected.append({
                 'item': i, 'prediction': prediction, 'answers': record['answers'],
                 'score': score(task, prediction, record['answers'], CLASSES),
