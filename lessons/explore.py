@@ -156,8 +156,7 @@ def page_of(found):
 
 def main():
     between(globals(), 1, 'n_samples')
-    for name in ('uniform', 'one_head'):
-        scales = globals()[name]
+    for name, scales in {'uniform': uniform, 'one_head': one_head}.items():
         if 1 not in scales or sorted(set(scales)) != scales or scales[0] <= 0:
             raise UserError(f'{name} is {scales}; it must be scales above 0 in rising order, 1 '
                             'among them.')

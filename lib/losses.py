@@ -38,12 +38,12 @@ def loss_and_entropy(model, samples, width, batch_tokens, runtime, label=None):
     T, width = samples.shape[1] - 1, max(1, width)
     bins = T // width
 
-    def measure(inputs, targets):
+    def losses_and_entropies(inputs, targets):
         losses, entropy = by_position(model, inputs, targets, attention_entropy)
         heads = entropy[..., :bins * width].unflatten(-1, (bins, width)).mean(-1)
         return torch.cat((losses, heads.transpose(0, 1).flatten(1)), dim=1)
 
-    means = runtime.over_windows(samples, batch_tokens, measure, label).mean(0)
+    means = runtime.over_windows(samples, batch_tokens, losses_and_entropies, label).mean(0)
     return means[:T], means[T:].reshape(-1, model.config.n_head, bins)
 
 

@@ -68,7 +68,7 @@ def measure_units(units):
     """
     todo = {path: unit for path, unit in units.items() if not path.exists()}
     while todo:
-        for path, (folder, measure) in list(todo.items()):
+        for path, (folder, result_of) in list(todo.items()):
             try:
                 lock = OnlyWriter(folder)
             except UserError:
@@ -77,7 +77,7 @@ def measure_units(units):
                 if not path.exists():
                     print(f'\n{len(todo)} results are left. Next: {path}', flush=True)
                     path.parent.mkdir(parents=True, exist_ok=True)
-                    save_json(path, measure())
+                    save_json(path, result_of())
             del todo[path]
         time.sleep(5 if todo else 0)
 

@@ -17,7 +17,7 @@ TINY = ('--n_layer=2 --n_head=2 --n_embd=16 --n_hidden=16 --max_iters=4 --length
 
 @pytest.fixture(scope='module')
 def measured(tmp_path_factory):
-    """recall.measure() of a small model, each method tuned for 30 steps; and its losses."""
+    """recall.result_of() of a small model, each method tuned for 30 steps; and its losses."""
     folder, tunings = tmp_path_factory.mktemp('recall'), []
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
@@ -40,7 +40,7 @@ def measured(tmp_path_factory):
                        for batch in recall.samples('val', 7, 64, 256))
 
         patch.setattr(recall, 'tune', tune_and_look)
-        yield recall.measure(7), tunings
+        yield recall.result_of(7), tunings
 
 
 def test_each_tuning_changes_what_it_names_alone_and_lowers_the_loss(measured):

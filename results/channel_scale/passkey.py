@@ -47,7 +47,7 @@ def keys_found(folder, label, reading=''):
                       f'--n_lengths={len(LENGTHS)} {reading}')
 
 
-def measure(seed):
+def result_of(seed):
     """{what was tuned: the share of keys found at each of LENGTHS}. Makes what is missing."""
     folder, whole = f'{out_dir}/{seed}/nope', f'{out_dir}/{seed}/whole'
     study.train(folder, f'config/passkey_nope.py --seed={seed}')
@@ -82,7 +82,7 @@ def found_when_cut(folder, whole):
 
 def collect():
     """The result. Measures what is missing."""
-    each = [measure(seed) for seed in seeds]
+    each = [result_of(seed) for seed in seeds]
     return {'stage': 'channel_passkey', 'block_size': L, 'target_length': 4 * L,
             'lengths': LENGTHS, 'seeds': seeds,
             'found': {name: over_seeds([one[name] for one in each]) for name in each[0]}}

@@ -151,7 +151,7 @@ def tuned(seed, scale, rates):
     return model, tune(model, groups, seed, clamp)
 
 
-def measure(seed):
+def result_of(seed):
     """
     {what was tuned: the share of answers right at each of LENGTHS}, the uniform scale, how many
     numbers were tuned, the tokens of the cut context, and the share of answers that it holds.
@@ -177,7 +177,7 @@ def measure(seed):
 def collect():
     """The result. Measures what is missing."""
     setup('cpu', 'float32')
-    units = {Path(out_dir, f'{seed}.json'): (f'{out_dir}/{seed}', partial(measure, seed))
+    units = {Path(out_dir, f'{seed}.json'): (f'{out_dir}/{seed}', partial(result_of, seed))
              for seed in seeds}
     study.measure_units(units)
     found = [read(path) for path in units]

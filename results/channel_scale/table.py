@@ -59,7 +59,7 @@ def losses_of(folder, label, reading=''):
     return [row['loss'] for row in rows], [row.get('cut_loss', row['loss']) for row in rows]
 
 
-def measure(folder, seed):
+def result_of(folder, seed):
     """{what was tuned: losses_of() it} of one model. Tunes what is missing."""
     target, whole = 4 * L, Path(folder).with_name('whole')
     untuned = losses_of(folder, 'channel_study_none')
@@ -144,7 +144,7 @@ def collect():
     losses, shared, spread, drawn = [], [], [], {}
     for seed in seeds:
         folder = f'{out_dir}/{seed}/nope'
-        losses.append(measure(folder, seed))
+        losses.append(result_of(folder, seed))
         tuned = read(f'{folder}/scale_head_{4 * L}_study_channel.json')
         scales, found = np.array(tuned['head_scale']), features(folder)
         shared.append(correlations(scales, found))

@@ -23,7 +23,7 @@ seeds = SEEDS
 FAMILIES = 'NoPE', 'uniform', 'head', 'vectors'  # in the order that the demo claims
 
 
-def measure(seed):
+def result_of(seed):
     """
     The losses of one training, {method: {length: loss, cut_loss and gain in nats}}, and how they
     were made.
@@ -74,7 +74,7 @@ def in_order(methods):
 def main():
     began = time.perf_counter()
     study.measure_units({Path(out_dir, str(seed), 'losses.json'):
-                         (f'{out_dir}/{seed}/demo', partial(measure, seed)) for seed in seeds})
+                         (f'{out_dir}/{seed}/demo', partial(result_of, seed)) for seed in seeds})
     runs = {path.parent.name: demo.read(path)
             for path in sorted(Path(out_dir).glob('*/losses.json'))}
     found = {seed: run['methods'] for seed, run in runs.items()}

@@ -63,7 +63,7 @@ def readings_of(model, folder):
     return readings
 
 
-def measure(model, seed):
+def result_of(model, seed):
     """The content of the file of a model and seed. Trains and tunes what is missing."""
     began, folder, readings = time.perf_counter(), f'out/past_L/{seed}/{model}', {}
     study.train(folder, f'config/code.py {MODELS[model][1]} --seed={seed}')
@@ -174,7 +174,7 @@ def main():
     study.require_known(models, MODELS)
     if work:
         study.measure_units({file_of(model, seed): (f'out/past_L/{seed}/{model}',
-                                                    partial(measure, model, seed))
+                                                    partial(result_of, model, seed))
                              for seed in seeds for model in models or MODELS
                              if seed in seeds_of(model)})
     rows = collect()

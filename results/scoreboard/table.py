@@ -143,7 +143,7 @@ def tune(key, folder, s):
     return tuned['tuned_numbers'], f'--scale={path}'
 
 
-def measure(key, seed):
+def result_of(key, seed):
     """The content of the file of one row and seed. Trains and tunes what is missing."""
     row, s, began = ROWS[key], SIZES[size], time.perf_counter()
     folder, L = folder_of(row.model, seed), s.L
@@ -180,7 +180,7 @@ def units():
     """
     chosen = [key for key in methods or ROWS if size in ROWS[key].sizes]
     return {result_file(key, seed): (f'{folder_of(untuned(key), seed)}/scoreboard',
-                                     partial(measure, key, seed))
+                                     partial(result_of, key, seed))
             for i, seed in enumerate(seeds) for key in chosen if i < ROWS[key].seeds}
 
 
