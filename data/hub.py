@@ -36,15 +36,6 @@ BATCH = 8 * MIB  # characters that are read between two savings of progress
 
 
 @dataclass
-class Settings:
-    """The settings of every prepare script that reads such a corpus."""
-    tokenizer: str = 'hf:TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T'
-    max_tokens: int | None = None  # of each split, to the end of a document; None: all
-    local: str = ''                # a folder of such files, or one file; '': read the hub's
-    out_dir: str = ''              # where the token files go; '' for data/NAME
-
-
-@dataclass
 class Source:
     """Where the text of a corpus is. A row is a document."""
     repo: str                      # ORG/NAME of a dataset on the hub
@@ -195,7 +186,7 @@ def write_split(folder, split, files, source, encoding, max_tokens):
 
 
 def prepare(name, source, settings):
-    """The stage of a prepare script. settings: {name: value} of Settings."""
+    """The stage of a prepare script. settings: {name: value} of the script."""
     between(settings, 1, 'max_tokens')
     folder = Path(settings['out_dir'] or ROOT / 'data' / name)
     commit, splits = find_files(source, settings['local'])

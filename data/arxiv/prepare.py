@@ -12,10 +12,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from configurator import configure, settings
-from data.hub import Settings, Source, prepare
+from data.hub import Source, prepare
 
 held_out = False               # True: only val and test, from suolyer/pile_arxiv
 revision = 'main'              # not pinned, because we knew no commit
+max_tokens: int | None = None  # of each split, to the end of a document; None: all
+local = ''                     # a folder of such files, or one file; '': read the hub's
+out_dir = ''                   # where the token files go; '' for data/NAME
 tokenizer = 'gpt2'             # DAPE V2's; or bytes, FILE.tiktoken, tokenizer.json, hf:ORG/NAME
 
 
@@ -32,5 +35,5 @@ def main():
 
 
 if __name__ == '__main__':
-    configure(globals(), Settings)
+    configure(globals())
     main()

@@ -12,10 +12,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from configurator import configure, settings
-from data.hub import Settings, Source, prepare
+from data.hub import Source, prepare
 
 repo = 'hoskinson-center/proof-pile'  # on the hub
 revision = '490b980249446f2f3bd2df3a8cf085d0f2de240a'  # its commit
+tokenizer = 'hf:TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T'
+max_tokens: int | None = None  # of each split, to the end of a document; None: all
+local = ''                     # a folder of such files, or one file; '': read the hub's
+out_dir = ''                   # where the token files go; '' for data/NAME
 
 
 def main():
@@ -26,5 +30,5 @@ def main():
 
 
 if __name__ == '__main__':
-    configure(globals(), Settings)
+    configure(globals())
     main()

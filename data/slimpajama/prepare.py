@@ -14,10 +14,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from configurator import configure, settings
-from data.hub import Settings, Source, prepare
+from data.hub import Source, prepare
 
 repo = 'gmongaras/SlimPajama-627B_Reupload'  # the publisher's copy is gone
 revision = 'c34c22dbb10ae6b264a2f357a909d1a537141b36'  # its commit
+tokenizer = 'hf:TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T'
+max_tokens: int | None = None  # of each split, to the end of a document; None: all
+local = ''                     # a folder of such files, or one file; '': read the hub's
+out_dir = ''                   # where the token files go; '' for data/NAME
 keep_github = False            # True: every row; needs no column that says which are GitHub's
 
 
@@ -32,5 +36,5 @@ def main():
 
 
 if __name__ == '__main__':
-    configure(globals(), Settings)
+    configure(globals())
     main()
