@@ -128,14 +128,15 @@ def each(f, chunks, recompute, apart=False):
     return y
 
 
-def in_rows(rows_of, q, k, v, i, j, n_maps, all_keys=False):
+def in_rows(rows_of, inputs, n_maps, all_keys=False):
     """
     Call rows_of(q, k, v, i, j) -> (B, H, rows, ...) for some query rows at a time, and join the
-    results. A chunk of rows leaves out the keys long after its last row. If there are many scores,
-    backward computes each chunk again, so memory grows with T rather than T^2. The limit for this
-    is the same on a GPU, because every layer keeps this much for backward.
-    n_maps: matrices of scores that one call makes.
+    results. inputs: q, k, v, i, j for all rows. A chunk of rows leaves out the keys long after its
+    last row. If there are many scores, backward computes each chunk again, so memory grows with T
+    rather than T^2. The limit for this is the same on a GPU, because every layer keeps this much
+    for backward. n_maps: matrices of scores that one call makes.
     """
+    q, k, v, i, j = inputs
     T, S = q.shape[2], k.shape[2]
     chunks = []
     for rows, end in row_chunks(T, S, n_maps, q.device, all_keys):
@@ -166,8 +167,8 @@ def attention_with_bias(bias, q, k, v, i, j):
     B, H = q.shape[:2]
     n_maps = H  # one bias serves all sequences
     if torch.is_grad_enabled() and q.device.type == 'cpu':
-        n_maps = B * H  # matrix_attention() makes scores for each sequence
-    return in_rows(rows_of, q, k, v, i, j, n_maps)
+        n_maps = B * H  # backward of a bias makes scores for each sequence
+    return in_rows(rows_of, (q, k, v, i, j), n_maps)
 
 
 def attention_over_scores(method, q, k, v, i, j):
@@ -184,7 +185,7 @@ def attention_over_scores(method, q, k, v, i, j):
         return weights.to(v.dtype) @ repeat_heads(v, H)
 
     n_maps = B * H
-    return in_rows(rows_of, q, k, v, i, j, n_maps, method.needs_all_keys)
+    return in_rows(rows_of, (q, k, v, i, j), n_maps, method.needs_all_keys)
 
 
 # ---------------------------------------------------------------------- entropy
@@ -246,8 +247,8 @@ def attention_entropy(layer, attention, q, k, place):
             total = weights.sum(-1).clamp(min=smallest)
             return (total.log() - terms.sum(-1) / total).clamp(min=0)
 
-        i, j, n_maps = place.i, place.j, B * H
-        return in_rows(rows_of, q, k, k, i, j, n_maps, method.needs_all_keys)
+        inputs = q, k, k, place.i, place.j
+        return in_rows(rows_of, inputs, B * H, method.needs_all_keys)
 
 
 # ---------------------------------------------------------------------- loss
