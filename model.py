@@ -13,6 +13,12 @@ Sources: Wang et al. 2024, "Length Generalization of Causal Transformers without
 
 Shapes: B sequences, T tokens in this call, C = n_embd, H = n_head, D = head_dim = C / H,
 V = vocab_size.
+
+Four arguments go through all layers:
+  place  the positions of the queries and keys of a pass, a position.Place
+  cache  the keys and values of the tokens read before, a KVCache of lib/generate.py; None: no cache
+  tail   how many of the last positions are wanted; 0: all of them
+  probe  a function that measures q and k in each layer: see Transformer.probe(); None: no probe
 """
 
 import contextlib
@@ -39,7 +45,7 @@ class ModelConfig(Settings):
     n_kv_head: int       # key/value heads; n_head / n_kv_head query heads share each
     n_embd: int
     n_hidden: int        # inner width of SwiGLU
-    rope_length: int | None = None  # tokens per window before fine-tuning; None: block_size
+    rope_length: int | None = None  # training length before fine-tuning; None: block_size
     tied: bool = False   # True: embedding and output share one matrix
     short_conv: int = 0  # tokens that each short convolution reads, such as 4; 0: no convolution
     short_conv_at: str = 'AC'  # A: before attention; C: before the MLP; AC: both
@@ -84,37 +90,37 @@ class Attention(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         self.layer, self.head_dim = layer, config.head_dim
-        self.heads = [config.n_head, config.n_kv_head, config.n_kv_head]  # heads of q, k, v
-        self.qkv = nn.Linear(config.n_embd, sum(self.heads) * self.head_dim, bias=False)
+        self.head_counts = [config.n_head, config.n_kv_head, config.n_kv_head]  # of q, k, v
+        self.qkv = nn.Linear(config.n_embd, sum(self.head_counts) * self.head_dim, bias=False)
         self.out = nn.Linear(config.n_embd, config.n_embd, bias=False)
-        # head_scale is lambda in the paper. It multiplies the scores q.k / sqrt(D) of each head. A
-        # head has one scale, (H, 1), or one per channel, (H, D). head_gain multiplies the output of
-        # each head. Both are always float32, because 1.6 + 0.001 is still 1.6 in bfloat16. Both are
-        # frozen until tuning.
+        # head_scale is lambda in the paper. It multiplies the scores q.k / sqrt(D) of each head.
+        # Its shape is (H, 1), one scale per head. If it is tuned per channel, its shape is (H, D).
+        # head_gain multiplies the output of each head. Both are always float32, because 1.6 + 0.001
+        # is still 1.6 in bfloat16. Both are frozen until tuning.
         self.head_scale = nn.Parameter(torch.ones(config.n_head, 1), requires_grad=False)
         self.head_gain = nn.Parameter(torch.ones(config.n_head, 1), requires_grad=False)
         self.position = position_method(config, layer)
 
     def forward(self, x, place, cache=None, tail=0, probe=None):
         """
-        x: (B, T, C). Returns (y, seen). y is (B, T, C). With tail > 0, y has only the last `tail`
-        positions, (B, tail, C). seen is what the probe returned, None without a probe.
+        x: (B, T, C). Returns (y, probed). y is (B, T, C). With tail > 0, y has only the last `tail`
+        positions, (B, tail, C). probed is what the probe returned, None without a probe.
         """
         B, T, C = x.shape
-        heads = self.qkv(x).view(B, T, -1, self.head_dim).transpose(1, 2)
-        q, k, v = heads.split(self.heads, dim=1)             # (B, H or n_kv_head, T, D)
+        qkv = self.qkv(x).view(B, T, -1, self.head_dim).transpose(1, 2)
+        q, k, v = qkv.split(self.head_counts, dim=1)         # (B, H or n_kv_head, T, D)
         q, k = self.position.turn(q, k, place)
 
-        # Eq. (4): scores become head_scale_h * q.k / sqrt(D). Scale q, because every fused kernel
-        # then still applies.
+        # Eq. (4): scores become head_scale_h * q.k / sqrt(D). Multiply q instead of the scores,
+        # because the fused kernels of attention never show the scores.
         q = (q * self.head_scale[:, None]).to(k.dtype)
-        seen = probe(self.layer, self, q, k, place) if probe else None
+        probed = probe(self.layer, self, q, k, place) if probe else None
         if cache is not None:
             k, v = cache.append(self.layer, k, v)            # (B, n_kv_head, S, D)
 
         y = self.position.attend(q[:, :, -tail:], k, v, place.i[..., -tail:], place.j)
         y = (y * self.head_gain[:, None]).to(y.dtype)
-        return self.out(y.transpose(1, 2).reshape(B, -1, C)), seen
+        return self.out(y.transpose(1, 2).reshape(B, -1, C)), probed
 
 
 class ShortConv(nn.Module):
@@ -167,20 +173,23 @@ class Block(nn.Module):
         at = config.short_conv_at if config.short_conv else ''
         self.attn_conv = ShortConv(config, f'{layer}A') if 'A' in at else None
         self.mlp_conv = ShortConv(config, f'{layer}C') if 'C' in at else None
+        # mlp_conv also reads this many tokens before each position
         self.n_before = config.short_conv - 1 if self.mlp_conv else 0
 
     def forward(self, x, place, cache=None, tail=0, probe=None):
         h = self.attn_norm(x)
         if self.attn_conv:
             h = self.attn_conv(h, cache)
-        n = tail + self.n_before if tail else 0  # mlp_conv also reads tokens before the tail
-        y, seen = self.attn(h, place, cache, n, probe)
-        x = x[:, -n:] + y
+        # Attention returns the tail, and the n_before positions before it that mlp_conv reads. With
+        # a tail of 0 it returns all positions: x[:, -0:] is all of x.
+        n_attended = tail + self.n_before if tail else 0
+        y, probed = self.attn(h, place, cache, n_attended, probe)
+        x = x[:, -n_attended:] + y
 
         h = self.mlp_norm(x)
         if self.mlp_conv:
             h = self.mlp_conv(h, cache)
-        return x[:, -tail:] + self.mlp(h[:, -tail:]), seen
+        return x[:, -tail:] + self.mlp(h[:, -tail:]), probed
 
 
 class Transformer(nn.Module):
@@ -188,9 +197,10 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.checkpoint_activations = False  # True: backward recomputes what is inside a block
-        self.probe_with, self.seen = None, []  # set by probe()
+        self.probe_with, self.probed = None, []  # set by probe()
         self.scale_sets = None  # small vectors for several lengths: see lib/scales.py
-        # Random positions come from these draws. In training, each pass makes new draws instead.
+        # The random numbers that choose the random positions in evaluation. In training, each pass
+        # draws new numbers.
         if config.random_positions:
             draws = torch.rand(config.n_layer, config.random_positions, device='cpu',
                                generator=torch.Generator().manual_seed(0))
@@ -239,8 +249,8 @@ class Transformer(nn.Module):
     def hidden(self, idx, cache=None, tail=0):
         """
         The input of the output matrix, (B, T, C). With tail > 0, returns only the last `tail`
-        positions, (B, tail, C), and the last layer computes only these. With a tail of 0, the slice
-        [-tail:] takes all positions.
+        positions, (B, tail, C). The last layer computes queries, keys and values for all positions,
+        and everything after them only for these positions.
         """
         T = idx.shape[1]
         if cache is None:
@@ -248,6 +258,8 @@ class Transformer(nn.Module):
             place = Place(i, i, total=T)
         else:
             place = cache.place(T)
+        # All layers share one Place, so RoPE's angles are computed once. Random positions differ
+        # from layer to layer.
         places = [place] * len(self.blocks)
         if self.config.random_positions:
             draws = torch.rand_like(self.draws) if self.training else self.draws
@@ -261,11 +273,11 @@ class Transformer(nn.Module):
             wanted = tail if block is self.blocks[-1] else 0
             rest = place, cache, wanted, self.probe_with
             if self.checkpoint_activations and torch.is_grad_enabled():
-                x, seen = checkpoint(block, x, *rest, use_reentrant=False)
+                x, probed = checkpoint(block, x, *rest, use_reentrant=False)
             else:
-                x, seen = block(x, *rest)
+                x, probed = block(x, *rest)
             if self.probe_with:
-                self.seen.append(seen)
+                self.probed.append(probed)
         if cache is not None:
             cache.length += T
         return self.norm(x)
@@ -278,9 +290,9 @@ class Transformer(nn.Module):
         entry per layer:
         with model.probe(kernels.attention_entropy) as entropy: model(idx)
         """
-        self.probe_with, self.seen = f, []
+        self.probe_with, self.probed = f, []
         try:
-            yield self.seen
+            yield self.probed
         finally:
             self.probe_with = None
 
@@ -294,9 +306,9 @@ class Transformer(nn.Module):
     @property
     def head_scale(self):
         """
-        All softmax scales, (n_layer, H) float32, in units of 1 / sqrt(D). If a head has one scale
-        per channel, this is their mean. Assign a number, or an array of shape (n_layer, H) or
-        (n_layer, H, D).
+        All softmax scales, (n_layer, H) float32, in units of 1 / sqrt(D). With one scale per
+        channel, each entry is the mean over the channels of a head. The setter takes a number, or
+        an array of shape (n_layer, H) or (n_layer, H, D).
         """
         return torch.stack([block.attn.head_scale.detach().mean(1) for block in self.blocks])
 
@@ -342,8 +354,9 @@ def gain_outputs(out, gain, D):
     return out * gain.expand(-1, D).flatten()
 
 
-# The vectors that can be tuned while every matrix stays fixed. Position methods add theirs below. A
-# norm needs no matrix to fold into, because an export keeps the gains of norms.
+# The vectors that can be tuned while every matrix stays fixed. The loop after this dict adds those
+# of the position methods. `matrix` is the matrix that absorbs a vector when export.py writes a
+# checkpoint for other programs. Norms have none, because such a checkpoint has norms itself.
 VECTORS = {
     'head_scale': Vector('head_scale', 1.0, 0.1, matrix='qkv.weight', fold=scale_queries),
     'head_gain': Vector('head_gain', 1.0, 0.02, matrix='out.weight', fold=gain_outputs),
@@ -366,8 +379,9 @@ def small_vectors(model):
 def matrices(model):
     """
     {name: weight} of the matrices that may be cast to half precision. All other weights stay
-    float32: the vectors, and the embedding, because the sum over layers starts there. An output
-    matrix tied to the embedding also stays float32.
+    float32: the embedding, norms, scales, short convolutions and weights of position methods. The
+    embedding stays float32 because the layers add to it. An output matrix tied to the embedding
+    also stays float32.
     """
     names = 'qkv.weight', 'out.weight', 'gate_up.weight', 'head.weight'
     return {name: p for name, p in model.named_parameters() if name.endswith(names)}

@@ -43,7 +43,7 @@ from lib.runs import (
     StopSignal,
     checkpoint_to_resume,
     checkpoint_to_start_from,
-    to_go_on,
+    resume_errors,
 )
 from lib.tokens import Windows
 from model import ModelConfig, Transformer
@@ -148,8 +148,8 @@ def place_model(model, fsdp, compile, runtime):
 # ---------------------------------------------------------------------- training
 
 @dataclass
-class Trained:
-    """What a training step changes, and how it computes."""
+class TrainState:
+    """What a training step needs: the model, the optimizer, the precision and the ranks."""
     model: torch.nn.Module       # holds the weights; fsdp shards them
     called: torch.nn.Module      # the model that training calls; see place_model()
     optimizer: torch.optim.Optimizer
@@ -175,31 +175,34 @@ def new_optimizer(model, settings):
                              weight_decay=settings['weight_decay'])
 
 
-def average_gradients(model, now):
-    """Say if the next backward averages gradients over the ranks. Once per step is enough."""
+def set_gradient_averaging(model, enabled):
+    """
+    Choose whether the next backward averages gradients over the ranks. Only the last micro-batch of
+    a step needs this.
+    """
     if isinstance(model, DistributedDataParallel):
-        model.require_backward_grad_sync = now
+        model.require_backward_grad_sync = enabled
     elif hasattr(model, 'set_requires_gradient_sync'):  # FSDP
-        model.set_requires_gradient_sync(now)
+        model.set_requires_gradient_sync(enabled)
 
 
-def train_step(trained, batch, next_batch, micro_batch_size, grad_clip, seed=0):
+def train_step(t, batch, fetch_next, micro_batch_size, grad_clip, seed=0):
     """
-    One step on this rank's rows of the global batch, in micro-batches. The seed determines the
-    random positions, which are the same in all micro-batches. Returns the loss, averaged over
-    ranks, and the next batch. next_batch() fetches the next batch while the device computes.
+    One step on this rank's rows of the global batch, in micro-batches. t: a TrainState. The seed
+    determines the random positions. Returns the loss, averaged over the ranks, and the next batch,
+    which fetch_next() returns.
     """
-    t, (x, y) = trained, batch
+    x, y = batch
     step_loss = torch.zeros((), device=x.device)
     parts = list(zip(x.split(micro_batch_size), y.split(micro_batch_size)))
     for i, (inputs, targets) in enumerate(parts):
         is_last = i + 1 == len(parts)
-        average_gradients(t.called, is_last)
-        torch.manual_seed(seed)
+        set_gradient_averaging(t.called, is_last)
+        torch.manual_seed(seed)  # all micro-batches draw the same random positions
         with t.autocast:
             loss = t.called(inputs, targets).mean() / len(parts)
-        if is_last:
-            batch = next_batch()
+        if is_last:  # the device still computes, so copying the next batch costs no time
+            following = fetch_next()
         t.scaler.scale(loss).backward()
         step_loss += loss.detach()
 
@@ -213,16 +216,17 @@ def train_step(trained, batch, next_batch, micro_batch_size, grad_clip, seed=0):
     if t.runtime.world_size > 1:
         torch.distributed.all_reduce(step_loss)
         step_loss /= t.runtime.world_size
-    return step_loss, batch
+    return step_loss, following
 
 
 def mean_over(windows, batch_tokens, runtime, measure):
     """Mean over all windows. measure(inputs, targets) returns one number per window."""
     n = len(windows)
     # Ranks that share a model (FSDP) run each pass together, so all need equally many windows.
-    whole = windows.take(range(n + -n % runtime.world_size), axis=0, mode='wrap')
-    values = runtime.over_windows(whole, batch_tokens, measure,
-                                  finite=False)  # the recorder reports nan and inf
+    # Repeat the first windows until the number of windows is a multiple of the ranks.
+    padded = windows.take(range(n + -n % runtime.world_size), axis=0, mode='wrap')
+    # finite=False: validate() checks the numbers, and its message names the step.
+    values = runtime.over_windows(padded, batch_tokens, measure, finite=False)
     return float(values[:n].mean())
 
 
@@ -241,17 +245,17 @@ def validate(model, windows, batch_tokens, step, recorder, runtime):
     entropy = mean_over(windows[:ENTROPY_WINDOWS], batch_tokens, runtime, entropies)
     model.train()
     recorder.require_finite(loss, f'the validation loss became {loss} at step {step}')
+    recorder.require_finite(entropy, f'the attention entropy became {entropy} at step {step}')
     recorder.log(step, val_loss=loss, entropy=entropy)
     runtime.print(f'step {step:6d}  validation loss {loss:.4f}  ppl {math.exp(min(loss, 700)):.2f}')
     return loss
 
 
-def save_last(recorder, trained, step, best_val_loss):
+def save_last(recorder, t, step, best_val_loss):
     """Write last.pt. A resumed run starts from it."""
     recorder.flush(step)
-    recorder.save('last.pt', trained.model, step, best_val_loss=best_val_loss,
-                  scaler=trained.scaler.state_dict(),
-                  optimizer=unsharded(trained.optimizer.state_dict()))
+    recorder.save('last.pt', t.model, step, best_val_loss=best_val_loss,
+                  scaler=t.scaler.state_dict(), optimizer=unsharded(t.optimizer.state_dict()))
 
 
 def finish(recorder, stopped_by, runtime):
@@ -309,40 +313,43 @@ def main(given=()):
     step, best_val_loss = 0, math.inf
     if state:
         step, best_val_loss = state['step'], state['best_val_loss']
-        with to_go_on(out_dir):
+        with resume_errors(out_dir):
             load_sharded(optimizer, state['optimizer'])
             if state['scaler']:  # empty if the run so far did not use float16
                 scaler.load_state_dict(state['scaler'])
     state = None  # free the file's copy of weights and optimizer
     warmup = warmup_iters if warmup_iters >= 1 else round(warmup_iters * max_iters)
-    trained = Trained(model, called, optimizer, scaler, runtime.autocast(), runtime)
+    t = TrainState(model, called, optimizer, scaler, runtime.autocast(), runtime)
 
-    recorder.begin(step)
+    recorder.begin(step)  # bring the folder to its state at this step
     runtime.print(f"{model.n_params():,} parameters, position={chosen['position']}, "
                   f'{runtime.device.type}, {runtime.dtype}; steps {step} to {max_iters} of '
                   f'{tokens_per_step:,} tokens into {out_dir}')
 
     # loop
     flops = 3 * sum(model.flops_per_token(block_size))  # backward costs as much as two forwards
-    ceiling = matmul_flops(runtime.device, runtime.dtype) * runtime.world_size
-    speed = Speed(step, max_iters, tokens_per_step, flops, ceiling)
-    first, stop, stopped_by = step, StopSignal(runtime), None
+    # FLOP/s that all devices can reach. MFU is the share of it that training reaches.
+    peak_flops = matmul_flops(runtime.device, runtime.dtype) * runtime.world_size
+    speed = Speed(step, max_iters, tokens_per_step, flops, peak_flops)
+    stop, stopped_by = StopSignal(runtime), None
+    first_step = step
     batch = rank_batch(windows, step, batch_size, runtime)
     while step < max_iters and not stopped_by:
         lr = learning_rate_at(step, learning_rate, min_lr, warmup, lr_decay_iters or max_iters)
         for group in optimizer.param_groups:
             group['lr'] = lr
-        next_batch = functools.partial(rank_batch, windows, step + 1, batch_size, runtime)
-        loss, batch = train_step(trained, batch, next_batch, micro_batch_size, grad_clip,
-                                 seed + step)
+        fetch_next = functools.partial(rank_batch, windows, step + 1, batch_size, runtime)
+        loss, batch = train_step(t, batch, fetch_next, micro_batch_size, grad_clip, seed + step)
         recorder.pending.append(loss)
         step += 1
 
         if step % log_interval == 0 or step == max_iters:
-            loss = recorder.flush(step)
-            runtime.print(f'step {step:6d}  loss {loss:.4f}  lr {lr:.2e}  {speed.line(step)}')
+            mean_loss = recorder.flush(step)  # writes the pending losses to the log
+            runtime.print(f'step {step:6d}  loss {mean_loss:.4f}  lr {lr:.2e}  {speed.line(step)}')
 
         if step % eval_interval == 0 or step == max_iters or step in keep_steps:
+            # Log the pending losses before validation. This raises an error if one of them is not
+            # finite, so that no checkpoint is overwritten.
             recorder.flush(step)
             val_loss = validate(model, val_windows, micro_batch_size * block_size, step, recorder,
                                 runtime)
@@ -353,9 +360,9 @@ def main(given=()):
                 recorder.save(f'step_{step}.pt', model, step, best_val_loss=best_val_loss)
             # Save last.pt last. If the run is killed between two saves, it resumes before them and
             # writes them again.
-            save_last(recorder, trained, step, best_val_loss)
-            speed.restart(step)
-        if step == first + 1:
+            save_last(recorder, t, step, best_val_loss)
+            speed.restart(step)  # leave validation and saving out of the tokens per second
+        if step == first_step + 1:
             speed.restart(step)  # the first step compiles
 
         # Ranks must stop at the same step, so they ask each other. On GPUs they ask only at log
@@ -364,10 +371,12 @@ def main(given=()):
             stopped_by = stop.on_any_rank()
 
     if stopped_by:
-        save_last(recorder, trained, step, best_val_loss)
+        save_last(recorder, t, step, best_val_loss)
         runtime.print(f'{stopped_by.name}: saved step {step}; resume with --init_from=resume')
     finish(recorder, stopped_by, runtime)
 
 
 if __name__ == '__main__':
+    # configure() adds the fields of position.Settings, such as rope_base, to this file's globals.
+    # It returns the names of the settings that the user gave.
     main(configure(globals(), Settings))

@@ -25,8 +25,8 @@ MODEL = ('n_layer', 'n_head', 'n_kv_head', 'n_embd', 'n_hidden', 'short_conv', '
 
 # ---------------------------------------------------------------------- before a run begins
 
-def to_go_on(folder):
-    """A context that turns an error into a UserError: no run can resume from this last.pt."""
+def resume_errors(folder):
+    """A context that turns an error of a malformed last.pt into a UserError."""
     return fault_of(Path(folder, 'last.pt'), 'what a run goes on from',
                     'Train into another --out_dir=; --init_from=FILE starts from its weights.')
 
@@ -68,7 +68,7 @@ def checkpoint_to_resume(chosen, given, windows):
     path = Path(chosen['out_dir'], 'last.pt')
     state = checkpoints.load(path) | {'path': path}
     own, was = state['model_config'], state['settings']
-    with to_go_on(chosen['out_dir']):
+    with resume_errors(chosen['out_dir']):
         require_kinds(state, data=dict, optimizer=dict, scaler=dict, best_val_loss=int | float)
         require_kinds(state['data'], **dict.fromkeys(state['data'], str))
         require_kinds(was, init_from=str)

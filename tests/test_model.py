@@ -128,7 +128,7 @@ class AttentionWithoutScale(Attention):
 
     def forward(self, x, place, cache=None, tail=0, probe=None):
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        q, k, v = heads.split(self.heads, dim=1)
+        q, k, v = heads.split(self.head_counts, dim=1)
         q, k = self.position.turn(q, k, place)
         y = self.position.attend(q, k, v, place.i, place.j)
         return self.out(y.transpose(1, 2).flatten(2)), None

@@ -40,27 +40,27 @@ def crossed(walk):
 
 
 @pytest.fixture
-def trained(cpu):
-    """A NoPE model of train.py, and what trains it."""
+def state(cpu):
+    """The TrainState of a small NoPE model."""
     settings = vars(train) | TINY
     model = Transformer(config_of(settings, vocab_size=257)).init_weights()
     optimizer = train.new_optimizer(model, settings)
     scaler = torch.amp.GradScaler('cpu', enabled=False)
-    return train.Trained(model, model, optimizer, scaler, cpu.autocast(), cpu)
+    return train.TrainState(model, model, optimizer, scaler, cpu.autocast(), cpu)
 
 
 def test_a_training_step_crosses_at_most_18_functions_in_5_files_and_reaches_sdpa(
-        cpu, trained, corpus_dir, monkeypatch):
+        cpu, state, corpus_dir, monkeypatch):
     windows, calls = Windows(str(corpus_dir), 'train', 32), []
     sdpa = F.scaled_dot_product_attention
     monkeypatch.setattr(F, 'scaled_dot_product_attention',
                         lambda *args, **more: calls.append(more) or sdpa(*args, **more))
     x, y = batch = train.rank_batch(windows, 0, 4, cpu)
-    next_batch = functools.partial(train.rank_batch, windows, 1, 4, cpu)
+    fetch_next = functools.partial(train.rank_batch, windows, 1, 4, cpu)
 
-    forward = crossed(lambda: trained.model(x, y).mean().backward())
+    forward = crossed(lambda: state.model(x, y).mean().backward())
     assert [call['is_causal'] for call in calls] == [True] * 2  # one call in each of the 2 layers
-    step = crossed(lambda: train.train_step(trained, batch, next_batch, 4, 1.0))
+    step = crossed(lambda: train.train_step(state, batch, fetch_next, 4, 1.0))
     for name, functions in ('forward, loss and backward', forward), ('a training step', step):
         files = {file for file, _ in functions}
         print(f'\n{name}: {len(functions)} functions in {len(files)} files')

@@ -101,7 +101,7 @@ def features(folder, n=8):
     for block, (q, k) in zip(model.blocks, seen):
         k = k.repeat_interleave(H // k.shape[1], dim=1)              # (n, H, 4L, D)
         w_q, w_k, _ = block.attn.qkv.weight.detach().split(
-            [width * D for width in block.attn.heads])
+            [width * D for width in block.attn.head_counts])
         q, first, near, far = q[:, :, 3 * L:], k[:, :, :L], k[:, :, 3 * L:], k[:, :, :3 * L]
         power = q.square().mean((0, 2))                              # (H, D)
         scores = q @ k.transpose(-1, -2) / D ** 0.5                  # (n, H, L, 4L)
@@ -110,7 +110,7 @@ def features(folder, n=8):
         layers.append({
             'norm of its row of W_q': w_q.norm(dim=1).view(H, D),
             'norm of its row of W_k': w_k.norm(dim=1).view(-1, D).repeat_interleave(
-                H // block.attn.heads[1], dim=0),
+                H // block.attn.head_counts[1], dim=0),
             'variance of its part of far scores': power * far.var(dim=(0, 2)),
             'far variance over near': far.var(dim=(0, 2)) / near.var(dim=(0, 2)),
             'drift of its keys': ((near.mean((0, 2)) - first.mean((0, 2))).abs()
