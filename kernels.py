@@ -177,10 +177,10 @@ def attention_over_scores(method, q, k, v, i, j):
     The scores are (B, H, T, S), and -inf at later keys.
     """
     B, H = q.shape[:2]
-    shared = method.shared(k)
+    inputs = method.similarity_inputs(k)
 
     def rows_of(q, k, v, i, j):
-        scores = method.scores(q, k, i, j, *shared)
+        scores = method.scores(q, k, i, j, *inputs)
         weights = method.softmax(scores)
         return weights.to(v.dtype) @ repeat_heads(v, H)
 
@@ -238,10 +238,10 @@ def attention_entropy(layer, attention, q, k, place):
         if has_kernel and not wants_gradient(q, k):
             return entropy(q, k)
         q, k = q.float(), k.float()
-        shared = method.shared(k)
+        inputs = method.similarity_inputs(k)
 
         def rows_of(q, k, v, i, j):
-            weights = method.softmax(method.scores(q, k, i, j, *shared))
+            weights = method.softmax(method.scores(q, k, i, j, *more))
             smallest = torch.finfo(weights.dtype).tiny  # so that 0 ln 0 is 0 and has a gradient
             terms = weights * weights.clamp(min=smallest).log()
             total = weights.sum(-1).clamp(min=smallest)

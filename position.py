@@ -2,26 +2,30 @@
 Position methods: what a transformer adds to NoPE so that attention knows the positions of tokens.
 
 NoPE adds nothing: only the causal mask tells positions apart. Every other method here is NoPE with
-one or a few functions changed. These functions are called verbs:
-  prepare     computes what all layers share, once before the first layer: RoPE's angles.
+one or a few of its steps changed. A step is a function of the class NoPE. In a pass, the model
+calls this step for every layer, before the first layer runs:
+  prepare     computes what depends only on the positions. RoPE stores its angles in the Place.
+Then each layer calls these steps:
   turn        changes q and k before they meet. RoPE turns both by an angle that grows with the
               position, so that q_i . k_j depends on i - j. Log-n scaling multiplies later
               queries by larger factors.
-  bias        adds a function of the positions to the scores: ALiBi, Kerple, FIRE, T5.
+  attend      runs the attention. A method that changes only q and k uses one fused kernel. With a
+              bias or its own mask, the fused kernel runs on some query rows at a time. All other
+              methods compute scores, softmax and the weighted sum of the values, also some rows at
+              a time. These are the steps in between:
   similarity  makes the scores before any bias. CoPE and Transformer-XL add a term that also depends
               on the query.
+  bias        is a function of the positions, which is added to the scores: ALiBi, Kerple, FIRE, T5.
   mask        says which keys a query does not see: later keys; with a sliding window also old keys.
   scores      makes the input of softmax from similarity, bias and mask. DAPE reads similarity and
               bias as a feature map and adds the output of a small network.
   softmax     turns scores into attention weights.
-  attend      applies these weights to the values. If a method changes only q, k, mask and bias, a
-              fused kernel runs. Otherwise some rows of the matrix are computed at a time.
 
 A new method is a class and an entry in METHODS. A new setting of a method is a line in Settings,
 and its name in the class's `settings`.
 Each layer can have its own method, a sliding window and random positions: see Settings.
-This file holds the methods of the two papers; position_more.py holds later ones.
-The file is plain PyTorch. From the project it imports only kernels.py.
+This file holds the methods that "DAPE V2" compares, and log-n scaling; position_more.py holds later
+ones. The file is plain PyTorch. From the project it imports only kernels.py.
 
 Shapes: B sequences, T queries, S keys, H heads, D = head_dim. L is the training length of the model
 before any fine-tuning. i is the position of a query and j <= i the position of a key; both start
@@ -44,7 +48,7 @@ from kernels import later
 class Settings:
     """The settings of all position methods. Every stage that trains has these settings, too."""
     position: str = 'none'      # none (NoPE), rope ...: a key of METHODS; a,b: layers take turns
-    rope_base: float = 10000.0  # RoPE: the slowest pair turns once in 2 pi rope_base tokens
+    rope_base: float = 10000.0  # RoPE: pair k of a head turns by rope_base^(-2k/D) rad per token
     rope_scaling: str = ''      # RoPE: extension to longer texts, such as yarn:4; '': none
     rope_share: float = 1.0     # RoPE: share of the pairs that turn, fastest first
     rope_window: int = 0        # RoPE layers: newest keys that a query sees; 0: all
@@ -74,10 +78,10 @@ class Settings:
         self.require('random_positions', 0 <= self.random_positions <= 2 ** 24,
                      'at most 2^24, or 0 for positions 0, 1, 2 ...')
         if self.random_positions:
-            read = {name for name in names if issubclass(METHODS[name], RoPE)
-                    or 'bias' in METHODS[name].overrides}
-            others = set(names) - read - {'none'}
-            works = read and not (others or self.rope_scaling or self.rope_window)
+            takes_random = {name for name in names if issubclass(METHODS[name], RoPE)
+                            or 'bias' in METHODS[name].overrides}
+            others = set(names) - takes_random - {'none'}
+            works = takes_random and not (others or self.rope_scaling or self.rope_window)
             self.require('random_positions', works, f"0 with position '{self.position}'. It works "
                          'with biases, and with RoPE without rope_scaling or rope_window. Other '
                          'layers must be none')
@@ -154,7 +158,7 @@ def random_places(place, draws):
 
 class NoPE(nn.Module):
     """No position encoding. Every other method is derived from this class."""
-    overrides = frozenset()      # the verbs for the weights that this class changes
+    overrides = frozenset()      # which of the steps from similarity to softmax a class changes
     settings = ()                # names of its settings in Settings
     vectors = {}                 # its parameters that tune_scale.py can tune
     window, sinks = 0, 0         # see mask()
@@ -165,11 +169,15 @@ class NoPE(nn.Module):
         super().__init__()
 
     def __init_subclass__(cls):
+        """
+        Python calls this when a subclass is defined. It records which steps the subclass changes.
+        attend() chooses the kernel by them.
+        """
         if 'is_plain' in vars(cls):
             raise TypeError(f'{cls.__name__} sets is_plain. is_plain follows from the functions '
                             'that a class overrides. Leave it out.')
-        cls.overrides = {verb for verb in ('similarity', 'bias', 'mask', 'scores', 'softmax')
-                         if getattr(cls, verb) is not getattr(NoPE, verb)}
+        cls.overrides = {step for step in ('similarity', 'bias', 'mask', 'scores', 'softmax')
+                         if getattr(cls, step) is not getattr(NoPE, step)}
 
     @property
     def is_plain(self):
@@ -177,10 +185,12 @@ class NoPE(nn.Module):
         return not self.overrides and not self.window
 
     def prepare(self, place):
-        """Compute what all layers share and store it in `place`."""
+        """Compute what depends only on the positions, and store it in `place`. NoPE: nothing."""
 
     def share_weights(self, first):
-        """Share weights with `first`, the same method in the first layer that has it."""
+        """
+        Use the weights of `first`, the same method in the first layer that has it. NoPE: none.
+        """
 
     def turn(self, q, k, place):
         """Change q, (B, H, T, D), and k, (B, n_kv_head, T, D), of the new tokens. Returns both."""
@@ -188,12 +198,15 @@ class NoPE(nn.Module):
 
     def bias(self, i, j):
         """
-        The term to add to the scores: (H, T, S), or (B, H, T, S) if i and j have a B axis. None:
-        add nothing.
+        The term to add to the scores: (H, T, S), or (B, H, T, S) if i and j have a B axis. NoPE
+        returns None, which adds nothing.
         """
 
-    def shared(self, k):
-        """Further inputs of similarity(), a tuple. A layer makes them once for all its rows."""
+    def similarity_inputs(self, k):
+        """
+        More inputs of similarity(), a tuple: tensors that do not depend on the query. A layer
+        computes them once, because it calls similarity() for some query rows at a time.
+        """
         return ()
 
     def similarity(self, q, k, i, j):
@@ -212,9 +225,9 @@ class NoPE(nn.Module):
             hidden = hidden | old & (j[..., None, None, :] >= self.sinks)
         return hidden
 
-    def scores(self, q, k, i, j, *shared):
+    def scores(self, q, k, i, j, *more):
         """The input of softmax, (B, H, T, S): -inf at masked keys. q: already scaled by Eq. (4)."""
-        scores = self.similarity(q, k, i, j, *shared)
+        scores = self.similarity(q, k, i, j, *more)
         bias = self.bias(i, j)
         if bias is not None:
             scores = scores + bias
@@ -222,7 +235,8 @@ class NoPE(nn.Module):
 
     def softmax(self, scores):
         """
-        The attention weights for these scores, (B, H, T, S) float32. A row may sum to less than 1.
+        The attention weights for these scores, (B, H, T, S) float32. In a subclass, such as Sink, a
+        row may sum to less than 1.
         """
         return scores.softmax(-1, dtype=torch.float32)
 
@@ -235,7 +249,7 @@ class NoPE(nn.Module):
         return kernels.attention(q, k, v, i, j)
 
     def masked_bias(self, i, j):
-        """The bias, -inf at masked keys: (1, 1, T, S), (H, T, S) or (B, H, T, S)."""
+        """The bias, -inf at masked keys: (1 or B, 1 or H, T, S)."""
         bias = self.bias(i, j)
         if bias is None:
             bias = torch.zeros((), device=i.device)
@@ -280,9 +294,10 @@ def rope_frequencies(D, base, scaling, L, total, device='cpu'):
     if kind in ('ntk', 'dynamic_ntk'):
         base = base * s ** (D / (D - 2))
 
-    # base^(-2k/D), by exp: Inductor treats exp as costly, so it computes cos and sin only once.
-    pair = torch.arange(0, D, 2, dtype=torch.float64, device=device)
-    frequency = torch.exp(-math.log(base) / D * pair)
+    # base^(-2k/D), written with exp(): torch.compile treats exp as costly, so it stores cos and sin
+    # instead of computing them again in each layer.
+    k = torch.arange(D // 2, dtype=torch.float64, device=device)
+    frequency = torch.exp(-2 * math.log(base) / D * k)
     if kind == 'pi':
         frequency = frequency / s
     if kind == 'yarn':
@@ -401,8 +416,8 @@ class ALiBi(Bias):
 
     def __init__(self, config):
         super().__init__(config)
-        # The slopes are a buffer, because a GPU would wait for each copy. They are made on the CPU,
-        # even if the model is made on `meta`.
+        # The slopes are a buffer: they move to the GPU with the model, so bias() copies nothing.
+        # They are made on the CPU, even if the model is made on the device `meta`.
         slopes = torch.tensor(self.slopes_of(config.n_head), device='cpu')
         self.register_buffer('slopes', slopes, persistent=False)
 
@@ -428,7 +443,10 @@ class Kerple(Bias):
 
 
 def at_least(x, least):
-    """Clamp x, (H,), with a straight-through gradient, so x < least can recover: (H, 1, 1)."""
+    """
+    Clamp x, (H,), with a straight-through gradient, so that x < least can recover. Returns
+    (H, 1, 1).
+    """
     clamped = x + (x.clamp(min=least) - x).detach()
     return clamped[:, None, None]
 
@@ -524,27 +542,29 @@ class TransformerXL(NoPE):
         self.v = nn.Parameter(0.02 * torch.randn(shape))
         self.W = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
-    def shared(self, k):
+    def similarity_inputs(self, k):
         """W r for each distance from 0 to S - 1, where S is the number of keys: (H, D, S)."""
         S = k.shape[2]
         H, D = self.u.shape
         pair = torch.arange(0, H * D, 2, device=k.device)
         frequency = 10000 ** (-pair / (H * D))
         angle = torch.arange(S, device=k.device)[:, None] * frequency
-        r = self.W(torch.cat((angle.sin(), angle.cos()), dim=-1))
-        r = r.view(S, H, D).permute(1, 2, 0)
-        return r.to(k.dtype),
+        r = torch.cat((angle.sin(), angle.cos()), dim=-1)
+        projected = self.W(r).view(S, H, D).permute(1, 2, 0)
+        return (projected.to(k.dtype),)
 
-    def similarity(self, q, k, i, j, r=None):
+    def similarity(self, q, k, i, j, projected=None):
         scores = super().similarity(q, k, i, j)
         H, D = self.u.shape
-        r = self.shared(k)[0] if r is None else r[..., :k.shape[2]]
-        by_distance = (q + self.v[:, None].to(q.dtype)) @ r                  # (B, H, T, S)
+        if projected is None:
+            projected, = self.similarity_inputs(k)
+        projected = projected[..., :k.shape[2]]
+        by_distance = (q + self.v[:, None].to(q.dtype)) @ projected          # (B, H, T, S)
         distance = distances(i, j).expand(scores.shape)
-        by_place = by_distance.gather(-1, distance)
+        position_term = by_distance.gather(-1, distance)                     # (B, H, T, S)
         keys = kernels.repeat_heads(k, H)
-        by_key = keys @ self.u[..., None].to(k.dtype)                        # (B, H, S, 1)
-        return scores + (by_place + by_key.transpose(-1, -2)) / math.sqrt(D)
+        key_term = keys @ self.u[..., None].to(k.dtype)                      # (B, H, S, 1)
+        return scores + (position_term + key_term.transpose(-1, -2)) / math.sqrt(D)
 
 
 # ---------------------------------------------------------------------- DAPE
@@ -559,16 +579,18 @@ class DAPE(NoPE):
     run.
     Keys that the query does not see, such as later keys, are 0 in the map, so that no convolution
     sees them. `cheat` leaves them in (section 4.5).
-    Here zeros follow each row on its right; in the released code, the row ends at the last key. So
-    a row stays the same in a longer sequence, and cached decoding equals a full pass.
+    Right of the last key, the map continues with zeros, and the first convolution is also computed
+    there. A longer sequence has masked keys there, which are zeros too. So a row keeps its scores
+    in a longer sequence (except with `cheat`), and cached decoding equals a full pass. In the
+    released code, the map ends at the last key.
     """
     settings = 'dape_width', 'dape_residual', 'dape_cheat'
 
     def __init__(self, config, method):
         super().__init__(config)
-        for verb in 'scores', 'attend':
-            if getattr(type(method), verb) is not getattr(NoPE, verb):
-                raise ValueError(f'{type(method).__name__} has its own {verb}(), and DAPE would '
+        for step in 'scores', 'attend':
+            if getattr(type(method), step) is not getattr(NoPE, step):
+                raise ValueError(f'{type(method).__name__} has its own {step}(), and DAPE would '
                                  'replace it. Leave dape_kernel out.')
         self.method, H, width = method, config.n_head, config.dape_width
         self.kernel, self.cheat = config.dape_kernel, config.dape_cheat
@@ -577,9 +599,10 @@ class DAPE(NoPE):
         if self.cheat:
             warnings.warn('dape_cheat: this model sees the tokens that it must predict; its '
                           'losses mean nothing', stacklevel=2)
+        # DAPE changes only scores(). All other steps are those of the wrapped method.
         self.prepare, self.turn = method.prepare, method.turn
-        self.bias, self.similarity, self.mask = method.bias, method.similarity, method.mask
-        self.shared, self.softmax = method.shared, method.softmax
+        self.bias, self.mask, self.softmax = method.bias, method.mask, method.softmax
+        self.similarity, self.similarity_inputs = method.similarity, method.similarity_inputs
         # Neighboring slots of a cache must hold neighboring tokens.
         self.needs_equal_lengths = method.needs_equal_lengths or self.kernel > 1
         channels, pad = 2 * H if 'bias' in method.overrides else H, self.kernel // 2
@@ -589,8 +612,8 @@ class DAPE(NoPE):
     def share_weights(self, first):
         self.method.share_weights(first.method)
 
-    def scores(self, q, k, i, j, *shared):
-        scores = self.similarity(q, k, i, j, *shared)
+    def scores(self, q, k, i, j, *more):
+        scores = self.similarity(q, k, i, j, *more)
         bias, mask = self.bias(i, j), self.mask(i, j)
         x, pad = scores, self.kernel // 2
         if bias is not None:
@@ -599,6 +622,7 @@ class DAPE(NoPE):
         if not self.cheat:
             x = x.masked_fill(mask, 0)
         x = self.first(x)                           # (B, width, T, S + 2 pad), from key -pad on
+        # Left of key 0 the hidden channels are 0, as in a convolution that pads with zeros.
         x = x.masked_fill(torch.arange(x.shape[-1], device=x.device) < pad, 0)
         # In place: backward then needs only the result, and PyTorch does not store a mask, which is
         # slow on a CPU.

@@ -113,8 +113,8 @@ class OwnMask(NoPE):
 
 
 class OwnScores(NoPE):
-    def scores(self, q, k, i, j, *shared):
-        return super().scores(q, k, i, j, *shared) * 1.5
+    def scores(self, q, k, i, j, *more):
+        return super().scores(q, k, i, j, *more) * 1.5
 
 
 class OwnSoftmax(NoPE):
@@ -159,9 +159,9 @@ def test_what_dape_would_drop_is_refused_when_the_model_is_made(monkeypatch):
         def attend(self, q, k, v, i, j):
             return 2 * super().attend(q, k, v, i, j)
 
-    for own, verb in (OwnAttend, 'attend'), (OwnScores, 'scores'):
+    for own, step in (OwnAttend, 'attend'), (OwnScores, 'scores'):
         monkeypatch.setitem(METHODS, 'own', own)
-        with pytest.raises(ValueError, match=rf'{own.__name__}.*{verb}\(\)'):
+        with pytest.raises(ValueError, match=rf'{own.__name__}.*{step}\(\)'):
             random_model(position='own', dape_kernel=3)
 
 
