@@ -238,7 +238,7 @@ def attention_entropy(layer, attention, q, k, place):
         if has_kernel and not wants_gradient(q, k):
             return entropy(q, k)
         q, k = q.float(), k.float()
-        inputs = method.similarity_inputs(k)
+        more = method.similarity_inputs(k)
 
         def rows_of(q, k, v, i, j):
             weights = method.softmax(method.scores(q, k, i, j, *more))

@@ -4,9 +4,9 @@ Sections 2.4 and 3, Appendices A and B of "Length Generalization of Causal Trans
 Position Encoding".
 
 uniform: one scale for the whole model. The stage tries each candidate (UniformScale).
-head:    one scale per head, tuned at target_length. Every weight stays frozen (HeadScale).
-         Beyond the paper, this method can tune one scale per channel and other small vectors
-         (tune), and it can tune one set for each of several lengths (target_lengths).
+head:    one scale per head, tuned at target_length. All matrices stay frozen (HeadScale). Beyond
+         the paper, --tune also tunes scales per channel, gains of heads, or norms, and
+         --target_lengths tunes one set for each of several lengths.
 
 $ python tune_scale.py --method=uniform              # run this first: head starts from its result
 $ python tune_scale.py --method=head                 # then run this
@@ -34,8 +34,8 @@ from lib.devices import compiled, learning_rate_at
 from lib.errors import MALFORMED, UserError
 from lib.losses import cut_curve, loss_and_entropy
 from lib.scales import (
-    ScaleSets,
     finite,
+    install_sets,
     put_vectors,
     read_scale_file,
     save_scale,
@@ -112,19 +112,21 @@ def search_uniform(run, windows, scales):
     Try each candidate scale on the windows. Returns the loss by position with each candidate, the
     entropy with each, the best candidate per position and per length, and the fit. An entropy costs
     as much as a loss. So it is measured only for the candidates that the picture shows, and None
-    for others. The model keeps its own scales.
+    for others. Restores the model's scales at the end.
     """
-    s, model, L, loss, entropy, at = run.settings, run.model, run.L, [], [], []
+    s, model, L = run.settings, run.model, run.L
+    loss, entropy, loss_at_length = [], [], []
     samples = windows.evenly_spaced(s['n_samples'])
     called = run.compiled_for(len(samples) * len(scales), windows.block_size)
     # The picture shows the entropy of evenly spaced candidates.
-    drawn = np.linspace(0, len(scales) - 1, 6).round().astype(int)
+    plotted = np.linspace(0, len(scales) - 1, 6).round().astype(int)
     cut = cut_curve(model, samples, L, s['tail'], s['batch_tokens'], run.runtime)
-    lengths, own = cut['position'], copies(vectors_of(model, ['scale']))
+    lengths = cut['position']  # L, 2L, 4L ... and the end of the windows
+    original = copies(vectors_of(model, ['scale']))
     for i, scale in enumerate(scales):
         model.head_scale = scale
         label, mean_entropy = f'scale {scale:.2f}', None
-        if i in drawn:
+        if i in plotted:
             of_scale, of_heads = loss_and_entropy(model, samples, L // 16, s['batch_tokens'],
                                                   run.runtime, label)
             mean_entropy = of_heads.mean((0, 1))
@@ -134,16 +136,17 @@ def search_uniform(run, windows, scales):
         position, binned = bin_means(of_scale, L // 16)
         loss.append(binned)
         entropy.append(mean_entropy)
-        at.append([of_scale[max(0, n - s['tail']):n].mean() for n in lengths])
-    put_vectors(model, own)
+        loss_at_length.append([of_scale[max(0, n - s['tail']):n].mean() for n in lengths])
+    put_vectors(model, original)
 
-    loss, at, scales = np.array(loss), np.array(at), np.array(scales)
+    loss, loss_at_length, scales = np.array(loss), np.array(loss_at_length), np.array(scales)
     best = scales[loss.argmin(0)]  # per position
     a, r2 = fit_scale(position, best, L)
     return {'position': position, 'candidates': scales.tolist(), 'loss': loss, 'entropy': entropy,
             'best_by_position': best, 'best_loss_by_position': loss.min(0), 'fit_a': a,
-            'fit_r2': r2, 'lengths': lengths, 'loss_at_length': at,
-            'best_by_length': scales[at.argmin(0)], 'cut': cut, 'samples': len(samples)}
+            'fit_r2': r2, 'lengths': lengths, 'loss_at_length': loss_at_length,
+            'best_by_length': scales[loss_at_length.argmin(0)], 'cut': cut,
+            'samples': len(samples)}
 
 
 def search_all(run, target):
@@ -162,10 +165,10 @@ def search_all(run, target):
     return searches
 
 
-def uniform(run, target):
+def run_uniform(run, target):
     """
-    Search the best scale for the whole model. Returns the sets and the other entries of the scale
-    file.
+    Search the best scale for the whole model. Returns {target: vectors} and the other entries of
+    the scale file.
     """
     L, searches = run.L, search_all(run, target)
     search = next(iter(searches.values()))
@@ -189,17 +192,19 @@ def uniform(run, target):
     a = search['fit_a']
     fitted = {T: equal(1 + a * math.log(T / L)) for T in search['lengths'] if T > L}
     if run.runtime.is_main:
-        save_scale(f"{run.path('scale_uniform_fit')}.json", run.info, fitted, 'uniform fit', True,
-                   fit_a=a)
+        save_scale(f"{run.path('scale_uniform_fit')}.json", run.info, fitted, 'uniform fit',
+                   by_length=True, fit_a=a)
     more = {'lengths': search['lengths'], 'best_by_length': best_scales, 'searches': searches}
     return {target: equal(best_scales[-1])}, more
 
 
 # ---------------------------------------------------------------------- head
 
-# What can be tuned: {kind: (ending of its parameters' names, learning rate)}. Each of VECTORS in
-# model.py is a kind, by its own name. The paper tunes its scales at a rate of 0.05 or 0.1.
-KINDS = {name: (vector.ending, vector.rate) for name, vector in VECTORS.items()} | {
+# What can be tuned: {kind: (ending of its parameters' names, learning rate)}. The kinds are the
+# names below, and those in VECTORS of model.py that have no name below. The paper tunes its scales
+# at a rate of 0.05 or 0.1.
+KINDS = {name: (vector.ending, vector.rate) for name, vector in VECTORS.items()
+         if name not in ('head_scale', 'head_gain')} | {
     'scale': ('head_scale', 0.1),           # one scale per head, as in the paper
     'channel': ('head_scale', 0.03),        # one scale per channel of a head
     'out': ('head_gain', 0.02),             # one gain on the output of each head
@@ -230,7 +235,7 @@ def vectors_of(model, kinds):
 
 
 def copies(vectors):
-    """A copy of {name: parameter}, which later changes of the model leave as it is."""
+    """A copy of {name: parameter}. Later changes of the model do not change the copy."""
     return {name: p.clone() for name, p in vectors.items()}
 
 
@@ -266,7 +271,7 @@ def objective(model, inputs, targets):
 
 @dataclass
 class Recipe:
-    """How vectors are tuned: the settings of these names."""
+    """The settings that tune_vectors() reads."""
     tune: str
     min_scale: float | None
     warmup_iters: int
@@ -283,8 +288,8 @@ class Recipe:
 def tune_vectors(model, windows, recipe, runtime):
     """
     HeadScale: minimize the objective over the vectors that `tune` names, from their present values.
-    Returns the loss of each step. No gradient is computed for any matrix. Backward computes only
-    attention's gradients and the products that pass gradients on to lower layers.
+    Returns the loss of each step. Backward passes gradients through the layers to the vectors. It
+    computes no gradient of a matrix.
     """
     r, rates, groups = recipe, rates_of(recipe.tune), []
     model.checkpoint_activations = r.checkpoint_activations
@@ -349,85 +354,91 @@ def curves_of(run, samples):
     return curves, float(loss.mean()), entropy[..., -1]
 
 
-def tune_sets(run, targets, tuned):
+def tune_sets(run, target_sizes, saved):
     """
-    Tune the vectors at each length in turn, from the values of the length before. tuned: {name:
+    Tune the vectors at each length in turn, from the values of the length before. saved: {name:
     parameter} of what the scale file will hold. Returns {length: vectors} and the losses of all
     steps.
     """
     s, sets, losses = run.settings, {}, []
     recipe = Recipe(**{field.name: s[field.name] for field in dataclasses.fields(Recipe)})
     n_tuned = sum(p.numel() for p in vectors_of(run.model, rates_of(recipe.tune)).values())
-    for length in targets:
+    for length in target_sizes:
         n_tokens = recipe.max_iters * recipe.batch_size * length
         run.runtime.print(f'{n_tuned} numbers, on windows of {length} tokens ({n_tokens:,} tokens '
                           'in all)')
         data = Windows(dataset_of(run.info, s['dataset']), 'train', length, s['seed'])
         losses += tune_vectors(run.model, data, recipe, run.runtime)
-        sets[length] = copies(tuned)
+        sets[length] = copies(saved)
     scales = run.model.head_scale
     run.runtime.print(f'scales {scales.min():.3f} to {scales.max():.3f}, mean {scales.mean():.3f}')
     return sets, losses
 
 
-def head(run, targets):
+def run_head(run, target_sizes):
     """
-    Tune the vectors at each target length, and measure what it gains on the split val. Returns the
-    sets and the other entries of the scale file.
+    Tune the vectors at each target length, and measure on the split val how much tuning gains.
+    Returns {length: vectors} and the other entries of the scale file.
     """
-    s, model, L = run.settings, run.model, run.L
-    kinds = ['scale', *rates_of(s['tune'])]  # every scale file holds the scales
-    tuned = vectors_of(model, kinds)
-    begin = first_scale(run, s['init_scale'], targets[0])  # it may raise UserError
-    samples = run.windows(targets[-1], 'val').evenly_spaced(s['n_samples'])
+    s, model, L, longest = run.settings, run.model, run.L, target_sizes[-1]
+    # First, because it raises an error if scale_uniform.json is missing.
+    start = first_scale(run, s['init_scale'], target_sizes[0])
+    tuned = rates_of(s['tune'])
+    saved = vectors_of(model, ['scale', *tuned])  # every scale file holds the scales
+    original = copies(saved)
+    samples = run.windows(longest, 'val').evenly_spaced(s['n_samples'])
     cut = cut_curve(model, samples, L, s['tail'], s['batch_tokens'], run.runtime)
-    as_loaded, base = curves_of(run, samples)[0], copies(tuned)
 
-    model.head_scale = begin
-    if 'channel' in kinds:
+    # measure the model as loaded, and with the initial scale
+    as_loaded, _, _ = curves_of(run, samples)
+    model.head_scale = start
+    if 'channel' in tuned:
         model.head_scale = model.head_scale[..., None].expand(-1, -1, model.config.head_dim)
-    at_start, before, _ = curves_of(run, samples)
+    at_start, loss_before, _ = curves_of(run, samples)
 
-    sets, losses = tune_sets(run, targets, tuned)
+    sets, losses = tune_sets(run, target_sizes, saved)
 
-    # Measure several sets as other stages read them: each pass uses the set for its length.
-    n_tuned = sum(p.numel() for p in vectors_of(model, rates_of(s['tune'])).values())
+    # measure the tuned model
+    n_tuned = sum(p.numel() for p in vectors_of(model, tuned).values())
     if s['target_lengths']:
-        put_vectors(model, base)
-        ScaleSets(model, sets)
-    after_tuning, after, last_entropy = curves_of(run, samples)
-    if after > before:
-        run.runtime.print(f'the validation loss rose from {before:.4f} to {after:.4f}: the tuned '
-                          'vectors are worse than the initial ones. Lower the learning rate in '
-                          'tune.')
-    names = ', '.join(rates_of(s['tune']))
-    curves = {'as loaded': as_loaded, f'uniform {begin:.2f}': at_start,
+        # Undo the tuning. Then each pass chooses the set for its length, as in the other stages.
+        put_vectors(model, original)
+        install_sets(model, sets)
+    after_tuning, loss_after, last_entropy = curves_of(run, samples)
+    if loss_after > loss_before:
+        run.runtime.print(f'the validation loss rose from {loss_before:.4f} to {loss_after:.4f}: '
+                          'the tuned vectors are worse than the initial ones. Lower the learning '
+                          'rate in tune.')
+
+    names = ', '.join(tuned)
+    curves = {'as loaded': as_loaded, f'uniform {start:.2f}': at_start,
               'head scale' if names == 'scale' else names: after_tuning}
-    more = {'init_scale': begin, 'losses': losses, 'curve_length': targets[-1],
-            'position': bin_means(range(targets[-1]), L // 16)[0], 'curves': curves, 'cut': cut,
+    more = {'init_scale': start, 'losses': losses, 'curve_length': longest,
+            'position': bin_means(range(longest), L // 16)[0], 'curves': curves, 'cut': cut,
             'samples': len(samples), 'last_entropy': last_entropy,
-            'worse_than_start': after > before, 'tuned_numbers': n_tuned,
-            'tuning_tokens': s['max_iters'] * s['batch_size'] * sum(targets)}
+            'worse_than_start': loss_after > loss_before, 'tuned_numbers': n_tuned,
+            'tuning_tokens': s['max_iters'] * s['batch_size'] * sum(target_sizes)}
     return sets, more
 
 
-def check_settings(run, targets):
+def check_settings(run, target_sizes):
     """Raise UserError before work starts if a setting is wrong."""
     s, model, L, ranks = run.settings, run.model, run.L, run.runtime.world_size
     if s['method'] not in ('uniform', 'head'):
         raise UserError(f"method is '{s['method']}'. Choose uniform or head.")
     is_uniform, several = s['method'] == 'uniform', bool(s['target_lengths'])
     least = L + 1 if several else L
-    if is_uniform:  # the fit needs bins of L / 16 positions past L
+    if is_uniform:  # the fit needs two bins of L / 16 positions past L
         least += max(1, L // 8)
     elif s['compare']:
         raise UserError('compare is for --method=uniform only. Leave it out.')
     if several and (is_uniform or s['target_length']):
         raise UserError('target_lengths is for --method=head only, and it replaces '
                         'target_length. Leave one of them out.')
-    if min(targets) < least:
-        raise UserError(f'target_length is {min(targets)} but the checkpoint was trained at '
-                        f'block_size {L}. Choose a longer one.')
+    if min(target_sizes) < least:
+        name = 'target_lengths has' if several else 'target_length is'
+        raise UserError(f'{name} {min(target_sizes)}; it must be at least {least} for a checkpoint '
+                        f'that was trained at block_size {L}.')
     between(s, 1, 'target_length', 'batch_size', 'micro_batch_size', 'max_iters', 'n_samples',
             'tail', 'batch_tokens')
     between(s, 0, 'warmup_iters', 'grad_clip')
@@ -449,17 +460,20 @@ def check_settings(run, targets):
 def main():
     run = Run(settings(globals()))
     run.label = label  # the names of files leave out the RoPE extension
-    _ = run.model.head_scale  # raises UserError for a model that only transformers can read
-    targets = [target_length or (8 if method == 'uniform' else 4) * run.L]
+    _ = run.model.head_scale  # refuses a model of the package transformers: it has no head scales
+    target_sizes = [target_length or (8 if method == 'uniform' else 4) * run.L]
     if method == 'head' and target_lengths:
-        targets = sorted(set(target_lengths))
-    check_settings(run, targets)
+        target_sizes = sorted(set(target_lengths))
+    check_settings(run, target_sizes)
     stem = 'scale_uniform'
     if method == 'head':
-        stem = 'scale_sets' if target_lengths else f'scale_head_{targets[-1]}'
+        stem = 'scale_sets' if target_lengths else f'scale_head_{target_sizes[-1]}'
     run.claim(stem)
 
-    sets, more = uniform(run, targets[0]) if method == 'uniform' else head(run, targets)
+    if method == 'uniform':
+        sets, more = run_uniform(run, target_sizes[0])
+    else:
+        sets, more = run_head(run, target_sizes)
     run.write(stem, scale_entries(run.info, sets, method, stem == 'scale_sets') | more | {
         'stage': 'tune_scale', 'dataset': dataset_of(run.info, dataset)})
     run.close()

@@ -225,7 +225,6 @@ class ScaleSets:
     """
 
     def __init__(self, model, sets):
-        remove_sets(model)
         names = {name for vectors in sets.values() for name in vectors}
         self.before = {name: model.get_parameter(name).clone() for name in names}
         own = dict(self.before)
@@ -236,8 +235,6 @@ class ScaleSets:
         for length, vectors in sorted(sets.items()):
             if length > L:
                 self.sets[length] = {name: x.to(own[name].device) for name, x in vectors.items()}
-        put_vectors(model, {name: torch.full_like(x, math.nan) for name, x in own.items()})
-        model.scale_sets = self
 
     def vectors_for(self, total):
         """The vectors for passes of `total` tokens, {name: tensor}."""
@@ -259,6 +256,14 @@ class ScaleSets:
             yield
         finally:
             put_vectors(self.model, before)
+
+
+def install_sets(model, sets):
+    """Give a model vectors for several lengths, {L': vectors}. Read it within vectors_for()."""
+    remove_sets(model)
+    model.scale_sets = ScaleSets(model, sets)
+    put_vectors(model, {name: torch.full_like(x, math.nan)
+                        for name, x in model.scale_sets.vectors_for(1).items()})
 
 
 def vectors_for(model, total):
@@ -291,7 +296,7 @@ def apply_scale(model, scale, info, say=print):
     if isinstance(scale, str | Path):
         name, (data, sets) = Path(scale).stem, read_scale_file(scale, model, info)
         if 'sets' in data:
-            ScaleSets(model, sets)
+            install_sets(model, sets)
         else:
             put_vectors(model, *sets.values())
     elif np.ndim(scale):

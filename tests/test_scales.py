@@ -16,9 +16,9 @@ from lib.checkpoints import load_model
 from lib.generate import complete, new_cache
 from lib.losses import by_position
 from lib.scales import (
-    ScaleSets,
     apply_scale,
     identity,
+    install_sets,
     read_scale_file,
     save_scale,
     vectors_for,
@@ -220,7 +220,7 @@ def test_sets_hold_every_vector_and_are_chosen_by_the_length_of_the_pass(with_se
 def test_contexts_up_to_L_keep_the_pretrained_losses_to_the_last_bit_under_sets(loaded):
     (model, _), idx = loaded, torch.arange(64)[None] % 11
     before = [model(idx[:, :T]) for T in (1, 8, 30)]
-    ScaleSets(model, {T: vectors(1.3, model) for T in (4, 8, 16, 64)})  # even if it has some
+    install_sets(model, {T: vectors(1.3, model) for T in (4, 8, 16, 64)})  # even if it has some
     same = []
     for T, logits in zip((1, 8, 30), before):
         with vectors_for(model, T):
