@@ -5,13 +5,15 @@ also scores the last tokens of each length and measures the gain of a longer con
 to 6 and Table 1 of "DAPE V2" do. And it scores far repeats: tokens after a repeated piece of text
 that occurred last more than L tokens earlier.
 
-`gain` is what a length T beyond L is worth, in nats: the loss when the model sees only the last L
-tokens (cut_loss), minus the loss when it sees T tokens. Both losses have the same tokens, model
-and scales. Above 0 the model reads past L. Below 0 the tokens beyond L do harm. To cut the context,
-windows of at most L tokens score only their last L / 8 tokens. So each of these tokens sees 7L/8 to
-L tokens; at far repeats it sees L tokens. A file of sets for several lengths does not change how
-the cut context is read. If a model was fine-tuned at another length, then lengths, strides and
-Delta P use the new L, and the context is cut to the old L.
+The cut context is the baseline of every length T beyond L. To score a token in it, the model reads
+only the 7L/8 to L tokens before this token, in windows of L that score their last L / 8; at far
+repeats it reads exactly L. `cut_loss` is the loss in the cut context. `gain` is cut_loss minus the
+loss when the model reads T tokens, in nats. Above 0 the model reads past L. Below 0 the tokens
+beyond L do harm. With a file of scale sets, passes of at most L tokens, such as those of the cut
+context, use the model's own scales.
+
+A fine-tuned model has two training lengths. L is the new one: lengths, strides and Delta P use it.
+The context is cut to the old one, `trained_length`.
 
 At far repeats, `gain` uses the cut_loss of the untuned model: the checkpoint --baseline, or the
 run's checkpoint without the scales and the position method of the command. `own_gain` uses the cut
@@ -42,11 +44,11 @@ from lib.errors import UserError
 from lib.generate import require_positions
 from lib.losses import by_position, cut_losses, cut_windows
 from lib.repeats import (
-    copy_losses,
+    check_repeats,
+    cut_context_losses,
     find_targets,
-    fit_copy_weight,
     other_windows,
-    repeat_summary,
+    repeat_rows,
 )
 from lib.scales import vectors_for
 from lib.tokens import documents
@@ -120,13 +122,12 @@ def sliding_windows(start, end, length, first_end, stride, rule):
     """
     The windows of one document, tokens[start:end]: a list of (lo, hi, n). A window reads
     tokens[lo:hi], which are `length` tokens, and scores the last n of them. Each window ends
-    `stride` tokens after the window before it.
-    same:    the first window ends at start + first_end, the last before end. first_end is the
-             longest length compared. So all lengths score the same tokens; only the context
-             differs.
-    paper:   the first window ends at start + length, the last before end. The released code does
-             this (run_ppl.py of AntNLP/nope_head_scale). Each length scores its own tokens, and
-             the first length - stride tokens are never scored.
+    `stride` tokens after the window before it, and before the end of the document.
+    same:    the first window ends at start + first_end. first_end is the longest length compared.
+             So all lengths score the same tokens; only the context differs.
+    paper:   the first window ends at start + length, as in the released code (run_ppl.py of
+             AntNLP/nope_head_scale). Each length scores its own tokens, and the first
+             length - stride tokens are never scored.
     classic: every token but the first is scored once. The first window scores all its tokens but
              the first (Press et al. 2022).
     """
@@ -149,8 +150,8 @@ def score_windows(run, tokens, windows, label=None):
     """
     The sum of the losses of each window's scored tokens, in nats. Returns (len(windows),) float64,
     in the order of windows, on every rank. tokens: (n,) array of ids. windows: from
-    sliding_windows(). label: text of the progress bar; None: no bar. Logits are computed only for
-    scored tokens.
+    sliding_windows(). label: text of the progress bar, which counts the windows of the most
+    frequent length; None: no bar. Logits are computed only for scored tokens.
     """
     groups, sums = {}, np.empty(len(windows))
     for i, (lo, hi, n_scored) in enumerate(windows):
@@ -188,9 +189,10 @@ def windows_of(data, length, longest, stride, rule, max_windows):
         needed = {'same': longest, 'paper': length, 'classic': 1}[rule]
         raise UserError(f'no document of this split is longer than {needed} tokens. '
                         'Choose shorter --lengths= or other text.')
+    if rule != 'same':
+        return windows[:max_windows]
     n = min(max_windows, len(windows))
-    among = len(windows) if rule == 'same' else n
-    return [windows[i * among // n] for i in range(n)]
+    return [windows[i * len(windows) // n] for i in range(n)]
 
 
 def sliding(run, sizes):
@@ -199,26 +201,31 @@ def sliding(run, sizes):
     the loss, the perplexity and the numbers of documents, windows and scored tokens. Past L it also
     holds the gain over the context cut to L.
     """
-    s, rows, by_window, L = run.settings, [], {}, run.model.config.trained_length
+    s, rows, by_window = run.settings, [], {}
+    cut_length = run.model.config.trained_length
     S = checked_stride(s['stride'], run.L, sizes)
     require_positions(run.model, sizes[-1])
     data = run.windows(1).data  # the whole split, because rule classic reads short documents, too
     to_score = [windows_of(data, length, sizes[-1], S, s['rule'], s['max_windows'])
                 for length in sizes]
 
-    @functools.cache  # with rule same, the cut windows are equal for all lengths, often those of L
+    # Keep the sums: with rule same, the cut windows are the same at every length. If the stride is
+    # at most L / 8, they are also the windows of length L.
+    @functools.cache
     def sums_of(windows):
         return score_windows(run, data.tokens, windows, 'windows')
 
     for length, windows in zip(sizes, to_score):
         n_scored = np.array([n for _, _, n in windows])
         losses = sums_of(tuple(windows)) / n_scored
+        # The number of a window's document: how many documents start up to its first token.
         first_tokens = [lo for lo, _, _ in windows]
         used = np.unique(np.searchsorted(data.starts, first_tokens, side='right'))
         row = {'length': length} | summary(losses, n_scored)
         row |= {'documents': len(used), 'scored_tokens': n_scored.sum()}
-        if length > L:
-            pieces = cut_windows(windows, L)
+        if length > cut_length:
+            pieces = cut_windows(windows, cut_length)
+            # window[p] is the window that piece p belongs to. Add up the losses of its pieces.
             window = np.repeat(range(len(windows)), [len(of_one) for of_one in pieces])
             cut = np.bincount(window, sums_of(tuple(itertools.chain(*pieces))))
             row |= gain_of(losses, cut / n_scored, n_scored)
@@ -239,13 +246,16 @@ def checked_stride(stride, L, sizes):
 
 # ---------------------------------------------------------------------- each position
 
-def positions(run, sizes):
+def losses_by_position(run, sizes):
     """The loss at every position of the longest windows, and of the tail of each length."""
     s, L = run.settings, run.L
     n_tail, batch_tokens = s['tail'] or 64, s['batch_tokens']
-    between({'lengths': sizes[-1]}, L // 16, 'lengths', why='the width of a bin, L / 16')
+    if sizes[-1] < L // 16:
+        raise UserError(f'lengths is {sizes}; the longest must be at least {L // 16}, the width of '
+                        'a bin of the curve, L / 16.')
     windows = run.windows(sizes[-1])
-    # Windows may overlap, but no length scores a token twice.
+    # Windows may overlap, but their tails do not, so no row scores a token twice. The curve by
+    # position may read a token more than once.
     samples = windows.evenly_spaced(s['n_samples'], spacing=n_tail)
     called = run.compiled_for(len(samples), sizes[-1])
     losses = run.runtime.over_windows(
@@ -254,7 +264,8 @@ def positions(run, sizes):
     rows, by_window = [], {}
     for T in sizes:
         first = max(0, T - n_tail)
-        of_windows = by_window[str(T)] = losses[:, first:T].mean(1)
+        of_windows = losses[:, first:T].mean(1)
+        by_window[str(T)] = of_windows
         row = {'length': T} | summary(of_windows)
         row['scored_tokens'] = len(samples) * (T - first)
         if T > run.model.config.trained_length:
@@ -271,9 +282,9 @@ def positions(run, sizes):
 def tail_tokens(run, sizes):
     """
     The protocol of DAPE V2. Each length T has one row: the perplexity of the last K tokens of
-    windows of T, with the same K at every length. For T > L the row also has Delta P of Eq. (6),
-    P(x[-L:], L) - P(x, L): the perplexity of the last L tokens read without the tokens before them,
-    minus their perplexity read with all of x.
+    windows of T, or of all tokens of a window of L if L < K. For T > L the row also has Delta P of
+    Eq. (6), P(x[-L:], L) - P(x, L): the perplexity of the last L tokens read without the tokens
+    before them, minus their perplexity read with all of x.
     """
     K, L = checked_tail(run.settings['tail'], run.L, sizes), run.L
     tokens = run.windows(sizes[-1]).evenly_spaced(run.settings['n_samples'], spacing=K)
@@ -311,16 +322,6 @@ def checked_tail(tail, L, sizes):
 
 # ---------------------------------------------------------------------- far repeats
 
-def losses_when_cut(run, model, samples, chosen):
-    """The losses of targets, (n,). The model sees only the L tokens before each target."""
-    L = run.model.config.trained_length
-    contexts = samples[chosen.window[:, None], chosen.t[:, None] + np.arange(-L, 1)]
-    with vectors_for(model, L):
-        return run.runtime.over_windows(
-            contexts, run.settings['batch_tokens'],
-            lambda inputs, after: model(inputs, after[:, -1:])[:, 0], f'cut to {L} tokens')
-
-
 def untuned_model(run, windows):
     """The untuned model, whose cut_loss defines `gain`, and the entries of its checkpoint."""
     s = run.settings
@@ -337,51 +338,12 @@ def untuned_model(run, windows):
     return model, info
 
 
-def losses_in_ways(run, untuned, samples, chosen, val_samples, near=False):
-    """
-    The losses of targets, (n,) each, with the context cut to L: by the untuned model, by the model
-    itself, and by the untuned model with the copy cache. Also returns the weight of the copy.
-    val_samples: windows of the split val, on which the weight is fitted. If they are None, there is
-    no copy cache, and the weight is None.
-    """
-    s, L = run.settings, run.model.config.trained_length
-    cut = losses_when_cut(run, untuned, samples, chosen)
-    own_cut = cut
-    if untuned is not run.model:
-        own_cut = losses_when_cut(run, run.model, samples, chosen)
-    if val_samples is None:
-        return [cut, own_cut], None
-    fitted_on = find_targets(val_samples, L, s['gram'], s['targets'], near)
-    val_cut = losses_when_cut(run, untuned, val_samples, fitted_on)
-    weight = fit_copy_weight(val_cut, fitted_on.same)
-    return [cut, own_cut, copy_losses(cut, chosen.same, weight)], weight
-
-
-def repeat_rows(kind, chosen, *losses):
-    """One row for all targets, and one for those that equal the token after the repeat."""
-    rows = [{'kind': f'{kind}all'} | repeat_summary(chosen.window, *losses)]
-    if chosen.same.any():
-        of_same = [array[chosen.same] for array in (chosen.window, *losses)]
-        rows.append({'kind': f'{kind}same token'} | repeat_summary(*of_same))
-    return rows
-
-
-def check_repeats(s, W, L):
-    """Refuse wrong settings of far repeats. s: {name: value}; W: tokens in a window."""
-    between({'lengths': W}, 2 * L, 'lengths')
-    if s['gram'] > L:
-        raise UserError(f"gram is {s['gram']}; it must be at most L = {L}, because the cut context "
-                        'must hold the repeated tokens.')
-    for control in set(s['controls']) - {'near', 'other'}:
-        raise UserError(f"controls has '{control}'. Choose from near, other.")
-
-
 def far_repeats(run, sizes):
     """
-    Far repeats in windows of W tokens, where W is the longest length. find_targets() defines them.
-    Each control adds rows. other: the same targets, but the tokens before t - L come from a window
-    of another document. So no gain should be left. near: near repeats, whose cut context holds the
-    token to copy.
+    Far repeats in windows of W tokens, where W is the longest length. find_targets() of
+    lib/repeats.py defines the targets; t is the position of a target in its window. Each control
+    adds rows. other: all tokens before t - L are replaced by those of another document; the gain
+    should then be 0 or below. near: near repeats, whose cut context holds the token to copy.
     """
     s, W, L = run.settings, sizes[-1], run.model.config.trained_length
     check_repeats(s, W, L)
@@ -401,7 +363,7 @@ def far_repeats(run, sizes):
             lambda inputs, after: by_position(run.model, inputs, after)[0], f'{W} tokens')
 
     far, whole = find_targets(samples, L, s['gram'], s['targets']), losses_of(samples)
-    cut, weight = losses_in_ways(run, untuned, samples, far, val_samples)
+    cut, weight = cut_context_losses(run, untuned, samples, far, val_samples)
     rows, weights = repeat_rows('', far, whole[far.window, far.t - 1], *cut), {'far': weight}
     if 'other' in s['controls']:
         is_far = np.arange(W + 1) < far.t[:, None] - L
@@ -410,7 +372,8 @@ def far_repeats(run, sizes):
         rows += repeat_rows('other document, ', far, losses, *cut)
     if 'near' in s['controls']:
         near = find_targets(samples, L, s['gram'], s['targets'], near=True)
-        cut, weights['near'] = losses_in_ways(run, untuned, samples, near, val_samples, near=True)
+        cut, weights['near'] = cut_context_losses(run, untuned, samples, near, val_samples,
+                                                  near=True)
         rows += repeat_rows('near, ', near, whole[near.window, near.t - 1], *cut)
 
     share = far.found / (len(samples) * (W + 1 - 2 * L))
@@ -421,7 +384,8 @@ def far_repeats(run, sizes):
                 'checkpoint': untuned_info['path'], 'weights_digest': untuned_info['digest']}}
 
 
-PROTOCOLS = {'sliding': sliding, 'position': positions, 'tail': tail_tokens, 'repeat': far_repeats}
+PROTOCOLS = {'sliding': sliding, 'position': losses_by_position, 'tail': tail_tokens,
+             'repeat': far_repeats}
 
 
 def main():

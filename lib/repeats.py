@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lib.errors import UserError
+from lib.scales import vectors_for
 
 
 def last_repeats(tokens, g):
@@ -135,3 +136,57 @@ def other_windows(windows, n):
                             f'window {window}. Raise --n_samples=, or give other text.')
         others.append(further[is_other.argmax()])
     return np.array(others)
+
+
+# ---------------------------------------------------------------------- of a run
+
+def losses_when_cut(run, model, samples, chosen):
+    """The losses of targets, (n,). The model sees only the L tokens before each target."""
+    L = run.model.config.trained_length
+    contexts = samples[chosen.window[:, None], chosen.t[:, None] + np.arange(-L, 1)]
+    with vectors_for(model, L):
+        return run.runtime.over_windows(
+            contexts, run.settings['batch_tokens'],
+            lambda inputs, after: model(inputs, after[:, -1:])[:, 0], f'cut to {L} tokens')
+
+
+def cut_context_losses(run, untuned, samples, chosen, val_samples, near=False):
+    """
+    The losses of targets, (n,) each, with the context cut to L: by the untuned model, by the model
+    itself, and by the untuned model with the copy cache. Also returns the weight of the copy.
+    val_samples: windows of the split val, on which the weight is fitted. If they are None, there is
+    no copy cache, and the weight is None.
+    """
+    s, L = run.settings, run.model.config.trained_length
+    cut = losses_when_cut(run, untuned, samples, chosen)
+    own_cut = cut
+    if untuned is not run.model:
+        own_cut = losses_when_cut(run, run.model, samples, chosen)
+    if val_samples is None:
+        return [cut, own_cut], None
+    fitted_on = find_targets(val_samples, L, s['gram'], s['targets'], near)
+    val_cut = losses_when_cut(run, untuned, val_samples, fitted_on)
+    weight = fit_copy_weight(val_cut, fitted_on.same)
+    return [cut, own_cut, copy_losses(cut, chosen.same, weight)], weight
+
+
+def repeat_rows(kind, chosen, *losses):
+    """One row for all targets, and one for those that equal the token after the repeat."""
+    rows = [{'kind': f'{kind}all'} | repeat_summary(chosen.window, *losses)]
+    if chosen.same.any():
+        of_same = [array[chosen.same] for array in (chosen.window, *losses)]
+        rows.append({'kind': f'{kind}same token'} | repeat_summary(*of_same))
+    return rows
+
+
+def check_repeats(s, W, L):
+    """Refuse wrong settings of far repeats. s: {name: value}; W: tokens in a window."""
+    if W < 2 * L:
+        raise UserError(f'lengths is {W}; far repeats need windows of at least 2L = {2 * L} '
+                        'tokens.')
+    if s['gram'] > L:
+        raise UserError(f"gram is {s['gram']}; it must be at most L = {L}, because the cut context "
+                        'must hold the repeated tokens.')
+    unknown = set(s['controls']) - {'near', 'other'}
+    if unknown:
+        raise UserError(f"controls has '{min(unknown)}'. Choose from near, other.")

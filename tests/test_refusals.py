@@ -173,7 +173,7 @@ tune_scale      WRITE --init_scale=1.2 --tune=scale,gain | tune
 tune_scale      WRITE --init_scale=1.2 --tune=scale,channel | tune
 tune_scale      WRITE --init_scale=1.2 --tune=channel --position=rope | channel
 tune_scale      WRITE --init_scale=1.2 --target_length=16 | target_length is 16
-tune_scale      WRITE --init_scale=1.2 --target_lengths=[32,64] | target_length is 32
+tune_scale      WRITE --init_scale=1.2 --target_lengths=[32,64] | target_lengths has 32
 tune_scale      WRITE --method=uniform --target_length=35 | target_length is 35
 tune_scale      WRITE --init_scale=1.2 --target_length=0 | target_length is 0
 tune_scale      WRITE --init_scale=1.2 --compare=["last.pt"] | compare is for
