@@ -280,6 +280,8 @@ def our_state(tensors, c, config, source):
     for ours, parts in tensor_table(c, config['model_type'], has_scales):
         weights = [take(*part) for part in parts]
         state[ours] = torch.cat(weights) if len(weights) > 1 else weights[0]
+        if ours.endswith('head_scale'):
+            state[ours] = state[ours][:, None]  # ours has one row for each head
     # Granite's attention is softmax(multiplier * q.k), so the multiplier gives a uniform scale.
     if 'attention_multiplier' in config and not has_scales:
         scale = config['attention_multiplier'] * c.head_dim ** 0.5
