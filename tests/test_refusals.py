@@ -37,7 +37,7 @@ SHORT = {
     'CHE': '--out_dir={tmp}/out --tasks=["even_pairs"] --train_length=6 --test_length=9',
 }
 
-GIVEN = 'x.json x.jsonl x.tiktoken x.txt x.txt.gz train.jsonl train.parquet'
+GIVEN = 'config.json x.json x.jsonl x.tiktoken x.txt x.txt.gz train.jsonl train.parquet'
 
 MISTAKES = r'''
 eval_ppl        NAN --protocol=sliding --max_windows=4 | nan
@@ -59,6 +59,12 @@ train           TRAIN --dataset=nowhere | nowhere
 train           TRAIN --dataset={corpus},{other} | th.tiktoken
 train           TRAIN --init_from={run}/last.pt --dataset={other} | th.tiktoken
 train           RESUME --dataset={other} | th.tiktoken
+sample          --init_from={run} --device=cpu | --init_from={run}/last.pt
+sample          --init_from={given} --device=cpu | has no config.json
+sample          --init_from={given} --device=cpu | config.json | {
+sample          --init_from={given} --device=cpu | config.json | DEEP
+sample          --init_from={given} --device=cpu | config.json | {"model_type": ["llama"]}
+sample          --init_from={given} --device=cpu | config.json | null
 passkey         READ --max_length=600 --n_lengths=2 | {run}/passkey.jsonl
 entropy         WRITE --compare=["{run}/passkey.json"] | passkey.json
 entropy         WRITE --compare=["{run}/gap.json"] | gap.json has null in loss
@@ -192,6 +198,7 @@ export          EXPORT --scale={run}/sets.json --target_length=31 | target_lengt
 export          EXPORT --scale={run}/sets.json --target_length=129 | target_length is 129
 export          EXPORT --target_length=64 | --scale=None
 export          EXPORT --dtype=int8 | dtype is 'int8'
+export          EXPORT --format=onnx | format is 'onnx'
 che             CHE --tasks=["even_pair"] | even_pair
 che             CHE --tasks=["copy+recal"] | recal
 che             CHE --tasks=["copy+recall","copy"] | twice
