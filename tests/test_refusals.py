@@ -99,6 +99,7 @@ data/text/prepare  TEXT --tokenizer={given}/x.json | x.json | {"version": "\xff"
 data/text/prepare  TEXT --tokenizer={given}/x.tiktoken | x.tiktoken | \xff
 data/text/prepare  TEXT --tokenizer={given}/x.tiktoken | x.tiktoken | YQ== 0\nAAAA
 data/text/prepare  TEXT --tokenizer={given}/x.tiktoken | single bytes | YQ== 0
+data/text/prepare  {given}/x.txt {given}/x.jsonl --out_dir={tmp}/out | falls into | {"text": "x"}
 data/text/prepare  {given}/x.txt --out_dir={tmp}/out | _fraction=0 | all in one line
 data/text/prepare  {given}/x.txt --out_dir={tmp}/out | falls into | most in the first line\n or so
 data/pg19/prepare   LOCAL --local={given}/x.txt | .parquet |
@@ -199,6 +200,9 @@ export          EXPORT --scale={run}/sets.json --target_length=129 | target_leng
 export          EXPORT --target_length=64 | --scale=None
 export          EXPORT --dtype=int8 | dtype is 'int8'
 export          EXPORT --format=onnx | format is 'onnx'
+export          EXPORT --format=gguf --position=alibi | alibi
+export          EXPORT --format=gguf --position=rope,none | rope,none
+export          EXPORT --format=gguf --position=rope --rope_scaling=dynamic_ntk:2 | dynamic_ntk
 che             CHE --tasks=["even_pair"] | even_pair
 che             CHE --tasks=["copy+recal"] | recal
 che             CHE --tasks=["copy+recall","copy"] | twice
