@@ -102,6 +102,7 @@ data/text/prepare  TEXT --tokenizer={given}/x.tiktoken | single bytes | YQ== 0
 data/text/prepare  {given}/x.txt {given}/x.jsonl --out_dir={tmp}/out | falls into | {"text": "x"}
 data/text/prepare  {given}/x.txt --out_dir={tmp}/out | _fraction=0 | all in one line
 data/text/prepare  {given}/x.txt --out_dir={tmp}/out | falls into | most in the first line\n or so
+data/books/prepare  --out_dir={tmp}/out | folder
 data/pg19/prepare   LOCAL --local={given}/x.txt | .parquet |
 data/pg19/prepare   LOCAL --local={given}/x.jsonl | x.jsonl | {"text": "of no split"}
 data/pg19/prepare   LOCAL --local={given}/train.jsonl | body, id | {"body": "x", "id": 1}
