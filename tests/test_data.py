@@ -22,8 +22,14 @@ EVERYTHING_TRAINS = '--val_fraction=0', '--test_fraction=0'
 
 
 def prepare(name, out, *arguments):
-    """Runs python data/NAME/prepare.py --out_dir=OUT ARGUMENTS. Returns what it printed."""
+    """Run python data/NAME/prepare.py --out_dir=OUT ARGUMENTS. Returns what it printed."""
     return stage_here(f'data/{name}/prepare', f'--out_dir={out}', *arguments)
+
+
+def prepared(name, out, *arguments):
+    """Prepare, too, but return the texts of [train, val, test]."""
+    prepare(name, out, *arguments)
+    return all_texts(out)
 
 
 def refused(name, out, *arguments):
@@ -36,8 +42,8 @@ def texts(folder, split):
     return [encoding.decode(data.tokens[start:end].tolist()) for start, end in documents(data)]
 
 
-def all_texts(folder, *splits):
-    return [texts(folder, split) for split in splits or SPLITS]
+def all_texts(folder):
+    return [texts(folder, split) for split in SPLITS if (folder / f'{split}.bin').exists()]
 
 
 def write(folder, *names):
@@ -51,8 +57,7 @@ def write(folder, *names):
 # ---------------------------------------------------------------------- stdlib
 
 def test_stdlib_is_split_by_file_and_prepared_only_once(tmp_path):
-    prepare('stdlib', tmp_path)
-    train, val, test = all_texts(tmp_path)
+    train, val, test = prepared('stdlib', tmp_path)
     files = [text for text in train + val + test if len(text) > 100]  # some are the same one line
     assert len(set(files)) == len(files)
     assert min(len(''.join(files)) for files in (train, val, test)) > 200 * 1025  # windows
@@ -99,66 +104,62 @@ def wheel(index, name, split, **files):
             'sha256': hashlib.sha256(path.read_bytes()).hexdigest()}
 
 
-def three_wheels(index, tmp_path):
-    """The --manifest= of a wheel for each split. `taken` and `short` stand in two of them."""
+@pytest.fixture
+def wheels(index, tmp_path):
+    """
+    The manifest of a wheel for each split, and the arguments that name it. `taken` and `short`
+    stand in two wheels.
+    """
     taken = lines_of('taken')
-    wheels = [
+    rows = [
         wheel(index, 'one', 'train', a=lines_of('a'), b=lines_of('b'), taken=taken, short='x = 1'),
         wheel(index, 'two', 'val', c=lines_of('c'), copied=lines_of('c'), empty='', short='x = 1'),
         wheel(index, 'three', 'test', d=lines_of('d'), f=lines_of('f') + lines_of('c'),
               e=lines_of('e') + taken.replace('\n', '\n\n')),
     ]
     path = tmp_path / 'manifest.json'
-    path.write_text(json.dumps(wheels))
-    return wheels, f'--manifest={path}', '--tokenizer=bytes'
+    path.write_text(json.dumps(rows))
+    return rows, ('code', tmp_path / 'out', f'--manifest={path}', '--tokenizer=bytes')
 
 
-def test_code_is_split_by_package_and_files_that_share_passages_are_dropped(tmp_path, index):
-    wheels, *arguments = three_wheels(index, tmp_path)
-    out = tmp_path / 'out'
-    said = prepare('code', out, *arguments)
+def test_code_is_split_by_package_and_files_that_share_passages_are_dropped(wheels, index):
+    rows, arguments = wheels
+    said = prepare(*arguments)
+    out = arguments[1]
     train, val, test = all_texts(out)
     assert sorted(train) == sorted([*map(lines_of, ('a', 'b', 'taken')), 'x = 1'])
     assert (val, test) == ([lines_of('c')], [lines_of('d')])
     assert 'test: 1 files are kept. 0 copies and 2 files that share' in said
     assert 'val: 1 files are kept. 1 copies and 1 files that share' in said
 
-    for wheel in wheels[:2]:  # these are kept, so they are not downloaded again
-        (index / wheel['file']).unlink()
-    assert 'prepared already' in prepare('code', out, *arguments)
+    for row in rows[:2]:  # these are kept, so they are not downloaded again
+        (index / row['file']).unlink()
     (out / 'meta.json').unlink()
-    (out / 'wheels' / wheels[2]['file']).write_bytes(b'cut short')
-    prepare('code', out, *arguments)
-    assert all_texts(out) == [train, val, test]
+    (out / 'wheels' / rows[2]['file']).write_bytes(b'cut short')
+    assert prepared(*arguments) == [train, val, test]
 
 
 @pytest.mark.parametrize('fault', ['changed', 'missing'])
-def test_wheel_that_is_not_the_one_of_the_manifest_is_refused(tmp_path, index, fault):
-    wheels, *arguments = three_wheels(index, tmp_path)
-    out, path = tmp_path / 'out', index / wheels[1]['file']
-    whole = path.read_bytes()
+def test_wheel_that_is_not_the_one_of_the_manifest_is_refused(wheels, index, fault):
+    rows, arguments = wheels
+    (index / rows[1]['file']).unlink()
     if fault == 'changed':
         wheel(index, 'two', 'val', c=lines_of('other'))
-    else:
-        path.unlink()
-    assert wheels[1]['file'] in refused('code', out, *arguments)
-    assert [path.name for path in out.glob('wheels/*.whl')] == [wheels[0]['file']]
+    assert rows[1]['file'] in refused(*arguments)
+    out = arguments[1]
+    assert [path.name for path in out.glob('wheels/*.whl')] == [rows[0]['file']]
     assert not (out / 'meta.json').exists()
 
-    path.write_bytes(whole)  # and the same command goes on from there
-    assert wheels[0]['file'] not in prepare('code', out, *arguments)
-    assert texts(out, 'val') == [lines_of('c')]
 
-
-def test_code_without_an_index_is_the_standard_library_and_says_so(tmp_path, index):
-    _, *arguments = three_wheels(index, tmp_path)
+def test_code_without_an_index_is_the_standard_library_and_says_so(wheels, index):
     for path in index.iterdir():
         path.unlink()
-    out = tmp_path / 'out'
-    assert 'standard library' in prepare('code', out, *arguments)
+    _, arguments = wheels
+    out = arguments[1]
+    assert 'standard library' in prepare(*arguments)
     assert 'standard library' in read(out / 'meta.json')['report']['source']
-    assert min(len(files) for files in all_texts(out)) > 10
-    assert 'prepared already' in prepare('code', out, *arguments)
+    assert min(map(len, all_texts(out))) > 10
+    assert 'prepared already' in prepare(*arguments)
 
 
 # ---------------------------------------------------------------------- text
@@ -166,22 +167,20 @@ def test_code_without_an_index_is_the_standard_library_and_says_so(tmp_path, ind
 def test_text_files_and_jsonl_lines_are_documents_that_hashes_share_out(tmp_path):
     folder = write(tmp_path / 'in', 'one.txt', 'deep/two.md')
     (folder / '.hidden').write_bytes(b'\xff')
-    rows = [json.dumps({'id': i, 'body': f'line {i} \u2028ä'}, ensure_ascii=False)
-            for i in range(200)]
+    bodies = [f'line {i} \u2028ä' for i in range(200)]
+    rows = [json.dumps({'id': i, 'body': body}, ensure_ascii=False)
+            for i, body in enumerate(bodies)]
     lines, more = tmp_path / 'lines.jsonl', tmp_path / 'more.jsonl'
     lines.write_text('\n\n'.join(rows), encoding='utf-8')
     options = '--field=body', '--val_fraction=0.2', '--test_fraction=0.1'
-    prepare('text', tmp_path / 'out', folder, lines, *options)
-    train, val, test = all_texts(tmp_path / 'out')
-    assert sorted(train + val + test) == sorted(
-        ['text of one.txt', 'text of deep/two.md', *(f'line {i} \u2028ä' for i in range(200))])
-    assert 25 < len(val) < 60 and 8 < len(test) < 35
+    splits = prepared('text', tmp_path / 'out', folder, lines, *options)
+    assert sorted(sum(splits, [])) == sorted(['text of one.txt', 'text of deep/two.md', *bodies])
+    assert 25 < len(splits[1]) < 60 and 8 < len(splits[2]) < 35
 
     more.write_text(f'{{"body": "new"}}\n{rows[0]}', encoding='utf-8')
-    prepare('text', tmp_path / 'more', lines, more, *options)  # the same line stays in its split
-    counts = [[text.count('line 0 \u2028ä') for text in all_texts(tmp_path / name)]
-              for name in ('out', 'more')]
-    assert counts[1] == [2 * n for n in counts[0]]
+    again = prepared('text', tmp_path / 'more', lines, more, *options)
+    for old, new in zip(splits, again):  # the same line stays in its split
+        assert new.count(bodies[0]) == 2 * old.count(bodies[0])
 
 
 @pytest.mark.parametrize('line', ['line {i}, ö\n', '{i}\r\n', 'of about a kB ' * 70 + '{i}\n'])
@@ -189,8 +188,8 @@ def test_single_text_file_is_cut_by_lines_without_loss(tmp_path, line):
     text = ''.join(line.format(i=i) for i in range(4000))
     book = tmp_path / 'book.txt'
     book.write_bytes(text.encode())
-    prepare('text', tmp_path / 'out', book, '--val_fraction=0.2', '--test_fraction=0.1')
-    [train], [val], [test] = all_texts(tmp_path / 'out')
+    [train], [val], [test] = prepared('text', tmp_path / 'out', book, '--val_fraction=0.2',
+                                      '--test_fraction=0.1')
     assert train + val + test == text
     assert train.endswith('\n') and val.endswith('\n')
     assert len(val) / len(text) == pytest.approx(0.2, abs=0.01)
@@ -198,15 +197,14 @@ def test_single_text_file_is_cut_by_lines_without_loss(tmp_path, line):
 
 def test_splits_that_are_named_are_taken_as_they_are(tmp_path):
     folder = write(tmp_path / 'in', 'train/a', 'val/a', 'test/a', 'README')
-    prepare('text', tmp_path / 'out', folder)
-    assert all_texts(tmp_path / 'out') == [[f'text of {split}/a'] for split in SPLITS]
+    assert prepared('text', tmp_path / 'out', folder) == [[f'text of {name}/a'] for name in SPLITS]
     folder, out = write(tmp_path / 'other', 'a', 'b', 'deep/c'), tmp_path / 'out2'
-    options = f'--test=["{folder}/deep"]', f'--val=["{folder}/b"]'
-    prepare('text', out, folder, *options)
-    assert all_texts(out) == [['text of a'], ['text of b'], ['text of deep/c']]
-    prepare('text', out, folder, folder / 'a', options[1], '--test_fraction=0')  # a, but once
-    assert texts(out, 'train') == ['text of a', 'text of deep/c']
-    assert not (out / 'test.bin').exists()
+    test, val = f'--test=["{folder}/deep"]', f'--val=["{folder}/b"]'
+    assert prepared('text', out, folder, test, val) == [
+        ['text of a'], ['text of b'], ['text of deep/c']]
+    # A file that is named twice is read once. Without a test split, no file of it is left.
+    assert prepared('text', out, folder, folder / 'a', val, '--test_fraction=0') == [
+        ['text of a', 'text of deep/c'], ['text of b']]
 
 
 @pytest.mark.parametrize('named', ['in/../in/b', 'link', 'folder_of_links', 'link_to_folder'])
@@ -216,36 +214,29 @@ def test_file_named_for_val_goes_nowhere_else(tmp_path, named):
     for link, target in (('link', 'in/b'), ('folder_of_links/x', 'in/b'),
                          ('link_to_folder', 'folder_of_links')):
         (tmp_path / link).symlink_to(tmp_path / target)
-    options = f'--val=["{tmp_path / named}"]', '--test_fraction=0'
-    prepare('text', tmp_path / 'out', tmp_path / 'in', *options)
-    train, val = all_texts(tmp_path / 'out', 'train', 'val')
-    assert (train, val) == (['text of a', 'text of c'], ['text of b'])
+    assert prepared('text', tmp_path / 'out', tmp_path / 'in', f'--val=["{tmp_path / named}"]',
+                    '--test_fraction=0') == [['text of a', 'text of c'], ['text of b']]
 
 
 @pytest.mark.skipif(sys.platform != 'linux', reason='other systems refuse such names')
 def test_a_file_name_that_is_not_utf8_is_as_good_as_any(tmp_path):
-    folder, out = write(tmp_path / 'in', 'odd\udcff.txt'), tmp_path / 'out\udcff'
-    prepare('text', out, folder, *EVERYTHING_TRAINS)
-    assert texts(out, 'train') == ['text of odd?.txt']
+    folder = write(tmp_path / 'in', 'odd\udcff.txt')
+    found = prepared('text', tmp_path / 'out\udcff', folder, *EVERYTHING_TRAINS)
+    assert found == [['text of odd?.txt']]
 
 
 def test_bpe_is_trained_and_kept_with_the_data(tmp_path):
     pytest.importorskip('tokenizers')
     path, out = tmp_path / 'half.jsonl', tmp_path / 'out'
     path.write_text('{"text": "half \\ud800 a pair"}\n' * 50)
+    expected = [['half \N{REPLACEMENT CHARACTER} a pair'] * 50]
     for tokenizer in 'bytes', 'bpe:262':
-        prepare('text', out, path, f'--tokenizer={tokenizer}', *EVERYTHING_TRAINS)
-        assert texts(out, 'train') == ['half \N{REPLACEMENT CHARACTER} a pair'] * 50
+        assert expected == prepared('text', out, path, f'--tokenizer={tokenizer}',
+                                    *EVERYTHING_TRAINS)
     data = open_tokens(str(out), 'train')
     assert data.meta['vocab_size'] == 262 and data.tokens.max() == 261
     (out / 'tokenizer.tiktoken').unlink()  # the data set does without
-    assert len(texts(out, 'train')) == 50
-
-
-def test_files_that_leave_a_split_without_text_are_refused(tmp_path):
-    folder, out = write(tmp_path / 'in', 'a.txt', 'b.txt'), tmp_path / 'out'
-    assert 'falls into' in refused('text', out, folder)
-    assert not out.exists()
+    assert all_texts(out) == expected
 
 
 # ---------------------------------------------------------------------- books and passkeys
@@ -271,18 +262,15 @@ def test_books_are_checked_against_the_manifest_before_anything_is_written(tmp_p
                       'bytes': len(text), 'sha256': hashlib.sha256(text).hexdigest()})
     (tmp_path / 'list.json').write_text(json.dumps(books))
     manifest = f'--manifest={tmp_path}/list.json'
-    prepare('books', out, folder, manifest)
-    assert texts(out, 'val') == ['A val book with \r\n line ends.']
+    assert prepared('books', out, folder, manifest)[1] == ['A val book with \r\n line ends.']
     before = contents(out)
     (folder / 'train/book.txt').write_text('Another book')
     assert 'train/book.txt' in refused('books', out, folder, manifest) and contents(out) == before
-    assert 'folder' in refused('books', out, manifest)
 
 
 def test_passkey_documents_hold_their_key_twice_and_fit_their_lengths(tmp_path):
-    prepare('passkey', tmp_path, '--tokenizer=bytes', '--n_documents=100', '--min_length=600',
-            '--max_length=800')
-    train, val, test = all_texts(tmp_path)
+    train, val, test = prepared('passkey', tmp_path, '--tokenizer=bytes', '--n_documents=100',
+                                '--min_length=600', '--max_length=800')
     assert (len(train), len(val), len(test)) == (100, 1, 1)
     for text in train:
         key = text[-5:]

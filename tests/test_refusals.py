@@ -37,7 +37,7 @@ SHORT = {
     'CHE': '--out_dir={tmp}/out --tasks=["even_pairs"] --train_length=6 --test_length=9',
 }
 
-GIVEN = 'x.json x.jsonl x.tiktoken x.txt x.txt.gz train.jsonl train.parquet'
+GIVEN = 'config.json x.json x.jsonl x.tiktoken x.txt x.txt.gz train.jsonl train.parquet'
 
 MISTAKES = r'''
 eval_ppl        NAN --protocol=sliding --max_windows=4 | nan
@@ -59,6 +59,12 @@ train           TRAIN --dataset=nowhere | nowhere
 train           TRAIN --dataset={corpus},{other} | th.tiktoken
 train           TRAIN --init_from={run}/last.pt --dataset={other} | th.tiktoken
 train           RESUME --dataset={other} | th.tiktoken
+sample          --init_from={run} --device=cpu | --init_from={run}/last.pt
+sample          --init_from={given} --device=cpu | has no config.json
+sample          --init_from={given} --device=cpu | config.json | {
+sample          --init_from={given} --device=cpu | config.json | DEEP
+sample          --init_from={given} --device=cpu | config.json | {"model_type": ["llama"]}
+sample          --init_from={given} --device=cpu | config.json | null
 passkey         READ --max_length=600 --n_lengths=2 | {run}/passkey.jsonl
 entropy         WRITE --compare=["{run}/passkey.json"] | passkey.json
 entropy         WRITE --compare=["{run}/gap.json"] | gap.json has null in loss
@@ -93,8 +99,10 @@ data/text/prepare  TEXT --tokenizer={given}/x.json | x.json | {"version": "\xff"
 data/text/prepare  TEXT --tokenizer={given}/x.tiktoken | x.tiktoken | \xff
 data/text/prepare  TEXT --tokenizer={given}/x.tiktoken | x.tiktoken | YQ== 0\nAAAA
 data/text/prepare  TEXT --tokenizer={given}/x.tiktoken | single bytes | YQ== 0
+data/text/prepare  {given}/x.txt {given}/x.jsonl --out_dir={tmp}/out | falls into | {"text": "x"}
 data/text/prepare  {given}/x.txt --out_dir={tmp}/out | _fraction=0 | all in one line
 data/text/prepare  {given}/x.txt --out_dir={tmp}/out | falls into | most in the first line\n or so
+data/books/prepare  --out_dir={tmp}/out | folder
 data/pg19/prepare   LOCAL --local={given}/x.txt | .parquet |
 data/pg19/prepare   LOCAL --local={given}/x.jsonl | x.jsonl | {"text": "of no split"}
 data/pg19/prepare   LOCAL --local={given}/train.jsonl | body, id | {"body": "x", "id": 1}
@@ -192,6 +200,10 @@ export          EXPORT --scale={run}/sets.json --target_length=31 | target_lengt
 export          EXPORT --scale={run}/sets.json --target_length=129 | target_length is 129
 export          EXPORT --target_length=64 | --scale=None
 export          EXPORT --dtype=int8 | dtype is 'int8'
+export          EXPORT --format=onnx | format is 'onnx'
+export          EXPORT --format=gguf --position=alibi | alibi
+export          EXPORT --format=gguf --position=rope,none | rope,none
+export          EXPORT --format=gguf --position=rope --rope_scaling=dynamic_ntk:2 | dynamic_ntk
 che             CHE --tasks=["even_pair"] | even_pair
 che             CHE --tasks=["copy+recal"] | recal
 che             CHE --tasks=["copy+recall","copy"] | twice
