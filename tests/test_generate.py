@@ -88,12 +88,13 @@ def test_the_prompt_is_read_once_and_then_one_token_a_beam_and_the_last_logits_a
     assert seen[::2] == [(2, 3)] + 3 * [(6, 1)]
 
 
-def test_cache_that_is_too_short_says_so():
+def test_a_cache_that_is_too_short_and_a_search_without_beams_are_refused():
     model = random_model()
     cache = new_cache(model, 1, 10)
     model(tokens(1, 8), cache=cache)
     with pytest.raises(ValueError, match='KV cache holds 10'):
         model(tokens(1, 3), cache=cache)
+    refuses('beams is 0', complete, model, [[3, 1]], 4, Decoding(beams=0))
 
 
 @torch.no_grad()
@@ -185,11 +186,6 @@ def test_completions_end_at_a_stop_and_not_before_their_minimum(beams, n_new):
     later = complete(model, [prompt], 12, how)[0]
     assert len(later) >= n_new and eos[0] not in later[:n_new]
     assert complete(model, [prompt, prompt], 0, how) == [[], []]
-
-
-@pytest.mark.parametrize('beams', [0, -1])
-def test_no_beams_are_refused(beams):
-    refuses(f'beams is {beams}', complete, random_model(), [[3, 1]], 4, Decoding(beams=beams))
 
 
 # ---------------------------------------------------------------------- sample.py

@@ -5,6 +5,7 @@ same folder; and several ranks compute what one process does.
 $ python -m pytest -m '' tests/test_runs.py    # -m '' for the slow ones, too
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -54,33 +55,42 @@ def wait_for(condition, process):
         time.sleep(0.001)
 
 
+def n_lines(log):
+    return log.read_bytes().count(b'\n') if log.exists() else 0
+
+
 def wait_for_steps(out_dir, n, process):
     log = out_dir / 'log.jsonl'
-    wanted = n + (log.read_bytes().count(b'\n') if log.exists() else 0)
-    wait_for(lambda: log.exists() and log.read_bytes().count(b'\n') > wanted, process)
+    wanted = n + n_lines(log)
+    wait_for(lambda: n_lines(log) > wanted, process)
 
 
 # ---------------------------------------------------------------------- a stop
 
-@pytest.mark.parametrize('name', ['SIGTERM', 'SIGINT'])
-def test_a_run_stopped_by_a_signal_saves_and_goes_on_as_if_unbroken(runs, plain, monkeypatch,
-                                                                    capfd, name):
-    number, flush = signal.Signals[name], Recorder.flush
+@contextlib.contextmanager
+def at_step_5(do, *arguments):
+    """Inside the `with` block, a run calls do(*arguments) after step 5, before it logs the loss."""
+    flush = Recorder.flush
 
-    def signal_at_step_5(recorder, step):
+    def do_and_flush(recorder, step):
         if step == 5 and recorder.pending:
-            signal.raise_signal(number)
+            do(*arguments)
         return flush(recorder, step)
 
-    monkeypatch.setattr(Recorder, 'flush', signal_at_step_5)
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Recorder, 'flush', do_and_flush)
+        yield
+
+
+@pytest.mark.parametrize('name', ['SIGTERM', 'SIGINT'])
+def test_a_run_stopped_by_a_signal_saves_and_goes_on_as_if_unbroken(runs, plain, capfd, name):
+    number, out_dir = signal.Signals[name], runs.folder / name
+    with at_step_5(signal.raise_signal, number), pytest.raises(SystemExit) as stopped:
         runs.train(name)
     assert stopped.value.code == 128 + number
     assert 'once more stops at once' in capfd.readouterr().err
-    out_dir = runs.folder / name
     assert load(out_dir)['step'] == 5 and not (out_dir / 'loss.png').exists()
     assert_steps(out_dir, 5)
-    monkeypatch.undo()
     assert_same(plain, runs.resume(name))
 
 
@@ -93,21 +103,17 @@ def test_a_disk_that_fills_up_stops_the_run_and_leaves_what_it_had(runs, plain):
 
 
 @pytest.mark.parametrize('size', [0, 'whole'])
-def test_a_run_whose_text_is_changed_in_place_says_so_and_stops(tmp_path, corpus_dir, monkeypatch,
-                                                                size):
-    """What is cut off cannot be read, and of what comes anew in its place nobody knows."""
+def test_a_run_whose_text_is_changed_in_place_says_so_and_stops(tmp_path, corpus_dir, size):
+    """The text is cut off. Then it stays empty, or it grows to its old size with other content."""
     text = shutil.copytree(corpus_dir, tmp_path / 'corpus') / 'train.bin'
-    whole, flush, runs = text.read_bytes(), Recorder.flush, Runs(tmp_path, text.parent)
+    whole, runs = text.read_bytes(), Runs(tmp_path, text.parent)
 
-    def change_at_step_5(recorder, step):
-        if step == 5:
-            os.truncate(text, 0)
-            os.truncate(text, len(whole) if size == 'whole' else 0)
-        return flush(recorder, step)
+    def change():
+        os.truncate(text, 0)
+        os.truncate(text, len(whole) if size == 'whole' else 0)
 
-    monkeypatch.setattr(Recorder, 'flush', change_at_step_5)
-    assert f'{text} has changed' in mistake('train', *runs.arguments('run'))
-    monkeypatch.undo()
+    with at_step_5(change):
+        assert f'{text} has changed' in mistake('train', *runs.arguments('run'))
     text.write_bytes(whole)
     runs.resume('run')
     assert_steps(tmp_path / 'run', 12)
@@ -151,28 +157,26 @@ def test_a_checkpoint_that_no_run_can_go_on_from_is_refused(runs, plain, row):
     assert 'last.pt is not what a run' in runs.refused(name, '--init_from=resume --max_iters=14')
 
 
-def test_resume_says_how_many_steps_the_log_has_lost(runs, plain):
-    for kept, lost in (0, 12), (5, 8), (99, 0):  # lines, of which the fourth is no step's
-        log = runs.copy(plain, f'lost_{lost}') / 'log.jsonl'
-        log.write_bytes(b''.join(log.read_bytes().splitlines(keepends=True)[:kept]))
-        runs.resume(f'lost_{lost}', '--max_iters=14')
-        assert ('lacks' in runs.printed) == bool(lost)
-        assert not lost or f'{log} lacks {lost} of 12 steps' in runs.printed
-    log = runs.copy(plain, 'lost_all') / 'log.jsonl'
+@pytest.mark.parametrize('kept, lost', [(5, 8), (99, 0), (None, 12)])
+def test_resume_says_how_many_steps_the_log_has_lost(runs, plain, kept, lost):
+    """kept: lines of the log, of which the fourth has no loss. None: the log is not there."""
+    name = f'lost_{lost}'
+    log = runs.copy(plain, name) / 'log.jsonl'
+    lines = log.read_bytes().splitlines(keepends=True)
     log.unlink()
-    runs.resume('lost_all')  # which has no step to do, and nothing to draw
-    assert 'lacks 12 of 12 steps' in runs.printed
+    if kept is not None:
+        log.write_bytes(b''.join(lines[:kept]))
+    runs.resume(name)  # which has no step to do
+    assert ('lacks' in runs.printed) == bool(lost)
+    assert not lost or f'{log} lacks {lost} of 12 steps' in runs.printed
 
 
-@pytest.mark.parametrize('init_from', ['scratch', 'resume'])
-def test_a_second_run_in_the_out_dir_of_a_living_one_is_refused(runs, plain, init_from):
-    out_dir, command = runs.folder / init_from, f'--init_from={init_from} --max_iters=13'
-    if init_from == 'resume':
-        runs.copy(plain, init_from)
+def test_a_second_run_in_the_out_dir_of_a_living_one_is_refused(runs, plain):
+    out_dir, command = runs.copy(plain, 'locked'), '--init_from=resume --max_iters=13'
     with written_elsewhere(out_dir / 'log.jsonl'):
-        line = runs.refused(init_from, command)
+        line = runs.refused('locked', command)
     assert 'process 99 ' in line and str(out_dir) in line
-    runs.train(init_from, command)
+    runs.train('locked', command)
     assert not list(out_dir.glob('*.lock'))
 
 
@@ -195,40 +199,26 @@ def test_a_run_killed_again_and_again_equals_an_unbroken_one(runs):
 
 # ---------------------------------------------------------------------- two ranks
 
-def step_where_it_stopped(runs, name, process):
-    """Of a run that was told to stop: it must have saved, logged and said so."""
-    assert process.wait() != 0
-    out_dir = runs.folder / name
-    step = load(out_dir)['step']
-    assert f'SIGTERM: saved step {step}' in (runs.folder / f'{name}.out').read_text()
-    assert_steps(out_dir, step)
-    return step
-
-
 @pytest.mark.slow
-def test_two_ranks_train_what_one_does_stop_together_and_one_goes_on(runs):
+def test_two_ranks_train_what_one_does_and_a_signal_to_one_of_them_stops_both_with_a_checkpoint(
+        runs):
+    """A scheduler may send it to one worker only. One process then goes on."""
     out_dir, one = runs.folder / 'two_ranks', runs.train('one_rank')
-    torchrun = start(runs, 'two_ranks', '--max_iters=10000 --log_interval=1', ranks=2)
+    torchrun = start(runs, 'two_ranks', '--max_iters=100000 --log_interval=1', ranks=2)
     wait_for_steps(out_dir, 20, torchrun)
-    torchrun.terminate()
-    step = step_where_it_stopped(runs, 'two_ranks', torchrun)
+    worker = int((out_dir / 'log.jsonl.lock').read_text().split()[1])
+    line = mistake('train', *runs.arguments('two_ranks', '--init_from=resume'))
+    assert f'process {worker} on' in line  # others are kept out meanwhile
+
+    os.kill(worker, signal.SIGTERM)
+    assert torchrun.wait() != 0
+    step = load(out_dir)['step']
+    assert f'SIGTERM: saved step {step}' in (runs.folder / 'two_ranks.out').read_text()
+    assert_steps(out_dir, step)
     for key in 'loss', 'val_loss':
         ours = {step: value for step, value in log_rows(out_dir, key).items() if step <= 12}
         assert ours == pytest.approx(log_rows(one, key), rel=1e-3)
     assert_steps(runs.resume('two_ranks', f'--max_iters={step + 2}'), step + 2)
-
-
-@pytest.mark.slow
-def test_workers_keep_others_out_and_a_signal_to_one_alone_ends_the_run_with_a_checkpoint(runs):
-    """As a scheduler may send it; torchrun itself is told nothing."""
-    out_dir = runs.folder / 'worker'
-    torchrun = start(runs, 'worker', '--max_iters=100000 --log_interval=1', ranks=2)
-    wait_for_steps(out_dir, 4, torchrun)
-    worker = int((out_dir / 'log.jsonl.lock').read_text().split()[1])
-    line = mistake('train', *runs.arguments('worker', '--init_from=resume'))
-    assert f'process {worker} on' in line
-    os.kill(worker, signal.SIGTERM)
-    step_where_it_stopped(runs, 'worker', torchrun)
 
 
 @pytest.mark.slow
