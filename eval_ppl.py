@@ -2,8 +2,12 @@
 Perplexity of a checkpoint at and beyond its training length L, with any softmax scale. Section 4.2
 and Table 2 of "Length Generalization of Causal Transformers without Position Encoding". The stage
 also scores the last tokens of each length and measures the gain of a longer context, as Figures 1
-to 6 and Table 1 of "DAPE V2" do. And it scores far repeats: tokens after a repeated piece of text
-that occurred last more than L tokens earlier.
+to 6 and Table 1 of "DAPE V2" do. And it scores far repeats: tokens after a piece of text whose
+latest earlier occurrence is more than L tokens back.
+
+A fine-tuned model has two training lengths. block_size is the new one: lengths, strides and Delta P
+use it as L. trained_length is the one before fine-tuning: the cut context and far repeats use it as
+L. For every other model both are the same.
 
 The cut context is the baseline of every length T beyond L. To score a token in it, the model reads
 only the 7L/8 to L tokens before this token, in windows of L that score their last L / 8; at far
@@ -11,9 +15,6 @@ repeats it reads exactly L. `cut_loss` is the loss in the cut context. `gain` is
 loss when the model reads T tokens, in nats. Above 0 the model reads past L. Below 0 the tokens
 beyond L do harm. With a file of scale sets, passes of at most L tokens, such as those of the cut
 context, use the model's own scales.
-
-A fine-tuned model has two training lengths. L is the new one: lengths, strides and Delta P use it.
-The context is cut to the old one, `trained_length`.
 
 At far repeats, `gain` uses the cut_loss of the untuned model: the checkpoint --baseline, or the
 run's checkpoint without the scales and the position method of the command. `own_gain` uses the cut
@@ -75,7 +76,7 @@ max_windows = 1024           # sliding: windows per length; rule same spaces the
 n_samples = 256              # other protocols: windows of the longest length, evenly spaced
 tail: int | None = None      # tokens scored at the end of each length; None: 64 for position, and
                              # 256 for tail, or L if L < 256
-gram = 8                     # repeat: a target counts if this many tokens before it are repeated
+gram = 8                     # repeat: this many tokens before a target also occur earlier
 targets = 1500               # repeat: targets to score, drawn at random from those found
 baseline: str | None = None  # repeat: checkpoint file of the untuned model; None: that of this run
 controls: list[str] = []     # repeat: near (repeats within the last L tokens), other (the tokens
@@ -121,15 +122,16 @@ def gain_of(losses, cut_losses, n_scored=None):
 def sliding_windows(start, end, length, first_end, stride, rule):
     """
     The windows of one document, tokens[start:end]: a list of (lo, hi, n). A window reads
-    tokens[lo:hi], which are `length` tokens, and scores the last n of them. Each window ends
-    `stride` tokens after the window before it, and before the end of the document.
+    tokens[lo:hi] and scores the last n of them. It has `length` tokens, except in rule classic,
+    where a shorter document is one shorter window. Each window ends `stride` tokens after the
+    window before it. With rules same and paper, each window ends before `end`.
     same:    the first window ends at start + first_end. first_end is the longest length compared.
              So all lengths score the same tokens; only the context differs.
     paper:   the first window ends at start + length, as in the released code (run_ppl.py of
              AntNLP/nope_head_scale). Each length scores its own tokens, and the first
              length - stride tokens are never scored.
     classic: every token but the first is scored once. The first window scores all its tokens but
-             the first (Press et al. 2022).
+             the first, and the last window ends at `end` (Press et al. 2022).
     """
     if rule not in RULES:
         raise UserError(f"rule is '{rule}'. Choose {', '.join(RULES)}.")
@@ -150,8 +152,8 @@ def score_windows(run, tokens, windows, label=None):
     """
     The sum of the losses of each window's scored tokens, in nats. Returns (len(windows),) float64,
     in the order of windows, on every rank. tokens: (n,) array of ids. windows: from
-    sliding_windows(). label: text of the progress bar, which counts the windows of the most
-    frequent length; None: no bar. Logits are computed only for scored tokens.
+    sliding_windows(). label: text of the progress bar; None: no bar. Only a group of equal windows
+    that holds more than half of them gets a bar. Logits are computed only for scored tokens.
     """
     groups, sums = {}, np.empty(len(windows))
     for i, (lo, hi, n_scored) in enumerate(windows):
@@ -164,7 +166,7 @@ def score_windows(run, tokens, windows, label=None):
             return losses.cpu().double().sum(1)
 
         # Read all tokens of a window, because a position method may depend on their number. The
-        # token after the window is unknown, so its target is 0 and its loss is left out.
+        # target of the last token is outside the window. Put 0 there and drop its loss.
         texts = np.zeros((len(group), T + 1), np.int64)
         for text, i in zip(texts, group):
             lo, hi, _ = windows[i]
@@ -198,8 +200,8 @@ def windows_of(data, length, longest, stride, rule, max_windows):
 def sliding(run, sizes):
     """
     Sliding windows. Returns one row per length, and {length: mean loss of each window}. A row holds
-    the loss, the perplexity and the numbers of documents, windows and scored tokens. Past L it also
-    holds the gain over the context cut to L.
+    the loss, the perplexity and the numbers of documents, windows and scored tokens. The row of a
+    length above trained_length also holds the gain over the cut context.
     """
     s, rows, by_window = run.settings, [], {}
     cut_length = run.model.config.trained_length
@@ -218,7 +220,7 @@ def sliding(run, sizes):
     for length, windows in zip(sizes, to_score):
         n_scored = np.array([n for _, _, n in windows])
         losses = sums_of(tuple(windows)) / n_scored
-        # The number of a window's document: how many documents start up to its first token.
+        # The document of a window is the last one that starts at or before its first token.
         first_tokens = [lo for lo, _, _ in windows]
         used = np.unique(np.searchsorted(data.starts, first_tokens, side='right'))
         row = {'length': length} | summary(losses, n_scored)
@@ -282,9 +284,9 @@ def losses_by_position(run, sizes):
 def tail_tokens(run, sizes):
     """
     The protocol of DAPE V2. Each length T has one row: the perplexity of the last K tokens of
-    windows of T, or of all tokens of a window of L if L < K. For T > L the row also has Delta P of
-    Eq. (6), P(x[-L:], L) - P(x, L): the perplexity of the last L tokens read without the tokens
-    before them, minus their perplexity read with all of x.
+    windows of T tokens. If K is larger than L, the row of length L scores all its tokens. For T > L
+    the row also has Delta P of Eq. (6), P(x[-L:], L) - P(x, L): the perplexity of the last L tokens
+    read without the tokens before them, minus their perplexity read with all of x.
     """
     K, L = checked_tail(run.settings['tail'], run.L, sizes), run.L
     tokens = run.windows(sizes[-1]).evenly_spaced(run.settings['n_samples'], spacing=K)
@@ -377,8 +379,8 @@ def far_repeats(run, sizes):
         rows += repeat_rows('near, ', near, whole[near.window, near.t - 1], *cut)
 
     share = far.found / (len(samples) * (W + 1 - 2 * L))
-    run.runtime.print(f"{far.found:,} far repeats of {s['gram']} tokens, {share:.1%} of the "
-                      f'targets, read whole and cut to {L}')
+    run.runtime.print(f"found {far.found:,} far repeats of {s['gram']} tokens, {share:.1%} of the "
+                      f'tokens from position {2 * L} on; scored {len(far.t):,} of them')
     return {'length': W, 'gram': s['gram'], 'rows': rows, 'samples': len(samples),
             'found': far.found, 'share': share, 'copy_weight': weights, 'untuned': {
                 'checkpoint': untuned_info['path'], 'weights_digest': untuned_info['digest']}}

@@ -250,7 +250,8 @@ class Transformer(nn.Module):
         """
         The input of the output matrix, (B, T, C). With tail > 0, returns only the last `tail`
         positions, (B, tail, C). The last layer computes queries, keys and values for all positions,
-        and everything after them only for these positions.
+        and everything after them only for these, and for the few before them that a short
+        convolution reads.
         """
         T = idx.shape[1]
         if cache is None:
@@ -328,10 +329,11 @@ class Transformer(nn.Module):
     def flops_per_token(self, length):
         """
         Forward FLOP per token in windows of `length` tokens: (matmuls, attention).
-        Each weight of a matmul costs 2. The input embedding is a look-up and costs nothing. Causal
-        attention reads length / 2 keys on average, once for q.k and once for the sum of v. DAPE
-        applies all its weights to each of these keys. Keys outside a sliding window count, because
-        they are computed and then masked.
+        Each weight counts 2, as in a matmul. The input embedding is a look-up and costs nothing.
+        Causal attention reads length / 2 keys on average, once for q.k and once for the sum of v.
+        DAPE applies all its weights to each of these keys. What other methods compute for each key,
+        such as FIRE's network, is left out. Keys outside a sliding window count, because they are
+        computed and then masked.
         """
         c, look_up = self.config, self.embed.weight.numel()
         dape = sum(p.numel() for name, p in self.named_parameters()

@@ -226,7 +226,10 @@ class NoPE(nn.Module):
         return hidden
 
     def scores(self, q, k, i, j, *more):
-        """The input of softmax, (B, H, T, S): -inf at masked keys. q: already scaled by Eq. (4)."""
+        """
+        The input of softmax, (B, H, T, S): -inf at masked keys. q: already multiplied by
+        head_scale, see Attention.forward() in model.py.
+        """
         scores = self.similarity(q, k, i, j, *more)
         bias = self.bias(i, j)
         if bias is not None:
@@ -241,7 +244,10 @@ class NoPE(nn.Module):
         return scores.softmax(-1, dtype=torch.float32)
 
     def attend(self, q, k, v, i, j):
-        """Softmax attention, (B, H, T, D). q: scaled by Eq. (4); k, v: (B, n_kv_head, S, D)."""
+        """
+        Softmax attention, (B, H, T, D). q: already multiplied by head_scale; k, v: (B, n_kv_head,
+        S, D).
+        """
         if self.overrides - {'mask', 'bias'}:
             return kernels.attention_over_scores(self, q, k, v, i, j)
         if self.overrides or self.window:
@@ -371,8 +377,8 @@ class QueryFactor(NoPE):
 
 class LogN(QueryFactor):
     """
-    Multiplies the query that sees n keys by ln n / ln L, so that attention spreads less
-    (Chiang 2022).
+    Multiplies the query that sees n keys by ln n / ln L (Chiang 2022). The factor is 1 at n = L.
+    Beyond L it grows, so that attention does not spread over the additional keys.
     """
 
     def __init__(self, config):
@@ -571,18 +577,18 @@ class TransformerXL(NoPE):
 
 class DAPE(NoPE):
     """
-    Scores S + B + f([S; B]), Eq. (3). The scores S and the bias B of all heads are the channels of
-    a feature map. f is two convolutions of 1 x kernel over the keys, with a LeakyReLU in between.
-    Kernel 1 is the first DAPE; kernel 3 and more is DAPE V2.
+    Scores S + B + f([S; B]), Eq. (3). Here S means scores and B means bias. Those of all heads are
+    the channels of a feature map. f is two convolutions of 1 x kernel over the keys, with a
+    LeakyReLU in between. Kernel 1 is the first DAPE; kernel 3 and more is DAPE V2.
     Without the residual bias, the scores are S + f([S; B]), Eq. (2). A method without a bias has
     S + f(S), Eq. (4). Here f then has H input channels; the released class asks for 2H and cannot
     run.
     Keys that the query does not see, such as later keys, are 0 in the map, so that no convolution
     sees them. `cheat` leaves them in (section 4.5).
     Right of the last key, the map continues with zeros, and the first convolution is also computed
-    there. A longer sequence has masked keys there, which are zeros too. So a row keeps its scores
-    in a longer sequence (except with `cheat`), and cached decoding equals a full pass. In the
-    released code, the map ends at the last key.
+    there. In a longer sequence, the keys right of a query are masked, so they are zeros as well. So
+    the scores of a row do not depend on how many tokens follow (except with `cheat`), and cached
+    decoding equals a full pass. In the released code, the map ends at the last key.
     """
     settings = 'dape_width', 'dape_residual', 'dape_cheat'
 
@@ -603,7 +609,8 @@ class DAPE(NoPE):
         self.prepare, self.turn = method.prepare, method.turn
         self.bias, self.mask, self.softmax = method.bias, method.mask, method.softmax
         self.similarity, self.similarity_inputs = method.similarity, method.similarity_inputs
-        # Neighboring slots of a cache must hold neighboring tokens.
+        # A kernel wider than 1 reads neighboring slots of the cache. If prompts differ in length,
+        # empty slots lie between a short prompt and its new tokens.
         self.needs_equal_lengths = method.needs_equal_lengths or self.kernel > 1
         channels, pad = 2 * H if 'bias' in method.overrides else H, self.kernel // 2
         self.first = nn.Conv2d(channels, width, (1, self.kernel), padding=(0, 2 * pad))

@@ -75,7 +75,7 @@ short_conv_at = 'AC'         # A: before attention; C: before the MLP; AC: both
 max_iters = 2200             # training steps
 learning_rate = 2e-3         # peak learning rate
 min_lr = 2e-4                # learning rate at the end of the cosine; usually a tenth of the peak
-warmup_iters: float = 200    # steps of linear warmup from 0; below 1: a share of max_iters
+warmup_iters: float = 200    # steps of linear warmup; below 1: a share of max_iters
 lr_decay_iters: int | None = None  # step at which the cosine ends; None: max_iters
 weight_decay = 0.1           # on all weights but short convolutions; on norms too, as in TinyLlama
 beta1 = 0.9
@@ -160,8 +160,8 @@ class TrainState:
 
 def new_optimizer(model, settings):
     """
-    AdamW over all trained weights. Short convolutions have no weight decay, because 0 is not a
-    neutral value for so few weights.
+    AdamW over all trained weights. Short convolutions have no weight decay, because it would pull
+    their few weights to 0, where the convolution does nothing.
     """
     weights, convolutions = [], []
     for name, p in model.named_parameters():

@@ -9,14 +9,14 @@ head:    one scale per head, tuned at target_length. All matrices stay frozen (H
          --target_lengths tunes one set for each of several lengths.
 
 $ python tune_scale.py --method=uniform              # run this first: head starts from its result
-$ python tune_scale.py --method=head                 # then run this
+$ python tune_scale.py --target_length=640           # then run this: scale_head_640.json
 $ python tune_scale.py --tune=channel --label=channel           # a scale per head and channel
 $ python tune_scale.py --target_lengths=[256,512,1024]          # one set per length
 $ torchrun --nproc_per_node=8 tune_scale.py config/tune_8k.py   # 704 scales of the 1.1B model
 
 uniform writes out_dir/scale_uniform.json and scale_uniform_fit.json. head writes
-scale_head_TARGET.json, or scale_sets.json for target_lengths. Each also draws a .png. Every stage
-reads such a file with --scale=FILE
+scale_head_TARGET.json, or scale_sets.json for target_lengths. Each file but the fit also gets a
+.png. Every stage reads such a file with --scale=FILE
 """
 
 import dataclasses
@@ -65,7 +65,7 @@ compare: list[str] = []      # more checkpoint files of the same run; each gets 
 tune = 'scale'               # keys of KINDS, such as scale,out,norm; KEY:RATE sets a learning rate
 init_scale: float | str = 'uniform'  # a number, or uniform: the best one in scale_uniform.json
 min_scale: float | None = 1.0   # tune=scale: least scale after each step, Eq. (6); None: no limit
-warmup_iters = 20            # steps in which the learning rate rises linearly from 0
+warmup_iters = 20            # steps in which the learning rate rises linearly
 max_iters = 200              # steps; a cosine lowers the learning rate to a tenth of its peak
 batch_size = 8               # sequences of target_length per step, all devices together
 micro_batch_size = 8         # sequences per forward pass on one device; lower it to save memory
@@ -102,7 +102,7 @@ def candidates(candidate_range):
     first, end, step = candidate_range
     if not 0 < first < end <= first + 10_000 * step:
         raise UserError(f'candidate_range is {candidate_range}; give first, last and step, such as '
-                        '[1.0, 2.0, 0.1], all above 0 and for at most 10,000 candidates.')
+                        '[1.0, 2.0, 0.1], with 0 < first < last and at most 10,000 steps.')
     n = math.floor((end - first) / step + 1e-6)
     return [round(first + i * step, 6) for i in range(n + 1)]
 
@@ -201,8 +201,8 @@ def run_uniform(run, target):
 # ---------------------------------------------------------------------- head
 
 # What can be tuned: {kind: (ending of its parameters' names, learning rate)}. The kinds are the
-# names below, and those in VECTORS of model.py that have no name below. The paper tunes its scales
-# at a rate of 0.05 or 0.1.
+# names below and the keys of VECTORS in model.py. Here head_scale is called scale or channel, and
+# head_gain is called out. The paper tunes its scales at a rate of 0.05 or 0.1.
 KINDS = {name: (vector.ending, vector.rate) for name, vector in VECTORS.items()
          if name not in ('head_scale', 'head_gain')} | {
     'scale': ('head_scale', 0.1),           # one scale per head, as in the paper
@@ -432,9 +432,10 @@ def check_settings(run, target_sizes):
         least += max(1, L // 8)
     elif s['compare']:
         raise UserError('compare is for --method=uniform only. Leave it out.')
-    if several and (is_uniform or s['target_length']):
-        raise UserError('target_lengths is for --method=head only, and it replaces '
-                        'target_length. Leave one of them out.')
+    if several and is_uniform:
+        raise UserError('target_lengths is for --method=head only. Leave it out.')
+    if several and s['target_length']:
+        raise UserError('target_lengths is given together with target_length. Leave one out.')
     if min(target_sizes) < least:
         name = 'target_lengths has' if several else 'target_length is'
         raise UserError(f'{name} {min(target_sizes)}; it must be at least {least} for a checkpoint '
@@ -444,22 +445,25 @@ def check_settings(run, target_sizes):
     between(s, 0, 'warmup_iters', 'grad_clip')
     between(s, 0, 'beta1', 'beta2', most=1 - 1e-9)
     between(s, -1e30, 'min_scale', most=1e30)
-    kinds = rates_of(s['tune'])
-    named = [name for kind in kinds for name in vectors_of(model, [kind])]
-    if not named or len(named) > len(set(named)):
-        raise UserError(f"tune is '{s['tune']}'. It names a parameter twice, or a parameter that "
-                        'this model does not have. Leave that part out.')
+    kinds, named = rates_of(s['tune']), []
+    for kind in kinds:
+        of_kind = vectors_of(model, [kind])
+        if not of_kind or set(of_kind) & set(named):
+            raise UserError(f"tune is '{s['tune']}', and its part '{kind}' names parameters that "
+                            'this model does not have, or that another part names, too. Leave '
+                            'that part out.')
+        named += of_kind
     if 'channel' in kinds and 'rope' in model.config.position:
-        raise UserError("tune is 'channel', but this model uses RoPE. RoPE's scores depend only on "
-                        'i - j, and this needs the same scale for both channels of a pair. Use '
-                        '--tune=scale.')
+        raise UserError("tune is 'channel', but this model uses RoPE. With RoPE, positions enter a "
+                        'score only as i - j. This holds only if both channels of a pair have the '
+                        'same scale. Use --tune=scale.')
     if not is_uniform and s['batch_size'] % ranks:
         raise UserError(f"batch_size {s['batch_size']} must be a multiple of the {ranks} ranks.")
 
 
 def main():
     run = Run(settings(globals()))
-    run.label = label  # the names of files leave out the RoPE extension
+    run.label = label  # without the RoPE extension, such as yarn4, which Run puts before it
     _ = run.model.head_scale  # refuses a model of the package transformers: it has no head scales
     target_sizes = [target_length or (8 if method == 'uniform' else 4) * run.L]
     if method == 'head' and target_lengths:

@@ -48,13 +48,16 @@ def test_every_result_draws_without_a_warning_and_names_its_run(name):
     assert run in figure.get_suptitle()
 
 
-def test_the_panels_of_a_table_show_the_cut_context_of_their_familys_first_row():
+def test_panels_of_a_table_show_their_familys_cut_context_and_write_what_lies_above_them():
     result = RESULTS['books/eval_ppl_table']
-    drawn = {line.get_label(): tuple(line.get_ydata()) for axis in plots.draw_ppl(result).axes
+    axes = plots.draw_ppl(result).axes
+    drawn = {line.get_label(): tuple(line.get_ydata()) for axis in axes
              for line in figures.named_lines(axis) if ', cut to ' in line.get_label()}
     at_L = {row['name']: row['ppl'][0] for row in result['rows']}
     assert drawn == {f'{name}, cut to 256': 4 * (at_L[name],)
                      for name in ('RoPE', 'NoPE', 'ALiBi, trained so')}
+    # A value above the panel is written at its edge.
+    assert 'NoPE  ↑ 1,480' in [text.get_text() for axis in axes for text in axis.texts]
 
 
 @pytest.mark.parametrize('lengths, drawn', [
@@ -75,12 +78,6 @@ def test_a_models_cut_context_begins_at_L(lengths, drawn):
     cut = [line.get_xydata() for line in figures.named_lines(axis) if 'cut to 128' in
            line.get_label()]
     assert dict(cut[0] if cut else []) == pytest.approx(drawn)
-
-
-def test_a_value_above_the_panel_is_written_at_its_edge():
-    figure = plots.draw_ppl(RESULTS['books/eval_ppl_table'])
-    texts = [text.get_text() for axis in figure.axes for text in axis.texts]
-    assert 'NoPE  ↑ 1,480' in texts
 
 
 def test_missing_and_constant_values_draw(tmp_path):

@@ -48,7 +48,7 @@ tune_scale      NAN --method=uniform --n_samples=2 --dataset={corpus} | nan
 
 files that are damaged, of another kind, of another tokenizer, or not there
 sample          --out_dir={flipped_run} --device=cpu | flipped_run/last.pt
-sample          --out_dir={tmp} | last.pt
+sample          --out_dir={tmp} | last.pt does not exist
 eval_ppl        READ --dataset={flipped_corpus} | test.bin
 eval_ppl        WRITE --dataset={other} | th.tiktoken
 train           TRAIN --dataset={flipped_corpus} | val.bin
@@ -214,6 +214,9 @@ che             CHE --lengths=[7,8] | lengths is
 che             CHE --position=kerpel | 'kerpel'
 bench           --tasks=["trains"] | train, scale
 results/bench/table --table=costs | time_cost, growth, memory
+results/scoreboard/table --methods=["kerpel"] | kerpel
+results/scoreboard/table --size=large | large
+results/past_L/table --models=["zzz"] | 'zzz' is not one of conv
 bench           --peer=vllm | hf
 bench           --like=["config/tune_8k.py"] | n_layer
 commonsense     READ --tasks=[] | tasks is empty

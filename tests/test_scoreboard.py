@@ -4,13 +4,12 @@ import contextlib
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, near, read, refuses, written_elsewhere
+from conftest import ROOT, near, read, written_elsewhere
 
 import train
 from configurator import run_config, settings
 from lib.answers import save_json
 from results import study
-from results.past_L import table as past_L
 from results.scoreboard import table
 
 
@@ -38,7 +37,7 @@ def test_what_is_there_is_not_measured_again_and_what_another_process_has_comes_
     measured = []
     monkeypatch.setattr(table, 'seeds', [1])
     monkeypatch.setattr(table, 'methods', ['none', 'rope', 'yarn', 'alibi'])
-    monkeypatch.setattr(table, 'measure',
+    monkeypatch.setattr(table, 'result_of',
                         lambda key, seed: measured.append(key) or row_file(key, seed, 1.0))
     board('none', 1, 2.0)
     other = contextlib.ExitStack()  # another process works on RoPE
@@ -99,14 +98,6 @@ def test_a_gain_is_over_the_cut_context_of_the_model_that_was_not_tuned(board):
         assert none[f'gain {at}'] == none[f'own gain {at}'] == {'mean': -2.5, 'sd': 0}
         assert weights[f'gain {at}']['mean'] == -2 and weights[f'own gain {at}']['mean'] == -0.5
         assert f'gain {at}' not in yarn and yarn[f'own gain {at}']['mean'] == -0.5
-
-
-@pytest.mark.parametrize('program, name, value, text', [
-    (table, 'methods', ['kerpel'], 'kerpel'), (table, 'size', 'large', 'large'),
-    (past_L, 'models', ['zzz'], "'zzz' is not one of conv")])
-def test_an_unknown_row_or_size_is_refused(monkeypatch, program, name, value, text):
-    monkeypatch.setattr(program, name, value)
-    refuses(text, program.main)
 
 
 def test_a_gain_far_above_0_and_a_family_that_is_not_known_are_drawn():

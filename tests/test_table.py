@@ -10,12 +10,13 @@ import importlib
 
 import numpy as np
 import pytest
-from conftest import ROOT, as_stage, near, read, refuses
-from test_eval_ppl import evaluate_sliding, evaluate_tail
+from conftest import ROOT, as_run, as_stage, near, read, refuses
+from test_eval_ppl import evaluate_sliding
 
+from eval_ppl import tail_tokens
 from lib.checkpoints import load_model
 from lib.tokenizers import get_tokenizer
-from lib.tokens import Windows, open_tokens, write_corpus
+from lib.tokens import open_tokens, write_corpus
 from results.table import Settings, merge_seeds, paper_rows, run_table
 
 
@@ -39,7 +40,7 @@ def test_row_shows_the_best_of_its_candidates(run, tiny_run, corpus_dir, cpu, ca
     def measured(scale, *method):
         model, _ = load_model('last', tiny_run, 'cpu', *method)
         model.head_scale = scale
-        return evaluate_sliding(model, data, [32, 128], 4, 'same', 20, 16384, cpu)[0]
+        return evaluate_sliding(model, cpu, data, [32, 128])[0]
 
     rows = run({'name': 'NoPE'}, {'name': 'asked', 'scale': [1.0, 3.0], 'paper': 'NoPE'},
                {'name': 'pi', 'position': 'rope', 'rope_scaling': ['', 'pi:2']}, max_windows=20)
@@ -65,14 +66,15 @@ def test_row_shows_the_best_of_its_candidates(run, tiny_run, corpus_dir, cpu, ca
     assert len(numbers) == 1 and '14.6 326.9' in numbers[0]  # the paper's, only where asked for
 
 
-def test_table_of_tails(run, tiny_run, corpus_dir, cpu, capsys):
+def test_table_of_tails(run, tiny, windows, cpu, capsys):
     rows = run({'name': 'asked', 'paper': 'Kerple'}, {'name': 'wide', 'scale': 2.0},
                protocol='tail', n_samples=7)
-    samples = Windows(str(corpus_dir), 'test', 128).evenly_spaced(7, spacing=32)
-    model, _ = load_model('last', tiny_run, 'cpu')
+    model, _ = tiny
+    one = as_run(model, cpu, samples=windows(7, 128, 32).numpy(), tail=32, n_samples=7,
+                 batch_tokens=16384)
     for row, scale in zip(rows, (1, 2)):
         model.head_scale = scale
-        short, long = evaluate_tail(model, samples, [32, 128], 32, 32, 16384, cpu)
+        short, long = tail_tokens(one, [32, 128])['rows']
         near([*row['ppl'], row['delta_p'][1]], [short['ppl'], long['ppl'], long['delta_p']],
              rtol=1e-4)
         assert row['delta_p'][0] is None
