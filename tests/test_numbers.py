@@ -254,8 +254,8 @@ one | SMALL | sum(d < 0 for d in at_8L(xs))
 three | channel_scale/channel_scale.json | len(x['seeds'])
 10
 two | CPUS | one_value(map(threads, xs))
-1.13 | CPUS | span(steps(xs, 'train', 'transformers', 'ours'))
-0.74 | CPUS | span(steps(xs, 'scale', 'ours', 'whole step'))
+1.13 | CPUS | one_value(steps(xs, 'train', 'transformers', 'ours'))
+0.74 | CPUS | one_value(steps(xs, 'scale', 'ours', 'whole step'))
 5 | CPUS | one_value(x['settings']['rounds'] for x in xs)
 """),
 }
