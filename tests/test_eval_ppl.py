@@ -136,8 +136,8 @@ def test_long_evaluations_are_compiled_once_per_length_and_their_losses_are_equa
                                         batch_tokens=400)
         return np.concatenate([*by_window.values()]), stats['unique_graphs'] - before
 
-    # Windows of 64 and 200, their cut contexts, which have L tokens or fewer at a start. A search
-    # changes the scales: this compiles nothing.
+    # One graph each for windows of 64 and of 200 tokens, for cut contexts of L tokens, and for the
+    # shorter cut contexts at the start of a window. New scales, as in a search, compile nothing.
     for scale, n_graphs in (1.0, 4), (1.7, 0):
         model.head_scale = scale
         (expected, none), (found, n) = losses(math.inf), losses(0)
