@@ -1,4 +1,4 @@
-// The script of lessons/explore.html. model.js computes, in a Web Worker; this file asks it and draws.
+// The script of lessons/explore.html. model.js computes, in a Web Worker; this file asks and draws.
 'use strict';
 const data = JSON.parse(document.getElementById('data').textContent);
 const {L, n_layer, n_head} = data, MOST = 8 * L, HEADS = n_layer * n_head;
@@ -28,19 +28,18 @@ function ask(slot, job, asked, take) {
 // ---------------------------------------------------------------------- state
 
 // scales: of all heads before the factor. text: null stands for the first text.
-const state = {model: 0, factor: 1, scales: [...data.models[0].own], cut: false, text: null, chosen: 0};
+const state = {model: 0, factor: 1, scales: data.models[0].own, cut: false, text: null, chosen: 0};
 const model = () => data.models[state.model];
 const scalesNow = () => state.scales.map(scale => scale * state.factor);
-const isOwn = scales => scales.every((scale, n) => Math.abs(scale - model().own[n]) < 1e-6);
+const areEqual = (scales, others) => scales.every((x, n) => Math.abs(x - others[n]) < 1e-4);
 const settings = () => ({model: state.model, scales: scalesNow(), cut: state.cut});
-const titles = {uniform: 'one tuned scale', head: 'tuned head scales'};
-const titleOf = tuned => titles[tuned.method] ?? `tuned: ${tuned.method}`;
 
 // Everything that can be shared stands in the address.
 function toAddress() {
   const parts = new URLSearchParams({m: state.model, x: state.factor, n: state.chosen});
   if (state.cut) parts.set('cut', 1);
-  if (!isOwn(state.scales)) parts.set('s', state.scales.map(scale => +scale.toFixed(3)).join('_'));
+  if (!areEqual(state.scales, model().own))
+    parts.set('s', state.scales.map(scale => +scale.toFixed(4)).join('_'));
   if (state.text !== null) parts.set('t', state.text);
   history.replaceState(null, '', `#${parts}`);
 }
@@ -57,7 +56,7 @@ function fromAddress() {
   state.cut = parts.get('cut') === '1';
   const scales = (parts.get('s') ?? '').split('_').map(Number);
   state.scales = scales.length === HEADS && scales.every(scale => scale > 0 && scale < 100)
-    ? scales : [...model().own];
+    ? scales : model().own;
   state.text = parts.get('t');
 }
 
@@ -84,10 +83,14 @@ let open = null; // the panel whose token the detail box shows
 class Panel {
   constructor(box, text, asked) {
     Object.assign(this, {box, text, asked, ids: [], spans: [], at: 0});
-    const spanOf = event => event.target.closest('[data-i]');
-    box.addEventListener('pointerover', event => spanOf(event) && this.look(+spanOf(event).dataset.i));
-    box.addEventListener('click', event => spanOf(event) && this.look(+spanOf(event).dataset.i));
-    box.addEventListener('focus', () => box.matches(':focus-visible') && this.look(this.at || 1));
+    for (const kind of ['pointerover', 'click'])
+      box.addEventListener(kind, event => {
+        const span = event.target.closest('[data-i]');
+        if (span) this.look(+span.dataset.i);
+      });
+    box.addEventListener('focus', () => {
+      if (box.matches(':focus-visible')) this.look(this.at || 1);
+    });
     box.addEventListener('keydown', event => this.key(event));
   }
 
@@ -113,8 +116,7 @@ class Panel {
   color(from, losses) {
     losses.forEach((loss, n) => {
       const span = this.spans[from + n + 1];
-      if (!span) return;
-      span.style.backgroundColor = colorOf(loss);
+      if (span) span.style.backgroundColor = colorOf(loss);
     });
   }
 
@@ -137,8 +139,9 @@ class Panel {
     this.at = Math.min(this.ids.length - 1, Math.max(1, i));
     this.spans[this.at].classList.add('now');
     byId('detail').hidden = false;
-    const asked = {...this.asked(), text: this.text, ids: this.ids.slice(0, this.at + 1), i: this.at,
-                   layer: Math.floor(state.chosen / n_head), head: state.chosen % n_head};
+    const ids = this.ids.slice(0, this.at + 1), head = state.chosen % n_head;
+    const asked = {...this.asked(), text: this.text, ids, i: this.at, head,
+                   layer: Math.floor(state.chosen / n_head)};
     byId('said').textContent = `Token ${this.at}: reading up to here …`;
     byId('bars').replaceChildren();
     ask('look', 'look', asked, answer => this.tell(answer));
@@ -148,9 +151,9 @@ class Panel {
     const code = document.createElement('code');
     code.textContent = shown(this.ids[i]);
     byId('said').replaceChildren(
-      `Token ${i}${i > L ? ', past L' : ''}: `, code, ` had probability ${(100 * p).toPrecision(2)}%, `
-      + `loss ${(-Math.log(p)).toFixed(2)} nats. ${headName(state.chosen)} spreads its attention `
-      + `with entropy ${entropy.toFixed(2)} of at most ${Math.log(attention.length).toFixed(2)}.`);
+      `Token ${i}${i > L ? ', past L' : ''}: `, code, ` had probability `
+      + `${(100 * p).toPrecision(2)}%, loss ${(-Math.log(p)).toFixed(2)} nats. `
+      + `${headName(state.chosen)} spreads its attention with entropy ${entropy.toFixed(2)} of at most ${Math.log(attention.length).toFixed(2)}.`);
     byId('bars').replaceChildren(...likely.flatMap(([id, chance]) => {
       const [name, bar, says] = ['code', 'i', 'span'].map(tag => document.createElement(tag));
       name.textContent = shown(id) || 'end of text';
@@ -163,7 +166,7 @@ class Panel {
     attention.forEach((weight, n) => {
       const share = weight / most;
       if (share > .02)
-        this.spans[from + n].style.boxShadow = `inset 0 -4px rgba(0, 110, 220, ${share.toFixed(2)})`;
+        this.spans[from + n].style.boxShadow = `inset 0 -4px rgba(0, 110, 220, ${share})`;
     });
   }
 
@@ -185,43 +188,16 @@ const headName = n => `Layer ${Math.floor(n / n_head)}, head ${n % n_head}`;
 
 // ---------------------------------------------------------------------- the first screen
 
-function firstScreen() {
-  const first = data.models[0], {stored} = first, tuned = first.tuned.at(-1);
-  const plain = {model: 0, scales: first.own, cut: false};
-  const rows = [['As trained', stored.plain, plain]];
-  if (tuned)
-    rows.push([titleOf(tuned).replace('tuned', 'Tuned'), stored.tuned.at(-1),
-               {...plain, scales: tuned.scales}]);
-  rows.push(['Context cut to the last L tokens', stored.cut, {...plain, cut: true}]);
-  const past = rows.map(([, losses]) => mean(losses.slice(L)).toFixed(2));
-  byId('point').textContent = `${first.name}, a model trained on texts of ${L} tokens, reads ${MOST}: the `
-    + `redder a token, the worse it was predicted. Past L it loses the thread (${past[0]} nats)`
-    + (tuned ? `, tuned softmax scales win a part back (${past[1]})` : '')
-    + `, and forgetting all but the last ${L} tokens does better (${past.at(-1)}).`;
-  for (const [name, losses, asked] of rows) {
-    const figure = document.createElement('figure'), box = document.createElement('div');
-    figure.innerHTML = '<figcaption></figcaption>';
-    const says = `${mean(losses.slice(0, L)).toFixed(2)} nats up to L, `
-      + `${mean(losses.slice(L)).toFixed(2)} past it`;
-    const title = document.createElement('b');
-    title.textContent = name;
-    figure.firstChild.append(title, `: ${says}`);
-    box.className = 'tokens';
-    box.tabIndex = 0;
-    box.setAttribute('role', 'group');
-    box.setAttribute('aria-label', `${name}: ${says}. Left and right move through the tokens.`);
-    figure.append(box);
-    byId('first').firstChild.append(figure);
-    const panel = new Panel(box, 'first', () => asked);
-    panel.show(data.ids);
-    panel.color(0, losses);
-  }
-}
+data.first.forEach(({losses, asked}, n) => {
+  const panel = new Panel(byId('first').querySelectorAll('.tokens')[n], 'first', () => asked);
+  panel.show(data.ids);
+  panel.color(0, losses);
+});
 
 // ---------------------------------------------------------------------- the reader's text
 
 const mine = new Panel(byId('mine'), 'mine', settings);
-let before = [], after = [], guess = null, guessing = false, ids = [];
+let before = [], after = [], guess = [], guessing = false, ids = [];
 
 function idsNow() {
   return state.text === null ? data.ids : [data.tokenizer.eot, ...tokenizer.encode(state.text)]
@@ -232,9 +208,8 @@ function idsNow() {
 function storedLosses({model: m, scales, cut}) {
   if (state.text !== null) return null;
   const {stored, own, tuned} = data.models[m];
-  const same = other => other.every((scale, n) => Math.abs(scale - scales[n]) < 1e-4);
-  if (same(own)) return cut ? stored.cut : stored.plain;
-  const n = cut ? -1 : tuned.findIndex(one => same(one.scales));
+  if (areEqual(own, scales)) return cut ? stored.cut : stored.plain;
+  const n = cut ? -1 : tuned.findIndex(one => areEqual(one.scales, scales));
   return n < 0 ? null : stored.tuned[n];
 }
 
@@ -253,9 +228,11 @@ function read() {
   if (found) mine.color(0, found);
   drawChart();
   if (ids.length < 2) return;
-  const readBefore = () => before.length || ask('before', 'read', {...plain, ids, text: 'mine'}, answer => {
-    if (answer.losses) { before.push(...answer.losses); drawChart(); }
-  });
+  const readBefore = () => before.length || ask(
+    'before', 'read', {...plain, ids, text: 'mine'}, ({losses}) => {
+      before.push(...losses ?? []);
+      drawChart();
+    });
   if (found) readBefore();
   else
     ask('mine', 'read', {...asked, ids, text: 'mine'}, answer => {
@@ -274,8 +251,7 @@ function read() {
 
 function says() {
   if (!after.length) return 'No text yet.';
-  const past = after.slice(L), all = byId('text').value;
-  const cutOff = state.text !== null && ids.length > MOST && tokenizer.encode(all).length > MOST;
+  const past = after.slice(L), cutOff = state.text !== null && ids.length > MOST;
   return `${after.length} tokens, loss ${mean(after.slice(0, L)).toFixed(2)} nats up to L`
     + (past.length ? `, ${mean(past).toFixed(2)} past it` : `; it needs more than ${L} to pass L`)
     + (cutOff ? `. Only the first ${MOST} tokens are read.` : '.');
@@ -289,46 +265,32 @@ function readSoon(milliseconds = 250) {
 
 // ---------------------------------------------------------------------- the curves
 
+// Sizes of the picture, whose axes are in the template.
 const WIDTH = 480, HEIGHT = 230, LEFT = 34, TOP = 18, BOTTOM = 36, HIGHEST = 9;
+const svg = byId('chart');
 const xOf = position => LEFT + position / MOST * (WIDTH - LEFT - 8);
 const yOf = loss => HEIGHT - BOTTOM - Math.min(loss, HIGHEST) / HIGHEST * (HEIGHT - TOP - BOTTOM);
 
-function element(name, attributes, parent, text = '') {
-  const made = document.createElementNS('http://www.w3.org/2000/svg', name);
-  for (const key in attributes) made.setAttribute(key, attributes[key]);
-  made.textContent = text;
-  parent.append(made);
-  return made;
-}
-
-const svg = element('svg', {viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: 'img'}, byId('chart'));
-for (let loss = 0; loss <= HIGHEST; loss += 3) {
-  element('path', {class: 'axis', d: `M${LEFT} ${yOf(loss)}H${WIDTH - 8}`}, svg);
-  element('text', {x: LEFT - 6, y: yOf(loss) + 4, 'text-anchor': 'end'}, svg, loss);
-}
-for (const n of [1, 2, 4, 6, 8])
-  element('text', {x: xOf(n * L), y: HEIGHT - BOTTOM + 16, 'text-anchor': 'middle'}, svg,
-          n === 1 ? 'L' : `${n}L`);
-element('path', {class: 'axis', d: `M${xOf(L)} ${TOP}V${HEIGHT - BOTTOM}`, 'stroke-dasharray': '2 3'}, svg);
-element('text', {x: LEFT, y: 11}, svg, 'loss in nats');
-element('text', {x: WIDTH / 2, y: HEIGHT - 3, 'text-anchor': 'middle'}, svg, 'position in tokens');
-const paths = Object.fromEntries(['before', 'after', 'guess'].map(name => [
-  name, element('path', {class: `curve ${name}`}, svg)]));
-
-// Means of L / 4 tokens, and of what is left.
+// Means of L / 4 tokens, and of what is left, as the path of a curve.
 function line(losses) {
   const width = Math.max(1, L >> 2), points = [];
   for (let n = 0; n < losses.length; n += width) {
     const part = losses.slice(n, n + width);
-    points.push(`${xOf(n + part.length / 2)} ${yOf(mean(part))}`);
+    points.push([n + part.length / 2, mean(part)]);
   }
-  return points.length ? `M${points.join('L')}` : '';
+  return pathOf(points);
+}
+
+function pathOf(points) {
+  const places = points.map(([position, loss]) => `${xOf(position)} ${yOf(loss)}`);
+  return places.length ? `M${places.join('L')}` : '';
 }
 
 function drawChart() {
-  paths.before.setAttribute('d', line(guessing ? before.slice(0, L) : before));
-  paths.after.setAttribute('d', line(guessing ? after.slice(0, L) : after));
-  paths.guess.setAttribute('d', guess ? `M${guess.map(([x, y]) => `${xOf(x)} ${yOf(y)}`).join('L')}` : '');
+  const seen = losses => guessing ? losses.slice(0, L) : losses;
+  byId('curve-before').setAttribute('d', line(seen(before)));
+  byId('curve-after').setAttribute('d', line(seen(after)));
+  byId('curve-guess').setAttribute('d', pathOf(guess));
   svg.setAttribute('aria-label', `Loss by position. Your settings: ${says()}`);
 }
 
@@ -346,7 +308,7 @@ function startGuess() {
     return label;
   }));
   byId('guess').textContent = 'Now show the curve';
-  byId('guess-says').textContent = 'How does the loss go on past L? Drag in the picture, or move the sliders.';
+  byId('guess-says').textContent = 'How does it go on past L? Drag in the picture, or move these:';
   drawChart();
 }
 
@@ -357,7 +319,8 @@ function endGuess() {
   const width = L >> 1;
   const off = guess.slice(1).filter(([x]) => after.length >= x)
     .map(([x, y]) => Math.abs(y - mean(after.slice(x - width, x))));
-  byId('guess-says').textContent = off.length ? `You were ${mean(off).toFixed(1)} nats off on average.` : '';
+  byId('guess-says').textContent = off.length
+    ? `You were ${mean(off).toFixed(1)} nats off on average.` : 'The text is too short to tell.';
   drawChart();
 }
 
@@ -367,7 +330,8 @@ for (const kind of ['pointerdown', 'pointermove'])
   svg.addEventListener(kind, event => {
     if (!guessing || !event.buttons) return;
     const at = svg.getBoundingClientRect();
-    const x = (event.clientX - at.left) / at.width * WIDTH, y = (event.clientY - at.top) / at.height * HEIGHT;
+    const x = (event.clientX - at.left) / at.width * WIDTH;
+    const y = (event.clientY - at.top) / at.height * HEIGHT;
     const distances = guess.map(([position]) => Math.abs(xOf(position) - x));
     const n = distances.indexOf(Math.min(...distances));
     const loss = (HEIGHT - BOTTOM - y) / (HEIGHT - TOP - BOTTOM) * HIGHEST;
@@ -389,7 +353,8 @@ function drawHeads() {
       ? `hsl(207 80% ${96 - 42 * share}%)` : `hsl(5 80% ${96 + 36 * share}%)`;
     button.textContent = values[n] === undefined ? '·' : (100 * values[n]).toFixed(0);
     button.setAttribute('aria-pressed', n === state.chosen);
-    button.setAttribute('aria-label', `${headName(n)}: sharpening it wins ${values[n]?.toFixed(3)} nats`);
+    const wins = values[n]?.toFixed(3) ?? 'not measured';
+    button.setAttribute('aria-label', `${headName(n)}: sharpening it wins ${wins} nats`);
     button.tabIndex = n === state.chosen ? 0 : -1;
   });
 }
@@ -440,9 +405,9 @@ function forgetGains() {
 
 function drawControls() {
   const presets = [['own', 'as trained', model().own],
-                   ...model().tuned.map(one => [one.method, titleOf(one), one.scales])];
+                   ...model().tuned.map(one => [one.method, one.title, one.scales])];
   const now = scalesNow();
-  const same = presets.find(([, , scales]) => scales.every((scale, n) => Math.abs(scale - now[n]) < 1e-4));
+  const same = presets.find(([, , scales]) => areEqual(scales, now));
   byId('preset').replaceChildren(...presets.map(([value, name]) => new Option(name, value)),
                                  ...(same ? [] : [new Option('your own', 'mine')]));
   byId('preset').value = same ? same[0] : 'mine';
@@ -467,18 +432,21 @@ function changed() {
 byId('model').append(...data.models.map(({name}, n) => new Option(name, n)));
 byId('model').addEventListener('change', event => {
   Object.assign(state, {model: +event.target.value, factor: 1});
-  state.scales = [...model().own];
+  state.scales = model().own;
   changed();
 });
 byId('preset').addEventListener('change', event => {
   const tuned = model().tuned.find(one => one.method === event.target.value);
-  Object.assign(state, {factor: 1, scales: [...(tuned?.scales ?? model().own)]});
+  Object.assign(state, {factor: 1, scales: tuned?.scales ?? model().own});
   changed();
 });
 byId('cut').addEventListener('change', event => { state.cut = event.target.checked; changed(); });
-byId('factor').addEventListener('input', event => { state.factor = +event.target.value; changed(); });
+byId('factor').addEventListener('input', event => {
+  state.factor = +event.target.value;
+  changed();
+});
 byId('scale').addEventListener('input', event => {
-  state.scales[state.chosen] = +event.target.value;
+  state.scales = state.scales.with(state.chosen, +event.target.value);
   changed();
 });
 byId('text').addEventListener('input', event => {
@@ -505,20 +473,16 @@ function write() {
   let running = 2;
   for (const [name, cut] of [['whole', false], ['cut', true]]) {
     const box = byId(`written-${name}`), written = [...start];
-    const draw = () => {
-      const past = document.createElement('b');
-      past.style.fontWeight = 'normal';
-      past.textContent = tokenizer.decode(written.slice(L));
-      const given = document.createElement('span');
-      given.className = 'small';
-      given.textContent = tokenizer.decode(start.slice(1));
-      box.replaceChildren(given, tokenizer.decode(written.slice(start.length, L)),
-                          ...(written.length > L ? [past] : []));
-    };
+    box.innerHTML = '<span class="small"></span><span></span><b></b>';
+    const ends = [1, start.length, L, 4 * L];
+    const draw = () => [...box.children].forEach((part, n) => {
+      part.textContent = tokenizer.decode(written.slice(ends[n], ends[n + 1]));
+    });
     draw();
-    ask(`write-${name}`, 'write', {...settings(), cut, ids: start, text: `write-${name}`, n: 3 * L,
-                                   temperature: .7, seed: 7}, answer => {
-      if (answer.done) { if (!--running) byId('write').textContent = 'Write on'; return; }
+    const text = `write-${name}`, asked = {...settings(), cut, ids: start, text};
+    ask(text, 'write', {...asked, n: 3 * L, temperature: .7, seed: 7}, answer => {
+      if (answer.done && !--running) byId('write').textContent = 'Write on';
+      if (answer.done) return;
       written.push(answer.id);
       draw();
     });
@@ -535,9 +499,9 @@ function hide() {
   const distance = +byId('distance').value;
   const letters = n => 'bcdfgklmnprstvz'[n % 15] + 'aeiou'[n % 5];
   const key = Array.from({length: 4}, () => letters(Math.floor(Math.random() * 1e6))).join('');
-  const encode = text => tokenizer.encode(text);
-  const given = [data.tokenizer.eot, ...encode(`secret_word = '${key}'\n`)];
-  const asks = encode("\nsecret_word = '"), answer = encode(`${key}'`).slice(0, -1);
+  const given = [data.tokenizer.eot, ...tokenizer.encode(`secret_word = '${key}'\n`)];
+  const asks = tokenizer.encode("\nsecret_word = '");
+  const answer = tokenizer.encode(`${key}'`).slice(0, -1);
   const filler = data.ids.slice(1, 1 + Math.max(0, distance - asks.length - answer.length));
   const prompt = [...given, ...filler, ...asks], row = byId('keys').tBodies[0].insertRow(0);
   const cells = [settingsName(), `${distance} tokens`, '', '…', '…'].map(text => {
@@ -552,7 +516,8 @@ function hide() {
   ask('key', 'write', {...asked, ids: prompt, n: answer.length, temperature: 0, seed: 0}, one => {
     if (!one.done) { word.push(one.id); return; }
     const found = tokenizer.decode(word);
-    cells[3].textContent = `${found.replace(/\n/g, '⏎')} ${found === key ? '(found)' : '(not the key)'}`;
+    cells[3].textContent = `${found.replace(/\n/g, '⏎')} `
+      + (found === key ? '(found)' : '(not the key)');
     const whole = [...prompt, ...answer], losses = [];
     ask('key', 'read', {...asked, ids: whole}, more => {
       if (more.losses) { losses.push(...more.losses); return; }
@@ -562,33 +527,12 @@ function hide() {
   });
 }
 byId('hide').addEventListener('click', hide);
-byId('distance').append(...[.25, .5, 1, 2, 4, 7].map(n => new Option(`${n * L} tokens = ${n}L`, n * L)));
+byId('distance').append(...[.25, .5, 1, 2, 4, 7]
+  .map(n => new Option(`${n * L} tokens = ${n}L`, n * L)));
 
 // ---------------------------------------------------------------------- begin
 
-function studies() {
-  const say = (row, name) => data.study[row] && `${name} ${data.study[row].slice(1)
-    .map(x => `${x < 0 ? 'loses' : 'gains'} ${Math.abs(x).toFixed(2)} nats`)
-    .join(' over all tokens and ')} at far repeats (${data.study[row][0]} seed`
-    + `${data.study[row][0] > 1 ? 's' : ''})`;
-  const rows = [say('none, head', 'NoPE with tuned head scales'),
-                say('conv, head', 'NoPE with the convolution and tuned head scales')].filter(Boolean);
-  const link = document.createElement('a');
-  link.href = '../results/past_L/README.md';
-  link.textContent = 'the study';
-  byId('study').append('Tuned scales win back a part of what was lost past L. They are to be compared with the '
-    + 'same model whose context is cut to the last L tokens. At 8L, compared with that, '
-    + `${rows.join('; ')}. A far repeat is a token that only a text more than L tokens back foretells. See `,
-    link, '.');
-  byId('about').textContent = `The first text is the beginning of ${data.source}, which no model was trained on. `
-    + data.models.map(({name, parameters}) => `${name}: ${parameters.toLocaleString('en')} parameters`).join('; ')
-    + '. Weights have 8 bits here. One model of each kind and one text: small differences mean nothing. '
-    + 'Layers and heads are counted from 0.';
-}
-
 fromAddress();
-firstScreen();
 makeHeads();
-studies();
 drawControls();
 read();

@@ -8,6 +8,7 @@ $ python -m lessons.explore --models='["out/demo/nope/last.pt"]' --scales='["", 
 """
 
 import base64
+import html
 import itertools
 import json
 from pathlib import Path
@@ -35,6 +36,7 @@ page = 'lessons/explore.html'  # what is written
 
 SHARPER = 1.5  # the factor on one head's scale in the map of heads
 MOST_MB = 6    # size of the page
+TITLES = {'uniform': 'one tuned scale', 'head': 'tuned head scales'}  # of tune_scale's methods
 
 
 # ---------------------------------------------------------------------- weights and tokenizer
@@ -111,8 +113,8 @@ def tokenizer_of(state, path):
             return {'kind': 'bytes' if state['name'] == 'bytes' else 'bpe',
                     'ranks': [base64.b64encode(token).decode() for token in tokens],
                     'eot': state['eot_token']}
-    raise UserError(f"{path} has tokenizer {state and state['name']}. The page can only have bytes, "
-                    'or a BPE that train_bpe of lib/tokenizers.py made.')
+    raise UserError(f"{path} has tokenizer {state and state['name']}. The page can only have bytes "
+                    'or a BPE with the pattern of lib/tokenizers.py. Give such models.')
 
 
 # ---------------------------------------------------------------------- numbers of the first text
@@ -177,7 +179,8 @@ def packed_model(path, ids, update):
     config = {name: value for name, value in vars(c).items() if isinstance(value, int | float)}
     return {'name': name, 'parameters': model.n_params(), 'packed': packed | {'config': config},
             'own': [round(float(x), 4) for x in own.flatten()],
-            'tuned': [{'method': name, 'scales': x} for name, x in found.items()],
+            'tuned': [{'method': name, 'title': TITLES.get(name, f'tuned: {name}'), 'scales': x}
+                      for name, x in found.items()],
             'stored': stored}
 
 
@@ -204,26 +207,73 @@ def contents():
     bar = progress_bar(len(models) * model.head_scale.numel(), 'explore')
     found = [packed_model(path, torch.tensor(ids), lambda: bar.update(1)) for path in models]
     return {'L': L, 'n_layer': c.n_layer, 'n_head': c.n_head, 'sharper': SHARPER,
-            'tokenizer': state, 'ids': ids, 'source': text, 'models': found, 'study': study()}
+            'tokenizer': state, 'ids': ids, 'source': text, 'models': found,
+            'first': first_readings(found[0])}
+
+
+def first_readings(model):
+    """The readings of the first screen, by the first model: settings and losses of each."""
+    own, stored, tuned = model['own'], model['stored'], model['tuned'][-1:]
+    readings = [('As trained', own, False, stored['plain'])]
+    readings += [(one['title'].capitalize(), one['scales'], False, stored['tuned'][-1])
+                 for one in tuned]
+    readings.append(('Context cut to the last L tokens', own, True, stored['cut']))
+    return [{'title': title, 'losses': losses,
+             'asked': {'model': 0, 'scales': scales, 'cut': is_cut}}
+            for title, scales, is_cut, losses in readings]
+
+
+# ---------------------------------------------------------------------- sentences
+
+def sentences(found):
+    """What the page says with numbers, {name in the template: HTML}."""
+    L, first = found['L'], found['first']
+    past = [f'{np.mean(one["losses"][L:]):.2f}' for one in first]
+    name = html.escape(found['models'][0]['name'])
+    tuned = f', tuned softmax scales change this to {past[1]}' if len(first) > 2 else ''
+    point = (f'{name}, a model trained on texts of {L} tokens, reads {8 * L}: the redder a token, '
+             f'the worse it was predicted. Past L = {L}, its loss is {past[0]} nats{tuned}, and with '
+             f'the context cut to the last {L} tokens it is {past[-1]}.')
+    panels = ''
+    for one in first:
+        title = html.escape(one['title'])
+        says = (f'{np.mean(one["losses"][:L]):.2f} nats up to L, '
+                f'{np.mean(one["losses"][L:]):.2f} past it')
+        panels += (f'<figure><figcaption><b>{title}</b><br>{says}</figcaption><div class="tokens" '
+                   f'tabindex="0" role="group" aria-label="{title}: {says}. Left and right move '
+                   'through the tokens."></div></figure>\n')
+    sizes = '; '.join(f"{html.escape(one['name'])}: {one['parameters']:,} parameters"
+                      for one in found['models'])
+    about = (f"The first text is the beginning of {html.escape(found['source'])} of this "
+             f'project. {sizes}. Weights have 8 bits here. One model of each kind and one text: '
+             'small differences mean nothing. Layers and heads are counted from 0.')
+    return {'POINT_OF_THE_PAGE': point, 'PANELS_OF_THE_PAGE': panels, 'ABOUT_THE_PAGE': about,
+            'STUDY_OF_THE_PAGE': study(), 'PICTURE_OF_THE_PAGE': picture(found)}
 
 
 def study():
-    """What results/past_L measured over seeds, for the sentences of the page."""
+    """What results/past_L measured at 8L, compared with the context cut to L, as a sentence."""
     rows = read_json(ROOT / 'results/past_L/past_L.json', 'past_L')['rows']
-    wanted = 'gain at 1024', 'gain, all'
-    return {f"{row['model']}, {row['reading']}": [len(row['seeds']), *(
-        round(row[key]['mean'], 2) for key in wanted)]
-        for row in rows if all(key in row for key in wanted)}
+    names = {'none': 'NoPE', 'conv': 'NoPE with the convolution'}
+    said = []
+    for row in rows:
+        if row['reading'] == 'head' and row['model'] in names:
+            n = len(row['seeds'])
+            changes = [f"{'loses' if mean < 0 else 'gains'} {abs(mean):.2f} nats"
+                       for mean in (row['gain at 1024']['mean'], row['gain, all']['mean'])]
+            said.append(f"{names[row['model']]} with tuned head scales {changes[0]} over all "
+                        f"tokens and {changes[1]} at far repeats ({n} seed{'s' * (n > 1)})")
+    return '; '.join(said[::-1])
 
 
 def page_of(found):
     """The page as text: the template with the scripts and the JSON in it. No tag can end there."""
     folder = Path(__file__).parent
     filled = (folder / 'explore_template.html').read_text(encoding='utf-8')
-    parts = {'MODEL_OF_THE_PAGE': (folder / 'model.js').read_text(encoding='utf-8'),
-             'SCRIPT_OF_THE_PAGE': (folder / 'explore.js').read_text(encoding='utf-8'),
-             'PICTURE_OF_THE_PAGE': picture(found),
-             'DATA_OF_THE_PAGE': json.dumps(found, separators=(',', ':')).replace('</', '<\\/')}
+    code = {'MODEL_OF_THE_PAGE': 'model.js', 'SCRIPT_OF_THE_PAGE': 'explore.js'}
+    parts = sentences(found)
+    parts |= {name: (folder / file).read_text(encoding='utf-8') for name, file in code.items()}
+    parts['DATA_OF_THE_PAGE'] = json.dumps(found, separators=(',', ':')).replace('</', '<\\/')
     for name, part in parts.items():
         filled = filled.replace(name, part)
     return filled
@@ -242,8 +292,8 @@ def picture(found):
                           f'{200 - 180 * min(x, top) / top:.0f}' for k, x in enumerate(means))
         parts.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="3"/>'
                      f'<text x="{60 + 180 * n}" y="232" fill="{color}">{name}</text>')
-    return ('<svg viewBox="0 0 620 240" role="img" aria-label="Loss by position: as trained it rises '
-            'past L, with tuned scales less, cut to L it does not">'
+    return ('<svg viewBox="0 0 620 240" role="img" aria-label="Loss by position: as trained it '
+            'rises past L, with tuned scales less, cut to L it does not">'
             f'<path d="M40 20V200H600M{40 + 560 * L / len(losses):.0f} 20V200" fill="none" '
             'stroke="#888"/><text x="0" y="30" fill="#888">8 nats</text>'
             f'<text x="{46 + 560 * L / len(losses):.0f}" y="30" fill="#888">L</text>'

@@ -1,12 +1,9 @@
 // The model in a browser: model.py in another language. Read Model.read() from top to bottom.
 //
-// The file has four parts: the tokenizer, the arithmetic, the model, and the jobs that the page
-// gives to this file when it runs as a Web Worker. It uses no library. The first three parts also
-// run under node: const {Model, Tokenizer, unpack} = require('./model.js').
-//
+// It has a tokenizer, arithmetic, the model, and the jobs that the page gives it in a Web Worker.
+// It uses no library, and also runs under node: const {Model, Tokenizer} = require('./model.js').
 // Names are those of model.py: T tokens in this call, C = n_embd, H = n_head, D = head_dim = C / H,
-// V = vocab_size, G = n_kv_head. Every array is flat. Its comment gives the shape, the last axis
-// is contiguous: x[t * C + c] is channel c of token t.
+// V = vocab_size, G = n_kv_head. Arrays are flat: in x, (T, C), x[t * C + c] is channel c of token t.
 'use strict';
 
 // ---------------------------------------------------------------------- tokenizer
@@ -86,10 +83,7 @@ function linear(x, W, T, n_in, n_out) {
         yd += weight * x[d + n];
       }
       const at = t * n_out + o;
-      y[at] = ya;
-      y[at + n_out] = yb;
-      y[at + 2 * n_out] = yc;
-      y[at + 3 * n_out] = yd;
+      [y[at], y[at + n_out], y[at + 2 * n_out], y[at + 3 * n_out]] = [ya, yb, yc, yd];
     }
   }
   for (; t < T; t++)
@@ -259,9 +253,10 @@ class Model {
 
   // Probabilities of all tokens after position i, (V,).
   next(cache, i, temperature = 1) {
-    const {vocab_size: V, n_embd: C} = this.config, hidden = cache.hidden.subarray(i * C, i * C + C);
-    const logits = Float64Array.from(linear(hidden, this.w['head.weight'], 1, C, V));
-    if (temperature !== 1) logits.forEach((logit, id) => { logits[id] = logit / temperature; });
+    const {vocab_size: V, n_embd: C} = this.config;
+    const hidden = cache.hidden.subarray(i * C, i * C + C);
+    const logits = Float64Array.from(
+      linear(hidden, this.w['head.weight'], 1, C, V), logit => logit / temperature);
     softmax(logits, V);
     return logits;
   }
@@ -271,10 +266,9 @@ class Model {
     const {vocab_size: V, n_embd: C} = this.config, n = to - from;
     const logits = linear(cache.hidden.subarray(from * C, to * C), this.w['head.weight'], n, C, V);
     return Array.from({length: n}, (_, t) => {
-      const row = logits.subarray(t * V, t * V + V);
-      const most = row.reduce((a, b) => Math.max(a, b), -Infinity);
-      const sum = row.reduce((total, logit) => total + Math.exp(logit - most), 0);
-      return most + Math.log(sum) - row[ids[from + t + 1]];
+      const p = Float64Array.from(logits.subarray(t * V, t * V + V));
+      softmax(p, V);
+      return -Math.log(p[ids[from + t + 1]]);
     });
   }
 }
@@ -315,9 +309,8 @@ class Reading {
   step() {
     const first = this.losses.length, piece = Math.max(1, this.L >> 3);
     let last = Math.min(first + 16, this.ids.length - 1);
-    if (this.cut && first >= this.L)
-      last = Math.min(last, this.L + piece * (1 + Math.floor((first - this.L) / piece)));
-    else if (this.cut) last = Math.min(last, this.L);
+    if (this.cut) // not past the end of a piece; up to L there is one piece
+      last = Math.min(last, first < this.L ? this.L : first + piece - (first - this.L) % piece);
     if (last <= first) return [];
     const {cache, place, from} = this.at(last - 1);
     const found = this.model.losses(cache, this.ids.slice(from), first - from, place + 1);
@@ -345,14 +338,12 @@ function readingOf({text, model, scales, cut, ids, capacity}) {
 const JOBS = {
   // The losses of a text, from its beginning on.
   *read(asked) {
-    let told = 0;
-    for (;;) {
-      const reading = readingOf(asked);
-      if (told < reading.losses.length) {
-        yield {from: told, losses: reading.losses.slice(told)};
-        told = reading.losses.length;
-      } else if (!reading.step().length) break;
-    }
+    let told = 0, reading;
+    do {
+      reading = readingOf(asked);
+      if (told < reading.losses.length) yield {from: told, losses: reading.losses.slice(told)};
+      told = reading.losses.length;
+    } while (reading.step().length);
     yield {done: true};
   },
 
@@ -385,17 +376,14 @@ const JOBS = {
 
   // How far the mean loss from token `first` on falls if one head is sharpened: one head a step.
   *heads(asked) {
-    const mean = losses => losses.reduce((a, b) => a + b, 0) / losses.length;
-    const rest = scales => {
-      const reading = new Reading(models[asked.model], scales, asked.cut, asked.capacity);
-      reading.follow(asked.ids);
-      return reading;
-    };
     let before;
     for (let n = -1; n < asked.scales.length; n++) {
-      const reading = rest(asked.scales.map((scale, m) => m === n ? scale * asked.factor : scale));
+      const scales = asked.scales.map((scale, m) => m === n ? scale * asked.factor : scale);
+      const reading = new Reading(models[asked.model], scales, asked.cut, asked.capacity);
+      reading.follow(asked.ids);
       while (reading.step().length) yield null;
-      const loss = mean(reading.losses.slice(asked.first - 1));
+      const losses = reading.losses.slice(asked.first - 1);
+      const loss = losses.reduce((a, b) => a + b) / losses.length;
       if (n < 0) before = loss;
       else yield {head: n, gain: before - loss};
     }
@@ -405,17 +393,13 @@ const JOBS = {
 
 // One job per slot: a newer one in a slot ends the older one. Only a Web Worker does jobs.
 if (typeof importScripts === 'function') {
-  const newest = {}, {port1, port2} = new MessageChannel();
-  const waiting = [];
+  const newest = {}, waiting = [], {port1, port2} = new MessageChannel();
   port1.onmessage = () => waiting.shift()();
   const pause = () => new Promise(resume => { waiting.push(resume); port2.postMessage(0); });
   onmessage = async ({data}) => {
-    if (data.packed) {
-      models.push(new Model(data.packed));
-      return;
-    }
-    newest[data.slot] = data.number;
-    if (!data.job) return; // nothing new: only end the older one
+    if (data.packed) models.push(new Model(data.packed));
+    else newest[data.slot] = data.number;
+    if (!data.job) return; // no job: a model, or only the end of an older job
     await pause();
     for (const answer of JOBS[data.job](data)) {
       if (newest[data.slot] !== data.number) return;
@@ -423,6 +407,4 @@ if (typeof importScripts === 'function') {
       await pause();
     }
   };
-} else if (typeof module !== 'undefined') {
-  module.exports = {Tokenizer, Model, Reading, unpack, JOBS, models};
-}
+} else if (typeof module !== 'undefined') module.exports = {Tokenizer, Model, Reading};
