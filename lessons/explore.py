@@ -3,8 +3,9 @@ Writes lessons/explore.html, a page on which the models themselves run: explore_
 model.js, explore.js and the weights in it. The page needs neither network nor Python. The weights
 have 8 bits, and each row of a matrix has one scale.
 
-$ python -m lessons.explore     # 3 minutes on one core
-$ python -m lessons.explore --models='["out/demo/nope/last.pt"]' --scales='["", ""]'
+$ python -m lessons.explore                 # 2 minutes on one core of a busy machine
+$ python -m lessons.explore --keep=True     # new scripts, but the weights and numbers of the page
+$ python -m lessons.explore --models='["out/demo/nope/last.pt"]' --scales=[]
 """
 
 import base64
@@ -20,12 +21,12 @@ from configurator import configure
 from lib.answers import progress_bar, read_json, write_text
 from lib.checkpoints import load_model
 from lib.devices import setup
-from lib.errors import ROOT, UserError
+from lib.errors import ROOT, UserError, fault_of
 from lib.figures import NAMES
 from lib.scales import read_scale_file
 from lib.tokenizers import PATTERN, parse_ranks, tokenizer_from_state
 from model import ModelConfig, matrices
-from position import rope_frequencies, unused_settings
+from position import rope_frequencies
 
 # what to show
 models = ['lessons/models/none.pt', 'lessons/models/rope.pt', 'lessons/models/conv.pt']
@@ -33,6 +34,7 @@ scales = ['lessons/models/none_uniform.json', 'lessons/models/none_head.json',
           'lessons/models/conv_head.json']  # scale files of these models
 text = 'lib/answers.py'        # its beginning is the text that the page opens with
 page = 'lessons/explore.html'  # what is written
+keep = False                   # True: keep what the page holds; renew the scripts and the markup
 
 SHARPER = 1.5  # the factor on one head's scale in the map of heads
 MOST_MB = 6    # size of the page
@@ -80,18 +82,19 @@ def require_supported(model, path):
     c = model.config
     if not isinstance(c, ModelConfig):
         raise UserError(f'{path} is not a checkpoint of train.py. Give one that train.py wrote.')
-    plain = ModelConfig(**vars(c) | {'random_positions': 0, 'dape_kernel': 0, 'rope_window': 0}
-                        | {name: default for name, default in unused_settings(
-                            vars(c) | {'dape_kernel': 0}).items()})
-    odd = [name for name in ('random_positions', 'dape_kernel', 'rope_window')
-           if getattr(c, name) != getattr(plain, name)]
     methods = {c.method_of(layer) for layer in range(c.n_layer)}
-    if not methods <= {'none', 'rope'} or c.rope_scaling.startswith('dynamic') or odd:
-        raise UserError(f"{path} has position '{c.position}', rope_scaling '{c.rope_scaling}'"
-                        f"{''.join(f', {name} {getattr(c, name)}' for name in odd)}. The page can "
-                        'compute none and rope, with any rope_scaling but dynamic_ntk.')
+    odd = {name: getattr(c, name) for name in ('random_positions', 'dape_kernel', 'rope_window')
+           if getattr(c, name)}
+    if not methods <= {'none', 'rope'}:
+        odd['position'] = c.position
+    if c.rope_scaling.startswith('dynamic'):
+        odd['rope_scaling'] = c.rope_scaling
+    for name, value in odd.items():
+        raise UserError(f"{path} has {name} '{value}'. The page computes position none and rope, "
+                        'with any rope_scaling but dynamic_ntk. Give such a checkpoint.')
     if any(block.attn.head_scale.shape[1] > 1 for block in model.blocks):
-        raise UserError(f'{path} has one scale per channel; the page has one per head.')
+        raise UserError(f'{path} has one scale per channel; the page has one per head. Give a '
+                        'checkpoint without them.')
 
 
 def rope_of(c):
@@ -136,7 +139,7 @@ def losses_of(model, ids, cut=False):
 
 
 def head_gains(model, ids, update):
-    """By how much the mean loss past L falls if one head is sharpened, (n_layer * H) floats."""
+    """By how much the mean loss past L falls if one head is sharpened: a list, layer by layer."""
     own, L, gains = model.head_scale, model.config.block_size, []
     before = losses_of(model, ids)[L:].mean()
     for layer, head in itertools.product(*map(range, own.shape)):
@@ -149,9 +152,42 @@ def head_gains(model, ids, update):
     return gains
 
 
-def short(numbers):
-    """Numbers of three decimals, because more would not change what the page shows."""
-    return [round(float(x), 3) for x in numbers]
+def short(numbers, decimals=3):
+    """Numbers of few decimals, because more would not change what the page shows."""
+    return [round(float(x), decimals) for x in numbers]
+
+
+def tuned_scales(model, info):
+    """The scales of the files that were tuned for this model: [{method, title, scales}]."""
+    found = []
+    for file in scales:
+        if json_of(file).get('weights_digest') != info['digest']:
+            continue  # of another model
+        data, sets = read_scale_file(file, model, info)
+        vectors = sets[max(sets)]
+        other = [name for name, x in vectors.items() if x.dim() > 1 and x.shape[1] > 1
+                 or not name.endswith('head_scale') and (x != 1).any()]
+        if other:
+            raise UserError(f'{file} has {other[0]}; the page takes only one scale per head. Leave '
+                            'the file out.')
+        rows = [x for name, x in vectors.items() if name.endswith('head_scale')]
+        title = TITLES.get(data['method'], f"tuned: {data['method']}")
+        found.append({'method': data['method'], 'title': title,
+                      'scales': short(torch.cat(rows)[:, 0], 4)})
+    return found
+
+
+def text_of(path):
+    if not Path(path).is_file():
+        raise UserError(f'There is no {path}. Check the name.')
+    with fault_of(path, 'text in UTF-8', 'Name another file.'):
+        return Path(path).read_text(encoding='utf-8')
+
+
+def json_of(path):
+    content = text_of(path)
+    with fault_of(path, 'a scale file', 'Make one with tune_scale.py, or leave it out.'):
+        return dict(json.loads(content))
 
 
 @torch.no_grad()
@@ -159,29 +195,18 @@ def packed_model(path, ids, update):
     """One model as the page takes it, with the numbers of the first text, which the page shows."""
     model, info = load_model(path, '', 'cpu')
     require_supported(model, path)
-    tuned = []
-    for file in scales:
-        data = json.loads(Path(file).read_text(encoding='utf-8'))
-        if data.get('weights_digest') == info['digest']:
-            _, sets = read_scale_file(file, model, info)
-            tuned.append((data['method'], sets))
+    tuned = tuned_scales(model, info)
     packed = {'tensors': round_weights(model), 'rope': rope_of(model.config)}
     own, c = model.head_scale, model.config
     name = NAMES.get(c.position, c.position) + (' + convolution' if c.short_conv else '')
     stored = {'plain': short(losses_of(model, ids)), 'cut': short(losses_of(model, ids, True)),
               'heads': short(head_gains(model, ids, update)), 'tuned': []}
-    found = {}
-    for method, sets in tuned:
-        vectors = [x for name, x in sets[max(sets)].items() if name.endswith('head_scale')]
-        model.head_scale = torch.stack([x.mean(1) for x in vectors])
-        found[method] = [round(float(x), 4) for x in model.head_scale.flatten()]
+    for one in tuned:
+        model.head_scale = torch.tensor(one['scales']).view(own.shape)
         stored['tuned'].append(short(losses_of(model, ids)))
     config = {name: value for name, value in vars(c).items() if isinstance(value, int | float)}
     return {'name': name, 'parameters': model.n_params(), 'packed': packed | {'config': config},
-            'own': [round(float(x), 4) for x in own.flatten()],
-            'tuned': [{'method': name, 'title': TITLES.get(name, f'tuned: {name}'), 'scales': x}
-                      for name, x in found.items()],
-            'stored': stored}
+            'own': own.flatten().tolist(), 'tuned': tuned, 'stored': stored}
 
 
 # ---------------------------------------------------------------------- page
@@ -199,8 +224,7 @@ def contents():
                 tokenizer_of(its['tokenizer'], path) != state):
             raise UserError(f'{path} has another block_size, tokenizer or other heads than '
                             f'{models[0]}. Give models that share these.')
-    written = (ROOT / text).read_text(encoding='utf-8')
-    ids = tokenizer_from_state(info['tokenizer']).encode_ordinary(written)[:8 * L]
+    ids = tokenizer_from_state(info['tokenizer']).encode_ordinary(text_of(text))[:8 * L]
     if len(ids) < 8 * L:
         raise UserError(f'{text} has {len(ids)} tokens; give a text of at least {8 * L}, 8L.')
     ids = [state['eot'], *ids]
@@ -208,7 +232,7 @@ def contents():
     found = [packed_model(path, torch.tensor(ids), lambda: bar.update(1)) for path in models]
     return {'L': L, 'n_layer': c.n_layer, 'n_head': c.n_head, 'sharper': SHARPER,
             'tokenizer': state, 'ids': ids, 'source': text, 'models': found,
-            'first': first_readings(found[0])}
+            'first': first_readings(found[0]), 'study': study()}
 
 
 def first_readings(model):
@@ -232,8 +256,8 @@ def sentences(found):
     name = html.escape(found['models'][0]['name'])
     tuned = f', tuned softmax scales change this to {past[1]}' if len(first) > 2 else ''
     point = (f'{name}, a model trained on texts of {L} tokens, reads {8 * L}: the redder a token, '
-             f'the worse it was predicted. Past L = {L}, its loss is {past[0]} nats{tuned}, and with '
-             f'the context cut to the last {L} tokens it is {past[-1]}.')
+             f'the worse it was predicted. Past L = {L}, its loss is {past[0]} nats{tuned}, and '
+             f'with the context cut to the last {L} tokens it is {past[-1]}.')
     panels = ''
     for one in first:
         title = html.escape(one['title'])
@@ -248,7 +272,7 @@ def sentences(found):
              f'project. {sizes}. Weights have 8 bits here. One model of each kind and one text: '
              'small differences mean nothing. Layers and heads are counted from 0.')
     return {'POINT_OF_THE_PAGE': point, 'PANELS_OF_THE_PAGE': panels, 'ABOUT_THE_PAGE': about,
-            'STUDY_OF_THE_PAGE': study(), 'PICTURE_OF_THE_PAGE': picture(found)}
+            'STUDY_OF_THE_PAGE': found['study'], 'PICTURE_OF_THE_PAGE': picture(found)}
 
 
 def study():
@@ -300,10 +324,17 @@ def picture(found):
             f'{"".join(parts)}</svg>')
 
 
+def data_of(path):
+    """What a page holds, as contents() returned it."""
+    content = text_of(path)
+    with fault_of(path, 'a page of this stage', 'Make it without --keep.'):
+        return json.loads(content.split('id="data">')[1].split('</script>')[0])
+
+
 def main():
     if not models:
         raise UserError('models is empty; give at least one checkpoint.')
-    result = page_of(contents())
+    result = page_of(data_of(page) if keep else contents())
     size = len(result.encode()) / 1e6
     if size > MOST_MB:
         raise UserError(f'the page would have {size:.1f} MB; at most {MOST_MB} are sensible. Give '
