@@ -51,8 +51,9 @@ function fromAddress() {
     return value >= least && value <= most ? value : otherwise;
   };
   state.model = Math.floor(number('m', 0, data.models.length - 1, 0));
+  const gains = model().stored.heads;
   state.factor = number('x', .4, 3, 1);
-  state.chosen = Math.floor(number('n', 0, HEADS - 1, bestHead()));
+  state.chosen = Math.floor(number('n', 0, HEADS - 1, gains.indexOf(Math.max(...gains))));
   state.cut = parts.get('cut') === '1';
   const scales = (parts.get('s') ?? '').split('_').map(Number);
   state.scales = scales.length === HEADS && scales.every(scale => scale > 0 && scale < 100)
@@ -60,22 +61,14 @@ function fromAddress() {
   state.text = parts.get('t');
 }
 
-function bestHead() {
-  const gains = model().stored.heads;
-  return gains.indexOf(Math.max(...gains));
-}
-
 // ---------------------------------------------------------------------- panels of tokens
 
 function shown(id) {
   if (id === data.tokenizer.eot) return '';
-  const text = tokenizer.decode([id]);
-  return text.replace(/\r?\n/g, '⏎').replaceAll('\t', '⇥');
+  return tokenizer.decode([id]).replace(/\r?\n/g, '⏎').replaceAll('\t', '⇥');
 }
 
-function colorOf(loss) {
-  return `rgba(220, 30, 20, ${Math.min(.85, Math.max(0, loss - .5) / 9).toFixed(3)})`;
-}
+const colorOf = loss => `rgba(220, 30, 20, ${Math.min(.85, Math.max(0, loss - .5) / 9)})`;
 
 let open = null; // the panel whose token the detail box shows
 
@@ -139,9 +132,8 @@ class Panel {
     this.at = Math.min(this.ids.length - 1, Math.max(1, i));
     this.spans[this.at].classList.add('now');
     byId('detail').hidden = false;
-    const ids = this.ids.slice(0, this.at + 1), head = state.chosen % n_head;
-    const asked = {...this.asked(), text: this.text, ids, i: this.at, head,
-                   layer: Math.floor(state.chosen / n_head)};
+    const head = state.chosen % n_head, layer = Math.floor(state.chosen / n_head);
+    const asked = {...this.asked(), text: this.text, ids: this.ids, i: this.at, head, layer};
     byId('said').textContent = `Token ${this.at}: reading up to here …`;
     byId('bars').replaceChildren();
     ask('look', 'look', asked, answer => this.tell(answer));
@@ -199,11 +191,6 @@ data.first.forEach(({losses, asked}, n) => {
 const mine = new Panel(byId('mine'), 'mine', settings);
 let before = [], after = [], guess = [], guessing = false, ids = [];
 
-function idsNow() {
-  return state.text === null ? data.ids : [data.tokenizer.eot, ...tokenizer.encode(state.text)]
-    .slice(0, MOST + 1);
-}
-
 // The losses of the first text that are stored for these settings, if any.
 function storedLosses({model: m, scales, cut}) {
   if (state.text !== null) return null;
@@ -215,7 +202,8 @@ function storedLosses({model: m, scales, cut}) {
 
 // Read the text with the settings, then as trained. Colors and curves fill in from the left.
 function read() {
-  ids = idsNow();
+  ids = state.text === null ? data.ids
+    : [data.tokenizer.eot, ...tokenizer.encode(state.text)].slice(0, MOST + 1);
   mine.show(ids);
   toAddress();
   const asked = settings(), plain = {model: state.model, scales: model().own, cut: false};
@@ -325,7 +313,7 @@ function endGuess() {
 }
 
 byId('guess').addEventListener('click', () => guessing ? endGuess() : startGuess());
-svg.addEventListener('pointerdown', event => { svg.setPointerCapture(event.pointerId); });
+svg.addEventListener('pointerdown', event => svg.setPointerCapture(event.pointerId));
 for (const kind of ['pointerdown', 'pointermove'])
   svg.addEventListener(kind, event => {
     if (!guessing || !event.buttons) return;
@@ -366,23 +354,17 @@ function choose(n) {
   if (open) open.look(open.at);
 }
 
-function makeHeads() {
-  byId('heads').style.gridTemplateColumns = `repeat(${n_head}, 1fr)`;
-  byId('heads').append(...Array.from({length: HEADS}, (_, n) => {
-    const button = document.createElement('button');
-    button.type = 'button';
-    button.addEventListener('click', () => choose(n));
-    return button;
-  }));
-  byId('heads').addEventListener('keydown', event => {
-    const steps = {ArrowRight: 1, ArrowLeft: -1, ArrowDown: n_head, ArrowUp: -n_head};
-    if (!(event.key in steps)) return;
-    event.preventDefault();
-    choose(state.chosen + steps[event.key]);
-    byId('heads').children[state.chosen].focus();
-  });
-  byId('measure').addEventListener('click', measureHeads);
-}
+[...byId('heads').children].forEach((button, n) => {
+  button.addEventListener('click', () => choose(n));
+});
+byId('heads').addEventListener('keydown', event => {
+  const step = {ArrowRight: 1, ArrowLeft: -1, ArrowDown: n_head, ArrowUp: -n_head}[event.key];
+  if (!step) return;
+  event.preventDefault();
+  choose(state.chosen + step);
+  byId('heads').children[state.chosen].focus();
+});
+byId('measure').addEventListener('click', measureHeads);
 
 function measureHeads() {
   const first = ids.length > L + 8 ? L + 1 : Math.max(1, ids.length >> 1);
@@ -429,24 +411,17 @@ function changed() {
   readSoon(60);
 }
 
-byId('model').append(...data.models.map(({name}, n) => new Option(name, n)));
-byId('model').addEventListener('change', event => {
-  Object.assign(state, {model: +event.target.value, factor: 1});
-  state.scales = model().own;
-  changed();
-});
-byId('preset').addEventListener('change', event => {
-  const tuned = model().tuned.find(one => one.method === event.target.value);
-  Object.assign(state, {factor: 1, scales: tuned?.scales ?? model().own});
-  changed();
-});
-byId('cut').addEventListener('change', event => { state.cut = event.target.checked; changed(); });
-byId('factor').addEventListener('input', event => {
-  state.factor = +event.target.value;
-  changed();
-});
-byId('scale').addEventListener('input', event => {
-  state.scales = state.scales.with(state.chosen, +event.target.value);
+// What a control changes in the state.
+const CHANGES = {
+  model: ({value}) => ({model: +value, factor: 1, scales: data.models[value].own}),
+  preset: ({value}) => ({factor: 1, scales: model().tuned.find(({method}) => method === value)
+    ?.scales ?? model().own}),
+  cut: ({checked}) => ({cut: checked}),
+  factor: ({value}) => ({factor: +value}),
+  scale: ({value}) => ({scales: state.scales.with(state.chosen, +value)}),
+};
+document.querySelector('form').addEventListener('input', ({target}) => {
+  Object.assign(state, CHANGES[target.id](target));
   changed();
 });
 byId('text').addEventListener('input', event => {
@@ -490,11 +465,6 @@ function write() {
 }
 byId('write').addEventListener('click', write);
 
-function settingsName() {
-  const preset = byId('preset').selectedOptions[0].textContent;
-  return `${model().name}, ${preset}${state.cut ? ', cut to L' : ''}`;
-}
-
 function hide() {
   const distance = +byId('distance').value;
   const letters = n => 'bcdfgklmnprstvz'[n % 15] + 'aeiou'[n % 5];
@@ -504,13 +474,12 @@ function hide() {
   const answer = tokenizer.encode(`${key}'`).slice(0, -1);
   const filler = data.ids.slice(1, 1 + Math.max(0, distance - asks.length - answer.length));
   const prompt = [...given, ...filler, ...asks], row = byId('keys').tBodies[0].insertRow(0);
-  const cells = [settingsName(), `${distance} tokens`, '', '…', '…'].map(text => {
-    const cell = row.insertCell();
-    cell.textContent = text;
-    return cell;
-  });
-  cells[2].innerHTML = '<code></code>';
-  cells[2].firstChild.textContent = key;
+  const name = `${model().name}, ${byId('preset').selectedOptions[0].text}`;
+  const cells = [name + (state.cut ? ', cut to L' : ''), `${distance} tokens`, key, '…', '…']
+    .map(text => {
+      row.insertCell().textContent = text;
+      return row.lastChild;
+    });
   const asked = {...settings(), text: 'key'}, word = [];
   byId('hide').disabled = true;
   ask('key', 'write', {...asked, ids: prompt, n: answer.length, temperature: 0, seed: 0}, one => {
@@ -527,12 +496,9 @@ function hide() {
   });
 }
 byId('hide').addEventListener('click', hide);
-byId('distance').append(...[.25, .5, 1, 2, 4, 7]
-  .map(n => new Option(`${n * L} tokens = ${n}L`, n * L)));
 
 // ---------------------------------------------------------------------- begin
 
 fromAddress();
-makeHeads();
 drawControls();
 read();

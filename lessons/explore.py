@@ -271,7 +271,14 @@ def sentences(found):
     about = (f"The first text is the beginning of {html.escape(found['source'])} of this "
              f'project. {sizes}. Weights have 8 bits here. One model of each kind and one text: '
              'small differences mean nothing. Layers and heads are counted from 0.')
-    return {'POINT_OF_THE_PAGE': point, 'PANELS_OF_THE_PAGE': panels, 'ABOUT_THE_PAGE': about,
+    names = enumerate(html.escape(one['name']) for one in found['models'])
+    options = ''.join(f'<option value="{n}">{name}</option>' for n, name in names)
+    distances = ''.join(f'<option value="{n * L // 4}">{n * L // 4} tokens = {n / 4:g}L</option>'
+                        for n in (1, 2, 4, 8, 16, 28))
+    heads = '<button type="button"></button>' * (found['n_layer'] * found['n_head'])
+    return {'MODELS_OF_THE_PAGE': options, 'DISTANCES_OF_THE_PAGE': distances,
+            'HEADS_OF_THE_PAGE': heads, 'COLUMNS_OF_THE_PAGE': str(found['n_head']),
+            'POINT_OF_THE_PAGE': point, 'PANELS_OF_THE_PAGE': panels, 'ABOUT_THE_PAGE': about,
             'STUDY_OF_THE_PAGE': found['study'], 'PICTURE_OF_THE_PAGE': picture(found)}
 
 

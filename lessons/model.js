@@ -1,5 +1,4 @@
 // The model in a browser: model.py in another language. Read Model.read() from top to bottom.
-//
 // It has a tokenizer, arithmetic, the model, and the jobs that the page gives it in a Web Worker.
 // It uses no library, and also runs under node: const {Model, Tokenizer} = require('./model.js').
 // Names are those of model.py: T tokens in this call, C = n_embd, H = n_head, D = head_dim = C / H,
@@ -51,18 +50,19 @@ class Tokenizer {
 
   decode(ids) {
     const bytes = ids.map(id => id === this.eot ? '<|endoftext|>' : this.bytes[id] ?? '').join('');
-    return new TextDecoder().decode(Uint8Array.from(bytes, character => character.charCodeAt(0)));
+    return new TextDecoder('utf-8', {ignoreBOM: true}).decode(toBytes(bytes));
   }
 }
 
 // ---------------------------------------------------------------------- arithmetic
 
+const toBytes = text => Uint8Array.from(text, character => character.charCodeAt(0));
+
 // A tensor from base64: numbers in float32, or in 8 bits with one float32 scale for each row.
 function unpack({shape, numbers, rows}) {
-  const bytes = text => Uint8Array.from(atob(text), character => character.charCodeAt(0)).buffer;
-  if (!rows) return new Float32Array(bytes(numbers));
-  const small = new Int8Array(bytes(numbers)), scales = new Float32Array(bytes(rows));
-  const width = shape[1];
+  const bytes = toBytes(atob(numbers)).buffer, width = shape[1];
+  if (!rows) return new Float32Array(bytes);
+  const small = new Int8Array(bytes), scales = new Float32Array(toBytes(atob(rows)).buffer);
   return Float32Array.from(small, (number, n) => number * scales[Math.floor(n / width)]);
 }
 
@@ -107,9 +107,7 @@ function rmsNorm(x, weight, eps) {
   return y;
 }
 
-function addTo(x, y) {
-  for (let n = 0; n < x.length; n++) x[n] += y[n];
-}
+function addTo(x, y) { for (let n = 0; n < x.length; n++) x[n] += y[n]; }
 
 // Replace scores[0 ... n - 1] by their softmax. Returns its entropy in nats.
 function softmax(scores, n) {
@@ -277,10 +275,9 @@ class Model {
 // at most the last L tokens, in pieces of L / 8 tokens, as eval_ppl.py does it.
 class Reading {
   constructor(model, scales, cut, capacity) {
-    Object.assign(this, {model, scales, cut, capacity, L: model.config.block_size});
-    this.ids = [];
-    this.whole = model.newCache(cut ? Math.min(this.L, capacity) : capacity);
-    this.losses = []; // of token i + 1, for each position i
+    const L = model.config.block_size, whole = model.newCache(cut ? L : capacity);
+    // losses: of token i + 1, for each position i
+    Object.assign(this, {model, scales, cut, L, whole, ids: [], losses: []});
   }
 
   // Go on with another text: forget everything from the first token on that differs.
@@ -300,8 +297,7 @@ class Reading {
     const from = inWhole ? 0 : end - L;
     if (!inWhole && this.window?.from !== from) this.window = {from, cache: model.newCache(L)};
     const cache = inWhole ? this.whole : this.window.cache, done = from + cache.length;
-    if (done <= i)
-      model.read(this.ids.slice(done, Math.min(end, this.ids.length)), cache, this.scales);
+    if (done <= i) model.read(this.ids.slice(done, end), cache, this.scales);
     return {cache, place: i - from, from};
   }
 
@@ -329,7 +325,7 @@ function readingOf({text, model, scales, cut, ids, capacity}) {
   const reading = readings.get(key) ?? new Reading(models[model], scales, cut, capacity);
   readings.delete(key);
   readings.set(key, reading);
-  if (readings.size > 8) readings.delete(readings.keys().next().value);
+  if (readings.size > 6) readings.delete(readings.keys().next().value);
   reading.follow(ids);
   return reading;
 }
@@ -349,6 +345,8 @@ const JOBS = {
 
   // What was expected at token i, and what one head attends to where it is predicted.
   *look(asked) {
+    const goesOn = reading => !asked.cut && reading.losses.length < asked.i - 1;
+    while (goesOn(readingOf(asked)) && readingOf(asked).step().length) yield null;
     const {cache, place, from} = readingOf(asked).at(asked.i - 1);
     const model = models[asked.model], p = model.next(cache, place);
     const likely = Array.from(p.keys()).sort((a, b) => p[b] - p[a]).slice(0, 6);
@@ -367,7 +365,7 @@ const JOBS = {
       state = (Math.imul(state, 1664525) + 1013904223) >>> 0;
       let left = state / 2 ** 32, id = 0;
       if (asked.temperature) while (id < p.length - 1 && (left -= p[id]) > 0) id++;
-      else id = p.indexOf(p.reduce((a, b) => Math.max(a, b)));
+      else id = p.indexOf(Math.max(...p));
       ids = [...ids, id];
       yield {id};
     }
@@ -376,16 +374,15 @@ const JOBS = {
 
   // How far the mean loss from token `first` on falls if one head is sharpened: one head a step.
   *heads(asked) {
-    let before;
-    for (let n = -1; n < asked.scales.length; n++) {
+    for (let n = -1, before; n < asked.scales.length; n++) {
       const scales = asked.scales.map((scale, m) => m === n ? scale * asked.factor : scale);
       const reading = new Reading(models[asked.model], scales, asked.cut, asked.capacity);
       reading.follow(asked.ids);
       while (reading.step().length) yield null;
       const losses = reading.losses.slice(asked.first - 1);
       const loss = losses.reduce((a, b) => a + b) / losses.length;
-      if (n < 0) before = loss;
-      else yield {head: n, gain: before - loss};
+      before ??= loss;
+      if (n >= 0) yield {head: n, gain: before - loss};
     }
     yield {done: true};
   },
@@ -393,13 +390,11 @@ const JOBS = {
 
 // One job per slot: a newer one in a slot ends the older one. Only a Web Worker does jobs.
 if (typeof importScripts === 'function') {
-  const newest = {}, waiting = [], {port1, port2} = new MessageChannel();
-  port1.onmessage = () => waiting.shift()();
-  const pause = () => new Promise(resume => { waiting.push(resume); port2.postMessage(0); });
+  const newest = {}, pause = () => new Promise(resume => setTimeout(resume));
   onmessage = async ({data}) => {
-    if (data.packed) models.push(new Model(data.packed));
-    else newest[data.slot] = data.number;
-    if (!data.job) return; // no job: a model, or only the end of an older job
+    if (data.packed) return models.push(new Model(data.packed));
+    newest[data.slot] = data.number;
+    if (!data.job) return; // only the end of an older job
     await pause();
     for (const answer of JOBS[data.job](data)) {
       if (newest[data.slot] !== data.number) return;

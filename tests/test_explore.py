@@ -155,9 +155,10 @@ def test_attention_that_the_page_shades_is_the_models():
 
 # ---------------------------------------------------------------------- tokenizers
 
-ODD = ["It's THE'LL we'Ve 'ſ don'\u017ft", 'a\r\n\r\n  b\n\n\tc   \n d  ', '1234567 3.14159e-10',
-       'naïve Ωμέγα 漢字かな العربية हिन्दी 👩‍👩‍👧 e\u0301', '\ufeffBOM\u0085next\u00a0space\u2028end',
-       ' leading', 'trailing ', '', '\n', '    ', '<|endoftext|> is text', '\x00\x01\x7f', "''' '' '"]
+ODD = ["It's THE'LL we'Ve 'ſ don'T", 'a\r\n\r\n  b\n\n\tc   \n d  ', '1234567 3.14159e-10',
+       'naïve Ωμέγα 漢字かな العربية हिन्दी', '\U0001f469\u200d\U0001f467 e\u0301', '', '\n', '    ',
+       '\ufeffBOM\u0085next\u00a0space\u2028end', ' leading', 'trailing ', '\x00\x01\x7f',
+       '<|endoftext|> is text', ""]
 
 
 @needs_node
@@ -176,7 +177,7 @@ def test_tokenizers_of_the_page_are_tiktokens():
         [found] = node(('tokenizer', {'state': state, 'texts': texts}))
         for (ids, back), text in zip(found, texts, strict=True):
             assert ids == theirs.encode_ordinary(text), repr(text)
-            assert back == text.removeprefix('\ufeff')  # TextDecoder drops a byte order mark
+            assert back == text
 
 
 # ---------------------------------------------------------------------- the packer
