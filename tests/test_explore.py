@@ -336,7 +336,8 @@ def test_first_text_is_cut_written_on_and_asked_for_a_key(chromium):
         chromium.until(f"document.getElementById('written-{name}').children[1].textContent", 300)
     chromium.click('#write')
     chromium.click('#hide')
-    chromium.until("/nats/.test(document.querySelector('#keys tbody').textContent)", 300)
+    chromium.until("/[0-9]/.test(document.querySelector('#keys td:nth-child(6)').textContent)",
+                   300)
     chromium.click('#guess')
     chromium.click('#chart', 0.6, 0.2)
     chromium.click('#guess')
