@@ -77,10 +77,7 @@ class Panel {
   constructor(box, text, asked) {
     Object.assign(this, {box, text, asked, ids: [], spans: [], at: 0});
     for (const kind of ['pointerover', 'click'])
-      box.addEventListener(kind, event => {
-        const span = event.target.closest('[data-i]');
-        if (span) this.look(+span.dataset.i);
-      });
+      box.addEventListener(kind, ({target: {dataset}}) => dataset.i && this.look(+dataset.i));
     box.addEventListener('focus', () => {
       if (box.matches(':focus-visible')) this.look(this.at || 1);
     });
@@ -365,8 +362,8 @@ byId('heads').addEventListener('keydown', event => {
 byId('measure').addEventListener('click', measureHeads);
 
 function measureHeads() {
-  const first = ids.length > L + 8 ? L + 1 : Math.max(1, ids.length >> 1);
   if (ids.length < 4) return;
+  const first = ids.length > L + 8 ? L + 1 : Math.max(1, ids.length >> 1);
   gains = [];
   const progress = byId('progress');
   Object.assign(progress, {hidden: false, max: HEADS, value: 0});
@@ -462,8 +459,6 @@ function write() {
     });
   }
 }
-byId('write').addEventListener('click', write);
-
 // The key is made of tokens of the vocabulary. To tell copying from guessing, the model reads the
 // text twice: once with the key in its first line, once with another word there.
 function hide() {
@@ -476,37 +471,30 @@ function hide() {
   const filler = data.ids.slice(1, 1 + Math.max(0, distance - asks.length - answer.length));
   const promptOf = word => [data.tokenizer.eot, ...tokenizer.encode(`secret_word = '${word}'\n`),
                             ...filler, ...asks];
-  const row = byId('keys').tBodies[0].insertRow(0);
-  const {text: preset} = byId('preset').selectedOptions[0];
+  const row = byId('keys').tBodies[0].insertRow(0), preset = byId('preset').selectedOptions[0].text;
   const name = `${model().name}, ${preset}${state.cut ? ', cut to L' : ''}`;
   const cells = [name, distance, key, '…', '…', '…'].map(text => {
     row.insertCell().textContent = text;
     return row.lastChild;
   });
   const asked = {...settings(), text: 'key'}, written = [];
-  const lossOf = (word, take) => {
+  const showLoss = (n, word, then) => {
     const losses = [];
     ask('key', 'read', {...asked, ids: [...promptOf(word), ...answer]}, found => {
       losses.push(...found.losses ?? []);
-      if (found.done) take(mean(losses.slice(-answer.length)));
+      cells[n].textContent = mean(losses.slice(-answer.length)).toFixed(2);
+      if (found.done) then();
     });
   };
-  const say = (n, loss, then) => { cells[n].textContent = loss.toFixed(2); then?.(); };
-  const rest = {ids: promptOf(key), n: answer.length, temperature: 0, seed: 0};
   byId('hide').disabled = true;
-  ask('key', 'write', {...asked, ...rest}, one => {
+  ask('key', 'write', {...asked, ids: promptOf(key), n: answer.length, temperature: 0}, one => {
     if (!one.done) { written.push(one.id); return; }
     cells[3].textContent = tokenizer.decode(written).replace(/\n/g, '⏎');
-    lossOf(key, loss => say(4, loss, () => lossOf(other, control => {
-      say(5, control);
-      byId('hide').disabled = false;
-    })));
+    showLoss(4, key, () => showLoss(5, other, () => { byId('hide').disabled = false; }));
   });
 }
+byId('write').addEventListener('click', write);
 byId('hide').addEventListener('click', hide);
-
-// ---------------------------------------------------------------------- begin
-
 fromAddress();
 drawControls();
 read();

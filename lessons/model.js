@@ -55,7 +55,6 @@ class Tokenizer {
 }
 
 // ---------------------------------------------------------------------- arithmetic
-
 const toBytes = text => Uint8Array.from(text, character => character.charCodeAt(0));
 // A tensor from base64: numbers in float32, or in 8 bits with one float32 scale for each row.
 function unpack({shape, numbers, rows}) {
@@ -388,9 +387,9 @@ const JOBS = {
 if (typeof importScripts === 'function') {
   const newest = {}, pause = () => new Promise(resume => setTimeout(resume));
   onmessage = async ({data}) => {
-    if (data.packed) return models.push(new Model(data.packed));
-    newest[data.slot] = data.number;
-    if (!data.job) return; // only the end of an older job
+    if (data.packed) models.push(new Model(data.packed));
+    newest[data.slot] = data.number; // without a job, it only ends the older one
+    if (!data.job) return;
     await pause();
     for (const answer of JOBS[data.job](data)) {
       if (newest[data.slot] !== data.number) return; // a newer one
