@@ -135,7 +135,7 @@ def test_commands_of_run_sh(path, check, tmp_path):
 @pytest.mark.parametrize('path', CONFIGS, ids=name_of)
 def test_config_sets_what_one_stage_has(path):
     names, known = run_config(str(path)).keys(), []
-    for program in ('train.py', 'tune_scale.py', 'che.py'):
+    for program in ('train.py', 'tune_scale.py', 'che.py', 'demo.py'):
         scope, _ = stage(program)
         known.append(settings(scope).keys() | vars(Settings()).keys())
     assert any(names <= of_stage for of_stage in known)
@@ -148,7 +148,7 @@ EXCEPTIONS = '''
 train.py          | out_dir init_from position dataset device dtype | It makes the models.
 che.py            | out_dir position label | It makes its own models.
 bench.py          | out_dir position device dtype | It makes its own models, on a CPU or CUDA.
-demo.py           | out_dir | It is the folder of two runs.
+demo.py           | out_dir | It is the folder of three runs.
 tune_scale.py     | label | The name of the result also holds the length.
 entropy.py        | dtype | Entropy needs float32.
 attention_maps.py | dtype | Score maps need float32.
