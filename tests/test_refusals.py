@@ -214,6 +214,7 @@ che             CHE --lengths=[7,8] | lengths is
 che             CHE --position=kerpel | 'kerpel'
 bench           --tasks=["trains"] | train, scale
 results/bench/table --table=costs | time_cost, growth, memory
+results/extension_demo/table --protocol=position | protocol is
 results/scoreboard/table --methods=["kerpel"] | kerpel
 results/scoreboard/table --size=large | large
 results/past_L/table --models=["zzz"] | 'zzz' is not one of conv
@@ -267,7 +268,10 @@ che             CHE --n_test=0 | n_test is 0
 che             CHE --learning_rate=-1 | learning_rate is
 bench           --rounds=0 | rounds is 0
 results/bench/table --contexts=[0] | contexts is
+results/extension_demo/table --lengths=[0] | lengths is
+results/extension_demo/table --max_windows=0 | max_windows is 0
 commonsense     READ --limit=0 | limit is 0
+commonsense     READ --tasks=["ruler_vt"] --read_length=1023 | prompts of ruler_vt.
 longbench       WRITE --beams=0 | beams is 0
 longbench       WRITE --max_samples=0 | max_samples is 0
 
