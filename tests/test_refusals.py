@@ -80,6 +80,10 @@ entropy         GIVEN | x.json | {"stage": "entropy", "position": 5, "loss": [1]
 entropy        GIVEN | x.json | {"stage": "entropy", "position": [], "mean_entropy": [], "loss": []}
 entropy   GIVEN | x.json | {"stage": "entropy", "position": [1], "mean_entropy": [1], "loss": ["1"]}
 
+lib/plots       {given}/x.json | x.json has no picture | {"stage": "bench"}
+lib/plots       {given}/x.json | x.json has no picture | [1]
+lib/plots       {given}/x.json | x.json has no 'rows' | {"stage": "eval_ppl", "protocol": "sliding"}
+
 data that cannot be read, tokenizers and mixtures that cannot work
 data/text/prepare  PREPARE | Name files
 data/text/prepare  PREPARE nowhere.txt | nowhere.txt
