@@ -179,16 +179,16 @@ def threads(x):
 PLACES = {
     'the table': Place('README.md', '| nats per token', '[More]', """
 128 | past_L/past_L.json | x['L']
-2 | past_L/past_L.json | len(past(x, 'none untuned')['seeds'])
-3.17 ± 0.01 | past_L/past_L.json | spread(past(x, 'none untuned', 'loss at 128'))
-5.54 ± 0.15 | past_L/past_L.json | spread(past(x, 'none untuned', 'loss at 1024'))
-3.16 ± 0.01 | past_L/past_L.json | spread(past(x, 'none untuned', 'cut at 1024'))
-−1.85 ± 0.04 | past_L/past_L.json | spread(past(x, 'none untuned', 'gain, all'))
-2 | past_L/past_L.json | len(past(x, 'none head')['seeds'])
-3.30 ± 0.00 | past_L/past_L.json | spread(past(x, 'none head', 'loss at 128'))
-4.20 ± 0.11 | past_L/past_L.json | spread(past(x, 'none head', 'loss at 1024'))
-3.16 ± 0.01 | past_L/past_L.json | spread(past(x, 'none head', 'cut at 1024'))
-−0.79 ± 0.04 | past_L/past_L.json | spread(past(x, 'none head', 'gain, all'))
+3 | past_L/past_L.json | len(past(x, 'none untuned')['seeds'])
+3.18 ± 0.01 | past_L/past_L.json | spread(past(x, 'none untuned', 'loss at 128'))
+5.50 ± 0.13 | past_L/past_L.json | spread(past(x, 'none untuned', 'loss at 1024'))
+3.17 ± 0.01 | past_L/past_L.json | spread(past(x, 'none untuned', 'cut at 1024'))
+−1.84 ± 0.04 | past_L/past_L.json | spread(past(x, 'none untuned', 'gain, all'))
+3 | past_L/past_L.json | len(past(x, 'none head')['seeds'])
+3.31 ± 0.01 | past_L/past_L.json | spread(past(x, 'none head', 'loss at 128'))
+4.17 ± 0.09 | past_L/past_L.json | spread(past(x, 'none head', 'loss at 1024'))
+3.17 ± 0.01 | past_L/past_L.json | spread(past(x, 'none head', 'cut at 1024'))
+−0.76 ± 0.06 | past_L/past_L.json | spread(past(x, 'none head', 'gain, all'))
 2 | past_L/past_L.json | len(past(x, 'rope untuned')['seeds'])
 2.96 ± 0.01 | past_L/past_L.json | spread(past(x, 'rope untuned', 'loss at 128'))
 5.05 ± 0.06 | past_L/past_L.json | spread(past(x, 'rope untuned', 'loss at 1024'))
@@ -215,7 +215,7 @@ PLACES = {
 0.30 to 0.37 | past_L/past_L.json | span(below(past(x, 'conv head', 'gain, other document, all')))
 three | past_L/past_L.json | len(past(x, 'conv head', 'gain, all'))
 0.05 | past_L/past_L.json | largest_error(x)
-two | past_L/past_L.json | len(past(x, 'none head', 'gain, all'))
+three | past_L/past_L.json | len(past(x, 'none head', 'gain, all'))
 0.10 to 0.11 | past_L/past_L.json | span(below(past(x, 'conv head', 'gain at 1024')))
 """),
     'ten results': Place('README.md', '## Ten results', '[All studies]', """
