@@ -332,6 +332,8 @@ def print_report(report):
 
 def print_forecast():
     """Say about how long training and tuning take here, from a trial of a few seconds."""
+    lanes = 2
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // lanes))
     model, _ = open_model('lessons/models/conv/last.pt')
     model.requires_grad_(True)
     ids, seconds = torch.randint(model.config.vocab_size, (16, 129)), []
@@ -339,9 +341,9 @@ def print_forecast():
         began = time.perf_counter()
         model(ids[:, :-1], ids[:, 1:]).mean().backward()
         seconds.append(time.perf_counter() - began)
-    steps = 2 * max_iters + 5 * tune_iters  # a step of tuning is about as long as 2 of training
-    minutes = min(seconds) * steps / min(2, os.cpu_count() or 1) / 60
-    print(f'Training and tuning take about {minutes + 1:.0f} minutes on this machine.', flush=True)
+    steps = max_iters + 3 * tune_iters  # of a lane; a tuning step is longer than one of training
+    minutes = min(seconds) * steps / min(1, (os.cpu_count() or 1) / lanes) / 60 + 2  # 2 to compile
+    print(f'Training and tuning take about {minutes:.0f} minutes on this machine.', flush=True)
 
 
 def main():
