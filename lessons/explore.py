@@ -1,12 +1,15 @@
 """
-Writes lessons/explore.html, a page to play with: loss, attention entropy and attention by distance
-of a model and its RoPE twin, as sliders change the context length and the softmax scales. The
-page needs neither network nor Python: what was measured is inside.
+Writes lessons/explore.html, a page on which the models themselves run: explore_template.html with
+model.js, explore.js and the weights in it. The page needs neither network nor Python. The weights
+have 8 bits, and each row of a matrix has one scale.
 
-$ python -m lessons.explore --models='["out/demo/nope/last.pt", "out/demo/rope/last.pt"]'
-$ python -m lessons.explore --data=out/explore.json    # the page again, from what was measured
+$ python -m lessons.explore                 # 2 minutes on one core of a busy machine
+$ python -m lessons.explore --keep=True     # new scripts, but the weights and numbers of the page
+$ python -m lessons.explore --models='["out/demo/nope/last.pt"]' --scales=[]
 """
 
+import base64
+import html
 import itertools
 import json
 from pathlib import Path
@@ -14,158 +17,337 @@ from pathlib import Path
 import numpy as np
 import torch
 
-import kernels
-from configurator import between, configure, settings
-from lib.answers import bin_means, json_value, progress_bar, read_json, save_json, write_text
-from lib.checkpoints import load_model, open_windows
+from configurator import configure
+from lib.answers import progress_bar, read_json, write_text
+from lib.checkpoints import load_model
 from lib.devices import setup
-from lib.errors import UserError
+from lib.errors import ROOT, UserError, fault_of
 from lib.figures import NAMES
+from lib.scales import read_scale_file
+from lib.tokenizers import PATTERN, parse_ranks, tokenizer_from_state
+from model import ModelConfig, matrices
+from position import rope_frequencies
 
-# which model, which text, which device: the same lines in every stage
-dataset: str | None = None   # a folder of data/; None: the text that the model was trained on
-split = 'test'               # split of the dataset to read
 # what to show
-models = ['out/demo/nope/last.pt', 'out/demo/rope/last.pt']  # a model and its twin
-data: str | None = None        # make the page from this JSON, and measure nothing
+models = ['lessons/models/none.pt', 'lessons/models/rope.pt', 'lessons/models/conv.pt']
+scales = ['lessons/models/none_uniform.json', 'lessons/models/none_head.json',
+          'lessons/models/conv_head.json']  # scale files of these models
+text = 'lib/answers.py'        # its beginning is the text that the page opens with
 page = 'lessons/explore.html'  # what is written
-out = 'out/explore.json'       # what was measured, for --data
-uniform = [0.6, 0.8, 1.0, 1.2, 1.4, 1.6, 1.8, 2.0, 2.2, 2.4]  # softmax scales of all heads
-one_head = [0.5, 1.0, 1.5, 2.0, 3.0]  # of one head, the others staying at 1
-n_samples = 8                  # windows of 8L tokens, evenly spaced over the split
+keep = False                   # True: keep what the page holds; renew the scripts and the markup
 
-QUERIES = 32  # of the second half of a context, evenly spaced, give its attention by distance
+SHARPER = 1.5  # the factor on one head's scale in the map of heads
+MOST_MB = 6    # size of the page
+TITLES = {'uniform': 'one tuned scale', 'head': 'tuned head scales'}  # of tune_scale's methods
 
 
-def shares_by_distance(attention, q, k, place, lengths):
+# ---------------------------------------------------------------------- weights and tokenizer
+
+def in_8_bits(weight):
+    """Round a matrix: int8 numbers, (rows, columns), and one float32 factor a row, (rows, 1)."""
+    rows = weight.float().abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
+    return (weight / rows).round().to(torch.int8), rows
+
+
+def round_weights(model):
+    """Round the matrices and the embedding of a model as in_8_bits(). Returns what is packed."""
+    packed, rounded = {}, matrices(model) | {'embed.weight': model.embed.weight}
+    folded = {f'blocks.{layer}.attn.out.weight': block.attn.head_gain
+              for layer, block in enumerate(model.blocks)}
+    for name, p in model.named_parameters():
+        if name.endswith(('head_scale', 'head_gain')):
+            continue
+        entry = {'shape': list(p.shape)}
+        if name in rounded:
+            weight = p.data
+            if name in folded:  # the page has no gains, so the matrix takes them
+                weight = weight * folded[name].expand(-1, model.config.head_dim).flatten()
+            numbers, rows = in_8_bits(weight)
+            p.data = numbers * rows
+            entry |= {'numbers': in_base64(numbers), 'rows': in_base64(rows)}
+        else:
+            entry['numbers'] = in_base64(p.data.float())
+        packed[name] = entry
+    for gain in folded.values():
+        gain.data.fill_(1)
+    return packed
+
+
+def in_base64(tensor):
+    return base64.b64encode(tensor.contiguous().numpy().tobytes()).decode()
+
+
+def require_supported(model, path):
+    """Raise UserError unless model.js can compute this model."""
+    c = model.config
+    if not isinstance(c, ModelConfig):
+        raise UserError(f'{path} is not a checkpoint of train.py. Give one that train.py wrote.')
+    methods = {c.method_of(layer) for layer in range(c.n_layer)}
+    odd = {name: getattr(c, name) for name in ('random_positions', 'dape_kernel', 'rope_window')
+           if getattr(c, name)}
+    if not methods <= {'none', 'rope'}:
+        odd['position'] = c.position
+    if c.rope_scaling.startswith('dynamic'):
+        odd['rope_scaling'] = c.rope_scaling
+    for name, value in odd.items():
+        raise UserError(f"{path} has {name} '{value}'. The page computes position none and rope, "
+                        'with any rope_scaling but dynamic_ntk. Give such a checkpoint.')
+    if any(block.attn.head_scale.shape[1] > 1 for block in model.blocks):
+        raise UserError(f'{path} has one scale per channel; the page has one per head. Give a '
+                        'checkpoint without them.')
+
+
+def rope_of(c):
+    """For each layer, what RoPE turns by: frequencies and a factor; None for a NoPE layer."""
+    D = c.head_dim
+    frequency, factor = rope_frequencies(D, c.rope_base, c.rope_scaling, c.trained_length, 1)
+    frequency[round(c.rope_share * (D // 2)):] = 0
+    turned = {'frequency': frequency.float().tolist(), 'factor': factor}
+    return [turned if c.method_of(layer) == 'rope' else None for layer in range(c.n_layer)]
+
+
+def tokenizer_of(state, path):
+    """A tokenizer as model.js takes it. Raises UserError for one that model.js does not have."""
+    if state and state['kind'] == 'tiktoken' and (
+            state['pattern'] == PATTERN or state['name'] == 'bytes'):
+        ranks = parse_ranks(state['text'], path)
+        if sorted(ranks.values()) == list(range(len(ranks))):
+            tokens = sorted(ranks, key=ranks.get)
+            return {'kind': 'bytes' if state['name'] == 'bytes' else 'bpe',
+                    'ranks': [base64.b64encode(token).decode() for token in tokens],
+                    'eot': state['eot_token']}
+    raise UserError(f"{path} has tokenizer {state and state['name']}. The page can only have bytes "
+                    'or a BPE with the pattern of lib/tokenizers.py. Give such models.')
+
+
+# ---------------------------------------------------------------------- numbers of the first text
+
+def losses_of(model, ids, cut=False):
     """
-    What share queries give to keys at distances i - j of 0, 1, 2-3, 4-7 ... tokens, a mean over the
-    windows and over queries of the second half of a context, for each of `lengths` (tokens):
-    (H, lengths, bins). q: (B, H, T, D) scaled queries; k: (B, n_kv_head, T, D).
+    The loss of each token of ids after the first, with everything before it, or with the context
+    cut to L as model.js cuts it: a piece of L / 8 tokens reads the L tokens up to its end.
     """
-    T, shares = q.shape[2], []
-    edges = torch.tensor([0, *(2 ** n for n in range((T - 1).bit_length()))])
-    for length in lengths:
-        rows = torch.arange(length // 2, length, max(1, length // 2 // QUERIES))
-        i, j = place.i[rows], place.j[:length]
-        method = attention.position
-        weights = method.softmax(method.scores(q[:, :, rows], k[:, :, :length], i, j))
-        bins = torch.bucketize(rows[:, None] - torch.arange(length), edges, right=True) - 1
-        # Later keys have no attention: their bin, -1, may be any.
-        in_bin = torch.stack([weights.mean(0)[:, bins == n].sum(-1) for n in range(len(edges))], 1)
-        shares.append(in_bin / len(rows))
-    return torch.stack(shares, 1)
+    T, L = len(ids) - 1, model.config.block_size
+    found = model(ids[None, :-1][:, :L if cut else T], ids[None, 1:][:, :L if cut else T])[0]
+    piece = max(1, L // 8)
+    for first in range(L, T if cut else 0, piece):
+        end = min(first + piece, T)
+        start = first + piece - L
+        tail = model(ids[None, start:end], ids[None, first + 1:end + 1])[0]
+        found = torch.cat((found, tail))
+    return found
 
 
-def measure(model, samples, width, lengths, layers):
-    """
-    Means over windows, samples: (B, T + 1) ids: loss (bins,) and entropy (layers, H, bins) in nats,
-    in bins of `width` positions, and shares_by_distance() (layers, H, lengths, bins), of `layers`.
-    """
-    shares = []
-
-    def look(layer, attention, q, k, place):
-        if layer not in layers:
-            return torch.zeros(q.shape[0], 1, q.shape[2])
-        shares.append(shares_by_distance(attention, q, k, place, lengths))
-        return kernels.attention_entropy(layer, attention, q, k, place)
-
-    with model.probe(look) as entropy:
-        losses = model(samples[:, :-1], samples[:, 1:])
-    means = [entropy[layer].mean(0) for layer in layers]
-    return {'loss': bin_means(losses.mean(0), width)[1],
-            'entropy': bin_means(torch.stack(means), width)[1],
-            'distance': torch.stack(shares).numpy()}
+def head_gains(model, ids, update):
+    """By how much the mean loss past L falls if one head is sharpened: a list, layer by layer."""
+    own, L, gains = model.head_scale, model.config.block_size, []
+    before = losses_of(model, ids)[L:].mean()
+    for layer, head in itertools.product(*map(range, own.shape)):
+        changed = own.clone()
+        changed[layer, head] *= SHARPER
+        model.head_scale = changed
+        gains.append((before - losses_of(model, ids)[L:].mean()).item())
+        update()
+    model.head_scale = own
+    return gains
 
 
-def rounded(value):
-    """Numbers of three digits, as more would make the page larger and the curves no other."""
-    if isinstance(value, dict):
-        return {key: rounded(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [rounded(entry) for entry in value]
-    return float(f'{value:.3g}') if isinstance(value, float) else value
+def short(numbers, decimals=3):
+    """Numbers of few decimals, because more would not change what the page shows."""
+    return [round(float(x), decimals) for x in numbers]
+
+
+def tuned_scales(model, info):
+    """The scales of the files that were tuned for this model: [{method, title, scales}]."""
+    found = []
+    for file in scales:
+        if json_of(file).get('weights_digest') != info['digest']:
+            continue  # of another model
+        data, sets = read_scale_file(file, model, info)
+        vectors = sets[max(sets)]
+        other = [name for name, x in vectors.items() if x.dim() > 1 and x.shape[1] > 1
+                 or not name.endswith('head_scale') and (x != 1).any()]
+        if other:
+            raise UserError(f'{file} has {other[0]}; the page takes only one scale per head. Leave '
+                            'the file out.')
+        rows = [x for name, x in vectors.items() if name.endswith('head_scale')]
+        title = TITLES.get(data['method'], f"tuned: {data['method']}")
+        found.append({'method': data['method'], 'title': title,
+                      'scales': short(torch.cat(rows)[:, 0], 4)})
+    return found
+
+
+def text_of(path):
+    if not Path(path).is_file():
+        raise UserError(f'There is no {path}. Check the name.')
+    with fault_of(path, 'text in UTF-8', 'Name another file.'):
+        return Path(path).read_text(encoding='utf-8')
+
+
+def json_of(path):
+    content = text_of(path)
+    with fault_of(path, 'a scale file', 'Make one with tune_scale.py, or leave it out.'):
+        return dict(json.loads(content))
 
 
 @torch.no_grad()
-def measure_all(model, samples, width, lengths, uniform, one_head, update=lambda: None):
-    """
-    measure() for each scale of all heads, a list, and of each head alone, [layer][head][scale],
-    where entropy (bins,) and distance (lengths, bins) are those of that head. Both have scale 1.
-    """
-    n_layer, H = model.head_scale.shape
-    own = model.head_scale.numpy()
-    result = {'uniform': [], 'head': [[[] for _ in range(H)] for _ in range(n_layer)]}
-    for scale in uniform:
-        model.head_scale = own * scale
-        result['uniform'].append(measure(model, samples, width, lengths, range(n_layer)))
-        update()
-    unchanged = result['uniform'][uniform.index(1)]
-    for layer, head, scale in itertools.product(range(n_layer), range(H), one_head):
-        found, at = unchanged, layer
-        if scale != 1:
-            scales = own.copy()
-            scales[layer, head] *= scale
-            model.head_scale = scales
-            found, at = measure(model, samples, width, lengths, [layer]), 0
-        of_head = {key: found[key][at, head] for key in ('entropy', 'distance')}
-        result['head'][layer][head].append({'loss': found['loss'], **of_head})
-        update()
-    model.head_scale = own
-    return rounded(json_value(result))
+def packed_model(path, ids, update):
+    """One model as the page takes it, with the numbers of the first text, which the page shows."""
+    model, info = load_model(path, '', 'cpu')
+    require_supported(model, path)
+    tuned = tuned_scales(model, info)
+    packed = {'tensors': round_weights(model), 'rope': rope_of(model.config)}
+    own, c = model.head_scale, model.config
+    name = NAMES.get(c.position, c.position) + (' + convolution' if c.short_conv else '')
+    stored = {'plain': short(losses_of(model, ids)), 'cut': short(losses_of(model, ids, True)),
+              'heads': short(head_gains(model, ids, update)), 'tuned': []}
+    for one in tuned:
+        model.head_scale = torch.tensor(one['scales']).view(own.shape)
+        stored['tuned'].append(short(losses_of(model, ids)))
+    config = {name: value for name, value in vars(c).items() if isinstance(value, int | float)}
+    return {'name': name, 'parameters': model.n_params(), 'packed': packed | {'config': config},
+            'own': own.flatten().tolist(), 'tuned': tuned, 'stored': stored}
 
 
-def measured():
-    """What the page shows, for JSON."""
-    runtime = setup('cpu', 'float32', 1337)
+# ---------------------------------------------------------------------- page
+
+def contents():
+    """Everything that the page holds, for JSON."""
+    setup('cpu', 'float32', 1337)
     opened = [load_model(path, '', 'cpu') for path in models]
     model, info = opened[0]
-    L, shape = model.config.block_size, model.head_scale.shape
-    for twin, its in opened:
-        if twin.config.block_size != L or twin.head_scale.shape != shape:
-            raise UserError(f"{its['path']} has another block_size or other heads than "
-                            f"{info['path']}. Give a model and its twin.")
-    between({'block_size': L}, 16, 'block_size')
-    windows = [open_windows(its, dataset or info['settings']['dataset'], split, 8 * L)
-               for _, its in opened][0]
-    samples = torch.from_numpy(windows.evenly_spaced(n_samples))
-    lengths, width = [L // 2, L, 2 * L, 4 * L, 8 * L], L // 8
-    positions, _ = bin_means(np.zeros(8 * L), width)
-    n_passes = len(opened) * (len(uniform) + len(one_head) * shape.numel())
-    bar, found = progress_bar(n_passes, 'explore', runtime.is_main), []
-    for model, its in opened:
-        name = model.config.position
-        found.append({
-            'name': NAMES.get(name, name), 'steps': its['step'], 'weights_digest': its['digest'],
-            'parameters': model.n_params(),
-            **measure_all(model, samples, width, lengths, uniform, one_head,
-                          lambda: bar.update(1))})
-    return {'stage': 'explore', 'dataset': windows.dataset, 'split': split,
-            'tokenizer': windows.tokenizer_state['name'], 'n_windows': len(samples),
-            'queries': QUERIES, 'block_size': L, 'width': width,
-            'position': positions.tolist(), 'lengths': lengths, 'uniform': uniform,
-            'one_head': one_head, 'models': found}
+    c = model.config
+    state, L = tokenizer_of(info['tokenizer'], models[0]), c.block_size
+    for (twin, its), path in zip(opened, models):
+        require_supported(twin, path)
+        if (twin.config.block_size, twin.head_scale.shape) != (L, model.head_scale.shape) or (
+                tokenizer_of(its['tokenizer'], path) != state):
+            raise UserError(f'{path} has another block_size, tokenizer or other heads than '
+                            f'{models[0]}. Give models that share these.')
+    ids = tokenizer_from_state(info['tokenizer']).encode_ordinary(text_of(text))[:8 * L]
+    if len(ids) < 8 * L:
+        raise UserError(f'{text} has {len(ids)} tokens; give a text of at least {8 * L}, 8L.')
+    ids = [state['eot'], *ids]
+    bar = progress_bar(len(models) * model.head_scale.numel(), 'explore')
+    found = [packed_model(path, torch.tensor(ids), lambda: bar.update(1)) for path in models]
+    return {'L': L, 'n_layer': c.n_layer, 'n_head': c.n_head, 'sharper': SHARPER,
+            'tokenizer': state, 'ids': ids, 'source': text, 'models': found,
+            'first': first_readings(found[0]), 'study': study()}
+
+
+def first_readings(model):
+    """The readings of the first screen, by the first model: settings and losses of each."""
+    own, stored, tuned = model['own'], model['stored'], model['tuned'][-1:]
+    readings = [('As trained', own, False, stored['plain'])]
+    readings += [(one['title'].capitalize(), one['scales'], False, stored['tuned'][-1])
+                 for one in tuned]
+    readings.append(('Context cut to the last L tokens', own, True, stored['cut']))
+    return [{'title': title, 'losses': losses,
+             'asked': {'model': 0, 'scales': scales, 'cut': is_cut}}
+            for title, scales, is_cut, losses in readings]
+
+
+# ---------------------------------------------------------------------- sentences
+
+def sentences(found):
+    """What the page says with numbers, {name in the template: HTML}."""
+    L, first = found['L'], found['first']
+    past = [f'{np.mean(one["losses"][L:]):.2f}' for one in first]
+    name = html.escape(found['models'][0]['name'])
+    tuned = f', tuned softmax scales change this to {past[1]}' if len(first) > 2 else ''
+    point = (f'{name}, a model trained on texts of {L} tokens, reads {8 * L}: the redder a token, '
+             f'the worse it was predicted. Past L = {L}, its loss is {past[0]} nats{tuned}, and '
+             f'with the context cut to the last {L} tokens it is {past[-1]}.')
+    panels = ''
+    for one in first:
+        title = html.escape(one['title'])
+        says = (f'{np.mean(one["losses"][:L]):.2f} nats up to L, '
+                f'{np.mean(one["losses"][L:]):.2f} past it')
+        panels += (f'<figure><figcaption><b>{title}</b><br>{says}</figcaption><div class="tokens" '
+                   f'tabindex="0" role="group" aria-label="{title}: {says}. Left and right move '
+                   'through the tokens."></div></figure>\n')
+    sizes = '; '.join(f"{html.escape(one['name'])}: {one['parameters']:,} parameters"
+                      for one in found['models'])
+    about = (f"The first text is the beginning of {html.escape(found['source'])} of this "
+             f'project. {sizes}. Weights have 8 bits here. One model of each kind and one text: '
+             'small differences mean nothing. Layers and heads are counted from 0.')
+    names = enumerate(html.escape(one['name']) for one in found['models'])
+    options = ''.join(f'<option value="{n}">{name}</option>' for n, name in names)
+    distances = ''.join(f'<option value="{n * L // 4}">{n * L // 4} tokens = {n / 4:g}L</option>'
+                        for n in (1, 2, 4, 8, 16, 28))
+    heads = '<button type="button"></button>' * (found['n_layer'] * found['n_head'])
+    return {'MODELS_OF_THE_PAGE': options, 'DISTANCES_OF_THE_PAGE': distances,
+            'HEADS_OF_THE_PAGE': heads, 'COLUMNS_OF_THE_PAGE': str(found['n_head']),
+            'POINT_OF_THE_PAGE': point, 'PANELS_OF_THE_PAGE': panels, 'ABOUT_THE_PAGE': about,
+            'STUDY_OF_THE_PAGE': found['study'], 'PICTURE_OF_THE_PAGE': picture(found)}
+
+
+def study():
+    """What results/past_L measured at 8L, compared with the context cut to L, as a sentence."""
+    rows = read_json(ROOT / 'results/past_L/past_L.json', 'past_L')['rows']
+    names = {'none': 'NoPE', 'conv': 'NoPE with the convolution'}
+    said = []
+    for row in rows:
+        if row['reading'] == 'head' and row['model'] in names:
+            n = len(row['seeds'])
+            changes = [f"{'loses' if mean < 0 else 'gains'} {abs(mean):.2f} nats"
+                       for mean in (row['gain at 1024']['mean'], row['gain, all']['mean'])]
+            said.append(f"{names[row['model']]} with tuned head scales {changes[0]} over all "
+                        f"tokens and {changes[1]} at far repeats ({n} seed{'s' * (n > 1)})")
+    return '; '.join(said[::-1])
 
 
 def page_of(found):
-    """The page as text: the template with the JSON in it, in which no tag can end."""
-    template = Path(__file__).with_name('explore_template.html').read_text(encoding='utf-8')
-    text = json.dumps(found, separators=(',', ':')).replace('</', '<\\/')
-    return template.replace('DATA_OF_THE_PAGE', text)
+    """The page as text: the template with the scripts and the JSON in it. No tag can end there."""
+    folder = Path(__file__).parent
+    filled = (folder / 'explore_template.html').read_text(encoding='utf-8')
+    code = {'MODEL_OF_THE_PAGE': 'model.js', 'SCRIPT_OF_THE_PAGE': 'explore.js'}
+    parts = sentences(found)
+    parts |= {name: (folder / file).read_text(encoding='utf-8') for name, file in code.items()}
+    parts['DATA_OF_THE_PAGE'] = json.dumps(found, separators=(',', ':')).replace('</', '<\\/')
+    for name, part in parts.items():
+        filled = filled.replace(name, part)
+    return filled
+
+
+def picture(found):
+    """Loss by position of the first model, as SVG, for a reader without JavaScript."""
+    stored, L = found['models'][0]['stored'], found['L']
+    curves = {'as trained': ('#c0392b', stored['plain']), 'cut to L': ('#1a7f37', stored['cut'])}
+    if stored['tuned']:
+        curves['tuned scales'] = '#0067a3', stored['tuned'][-1]
+    parts, top = [], 8
+    for n, (name, (color, losses)) in enumerate(curves.items()):
+        means = np.array(losses)[:len(losses) // 64 * 64].reshape(-1, 64).mean(1)
+        points = ' '.join(f'{40 + 560 * (k + .5) / len(means):.0f},'
+                          f'{200 - 180 * min(x, top) / top:.0f}' for k, x in enumerate(means))
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="3"/>'
+                     f'<text x="{60 + 180 * n}" y="232" fill="{color}">{name}</text>')
+    return ('<svg viewBox="0 0 620 240" role="img" aria-label="Loss by position: as trained it '
+            'rises past L, with tuned scales less, cut to L it does not">'
+            f'<path d="M40 20V200H600M{40 + 560 * L / len(losses):.0f} 20V200" fill="none" '
+            'stroke="#888"/><text x="0" y="30" fill="#888">8 nats</text>'
+            f'<text x="{46 + 560 * L / len(losses):.0f}" y="30" fill="#888">L</text>'
+            f'{"".join(parts)}</svg>')
+
+
+def data_of(path):
+    """What a page holds, as contents() returned it."""
+    content = text_of(path)
+    with fault_of(path, 'a page of this stage', 'Make it without --keep.'):
+        return json.loads(content.split('id="data">')[1].split('</script>')[0])
 
 
 def main():
-    between(globals(), 1, 'n_samples')
-    for name, scales in {'uniform': uniform, 'one_head': one_head}.items():
-        if 1 not in scales or sorted(set(scales)) != scales or scales[0] <= 0:
-            raise UserError(f'{name} is {scales}; it must be scales above 0 in rising order, 1 '
-                            'among them.')
-    found = read_json(data, 'explore') if data else measured()
-    if not data:
-        save_json(out, found | {'settings': settings(globals())})
-    text = page_of(found)
-    write_text(page, text)
-    print(f'wrote {page}, {len(text) / 1e6:.2f} MB')
+    if not models:
+        raise UserError('models is empty; give at least one checkpoint.')
+    result = page_of(data_of(page) if keep else contents())
+    size = len(result.encode()) / 1e6
+    if size > MOST_MB:
+        raise UserError(f'the page would have {size:.1f} MB; at most {MOST_MB} are sensible. Give '
+                        'fewer or smaller models.')
+    write_text(page, result)
+    print(f'wrote {page}, {size:.2f} MB')
 
 
 if __name__ == '__main__':

@@ -1,11 +1,13 @@
 """
-The page to play with: its data are what the stages measure, and what a browser draws are its data.
+The page on which the models run: model.js is model.py and tiktoken in another language, and the
+page does what keys and clicks ask for.
 
 $ python -m pytest tests/test_explore.py -m 'slow or not slow'
 """
 
-import html
+import base64
 import json
+import random
 import re
 import shutil
 import subprocess
@@ -13,131 +15,350 @@ import subprocess
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, near, random_model, tokens
+from browser import BROWSER, browser
+from conftest import ROOT, near, random_model, refuses, tokens
 
-import attention_maps
+import kernels
 from lessons import explore
-from lib.answers import bin_means
-from lib.losses import loss_and_entropy
+from lib.checkpoints import load_model
+from lib.tokenizers import get_tokenizer, tokenizer_state
 
 PAGE = ROOT / 'lessons/explore.html'
-BROWSER = shutil.which('chromium') or shutil.which('google-chrome')
+NODE = shutil.which('node')
+needs_node = pytest.mark.skipif(not NODE, reason='needs node: apt-get install nodejs')
+L = 32  # of random_model()
+
+# Reads questions from stdin as JSON and prints the answers as JSON.
+DRIVER = '''
+const {Tokenizer, Model, Reading} = require('ROOT/lessons/model.js');
+const asked = JSON.parse(require('fs').readFileSync(0));
+const ASK = {
+  // A whole text, read in chunks of the given sizes.
+  model: ({packed, scales, ids, chunks}) => {
+    const model = new Model(packed), cache = model.newCache(ids.length);
+    for (const n of chunks) model.read(ids.slice(cache.length, cache.length + n), cache, scales);
+    return {logp: ids.map((_, i) => Array.from(model.next(cache, i), Math.log)),
+            entropy: cache.layers.map(layer => Array.from(layer.entropy))};
+  },
+  // Several texts, one after the other, by one reading: the losses of each.
+  reading: ({packed, scales, cut, texts}) => {
+    const reading = new Reading(new Model(packed), scales, cut, 1200);
+    return texts.map(ids => {
+      reading.follow(ids);
+      while (reading.step().length);
+      return [...reading.losses];
+    });
+  },
+  // What a head gives to each position, for query i.
+  attention: ({packed, scales, ids, i, layer, head}) => {
+    const reading = new Reading(new Model(packed), scales, false, ids.length);
+    reading.follow(ids);
+    const {cache, place} = reading.at(i), weights = new Float64Array(i + 1);
+    reading.model.weigh(weights, layer, head, place, cache);
+    return Array.from(weights);
+  },
+  tokenizer: ({state, texts}) => {
+    const tokenizer = new Tokenizer(state);
+    return texts.map(text => {
+      const ids = tokenizer.encode(text);
+      return [ids, tokenizer.decode(ids)];
+    });
+  },
+};
+console.log(JSON.stringify(asked.map(([kind, question]) => ASK[kind](question))));
+'''.replace('ROOT', ROOT.as_posix())
 
 
-def data_of(page):
-    text = page.read_text(encoding='utf-8')
-    return json.loads(re.search(r'id="data">(.*?)</script>', text, re.S)[1])
+def node(*questions):
+    """The answers of model.js under node. questions: (kind, dict), as DRIVER takes them."""
+    run = subprocess.run([NODE, '-e', DRIVER], input=json.dumps(questions), capture_output=True,
+                         text=True, encoding='utf-8')
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize('method', ['none', 'rope'])
-def test_data_are_what_the_stages_measure(method, cpu):
-    model, ids = random_model(position=method), tokens(3, 65)
-    own, lengths = model.head_scale, [16, 32, 64]
-    found = explore.measure_all(model, ids, 4, lengths, [1.0, 1.5], [0.5, 1.0])
-    near(model.head_scale, own)
-
-    def check(of_scale, scales, layer, head):
-        model.head_scale = scales
-        loss, heads = loss_and_entropy(model, ids.numpy(), 4, 10 ** 6, cpu)
-        near(of_scale['loss'], bin_means(loss, 4)[1], rtol=6e-3)
-        near(of_scale['entropy'], heads[layer, head], rtol=6e-3, atol=1e-4)
-        for T, bins in zip(lengths, of_scale['distance'], strict=True):
-            each = [attention_maps.window_maps(model, window[None, :T], layer, head)
-                    for window in ids]
-            shares = torch.stack([maps['by_distance'] for maps in each]).mean(0)
-            near(bins[:len(shares)], shares, rtol=6e-3, atol=1e-5)
-            assert not any(bins[len(shares):])
-
-    for of_all, scale in zip(found['uniform'], [1.0, 1.5], strict=True):
-        of_head = {key: of_all[key][1][2] for key in ('entropy', 'distance')}
-        check({'loss': of_all['loss'], **of_head}, own * scale, 1, 2)
-    for layer, head, n, scale in (0, 3, 0, 0.5), (0, 3, 1, 1.0), (1, 0, 0, 0.5):
-        scales = own.clone()
-        scales[layer, head] *= scale
-        check(found['head'][layer][head][n], scales, layer, head)
+def packed(model):
+    """A model as the page takes it. The model's own weights are rounded in place."""
+    config = {name: value for name, value in vars(model.config).items()
+              if isinstance(value, int | float)}
+    tensors = explore.round_weights(model)
+    return {'config': config, 'rope': explore.rope_of(model.config), 'tensors': tensors}
 
 
-def test_page_is_small_and_calls_for_nothing():
+# ---------------------------------------------------------------------- model.js
+
+@needs_node
+@torch.no_grad()
+@pytest.mark.parametrize('changes', [
+    {}, {'position': 'rope'}, {'short_conv': 4}, {'short_conv': 3, 'short_conv_at': 'A'},
+    {'position': 'rope', 'rope_scaling': 'yarn:4', 'tied': True},
+    {'position': 'rope,none', 'rope_share': 0.5, 'short_conv': 2, 'short_conv_at': 'C'}], ids=str)
+def test_model_js_computes_what_model_py_does_cached_and_uncached(changes):
+    model, [ids] = random_model(**changes), tokens(1, 8 * L)
+    sent, own = packed(model), model.head_scale
+    for factor in 1.0, 1.7:
+        model.head_scale = own * factor
+        with model.probe(kernels.attention_entropy) as entropy:
+            logp = model(ids[None])[0].log_softmax(-1)
+        question = {'packed': sent, 'scales': (own * factor).flatten().tolist(),
+                    'ids': ids.tolist()}
+        for chunks in [8 * L], [L + 1, 1, 1, 2, 7 * L - 5]:
+            [found] = node(('model', question | {'chunks': chunks}))
+            near(found['logp'], logp, 1e-3)
+            theirs = torch.stack(entropy)[:, 0].transpose(1, 2).flatten(1)  # (layers, T * H)
+            near(found['entropy'], theirs, 1e-3)
+
+
+@needs_node
+@torch.no_grad()
+@pytest.mark.parametrize('cut', [False, True])
+def test_reading_goes_on_where_a_text_changed(cut):
+    """Both a longer text and one that was changed in the middle have the losses of a new pass."""
+    model, [ids] = random_model(short_conv=4), tokens(1, 5 * L + 3)
+    sent, changed = packed(model), ids.clone()
+    changed[2 * L + 3] = (changed[2 * L + 3] + 1) % 61
+    texts = [ids[:L + 5], ids, changed, ids[:10], changed[:4 * L]]
+    [found] = node(('reading', {'packed': sent, 'scales': model.head_scale.flatten().tolist(),
+                                'cut': cut, 'texts': [text.tolist() for text in texts]}))
+    for losses, text in zip(found, texts, strict=True):
+        near(losses, explore.losses_of(model, text, cut), 1e-3)
+
+
+@torch.no_grad()
+def test_cut_context_is_the_last_tokens():
+    """Losses past L are those of passes of at most L tokens that end at or after the target."""
+    model, [ids] = random_model(), tokens(1, 3 * L + 1)
+    found, piece = explore.losses_of(model, ids, cut=True), L // 8
+    for i in 5, L - 1, L, L + piece - 1, 2 * L + 1, 3 * L - 1:
+        end = i + 1 if i < L else L + piece * (1 + (i - L) // piece)
+        window = ids[max(0, end - L):i + 2]
+        near(found[i], model(window[None, :-1], window[None, 1:])[0, -1], 1e-4)
+
+
+@needs_node
+@torch.no_grad()
+def test_attention_that_the_page_shades_is_the_models():
+    model, [ids] = random_model(position='rope'), tokens(1, 50)
+    sent, seen = packed(model), {}
+
+    def look(layer, attention, q, k, place):
+        seen[layer] = attention.position.softmax(attention.position.scores(q, k, place.i, place.j))
+
+    with model.probe(look):
+        model(ids[None])
+    question = {'packed': sent, 'scales': model.head_scale.flatten().tolist(), 'ids': ids.tolist()}
+    for layer, head, i in (0, 3, 49), (1, 0, 20):
+        [found] = node(('attention', question | {'layer': layer, 'head': head, 'i': i}))
+        near(found, seen[layer][0, head, i, :i + 1], 1e-4)
+
+
+# ---------------------------------------------------------------------- tokenizers
+
+ODD = ["It's THE'LL we'Ve 'ſ don'T", 'a\r\n\r\n  b\n\n\tc   \n d  ', '1234567 3.14159e-10',
+       'naïve Ωμέγα 漢字かな العربية हिन्दी', '\U0001f469\u200d\U0001f467 e\u0301', '', '\n', '    ',
+       '\ufeffBOM\u0085next\u00a0space\u2028end', ' leading', 'trailing ', '\x00\x01\x7f',
+       '<|endoftext|> is text', ""]
+
+
+@needs_node
+def test_tokenizers_of_the_page_are_tiktokens():
+    draw = random.Random(0)
+    pieces = [*ODD, 'self.assertEqual(', '_' * 9, '\t\t', ' \n', '\u3000', '٣٤٥٦', 'ǅ']
+    texts = ODD + [''.join(draw.choices(pieces, k=8)) for _ in range(200)] + [
+        ''.join(chr(draw.choice([draw.randrange(32, 127), draw.randrange(0xd800),
+                                 draw.randrange(0xe000, 0x11000)])) for _ in range(60))
+        for _ in range(200)]
+    texts += [path.read_text(encoding='utf-8') for path in (ROOT / 'model.py', ROOT / 'README.md')]
+    for name in str(ROOT / 'data/code/bpe_1024.tiktoken'), 'bytes':
+        theirs = get_tokenizer(name)
+        state = explore.tokenizer_of(tokenizer_state(theirs), name)
+        assert state['eot'] == theirs.eot_token
+        [found] = node(('tokenizer', {'state': state, 'texts': texts}))
+        for (ids, back), text in zip(found, texts, strict=True):
+            assert ids == theirs.encode_ordinary(text), repr(text)
+            assert back == text
+
+
+# ---------------------------------------------------------------------- the packer
+
+def test_rounding_keeps_gains_and_half_a_step():
+    model, [ids] = random_model(), tokens(1, 40)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    tensors = packed(model)['tensors']
+    with torch.no_grad():
+        expected = model(ids[None])
+    for name, entry in tensors.items():
+        numbers = base64.b64decode(entry['numbers'])
+        if 'rows' not in entry:
+            near(np.frombuffer(numbers, np.float32), before[name].flatten())
+            continue
+        rows = np.frombuffer(base64.b64decode(entry['rows']), np.float32)[:, None]
+        found = np.frombuffer(numbers, np.int8).reshape(entry['shape']) * rows
+        weight = before[name]
+        if name.endswith('attn.out.weight'):
+            gain = before[name.replace('out.weight', 'head_gain')]
+            weight = weight * gain.expand(-1, model.config.head_dim).flatten()
+        assert (np.abs(found - weight.detach().numpy()) <= rows * 0.501).all(), name
+    assert torch.isfinite(expected).all() and (model.blocks[0].attn.head_gain == 1).all()
+
+
+@pytest.mark.parametrize('changes,named', [
+    ({'position': 'alibi'}, "position 'alibi'"), ({'dape_kernel': 1}, "dape_kernel '1'"),
+    ({'position': 'rope', 'rope_scaling': 'dynamic_ntk:2'}, "rope_scaling 'dynamic_ntk:2'"),
+    ({'position': 'rope', 'rope_window': 8}, "rope_window '8'"),
+    ({'position': 'rope', 'random_positions': 99}, "random_positions '99'")], ids=str)
+def test_models_that_the_page_cannot_compute_are_refused(changes, named):
+    refuses(named, explore.require_supported, random_model(**changes), 'x.pt')
+
+
+def test_scales_per_channel_and_other_tokenizers_are_refused():
+    model = random_model()
+    model.head_scale = torch.ones(2, 4, 8)
+    refuses('one scale per channel', explore.require_supported, model, 'x.pt')
+    state = tokenizer_state(get_tokenizer(str(ROOT / 'data/code/bpe_1024.tiktoken')))
+    for other in None, {'kind': 'hf', 'name': 'x'}, state | {'pattern': r'\S+|\s+'}:
+        refuses('tokenizer', explore.tokenizer_of, other, 'x.pt')
+
+
+# ---------------------------------------------------------------------- the page
+
+def test_page_is_small_calls_for_nothing_and_holds_the_present_scripts():
     text = PAGE.read_text(encoding='utf-8')
-    script = text.rpartition('<script>')[2].partition('</script>')[0]
-    assert len(text.encode()) <= 3e6 and script.count('\n') <= 400
-    assert not re.search(r'(src|href)="(?!data:)|@import|fetch\(|import\(', text)
-    assert explore.page_of(data_of(PAGE)) == text, 'run python -m lessons.explore --data=... again'
+    assert len(text.encode()) <= 6e6
+    assert not re.search(r'src="|href="(?!data:|\.\./results/)|@import|fetch\(|import\(', text)
+    for name, most in ('model.js', 400), ('explore.js', 500):
+        lines = (ROOT / 'lessons' / name).read_text(encoding='utf-8').splitlines()
+        assert len(lines) <= most and max(map(len, lines)) <= 100, name
+    again = explore.page_of(explore.data_of(PAGE))
+    assert again == text, 'run python -m lessons.explore --keep=True'
+
+
+@needs_node
+@pytest.mark.slow
+def test_stored_losses_are_those_that_the_page_computes():
+    found = explore.data_of(PAGE)
+    for model in found['models']:
+        sets = [(model['own'], False, model['stored']['plain']),
+                (model['own'], True, model['stored']['cut'])]
+        sets += [(one['scales'], False, losses) for one, losses in zip(
+            model['tuned'], model['stored']['tuned'], strict=True)]
+        for scales, cut, losses in sets:
+            [[ours]] = node(('reading', {'packed': model['packed'], 'scales': scales, 'cut': cut,
+                                         'texts': [found['ids']]}))
+            near(ours, losses, 2e-3)  # stored with three decimals
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_eight_bits_change_the_loss_by_less_than_a_hundredth_nat():
+    ids = torch.tensor(explore.data_of(PAGE)['ids'])
+    for path in explore.models:
+        if not (ROOT / path).is_file():
+            pytest.skip(f'needs {path}')
+        model, _ = load_model(ROOT / path, '', 'cpu')
+        before = explore.losses_of(model, ids)
+        packed(model)
+        after, length = explore.losses_of(model, ids), model.config.block_size
+        for part in slice(0, length), slice(length, None):
+            assert abs(after[part].mean() - before[part].mean()) < 0.01, (path, part)
 
 
 # ---------------------------------------------------------------------- in a browser
 
-# Appended to the page: it moves sliders as STEPS say and writes down what is drawn after each.
-DRIVER = '''<pre id="found"></pre><script>
-const errors = [], states = [];
-addEventListener('error', event => errors.push(event.message));
-function curve(svg) {
-  const ticks = [...svg.querySelectorAll('.tick')];
-  const [[y0, v0], [y1, v1]] = [ticks[0], ticks.at(-1)].map(
-    tick => [tick.getAttribute('y') - 4, +tick.textContent]);
-  const points = svg.querySelector('.now').getAttribute('d').matchAll(/[\\d.]+ ([\\d.]+)/g);
-  return [...points].map(point => v0 + (point[1] - y0) / (y1 - y0) * (v1 - v0));
-}
-for (const [id, places] of STEPS) {
-  byId(id).value = +byId(id).value + places;
-  byId(id).dispatchEvent(new Event('input', {bubbles: true}));
-  states.push({
-    uniform: +byId('uniform').value, scale: byId('uniform').getAttribute('aria-valuetext'),
-    summary: byId('summary').textContent,
-    models: data.models.map((_, n) => Object.fromEntries(['loss', 'entropy', 'distance'].map(
-      kind => [kind, curve(document.querySelectorAll(`#${kind} svg`)[n])]))),
-  });
-}
-const form = document.querySelector('form');
-const controls = [getComputedStyle(form).position];
-byId('distance').scrollIntoView();
-controls.push(Math.round(form.getBoundingClientRect().top));
-byId('found').textContent = JSON.stringify({
-  states, errors, width: document.documentElement.scrollWidth, controls,
-  order: [...document.querySelectorAll('input, select')].map(one => one.id),
-  loaded: performance.getEntriesByType('resource').map(entry => entry.name),
-});
-</script>'''
-STEPS = [('length', 0), ('uniform', 1), ('head', 1), ('chosen', 1), ('length', 1)]
+@pytest.fixture(scope='module')
+def chromium(tmp_path_factory):
+    if not BROWSER:
+        pytest.skip('needs Chromium: apt-get install chromium')
+    with browser(tmp_path_factory.mktemp('chromium')) as page:
+        yield page
+
+
+STATUS = "document.getElementById('status').textContent"
+READ = f"/^[0-9]+ tokens/.test({STATUS})"
+BARS = "document.getElementById('bars').children.length > 0"
+OPEN_HEAD = "document.querySelector('#heads [aria-pressed=true]').getAttribute('aria-label')"
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not BROWSER, reason='needs Chromium: apt-get install chromium')
-@pytest.mark.parametrize('width', [320, 390, 1200])
-def test_sliders_move_the_curves_to_the_values_of_the_data(tmp_path, width):
-    page, data = PAGE.read_text(encoding='utf-8'), data_of(PAGE)
-    page = html.escape(page + DRIVER.replace('STEPS', json.dumps(STEPS)))
-    (tmp_path / 'frame.html').write_text(
-        f'<meta charset="utf-8"><iframe width="{width}" height="800" srcdoc="{page}" '
-        'onload="document.body.textContent = '
-        'this.contentDocument.getElementById(\'found\').textContent"></iframe>')
-    run = subprocess.run([BROWSER, '--headless', '--no-sandbox', '--disable-gpu', '--dump-dom',
-                          f'--user-data-dir={tmp_path}/user', tmp_path / 'frame.html'],
-                         capture_output=True, text=True)
-    shown = json.loads(html.unescape(re.search('<body>(.*)</body>', run.stdout, re.S)[1]))
-    assert (shown['errors'], shown['loaded']) == ([], [])
-    assert shown['width'] <= width  # nothing is wider than the screen
-    assert shown['controls'] == ['sticky', 0]  # they stay in sight beside the pictures
-    assert shown['order'] == ['length', 'uniform', 'head', 'chosen']
+def test_keys_and_clicks_do_what_they_say(chromium):
+    chromium.open(PAGE.as_uri(), 1280, 800)
+    assert chromium.value("document.querySelectorAll('#first .tokens').length") == 3
 
-    states, one, start = shown['states'], data['uniform'].index(1), data['uniform'].index(1.8)
-    fourfold, by_head = data['lengths'].index(4 * data['block_size']), data['one_head'].index(1) + 1
-    assert states[0]['summary'] != states[1]['summary']
-    assert float(states[1]['scale']) == data['uniform'][start + 1] and states[2]['uniform'] == one
-    for state, length, uniform, head, chosen in zip(
-            states, [fourfold] * 4 + [fourfold + 1], [start, start + 1, one, one, one],
-            [None, None, by_head, by_head, by_head], [0, 0, 0, 1, 1], strict=True):
-        for model, drawn in zip(data['models'], state['models'], strict=True):
-            layer, h = divmod(chosen, len(model['head'][0]))
-            row = model['uniform'][uniform]
-            wanted = {kind: row[kind][layer][h] for kind in ('entropy', 'distance')} | {
-                'loss': row['loss']}
-            if head is not None:
-                wanted = model['head'][layer][h][head]
-            bins = sum(p <= data['lengths'][length] for p in data['position'])
-            for kind in 'loss', 'entropy':
-                near(drawn[kind], wanted[kind][:bins], atol=1e-6)
-            shares, bars = wanted['distance'][length], np.array(drawn['distance'][::2]) / 100
-            near(bars, shares[:len(bars)], atol=1e-6)
-            assert not any(shares[len(bars):])
+    # type a text
+    chromium.value("document.getElementById('text').select()")
+    chromium.click('#text')
+    chromium.value("document.getElementById('text').select()")
+    chromium.type('def add(a, b):\n    return a')
+    chromium.until(f"{READ} && {STATUS}.startsWith('1')")
+    before = chromium.value(STATUS)
+    assert 't=def' in chromium.value('location.hash')
+
+    # look at a token with the keyboard: what was expected, and what a head attends to
+    chromium.value("document.getElementById('mine').focus()")
+    chromium.key('End')
+    chromium.until(BARS)
+    assert 'loss' in chromium.value("document.getElementById('said').textContent")
+    assert chromium.value("[...document.querySelectorAll('#mine span')]"
+                          '.some(span => span.style.boxShadow)')
+
+    # choose another head, and move both sliders
+    head = chromium.value(OPEN_HEAD)
+    chromium.click('#heads button:nth-child(2)')
+    chromium.key('ArrowRight')
+    assert chromium.value(OPEN_HEAD) != head
+    assert chromium.value(OPEN_HEAD).startswith('Layer 0, head 2')
+    for slider in 'factor', 'scale':
+        chromium.value(f"document.getElementById('{slider}').focus()")
+        chromium.key('ArrowRight', 8)
+        chromium.until(f'{READ} && {STATUS} !== {json.dumps(before)}')
+        before = chromium.value(STATUS)
+    assert chromium.value("document.getElementById('preset').value") == 'mine'
+
+    # the address brings everything back
+    address = chromium.value('location.href')
+    chromium.open(address, 1280, 800)
+    chromium.until(READ)
+    assert chromium.value(STATUS) == before
+    assert chromium.errors == []
+
+
+@pytest.mark.slow
+def test_first_text_is_cut_written_on_and_asked_for_a_key(chromium):
+    chromium.open(PAGE.as_uri(), 1280, 800)
+    chromium.until(READ)
+    chromium.click('#factor', 0.9)
+    chromium.until(f'!{READ}')
+    chromium.click('#cut')
+    chromium.until(f"{STATUS}.startsWith('reading: ')")  # it fills in from the left
+    chromium.click('#write')
+    for name in 'whole', 'cut':
+        chromium.until(f"document.getElementById('written-{name}').children[1].textContent", 300)
+    chromium.click('#write')
+    chromium.click('#hide')
+    chromium.until("/nats/.test(document.querySelector('#keys tbody').textContent)", 300)
+    chromium.click('#guess')
+    chromium.click('#chart', 0.6, 0.2)
+    chromium.click('#guess')
+    assert 'nats off' in chromium.value("document.getElementById('guess-says').textContent")
+    assert chromium.errors == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('width', [320, 390, 1280])
+def test_page_fits_a_phone(chromium, width):
+    chromium.open(PAGE.as_uri(), width, 800)
+    assert chromium.value('document.documentElement.scrollWidth') <= width
+    chromium.value("document.getElementById('chart').scrollIntoView({block: 'center'})")
+    [top, height] = chromium.value("(r => [r.top, r.height])(document.querySelector('form')"
+                                   '.getBoundingClientRect())')
+    assert top == 0  # the controls stay in sight beside the curves
+    assert height <= 90 or width > 800
+
+
+@pytest.mark.slow
+def test_reader_without_javascript_sees_the_picture(chromium):
+    chromium.open(PAGE.as_uri(), 800, 800, script=False)
+    chromium.until("!!document.querySelector('noscript')")
+    shown = chromium.command('Page.captureScreenshot')['data']
+    assert len(shown) > 20_000  # a blank page has less

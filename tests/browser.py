@@ -1,0 +1,118 @@
+"""A headless Chromium that tests drive with real keys and clicks, over its DevTools pipe."""
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import time
+
+BROWSER = shutil.which('chromium') or shutil.which('google-chrome')
+
+
+class Browser:
+    """One page in Chromium. Pipe: commands and answers are JSON that ends with a zero byte."""
+
+    def __init__(self, pipe_in, pipe_out):
+        self.to, self.source, self.number, self.session = pipe_in, pipe_out, 0, None
+        self.rest, self.errors = b'', []
+        target = self.command('Target.createTarget', url='about:blank')['targetId']
+        self.session = self.command('Target.attachToTarget', targetId=target,
+                                    flatten=True)['sessionId']
+        for domain in 'Page', 'Runtime', 'Network', 'Log':
+            self.command(f'{domain}.enable')
+
+    def command(self, method, **params):
+        """Send a command and return its result. Errors of the page are kept in self.errors."""
+        self.number += 1
+        message = {'id': self.number, 'method': method, 'params': params}
+        if self.session:
+            message['sessionId'] = self.session
+        os.write(self.to, json.dumps(message).encode() + b'\0')
+        while True:
+            while b'\0' not in self.rest:
+                part = os.read(self.source, 1 << 20)
+                assert part, 'the browser stopped'
+                self.rest += part
+            line, _, self.rest = self.rest.partition(b'\0')
+            answer = json.loads(line)
+            if answer.get('method') in ('Runtime.exceptionThrown', 'Log.entryAdded'):
+                self.errors.append(json.dumps(answer['params'])[:400])
+            if answer.get('id') == self.number:
+                assert 'error' not in answer, answer
+                return answer['result']
+
+    def open(self, address, width, height, dark=False, script=True):
+        """Open a page, with another size, color scheme, or without JavaScript."""
+        self.command('Emulation.setDeviceMetricsOverride', width=width, height=height,
+                     deviceScaleFactor=1, mobile=width < 500)
+        self.command('Emulation.setEmulatedMedia', features=[
+            {'name': 'prefers-color-scheme', 'value': 'dark' if dark else 'light'}])
+        self.command('Emulation.setScriptExecutionDisabled', value=not script)
+        self.command('Page.navigate', url='about:blank')  # else a new fragment loads nothing
+        self.command('Page.navigate', url=address)
+        if script:
+            self.until("document.readyState === 'complete' && !!document.getElementById('status')"
+                       ".textContent")
+
+    def value(self, expression):
+        """What a JavaScript expression is, as JSON has it."""
+        result = self.command('Runtime.evaluate', expression=expression, returnByValue=True,
+                              awaitPromise=True)
+        assert 'exceptionDetails' not in result, result
+        return result['result'].get('value')
+
+    def until(self, expression, seconds=120):
+        """Wait until an expression is true. Returns the seconds that it took."""
+        began = time.monotonic()
+        while not self.value(expression):
+            assert time.monotonic() - began < seconds, f'{expression} after {seconds} s'
+            time.sleep(0.02)
+        return time.monotonic() - began
+
+    def click(self, selector, x=0.5, y=0.5):
+        """Click into an element, at a share of its width and height."""
+        place = self.value(
+            f"(e => {{ e.scrollIntoView({{block: 'center'}}); const r = e.getBoundingClientRect();"
+            f' return [r.left + r.width * {x}, r.top + r.height * {y}]; }})'
+            f'(document.querySelector({json.dumps(selector)}))')
+        for kind in 'mouseMoved', 'mousePressed', 'mouseReleased':
+            self.command('Input.dispatchMouseEvent', type=kind, x=place[0], y=place[1],
+                         button='none' if kind == 'mouseMoved' else 'left', clickCount=1)
+
+    def type(self, text):
+        for character in text:
+            self.command('Input.dispatchKeyEvent', type='char', text=character)
+
+    def key(self, name, times=1):
+        """Press a key, such as ArrowRight."""
+        codes = {'ArrowLeft': 37, 'ArrowUp': 38, 'ArrowRight': 39, 'ArrowDown': 40, 'Tab': 9,
+                 'Home': 36, 'End': 35, 'Escape': 27}
+        for _ in range(times):
+            for kind in 'rawKeyDown', 'keyUp':
+                self.command('Input.dispatchKeyEvent', type=kind, key=name, code=name,
+                             windowsVirtualKeyCode=codes[name])
+
+
+@contextlib.contextmanager
+def browser(folder):
+    """Inside the `with` block, a Browser. folder: for its files."""
+    read_commands, write_commands = os.pipe()
+    read_answers, write_answers = os.pipe()
+
+    # Chromium reads commands from descriptor 3 and writes answers to descriptor 4. The shell gives
+    # the pipes these numbers.
+    shell = f'exec "$@" 3<&{read_commands} 4>&{write_answers}'
+    process = subprocess.Popen(
+        ['sh', '-c', shell, 'sh', BROWSER, '--headless', '--no-sandbox', '--disable-gpu',
+         '--remote-debugging-pipe', f'--user-data-dir={folder}/user'],
+        pass_fds=(read_commands, write_answers), stderr=subprocess.DEVNULL)
+    os.close(read_commands)
+    os.close(write_answers)
+    try:
+        yield Browser(write_commands, read_answers)
+    finally:
+        process.terminate()
+        process.wait(20)
+        os.close(write_commands)
+        os.close(read_answers)
