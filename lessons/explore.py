@@ -29,9 +29,10 @@ from model import ModelConfig, matrices
 from position import rope_frequencies
 
 # what to show
-models = ['lessons/models/none.pt', 'lessons/models/rope.pt', 'lessons/models/conv.pt']
-scales = ['lessons/models/none_uniform.json', 'lessons/models/none_head.json',
-          'lessons/models/conv_head.json']  # scale files of these models
+models = ['lessons/models/none/last.pt', 'lessons/models/rope/last.pt',
+          'lessons/models/conv/last.pt']
+scales = ['lessons/models/none/scale_uniform.json', 'lessons/models/none/scale_head_1024.json',
+          'lessons/models/conv/scale_head_1024.json']  # scale files of these models
 text = 'lib/answers.py'        # its beginning is the text that the page opens with
 page = 'lessons/explore.html'  # what is written
 keep = False                   # True: keep what the page holds; renew the scripts and the markup
