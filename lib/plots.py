@@ -318,12 +318,13 @@ def draw_demo(result):
     """The demo's picture: the loss by position, and the gain at far repeats."""
     lengths, readings = result['lengths'], result['readings']
     L, T = lengths[0], lengths[-1]
-    figure, [left, right] = panels(f"{result['windows']} windows of {result['source']}", 2, 2)
+    title = f"{result['settings']['out_dir']}: {result['windows']} windows of {result['source']}"
+    figure, [left, right] = panels(title, 2, 2)
     for title, row in readings.items():
         curve(left, range(1, T + 1), row['curve'], title)
-    title, best = list(readings.items())[-1]
+    name, best = list(readings.items())[-1]
     cut = [row.get('cut_loss', row['loss']) for row in best['at'].values()]
-    draw_cut(left, lengths, cut, f"{title.partition(',')[0]}, sees the last L tokens alone")
+    draw_cut(left, lengths, cut, f"{name.partition(',')[0]}, sees the last L tokens alone")
     position_axis(left, L, 'loss (nats per token)', f'Loss, mean of {result["tail"]} positions')
 
     gains = [row['far']['gain'] for row in readings.values()]
