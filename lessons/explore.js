@@ -77,10 +77,7 @@ class Panel {
   constructor(box, text, asked) {
     Object.assign(this, {box, text, asked, ids: [], spans: [], at: 0});
     for (const kind of ['pointerover', 'click'])
-      box.addEventListener(kind, event => {
-        const span = event.target.closest('[data-i]');
-        if (span) this.look(+span.dataset.i);
-      });
+      box.addEventListener(kind, ({target: {dataset}}) => dataset.i && this.look(+dataset.i));
     box.addEventListener('focus', () => {
       if (box.matches(':focus-visible')) this.look(this.at || 1);
     });
@@ -126,9 +123,8 @@ class Panel {
   // Ask what was expected at token i, and what the chosen head attends to.
   look(i) {
     if (this.ids.length < 2) return;
-    if (open && open !== this) open.clear();
+    open?.clear();
     open = this;
-    this.clear();
     this.at = Math.min(this.ids.length - 1, Math.max(1, i));
     this.spans[this.at].classList.add('now');
     byId('detail').hidden = false;
@@ -145,7 +141,8 @@ class Panel {
     byId('said').replaceChildren(
       `Token ${i}${i > L ? ', past L' : ''}: `, code, ` had probability `
       + `${(100 * p).toPrecision(2)}%, loss ${(-Math.log(p)).toFixed(2)} nats. `
-      + `${headName(state.chosen)} spreads its attention with entropy ${entropy.toFixed(2)} of at most ${Math.log(attention.length).toFixed(2)}.`);
+      + `${headName(state.chosen)} attends with entropy ${entropy.toFixed(2)} of at most `
+      + `${Math.log(attention.length).toFixed(2)}.`);
     byId('bars').replaceChildren(...likely.flatMap(([id, chance]) => {
       const [name, bar, says] = ['code', 'i', 'span'].map(tag => document.createElement(tag));
       name.textContent = shown(id) || 'end of text';
@@ -156,9 +153,8 @@ class Panel {
     }));
     const most = Math.max(...attention);
     attention.forEach((weight, n) => {
-      const share = weight / most;
-      if (share > .02)
-        this.spans[from + n].style.boxShadow = `inset 0 -4px rgba(0, 110, 220, ${share})`;
+      const color = `rgba(0, 110, 220, ${weight / most})`;
+      if (weight > .02 * most) this.spans[from + n].style.boxShadow = `inset 0 -4px ${color}`;
     });
   }
 
@@ -175,7 +171,6 @@ function closeDetail() {
   open?.clear();
   open = null;
 }
-
 const headName = n => `Layer ${Math.floor(n / n_head)}, head ${n % n_head}`;
 
 // ---------------------------------------------------------------------- the first screen
@@ -246,7 +241,7 @@ function says() {
 }
 
 let timer = 0;
-function readSoon(milliseconds = 250) {
+function readSoon(milliseconds) {
   clearTimeout(timer);
   timer = setTimeout(read, milliseconds);
 }
@@ -367,14 +362,15 @@ byId('heads').addEventListener('keydown', event => {
 byId('measure').addEventListener('click', measureHeads);
 
 function measureHeads() {
-  const first = ids.length > L + 8 ? L + 1 : Math.max(1, ids.length >> 1);
   if (ids.length < 4) return;
+  const first = ids.length > L + 8 ? L + 1 : Math.max(1, ids.length >> 1);
   gains = [];
   const progress = byId('progress');
   Object.assign(progress, {hidden: false, max: HEADS, value: 0});
   ask('heads', 'heads', {...settings(), ids, first, factor: data.sharper}, answer => {
-    if (answer.done) progress.hidden = true;
-    else { gains[answer.head] = answer.gain; progress.value = answer.head + 1; }
+    progress.hidden = answer.done ?? false;
+    if (!answer.done) gains[answer.head] = answer.gain;
+    progress.value = answer.head + 1 || HEADS;
     drawHeads();
   });
 }
@@ -400,8 +396,8 @@ function drawControls() {
   byId('scale').value = state.scales[state.chosen];
   byId('scale-says').textContent = state.scales[state.chosen].toFixed(2);
   byId('head-name').textContent = headName(state.chosen);
-  if (state.text === null) byId('text').value = tokenizer.decode(data.ids.slice(1));
-  else if (byId('text').value !== state.text) byId('text').value = state.text;
+  const text = state.text ?? tokenizer.decode(data.ids.slice(1));
+  if (byId('text').value !== text) byId('text').value = text;
   drawHeads();
 }
 
@@ -428,7 +424,7 @@ byId('text').addEventListener('input', event => {
   state.text = event.target.value;
   forgetGains();
   drawHeads();
-  readSoon();
+  readSoon(250);
 });
 byId('again').addEventListener('click', () => { state.text = null; changed(); });
 document.querySelector('form').addEventListener('submit', event => event.preventDefault());
@@ -463,42 +459,42 @@ function write() {
     });
   }
 }
-byId('write').addEventListener('click', write);
-
+// The key is made of tokens of the vocabulary. To tell copying from guessing, the model reads the
+// text twice: once with the key in its first line, once with another word there.
 function hide() {
-  const distance = +byId('distance').value;
-  const letters = n => 'bcdfgklmnprstvz'[n % 15] + 'aeiou'[n % 5];
-  const key = Array.from({length: 4}, () => letters(Math.floor(Math.random() * 1e6))).join('');
-  const given = [data.tokenizer.eot, ...tokenizer.encode(`secret_word = '${key}'\n`)];
-  const asks = tokenizer.encode("\nsecret_word = '");
+  const known = tokenizer.bytes.filter(word => /^[a-z]{4,}$/.test(word));
+  const words = known.length > 9 ? known : ['river', 'stone', 'cloud', 'tiger', 'piano'];
+  const pick = () => words[Math.floor(Math.random() * words.length)];
+  const [key, other] = [1, 2].map(() => `${pick()}_${pick()}_${pick()}`);
+  const distance = +byId('distance').value, asks = tokenizer.encode("\nsecret_word = '");
   const answer = tokenizer.encode(`${key}'`).slice(0, -1);
   const filler = data.ids.slice(1, 1 + Math.max(0, distance - asks.length - answer.length));
-  const prompt = [...given, ...filler, ...asks], row = byId('keys').tBodies[0].insertRow(0);
-  const name = `${model().name}, ${byId('preset').selectedOptions[0].text}`;
-  const cells = [name + (state.cut ? ', cut to L' : ''), `${distance} tokens`, key, '…', '…']
-    .map(text => {
-      row.insertCell().textContent = text;
-      return row.lastChild;
+  const promptOf = word => [data.tokenizer.eot, ...tokenizer.encode(`secret_word = '${word}'\n`),
+                            ...filler, ...asks];
+  const row = byId('keys').tBodies[0].insertRow(0), preset = byId('preset').selectedOptions[0].text;
+  const name = `${model().name}, ${preset}${state.cut ? ', cut to L' : ''}`;
+  const cells = [name, distance, key, '…', '…', '…'].map(text => {
+    row.insertCell().textContent = text;
+    return row.lastChild;
+  });
+  const asked = {...settings(), text: 'key'}, written = [];
+  const showLoss = (n, word, then) => {
+    const losses = [];
+    ask('key', 'read', {...asked, ids: [...promptOf(word), ...answer]}, found => {
+      losses.push(...found.losses ?? []);
+      cells[n].textContent = mean(losses.slice(-answer.length)).toFixed(2);
+      if (found.done) then();
     });
-  const asked = {...settings(), text: 'key'}, word = [];
+  };
   byId('hide').disabled = true;
-  ask('key', 'write', {...asked, ids: prompt, n: answer.length, temperature: 0, seed: 0}, one => {
-    if (!one.done) { word.push(one.id); return; }
-    const found = tokenizer.decode(word);
-    cells[3].textContent = `${found.replace(/\n/g, '⏎')} `
-      + (found === key ? '(found)' : '(not the key)');
-    const whole = [...prompt, ...answer], losses = [];
-    ask('key', 'read', {...asked, ids: whole}, more => {
-      if (more.losses) { losses.push(...more.losses); return; }
-      cells[4].textContent = `${mean(losses.slice(-answer.length)).toFixed(2)} nats`;
-      byId('hide').disabled = false;
-    });
+  ask('key', 'write', {...asked, ids: promptOf(key), n: answer.length, temperature: 0}, one => {
+    if (!one.done) { written.push(one.id); return; }
+    cells[3].textContent = tokenizer.decode(written).replace(/\n/g, '⏎');
+    showLoss(4, key, () => showLoss(5, other, () => { byId('hide').disabled = false; }));
   });
 }
+byId('write').addEventListener('click', write);
 byId('hide').addEventListener('click', hide);
-
-// ---------------------------------------------------------------------- begin
-
 fromAddress();
 drawControls();
 read();

@@ -2,7 +2,7 @@
 // It has a tokenizer, arithmetic, the model, and the jobs that the page gives it in a Web Worker.
 // It uses no library, and also runs under node: const {Model, Tokenizer} = require('./model.js').
 // Names are those of model.py: T tokens in this call, C = n_embd, H = n_head, D = head_dim = C / H,
-// V = vocab_size, G = n_kv_head. Arrays are flat: in x, (T, C), x[t * C + c] is channel c of token t.
+// V = vocab_size, G = n_kv_head. Arrays are flat: of x, (T, C), x[t * C + c] is token t, channel c.
 'use strict';
 
 // ---------------------------------------------------------------------- tokenizer
@@ -55,9 +55,7 @@ class Tokenizer {
 }
 
 // ---------------------------------------------------------------------- arithmetic
-
 const toBytes = text => Uint8Array.from(text, character => character.charCodeAt(0));
-
 // A tensor from base64: numbers in float32, or in 8 bits with one float32 scale for each row.
 function unpack({shape, numbers, rows}) {
   const bytes = toBytes(atob(numbers)).buffer, width = shape[1];
@@ -67,7 +65,7 @@ function unpack({shape, numbers, rows}) {
 }
 
 // y = x W^T, a linear layer without bias. x: (T, n_in); W: (n_out, n_in). Returns (T, n_out).
-// Four tokens at a time: each weight is then loaded once for four products.
+// Four tokens at a time, so that each weight is loaded once for four products.
 function linear(x, W, T, n_in, n_out) {
   const y = new Float32Array(T * n_out);
   let t = 0;
@@ -129,16 +127,12 @@ class Model {
   // packed: {config, tensors: {name: see unpack()}, rope: for each layer null, or {frequency
   // (D / 2), factor}}. config: that of model.py. Names of tensors are those of model.py, too.
   constructor({config, tensors, rope}) {
-    this.config = config;
-    this.rope = rope;
-    this.D = config.n_embd / config.n_head;
-    this.w = {};
+    Object.assign(this, {config, rope, D: config.n_embd / config.n_head, w: {}});
     for (const name in tensors) this.w[name] = unpack(tensors[name]);
     this.w['head.weight'] ??= this.w['embed.weight']; // tied: both are one matrix
   }
 
-  // What the model keeps of the tokens that it has read. Besides keys and values, it keeps
-  // everything that the page shows later, so that a look at one token computes almost nothing.
+  // What the model keeps of the tokens that it has read: keys, values, and what the page shows.
   newCache(capacity) {
     const {n_layer, n_head: H, n_kv_head: G, n_embd: C} = this.config, {D} = this;
     const floats = n => new Float32Array(n * capacity);
@@ -334,19 +328,21 @@ function readingOf({text, model, scales, cut, ids, capacity}) {
 const JOBS = {
   // The losses of a text, from its beginning on.
   *read(asked) {
-    let told = 0, reading;
+    let told = 0;
     do {
-      reading = readingOf(asked);
-      if (told < reading.losses.length) yield {from: told, losses: reading.losses.slice(told)};
-      told = reading.losses.length;
-    } while (reading.step().length);
+      const {losses} = readingOf(asked);
+      if (told < losses.length) yield {from: told, losses: losses.slice(told)};
+      told = losses.length;
+    } while (readingOf(asked).step().length);
     yield {done: true};
   },
 
   // What was expected at token i, and what one head attends to where it is predicted.
   *look(asked) {
-    const goesOn = reading => !asked.cut && reading.losses.length < asked.i - 1;
-    while (goesOn(readingOf(asked)) && readingOf(asked).step().length) yield null;
+    while (!asked.cut && readingOf(asked).losses.length < asked.i - 1) {
+      readingOf(asked).step();
+      yield null;
+    }
     const {cache, place, from} = readingOf(asked).at(asked.i - 1);
     const model = models[asked.model], p = model.next(cache, place);
     const likely = Array.from(p.keys()).sort((a, b) => p[b] - p[a]).slice(0, 6);
@@ -363,9 +359,8 @@ const JOBS = {
       const {cache, place} = readingOf({...asked, ids}).at(ids.length - 1);
       const p = models[asked.model].next(cache, place, asked.temperature || 1);
       state = (Math.imul(state, 1664525) + 1013904223) >>> 0;
-      let left = state / 2 ** 32, id = 0;
+      let left = state / 2 ** 32, id = asked.temperature ? 0 : p.indexOf(Math.max(...p));
       if (asked.temperature) while (id < p.length - 1 && (left -= p[id]) > 0) id++;
-      else id = p.indexOf(Math.max(...p));
       ids = [...ids, id];
       yield {id};
     }
@@ -379,8 +374,8 @@ const JOBS = {
       const reading = new Reading(models[asked.model], scales, asked.cut, asked.capacity);
       reading.follow(asked.ids);
       while (reading.step().length) yield null;
-      const losses = reading.losses.slice(asked.first - 1);
-      const loss = losses.reduce((a, b) => a + b) / losses.length;
+      const losses = reading.losses.slice(asked.first - 1), sum = losses.reduce((a, b) => a + b);
+      const loss = sum / losses.length;
       before ??= loss;
       if (n >= 0) yield {head: n, gain: before - loss};
     }
@@ -392,12 +387,12 @@ const JOBS = {
 if (typeof importScripts === 'function') {
   const newest = {}, pause = () => new Promise(resume => setTimeout(resume));
   onmessage = async ({data}) => {
-    if (data.packed) return models.push(new Model(data.packed));
-    newest[data.slot] = data.number;
-    if (!data.job) return; // only the end of an older job
+    if (data.packed) models.push(new Model(data.packed));
+    newest[data.slot] = data.number; // without a job, it only ends the older one
+    if (!data.job) return;
     await pause();
     for (const answer of JOBS[data.job](data)) {
-      if (newest[data.slot] !== data.number) return;
+      if (newest[data.slot] !== data.number) return; // a newer one
       if (answer) postMessage({slot: data.slot, number: data.number, ...answer});
       await pause();
     }
