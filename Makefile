@@ -1,4 +1,4 @@
-# make demo, test, test-all, bench, lessons: each sets up what it needs. An active virtual
+# make look, demo, test, test-all, bench, lessons: each sets up what it needs. An active virtual
 # environment, or PYTHON=..., is used as it is.
 
 # How often a thread of PyTorch looks whether the others are done before it sleeps. By the default,
@@ -17,7 +17,10 @@ endif
 DEV := $(if $(SETUP),.venv/ready-dev)
 LESSONS := $(if $(SETUP),.venv/ready-lessons)
 
-.PHONY: demo test test-all bench lessons
+.PHONY: look demo test test-all bench lessons
+look: $(SETUP)
+	$(PYTHON) demo.py config/look.py
+
 demo: $(SETUP)
 	$(PYTHON) demo.py
 

@@ -47,7 +47,7 @@ tasks: list[str] = ['even_pairs']  # keys of TASKS; []: Table 6's; recall+copy: 
 out_dir: str | None = None   # folder of runs and results; None: out/che/METHOD
 label = ''                   # appended to the name of the result
 # model; position.py declares the settings of single position methods
-position = 'none'            # position method: none (NoPE), rope ...; a,b: layers take turns
+position = 'none'            # position method: none (NoPE), rope ...; a,b: layers alternate
 n_layer = 5
 n_head = 8
 n_embd = 64

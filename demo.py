@@ -1,41 +1,64 @@
 """
-The paper's story on a laptop. The demo trains a NoPE model and its RoPE twin on the Python standard
-library, finds the softmax scales that extend NoPE, and draws their gain. It prints the command of
-each stage and runs it. You can also run each command yourself.
+How far do small transformers read, and what helps? The demo trains three models on Python source:
+NoPE, its twin with RoPE, and NoPE with a convolution over four tokens. It tunes softmax scales for
+windows of 4L tokens. Then the models read text that they were not trained on, and the demo draws
+their loss by position and what they gain from text more than L tokens back.
 
-$ make demo
+$ make look     # reads with the trained models of lessons/models
+$ make demo     # trains the models first
 
-Writes out_dir/report.json and .png. results/demo/README.md lists the fields. The stages write their
-files to out_dir/nope and out_dir/rope
+The demo prints the commands of the stages that train and tune, and runs them side by side. Each of
+them can also be run alone. Writes out_dir/report.json and .png; results/demo/README.md lists the
+fields.
 """
 
-import itertools
 import json
+import os
 import subprocess
 import sys
+import sysconfig
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+import torch
 
-from configurator import configure, settings
+from configurator import between, configure, settings
+from data.stdlib.prepare import library_files
+from eval_ppl import gain_of, summary
 from lib import plots
-from lib.answers import command, save_json
-from lib.errors import ROOT
+from lib.answers import progress_bar
+from lib.checkpoints import open_model
+from lib.devices import setup
+from lib.errors import ROOT, UserError
+from lib.losses import by_position, cut_losses
+from lib.repeats import Targets, find_targets, losses_when_cut, repeat_summary
+from lib.tokens import Windows
 
-out_dir = 'out/demo'         # folder of both runs and of the report
-max_iters = 2200             # training steps of each twin
-tune_iters = 120             # tuning steps of each set of head scales
-overshoot = 1.25             # scales for T tokens are tuned at this factor times T (paper: 1.125)
-n_samples = 600              # test windows of 4L tokens; the table shows means over them
-curve_samples = 64           # test windows of 8L tokens; the curves are means over them
+out_dir = 'out/demo_code'    # folder of the report; the trained models go there, too
+models = ''                  # folder of trained models to read; '': train them in out_dir
+text = ''                    # file to read; '': the split test of data/code or, with trained
+                             # models, the standard library of the Python that runs this
+target_length = 512          # tokens in a window; the scales are tuned for it
+n_samples = 40               # windows to read
+targets = 400                # far repeats to score
+max_iters = 2000             # training steps of NoPE with the convolution; the others take half
+tune_iters = 80              # tuning steps of head scales
 train_args: list[str] = []   # more settings for train.py, such as ['--n_layer=2']
 tune_args: list[str] = []    # more settings for tune_scale.py
 
-AT = 'loss', 'standard_error', 'cut_loss', 'gain', 'gain_error'  # copied from eval_ppl.py's rows
-TAIL = 64  # the loss at T is the mean over this many positions before T
-TOLERANCE = 0.05  # in nats: reach ends where the loss exceeds its value at L by more than this
-TUNED = {'head': 'scale', 'vectors': 'channel,norm'}  # {name in the report: value of --tune}
+# {model: its arguments of train.py}
+TRAIN = {'none': [], 'rope': ['--position=rope'], 'conv': ['--short_conv=4']}
+# {what is read: (model, kind of its scales)}
+READINGS = {'NoPE': ('none', ''), 'NoPE, best uniform scale': ('none', 'uniform'),
+            'NoPE, head scales': ('none', 'head'), 'RoPE': ('rope', ''),
+            'NoPE + conv': ('conv', ''), 'NoPE + conv, head scales': ('conv', 'head')}
+GRAM = 4             # this many tokens before a far repeat occurred before
+TAIL = 64            # the loss at T is the mean over this many positions before T
+BATCH_TOKENS = 8192  # in one forward pass
 
 
 # ---------------------------------------------------------------------- run the stages
@@ -52,194 +75,300 @@ def run(stage, *arguments):
         sys.exit(child.returncode)
 
 
+def run_lane(name, stages, threads):
+    """
+    Run stages one after the other. Each line of their output begins with the lane's name. If one
+    fails, the demo ends. Returns {command: seconds}.
+    """
+    seconds = {}
+    environment = {'OMP_NUM_THREADS': str(threads), 'PYTHONUNBUFFERED': '1'} | os.environ
+    for stage, *arguments in stages:
+        began, line = time.perf_counter(), f"python {' '.join([stage, *arguments])}"
+        print(f'{name:>5} | $ {line}', flush=True)
+        child = subprocess.Popen([sys.executable, str(ROOT / stage), *arguments], text=True,
+                                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
+        for output in child.stdout:
+            print(f'{name:>5} | {output}', end='', flush=True)
+        if child.wait():
+            raise UserError(f'{line} failed. Its message is above.')
+        seconds[line] = round(time.perf_counter() - began, 1)
+    return seconds
+
+
 def read(path):
     return json.loads(Path(path).read_text())
 
 
-def train(folder, *arguments):
-    """Train a twin, or resume its training if it was stopped."""
-    resume = ['--init_from=resume'] if Path(folder, 'last.pt').exists() else []
-    run('train.py', *arguments, f'--out_dir={folder}', *resume)
+def is_made(path, arguments):
+    """Whether the JSON of a stage is there and was written by this command."""
+    made = f"python {' '.join(arguments)}"
+    return Path(path).exists() and read(path)['command'] == made
 
 
-def tune(folder, lengths, overshoot, arguments, head_arguments):
+def scale_file(model, kind):
+    """The path of a model's tuned scales. kind: uniform or head."""
+    name = 'uniform' if kind == 'uniform' else f'head_{target_length}'
+    return f'{models or out_dir}/{model}/scale_{name}.json'
+
+
+def training(model):
+    """The stage that trains a model, or resumes its training: a list of one, or of none."""
+    folder, steps = Path(out_dir, model), max_iters if model == 'conv' else max_iters // 2
+    if (folder / 'loss.png').exists():  # train.py draws it last
+        return []
+    resume = ['--init_from=resume'] if (folder / 'last.pt').exists() else []
+    return [['train.py', 'config/code.py', *TRAIN[model], f'--max_iters={steps}',
+             f'--out_dir={folder}', *train_args, *resume]]
+
+
+def tunings(model):
+    """The stages that find the softmax scales of a model, as far as they are missing."""
+    how = {'uniform': ['--method=uniform', '--candidate_range=[0.6,2.4,0.1]'],
+           'head': ['--tune=scale:0.1', '--init_scale=1.0', '--min_scale=None',
+                    f'--max_iters={tune_iters}', '--warmup_iters=10']}
+    stages = {kind: ['tune_scale.py', f'--out_dir={out_dir}/{model}', '--n_samples=32',
+                     f'--target_length={target_length}', *how[kind], *tune_args]
+              for name, kind in READINGS.values() if name == model and kind}
+    return [stage for kind, stage in stages.items() if not is_made(scale_file(model, kind), stage)]
+
+
+def train_and_tune():
     """
-    Find scales and vectors for these lengths. arguments: of every tune_scale.py; head_arguments:
-    more of those that tune by gradient. Returns {method: value of --scale}.
+    Train and tune the models in two lanes side by side, each with half of the cores. Returns
+    {command: seconds}.
     """
-    run('tune_scale.py', f'--out_dir={folder}', '--method=uniform', '--n_samples=32', *arguments)
-    uniform = read(f'{folder}/scale_uniform.json')
-    best = dict(zip(uniform['lengths'], uniform['best_by_length']))
-    scales = {f'uniform {T}': best[T] for T in lengths}
-    for (name, kinds), T in itertools.product(TUNED.items(), lengths):
-        target = round(overshoot * T)
-        run('tune_scale.py', f'--out_dir={folder}', f'--target_length={target}', f'--tune={kinds}',
-            f'--label={name}', *head_arguments, *arguments)
-        scales[f'{name} {T}'] = f'{folder}/scale_head_{target}_{name}.json'
-    return scales
+    lanes = {'conv': training('conv') + tunings('conv'),
+             'twins': training('none') + training('rope') + tunings('none')}
+    threads = max(1, (os.cpu_count() or 1) // len(lanes))
+    with ThreadPoolExecutor(len(lanes)) as pool:  # after Ctrl-C this waits: train.py saves first
+        conv, twins = pool.map(partial(run_lane, threads=threads), lanes, lanes.values())
+    return conv | twins
 
 
-def model_arguments(folder, name, scale):
-    """What the stages that measure a method are given: run, scale and label, and the label."""
-    label = f"demo_{name.replace(' ', '_')}"
-    arguments = [f'--out_dir={folder}', f'--label={label}']
-    if scale is not None:
-        arguments.append(f'--scale={scale}')
-    return arguments, label
+# ---------------------------------------------------------------------- read
+
+@dataclass
+class Text:
+    """What the models read. L: their training length; far: the far repeats in the windows."""
+    source: str
+    windows: np.ndarray  # (n, target_length + 1) ids
+    L: int
+    far: Targets
+
+    def lengths(self):
+        """L, 2L, 4L ... up to the length of the windows."""
+        T = self.windows.shape[1] - 1
+        return [self.L * 2 ** n for n in range(T.bit_length()) if self.L * 2 ** n <= T]
 
 
-def losses_of(folder, name, scale, lengths, n_samples):
-    """The result of eval_ppl.py for a method: its loss at each position."""
-    arguments, label = model_arguments(folder, name, scale)
-    run('eval_ppl.py', *arguments, '--protocol=position', f'--lengths={lengths}'.replace(' ', ''),
-        f'--n_samples={n_samples}', f'--tail={TAIL}')
-    return read(f'{folder}/eval_ppl_position_{label}.json')
+def windows_of_files(texts, tokenizer):
+    """A window from the middle of each text that is long enough, at most n_samples. Returns ids."""
+    windows, size = [], target_length + 1
+    for one in texts:
+        ids = tokenizer.encode_ordinary(one)
+        first = (len(ids) - size) // 2
+        if first >= 0:
+            windows.append(ids[first:first + size])
+        if len(windows) == n_samples:
+            break
+    if len(windows) < 2:
+        raise UserError(f'the text has {len(windows)} windows of {size} tokens; the demo needs at '
+                        'least 2. Give a longer --text= or a shorter --target_length=.')
+    return np.array(windows)
 
 
-def entropy_of(folder, name, scale, n_samples):
-    """The result of entropy.py for a method."""
-    arguments, label = model_arguments(folder, name, scale)
-    run('entropy.py', *arguments, f'--n_samples={n_samples}')
-    return read(f'{folder}/entropy_{label}.json')
+def text_to_read():
+    """The windows that all models read, and the far repeats in them."""
+    model, tokenizer = open_model(f'{models or out_dir}/none/last.pt')
+    if text:
+        content = Path(text).read_text(encoding='utf-8', errors='replace')
+        size = 4 * target_length  # characters; a token has 2.5 on average
+        source, texts = text, [content[i:i + size] for i in range(0, len(content), size)]
+    elif models:
+        library = Path(sysconfig.get_paths()['stdlib'])
+        source, texts = 'the standard library', library_files(library).values()
+    else:
+        source = 'data/code, test'
+        windows = Windows('code', 'test', target_length).evenly_spaced(n_samples)
+    if text or models:
+        windows = windows_of_files(texts, tokenizer)
+    L = model.config.trained_length
+    return Text(source, windows, L, find_targets(windows, L, GRAM, targets))
+
+
+@torch.inference_mode()
+def losses_of(read_text, runtime, model, kind):
+    """The losses of a reading, (n, T), and its smallest and largest softmax scale."""
+    scale = None
+    if kind:
+        made = read(scale_file(model, kind))
+        scale = scale_file(model, kind)
+        if kind == 'uniform':
+            scale = dict(zip(made['lengths'], made['best_by_length']))[target_length]
+    opened, _ = open_model(f'{models or out_dir}/{model}/last.pt', scale)
+    losses = runtime.over_windows(
+        read_text.windows, BATCH_TOKENS,
+        lambda inputs, after: by_position(opened, inputs, after)[0])
+    return losses, [x.item() for x in opened.head_scale.aminmax()]
+
+
+@torch.inference_mode()
+def cut_losses_of(read_text, runtime, model):
+    """With the context cut to L: the losses at each length, {T: (n,)}, and at the far repeats."""
+    opened, _ = open_model(f'{models or out_dir}/{model}/last.pt')
+    lengths = read_text.lengths()[1:] if model == 'conv' else read_text.lengths()[-1:]
+    at = {T: cut_losses(opened, read_text.windows, T, TAIL, BATCH_TOKENS, runtime)
+          for T in lengths}  # the picture shows all lengths for one model, to save time
+    return at, losses_when_cut(opened, read_text.windows, read_text.far, BATCH_TOKENS, runtime)
+
+
+def read_all(read_text):
+    """
+    Read with every model and scale, on all cores. Returns {title: result of losses_of()} and
+    {model: result of cut_losses_of()}.
+    """
+    runtime, tasks = setup('cpu', 'float32'), {}
+    for title, reading in READINGS.items():
+        tasks[title] = partial(losses_of, read_text, runtime, *reading)
+    for model in TRAIN:
+        tasks[f'{model}, cut'] = partial(cut_losses_of, read_text, runtime, model)
+    torch.set_num_threads(1)  # of each task
+    with (progress_bar(len(tasks), f'reading {len(read_text.windows)} windows') as bar,
+          ThreadPoolExecutor(os.cpu_count()) as pool):
+        started = {name: pool.submit(task) for name, task in tasks.items()}
+        for each in as_completed(started.values()):
+            each.result()  # raises what the task raised
+            bar.update()
+    found = {name: each.result() for name, each in started.items()}
+    return ({title: found[title] for title in READINGS},
+            {model: found[f'{model}, cut'] for model in TRAIN})
 
 
 # ---------------------------------------------------------------------- what they found
-
-def reach(position, loss, L, limit):
-    """The last position, from L on, before the loss exceeds the limit."""
-    reached = L
-    for i, value in zip(position, loss):
-        if i > L and value > limit:
-            break
-        reached = max(L, round(i))
-    return reached
-
-
-def slope(position, entropy, low, high):
-    """Slope of entropy against ln i by least squares, for low < i <= high: nats per e-fold."""
-    inside = [low < i <= high for i in position]
-    return np.polyfit(np.log(position)[inside], np.array(entropy)[inside], 1)[0]
-
 
 def smooth(values, width):
     """The mean of each value and the width - 1 values before it, or of fewer at the start."""
     return [np.mean(values[max(0, end - width):end]) for end in range(1, len(values) + 1)]
 
 
-def entry_of_method(losses, curves, scale, L):
-    """
-    The report's entry for one method. losses: from losses_of(); curves: from entropy_of(), or None;
-    scale: the value of --scale.
-    """
-    at = {}
-    for row in losses['rows']:
-        at[str(row['length'])] = {key: row[key] for key in AT if key in row}
-    position = losses['position']  # the middle of each bin
-    width = round(TAIL / (position[1] - position[0]))  # TAIL in bins
-    limit = at[str(L)]['loss'] + TOLERANCE
-    scales = scale or 1.0
-    if isinstance(scale, str):
-        scales = read(scale)['head_scale']
-    method = {'at': at, 'reach': reach(position, smooth(losses['loss'], width), L, limit),
-              'scale': [np.min(scales), np.max(scales)]}
-    if curves:
-        method['loss_curve'] = smooth(curves['loss'], width)
-        method['entropy_curve'] = curves['mean_entropy']
-    return method
+def entry_of(read_text, losses, scales, cut):
+    """The report's entry of one reading. losses, scales: from losses_of(); cut: cut_losses_of()."""
+    cut_at, cut_far = cut
+    entry = {'at': {}, 'scale': scales, 'curve': smooth(losses.mean(0), TAIL)}
+    for T in read_text.lengths():
+        of_windows = losses[:, T - TAIL:T].mean(1)
+        entry['at'][T] = summary(of_windows)
+        if T in cut_at:
+            entry['at'][T] |= gain_of(of_windows, cut_at[T])
+    far = read_text.far
+    entry['far'] = repeat_summary(far.window, losses[far.window, far.t - 1], cut_far, cut_far)
+    return entry
 
 
-def paired_differences(losses):
-    """
-    The difference in loss of each pair of methods at each length. losses: {method: {length: losses
-    by window}}. All methods read the same windows.
-    """
+def differences(read_text, found):
+    """How much lower the loss of each scaled reading is than that of the one before it, at T."""
+    titles, T = list(found), target_length
     pairs = []
-    for T in losses['NoPE']:
-        for a, b in itertools.combinations(losses, 2):
-            rows = np.subtract(losses[a][T], losses[b][T])
-            pairs.append({'length': int(T), 'a': a, 'b': b, 'difference': rows.mean(),
-                          'standard_error': rows.std(ddof=1) / len(rows) ** 0.5})
+    for a, b in zip(titles, titles[1:]):
+        if READINGS[b][1]:
+            rows = [found[title][0][:, T - TAIL:T].mean(1) for title in (a, b)]
+            gained = summary(rows[0] - rows[1])
+            pairs.append({'a': a, 'b': b, 'difference': gained['loss'],
+                          'standard_error': gained['standard_error']})
     return pairs
 
 
-def comparisons(methods, losses, position, L):
-    """
-    The report's entries that compare methods, and the slopes of NoPE's entropy. losses: as in
-    paired_differences().
-    """
-    pairs, entropy = paired_differences(losses), methods['NoPE']['entropy_curve']
-    at_L = {name: method['at'][str(L)]['loss'] for name, method in methods.items()}
-    return {'paired_differences': pairs,
-            'largest_standard_error': max(pair['standard_error'] for pair in pairs),
-            'entropy_slope_before_L': slope(position, entropy, L / 2, L),
-            'entropy_slope_past_L': slope(position, entropy, L, 2 * L),
-            'gap_to_rope_at_L': at_L['NoPE'] - at_L['RoPE']}
+def verdict(row):
+    """What a gain over the cut context says, if it is sure by three standard errors."""
+    if abs(row['gain']) < 3 * row['gain_error']:
+        return 'is not sure to gain or lose'
+    return 'gains' if row['gain'] > 0 else 'loses'
 
 
-def made_with(result, began):
-    """The provenance of the report. result: of one stage, whose versions and device are copied."""
-    same = {key: result[key] for key in ('commit', 'versions', 'device', 'dtype')}
-    return {'command': command(), **same, 'seconds': round(time.perf_counter() - began, 1)}
+def sentences(report):
+    """What the report shows, in five lines."""
+    L, T, rows = report['L'], report['lengths'][-1], report['readings']
+    cut = {title: f"{row['at'][T]['cut_loss']:.2f}" for title, row in rows.items()}
+    nope, uniform, heads, rope, conv, conv_heads = rows
+
+    def loss(title, length=T):
+        return f"{rows[title]['at'][length]['loss']:.2f}"
+
+    def worth(title):
+        row = rows[title]['far']
+        return f"{row['gain']:+.2f} ± {row['gain_error']:.2f}"
+
+    sure = rows[conv_heads]['far']['gain'] > 3 * rows[conv_heads]['far']['gain_error']
+    return [
+        f'1. At L = {L} tokens, the length of training, the loss of NoPE is {loss(nope, L)} nats '
+        f'per token, of RoPE {loss(rope, L)}, of NoPE with the convolution {loss(conv, L)}.',
+        f'2. At {T} tokens it is {loss(nope)} for NoPE and {loss(rope)} for RoPE. With the last L '
+        f'tokens alone it is {cut[nope]} and {cut[rope]}.',
+        f'3. One softmax scale for the model lowers NoPE to {loss(uniform)}, one for each head to '
+        f'{loss(heads)}.',
+        f'4. NoPE with the convolution has {loss(conv)} at {T} tokens, with a scale for each head '
+        f'{loss(conv_heads)}, with the last L tokens alone {cut[conv]}.',
+        '5. Where earlier text repeats, more than L tokens back, that text is worth, in nats per '
+        f'token: {worth(nope)} to NoPE, {worth(heads)} with head scales, {worth(rope)} to RoPE, '
+        f'{worth(conv)} to the convolution, {worth(conv_heads)} with head scales: it '
+        + ('reads past L.' if sure else 'is not sure to read past L.'),
+    ]
 
 
-def print_report(report, picture):
-    print(f'\nLoss in nats per byte, mean of the last {TAIL} positions of {report["windows"]} test '
-          f'windows; L = {report["block_size"]}')
-    print(' ' * 22 + '        L       2L       4L  gain at 4L    reach   scales')
-    for name, method in report['methods'].items():
-        rows = list(method['at'].values())
-        untuned = report['methods']['RoPE' if name == 'RoPE' else 'NoPE']
-        gain = list(untuned['at'].values())[-1]['cut_loss'] - rows[-1]['loss']
-        losses = ''.join(f'{row["loss"]:9.3f}' for row in rows) + f'{gain:12.3f}'
-        low, high = method['scale']
+def print_report(report):
+    lengths = report['lengths']
+    print(f"\n{report['windows']} windows of {report['source']}. Loss in nats per token, mean of "
+          f"{TAIL} positions before each length. Gain at {report['far_targets']} far repeats, over "
+          f'the untuned model with the last {lengths[0]} tokens alone.\n')
+    head = ''.join(f'{f"at {T}":>9}' for T in lengths)
+    print(f'{"":26}{head}{"gain":>9}   scales')
+    for title, row in report['readings'].items():
+        losses = ''.join(f"{at['loss']:9.3f}" for at in row['at'].values())
+        low, high = row['scale']
         scales = f'{low:.2f} to {high:.2f}' if low < high else f'{low:.2f}'
-        print(f'{name:22}{losses}{method["reach"]:9d}   {scales}')
-    cut = ''.join(f'{row.get("cut_loss", row["loss"]):9.3f}'
-                  for row in report['methods']['NoPE']['at'].values())
-    print(f'{"NoPE, context cut to L":22}{cut}')
-    print(f'\nlargest standard error of a paired difference: '
-          f'{report["largest_standard_error"]:.4f} nats')
-    print(f'entropy of NoPE per e-fold of context: {report["entropy_slope_before_L"]:.2f} nats '
-          f'just before L, {report["entropy_slope_past_L"]:.2f} just past it')
-    print(f'NoPE - RoPE at L: {report["gap_to_rope_at_L"]:+.3f} nats')
-    print('\nfive seeds of this recipe, results/demo/seeds.json, mean ± standard deviation:')
-    for row in read(ROOT / 'results/demo/seeds.json')['rows']:
-        print(f"{row['method']:>14} at {row['length']}: {row['mean']:.3f} ± {row['sd']:.3f}, "
-              f"gain {row['gain']:.3f}")
-    print(f'{report["seconds"] / 60:.0f} minutes in all; the picture is {picture}')
+        print(f"{title:26}{losses}{row['far']['gain']:+9.3f}   {scales}")
+    print('', *sentences(report), '', sep='\n')
+
+
+def print_forecast():
+    """Say about how long training and tuning take here, from a trial of a few seconds."""
+    lanes = 2
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // lanes))
+    model, _ = open_model('lessons/models/conv/last.pt')
+    model.requires_grad_(True)
+    ids, seconds = torch.randint(model.config.vocab_size, (16, 129)), []
+    for _ in range(4):
+        began = time.perf_counter()
+        model(ids[:, :-1], ids[:, 1:]).mean().backward()
+        seconds.append(time.perf_counter() - began)
+    steps = max_iters + 3 * tune_iters  # of a lane; a tuning step is longer than one of training
+    minutes = min(seconds) * steps / min(1, (os.cpu_count() or 1) / lanes) / 60 + 2  # 2 to compile
+    print(f'Training and tuning take about {minutes:.0f} minutes on this machine.', flush=True)
 
 
 def main():
-    began, nope, rope = time.perf_counter(), f'{out_dir}/nope', f'{out_dir}/rope'
-    run('data/stdlib/prepare.py')
-    train(nope, f'--max_iters={max_iters}', *train_args)
-    train(rope, 'config/demo_rope.py', f'--max_iters={max_iters}', *train_args)
-    trained = read(f'{nope}/config.json')
-    L = trained['block_size']
-    lengths = [L, 2 * L, 4 * L]
-
-    tuned = tune(nope, lengths[1:], overshoot, tune_args, [f'--max_iters={tune_iters}'])
-    methods, by_window = {}, {}
-    for name, scale in ({'NoPE': None} | tuned | {'RoPE': None}).items():
-        folder, curves = rope if name == 'RoPE' else nope, None
-        losses = losses_of(folder, name, scale, lengths, n_samples)
-        if not name.endswith(f' {2 * L}'):  # the picture shows the methods for 4L
-            curves = entropy_of(folder, name, scale, curve_samples)
-        methods[name] = entry_of_method(losses, curves, scale, L)
-        by_window[name] = losses['loss_at_by_window']
-
-    uniform = read(f'{nope}/scale_uniform.json')
-    search = next(iter(uniform['searches'].values()))
-    report = {
-        'block_size': L, 'target_length': 4 * L, 'lengths': lengths, 'windows': losses['samples'],
-        'methods': methods, **comparisons(methods, by_window, curves['position'], L),
-        'scale_fit': {key: search[key] for key in ('fit_a', 'fit_r2')},
-        'seeds': {'train': trained['seed'], 'tune': uniform['settings']['seed']},
-        'position': curves['position'], 'settings': settings(globals()), 'train_settings': trained,
-        **made_with(losses, began)}
-    report = save_json(f'{out_dir}/report.json', report)
-    plots.draw(f'{out_dir}/report.json')
-    print_report(report, f'{out_dir}/report.png')
+    began, seconds = time.perf_counter(), {}
+    between(globals(), 1, 'target_length', 'n_samples', 'targets', 'max_iters', 'tune_iters')
+    if not models:
+        run('data/code/prepare.py')
+        print_forecast()
+        seconds = train_and_tune()
+    start = time.perf_counter()
+    read_text = text_to_read()
+    found, cut = read_all(read_text)
+    seconds['reading'] = round(time.perf_counter() - start, 1)
+    readings = {title: entry_of(read_text, *found[title], cut[model])
+                for title, (model, _) in READINGS.items()}
+    report = {'stage': 'demo', 'L': read_text.L, 'lengths': read_text.lengths(), 'tail': TAIL,
+              'source': read_text.source, 'windows': len(read_text.windows),
+              'far_found': read_text.far.found, 'far_targets': len(read_text.far.t),
+              'readings': readings, 'differences': differences(read_text, found),
+              'seconds_by_part': seconds}
+    print_report(report)
+    plots.write_result(f'{out_dir}/report', report, settings(globals()), setup('cpu', 'float32'),
+                       began)
+    if models:
+        print('Now train your own: make demo')
 
 
 if __name__ == '__main__':

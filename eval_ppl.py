@@ -2,24 +2,23 @@
 Perplexity of a checkpoint at and beyond its training length L, with any softmax scale. Section 4.2
 and Table 2 of "Length Generalization of Causal Transformers without Position Encoding". The stage
 also scores the last tokens of each length and measures the gain of a longer context, as Figures 1
-to 6 and Table 1 of "DAPE V2" do. And it scores far repeats: tokens after a piece of text whose
-latest earlier occurrence is more than L tokens back.
+to 6 and Table 1 of "DAPE V2" do. And it scores far repeats: tokens that follow a repeated piece of
+text, if its latest copy is more than L tokens back.
 
-A fine-tuned model has two training lengths. block_size is the new one: lengths, strides and Delta P
-use it as L. trained_length is the one before fine-tuning: the cut context and far repeats use it as
-L. For every other model both are the same.
+L is block_size, the length of the last training. L0 is trained_length, the length before any
+fine-tuning. A model that was not fine-tuned has L0 = L. The cut context and far repeats use L0.
+Lengths, strides and Delta P use L.
 
-The cut context is the baseline of every length T beyond L. To score a token in it, the model reads
-only the 7L/8 to L tokens before this token, in windows of L that score their last L / 8; at far
-repeats it reads exactly L. `cut_loss` is the loss in the cut context. `gain` is cut_loss minus the
-loss when the model reads T tokens, in nats. Above 0 the model reads past L. Below 0 the tokens
-beyond L do harm. With a file of scale sets, passes of at most L tokens, such as those of the cut
-context, use the model's own scales.
+The cut context is the baseline of lengths T beyond L0, except in protocol tail. To score a token in
+it, the model reads at most L0 tokens: a window of L0 scores its last L0 / 8 tokens, and at far
+repeats one token. `cut_loss` is the loss in the cut context. `gain` is cut_loss minus the loss when
+the model reads T tokens, in nats. Above 0 the model reads past L0. Below 0 the tokens beyond L0 do
+harm. With a file of scale sets, passes of at most L tokens use the model's own scales.
 
-At far repeats, `gain` uses the cut_loss of the untuned model: the checkpoint --baseline, or the
-run's checkpoint without the scales and the position method of the command. `own_gain` uses the cut
-loss of the model itself. `headroom` is how much there is to gain: the gain of a copy cache, which
-lib/repeats.py defines. R = gain / headroom.
+At far repeats, `gain` compares with the untuned model. This is the checkpoint --baseline. Without
+--baseline it is the run's own checkpoint, without --scale, --position and --rope_scaling.
+`own_gain` compares with the cut context of the model itself. `headroom` is the gain of a simple
+rule that copies (lib/repeats.py). R = gain / headroom.
 
 $ python eval_ppl.py                                             # sliding windows of L ... 8L
 $ python eval_ppl.py --scale=out/demo/nope/scale_head_640.json   # the same with tuned scales
@@ -67,15 +66,15 @@ device = 'auto'              # auto, cpu, cuda, mps
 dtype = 'auto'               # auto, float32, bfloat16, float16
 # how to read it
 protocol = 'sliding'         # sliding: sliding windows; position: every position of one pass; tail:
-                             # last tokens of each length; repeat: far repeats, in longest windows
+                             # last tokens of each length; repeat: far repeats, at longest length
 lengths: list[int] | None = None  # window lengths in tokens; None: L, 2L, 4L and 8L
 rule = 'same'                # sliding: same, paper or classic; see sliding_windows()
 stride: int | None = None    # sliding: tokens scored per window; None: 256, or L/8 if L < 2048
 max_windows = 1024           # sliding: windows per length; rule same spaces them evenly, the other
                              # rules take the first ones
 n_samples = 256              # other protocols: windows of the longest length, evenly spaced
-tail: int | None = None      # tokens scored at the end of each length; None: 64 for position, and
-                             # 256 for tail, or L if L < 256
+tail: int | None = None      # tokens scored at the end of each length; None: 64 for position; for
+                             # tail 256, or L if that is less
 gram = 8                     # repeat: this many tokens before a target also occur earlier
 targets = 1500               # repeat: targets to score, drawn at random from those found
 baseline: str | None = None  # repeat: checkpoint file of the untuned model; None: that of this run
@@ -94,9 +93,9 @@ def perplexity(loss):
 
 def summary(losses, n_scored=None):
     """
-    Returns the mean loss over all scored tokens, its perplexity, and its standard error over
-    windows. losses: (n,), the mean loss of each window. n_scored: (n,), the number of tokens that
-    each window scores; None: all windows score equally many.
+    Returns the mean loss over all scored tokens, its perplexity, the standard error of the mean
+    loss, taken over windows, and their number. losses: (n,), the mean loss of each window.
+    n_scored: (n,), the number of tokens that each window scores; None: all score equally many.
     """
     mean = np.average(losses, weights=n_scored)
     n, error = len(losses), math.nan
@@ -109,8 +108,8 @@ def summary(losses, n_scored=None):
 def gain_of(losses, cut_losses, n_scored=None):
     """
     Returns the loss in the cut context, the gain from the tokens beyond it, and the gain's standard
-    error over windows. losses, cut_losses: (n,), the mean losses of each window in the whole and in
-    the cut context. The error is of the difference within each window.
+    error over windows. losses, cut_losses: (n,), the mean loss of each window with its whole
+    context, and with the cut context. The error is that of cut_losses - losses.
     """
     gain = summary(cut_losses - losses, n_scored)
     return {'cut_loss': np.average(cut_losses, weights=n_scored), 'gain': gain['loss'],
@@ -152,8 +151,9 @@ def score_windows(run, tokens, windows, label=None):
     """
     The sum of the losses of each window's scored tokens, in nats. Returns (len(windows),) float64,
     in the order of windows, on every rank. tokens: (n,) array of ids. windows: from
-    sliding_windows(). label: text of the progress bar; None: no bar. Only a group of equal windows
-    that holds more than half of them gets a bar. Logits are computed only for scored tokens.
+    sliding_windows(). label: text of the progress bar; None: no bar. Windows of one size are read
+    together; a size that more than half of them have gets a bar. Logits are computed only for
+    scored tokens.
     """
     groups, sums = {}, np.empty(len(windows))
     for i, (lo, hi, n_scored) in enumerate(windows):
@@ -165,8 +165,8 @@ def score_windows(run, tokens, windows, label=None):
             losses = called(inputs, targets[:, -n_scored - 1:])[:, :-1]
             return losses.cpu().double().sum(1)
 
-        # Read all tokens of a window, because a position method may depend on their number. The
-        # target of the last token is outside the window. Put 0 there and drop its loss.
+        # The last token of a window has no target in the window. Read it all the same, because a
+        # position method may depend on the number of tokens. Its target is 0; its loss is dropped.
         texts = np.zeros((len(group), T + 1), np.int64)
         for text, i in zip(texts, group):
             lo, hi, _ = windows[i]
@@ -199,9 +199,9 @@ def windows_of(data, length, longest, stride, rule, max_windows):
 
 def sliding(run, sizes):
     """
-    Sliding windows. Returns one row per length, and {length: mean loss of each window}. A row holds
-    the loss, the perplexity and the numbers of documents, windows and scored tokens. The row of a
-    length above trained_length also holds the gain over the cut context.
+    Sliding windows. Returns the result's entries: one row per length, and the mean loss of each
+    window. A row holds the loss with its standard error, the perplexity and the numbers of
+    documents, windows and scored tokens. The row of a length above L0 also holds the gain.
     """
     s, rows, by_window = run.settings, [], {}
     cut_length = run.model.config.trained_length
@@ -211,8 +211,8 @@ def sliding(run, sizes):
     to_score = [windows_of(data, length, sizes[-1], S, s['rule'], s['max_windows'])
                 for length in sizes]
 
-    # Keep the sums: with rule same, the cut windows are the same at every length. If the stride is
-    # at most L / 8, they are also the windows of length L.
+    # Keep the sums, because the same windows come again: with rule same, the cut windows do not
+    # depend on the length. With a stride of at most L0 / 8 they are also the windows of length L0.
     @functools.cache
     def sums_of(windows):
         return score_windows(run, data.tokens, windows, 'windows')
@@ -238,7 +238,7 @@ def sliding(run, sizes):
 
 
 def checked_stride(stride, L, sizes):
-    """The stride. None means 256, or L / 8 if that is less. Raises UserError if it is too long."""
+    """The stride; None: 256, or L / 8 if that is less. UserError if it is 0 or too long."""
     S = min(256, L // 8) if stride is None else stride
     if not 0 < S < sizes[0]:
         raise UserError(f'stride is {S}; it must be at least 1 and below the shortest length, '
@@ -285,14 +285,14 @@ def tail_tokens(run, sizes):
     """
     The protocol of DAPE V2. Each length T has one row: the perplexity of the last K tokens of
     windows of T tokens. If K is larger than L, the row of length L scores all its tokens. For T > L
-    the row also has Delta P of Eq. (6), P(x[-L:], L) - P(x, L): the perplexity of the last L tokens
-    read without the tokens before them, minus their perplexity read with all of x.
+    the row also has Delta P, Eq. (6): the perplexity of the last L tokens read alone, minus their
+    perplexity read after the rest of the window. Above 0, the earlier tokens help.
     """
     K, L = checked_tail(run.settings['tail'], run.L, sizes), run.L
     tokens = run.windows(sizes[-1]).evenly_spaced(run.settings['n_samples'], spacing=K)
 
     def losses_in(T):
-        """Losses of the last max(K, L) tokens of each window of T."""
+        """Losses of the last max(K, L) tokens of each window of T, or of all if T is less."""
         called = run.compiled_for(len(tokens), T)
         with vectors_for(run.model, T):
             return run.runtime.over_windows(
@@ -335,8 +335,8 @@ def untuned_model(run, windows):
     theirs, L = model.config.trained_length, run.model.config.trained_length
     if theirs != L:
         raise UserError(f"baseline {info['path']} was trained at {theirs} tokens, but the model "
-                        f'that this run reads was trained at {L}. Name the checkpoint that its '
-                        'training started from.')
+                        f'that this run reads was trained at {L}. Set --baseline= to the '
+                        'checkpoint that its fine-tuning started from.')
     return model, info
 
 

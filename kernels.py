@@ -138,21 +138,21 @@ def in_rows(rows_of, inputs, n_maps, all_keys=False):
     """
     q, k, v, i, j = inputs
     T, S = q.shape[2], k.shape[2]
-    chunks = []
-    for rows, end in row_chunks(T, S, n_maps, q.device, all_keys):
-        queries = q[:, :, rows]
-        keys = k[:, :, :end]
-        values = v[:, :, :end]
-        places = i[..., rows], j[..., :end]
-        chunks.append((queries, keys, values, *places))
+    chunks = [(*inputs, rows, end)
+              for rows, end in row_chunks(T, S, n_maps, q.device, all_keys)]
     # Process the longest rows first: later, shorter chunks can reuse the memory that they free.
     chunks.reverse()
+
+    def of_chunk(q, k, v, i, j, rows, end):
+        # Slice here and not before: backward then adds up the gradients of this chunk's slices
+        # before it reaches the next chunk. Otherwise it would hold those of all chunks at once.
+        return rows_of(q[:, :, rows], k[:, :, :end], v[:, :, :end], i[..., rows], j[..., :end])
 
     recompute = n_maps * T * S > 4 * SCORES_AT_ONCE
     most_in_graph = CHUNKS_IN_A_GRAPH
     if q.device.type == 'cpu':  # a CPU is slow without compilation
         most_in_graph *= 8
-    y = each(rows_of, chunks, recompute, apart=len(chunks) > most_in_graph)
+    y = each(of_chunk, chunks, recompute, apart=len(chunks) > most_in_graph)
     return torch.cat(y[::-1], dim=2)
 
 

@@ -5,19 +5,19 @@ The architecture is TinyLlama's minus the rotary embedding: RMSNorm, grouped-que
 SwiGLU, no biases, and an output matrix that is not tied to the embedding. With position='rope' the
 model is TinyLlama itself, so a NoPE model and its RoPE twin differ only in position encoding.
 
-Read Transformer.forward() from top to bottom. position.py and position_more.py hold the position
-methods. kernels.py makes attention fast.
+Read Transformer.hidden(), then Block.forward() and Attention.forward(). position.py and
+position_more.py hold the position methods. kernels.py makes attention fast.
 
 Sources: Wang et al. 2024, "Length Generalization of Causal Transformers without Position Encoding"
 ("the paper" in this file), and the TinyLlama code for sizes and initialization.
 
-Shapes: B sequences, T tokens in this call, C = n_embd, H = n_head, D = head_dim = C / H,
-V = vocab_size.
+Shapes: B sequences, T tokens in this call, S keys (T, or more with a cache), C = n_embd,
+H = n_head, D = head_dim = C / H, V = vocab_size.
 
 Four arguments go through all layers:
   place  the positions of the queries and keys of a pass, a position.Place
   cache  the keys and values of the tokens read before, a KVCache of lib/generate.py; None: no cache
-  tail   how many of the last positions are wanted; 0: all of them
+  tail   how many of the last positions the layer shall return; 0: all of them
   probe  a function that measures q and k in each layer: see Transformer.probe(); None: no probe
 """
 
@@ -80,7 +80,7 @@ class ModelConfig(Settings):
 
     @property
     def trained_length(self):
-        """Training length of the model before any fine-tuning, in tokens."""
+        """Length of pretraining, in tokens: the training length before any fine-tuning."""
         return self.rope_length or self.block_size
 
 
@@ -134,13 +134,13 @@ class ShortConv(nn.Module):
 
     def __init__(self, config, name):
         super().__init__()
-        self.name = name  # a cache keeps its inputs under this name
+        self.name = name  # the cache stores the inputs of this convolution under this name
         # Fork the random state, so that all other weights start as in a model without convolutions.
         with torch.random.fork_rng(devices=[]):
             self.w = nn.Parameter(torch.empty(config.short_conv, config.n_embd).uniform_(-0.5, 0.5))
 
     def forward(self, x, cache=None):
-        """x: (B, T, C), the tokens after those in the cache. Returns (B, T, C)."""
+        """x: (B, T, C), new tokens; with a cache, those after its tokens. Returns (B, T, C)."""
         T, before = x.shape[1], len(self.w) - 1
         if cache is None:
             padded = F.pad(x, (0, 0, before, 0))             # (B, before + T, C)
@@ -211,7 +211,7 @@ class Transformer(nn.Module):
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tied:
             self.head.weight = self.embed.weight
-        first = {}  # {method's name: its instance in the first layer that has it}
+        first = {}  # {name of a method: its instance in the first layer that uses this name}
         for layer, block in enumerate(self.blocks):
             method = block.attn.position
             method.share_weights(first.setdefault(config.method_of(layer), method))
@@ -219,12 +219,12 @@ class Transformer(nn.Module):
     def init_weights(self, generator=None):
         """
         TinyLlama's initialization. All matrices start small. The output matrices of attention and
-        MLP start smaller in deeper models.
+        MLP start smaller in deeper models. Returns the model.
         """
         C, n_layer = self.config.n_embd, self.config.n_layer
         for name, p in self.named_parameters():
             if p.dim() != 2 or vector_of(name) or '.position.' in name or name.endswith('conv.w'):
-                continue  # norms and scales start at 1, the others as in their papers
+                continue  # norms and scales start at 1; the others have set their own weights
             std = math.sqrt(2 / (5 * C))
             if name.endswith('out.weight'):
                 std = 1 / (math.sqrt(C) * n_layer)
@@ -236,8 +236,8 @@ class Transformer(nn.Module):
         idx: (B, T) token ids. With a cache (lib/generate.py), they continue the cached tokens.
         Without targets, returns the logits of the last `tail` positions, (B, tail, V). With a tail
         of 0, returns the logits of all positions.
-        With targets (B, K), the ids that follow the last K positions, returns the loss of each
-        target: -ln p in nats, (B, K) float32.
+        targets: (B, K), the id of the next token for each of the last K positions. With them,
+        returns the loss of each target: -ln p in nats, (B, K) float32.
         """
         if targets is not None:
             tail = targets.shape[1]
@@ -250,8 +250,8 @@ class Transformer(nn.Module):
         """
         The input of the output matrix, (B, T, C). With tail > 0, returns only the last `tail`
         positions, (B, tail, C). The last layer computes queries, keys and values for all positions,
-        and everything after them only for these, and for the few before them that a short
-        convolution reads.
+        but attention and the MLP only for the last `tail`. If the MLP has a short convolution,
+        attention also runs at the few positions before them that this convolution reads.
         """
         T = idx.shape[1]
         if cache is None:
@@ -322,7 +322,7 @@ class Transformer(nn.Module):
             block.attn.head_scale.data = row.clone()
 
     def n_params(self):
-        """Number of weights that pretraining changes. Head scales and head gains do not count."""
+        """Number of weights that pretraining changes: without head scales and head gains."""
         return sum(p.numel() for name, p in self.named_parameters()
                    if not vector_of(name) or VECTORS[vector_of(name)].pretrained)
 
@@ -332,8 +332,8 @@ class Transformer(nn.Module):
         Each weight counts 2, as in a matmul. The input embedding is a look-up and costs nothing.
         Causal attention reads length / 2 keys on average, once for q.k and once for the sum of v.
         DAPE applies all its weights to each of these keys. What other methods compute for each key,
-        such as FIRE's network, is left out. Keys outside a sliding window count, because they are
-        computed and then masked.
+        such as FIRE's network, is left out. Keys outside a sliding window count, because their
+        scores are computed and then masked.
         """
         c, look_up = self.config, self.embed.weight.numel()
         dape = sum(p.numel() for name, p in self.named_parameters()
@@ -357,8 +357,8 @@ def gain_outputs(out, gain, D):
 
 
 # The vectors that can be tuned while every matrix stays fixed. The loop after this dict adds those
-# of the position methods. `matrix` is the matrix that absorbs a vector when export.py writes a
-# checkpoint for other programs. Norms have none, because such a checkpoint has norms itself.
+# of the position methods. `matrix` is the ending of the matrix's name that absorbs the vector when
+# export.py writes a checkpoint for other programs. Norms need none: such a checkpoint has norms.
 VECTORS = {
     'head_scale': Vector('head_scale', 1.0, 0.1, matrix='qkv.weight', fold=scale_queries),
     'head_gain': Vector('head_gain', 1.0, 0.02, matrix='out.weight', fold=gain_outputs),
@@ -382,8 +382,8 @@ def matrices(model):
     """
     {name: weight} of the matrices that may be cast to half precision. All other weights stay
     float32: the embedding, norms, scales, short convolutions and weights of position methods. The
-    embedding stays float32 because the layers add to it. An output matrix tied to the embedding
-    also stays float32.
+    embedding stays float32, because each layer adds its output to the vectors from it. An output
+    matrix tied to the embedding also stays float32.
     """
     names = 'qkv.weight', 'out.weight', 'gate_up.weight', 'head.weight'
     return {name: p for name, p in model.named_parameters() if name.endswith(names)}

@@ -2,17 +2,18 @@
 Position methods: what a transformer adds to NoPE so that attention knows the positions of tokens.
 
 NoPE adds nothing: only the causal mask tells positions apart. Every other method here is NoPE with
-one or a few of its steps changed. A step is a function of the class NoPE. In a pass, the model
-calls this step for every layer, before the first layer runs:
+one or a few of its steps changed. Each step is a function of the class NoPE. One step runs for
+every layer before the first layer starts:
   prepare     computes what depends only on the positions. RoPE stores its angles in the Place.
 Then each layer calls these steps:
   turn        changes q and k before they meet. RoPE turns both by an angle that grows with the
               position, so that q_i . k_j depends on i - j. Log-n scaling multiplies later
               queries by larger factors.
-  attend      runs the attention. A method that changes only q and k uses one fused kernel. With a
-              bias or its own mask, the fused kernel runs on some query rows at a time. All other
-              methods compute scores, softmax and the weighted sum of the values, also some rows at
-              a time. These are the steps in between:
+  attend      runs the attention, in one of three ways. A method that changes only q and k uses
+              one fused kernel. With a bias or its own mask, the fused kernel runs on some query
+              rows at a time. All other methods compute scores, softmax and the weighted sum of
+              the values, also some rows at a time.
+attend calls these steps; with the fused kernel only bias and mask:
   similarity  makes the scores before any bias. CoPE and Transformer-XL add a term that also depends
               on the query.
   bias        is a function of the positions, which is added to the scores: ALiBi, Kerple, FIRE, T5.
@@ -46,8 +47,8 @@ from kernels import later
 
 @dataclass(kw_only=True)
 class Settings:
-    """The settings of all position methods. Every stage that trains has these settings, too."""
-    position: str = 'none'      # none (NoPE), rope ...: a key of METHODS; a,b: layers take turns
+    """The settings of all position methods. They are also settings of train.py and che.py."""
+    position: str = 'none'      # none (NoPE), rope ...: a key of METHODS; a,b: layers alternate
     rope_base: float = 10000.0  # RoPE: pair k of a head turns by rope_base^(-2k/D) rad per token
     rope_scaling: str = ''      # RoPE: extension to longer texts, such as yarn:4; '': none
     rope_share: float = 1.0     # RoPE: share of the pairs that turn, fastest first
@@ -55,7 +56,7 @@ class Settings:
     random_positions: int = 0   # N: draw positions from 0 ... N - 1; 0: positions 0, 1, 2 ...
     dape_kernel: int = 0        # DAPE on top of the method: 1, 3, 5 ... keys wide; 0: no DAPE
     dape_width: int = 32        # DAPE: channels between its two convolutions
-    dape_residual: bool = True  # DAPE: also add the bias itself, Eq. (3) of DAPE V2, not (2)
+    dape_residual: bool = True  # DAPE: also add the bias itself, Eq. (3) of DAPE V2; False: (2)
     dape_cheat: bool = False    # DAPE: see later keys (section 4.5), to show what a leak does
 
     def __post_init__(self):
@@ -64,7 +65,8 @@ class Settings:
             if name not in METHODS:
                 raise ValueError(f"position is '{name}', which is unknown. Choose one of: "
                                  f"{', '.join(METHODS)}; or several, with commas. For a bias in "
-                                 'lessons/exercises.py, run python -m lessons.exercises STAGE.')
+                                 'lessons/exercises.py, start with python -m lessons.exercises '
+                                 'instead of python.')
         for name in unused_settings(vars(self)):
             owners = [f'position {key}' for key in METHODS if name in METHODS[key].settings]
             raise ValueError(f"{name} is {getattr(self, name)!r}, a setting of "
@@ -76,7 +78,7 @@ class Settings:
         self.require('rope_window', self.rope_window >= 0, 'at least 1, or 0 for all keys')
         parse_scaling(self.rope_scaling)
         self.require('random_positions', 0 <= self.random_positions <= 2 ** 24,
-                     'at most 2^24, or 0 for positions 0, 1, 2 ...')
+                     'from 1 to 2^24, or 0 for positions 0, 1, 2 ...')
         if self.random_positions:
             takes_random = {name for name in names if issubclass(METHODS[name], RoPE)
                             or 'bias' in METHODS[name].overrides}
@@ -86,7 +88,8 @@ class Settings:
                          'with biases, and with RoPE without rope_scaling or rope_window. Other '
                          'layers must be none')
         self.require('dape_kernel', self.dape_kernel == 0 or
-                     self.dape_kernel > 0 and self.dape_kernel % 2, 'odd, or 0 for none')
+                     self.dape_kernel > 0 and self.dape_kernel % 2,
+                     'odd and above 0, or 0 for none')
         self.require('dape_width', self.dape_width >= 1, 'at least 1')
 
     def require(self, name, is_right, what):
@@ -118,8 +121,9 @@ def unused_settings(settings):
 class Vector:
     """
     A small vector of a model. tune_scale.py can tune it while every matrix stays fixed.
-    A method lists its vectors in `vectors`, {name: Vector}. model.py lists all others in VECTORS.
-    Scale files store the vector under its name, and `tune=NAME` tunes it.
+    A method lists its vectors in `vectors`, {name: Vector}. VECTORS in model.py has these and all
+    others. Scale files store the vector under its name, and `tune=NAME` tunes it; head_scale and
+    head_gain have other names there, see KINDS in tune_scale.py.
     """
     ending: str           # last part of the names of its parameters
     neutral: float        # changes nothing; a checkpoint that lacks the vector gets this value
@@ -140,11 +144,11 @@ class Place:
 
 def random_places(place, draws):
     """
-    Randomized positions (Ruoss et al. 2023): a list with one Place per layer. The place.total
-    tokens have a sorted random subset of 0 ... N - 1 as positions, instead of 0, 1, 2 ... So short
-    texts train the distances of long texts. draws: (n_layer, N) random numbers; the indices of the
-    largest place.total numbers are the positions. Raises ValueError if there are more tokens
-    than N.
+    Randomized positions (Ruoss et al. 2023): a list with one Place per layer. In each
+    layer, the place.total tokens have a sorted random subset of 0 ... N - 1 as positions, instead
+    of 0, 1, 2 ... So short texts train the distances of long texts. draws: (n_layer, N) random
+    numbers. The places of the largest numbers in a row are the positions in that layer. Raises
+    ValueError if there are more tokens than N.
     """
     N = draws.shape[1]
     if place.total > N:
@@ -204,8 +208,8 @@ class NoPE(nn.Module):
 
     def similarity_inputs(self, k):
         """
-        More inputs of similarity(), a tuple: tensors that do not depend on the query. A layer
-        computes them once, because it calls similarity() for some query rows at a time.
+        More inputs of similarity(), a tuple. A layer calls similarity() many times, for some query
+        rows each time. What is the same for all rows is computed once, here.
         """
         return ()
 
@@ -238,8 +242,8 @@ class NoPE(nn.Module):
 
     def softmax(self, scores):
         """
-        The attention weights for these scores, (B, H, T, S) float32. In a subclass, such as Sink, a
-        row may sum to less than 1.
+        The attention weights for these scores, (B, H, T, S) float32. In a subclass, such as Sink of
+        position_more.py, a row may sum to less than 1.
         """
         return scores.softmax(-1, dtype=torch.float32)
 
@@ -268,7 +272,7 @@ SCALINGS = ('pi', 'ntk', 'dynamic_ntk', 'yarn')
 
 
 def parse_scaling(text):
-    """('yarn', 4.0) from 'yarn:4', and ('', 1.0) from ''. Raises ValueError if it is neither."""
+    """('yarn', 4.0) from 'yarn:4', and ('', 1.0) from ''. Any other text raises ValueError."""
     kind, _, factor = text.partition(':')
     try:
         if text == '' or kind in SCALINGS and 1 <= float(factor) < math.inf:
@@ -282,13 +286,14 @@ def parse_scaling(text):
 def rope_frequencies(D, base, scaling, L, total, device='cpu'):
     """
     Returns two things. The first is the angle by which each pair of a head turns from one position
-    to the next, (D/2,) float64, in radians. The second is a factor on cos and sin: YaRN's attention
-    temperature, 1 for the other methods.
+    to the next, (D/2,) float64, in radians. The second is a factor on cos and sin: 1, except for
+    YaRN.
+    Raises ValueError if scaling is unknown.
     total: tokens in the text, including those still to be generated; only dynamic NTK uses it.
     RoPE is Eq. (15) of Su et al. 2021. Extensions by a factor s, for a model trained at length L:
     pi           Divide positions by s (Chen et al. 2023).
-    ntk          Use a larger base. The slowest pair turns s times slower; the fastest turns almost
-                 as before.
+    ntk          Use a larger base. The slowest pair turns s times slower; the fastest turns as
+                 before.
     dynamic_ntk  For texts longer than L, use ntk with the factor s total / L - (s - 1).
     yarn         Treat pairs that turn less than once in L tokens as pi does. Treat pairs that turn
                  more than 32 times as plain RoPE does. Blend linearly between the two. Multiply
@@ -300,14 +305,14 @@ def rope_frequencies(D, base, scaling, L, total, device='cpu'):
     if kind in ('ntk', 'dynamic_ntk'):
         base = base * s ** (D / (D - 2))
 
-    # base^(-2k/D), written with exp(): torch.compile treats exp as costly, so it stores cos and sin
-    # instead of computing them again in each layer.
+    # base^(-2k/D), written with exp() instead of a power. torch.compile repeats cheap operations in
+    # each layer. It counts exp as costly, so it keeps the cos and sin that come from it.
     k = torch.arange(D // 2, dtype=torch.float64, device=device)
     frequency = torch.exp(-2 * math.log(base) / D * k)
     if kind == 'pi':
         frequency = frequency / s
     if kind == 'yarn':
-        def pair_that_turns(times):  # its index, a fraction; times: turns in L tokens
+        def pair_that_turns(times):  # `times` times in L tokens: its index, not always whole
             return D * math.log(L / (times * 2 * math.pi)) / (2 * math.log(base))
 
         low = max(0, math.floor(pair_that_turns(32)))
@@ -353,7 +358,7 @@ class RoPE(NoPE):
                                              device)
         frequency[self.n_turned:] = 0
         frequency = frequency.to(device=place.i.device, dtype=torch.float32)
-        angle = place.i.float()[..., None, :, None] * frequency              # (1, T, D/2)
+        angle = place.i.float()[..., None, :, None] * frequency   # (1, T, D/2) or (B, 1, T, D/2)
         place.rotation = angle.cos() * factor, angle.sin() * factor
 
     def turn(self, q, k, place):
@@ -513,8 +518,9 @@ class T5Bias(Bias):
 class CoPE(NoPE):
     """
     Contextual position encoding (Golovneva et al. 2024): adds q_i . e[p_ij] to the scores.
-    p_ij = sum_{k=j..i} sigmoid(s_ik) counts the keys from j to i that matter to the query, up to
-    63. Between whole counts, q_i . e[p_ij] is interpolated linearly. All heads share e.
+    p_ij = sum_{k=j..i} sigmoid(s_ik), where s is the score, counts the keys from j to i that
+    matter to the query, up to 63. Between whole counts, q_i . e[p_ij] is interpolated linearly.
+    All heads share e.
     """
 
     def __init__(self, config):
@@ -549,7 +555,7 @@ class TransformerXL(NoPE):
         self.W = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
     def similarity_inputs(self, k):
-        """W r for each distance from 0 to S - 1, where S is the number of keys: (H, D, S)."""
+        """A tuple of one: W r for each distance from 0 to S - 1, (H, D, S), with S keys."""
         S = k.shape[2]
         H, D = self.u.shape
         pair = torch.arange(0, H * D, 2, device=k.device)
@@ -577,18 +583,19 @@ class TransformerXL(NoPE):
 
 class DAPE(NoPE):
     """
-    Scores S + B + f([S; B]), Eq. (3). Here S means scores and B means bias. Those of all heads are
-    the channels of a feature map. f is two convolutions of 1 x kernel over the keys, with a
-    LeakyReLU in between. Kernel 1 is the first DAPE; kernel 3 and more is DAPE V2.
+    Scores S + B + f([S; B]), Eq. (3). In these formulas S is the scores and B the bias. The scores
+    and biases of all heads are the 2H channels of one feature map. f is two convolutions of
+    1 x kernel over the keys, with a LeakyReLU in between. Kernel 1 is the first DAPE; kernel 3 and
+    more is DAPE V2.
     Without the residual bias, the scores are S + f([S; B]), Eq. (2). A method without a bias has
-    S + f(S), Eq. (4). Here f then has H input channels; the released class asks for 2H and cannot
-    run.
+    S + f(S), Eq. (4), and f has H input channels. The released class expects 2H in this case and
+    cannot run.
     Keys that the query does not see, such as later keys, are 0 in the map, so that no convolution
     sees them. `cheat` leaves them in (section 4.5).
-    Right of the last key, the map continues with zeros, and the first convolution is also computed
-    there. In a longer sequence, the keys right of a query are masked, so they are zeros as well. So
-    the scores of a row do not depend on how many tokens follow (except with `cheat`), and cached
-    decoding equals a full pass. In the released code, the map ends at the last key.
+    The scores of a query must not depend on how many tokens follow it, or cached decoding would
+    differ from a full pass. Later keys in the pass are zeros in the map. Where there are no later
+    keys, we add zeros in their place and compute the first convolution there, too. (With `cheat`,
+    later keys count.) The released code ends the map at the last key.
     """
     settings = 'dape_width', 'dape_residual', 'dape_cheat'
 
@@ -628,11 +635,11 @@ class DAPE(NoPE):
             x = torch.cat((scores, bias.expand(scores.shape)), dim=1)        # (B, 2H, T, S)
         if not self.cheat:
             x = x.masked_fill(mask, 0)
-        x = self.first(x)                           # (B, width, T, S + 2 pad), from key -pad on
-        # Left of key 0 the hidden channels are 0, as in a convolution that pads with zeros.
+        x = self.first(x)            # (B, width, T, S + 2 pad): column p belongs to key p - pad
+        # The columns left of key 0 are set to 0, so that the second convolution sees zeros there.
         x = x.masked_fill(torch.arange(x.shape[-1], device=x.device) < pad, 0)
-        # In place: backward then needs only the result, and PyTorch does not store a mask, which is
-        # slow on a CPU.
+        # In place, so that backward needs only the result. Otherwise PyTorch stores a mask, and
+        # storing it is slow on a CPU.
         x = self.second(nn.functional.leaky_relu(x, inplace=True))
         if bias is not None and self.residual:
             scores = scores + bias

@@ -62,11 +62,11 @@ dataset = 'stdlib'           # a folder in data/, or a mixture: 'slimpajama:0.69
 block_size = 128             # L: tokens in a training window
 batch_size = 16              # sequences in one training step, over all devices
 micro_batch_size = 16        # sequences in one pass on one device; lower it if memory runs out
-# model; position.py declares the settings of single position methods, such as rope_base
-position = 'none'            # none (NoPE), rope ...: a key of METHODS; a,b: layers take turns
+# model; settings of one position method, such as rope_base, are declared in position.py
+position = 'none'            # none (NoPE), rope ...: a key of METHODS; a,b: layers alternate
 n_layer = 4
 n_head = 8
-n_kv_head = 4                # key/value heads; n_head / n_kv_head query heads share each
+n_kv_head = 4                # key/value heads; each is shared by n_head / n_kv_head query heads
 n_embd = 128
 n_hidden = 384               # inner width of SwiGLU
 short_conv = 0               # tokens that each short convolution reads, such as 4; 0: none
@@ -231,7 +231,7 @@ def mean_over(windows, batch_tokens, runtime, measure):
 
 
 def validate(model, windows, batch_tokens, step, recorder, runtime):
-    """Measure, log and print loss and attention entropy, both in nats. Returns the loss."""
+    """Log the loss and the attention entropy, both in nats; print the loss. Returns the loss."""
     def losses(inputs, targets):
         return model(inputs, targets).mean(1)
 
@@ -321,7 +321,7 @@ def main(given=()):
     warmup = warmup_iters if warmup_iters >= 1 else round(warmup_iters * max_iters)
     t = TrainState(model, called, optimizer, scaler, runtime.autocast(), runtime)
 
-    recorder.begin(step)  # bring the folder to its state at this step
+    recorder.begin(step)  # write config.json, and drop the log lines after this step
     runtime.print(f"{model.n_params():,} parameters, position={chosen['position']}, "
                   f'{runtime.device.type}, {runtime.dtype}; steps {step} to {max_iters} of '
                   f'{tokens_per_step:,} tokens into {out_dir}')
@@ -358,8 +358,8 @@ def main(given=()):
                 recorder.save('best.pt', model, step, best_val_loss=best_val_loss)
             if step in keep_steps:
                 recorder.save(f'step_{step}.pt', model, step, best_val_loss=best_val_loss)
-            # Save last.pt last. If the run is killed between two saves, it resumes before them and
-            # writes them again.
+            # Save last.pt last. If the run is killed between two saves, the old last.pt is still
+            # there. The resumed run repeats the steps since then and saves all files again.
             save_last(recorder, t, step, best_val_loss)
             speed.restart(step)  # leave validation and saving out of the tokens per second
         if step == first_step + 1:

@@ -5,7 +5,7 @@ Position Encoding".
 
 uniform: one scale for the whole model. The stage tries each candidate (UniformScale).
 head:    one scale per head, tuned at target_length. All matrices stay frozen (HeadScale). Beyond
-         the paper, --tune also tunes scales per channel, gains of heads, or norms, and
+         the paper, --tune names what is tuned: scales per channel, gains of heads, norms; and
          --target_lengths tunes one set for each of several lengths.
 
 $ python tune_scale.py --method=uniform              # run this first: head starts from its result
@@ -57,9 +57,9 @@ dtype = 'auto'               # auto, float32, bfloat16, float16
 method = 'head'              # uniform or head
 target_length: int | None = None  # L', the context to extend to; None: 8L for uniform, 4L for head
 target_lengths: list[int] = []  # head: tune a set per length; each starts from the set before it
-tail = 64                    # the loss at a length is the mean over this many positions before it
-# uniform: the stage tries each candidate at every position
-candidate_range: list[float] = [1.0, 2.4, 0.1]  # first, last, step, in units of 1/sqrt(d)
+tail = 64                    # the loss at T tokens is the mean over this many before T
+# uniform: each candidate is used for the whole model
+candidate_range: list[float] = [1.0, 2.4, 0.1]  # first, last, step, in units of 1/sqrt(D)
 compare: list[str] = []      # more checkpoint files of the same run; each gets a fit (Figure 7)
 # head: the recipe of Appendix A
 tune = 'scale'               # keys of KINDS, such as scale,out,norm; KEY:RATE sets a learning rate
@@ -74,7 +74,7 @@ beta2 = 0.95
 grad_clip = 1.0              # largest global norm of the gradient; 0: no clipping
 checkpoint_activations = False  # recompute activations in backward: less memory, more time
 seed = 314                   # sets the order of the tuning data; pretraining uses another seed
-# machine
+# how to measure, and the machine
 n_samples = 128              # each curve is the mean over this many validation windows
 batch_tokens = 16384         # tokens per forward pass of a measurement
 compile = True               # torch.compile the tuning step, and the passes of a long search
@@ -97,7 +97,7 @@ def fit_scale(position, best, L):
 
 
 def candidates(candidate_range):
-    """The scales of candidate_range, [first, last, step]."""
+    """The scales of candidate_range, [first, last, step]. Raises UserError if it is not a range."""
     finite(candidate_range, (3,), f'candidate_range {candidate_range}')
     first, end, step = candidate_range
     if not 0 < first < end <= first + 10_000 * step:
@@ -109,10 +109,11 @@ def candidates(candidate_range):
 
 def search_uniform(run, windows, scales):
     """
-    Try each candidate scale on the windows. Returns the loss by position with each candidate, the
-    entropy with each, the best candidate per position and per length, and the fit. An entropy costs
-    as much as a loss. So it is measured only for the candidates that the picture shows, and None
-    for others. Restores the model's scales at the end.
+    Try each candidate scale on the windows. Returns a dict: the loss in bins of L / 16 positions
+    with each candidate, the entropy with each, the best candidate per bin and per length, the fit,
+    and the loss with a cut context. An entropy costs as much as a loss. So it is measured only for
+    the candidates that the picture shows, and None for others. Restores the model's scales at the
+    end.
     """
     s, model, L = run.settings, run.model, run.L
     loss, entropy, loss_at_length = [], [], []
@@ -183,26 +184,26 @@ def run_uniform(run, target):
         run.runtime.print(f"{name}: scale = 1 + {found['fit_a']:.4f} ln(i / {L}), "
                           f"R2 {found['fit_r2']:.4f}")
 
-    def equal(scale):
+    def same_for_all(scale):
         """Vectors with the same scale for every head."""
         own = vectors_of(run.model, ['scale'])
         return {name: torch.full((len(p), 1), scale) for name, p in own.items()}
 
     # Save the fit as a scale file with one set per length. Each set holds one uniform scale.
     a = search['fit_a']
-    fitted = {T: equal(1 + a * math.log(T / L)) for T in search['lengths'] if T > L}
+    fitted = {T: same_for_all(1 + a * math.log(T / L)) for T in search['lengths'] if T > L}
     if run.runtime.is_main:
         save_scale(f"{run.path('scale_uniform_fit')}.json", run.info, fitted, 'uniform fit',
                    by_length=True, fit_a=a)
     more = {'lengths': search['lengths'], 'best_by_length': best_scales, 'searches': searches}
-    return {target: equal(best_scales[-1])}, more
+    return {target: same_for_all(best_scales[-1])}, more
 
 
 # ---------------------------------------------------------------------- head
 
 # What can be tuned: {kind: (ending of its parameters' names, learning rate)}. The kinds are the
-# names below and the keys of VECTORS in model.py. Here head_scale is called scale or channel, and
-# head_gain is called out. The paper tunes its scales at a rate of 0.05 or 0.1.
+# keys of VECTORS in model.py, except that head_scale is replaced by scale and channel, and
+# head_gain by out. attn_norm is added. The paper tunes its scales at a rate of 0.05 or 0.1.
 KINDS = {name: (vector.ending, vector.rate) for name, vector in VECTORS.items()
          if name not in ('head_scale', 'head_gain')} | {
     'scale': ('head_scale', 0.1),           # one scale per head, as in the paper
@@ -288,8 +289,8 @@ class Recipe:
 def tune_vectors(model, windows, recipe, runtime):
     """
     HeadScale: minimize the objective over the vectors that `tune` names, from their present values.
-    Returns the loss of each step. Backward passes gradients through the layers to the vectors. It
-    computes no gradient of a matrix.
+    Returns the loss of each step. Gradients flow back through all layers, but they are computed
+    only for the vectors, not for the matrices.
     """
     r, rates, groups = recipe, rates_of(recipe.tune), []
     model.checkpoint_activations = r.checkpoint_activations
@@ -345,7 +346,8 @@ def tune_vectors(model, windows, recipe, runtime):
 def curves_of(run, samples):
     """
     Means over the samples, in nats: the curves of the picture (loss and entropy by position), the
-    loss over all positions, and the entropy of each head at the last positions, (n_layer, n_head).
+    loss over all positions, and the entropy of each head in the last bin of L / 16 positions,
+    (n_layer, n_head).
     """
     width = run.L // 16
     loss, entropy = loss_and_entropy(run.model, samples, width, run.settings['batch_tokens'],
@@ -354,11 +356,11 @@ def curves_of(run, samples):
     return curves, float(loss.mean()), entropy[..., -1]
 
 
-def tune_sets(run, target_sizes, saved):
+def tune_sets(run, target_sizes, to_save):
     """
-    Tune the vectors at each length in turn, from the values of the length before. saved: {name:
-    parameter} of what the scale file will hold. Returns {length: vectors} and the losses of all
-    steps.
+    Tune the vectors at each length in turn, from the values of the length before. to_save: the
+    parameters that the scale file will hold, {name: parameter}. Returns {length: vectors} and the
+    losses of all steps.
     """
     s, sets, losses = run.settings, {}, []
     recipe = Recipe(**{field.name: s[field.name] for field in dataclasses.fields(Recipe)})
@@ -369,7 +371,7 @@ def tune_sets(run, target_sizes, saved):
                           'in all)')
         data = Windows(dataset_of(run.info, s['dataset']), 'train', length, s['seed'])
         losses += tune_vectors(run.model, data, recipe, run.runtime)
-        sets[length] = copies(saved)
+        sets[length] = copies(to_save)
     scales = run.model.head_scale
     run.runtime.print(f'scales {scales.min():.3f} to {scales.max():.3f}, mean {scales.mean():.3f}')
     return sets, losses
@@ -381,11 +383,11 @@ def run_head(run, target_sizes):
     Returns {length: vectors} and the other entries of the scale file.
     """
     s, model, L, longest = run.settings, run.model, run.L, target_sizes[-1]
-    # First, because it raises an error if scale_uniform.json is missing.
+    # Do this first, because it fails if scale_uniform.json is missing.
     start = first_scale(run, s['init_scale'], target_sizes[0])
     tuned = rates_of(s['tune'])
-    saved = vectors_of(model, ['scale', *tuned])  # every scale file holds the scales
-    original = copies(saved)
+    to_save = vectors_of(model, ['scale', *tuned])  # every scale file holds the scales
+    original = copies(to_save)
     samples = run.windows(longest, 'val').evenly_spaced(s['n_samples'])
     cut = cut_curve(model, samples, L, s['tail'], s['batch_tokens'], run.runtime)
 
@@ -396,12 +398,13 @@ def run_head(run, target_sizes):
         model.head_scale = model.head_scale[..., None].expand(-1, -1, model.config.head_dim)
     at_start, loss_before, _ = curves_of(run, samples)
 
-    sets, losses = tune_sets(run, target_sizes, saved)
+    sets, losses = tune_sets(run, target_sizes, to_save)
 
     # measure the tuned model
     n_tuned = sum(p.numel() for p in vectors_of(model, tuned).values())
     if s['target_lengths']:
-        # Undo the tuning. Then each pass chooses the set for its length, as in the other stages.
+        # Put the original vectors back and install the tuned sets. Each pass then takes the set for
+        # its length, as in the other stages.
         put_vectors(model, original)
         install_sets(model, sets)
     after_tuning, loss_after, last_entropy = curves_of(run, samples)
@@ -454,16 +457,16 @@ def check_settings(run, target_sizes):
                             'that part out.')
         named += of_kind
     if 'channel' in kinds and 'rope' in model.config.position:
-        raise UserError("tune is 'channel', but this model uses RoPE. With RoPE, positions enter a "
-                        'score only as i - j. This holds only if both channels of a pair have the '
-                        'same scale. Use --tune=scale.')
+        raise UserError("tune is 'channel', but this model uses RoPE, whose scores depend on i - j "
+                        'alone if both channels of a pair have the same scale. A scale for each '
+                        'channel would break this. Use --tune=scale.')
     if not is_uniform and s['batch_size'] % ranks:
         raise UserError(f"batch_size {s['batch_size']} must be a multiple of the {ranks} ranks.")
 
 
 def main():
     run = Run(settings(globals()))
-    run.label = label  # without the RoPE extension, such as yarn4, which Run puts before it
+    run.label = label  # as given: Run puts the RoPE extension, such as yarn4, in front
     _ = run.model.head_scale  # refuses a model of the package transformers: it has no head scales
     target_sizes = [target_length or (8 if method == 'uniform' else 4) * run.L]
     if method == 'head' and target_lengths:

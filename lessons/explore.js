@@ -68,7 +68,7 @@ function shown(id) {
   return tokenizer.decode([id]).replace(/\r?\n/g, '⏎').replaceAll('\t', '⇥');
 }
 
-const colorOf = loss => `rgba(220, 30, 20, ${Math.min(.85, Math.max(0, loss - .5) / 9)})`;
+const colorOf = loss => `rgba(220, 30, 20, ${Math.min(.9, (Math.max(0, loss - 1) / 8) ** 1.4)})`;
 
 let open = null; // the panel whose token the detail box shows
 
@@ -145,7 +145,7 @@ class Panel {
       + `${Math.log(attention.length).toFixed(2)}.`);
     byId('bars').replaceChildren(...likely.flatMap(([id, chance]) => {
       const [name, bar, says] = ['code', 'i', 'span'].map(tag => document.createElement(tag));
-      name.textContent = shown(id) || 'end of text';
+      name.textContent = shown(id).replaceAll(' ', '␣') || 'end of text';
       if (id === this.ids[i]) name.className = 'right';
       bar.style.width = `${100 * chance}%`;
       says.textContent = `${(100 * chance).toFixed(1)}%`;

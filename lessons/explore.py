@@ -29,10 +29,11 @@ from model import ModelConfig, matrices
 from position import rope_frequencies
 
 # what to show
-models = ['lessons/models/none.pt', 'lessons/models/rope.pt', 'lessons/models/conv.pt']
-scales = ['lessons/models/none_uniform.json', 'lessons/models/none_head.json',
-          'lessons/models/conv_head.json']  # scale files of these models
-text = 'lib/answers.py'        # its beginning is the text that the page opens with
+models = ['lessons/models/none/last.pt', 'lessons/models/rope/last.pt',
+          'lessons/models/conv/last.pt']
+scales = ['lessons/models/none/scale_uniform.json', 'lessons/models/none/scale_head_1024.json',
+          'lessons/models/conv/scale_head_1024.json']  # scale files of these models
+text = 'lib/devices.py'        # opens the page; of these files, its losses are most like past_L's
 page = 'lessons/explore.html'  # what is written
 keep = False                   # True: keep what the page holds; renew the scripts and the markup
 
@@ -313,21 +314,21 @@ def page_of(found):
 def picture(found):
     """Loss by position of the first model, as SVG, for a reader without JavaScript."""
     stored, L = found['models'][0]['stored'], found['L']
-    curves = {'as trained': ('#c0392b', stored['plain']), 'cut to L': ('#1a7f37', stored['cut'])}
+    curves = {'as trained': ('var(--before)', stored['plain']), 'cut to L': ('var(--cut)', stored['cut'])}
     if stored['tuned']:
-        curves['tuned scales'] = '#0067a3', stored['tuned'][-1]
+        curves['tuned scales'] = 'var(--mine)', stored['tuned'][-1]
     parts, top = [], 8
     for n, (name, (color, losses)) in enumerate(curves.items()):
         means = np.array(losses)[:len(losses) // 64 * 64].reshape(-1, 64).mean(1)
         points = ' '.join(f'{40 + 560 * (k + .5) / len(means):.0f},'
                           f'{200 - 180 * min(x, top) / top:.0f}' for k, x in enumerate(means))
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="3"/>'
-                     f'<text x="{60 + 180 * n}" y="232" fill="{color}">{name}</text>')
-    return ('<svg viewBox="0 0 620 240" role="img" aria-label="Loss by position: as trained it '
+        parts.append(f'<polyline points="{points}" fill="none" style="stroke: {color}" stroke-width="3"/>'
+                     f'<text x="{40 + 190 * n}" y="232" style="fill: {color}">{name}</text>')
+    return ('<svg class="overview" viewBox="0 0 620 240" role="img" aria-label="Loss by position: as trained it '
             'rises past L, with tuned scales less, cut to L it does not">'
             f'<path d="M40 20V200H600M{40 + 560 * L / len(losses):.0f} 20V200" fill="none" '
-            'stroke="#888"/><text x="0" y="30" fill="#888">8 nats</text>'
-            f'<text x="{46 + 560 * L / len(losses):.0f}" y="30" fill="#888">L</text>'
+            'stroke="#888"/><text x="46" y="24">loss up to 8 nats</text>'
+            f'<text x="{46 + 560 * L / len(losses):.0f}" y="194">past L = {L}</text>'
             f'{"".join(parts)}</svg>')
 
 

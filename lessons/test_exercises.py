@@ -73,13 +73,16 @@ def close(found, expected):
 
 
 @np.errstate(all='ignore')  # some mistakes divide by 0
-def grade(exercise, plain, mistakes, *inputs, found=None, what=''):
+def grade(student, plain, mistakes, *inputs, found=None, what=''):
     """
-    Fail unless exercise(*inputs), or what was found, equals plain(*inputs). mistakes: a line each.
-    what: words for the message.
+    Fail unless the student's function, or what was found, equals plain(*inputs). plain:
+    plain_NAME(); mistakes: one per line; what: words for the message.
     """
-    what = plain.__name__.removeprefix('plain_') + what
-    found = np.asarray(call(exercise, *inputs) if found is None else found, float)
+    name = plain.__name__.removeprefix('plain_')
+    what = name + what
+    if found is None:
+        found = call(getattr(student, name), *inputs)
+    found = np.asarray(found, float)
     expected = np.asarray(plain(*inputs), float)
     require(found.shape == expected.shape,
             f'{what}: the result has shape {found.shape}; it should have {expected.shape}.')
@@ -110,7 +113,7 @@ def plain_causal_attention(q, k, v, scale):
 
 
 def test_causal_attention(student):
-    grade(student.causal_attention, plain_causal_attention, '''
+    grade(student, plain_causal_attention, '''
         scores are not divided by sqrt(D) | / math.sqrt(D) |
         scores are divided by D           | math.sqrt(D)   | D
         queries see later keys            | np.tri(T), e   | True, e
@@ -125,7 +128,7 @@ def plain_scale_queries(q, scale):
 
 
 def test_scale_queries(student):
-    grade(student.scale_queries, plain_scale_queries, '''
+    grade(student, plain_scale_queries, '''
         each channel has a scale: write scale[:, None, None] | scale[:, None, None] | scale
         the root is taken, as if k were scaled, too | scale[: | np.sqrt(scale)[:
         ''', draw(H, T, D), SCALE)
@@ -137,7 +140,7 @@ def plain_fold_scale(weight, scale):
 
 
 def test_fold_scale(student):
-    grade(student.fold_scale, plain_fold_scale, '''
+    grade(student, plain_fold_scale, '''
         columns are scaled, which changes x | factors[:, None] | factors
         rows get the scales of other heads: use repeat_interleave, not repeat | repeat | tile
         ''', draw(H * D, H * D), SCALE)
@@ -150,7 +153,7 @@ def plain_fit_scale(position, best, L):
 
 
 def test_fit_scale(student):
-    grade(student.fit_scale, plain_fit_scale, '''
+    grade(student, plain_fit_scale, '''
         positions up to L are fitted, too   | > L | > 0
         the 1 is fitted instead of fixed    | (x * y).sum() / (x * x).sum() | np.polyfit(x, y, 1)[0]
         the 1 is fitted, and positions up to L are, too | > L | > 0 \
@@ -170,7 +173,7 @@ def plain_entropy(a):
 def test_entropy(student):
     a = plain_causal_attention(*draw(2, H, T, D), np.eye(T), 3 * SCALE)
     found = call(student.entropy, a)
-    grade(student.entropy, plain_entropy, '''
+    grade(student, plain_entropy, '''
         0 ln 0 gives nan: use torch.special.entr or torch.xlogy | np.where(a > 0, a, 1) | a
         the logarithm is to base 2: these are bits | np.log( | np.log2(
         the minus sign is left out | -(a | (a
@@ -199,7 +202,7 @@ def plain_entropy_without_matrix(q, k):
 
 def test_entropy_without_matrix(student):
     with NoMatrix():
-        grade(student.entropy_without_matrix, plain_entropy_without_matrix, '''
+        grade(student, plain_entropy_without_matrix, '''
             the mean score is not divided by sqrt(D) | - (e | - math.sqrt(D) * (e
             the mean score is left out | - (e * s).sum(-1) / e.sum(-1) |
             queries see later keys | * np.tri(40) |
@@ -218,7 +221,7 @@ def plain_rotate(x, place, base):
 
 
 def test_rotate(student):
-    grade(student.rotate, plain_rotate, '''
+    grade(student, plain_rotate, '''
         neighbors are a pair: this is the layout of the paper | [0, 1], [2, 3] | [0, 2], [1, 3]
         pairs turn clockwise  | np.exp(1j | np.exp(-1j
         the angle is place * base^(-n/D) | -2 * | -1 *
@@ -237,7 +240,7 @@ def plain_yarn_frequencies(size, base, s, L):
 def test_yarn_frequencies(student):
     # low < 0 at 64; high = low at 4; high is past D/2 - 1 at 100000, and past D - 1 with base 10.
     for base, L in (10000.0, 512), (10000.0, 64), (10000.0, 4), (10000.0, 100000), (10.0, 600):
-        grade(student.yarn_frequencies, plain_yarn_frequencies, '''
+        grade(student, plain_yarn_frequencies, '''
             fast pairs are divided and slow ones stay \
                                        | 1 - share + share / s | share + (1 - share) / s
             all pairs are divided by s: this is position interpolation | 1 - share + share | 1
@@ -257,7 +260,7 @@ def plain_alibi(n_head, i, j):
 
 
 def test_alibi(student):
-    grade(student.alibi, plain_alibi, '''
+    grade(student, plain_alibi, '''
         far keys get more than near ones: the sign is wrong | -m | m
         the first head has h = 0 | 1, n_head + 1 | n_head
         i is ignored             | i[:, None] | np.arange(2)[:, None]
@@ -420,7 +423,7 @@ def test_dape(student):
     found = np.asarray(call(student.dape, *inputs))
     require(found.shape != (2, 6, 6) or np.isinf(found[:, np.tri(6) == 0]).all(),
             'dape: at j > i it should be -inf, so that softmax hides these keys.')
-    grade(student.dape, plain_dape, '''
+    grade(student, plain_dape, '''
         f sees scores of later keys, which tell it the next token | * seen | | [0] | [0, 7]
         the middle layer ends at the last key | [0] | [0, 7]
         the middle layer begins at key -1: it should be 0 left of key 0 | *= 0 | *= 1
@@ -442,7 +445,7 @@ def test_leaks(student):
             ('sums over rows', lambda s: s.cumsum(0), 0),
             ('s - its mean over the row', lambda s: (s - s.mean(1, keepdim=True)).tril(), T),
             ('s times the score after it', lambda s: (s * s.roll(-1, 1)).tril(), 1)):
-        grade(student.leaks, plain_leaks, '''
+        grade(student, plain_leaks, '''
             the past counts, too: only j > i should | later & ( | ~later + (
             i and j are exchanged | == 1) | == 1).T | np.tri(T) | np.tri(T).T
             nothing is found: the scores were zeros, or the changes too small | == 1 | > 1
@@ -489,7 +492,7 @@ def test_far_repeat_gain(student):
         # One call for each token t: with the cut context only the loss of t is higher, by 1 nat.
         found = [call(student.far_repeat_gain, tokens, losses, losses + one, g, L)
                  for one in np.eye(64)]
-        grade(student.far_repeat_gain, plain_far_repeat_gain, '''
+        grade(student, plain_far_repeat_gain, '''
             the difference has the wrong sign         | / sum(counts) | / -sum(counts)
             the gains are summed: the exercise asks for their mean | / sum(counts) | / 1
             the mean is over all tokens               | / sum(counts) | / 64
@@ -517,7 +520,7 @@ def plain_gain_and_headroom(losses, own_cut, cut, same, val_cut, val_same):
 def test_gain_and_headroom(student):
     (x, y), (cut, val_cut) = draw(2, 40), 0.5 + 2 * abs(draw(2, 40, seed=1))
     same, val_same = draw(40, seed=2) > -0.6, draw(40, seed=3) > -0.3
-    grade(student.gain_and_headroom, plain_gain_and_headroom, '''
+    grade(student, plain_gain_and_headroom, '''
         the gain is against the tuned model's own cut | gain = cut | gain = own_cut
         gain and headroom are both against the tuned model's own cut | gain = cut | gain = own_cut \
             | room = cut - mixed(cut | room = own_cut - mixed(own_cut
@@ -557,7 +560,7 @@ def test_short_conv(student):
     x, w = draw(2, T, D), draw(4, D, seed=1)
     for what, *inputs in (('', x, w), (', the last 4 tokens', x[:, 3:], w, x[:, :3]),
                           (', the last token', x[:, 6:], w, x[:, 3:6])):
-        grade(student.short_conv, plain_short_conv, '''
+        grade(student, plain_short_conv, '''
             it looks ahead instead of back                | 3 - tau | 3 + tau
             w is reversed in time, as F.conv1d reads it   | w[tau] | w[3 - tau]
             w is reversed in time, and it looks ahead     | 3 - tau | 3 + tau | w[tau] | w[3 - tau]

@@ -54,6 +54,8 @@ COLORS = {
     r'rope': '#D55E00',
     r'log-?n': '#888888',
     r'every weight|full_': '#009E73',
+    r'\bconv\b.*scale': '#117733',
+    r'\bconv\b': '#44AA99',
     r'norm|vectors|\bout\b': SKY,
     r'uniform|scale\d': ORANGE,
     r'as loaded|scale 1$': BLACK,

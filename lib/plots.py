@@ -314,31 +314,26 @@ def draw_tasks(result):
     return figure
 
 
-def draw_report(result):
-    """The demo's picture: loss and entropy by position of NoPE, NoPE with scales, and RoPE."""
-    L, position = result['block_size'], result['position']
-    out_dir, n = result['settings']['out_dir'], result['settings']['curve_samples']
-    title = f"{out_dir}: curves over {n} windows, dots over {result['windows']}, ± standard error"
+def draw_demo(result):
+    """The demo's picture: the loss by position, and the gain at far repeats."""
+    lengths, readings = result['lengths'], result['readings']
+    L, T = lengths[0], lengths[-1]
+    title = f"{result['settings']['out_dir']}: {result['windows']} windows of {result['source']}"
     figure, [left, right] = panels(title, 2, 2)
-    for name, method in result['methods'].items():
-        if 'loss_curve' not in method:
-            continue
-        if name not in ('NoPE', 'RoPE'):  # such as head 640
-            name = f"NoPE, {name}, scales to {method['scale'][1]:.2f}"
-        curve(left, position, method['loss_curve'], name)
-        curve(right, position, method['entropy_curve'], name)
-        for T, row in method['at'].items():
-            left.errorbar(int(T), row['loss'], row['standard_error'], fmt='.',
-                          color=color_of(name))
-    at = result['methods']['NoPE']['at']
-    draw_cut(left, [int(T) for T in at], [row.get('cut_loss', row['loss']) for row in at.values()],
-             'NoPE, context cut to L')
-    draw_bound(right, position)
-    right.set_ylim(bottom=0)
-    position_axis(left, L, 'log-perplexity (nats per byte)',
-                  'Past its training length L a NoPE model fails', 'bytes')
-    position_axis(right, L, 'mean attention entropy (nats)',
-                  'Its attention spreads; scaling refocuses it', 'bytes')
+    for title, row in readings.items():
+        curve(left, range(1, T + 1), row['curve'], title)
+    name, best = list(readings.items())[-1]
+    cut = [row.get('cut_loss', row['loss']) for row in best['at'].values()]
+    draw_cut(left, lengths, cut, f"{name.partition(',')[0]}, sees the last L tokens alone")
+    position_axis(left, L, 'loss (nats per token)', f'Loss, mean of {result["tail"]} positions')
+
+    gains = [row['far']['gain'] for row in readings.values()]
+    errors = [row['far']['gain_error'] for row in readings.values()]
+    right.barh(list(readings), gains, xerr=errors, color=[color_of(title) for title in readings])
+    right.axvline(0, color=BLACK, lw=1)
+    right.invert_yaxis()
+    right.set(xlabel='gain (nats per token, ± standard error); 0: sees the last L tokens alone',
+              title=f"What text more than L = {L} tokens back is worth, where it repeats")
     return figure
 
 
@@ -347,12 +342,12 @@ def draw_report(result):
 PICTURES = {
     'attention': draw_maps,
     'che': draw_tasks,
+    'demo': draw_demo,
     'entropy': draw_entropy,
     'eval_ppl position': draw_positions,
     'eval_ppl sliding': draw_ppl,
     'eval_ppl tail': draw_ppl,
     'passkey': draw_passkey,
-    'report': draw_report,
     'tune_scale head': draw_head,
     'tune_scale uniform': draw_uniform,
 }
@@ -360,8 +355,6 @@ PICTURES = {
 
 def kind_of(result):
     """The key of a result in PICTURES: its stage, for some stages with the protocol or method."""
-    if 'paired_differences' in result:
-        return 'report'
     stage = result.get('stage', '')
     parts = {'eval_ppl': 'protocol', 'tune_scale': 'method'}
     return f'{stage} {result[parts[stage]]}' if stage in parts else stage

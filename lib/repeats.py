@@ -140,14 +140,16 @@ def other_windows(windows, n):
 
 # ---------------------------------------------------------------------- of a run
 
-def losses_when_cut(run, model, samples, chosen):
-    """The losses of targets, (n,). The model sees only the L tokens before each target."""
-    L = run.model.config.trained_length
+def losses_when_cut(model, samples, chosen, batch_tokens, runtime, label=None):
+    """
+    The losses of targets, (n,). The model sees only the L tokens before each target. label: text of
+    the progress bar; None: no bar.
+    """
+    L = model.config.trained_length
     contexts = samples[chosen.window[:, None], chosen.t[:, None] + np.arange(-L, 1)]
     with vectors_for(model, L):
-        return run.runtime.over_windows(
-            contexts, run.settings['batch_tokens'],
-            lambda inputs, after: model(inputs, after[:, -1:])[:, 0], f'cut to {L} tokens')
+        return runtime.over_windows(contexts, batch_tokens,
+                                    lambda inputs, after: model(inputs, after[:, -1:])[:, 0], label)
 
 
 def cut_context_losses(run, untuned, samples, chosen, val_samples, near=False):
@@ -158,14 +160,15 @@ def cut_context_losses(run, untuned, samples, chosen, val_samples, near=False):
     no copy cache, and the weight is None.
     """
     s, L = run.settings, run.model.config.trained_length
-    cut = losses_when_cut(run, untuned, samples, chosen)
+    how = s['batch_tokens'], run.runtime, f'cut to {L} tokens'
+    cut = losses_when_cut(untuned, samples, chosen, *how)
     own_cut = cut
     if untuned is not run.model:
-        own_cut = losses_when_cut(run, run.model, samples, chosen)
+        own_cut = losses_when_cut(run.model, samples, chosen, *how)
     if val_samples is None:
         return [cut, own_cut], None
     fitted_on = find_targets(val_samples, L, s['gram'], s['targets'], near)
-    val_cut = losses_when_cut(run, untuned, val_samples, fitted_on)
+    val_cut = losses_when_cut(untuned, val_samples, fitted_on, *how)
     weight = fit_copy_weight(val_cut, fitted_on.same)
     return [cut, own_cut, copy_losses(cut, chosen.same, weight)], weight
 

@@ -14,7 +14,7 @@ import demo
 from configurator import settings
 from demo import read
 from lib import figures, plots
-from lib.answers import OnlyWriter, save_json
+from lib.answers import OnlyWriter, command, save_json
 from lib.devices import setup
 from lib.errors import UserError
 
@@ -42,8 +42,7 @@ def run(command):
 
 def made(path, command):
     """The JSON of a stage. Runs the stage first, unless this command has already written it."""
-    command = ' '.join(command.split())
-    if not Path(path).exists() or read(path)['command'] != f'python {command}':
+    if not demo.is_made(path, command.split()):
         run(command)
     return read(path)
 
@@ -80,6 +79,12 @@ def measure_units(units):
                     save_json(path, result_of())
             del todo[path]
         time.sleep(5 if todo else 0)
+
+
+def made_with(result, began):
+    """The provenance of a unit. result: of one stage, whose versions and device are copied."""
+    same = {key: result[key] for key in ('commit', 'versions', 'device', 'dtype')}
+    return {'command': command(), **same, 'seconds': round(time.perf_counter() - began, 1)}
 
 
 # ---------------------------------------------------------------------- show what they found

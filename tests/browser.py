@@ -1,6 +1,7 @@
 """A headless Chromium that tests drive with real keys and clicks, over its DevTools pipe."""
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -100,13 +101,18 @@ def browser(folder):
     read_commands, write_commands = os.pipe()
     read_answers, write_answers = os.pipe()
 
-    # Chromium reads commands from descriptor 3 and writes answers to descriptor 4. The shell gives
-    # the pipes these numbers.
-    shell = f'exec "$@" 3<&{read_commands} 4>&{write_answers}'
+    def give_pipes():
+        # Chromium reads commands from descriptor 3 and writes answers to descriptor 4. Copy both
+        # out of the way first, because one of them may have the number 3 or 4.
+        ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (read_commands, write_answers)]
+        for end, number in zip(ends, (3, 4)):
+            os.dup2(end, number)
+            os.close(end)
+
     process = subprocess.Popen(
-        ['sh', '-c', shell, 'sh', BROWSER, '--headless', '--no-sandbox', '--disable-gpu',
-         '--remote-debugging-pipe', f'--user-data-dir={folder}/user'],
-        pass_fds=(read_commands, write_answers), stderr=subprocess.DEVNULL)
+        [BROWSER, '--headless', '--no-sandbox', '--disable-gpu', '--remote-debugging-pipe',
+         f'--user-data-dir={folder}/user'],
+        preexec_fn=give_pipes, close_fds=False, stderr=subprocess.DEVNULL)
     os.close(read_commands)
     os.close(write_answers)
     try:

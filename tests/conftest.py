@@ -16,8 +16,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -214,29 +212,6 @@ def written_elsewhere(path):
         Path(lock.lock_file).write_text('process 99 on some machine')
         yield
         Path(lock.lock_file).unlink()
-
-
-class Server(BaseHTTPRequestHandler):
-    """A web server on this machine. A subclass defines do_GET(), which calls answer()."""
-
-    def answer(self, code, body=b'', *headers):
-        self.send_response(code)
-        for header in (*headers, ('Content-Length', str(len(body)))):
-            self.send_header(*header)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_):
-        pass
-
-    @classmethod
-    @contextlib.contextmanager
-    def running(cls):
-        """Serve inside the `with` block. Yields the address."""
-        with ThreadingHTTPServer(('127.0.0.1', 0), cls) as server:
-            threading.Thread(target=server.serve_forever, daemon=True).start()
-            yield f'http://127.0.0.1:{server.server_port}'
-            server.shutdown()
 
 
 def random_model(seed=0, **changes):

@@ -20,7 +20,6 @@ from results.bench import table
 SIZES = {'n_layer': 2, 'n_head': 4, 'n_kv_head': 2, 'n_embd': 32, 'n_hidden': 48, 'vocab_size': 61}
 WORK = {'batch_size': 2, 'read_context': 64, 'n_decode': 3, 'rounds': 1, 'compile': False,
         'device': 'cpu', 'dtype': 'float32', 'name': 'result'}
-MATRICES = 32 * 64 + 32 * 32 + 3 * 32 * 48  # of a layer: qkv, out, SwiGLU
 close = pytest.approx
 
 
@@ -32,17 +31,13 @@ def run(folder, *more, program='bench', **settings):
             read(folder / 'result.json'))
 
 
-def run_table(folder, name, *more):
-    return run(folder, name, *more, program='results/bench/table')[1]['results'][name]
-
-
 @pytest.fixture
 def tiny():
     """The settings of a bench with these sizes, and its runtime."""
     return SimpleNamespace(**settings(vars(bench)) | SIZES | {'runtime': setup('cpu', 'float32')})
 
 
-def test_every_task_is_timed_beside_its_alternative_and_its_limit(tmp_path):
+def test_every_task_is_timed_beside_its_alternative_and_its_limit(tiny, tmp_path):
     pytest.importorskip('transformers')
     _, found = run(tmp_path, '--peer=hf')
     wanted = {'train': (64, 'transformers'), 'scale': (64, 'whole step'),
@@ -58,13 +53,16 @@ def test_every_task_is_timed_beside_its_alternative_and_its_limit(tmp_path):
             rates = timed['tokens_per_second'], timed['of_limit']
             assert rates == close((tokens / timed['seconds'], limit / timed['seconds']), rel=1e-4)
             assert limit > 0 and timed['peak_memory'] > 0
-    # by hand: matrices and two norms in each of two layers, then a norm, and 32 x 61
-    weights, attention = 2 * (MATRICES + 2 * 32) + 32 + 61 * 32, 2 * 2 * 32 * 32
-    limits = found['results']['scale']['limit_seconds']
-    ratio = (4 * weights + 3 * attention) / (6 * weights + 3 * attention)
-    assert limits['ours'] / limits['whole step'] == close(ratio, rel=1e-4)
     flops = found['results']['train']['limit_seconds']['ours'] * found['matmul_flops']
-    assert flops == close(3 * 64 * (2 * weights + attention), rel=1e-3)
+    of_token = sum(bench.new_model(tiny, 32).flops_per_token(32))
+    assert flops == close(3 * 64 * of_token, rel=1e-3)
+
+
+def test_limit_of_a_head_scale_step_leaves_out_the_gradients_of_weights(tiny):
+    model = bench.new_model(tiny, 32)
+    (one, attention), (two, more) = [bench.step_limits(tiny, model, T, T) for T in (16, 32)]
+    assert [one['whole step'], two['ours'], more] == close(
+        [1.5 * one['ours'], 2 * one['ours'], 4 * attention])
 
 
 def test_flop_of_reading_are_those_of_the_products_that_are_needed(tiny):
@@ -88,21 +86,18 @@ def test_whole_matrix_gives_the_logits_of_our_attention(tiny):
 
 
 @pytest.mark.slow
-def test_time_cost_table_stands_beside_the_papers(tmp_path):
-    rows = {row['method']: row for row in run_table(tmp_path, 'time_cost')}
+def test_tables_have_a_row_for_each_context_or_method_and_the_papers_ratio(tmp_path):
+    def rows_of(name):
+        _, found = run(tmp_path, name, '--contexts=[16,32]', program='results/bench/table')
+        return found['results'][name]
+
+    assert [row['tokens'] for row in rows_of('growth')] == [16, 32]
+    assert [row['length'] for row in rows_of('memory')] == [16, 32]
+    rows = {row['method']: row for row in rows_of('time_cost')}
     assert list(rows) == list(table.TABLE_7)
     assert all(0 < row['ratio'] < 100 for row in rows.values())
     assert rows['RoPE']['paper_ratio'] == close(210.01 / 252.84, 1e-4)
     assert rows['Kerple, whole matrix']['paper_ratio'] is None
-
-
-@pytest.mark.slow
-def test_growth_table_follows_the_arithmetic_of_its_limit(tmp_path):
-    one, two = run_table(tmp_path, 'growth', '--contexts=[16, 32]')
-    tuning, quadratic = one['linear_seconds']['ours'], one['quadratic_seconds']
-    found = [one['linear_seconds']['whole step'], two['linear_seconds']['ours'],
-             two['quadratic_seconds'], one['limit_seconds']['ours']]
-    assert found == close([4 / 3 * tuning, 2 * tuning, 4 * quadratic, tuning + quadratic], rel=1e-4)
 
 
 def test_peak_memory_is_that_of_the_tensors_held_at_once(tiny):
@@ -122,9 +117,7 @@ def test_a_training_config_gives_the_model_and_the_command_line_stays(tmp_path, 
     row, settings = found['results']['train'], found['settings']
     assert row['tokens'] == 2 * context
     assert (settings['n_layer'], settings['position']) == (3, 'none')  # as train.py's default
-    operators = row['ours']['operators']
-    assert 'aten::mm' in operators and 'aten::mm' in out
-    assert [*operators.values()] == sorted(operators.values(), reverse=True)
+    assert 'aten::mm' in row['ours']['operators'] and 'aten::mm' in out
 
 
 @pytest.mark.skipif(not shutil.which('g++'), reason='torch.compile on a CPU needs g++')

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ from lib.checkpoints import (
 )
 from lib.errors import UserError
 from lib.tokenizers import get_tokenizer, tokenizer_state
-from model import ModelConfig, Transformer, vector_of
+from model import Transformer, vector_of
 
 BYTES = tokenizer_state(get_tokenizer('bytes'))
 
@@ -86,23 +87,17 @@ def test_load_model_rebuilds_last_best_or_any_file(out_dir):
         near(dict(model.state_dict()), dict(made.state_dict()))
         assert (info['step'], info['settings'], info['tokenizer']) == (step, {'seed': step}, BYTES)
         assert model.config == made.config and Path(info['path']).parent == out_dir
-        assert not model.training
-        assert not any(weight.requires_grad for weight in model.parameters())
+        assert not any([model.training, *(p.requires_grad for p in model.parameters())])
 
 
-def test_a_checkpoint_that_lacks_a_setting_or_a_small_vector_gets_the_one_that_changes_nothing(
-        tmp_path):
-    model = random_model(vocab_size=257)
-    for block in model.blocks:
-        block.attn.head_gain.data.fill_(1)
-    save_model(model, tmp_path / 'last.pt')
-    state = torch.load(tmp_path / 'last.pt', weights_only=True)
-    state['model'] = {name: weight for name, weight in state['model'].items()
-                      if not name.endswith('head_gain')}
-    del state['model_config']['dape_width']
-    save(tmp_path / 'lacks.pt', **state)
-    lacks, info = load_model(tmp_path / 'lacks.pt', '', 'cpu')
-    assert ModelConfig(**info['model_config']) == model.config
+def test_a_setting_or_a_small_vector_that_a_checkpoint_lacks_changes_nothing(tmp_path):
+    model, path = random_model(vocab_size=257), tmp_path / 'last.pt'
+    model.blocks[1].attn.head_gain.data.fill_(1)
+    save_model(model, path)
+    for entry in 'model blocks.1.attn.head_gain', 'model_config dape_width':
+        damage(path, f'{entry} | DROP')
+    lacks, _ = load_model(path, '', 'cpu')
+    assert lacks.config == model.config
     assert torch.equal(lacks(tokens(1, 20)), model(tokens(1, 20)))
 
 
@@ -121,7 +116,7 @@ sys.exit('torch._dynamo' in sys.modules)"""
 # ---------------------------------------------------------------------- refused
 
 class Code:
-    """Pickled, it makes whoever unpickles it create a file."""
+    """When a pickle of it is read, a file is created."""
 
     def __init__(self, mark):
         self.mark = mark
@@ -143,8 +138,8 @@ def test_code_in_a_strangers_checkpoint_is_refused_and_never_runs(out_dir, write
     refuses('strange.pt', load, path)
 
 
-def test_checkpoint_that_is_cut_short_or_has_a_bit_turned_over_gives_no_other_weights(out_dir):
-    """It is refused, or the bit lies in what only fills up the file."""
+def test_a_checkpoint_that_is_cut_short_or_has_a_flipped_bit_gives_no_other_weights(out_dir):
+    """It is refused, or the bit is in padding."""
     path, places, n_read = out_dir / 'last.pt', random.Random(0), 0
     whole, state = path.read_bytes(), load(path)
     for _ in range(100):
@@ -160,11 +155,8 @@ def test_checkpoint_that_is_cut_short_or_has_a_bit_turned_over_gives_no_other_we
         refuses('last.pt', load, path)
 
 
-def test_file_that_cannot_be_opened_is_not_called_damaged(out_dir, monkeypatch):
-    def refuse(path, *_):
-        raise PermissionError(path)
-
-    monkeypatch.setattr('builtins.open', refuse)
+def test_a_file_that_cannot_be_opened_is_not_called_damaged(out_dir, monkeypatch):
+    monkeypatch.setattr('builtins.open', Mock(side_effect=PermissionError('last.pt')))
     with pytest.raises(PermissionError, match='last.pt'):
         load(out_dir / 'last.pt')
 
@@ -227,20 +219,21 @@ def test_weights_of_another_position_method_are_refused(tmp_path):
 
 # ---------------------------------------------------------------------- digest
 
-@pytest.mark.parametrize('state', [small_model(0).state_dict(), {'w': torch.zeros(300, 1000)}])
-def test_digest_changes_with_any_weight_down_to_its_last_bit_and_samples_large_matrices(state):
-    states = [state]
-    for name, weight in state.items():
-        # Of a large one, 4,096 weights are sampled from end to end.
-        places = torch.linspace(0, weight.numel() - 1, min(4096, weight.numel())).long()
-        for i in (0, len(places) // 3, -1) if not vector_of(name) else ():
-            other = weight.clone()
-            other.view(-1)[places[i]].nextafter_(torch.tensor(9.0))
-            states.append(state | {name: other})
-    assert len({weights_digest(one) for one in states}) == len(states) >= 4
+def test_the_digest_changes_with_any_weight_down_to_its_last_bit_and_samples_large_matrices():
+    state = {**small_model(0).state_dict(), 'large': torch.zeros(300, 1000)}
+    digests = {weights_digest(state)}
+    matrices = [name for name in state if not vector_of(name)]
+    for name in matrices:
+        # Of a large matrix, 4,096 weights are sampled from end to end.
+        places = torch.linspace(0, state[name].numel() - 1, min(4096, state[name].numel())).long()
+        for place in places[[0, len(places) // 3, -1]]:
+            other = state[name].clone()
+            other.view(-1)[place].nextafter_(torch.tensor(9.0))
+            digests.add(weights_digest(state | {name: other}))
+    assert len(digests) == 1 + 3 * len(matrices)
 
 
-def test_digest_changes_with_names_and_shapes_but_not_with_head_scales_and_norms():
+def test_the_digest_changes_with_names_and_shapes_but_not_with_head_scales_and_norms():
     weight, state = torch.ones(4, 6), small_model(0).state_dict()
     others = {'w': weight}, {'v': weight}, {'w': weight.T}, {'w': weight, 'v': weight}
     assert len({weights_digest(other) for other in others}) == 4
@@ -271,7 +264,7 @@ def test_stage_that_decodes_has_equal_weights_stored_by_column(out_dir):
     'eval_ppl', 'eval_ppl --protocol=repeat', 'entropy', 'attention_maps', 'passkey',
     'tune_scale --init_scale=1.1', 'tune_scale --method=uniform'])
 def test_a_folder_that_cannot_be_written_is_met_before_the_work(tiny_run, monkeypatch, command):
-    """As root can write to a read-only folder, it is one below a file."""
+    """The folder is below a file, because root can write to a read-only folder."""
     stage, *more = command.split()
     monkeypatch.setattr(Transformer, 'hidden', lambda *_, **more: pytest.fail('work has begun'))
     out_dir = tiny_run / 'last.pt/below'

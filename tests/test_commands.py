@@ -1,12 +1,13 @@
 """
-Every command that the project shows, in READMEs, run.sh, config files and docstrings, names a stage
-and config files that exist, and settings that the stage has.
+Every command that the project shows names a stage and config files that exist, and settings that
+the stage has. Commands stand in READMEs, run.sh, config files and docstrings.
 
 $ python -m pytest tests/test_commands.py
 """
 
 import ast
 import functools
+import itertools
 import os
 import re
 import runpy
@@ -34,33 +35,24 @@ def name_of(path):
 # ------------------------------------------------------------------- find commands
 
 def command_of(words):
-    """(program, arguments) where the words are a command of ours; else None."""
-    if words and words[0] == 'torchrun':
-        words = words[1:]
-        while words and words[0].startswith('--'):
-            words = words[1:]
-    elif words and words[0] in ('python', 'python3'):
-        words = words[1:]
-    if words and words[0] == '-m':
-        module = words[1].replace('.', '/')
-        words = [f'{module}.py', *words[2:]] if (ROOT / module).parent != ROOT else []
-    if not words or not words[0].endswith('.py'):
-        return None
-    return words[0], [word for word in words[1:] if word != '...']
+    """(program, arguments) if the words are a command of ours; else None."""
+    launched = words[:1] in (['torchrun'], ['python'], ['python3'])
+    words = [*itertools.dropwhile(lambda word: word.startswith('--'), words[launched:])]
+    if words[:1] == ['-m'] and '.' in words[1]:
+        words = [words[1].replace('.', '/') + '.py', *words[2:]]
+    if words and words[0].endswith('.py'):
+        return words[0], [word for word in words[1:] if word != '...']
 
 
 def commands_in(lines):
-    """The commands of ours in lines of a shell. Those with placeholders, as NAME, are left out."""
+    """Our commands in lines of a shell. A line with a placeholder, such as NAME, has none."""
     found = []
     for line in lines:
-        if re.search(r'\b(STAGE|FILE|NAME|ORG)\b|_X\b', line):
-            continue
-        words = shlex.split(line, comments=True)
-        while words:
-            end = words.index('&&') if '&&' in words else len(words)
-            found.append(command_of(words[:end]))
-            words = words[end + 1:]
-    return [command for command in found if command]
+        if not re.search(r'\b(STAGE|FILE|NAME|ORG)\b|_X\b', line):
+            words = shlex.split(line, comments=True)
+            groups = itertools.groupby(words, lambda word: word == '&&')
+            found += [command_of([*group]) for is_and, group in groups if not is_and]
+    return filter(None, found)
 
 
 def shell_lines(path):
@@ -76,8 +68,8 @@ def shell_lines(path):
 
 
 def commands_run(script, folder):
-    """The commands that a run.sh starts, in a folder where nothing has been made yet."""
-    for name in ('nope', 'rope'):  # of make demo
+    """The commands that a run.sh starts in a folder with only the results of `make demo`."""
+    for name in 'nope', 'rope':
         (folder / f'out/demo/{name}').mkdir(parents=True)
         (folder / f'out/demo/{name}/loss.png').touch()
     log, python = folder / 'log', folder / 'python'
@@ -86,7 +78,7 @@ def commands_run(script, folder):
     path = f"{folder}:{os.environ['PATH']}"
     subprocess.run(['bash', str(script)], cwd=folder, env=os.environ | {'PATH': path}, check=True)
     lines = log.read_text().split('\x1f\n')[:-1]
-    return list(filter(None, (command_of(line.split('\x1f')) for line in lines)))
+    return [*filter(None, (command_of(line.split('\x1f')) for line in lines))]
 
 
 # ------------------------------------------------------------------- check them
@@ -106,13 +98,13 @@ def stage(program):
 
 @pytest.fixture
 def check(monkeypatch):
-    """Parses commands as their stages do, which raise UserError for what they would refuse."""
+    """A function that parses commands as their stages do. It raises UserError for a mistake."""
     def check(commands):
         monkeypatch.setattr(sys, 'excepthook', sys.excepthook)
         for program, arguments in commands:
             scope, more = stage(program)
             if more is not None:  # lib/plots.py takes the names of files
-                tables = scope.get('TABLES', ())
+                tables = scope['TABLES']
                 arguments = [f'--table={word}' if word in tables else word for word in arguments]
                 monkeypatch.setattr(sys, 'argv', [program, *arguments])
                 configure(dict(scope), *more)
@@ -134,11 +126,9 @@ def test_commands_of_run_sh(path, check, tmp_path):
 
 @pytest.mark.parametrize('path', CONFIGS, ids=name_of)
 def test_config_sets_what_one_stage_has(path):
-    names, known = run_config(str(path)).keys(), []
-    for program in ('train.py', 'tune_scale.py', 'che.py'):
-        scope, _ = stage(program)
-        known.append(settings(scope).keys() | vars(Settings()).keys())
-    assert any(names <= of_stage for of_stage in known)
+    names, methods = run_config(str(path)).keys(), vars(Settings()).keys()
+    scopes = [stage(program)[0] for program in ('train.py', 'tune_scale.py', 'che.py', 'demo.py')]
+    assert any(names <= settings(scope).keys() | methods for scope in scopes)
 
 
 # ------------------------------------------------------------------- the settings that stages share
@@ -148,7 +138,7 @@ EXCEPTIONS = '''
 train.py          | out_dir init_from position dataset device dtype | It makes the models.
 che.py            | out_dir position label | It makes its own models.
 bench.py          | out_dir position device dtype | It makes its own models, on a CPU or CUDA.
-demo.py           | out_dir | It is the folder of two runs.
+demo.py           | out_dir | It is the folder of three runs.
 tune_scale.py     | label | The name of the result also holds the length.
 entropy.py        | dtype | Entropy needs float32.
 attention_maps.py | dtype | Score maps need float32.
@@ -158,12 +148,9 @@ export.py         | dtype | It is the dtype of what is written.
 
 def setting_lines(path):
     """{name: source line} of the assignments at the top level of a file."""
-    text, found = path.read_text(encoding='utf-8'), {}
-    for node in ast.parse(text).body:
-        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, 'target', None)
-        if isinstance(target, ast.Name):
-            found[target.id] = text.splitlines()[node.lineno - 1]
-    return found
+    text = path.read_text(encoding='utf-8')
+    lines = re.findall(r'^(([a-z]\w*)(?:: .+?)? = .*)', text, re.MULTILINE)
+    return {name: line for line, name in lines}
 
 
 def test_a_shared_setting_has_the_same_line_in_every_stage():
@@ -172,9 +159,9 @@ def test_a_shared_setting_has_the_same_line_in_every_stage():
     shared = setting_lines(ROOT / 'lessons/evaluation.py')
     del shared['lengths'], shared['n_samples']
     for path in [*ROOT.glob('*.py'), *ROOT.glob('lessons/*.py')]:
-        lines, own = setting_lines(path), exceptions.get(path.name, [])
-        assert set(own) <= lines.keys(), f'{path.name} does not need all its exceptions'
-        found = {name: line for name, line in lines.items() if name in shared and name not in own}
-        assert list(found.items()) == [row for row in shared.items() if row[0] in found], path.name
-        assert len(found) < 2 or '\n# which model, which text, which device: the same ' in (
-            path.read_text(encoding='utf-8')), path.name
+        names = setting_lines(path).keys() - exceptions.get(path.name, [])
+        wanted = [line for name, line in shared.items() if name in names]
+        text = path.read_text(encoding='utf-8')
+        found = [line for line in text.splitlines() if line in wanted]
+        assert found == wanted, path.name
+        assert len(found) < 2 or '\n# which model, which text, which device: the same ' in text

@@ -5,14 +5,13 @@ $ python -m pytest tests/test_commonsense.py
 """
 
 import json
-import sys
 from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import mistake, near, on, random_model, read, stage_here
+from conftest import near, on, random_model, read, refuses, stage_here
 
 import commonsense
 from lib.generate import Decoding, complete, generate
@@ -22,8 +21,8 @@ L = 32  # of the tiny models
 BYTES = get_tokenizer('bytes')
 
 
-def harness(model, runtime, encoding=None, batch_size=16, add_bos=False):
-    return commonsense.Harness(model, encoding, runtime, L, batch_size, add_bos)
+def harness(model, runtime, batch_size=16, add_bos=False):
+    return commonsense.Harness(model, BYTES, runtime, L, batch_size, add_bos)
 
 
 def questions(model):
@@ -42,8 +41,8 @@ def alone(model, context, continuation):
     return log_p.item(), bool((logits.argmax(-1) == ids[0, -n:]).all())
 
 
-# With dynamic NTK or random positions no contexts of other lengths can share a pass: both turn by
-# the tokens that the pass will hold.
+# With dynamic NTK or random positions, contexts of different lengths cannot share a pass, because
+# both depend on the number of tokens that the pass will hold.
 @pytest.mark.parametrize('size', [2, 100])
 @pytest.mark.parametrize('changes', [
     {}, {'position': 'rope'}, {'position': 'alibi'}, {'position': 'logn'},
@@ -73,39 +72,46 @@ def test_a_context_is_read_once_for_all_its_choices(cpu):
     assert read == [20, 5 * 1]  # not 5 * 21
 
 
-@pytest.mark.parametrize('add_bos, texts, ids, n_cut', [
-    (False, ('ab ', 'c'), ([97, 98], [32, 99]), 0),            # The space is the choice's.
-    (False, ('', 'c'), ([256], [99]), 0),                      # after end-of-text
-    (True, ('ab', ' c'), ([256, 97, 98], [32, 99]), 0),
-    (False, ('x' + 'y' * 99, 'abc'), ([121] * (L - 2), [97, 98, 99]), 1),
-    (False, ('x', 'y' * 99), ([120], [121] * 99), 0)])         # A choice is never cut.
-def test_texts_are_cut_into_question_and_choice(cpu, add_bos, texts, ids, n_cut):
-    ours = harness(None, cpu, BYTES, add_bos=add_bos)
-    assert (ours.encode(*texts), ours.n_cut) == (ids, n_cut)
-    theirs = SimpleNamespace(backend='causal', tok_encode=BYTES.encode_ordinary)
+@pytest.mark.parametrize('add_bos', [False, True])
+def test_a_text_becomes_question_and_choice_as_in_lm_eval(cpu, add_bos):
     api = pytest.importorskip('lm_eval.api.model').TemplateLM
+    theirs = SimpleNamespace(backend='causal', tok_encode=BYTES.encode_ordinary)
     for texts in ('Question: a?\nAnswer:', ' b'), ('ends  ', 'b'), ('é ', 'ü'):
         context, choice = api._encode_pair(theirs, *texts)
-        assert ours.encode(*texts) == ([256] * add_bos + context, choice)
+        found = harness(None, cpu, add_bos=add_bos).encode(*texts)
+        assert found == ([256] * add_bos + context, choice)
+
+
+def test_a_question_that_is_too_long_loses_its_start_and_a_choice_is_never_cut(cpu):
+    ours = harness(None, cpu)
+    assert ours.encode('', 'c') == ([256], [99])  # after end-of-text
+    assert ours.encode('x', 'y' * 99) == ([120], [121] * 99)
+    assert ours.n_cut == 0
+    assert ours.encode('x' + 'y' * 99, 'abc') == ([121] * (L - 2), [97, 98, 99])
+    assert ours.n_cut == 1
+    wordy = SimpleNamespace(args=['x' * 33], task_name='wordy')  # which the model would write on
+    refuses('wordy has 33 tokens, but read_length is 32.', ours.prompt, wordy)
 
 
 TASK = """
 task: NAME
 dataset_path: json
 dataset_kwargs: {data_files: {test: FILE}}
-output_type: multiple_choice
 test_split: test
-doc_to_text: "Question: {{q}}\\nAnswer:"
+doc_to_text: "{{q}}"
+"""
+CHOICE = """
+output_type: multiple_choice
 doc_to_target: answer
 doc_to_choice: "{{choices}}"
 metric_list: [{metric: acc}, {metric: acc_norm}]
 """
-
-
-def write_task(folder, name, task, lines):
-    data = folder / f'{name}.jsonl'
-    data.write_text('\n'.join(map(json.dumps, lines)))
-    (folder / f'{name}.yaml').write_text(task.replace('NAME', name).replace('FILE', str(data)))
+WRITING = """
+output_type: generate_until
+doc_to_target: "{{answer}}"
+generation_kwargs: {do_sample: false, max_gen_toks: MOST, until: [e]}
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+"""
 
 
 @pytest.fixture
@@ -114,92 +120,52 @@ def tasks(monkeypatch):
     tasks = pytest.importorskip('lm_eval.tasks')
     few = partial(tasks.TaskManager, include_defaults=False)
     monkeypatch.setattr(tasks, 'TaskManager', few)
-    return tasks
 
 
-def test_a_whole_run_counts_as_a_plain_loop_does(tmp_path, tiny_run, tiny, tasks):
+def test_a_run_scores_choices_and_writes_text_as_a_plain_loop_does(tmp_path, tiny_run, tiny, tasks):
+    """Half of the answers are wrong. Some texts end early, at an `e`."""
+    model, length, n_cut, lines = tiny[0], 36, 0, {'choice': [], '9': [], '4': []}
+    model.head_scale = 1.3
+    questions = ['def f(self', 'import os', 'x', 'for i in range(', 'return ', 'class A:']
     words = ['if', 'self', 'return value', 'the', 'import everything here', 'a', 'def'] * 2
-    model, lines, right, n_cut = tiny[0], [], np.zeros(2, int), 0
-    model.head_scale = 1.3
-    for i in range(25):
-        choices, scores = words[i % 7:i % 7 + 2 + i % 3], []
-        lines.append({'q': f'What is {i}?', 'choices': choices, 'answer': i % 2})
+    for i in range(24):
+        question, choices, scores = questions[i % 6], words[i % 7:i % 7 + 2 + i % 3], []
         for choice in choices:
-            ids, n = list(f'Question: What is {i}?\nAnswer: {choice}'.encode()), len(choice)
-            n_cut += len(ids) > L + 1  # Of the last token only its loss is wanted.
-            log_p, _ = alone(model, ids[-L - 1:-n - 1], ids[-n - 1:])
-            scores.append((log_p, log_p / n))  # acc, acc_norm
-        right += np.argmax(scores, axis=0) == i % 2
-    assert right[0] != right[1] and n_cut > 0  # or this shows little
+            ids, n = list(f'{question} {choice}'.encode()), len(choice)
+            n_cut += len(ids) > length + 1  # The last token is only predicted.
+            log_p, _ = alone(model, ids[-length - 1:-n - 1], ids[-n - 1:])
+            scores.append(log_p / n)  # acc_norm
+        answer = (np.argmax(scores).item() + i % 2) % len(choices)
+        lines['choice'].append({'q': question, 'choices': choices, 'answer': answer})
+        for n_new in 9, 4:
+            how = Decoding((BYTES.eot_token,))
+            ids = list(generate(model, list(question.encode()), n_new, how))
+            text = bytes(ids).decode(errors='replace').split('e')[0]
+            lines[str(n_new)].append({'q': question, 'answer': text + '!' * (i % 2)})
+    assert {len(line['answer']) < 4 for line in lines['4']} == {True, False} and n_cut
 
-    write_task(tmp_path, 'which_comes_after', TASK, lines * 2)
+    for name, rows in lines.items():
+        data, task = tmp_path / f'{name}.jsonl', CHOICE if name == 'choice' else WRITING
+        data.write_text('\n'.join(map(json.dumps, rows * 2)))
+        task = f'{TASK}{task}'.replace('NAME', f'my_{name}').replace('FILE', str(data))
+        (tmp_path / f'{name}.yaml').write_text(task.replace('MOST', name))
     stage_here('commonsense', *on(tiny_run, tmp_path, (
-        f'--scale=1.3 --tasks=["which_comes_after"] --task_folder={tmp_path} --limit=25')))
+        f'--scale=1.3 --tasks=["my_choice","my_9","my_4"] --task_folder={tmp_path} --limit=24 '
+        f'--read_length={length} --batch_size=5')))
     result = read(tmp_path / 'commonsense_scale1.3.json')
-    task = result['tasks']['which_comes_after']
-    assert (task['metric'], task['questions'], result['cut']) == ('acc_norm', 25, n_cut)
-    assert task['score'] == result['average'] == pytest.approx(4 * right[1])
-
-
-WRITING = """
-task: NAME
-dataset_path: json
-dataset_kwargs: {data_files: {test: FILE}}
-output_type: generate_until
-test_split: test
-doc_to_text: "{{q}}"
-doc_to_target: "{{answer}}"
-generation_kwargs: {do_sample: false, max_gen_toks: MOST, until: ["ENDS"]}
-metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
-"""
-
-
-@pytest.mark.parametrize('ends', ['e', 'nothing'])
-def test_text_is_what_the_model_writes_up_to_the_string_that_ends_it(tmp_path, tiny_run, tiny,
-                                                                     tasks, ends):
-    """Two tasks at once, whose answers are of 9 and of 4 tokens; half of the answers are wrong."""
-    model = tiny[0]
-    model.head_scale = 1.3
-    prompts = ['def f(self', 'import os', 'x', 'for i in range(', 'return ', 'class A:'] * 2
-    for name, n_new in ('long', 9), ('short', 4):
-        lines = []
-        for i, prompt in enumerate(prompts):
-            ids = list(generate(model, list(prompt.encode()), n_new, Decoding((BYTES.eot_token,))))
-            text = bytes(ids).decode(errors='replace').split(ends)[0]
-            lines.append({'q': prompt, 'answer': text + '!' * (i % 2)})
-        assert ends == 'nothing' or any(len(line['answer']) < n_new for line in lines)
-        task = WRITING.replace('MOST', str(n_new)).replace('ENDS', ends)
-        write_task(tmp_path, name, task, lines)
-    stage_here('commonsense', *on(tiny_run, tmp_path, (
-        f'--scale=1.3 --tasks=["long","short"] --task_folder={tmp_path} --batch_size=5')))
-    for row in read(tmp_path / 'commonsense_scale1.3.json')['tasks'].values():
-        assert (row['metric'], row['score'], row['questions']) == ('exact_match', 50, 12)
-
-
-def test_a_prompt_that_would_have_to_be_cut_is_refused(tmp_path, tiny_run, tasks):
-    task = WRITING.replace('MOST', '3').replace('ENDS', 'e')
-    write_task(tmp_path, 'wordy', task, [{'q': 'x' * 40, 'answer': ''}])
-    arguments = on(tiny_run, tmp_path, f'--tasks=["wordy"] --task_folder={tmp_path}')
-    line = mistake('commonsense', *arguments)
-    assert 'wordy has 40 tokens' in line and f'read_length is {L}.' in line
-    stage_here('commonsense', *arguments, '--read_length=40')  # not what is written after it
-    assert read(tmp_path / 'commonsense.json')['read_length'] == 40
+    assert (result['average'], result['cut']) == (50, n_cut)
+    assert [(row['metric'], row['score'], row['questions'])
+            for row in result['tasks'].values()] == [
+        ('acc_norm', 50, 24), ('exact_match', 50, 24), ('exact_match', 50, 24)]
 
 
 def test_rulers_score_is_that_of_the_length_asked_for():
-    row = {'alias': 'niah', 'sample_len': 3, '4096,none': -1, '8192,none': 0.25,
-           '8192_stderr,none': 'N/A'}
+    row = {'sample_len': 3, '4096,none': -1, '8192,none': 0.25, '8192_stderr,none': 'N/A'}
     measured = {'results': {'niah': row}, 'versions': {'niah': 1},
                 'configs': {'niah': {'dataset_path': ''}}}
     found = commonsense.task_scores(measured, 8192)['niah']
     assert (found['score'], found['standard_error'], found['metric']) == (25, None, '8192')
 
 
-def test_an_unknown_task_prompts_that_never_end_and_a_missing_package_are_named(tiny_run, tasks,
-                                                                                monkeypatch):
-    arguments = f'--out_dir={tiny_run}', '--device=cpu', '--tasks=["pika","ruler_vt"]'
-    line = mistake('commonsense', *arguments, '--read_length=1023')
-    assert 'read_length is 1023' in line and 'prompts of ruler_vt.' in line
-    assert 'pika' in mistake('commonsense', *arguments, '--read_length=1024')
-    monkeypatch.setitem(sys.modules, 'lm_eval.api.model', None)
-    assert 'pip install lm_eval' in mistake('commonsense')
+def test_an_unknown_task_is_named(tasks):
+    refuses('pika', commonsense.load_tasks, ['pika'], '', {})

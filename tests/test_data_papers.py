@@ -1,25 +1,23 @@
 """
-The prepare scripts of the papers' corpora, on small files of the same form, local or from a small
-hub of our own.
+The prepare scripts of the papers' corpora, on small files of the same form. The files are local or
+come from a fake hub.
 
 $ python -m pytest tests/test_data_papers.py
 """
 
-import functools
 import gzip
+import itertools
 import json
-import os
-import subprocess
 import sys
-import time
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
-from conftest import Server, contents, mistake, stage_here
+from conftest import contents, mistake, stage_here
 from test_data import all_texts, texts
 
 from data import hub
-from lib.errors import ROOT
 from lib.tokens import UNFINISHED, open_tokens
 
 huggingface_hub = pytest.importorskip('huggingface_hub')
@@ -51,16 +49,16 @@ def write_rows(path, rows):
     path.write_bytes(gzip.compress(data) if path.suffix == '.gz' else data)
 
 
-def pajama(folder, n_files, n_rows, length=20):
+def pajama(folder):
     """
-    Parquet files as SlimPajama has them. Every third row is of GitHub. Returns the texts of the
-    others, and --local=.
+    Two Parquet files as SlimPajama has them, where every third row is of GitHub. Returns the texts
+    of the other rows, and --local=.
     """
     kinds, kept = ('RedPajamaC4', GITHUB, 'RedPajamaBook'), []
-    for i in range(n_files):
-        rows = [{'text': f'row {i} {j} '.ljust(length, '.'),
-                 'meta': {'redpajama_set_name': kinds[j % 3]}} for j in range(n_rows)]
-        write_rows(folder / f'data/train-{i:05d}-of-{n_files:05d}.parquet', rows)
+    for i in range(2):
+        rows = [{'text': f'row {i} {j} '.ljust(2000, '.'),
+                 'meta': {'redpajama_set_name': kinds[j % 3]}} for j in range(20)]
+        write_rows(folder / f'data/train-{i}.parquet', rows)
         kept += [row['text'] for j, row in enumerate(rows) if j % 3 != 1]
     return kept, f'--local={folder}'
 
@@ -68,7 +66,7 @@ def pajama(folder, n_files, n_rows, length=20):
 # ---------------------------------------------------------------------- what each takes
 
 def test_slimpajama_leaves_out_github_and_refuses_rows_that_do_not_say(tmp_path):
-    out, (train, local) = tmp_path / 'out', pajama(tmp_path / 'in', 3, 10)
+    out, (train, local) = tmp_path / 'out', pajama(tmp_path / 'in')
     write_rows(tmp_path / 'in/data/validation-00000.parquet', [
         {'text': 'kept', 'meta': {'redpajama_set_name': 'RedPajamaArXiv'}},
         {'text': 'code', 'meta': {'redpajama_set_name': GITHUB}}])
@@ -130,12 +128,10 @@ def test_a_run_that_was_stopped_anywhere_ends_with_the_same_bytes(tmp_path, monk
         write_rows(tmp_path / f'in/{name}.{kind}', rows)
     prepare('pg19', tmp_path / 'unbroken', local)
     monkeypatch.setattr(hub, 'BATCH', 1)  # so that progress is saved after each row
-    call, calls = getattr(hub, where), 0
+    call, calls = getattr(hub, where), itertools.count(1)
 
     def stopped(*arguments):
-        nonlocal calls
-        calls += 1
-        if calls % every == 0:
+        if next(calls) % every == 0:
             raise KeyboardInterrupt
         return call(*arguments)
 
@@ -150,28 +146,26 @@ def test_a_run_that_was_stopped_anywhere_ends_with_the_same_bytes(tmp_path, monk
     assert contents(killed) == contents(tmp_path / 'unbroken')
 
 
-@pytest.mark.slow
-def test_a_process_that_was_killed_goes_on_and_ends_with_the_same_bytes(tmp_path):
-    _, local = pajama(tmp_path / 'in', 40, 600, length=10_000)
-    killed, whole = tmp_path / 'killed', tmp_path / 'unbroken'
-    name, *words = arguments('slimpajama', killed, local)
-    run = subprocess.Popen([sys.executable, ROOT / f'{name}.py', *words],
-                           stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while not (killed / UNFINISHED / 'train.json').exists():
-        assert run.poll() is None
-        time.sleep(0.005)
-    run.kill()
-    run.wait()
-    assert not (killed / 'meta.json').exists()
-    assert 'train: goes on after' in prepare('slimpajama', killed, local)
-    prepare('slimpajama', whole, local)
-    assert contents(killed) == contents(whole)
+def test_progress_counts_only_what_is_on_the_disk(tmp_path, monkeypatch):
+    """A killed process writes nothing more, so each count is on the disk before it is saved."""
+    _, local = pajama(tmp_path / 'in')
+    counts = []
+
+    def save_json(path, progress):
+        if 'count' in progress:
+            counts.append(progress['count']['tokens'])
+            assert path.with_suffix('.bin').stat().st_size == 2 * counts[-1]
+
+    monkeypatch.setattr(hub, 'BATCH', 1)
+    monkeypatch.setattr(hub, 'save_json', save_json)
+    prepare('slimpajama', tmp_path / 'out', local)
+    assert len(counts) > 20
 
 
 def test_a_file_that_breaks_off_keeps_what_was_written_for_the_same_settings(tmp_path):
-    _, local = pajama(tmp_path / 'in', 2, 20, length=2000)
+    _, local = pajama(tmp_path / 'in')
     out = tmp_path / 'out'
-    names = hub.local_files(f'{tmp_path}/in')
+    names = hub.local_files(tmp_path / 'in')
     last = hub.by_split(names, ['train'])['train'][-1]
     path = Path(names[last])
     whole = path.read_bytes()
@@ -188,53 +182,41 @@ def test_a_file_that_breaks_off_keeps_what_was_written_for_the_same_settings(tmp
 
 # ---------------------------------------------------------------------- the hub
 
-class Hub(Server):
-    """As much of the Hugging Face hub as datasets asks for: one dataset with one file."""
-    commit, name, gated, data = 'a' * 40, 'data/test-00000-of-00001.parquet', False, b''
+@pytest.fixture
+def on_the_hub(tmp_path, monkeypatch):
+    """on_the_hub(name): a dataset on a fake hub with one file, which holds two books."""
+    write_rows(tmp_path / 'file.parquet', [{'text': 'a book'}, {'text': 'another', 'url': 'x'}])
+    open_rows = hub.open_rows
 
-    def do_GET(self):
-        if '/resolve/' in self.path and self.gated:
-            self.answer(403, b'', ('X-Error-Code', 'GatedRepo'))
-        elif '/resolve/' in self.path:
-            first, last = self.headers['Range'].removeprefix('bytes=').split('-')
-            self.answer(206, self.data[int(first):int(last or len(self.data)) + 1])
-        else:
-            entry = {'type': 'file', 'path': self.name, 'rfilename': self.name,
-                     'size': len(self.data), 'oid': 'b' * 40}
-            info = {'id': 'emozilla/pg19', 'sha': self.commit, 'siblings': [entry], 'tags': [],
-                    'private': False}
-            self.answer(200, json.dumps([entry] if '/tree/' in self.path else info).encode())
+    def on_the_hub(name):
+        info = SimpleNamespace(sha='a' * 40, siblings=[SimpleNamespace(rfilename=name)])
+        monkeypatch.setattr(huggingface_hub.HfApi, 'dataset_info', lambda *_, **more: info)
+
+    def open_here(name, url):
+        assert url == f'hf://datasets/emozilla/pg19@{"a" * 40}/{name}'
+        return open_rows(name, str(tmp_path / 'file.parquet'))
+
+    monkeypatch.setattr(hub, 'open_rows', open_here)
+    return on_the_hub
 
 
-@pytest.mark.slow
-def test_from_the_hub_the_commit_is_kept_and_a_gated_set_says_what_to_do(tmp_path, monkeypatch):
-    def run(*words):
-        name, *words = arguments(*words)
-        with Hub.running() as endpoint:
-            return subprocess.run([sys.executable, ROOT / f'{name}.py', *words],
-                                  capture_output=True, text=True, env={
-                **os.environ, 'HF_ENDPOINT': endpoint, 'HF_HOME': str(tmp_path / 'cache'),
-                'HF_HUB_OFFLINE': '0'})
-
-    write_rows(tmp_path / 'test.parquet', [{'text': 'a book'}, {'text': 'another', 'url': 'x'}])
-    monkeypatch.setattr(Hub, 'data', (tmp_path / 'test.parquet').read_bytes())
-    found = run('pg19', tmp_path / 'out')
-    assert 'train and val: left out' in found.stdout, found.stderr
+def test_from_the_hub_the_commit_is_kept_and_missing_splits_are_named(tmp_path, on_the_hub):
+    on_the_hub('data/test-00000-of-00001.parquet')
+    assert 'train and val: left out' in prepare('pg19', tmp_path / 'out')
     assert texts(tmp_path / 'out', 'test') == ['a book', 'another']
-    assert open_tokens(str(tmp_path / 'out'), 'test').meta['report']['commit'] == Hub.commit
+    assert open_tokens(str(tmp_path / 'out'), 'test').meta['report']['commit'] == 'a' * 40
 
-    monkeypatch.setattr(Hub, 'gated', True)
-    monkeypatch.setattr(Hub, 'name', 'ada/train-0.parquet')
-    found = run('starcoder', tmp_path / 'no')
-    lines = [line for line in found.stderr.splitlines() if line.startswith('prepare.py: ')]
-    assert found.returncode == 1 and len(lines) == 1, found.stderr
-    assert 'hf auth login' in lines[0] and '--local=FOLDER' in lines[0]
-    assert 'Traceback' not in found.stderr and not (tmp_path / 'no').exists()
+
+def test_a_gated_set_says_what_to_do(tmp_path, on_the_hub, monkeypatch):
+    on_the_hub('ada/train-0.parquet')
+    monkeypatch.setattr(hub, 'open_rows', Mock(side_effect=PermissionError('403')))
+    line = refused('starcoder', tmp_path / 'no')
+    assert 'hf auth login' in line and '--local=FOLDER' in line and not (tmp_path / 'no').exists()
 
 
 def test_without_a_network_local_files_are_asked_for(tmp_path, monkeypatch):
-    closed = functools.partial(huggingface_hub.HfApi, endpoint='http://127.0.0.1:1')
-    monkeypatch.setattr(huggingface_hub, 'HfApi', closed)
+    no_network = Mock(side_effect=ConnectionError)
+    monkeypatch.setattr(huggingface_hub.HfApi, 'dataset_info', no_network)
     line = refused('pg19', tmp_path / 'out')
     assert 'emozilla/pg19' in line and '--local=FOLDER' in line
 

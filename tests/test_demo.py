@@ -1,11 +1,11 @@
 """
-The demo: its report is made of the stages' own numbers.
+The demo: what its report says is what the models do.
 
-$ python -m pytest tests/test_demo.py
+$ python -m pytest tests/test_demo.py -m ''
 """
 
-import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,73 +13,115 @@ import time
 
 import numpy as np
 import pytest
-from conftest import ROOT, near, read, stage
+import torch
+from conftest import ROOT, mistake, near, read, stage_here
 
 import demo
 from lib import checkpoints
+from lib.checkpoints import open_model
+from lib.repeats import find_targets
 
-SMALL = ("--train_args=['--compile=False','--n_layer=1','--n_embd=32','--n_hidden=48',"
-         "'--log_interval=1']")
+MODELS = ROOT / 'lessons/models'
+SMALL = ['--n_layer=1', '--n_embd=32', '--n_hidden=48', '--compile=False', '--device=cpu']
 
 
-@pytest.mark.parametrize('loss, reached', [
-    ([9.0, 1.0, 1.04, 1.06, 1.0], 160),  # what comes back later is no reach
-    ([9.0, 1.0, 1.2, 1.0, 1.0], 128), ([9.0, 1.0, 0.9, 0.8, 0.7], 288)])
-def test_reach_is_the_last_position_before_the_loss_leaves_the_limit(loss, reached):
-    assert demo.reach([32, 96, 160, 224, 288], loss, L=128, limit=1.05) == reached
-    position = np.arange(1, 1025)  # and a slope is per e-fold
-    assert demo.slope(position, 0.7 * np.log(position) + 3, 128, 256) == pytest.approx(0.7)
-    # a smoothed value is the mean of those before
+@pytest.fixture(scope='module')
+def look(tmp_path_factory):
+    """The folder of a small `make look`, and what it printed."""
+    folder = tmp_path_factory.mktemp('look')
+    out = stage_here('demo', 'config/look.py', f'--out_dir={folder}', '--n_samples=3',
+                     '--targets=40', f'--text={ROOT / "model.py"}')
+    return folder, out
+
+
+def test_smooth_value_is_the_mean_of_those_before():
     near(demo.smooth([4.0, 2.0, 6.0, 1.0, 3.0], 3), [4, 3, 4, 3, 10 / 3], atol=1e-9)
 
 
+@torch.no_grad()
+def test_report_has_the_losses_of_the_models(look):
+    folder, out = look
+    report = read(folder / 'report.json')
+    assert (report['L'], report['lengths'], report['windows']) == (128, [128, 256, 512, 1024], 3)
+    assert (folder / 'report.png').stat().st_size > 1000
+
+    text = (ROOT / 'model.py').read_text()
+    model, encoding = open_model(MODELS / 'conv/last.pt')
+    windows = []
+    for first in range(0, 3 * 4096, 4096):  # pieces of 4 characters a token
+        ids = encoding.encode_ordinary(text[first:first + 4096])
+        start = (len(ids) - 1025) // 2
+        windows.append(ids[start:start + 1025])
+    windows = torch.tensor(windows)
+    far = find_targets(windows.numpy(), 128, 4, 40)
+    cut = [model(windows[n:n + 1, t - 128:t], windows[n:n + 1, t:t + 1]).item()
+           for n, t in zip(far.window, far.t)]
+    for title, scale in (('NoPE + conv', None),
+                         ('NoPE + conv, head scales', MODELS / 'conv/scale_head_1024.json')):
+        model, _ = open_model(MODELS / 'conv/last.pt', scale and str(scale))
+        losses = model(windows[:, :-1], windows[:, 1:])
+        row = report['readings'][title]
+        near([row['at'][str(T)]['loss'] for T in report['lengths']],
+             [losses[:, T - 64:T].mean() for T in report['lengths']], atol=1e-4)
+        near(row['curve'][::100], [losses.mean(0)[max(0, t - 63):t + 1].mean()
+                                   for t in range(0, 1024, 100)], atol=1e-4)
+        near(row['far']['gain'], np.mean(cut) - losses[far.window, far.t - 1].mean(), atol=1e-4)
+        assert f"{row['at']['1024']['loss']:.2f}" in out and f"{row['far']['gain']:+.2f}" in out
+    uniform = read(MODELS / 'none/scale_uniform.json')
+    best = uniform['best_by_length'][uniform['lengths'].index(1024)]
+    near(report['readings']['NoPE, best uniform scale']['scale'], [best, best], atol=1e-6)
+    near(report['readings']['NoPE + conv, head scales']['scale'],
+         [model.head_scale.min(), model.head_scale.max()], atol=1e-6)
+
+
+def test_text_that_is_too_short_is_refused(tmp_path):
+    (tmp_path / 'short.txt').write_text('one line\n' * 50)
+    line = mistake('demo', 'config/look.py', f'--out_dir={tmp_path}',
+                   f'--text={tmp_path}/short.txt')
+    assert 'the text has 0 windows of 1025 tokens' in line
+
+
+def small_demo(monkeypatch, folder, corpus_dir):
+    monkeypatch.setattr(demo, 'out_dir', str(folder))
+    monkeypatch.setattr(demo, 'max_iters', 4)
+    monkeypatch.setattr(demo, 'tune_iters', 1)
+    monkeypatch.setattr(demo, 'train_args', [*SMALL, f'--dataset={corpus_dir}'])
+    monkeypatch.setattr(demo, 'tune_args', ['--compile=False', '--device=cpu', '--n_samples=2',
+                                            '--batch_size=1', '--candidate_range=[1.0,1.3,0.3]'])
+
+
 @pytest.mark.slow
-def test_ctrl_c_leaves_what_was_trained(tmp_path):
-    process = subprocess.Popen([sys.executable, ROOT / 'demo.py', f'--out_dir={tmp_path}', SMALL],
-                               start_new_session=True, stdout=subprocess.PIPE, text=True)
-    log = tmp_path / 'nope/log.jsonl'
-    while not log.exists() or len(log.read_text().splitlines()) < 20:
+def test_models_are_trained_and_tuned_once(tmp_path, monkeypatch, corpus_dir, capfd):
+    small_demo(monkeypatch, tmp_path, corpus_dir)
+    seconds = demo.train_and_tune()
+    assert len(seconds) == 6 and min(seconds.values()) > 0
+    steps = {model: checkpoints.load(tmp_path / model / 'last.pt')['step'] for model in demo.TRAIN}
+    assert steps == {'none': 2, 'rope': 2, 'conv': 4}
+    for model, kind in demo.READINGS.values():
+        if kind:
+            assert read(demo.scale_file(model, kind))['target_length'] == 512
+    assert demo.train_and_tune() == {}
+    shutil.rmtree(tmp_path / 'rope')
+    monkeypatch.setattr(demo, 'train_args', ['--n_layer=0'])
+    with pytest.raises(demo.UserError, match='failed. Its message is above'):
+        demo.train_and_tune()
+    assert 'twins | train.py: n_layer is 0' in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_what_was_trained(tmp_path, corpus_dir):
+    arguments = [*SMALL, f'--dataset={corpus_dir}', '--log_interval=1']
+    program = ('import demo; demo.max_iters = 10 ** 6; demo.train_and_tune.__globals__.update('
+               f'out_dir={str(tmp_path)!r}, train_args={arguments}); demo.train_and_tune()')
+    process = subprocess.Popen([sys.executable, '-c', program], cwd=ROOT, start_new_session=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    logs = [tmp_path / model / 'log.jsonl' for model in ('none', 'conv')]
+    while not all(log.exists() and len(log.read_text().splitlines()) > 20 for log in logs):
         assert process.poll() is None, 'ended too early'
         time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the demo and to its stage
-    out, _ = process.communicate(timeout=60)
-    step = checkpoints.load(tmp_path / 'nope/last.pt')['step']
-    assert process.returncode and step >= 20 and f'SIGINT: saved step {step}' in out
-
-
-@pytest.mark.slow
-def test_report_has_the_numbers_of_the_stages(tmp_path):
-    out, _ = stage('demo', f'--out_dir={tmp_path}', '--max_iters=12', '--tune_iters=2', SMALL,
-                   '--n_samples=6', '--curve_samples=2',
-                   "--tune_args=['--compile=False','--candidate_range=[1.0,1.3,0.3]']")
-    report = read(tmp_path / 'report.json')
-    best = read(tmp_path / 'nope/scale_uniform.json')['best_by_length']
-    scales = {'NoPE': None, 'uniform 256': best[1], 'uniform 512': best[2],
-              'head 256': f'{tmp_path}/nope/scale_head_320_head.json',
-              'head 512': f'{tmp_path}/nope/scale_head_640_head.json',
-              'vectors 256': f'{tmp_path}/nope/scale_head_320_vectors.json',
-              'vectors 512': f'{tmp_path}/nope/scale_head_640_vectors.json', 'RoPE': None}
-    assert report['windows'] == 6 and report['lengths'] == [128, 256, 512]
-    assert list(report['methods']) == list(scales)
-    found = {}
-    for name, method in report['methods'].items():
-        run = 'rope' if name == 'RoPE' else 'nope'
-        path = f"{run}/eval_ppl_position_demo_{name.replace(' ', '_')}.json"
-        found[name] = result = read(tmp_path / path)
-        assert result['settings']['scale'] == scales[name]
-        assert result['position_method'] == run.replace('nope', 'none')
-        for row in result['rows']:
-            at = method['at'][str(row['length'])]
-            assert at['loss'] == row['loss'] and at['standard_error'] == row['standard_error']
-
-    nope, rope = found['NoPE'], found['RoPE']
-    curve = read(tmp_path / 'nope/entropy_demo_NoPE.json')
-    pair, = (pair for pair in report['paired_differences']
-             if (pair['a'], pair['b'], pair['length']) == ('NoPE', 'RoPE', 512))
-    rows = np.subtract(nope['loss_at_by_window']['512'], rope['loss_at_by_window']['512'])
-    near([report['gap_to_rope_at_L'], report['entropy_slope_past_L'], pair['difference'],
-          pair['standard_error']],
-         [nope['rows'][0]['loss'] - rope['rows'][0]['loss'],
-          demo.slope(curve['position'], curve['mean_entropy'], 128, 256), rows.mean(),
-          rows.std(ddof=1) / math.sqrt(6)], rtol=1e-4)
-    assert (tmp_path / 'report.png').stat().st_size > 1000 and 'largest standard error' in out
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the demo and to its stages
+    out, _ = process.communicate(timeout=120)
+    for log in logs:
+        step = checkpoints.load(log.with_name('last.pt'))['step']
+        assert step >= 20 and f'SIGINT: saved step {step}' in out
+    assert process.returncode

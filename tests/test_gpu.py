@@ -52,6 +52,19 @@ def test_losses_and_gradients_are_those_of_the_cpu(monkeypatch, gpu, changes, ho
     near(found.mean().cpu(), losses.mean(), atol=0.05)
 
 
+@pytest.mark.parametrize('has_bias', [False, True])
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_grouped_queries_need_no_whole_matrix(gpu, dtype, has_bias):
+    T, i = 2048, torch.arange(2048, device=gpu)
+    q, k, v = (torch.randn(2, n_head, T, 64, device=gpu, dtype=dtype) for n_head in (32, 4, 4))
+    bias = torch.randn(1, 32, T, T, device=gpu, dtype=dtype) if has_bias else None
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    kernels.attention(q, k, v, i, i, bias)
+    assert torch.cuda.max_memory_allocated() - before < 2 * 32 * T * T * 4
+
+
 @every
 @torch.no_grad()
 def test_entropies_are_those_of_the_cpu(gpu, changes):

@@ -11,15 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import EVERY, losses_and_gradients, near, plain_entropy, random_model, tokens
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounter
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import kernels
+from bench import peak_memory
 from kernels import attention_entropy
-from model import matrices
 from position import NoPE
 
 # ---------------------------------------------------------------------- attention
@@ -48,37 +44,6 @@ def test_speed_changes_neither_logits_nor_losses_nor_gradients(monkeypatch, chan
         near(losses_and_gradients(model, windows), (losses, gradients), atol=1e-5)
 
 
-class Largest(TorchDispatchMode):
-    """Inside the `with` block, `numel` is the size of the largest tensor an operation returned."""
-    numel = 0
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        results = operation(*args, **(kwargs or {}))
-        for result in tree_leaves(results):
-            if torch.is_tensor(result):
-                self.numel = max(self.numel, result.numel())
-        return results
-
-
-@pytest.mark.parametrize('changes', [
-    {'position': 'kerple'}, {'position': 'kerple', 'dape_kernel': 3}], ids=str)
-def test_memory_of_training_grows_with_the_length_not_with_its_square(monkeypatch, changes):
-    monkeypatch.setattr(kernels, 'SCORES_AT_ONCE', 2 ** 13)
-    model, sizes = random_model(**changes, n_layer=1), []
-    for T in 128, 256:
-        kept = {}  # one entry for all views of the same memory
-
-        def keep(x, kept=kept):
-            kept[x.untyped_storage().data_ptr()] = x
-            return x
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), Largest() as mode:
-            losses_and_gradients(model, tokens(1, T + 1))
-        sizes.append((sum(x.untyped_storage().nbytes() for x in kept.values()), mode.numel))
-    for short, long in zip(*sizes):  # bytes kept for backward, and the largest tensor
-        assert long <= 2.3 * short
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize('checkpointed', [False, True])
 @pytest.mark.parametrize('changes', [
@@ -102,47 +67,24 @@ def test_many_chunks_are_left_out_of_the_graph_and_change_nothing(monkeypatch, c
     assert n_operations[1] < n_operations[0]
 
 
-# ---------------------------------------------------------------------- on a GPU
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs an NVIDIA GPU')
-@pytest.mark.parametrize('kind', ['causal', 'seen', 'bias'])
-@pytest.mark.parametrize('dtype, atol', [(torch.float32, 2e-3), (torch.bfloat16, 3e-2)])
-@torch.no_grad()
-def test_attention_on_a_gpu_equals_the_formula_and_needs_no_whole_matrix(kind, dtype, atol):
-    T, j = 2048, torch.arange(2048, device='cuda')
-    q, k, v, bias = (torch.randn(shape, device='cuda', dtype=dtype) for shape in (
-        (2, 32, T, 64), (2, 4, T, 64), (2, 4, T, 64), (1, 32, T, T)))
-    causal = (j <= j[:, None])[None, None]
-    mask = {'causal': None, 'seen': causal & (j > 5), 'bias': bias}[kind]
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    found = kernels.attention(q, k, v, j, j, mask)
-    assert torch.cuda.max_memory_allocated() - before < 2 * 32 * T * T * 4
-
-    keys, values = (kernels.repeat_heads(x.float(), 32) for x in (k, v))
-    scores = q.float() @ keys.mT / 8
-    if kind == 'bias':
-        scores = scores + bias
-    else:
-        scores = scores.masked_fill(~(causal if mask is None else mask), -math.inf)
-    expected = scores.softmax(-1) @ values
-    near(found[:, :, 10:], expected[:, :, 10:], atol)  # with 'seen', the first rows see no key
+@pytest.mark.parametrize('dape_kernel', [0, 3])
+def test_memory_of_training_grows_with_the_length_not_with_its_square(monkeypatch, cpu,
+                                                                      dape_kernel):
+    monkeypatch.setattr(kernels, 'SCORES_AT_ONCE', 2 ** 13)
+    model = random_model(position='kerple', dape_kernel=dape_kernel, n_layer=1)
+    short, long = (peak_memory(partial(losses_and_gradients, model, windows), cpu)
+                   for windows in (tokens(1, 129), tokens(1, 257)))
+    assert long <= 2.3 * short
 
 
 def test_decoding_takes_heads_that_a_gpu_kernel_returns_transposed(monkeypatch):
     attention = F.scaled_dot_product_attention
-
-    def memory_efficient_kernel(*tensors):
-        """On CUDA its result is stored token by token, and head by head within a token."""
-        y = attention(*tensors)
-        return y.transpose(1, 2).contiguous().transpose(1, 2)
-
     q, k, v = (torch.randn(2, n_head, T, 64) for n_head, T in ((32, 1), (4, 40), (4, 40)))
-    seen = torch.arange(40) < torch.tensor([40, 33])[:, None, None, None]
-    expected = attention(q, k, v, seen, enable_gqa=True)
-    monkeypatch.setattr(F, 'scaled_dot_product_attention', memory_efficient_kernel)
-    found = kernels.attention(q, k, v, torch.tensor([[39], [32]]), torch.arange(40), seen)
-    near(found, expected, atol=1e-5)
+    expected = attention(q, k, v, enable_gqa=True)
+    # On CUDA the result is stored token by token, and head by head within a token.
+    monkeypatch.setattr(F, 'scaled_dot_product_attention', lambda *given: attention(
+        *given).transpose(1, 2).contiguous().transpose(1, 2))
+    near(kernels.attention(q, k, v, torch.tensor([39]), torch.arange(40)), expected, atol=1e-5)
 
 
 # ---------------------------------------------------------------------- entropy
@@ -154,9 +96,8 @@ def test_entropy_without_a_matrix_equals_that_of_the_float64_matrix(n_kv_head, s
     found = kernels.entropy(q, k)
     assert found.dtype == torch.float32 and found.min() >= 0
     near(found, torch.special.entr(attention).sum(-1), atol=2e-5 * size)
-    for pair in (q.requires_grad_(), k), (k, q):
-        with pytest.raises(ValueError, match='gradient'):
-            kernels.entropy(*pair)
+    with pytest.raises(ValueError, match='gradient'):
+        kernels.entropy(q, k.requires_grad_())
 
 
 @pytest.mark.parametrize(
@@ -176,6 +117,7 @@ def test_entropy_of_every_method_and_its_gradient_are_those_of_the_float64_matri
     for model.checkpoint_activations in False, True:
         with model.probe(attention_entropy) as entropy:
             model(idx)
+        model(idx)  # outside the block the model calls no probe
         near(torch.stack(entropy), expected, atol=1e-3)
         found = torch.autograd.grad(torch.stack(entropy).mean(), scales)
         near(torch.stack(found)[..., 0], gradient, rtol=1e-3, atol=1e-6)
@@ -210,23 +152,3 @@ def test_compiled_float32_losses_keep_so_many_logits_and_are_those_of_the_plain_
     found = gradients(torch.compile(kernels.cross_entropy, backend='eager', dynamic=False))
     near(found, expected, atol=1e-5)
     assert len(calls) == products
-
-
-@pytest.mark.slow
-def test_a_compiled_training_step_casts_each_matrix_to_bfloat16_once():
-    """Counts the casts in the graphs that a compiler gets, partitioned as Inductor does it."""
-    model, windows, n_casts = random_model(), tokens(2, 41), []
-    shapes = [p.shape for p in matrices(model).values()]
-
-    def count(graph, inputs):
-        casts = [node.args[0] for node in graph.graph.nodes
-                 if str(node.target).startswith(('aten._to_copy', 'prims.convert_element_type'))]
-        n_casts.append(sum(x.op == 'placeholder' and x.meta['val'].shape in shapes
-                           for x in casts))
-        return make_boxed_func(graph.forward)
-
-    backend = aot_autograd(fw_compiler=count, bw_compiler=count,
-                           partition_fn=min_cut_rematerialization_partition)
-    with torch.autocast('cpu', torch.bfloat16):
-        losses_and_gradients(model, windows, torch.compile(model, backend=backend, dynamic=False))
-    assert n_casts == [len(shapes), 0]  # forward, backward

@@ -23,7 +23,7 @@ from conftest import read as read_json
 
 SEEDS = '1337', '1338', '1339'
 FILES = {
-    'BOTH': 'demo/seeds.json demo/seeds_epyc.json',
+    'BOTH': 'demo_bytes/seeds.json demo_bytes/seeds_epyc.json',
     'CPUS': 'bench/cpu_sdpa.json',
     'BOOKS': 'scoreboard/books/channel_SEED.json scoreboard/books/head_SEED.json',
     'SMALL': 'scoreboard/small/channel_SEED.json scoreboard/small/head_SEED.json',
@@ -65,7 +65,7 @@ def one_value(values):
 
 
 def demo(x, method, T):
-    """The loss of each seed of results/demo."""
+    """The loss of each seed of results/demo_bytes."""
     if method not in ('NoPE', 'cut'):
         method = f'{method} {T}'
     return [run['methods'][method][str(T)]['loss'] for run in x['seeds'].values()]
@@ -94,6 +94,24 @@ def behind_cut(table, name):
     """
     pairs = zip(row(table, name)['runs'], row(table, 'NoPE')['runs'], strict=True)
     return [math.log(run['ppl'][2] / untuned['ppl'][0]) for run, untuned in pairs]
+
+
+def past(x, name, key=None):
+    """A row of past_L.json, such as 'conv head' of model and reading, or its values over seeds."""
+    found, = [row for row in x['rows'] if f"{row['model']} {row['reading']}" == name]
+    if key is None:
+        return found
+    return found[key]['values'] if isinstance(found[key], dict) else found[key]
+
+
+def largest_error(x):
+    """Of the gains of the convolution, untuned and with head scales."""
+    return max(past(x, 'conv untuned', 'errors, all') + past(x, 'conv head', 'errors, all'))
+
+
+def below(values):
+    """How far numbers are below 0."""
+    return [-value for value in values]
 
 
 def n_seeds(table, name):
@@ -159,32 +177,56 @@ def threads(x):
 # ---------------------------------------------------------------------- the numbers
 
 PLACES = {
-    'the table': Place('README.md', '| nats per byte', '[More]', """
-128           | demo/report.json | x['block_size']
-1.364 ± 0.015 | demo/seeds.json | spread(demo(x, 'NoPE', 128))
-1.986 ± 0.058 | demo/seeds.json | spread(demo(x, 'NoPE', 256))
-2.882 ± 0.127 | demo/seeds.json | spread(demo(x, 'NoPE', 512))
-1.623 ± 0.034 | demo/seeds.json | spread(demo(x, 'uniform', 256))
-2.343 ± 0.049 | demo/seeds.json | spread(demo(x, 'uniform', 512))
-1.568 ± 0.014 | demo/seeds.json | spread(demo(x, 'head', 256))
-2.236 ± 0.031 | demo/seeds.json | spread(demo(x, 'head', 512))
-1.425 ± 0.016 | demo/seeds.json | spread(demo(x, 'vectors', 256))
-1.753 ± 0.027 | demo/seeds.json | spread(demo(x, 'vectors', 512))
-1.366 ± 0.014 | demo/seeds.json | spread(demo(x, 'cut', 256))
-1.424 ± 0.017 | demo/seeds.json | spread(demo(x, 'cut', 512))
-5   | BOTH | min(sum(x['in_order'].values()) for x in xs)
-two | BOTH | sum(all(x['in_order'].values()) for x in xs)
-0.057 to 0.207 | BOTH | span(heads_over_uniform(xs))
+    'the table': Place('README.md', '| nats per token', '[More]', """
+128 | past_L/past_L.json | x['L']
+3 | past_L/past_L.json | len(past(x, 'none untuned')['seeds'])
+3.18 ± 0.01 | past_L/past_L.json | spread(past(x, 'none untuned', 'loss at 128'))
+5.50 ± 0.13 | past_L/past_L.json | spread(past(x, 'none untuned', 'loss at 1024'))
+3.17 ± 0.01 | past_L/past_L.json | spread(past(x, 'none untuned', 'cut at 1024'))
+−1.84 ± 0.04 | past_L/past_L.json | spread(past(x, 'none untuned', 'gain, all'))
+3 | past_L/past_L.json | len(past(x, 'none head')['seeds'])
+3.31 ± 0.01 | past_L/past_L.json | spread(past(x, 'none head', 'loss at 128'))
+4.17 ± 0.09 | past_L/past_L.json | spread(past(x, 'none head', 'loss at 1024'))
+3.17 ± 0.01 | past_L/past_L.json | spread(past(x, 'none head', 'cut at 1024'))
+−0.76 ± 0.06 | past_L/past_L.json | spread(past(x, 'none head', 'gain, all'))
+3 | past_L/past_L.json | len(past(x, 'rope untuned')['seeds'])
+2.88 ± 0.14 | past_L/past_L.json | spread(past(x, 'rope untuned', 'loss at 128'))
+5.03 ± 0.06 | past_L/past_L.json | spread(past(x, 'rope untuned', 'loss at 1024'))
+2.85 ± 0.14 | past_L/past_L.json | spread(past(x, 'rope untuned', 'cut at 1024'))
+−2.08 ± 0.07 | past_L/past_L.json | spread(past(x, 'rope untuned', 'gain, all'))
+3 | past_L/past_L.json | len(past(x, 'rope yarn')['seeds'])
+3.10 ± 0.15 | past_L/past_L.json | spread(past(x, 'rope yarn', 'loss at 128'))
+3.30 ± 0.18 | past_L/past_L.json | spread(past(x, 'rope yarn', 'loss at 1024'))
+2.85 ± 0.14 | past_L/past_L.json | spread(past(x, 'rope yarn', 'cut at 1024'))
+−0.34 ± 0.20 | past_L/past_L.json | spread(past(x, 'rope yarn', 'gain, all'))
+4 | past_L/past_L.json | len(past(x, 'conv untuned')['seeds'])
+2.54 ± 0.01 | past_L/past_L.json | spread(past(x, 'conv untuned', 'loss at 128'))
+2.77 ± 0.02 | past_L/past_L.json | spread(past(x, 'conv untuned', 'loss at 1024'))
+2.50 ± 0.00 | past_L/past_L.json | spread(past(x, 'conv untuned', 'cut at 1024'))
+0.34 ± 0.02 | past_L/past_L.json | spread(past(x, 'conv untuned', 'gain, all'))
+4 | past_L/past_L.json | len(past(x, 'conv head')['seeds'])
+2.54 ± 0.01 | past_L/past_L.json | spread(past(x, 'conv head', 'loss at 128'))
+2.61 ± 0.01 | past_L/past_L.json | spread(past(x, 'conv head', 'loss at 1024'))
+2.50 ± 0.00 | past_L/past_L.json | spread(past(x, 'conv head', 'cut at 1024'))
+0.59 ± 0.02 | past_L/past_L.json | spread(past(x, 'conv head', 'gain, all'))
+0.33 to 0.37 | past_L/past_L.json | span(past(x, 'conv untuned', 'gain, all'))
+32 | past_L/conv_1337.json | 4 * 8
+0.57 to 0.62 | past_L/past_L.json | span(past(x, 'conv head', 'gain, all'))
+0.30 to 0.38 | past_L/past_L.json | span(below(past(x, 'conv head', 'gain, other document, all')))
+four | past_L/past_L.json | len(past(x, 'conv head', 'gain, all'))
+0.05 | past_L/past_L.json | largest_error(x)
+three | past_L/past_L.json | len(past(x, 'none head', 'gain, all'))
+0.10 to 0.12 | past_L/past_L.json | span(below(past(x, 'conv head', 'gain at 1024')))
 """),
     'ten results': Place('README.md', '## Ten results', '[All studies]', """
 1
-2.88 | demo/seeds.json | mean(demo(x, 'NoPE', 512))
-1.75 | demo/seeds.json | mean(demo(x, 'vectors', 512))
-1.42 | demo/seeds.json | mean(demo(x, 'cut', 512))
-five | demo/seeds.json | len(x['seeds'])
-1.47 | demo/report.json | x['entropy_slope_past_L']
-0.69 | demo/report.json | x['entropy_slope_before_L']
-one  | demo/report.json | len({x['seeds']['train']})
+2.88 | demo_bytes/seeds.json | mean(demo(x, 'NoPE', 512))
+1.75 | demo_bytes/seeds.json | mean(demo(x, 'vectors', 512))
+1.42 | demo_bytes/seeds.json | mean(demo(x, 'cut', 512))
+five | demo_bytes/seeds.json | len(x['seeds'])
+1.47 | demo_bytes/report.json | x['entropy_slope_past_L']
+0.69 | demo_bytes/report.json | x['entropy_slope_before_L']
+one  | demo_bytes/report.json | len({x['seeds']['train']})
 2
 28   | extension_demo/eval_ppl_table.json | row(x, 'NoPE')['ppl'][3]
 32   | extension_demo/eval_ppl_table.json | row(x, 'RoPE')['ppl'][3]

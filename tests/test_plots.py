@@ -1,14 +1,13 @@
-"""Pictures: every result in the repository draws one, which says whose it is and what it hides."""
+"""Pictures: every result in the repository draws one, which names its run and what it hides."""
 
 import copy
 import json
 import math
-import sys
 import warnings
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, read, refuses
+from conftest import ROOT, read
 
 from lib import figures, plots
 from results.channel_scale import table as channels
@@ -20,12 +19,6 @@ for path in sorted(ROOT.glob('results/**/*.json')):
     result = read(path)
     if plots.kind_of(result) in PICTURES:
         RESULTS[f'{path.parent.name}/{path.stem}'] = result
-
-
-def write(folder, name, result):
-    path = folder / f'{name}.json'
-    path.write_text(json.dumps(result))
-    return path
 
 
 @pytest.mark.parametrize('name', RESULTS)
@@ -80,45 +73,26 @@ def test_a_models_cut_context_begins_at_L(lengths, drawn):
     assert dict(cut[0] if cut else []) == pytest.approx(drawn)
 
 
-def test_missing_and_constant_values_draw(tmp_path):
+def test_missing_and_constant_values_draw():
     result = copy.deepcopy(RESULTS['extension_demo/eval_ppl_table'])
     result['lengths'] = result['lengths'][:1]
     for i, row in enumerate(result['rows']):
         row['ppl'] = [3.0 if i else None]
-    plots.draw(write(tmp_path, 'table', result))
-    assert (tmp_path / 'table.png').read_bytes().startswith(b'\x89PNG')
+    plots.draw_ppl(result).draw_without_rendering()
 
 
 def test_entropy_draws_its_heads_beside_it(tmp_path):
-    plots.draw(write(tmp_path, 'entropy_x', RESULTS['entropy_4L/entropy_scale']))
-    names = {path.name for path in tmp_path.iterdir()}
-    assert names == {'entropy_x.json', 'entropy_x.png', 'entropy_heads_x.png'}
-
-
-@pytest.mark.parametrize('result', [{'stage': 'bench'}, [1]])
-def test_a_result_without_a_picture_is_refused(tmp_path, monkeypatch, result):
-    path = write(tmp_path, 'x', result)
-    assert plots.draw(path) == []
-    monkeypatch.setattr(sys, 'argv', ['plots.py', str(path)])
-    refuses('x.json has no picture', plots.main)
-    assert not (tmp_path / 'x.png').exists()
-
-
-def test_a_result_that_lacks_a_key_is_refused_but_a_bug_is_not_blamed_on_it(tmp_path, monkeypatch):
-    whole = RESULTS['books/eval_ppl_table']
-    path = write(tmp_path, 'x', {key: value for key, value in whole.items() if key != 'rows'})
-    monkeypatch.setattr(sys, 'argv', ['plots.py', str(path)])
-    refuses("x.json has no 'rows'", plots.main)
-    write(tmp_path, 'x', whole)
-    monkeypatch.setitem(plots.PICTURES, plots.kind_of(whole), lambda result: None + 1)
-    with pytest.raises(TypeError):
-        plots.main()
+    path = tmp_path / 'entropy_x.json'
+    path.write_text(json.dumps(RESULTS['entropy_4L/entropy_scale']))
+    drawn = plots.draw(path)
+    assert drawn == [tmp_path / 'entropy_x.png', tmp_path / 'entropy_heads_x.png']
+    assert all(picture.read_bytes().startswith(b'\x89PNG') for picture in drawn)
 
 
 def test_a_log_draws_with_and_without_validation(tmp_path):
     rows = [{'step': 1, 'tokens': 64, 'loss': 5.0}, {'step': 1, 'tokens': 64, 'val_loss': 4.9}]
-    for n in (0, 1, 2):
+    for n in 0, 1, 2:
         log = tmp_path / 'log.jsonl'
         log.write_text(''.join(json.dumps(row) + '\n' for row in rows[:n]))
         plots.draw_log(log, tmp_path / f'loss{n}.png')
-        assert (tmp_path / f'loss{n}.png').stat().st_size > 1000
+        assert (tmp_path / f'loss{n}.png').exists()

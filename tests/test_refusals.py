@@ -80,6 +80,10 @@ entropy         GIVEN | x.json | {"stage": "entropy", "position": 5, "loss": [1]
 entropy        GIVEN | x.json | {"stage": "entropy", "position": [], "mean_entropy": [], "loss": []}
 entropy   GIVEN | x.json | {"stage": "entropy", "position": [1], "mean_entropy": [1], "loss": ["1"]}
 
+lib/plots       {given}/x.json | x.json has no picture | {"stage": "bench"}
+lib/plots       {given}/x.json | x.json has no picture | [1]
+lib/plots       {given}/x.json | x.json has no 'rows' | {"stage": "eval_ppl", "protocol": "sliding"}
+
 data that cannot be read, tokenizers and mixtures that cannot work
 data/text/prepare  PREPARE | Name files
 data/text/prepare  PREPARE nowhere.txt | nowhere.txt
@@ -214,6 +218,7 @@ che             CHE --lengths=[7,8] | lengths is
 che             CHE --position=kerpel | 'kerpel'
 bench           --tasks=["trains"] | train, scale
 results/bench/table --table=costs | time_cost, growth, memory
+results/extension_demo/table --protocol=position | protocol is
 results/scoreboard/table --methods=["kerpel"] | kerpel
 results/scoreboard/table --size=large | large
 results/past_L/table --models=["zzz"] | 'zzz' is not one of conv
@@ -267,7 +272,10 @@ che             CHE --n_test=0 | n_test is 0
 che             CHE --learning_rate=-1 | learning_rate is
 bench           --rounds=0 | rounds is 0
 results/bench/table --contexts=[0] | contexts is
+results/extension_demo/table --lengths=[0] | lengths is
+results/extension_demo/table --max_windows=0 | max_windows is 0
 commonsense     READ --limit=0 | limit is 0
+commonsense     READ --tasks=["ruler_vt"] --read_length=1023 | prompts of ruler_vt.
 longbench       WRITE --beams=0 | beams is 0
 longbench       WRITE --max_samples=0 | max_samples is 0
 

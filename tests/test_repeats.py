@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 from conftest import near, plain_copy_loss
 
-from lib.repeats import copy_losses, fit_copy_weight, last_repeats, ratio_over_windows
+from lib.repeats import (
+    copy_losses,
+    find_targets,
+    fit_copy_weight,
+    last_repeats,
+    ratio_over_windows,
+)
 
 
 @pytest.mark.parametrize('g, n_symbols', [(1, 3), (2, 3), (5, 2), (8, 1)])
@@ -22,6 +28,13 @@ def test_last_repeats_equal_a_plain_search(g, n_symbols):
             places = [s for s in range(g, t) if x[s - g:s] == x[t - g:t]]
             assert latest == max(places, default=-1)
     assert (found >= 0).any() and (found < 0).any()
+
+
+def test_targets_are_drawn_from_those_found():
+    samples = np.random.default_rng(0).integers(0, 3, (4, 60))
+    every, some = (find_targets(samples, 8, 2, most) for most in (9999, 7))
+    drawn, found = ({*zip(one.window, one.t)} for one in (some, every))
+    assert len(drawn) == 7 and drawn < found and some.found == every.found == len(found)
 
 
 def test_standard_error_of_a_gain_is_over_windows():

@@ -18,7 +18,6 @@ from lib.losses import by_position
 from lib.scales import (
     apply_scale,
     identity,
-    install_sets,
     read_scale_file,
     save_scale,
     vectors_for,
@@ -69,14 +68,6 @@ def test_scale_of_a_stage_is_nothing_a_number_or_a_file(tmp_path, loaded):
         assert torch.equal(model.head_scale, expected) and len(said) == notes
     assert said[0].startswith('scale2 ') and said[1].startswith('scale_head_64 ')
     assert info['path'] not in said[0]  # the checkpoint's scales are 1
-
-
-def test_scale_is_refused_before_anything_is_said_or_changed(loaded):
-    (model, info), said = loaded, []
-    for scale in 0, -1, math.nan, [[1, 2]]:
-        refuses('scale', apply_scale, model, scale, info, said.append)
-    assert said == []
-    assert_ones(model)
 
 
 def test_answers_of_models_that_differ_in_a_vector_alone_are_told_apart(loaded):
@@ -184,9 +175,13 @@ def test_a_vector_that_the_registry_does_not_have_is_not_lost_in_silence(tmp_pat
 
 @pytest.fixture
 def with_sets(tmp_path, loaded):
-    """The model under sets for 16 and 64 tokens: all vectors 1.2 and 2."""
+    """
+    The model under sets for 4, 16 and 64 tokens: all vectors 3, 1.2 and 2. The first set is never
+    used, because passes of up to L tokens keep the model's own vectors.
+    """
     (model, info), path = loaded, tmp_path / 'scale_sets.json'
-    save_scale(path, info, {T: vectors(x, model) for T, x in ((16, 1.2), (64, 2.0))}, 'head')
+    sets = {4: 3.0, 16: 1.2, 64: 2.0}
+    save_scale(path, info, {T: vectors(x, model) for T, x in sets.items()}, 'head')
     assert apply_scale(model, str(path), info) == 'scale_sets'
     return model
 
@@ -212,19 +207,9 @@ def test_sets_hold_every_vector_and_are_chosen_by_the_length_of_the_pass(with_se
     note.cache_clear()
     wanted = vectors(value, with_sets)
     with vectors_for(with_sets, total):
-        near({name: with_sets.get_parameter(name).data for name in wanted}, wanted, 1e-6)
+        near({name: with_sets.get_parameter(name).data for name in wanted}, wanted,
+             atol=0 if total <= 8 else 1e-6)
     assert ('longer passes use' in capsys.readouterr().out) == (total > 64)
-
-
-def test_contexts_up_to_L_keep_the_pretrained_losses_to_the_last_bit_under_sets(loaded):
-    (model, _), idx = loaded, torch.arange(64)[None] % 11
-    before = [model(idx[:, :T]) for T in (1, 8, 30)]
-    install_sets(model, {T: vectors(1.3, model) for T in (4, 8, 16, 64)})  # even if it has some
-    same = []
-    for T, logits in zip((1, 8, 30), before):
-        with vectors_for(model, T):
-            same.append(torch.equal(model(idx[:, :T]), logits))
-    assert same == [True, True, False]
 
 
 @torch.no_grad()

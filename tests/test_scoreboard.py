@@ -1,13 +1,13 @@
 """Studies: units are measured once, shared between processes, and averaged over seeds."""
 
 import contextlib
+import re
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, near, read, written_elsewhere
+from conftest import ROOT, read, written_elsewhere
 
-import train
-from configurator import run_config, settings
+from configurator import run_config
 from lib.answers import save_json
 from results import study
 from results.scoreboard import table
@@ -35,10 +35,14 @@ def board(monkeypatch, tmp_path):
 def test_what_is_there_is_not_measured_again_and_what_another_process_has_comes_last(
         board, monkeypatch, tmp_path):
     measured = []
-    monkeypatch.setattr(table, 'seeds', [1])
-    monkeypatch.setattr(table, 'methods', ['none', 'rope', 'yarn', 'alibi'])
-    monkeypatch.setattr(table, 'result_of',
-                        lambda key, seed: measured.append(key) or row_file(key, seed, 1.0))
+
+    def result_of(key, seed):
+        measured.append(key)
+        return row_file(key, seed, 1.0)
+
+    for name, value in {'seeds': [1], 'methods': ['none', 'rope', 'yarn', 'alibi'],
+                        'result_of': result_of}.items():
+        monkeypatch.setattr(table, name, value)
     board('none', 1, 2.0)
     other = contextlib.ExitStack()  # another process works on RoPE
     other.enter_context(written_elsewhere(tmp_path / 'out/scoreboard/small/1/rope/scoreboard'))
@@ -78,9 +82,7 @@ def test_a_row_is_the_mean_and_the_spread_of_its_seeds(board, capsys):
     for key, seed, loss in ('none', 1, 1.0), ('none', 3, 2.0), ('t5', 1, 3.0):
         board(key, seed, loss)
     none, t5 = table.collect()
-    assert none['seeds'] == [1, 3] and none['loss at L']['mean'] == 1.5
-    near(none['loss at L']['sd'], 0.5 ** 0.5)
-    assert t5['own gain at 8L'] == {'mean': -1.5, 'sd': None} and 'recall at L' not in t5
+    assert none['seeds'] == [1, 3] and t5['own gain at 8L'] == {'mean': -1.5, 'sd': None}
     study.print_table(table.lines([none, t5]))
     lines = capsys.readouterr().out.splitlines()
     assert lines[2].startswith('| NoPE | 0 |  | 2 | 1.500 ± 0.707 |')
@@ -115,8 +117,7 @@ def test_a_gain_far_above_0_and_a_family_that_is_not_known_are_drawn():
 def test_the_recipe_of_a_study_leans_on_no_default_of_train(path):
     source = (ROOT / 'train.py').read_text()
     section = source[source.index('# data\n'):source.index('# machine\n')]
-    recipe = {name for name in settings(vars(train)) if f'\n{name} = ' in section
-              or f'\n{name}: ' in section}
+    recipe = {*re.findall(r'^(\w+).* = ', section, re.MULTILINE)}
     assert {'dataset', 'n_layer', 'learning_rate', 'lr_decay_iters'} <= recipe
     rows = {'position', 'short_conv', 'short_conv_at'}  # what a row of the study is about
     assert recipe - rows <= set(run_config(path))

@@ -195,14 +195,6 @@ def test_resume_names_the_settings_that_changed_and_uses_them(runs, plain):
     assert group['weight_decay'] == 0.2
 
 
-def test_a_setting_that_a_run_lacks_is_compared_with_its_model(runs, plain):
-    out_dir = runs.copy(plain, 'lacks')
-    state = load(out_dir)
-    del state['settings']['dape_kernel']
-    checkpoints.save(out_dir / 'last.pt', **state)
-    assert 'dape_kernel is 3' in runs.refused('lacks', '--init_from=resume --dape_kernel=3')
-
-
 def test_resuming_on_other_text_is_refused_and_on_a_copy_goes_on(runs, plain, corpus_dir):
     other = runs.folder / 'other'
     write_corpus(other, get_tokenizer('bytes'), {'train': ['other ' * 500], 'val': ['o ' * 500]})

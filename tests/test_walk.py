@@ -61,10 +61,6 @@ def test_a_training_step_crosses_at_most_18_functions_in_5_files_and_reaches_sdp
     forward = crossed(lambda: state.model(x, y).mean().backward())
     assert [call['is_causal'] for call in calls] == [True] * 2  # one call in each of the 2 layers
     step = crossed(lambda: train.train_step(state, batch, fetch_next, 4, 1.0))
-    for name, functions in ('forward, loss and backward', forward), ('a training step', step):
-        files = {file for file, _ in functions}
-        print(f'\n{name}: {len(functions)} functions in {len(files)} files')
-        for file, function in functions:
-            print(f'  {file:16} {function}')
-    assert len(forward) <= 10 and len({file for file, _ in forward}) <= 3
-    assert len(step) <= 18 and len({file for file, _ in step}) <= 5
+    for functions, most, most_files in (forward, 10, 3), (step, 18, 5):
+        print('', *(f'{file:16} {name}' for file, name in functions), sep='\n')
+        assert len(functions) <= most and len({file for file, _ in functions}) <= most_files

@@ -1,9 +1,9 @@
 """
 HeadScale with a vector instead of a number: a softmax scale for each channel of each head. It is
-tuned at 4L on the NoPE models of results/demo. Other small vectors and every weight are tuned with
-the same tokens. A second question is what the channels with raised scales have in common.
+tuned at 4L on the NoPE models of results/demo_bytes. Other small vectors and every weight are tuned
+with the same tokens. A second question is what the channels with raised scales have in common.
 
-$ python -m results.demo.table            # trains the models
+$ python -m results.demo_bytes.table            # trains the models
 $ python -m results.channel_scale.table   # 20 s and 1 minute of one core for a kind and a seed
 $ python -m results.channel_scale.table --work=False   # table and picture of what was measured
 

@@ -1,7 +1,7 @@
-# What results/extension_demo shows, after `make demo`. Run it from the project's root.
+# What results/extension_demo shows, after results/demo_bytes/run.sh. Run it from the project's root.
 # Head scales, PI and YaRN read the same number of tokens: 120 steps of 8 windows of T.
 set -e
-test -f out/demo/nope/loss.png && test -f out/demo/rope/loss.png || { echo 'First: make demo'; exit 1; }
+test -f out/demo/nope/loss.png && test -f out/demo/rope/loss.png || { echo 'First: bash results/demo_bytes/run.sh'; exit 1; }
 for method in alibi logn; do
     test -f out/demo/$method/loss.png || python train.py --position=$method --out_dir=out/demo/$method
 done
@@ -16,7 +16,7 @@ for T in 256 512 1024; do
 done
 python tune_scale.py --target_lengths=[256,512,1024] --max_iters=120
 python -m results.extension_demo.table
-# Figure 1, beside what make demo has measured on the same windows
+# Figure 1, beside what results/demo_bytes/run.sh has measured on the same windows
 demo=out/demo/nope/entropy_demo
 python entropy.py --out_dir=out/demo/rope --rope_scaling=dynamic_ntk:2 --n_samples=96 \
     --compare="['${demo}_NoPE.json','${demo}_uniform_512.json','out/demo/rope/entropy_demo_RoPE.json']"

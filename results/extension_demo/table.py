@@ -1,5 +1,6 @@
 """
-Table 2 at the demo's size. First make demo, then the commands in results/extension_demo/run.sh:
+Table 2 at the size of the byte models. First results/demo_bytes/run.sh, then the commands in
+results/extension_demo/run.sh:
 
 $ python -m results.extension_demo.table
 """

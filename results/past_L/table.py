@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from configurator import configure
-from demo import made_with, read
+from demo import read
 from lib import figures
 from results import study
 
@@ -76,7 +76,7 @@ def result_of(model, seed):
         readings[name] = {'text': text['rows'], 'repeats': repeats['rows'],
                           'share': repeats['share'], 'copy_weight': repeats['copy_weight']}
     return {'model': model, 'seed': seed, 'train': MODELS[model][1],
-            'readings': readings} | made_with(text, began)
+            'readings': readings} | study.made_with(text, began)
 
 
 def file_of(model, seed):

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from configurator import configure
-from demo import made_with, read
+from demo import read
 from lib import figures
 from lib.figures import BLACK, BLUE, ORANGE
 from results import study
@@ -166,7 +166,7 @@ def result_of(key, seed):
         for task, shares in result['tasks'].items():
             found[task] = {'lengths': result['lengths'], 'exact': shares['exact'],
                            'accuracy': shares['accuracy']}
-    return found | made_with(text, began)
+    return found | study.made_with(text, began)
 
 
 def result_file(key, seed):

@@ -1,4 +1,4 @@
-# Small vectors beside the scales, on the demo's model, after `make demo`: three seeds, every method
+# Small vectors beside the scales, on the byte model, after results/demo_bytes/run.sh: three seeds, every method
 # tuned with the same 120 steps of 8 windows of 4L = 512 tokens. Run it from the project's root.
 set -e
 for seed in 1337 1338 1339; do

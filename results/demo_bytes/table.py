@@ -1,26 +1,42 @@
 """
-The demo's claim with five seeds. It compares NoPE, the best uniform scale, head scales and vectors
-at 2L and 4L. Training, tuning and windows are those of demo.py, without its RoPE twin.
+Five seeds of the byte models, the defaults of train.py: NoPE, the best uniform scale, head scales
+and vectors at 2L and 4L, on 600 test windows.
 
-$ python -m results.demo.table   # 1 hour on 2 CPU cores; start it in two shells for two cores
+$ python -m results.demo_bytes.table   # 1 hour on 2 CPU cores; start it in two shells for two cores
 
 Each seed is one file, out_dir/SEED/losses.json. When all five are there, writes
-results/demo/seeds.json
+results/demo_bytes/seeds.json
 """
 
+import itertools
 import time
 from functools import partial
 from pathlib import Path
 
-import demo
 from configurator import configure
+from demo import read
 from lib.errors import ROOT
 from results import study
 
 out_dir = 'out/demo_seeds'
 SEEDS = [1337, 1338, 1339, 1340, 1341]
 seeds = SEEDS
-FAMILIES = 'NoPE', 'uniform', 'head', 'vectors'  # in the order that the demo claims
+FAMILIES = 'NoPE', 'uniform', 'head', 'vectors'  # in the order of their losses, highest first
+TUNED = {'head': 'scale', 'vectors': 'channel,norm'}  # {name: value of --tune}
+
+
+def tune(folder, lengths):
+    """Find scales and vectors for these lengths. Returns {method: value of --scale}."""
+    study.run(f'tune_scale.py --out_dir={folder} --method=uniform --n_samples=32')
+    uniform = read(f'{folder}/scale_uniform.json')
+    best = dict(zip(uniform['lengths'], uniform['best_by_length']))
+    scales = {f'uniform {T}': best[T] for T in lengths}
+    for (name, kinds), T in itertools.product(TUNED.items(), lengths):
+        target = round(1.25 * T)
+        study.run(f'tune_scale.py --out_dir={folder} --target_length={target} --tune={kinds} '
+                  f'--label={name} --max_iters=120')
+        scales[f'{name} {T}'] = f'{folder}/scale_head_{target}_{name}.json'
+    return scales
 
 
 def result_of(seed):
@@ -29,15 +45,17 @@ def result_of(seed):
     were made.
     """
     began, folder = time.perf_counter(), f'{out_dir}/{seed}/nope'
-    study.train(folder, f'--max_iters={demo.max_iters} --seed={seed}')
-    L = demo.read(f'{folder}/config.json')['block_size']
+    study.train(folder, f'--max_iters=2200 --seed={seed}')
+    L = read(f'{folder}/config.json')['block_size']
     lengths, found = [L, 2 * L, 4 * L], {}
-    tuned = demo.tune(folder, lengths[1:], demo.overshoot, [], [f'--max_iters={demo.tune_iters}'])
-    for name, scale in ({'NoPE': None} | tuned).items():
-        result = demo.losses_of(folder, name, scale, lengths, demo.n_samples)
+    for name, scale in ({'NoPE': None} | tune(folder, lengths[1:])).items():
+        chosen = '' if scale is None else f'--scale={scale}'
+        result = study.evaluated(
+            folder, 'position', name.replace(' ', '_'),
+            f"--lengths=[{','.join(map(str, lengths))}] --n_samples=600 --tail=64 {chosen}")
         found[name] = {row['length']: {key: row[key] for key in ('loss', 'cut_loss', 'gain')
                                        if key in row} for row in result['rows']}
-    return {'methods': found} | demo.made_with(result, began)
+    return {'methods': found} | study.made_with(result, began)
 
 
 def numbers(methods, family, T):
@@ -65,7 +83,7 @@ def rows_of(found):
 
 
 def in_order(methods):
-    """Whether one seed has the losses of FAMILIES in the order that the demo claims."""
+    """Whether one seed has the losses of FAMILIES ."""
     columns = [[numbers(methods, family, T)['mean'] for family in FAMILIES]
                for T in list(methods['NoPE'])[1:]]
     return all(column == sorted(column, reverse=True) for column in columns)
@@ -75,7 +93,7 @@ def main():
     began = time.perf_counter()
     study.measure_units({Path(out_dir, str(seed), 'losses.json'):
                          (f'{out_dir}/{seed}/demo', partial(result_of, seed)) for seed in seeds})
-    runs = {path.parent.name: demo.read(path)
+    runs = {path.parent.name: read(path)
             for path in sorted(Path(out_dir).glob('*/losses.json'))}
     found = {seed: run['methods'] for seed, run in runs.items()}
     for methods in found.values():
@@ -85,9 +103,9 @@ def main():
     study.print_table(rows)
     print('in order:', order)
     if len(found) < len(SEEDS):
-        print('results/demo/seeds.json is written once there are', len(SEEDS))
+        print('results/demo_bytes/seeds.json is written once there are', len(SEEDS))
         return
-    study.write(ROOT / 'results/demo/seeds', {'seeds': runs, 'rows': rows, 'in_order': order},
+    study.write(ROOT / 'results/demo_bytes/seeds', {'seeds': runs, 'rows': rows, 'in_order': order},
                 globals(), began)
 
 
