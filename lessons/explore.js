@@ -5,7 +5,6 @@ const {L, n_layer, n_head} = data, MOST = 8 * L, HEADS = n_layer * n_head;
 const byId = id => document.getElementById(id);
 const mean = values => values.reduce((a, b) => a + b, 0) / values.length;
 const tokenizer = new Tokenizer(data.tokenizer);
-
 // ---------------------------------------------------------------------- the worker
 
 const worker = new Worker(URL.createObjectURL(
@@ -14,8 +13,7 @@ for (const {packed} of data.models) worker.postMessage({packed});
 let number = 0;
 const waiting = {}; // {slot: [number, function that takes an answer]}
 worker.onmessage = ({data: answer}) => {
-  const [wanted, take] = waiting[answer.slot];
-  if (answer.number === wanted) take(answer);
+  if (answer.number === waiting[answer.slot][0]) waiting[answer.slot][1](answer);
 };
 worker.onerror = event => { byId('status').textContent = `The model stopped: ${event.message}`; };
 
@@ -236,7 +234,8 @@ function says() {
   if (!after.length) return 'No text yet.';
   const past = after.slice(L), cutOff = state.text !== null && ids.length > MOST;
   return `${after.length} tokens, loss ${mean(after.slice(0, L)).toFixed(2)} nats up to L`
-    + (past.length ? `, ${mean(past).toFixed(2)} past it` : `; it needs more than ${L} to pass L`)
+    + (guessing ? ', and past it?' : past.length ? `, ${mean(past).toFixed(2)} past it`
+      : `; it needs more than ${L} to pass L`)
     + (cutOff ? `. Only the first ${MOST} tokens are read.` : '.');
 }
 
@@ -279,19 +278,21 @@ function drawChart() {
 
 // The guess is a curve through points that one drags in the picture, or moves as sliders.
 function startGuess() {
+  const last = data.models.length - 1; // the first screen showed the first one
   guessing = true;
-  const start = mean(after.slice(L >> 1, L)) || 3;
-  guess = [1, 2, 3, 4, 6, 8].map(n => [n * L, start]);
+  if (!state.model) Object.assign(state, {model: last, factor: 1, scales: data.models[last].own});
+  changed();
+  guess = [1, 2, 3, 4, 6, 8].map(n => [n * L, 3]);
   byId('points').hidden = false;
   byId('points').replaceChildren(...guess.map(([position], n) => {
     const label = document.createElement('label'), input = document.createElement('input');
-    Object.assign(input, {type: 'range', min: 0, max: HIGHEST, step: .1, value: start});
+    Object.assign(input, {type: 'range', min: 0, max: HIGHEST, step: .1, value: 3});
     input.addEventListener('input', () => { guess[n][1] = +input.value; drawChart(); });
     label.append(`at ${position / L}L`, input);
     return label;
   }));
   byId('guess').textContent = 'Now show the curve';
-  byId('guess-says').textContent = 'How does it go on past L? Drag in the picture, or move these:';
+  byId('guess-says').textContent = `${model().name}: how does it go on? Drag in the picture, or:`;
   drawChart();
 }
 
@@ -299,9 +300,9 @@ function endGuess() {
   guessing = false;
   byId('points').hidden = true;
   byId('guess').textContent = 'Draw your guess first';
-  const width = L >> 1;
+  byId('status').textContent = says();
   const off = guess.slice(1).filter(([x]) => after.length >= x)
-    .map(([x, y]) => Math.abs(y - mean(after.slice(x - width, x))));
+    .map(([x, y]) => Math.abs(y - mean(after.slice(x - L / 2, x))));
   byId('guess-says').textContent = off.length
     ? `You were ${mean(off).toFixed(1)} nats off on average.` : 'The text is too short to tell.';
   drawChart();
@@ -365,8 +366,7 @@ function measureHeads() {
   if (ids.length < 4) return;
   const first = ids.length > L + 8 ? L + 1 : Math.max(1, ids.length >> 1);
   gains = [];
-  const progress = byId('progress');
-  Object.assign(progress, {hidden: false, max: HEADS, value: 0});
+  const progress = Object.assign(byId('progress'), {hidden: false, max: HEADS, value: 0});
   ask('heads', 'heads', {...settings(), ids, first, factor: data.sharper}, answer => {
     progress.hidden = answer.done ?? false;
     if (!answer.done) gains[answer.head] = answer.gain;

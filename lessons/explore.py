@@ -239,13 +239,13 @@ def contents():
 def first_readings(model):
     """The readings of the first screen, by the first model: settings and losses of each."""
     own, stored, tuned = model['own'], model['stored'], model['tuned'][-1:]
-    readings = [('As trained', own, False, stored['plain'])]
-    readings += [(one['title'].capitalize(), one['scales'], False, stored['tuned'][-1])
+    readings = [('As trained', 'as trained', own, False, stored['plain'])]
+    readings += [(one['title'].capitalize(), 'tuned', one['scales'], False, stored['tuned'][-1])
                  for one in tuned]
-    readings.append(('Context cut to the last L tokens', own, True, stored['cut']))
-    return [{'title': title, 'losses': losses,
+    readings.append(('Context cut to the last L tokens', 'cut to L', own, True, stored['cut']))
+    return [{'title': title, 'short': label, 'losses': losses,
              'asked': {'model': 0, 'scales': scales, 'cut': is_cut}}
-            for title, scales, is_cut, losses in readings]
+            for title, label, scales, is_cut, losses in readings]
 
 
 # ---------------------------------------------------------------------- sentences
@@ -312,24 +312,24 @@ def page_of(found):
 
 
 def picture(found):
-    """Loss by position of the first model, as SVG, for a reader without JavaScript."""
-    stored, L = found['models'][0]['stored'], found['L']
-    curves = {'as trained': ('var(--before)', stored['plain']), 'cut to L': ('var(--cut)', stored['cut'])}
-    if stored['tuned']:
-        curves['tuned scales'] = 'var(--mine)', stored['tuned'][-1]
-    parts, top = [], 8
-    for n, (name, (color, losses)) in enumerate(curves.items()):
-        means = np.array(losses)[:len(losses) // 64 * 64].reshape(-1, 64).mean(1)
+    """Loss by position of the readings of the first screen, as SVG. It needs no JavaScript."""
+    L, top, parts = found['L'], 8, ''
+    colors = '--before', '--mine', '--cut'
+    for n, one in enumerate(found['first']):
+        losses = np.array(one['losses'])
+        means = losses[:len(losses) // (L // 2) * (L // 2)].reshape(-1, L // 2).mean(1)
         points = ' '.join(f'{40 + 560 * (k + .5) / len(means):.0f},'
                           f'{200 - 180 * min(x, top) / top:.0f}' for k, x in enumerate(means))
-        parts.append(f'<polyline points="{points}" fill="none" style="stroke: {color}" stroke-width="3"/>'
-                     f'<text x="{40 + 190 * n}" y="232" style="fill: {color}">{name}</text>')
-    return ('<svg class="overview" viewBox="0 0 620 240" role="img" aria-label="Loss by position: as trained it '
-            'rises past L, with tuned scales less, cut to L it does not">'
-            f'<path d="M40 20V200H600M{40 + 560 * L / len(losses):.0f} 20V200" fill="none" '
-            'stroke="#888"/><text x="46" y="24">loss up to 8 nats</text>'
-            f'<text x="{46 + 560 * L / len(losses):.0f}" y="194">past L = {L}</text>'
-            f'{"".join(parts)}</svg>')
+        color = f'var({colors[n if n < len(found["first"]) - 1 else 2]})'
+        parts += (f'<polyline points="{points}" fill="none" style="stroke: {color}" '
+                  f'stroke-width="3"/><text x="{40 + 190 * n}" y="232" style="fill: {color}">'
+                  f'{html.escape(one["short"])}</text>')
+    edge = 40 + 560 // 8
+    return ('<svg class="overview" viewBox="0 0 620 240" role="img" aria-label="Loss by position: '
+            'as trained it rises past L, cut to L it does not">'
+            f'<path d="M40 20V200H600M{edge} 20V200" fill="none" stroke="#888"/>'
+            f'<text x="46" y="24">loss, up to {top} nats</text>'
+            f'<text x="{edge + 6}" y="194">past L = {L}</text>{parts}</svg>')
 
 
 def data_of(path):
