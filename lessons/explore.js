@@ -234,7 +234,7 @@ function says() {
   if (!after.length) return 'No text yet.';
   const past = after.slice(L), cutOff = state.text !== null && ids.length > MOST;
   return `${after.length} tokens, loss ${mean(after.slice(0, L)).toFixed(2)} nats up to L`
-    + (guessing ? ', and past it?' : past.length ? `, ${mean(past).toFixed(2)} past it`
+    + (guessing ? ', hidden past it' : past.length ? `, ${mean(past).toFixed(2)} past it`
       : `; it needs more than ${L} to pass L`)
     + (cutOff ? `. Only the first ${MOST} tokens are read.` : '.');
 }
@@ -330,12 +330,12 @@ let gains = null; // what sharpening each head wins; null: those stored for the 
 
 function drawHeads() {
   const values = gains ?? model().stored.heads;
-  const most = Math.max(.01, ...values.map(Math.abs));
+  const most = Math.max(.05, ...values.map(Math.abs));
   [...byId('heads').children].forEach((button, n) => {
     const share = (values[n] ?? 0) / most;
     button.style.background = share >= 0
       ? `hsl(207 80% ${96 - 42 * share}%)` : `hsl(5 80% ${96 + 36 * share}%)`;
-    button.textContent = values[n] === undefined ? '·' : (100 * values[n]).toFixed(0);
+    button.textContent = values[n] === undefined ? '·' : Math.round(100 * values[n]) + 0;
     button.setAttribute('aria-pressed', n === state.chosen);
     const wins = values[n]?.toFixed(3) ?? 'not measured';
     button.setAttribute('aria-label', `${headName(n)}: sharpening it wins ${wins} nats`);

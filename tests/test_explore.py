@@ -33,11 +33,12 @@ DRIVER = '''
 const {Tokenizer, Model, Reading} = require('ROOT/lessons/model.js');
 const asked = JSON.parse(require('fs').readFileSync(0));
 const ASK = {
-  // A whole text, read in chunks of the given sizes.
-  model: ({packed, scales, ids, chunks}) => {
+  // A whole text, read in chunks of the given sizes. logp: of every `each`-th position.
+  model: ({packed, scales, ids, chunks, each}) => {
     const model = new Model(packed), cache = model.newCache(ids.length);
     for (const n of chunks) model.read(ids.slice(cache.length, cache.length + n), cache, scales);
-    return {logp: ids.map((_, i) => Array.from(model.next(cache, i), Math.log)),
+    const rows = ids.map((_, i) => i).filter(i => i % each === 0);
+    return {logp: rows.map(i => Array.from(model.next(cache, i), Math.log)),
             entropy: cache.layers.map(layer => Array.from(layer.entropy))};
   },
   // Several texts, one after the other, by one reading: the losses of each.
@@ -98,16 +99,23 @@ def test_model_js_computes_what_model_py_does_cached_and_uncached(changes):
     model, [ids] = random_model(**changes), tokens(1, 8 * L)
     sent, own = packed(model), model.head_scale
     for factor in 1.0, 1.7:
-        model.head_scale = own * factor
-        with model.probe(kernels.attention_entropy) as entropy:
-            logp = model(ids[None])[0].log_softmax(-1)
-        question = {'packed': sent, 'scales': (own * factor).flatten().tolist(),
-                    'ids': ids.tolist()}
-        for chunks in [8 * L], [L + 1, 1, 1, 2, 7 * L - 5]:
-            [found] = node(('model', question | {'chunks': chunks}))
-            near(found['logp'], logp, 1e-3)
-            theirs = torch.stack(entropy)[:, 0].transpose(1, 2).flatten(1)  # (layers, T * H)
-            near(found['entropy'], theirs, 1e-3)
+        same_as_pytorch(model, sent, ids, own * factor)
+
+
+@torch.no_grad()
+def same_as_pytorch(model, sent, ids, scales, each=1):
+    """Fail unless model.js has the model's log-probabilities and entropies, cached and uncached."""
+    model.head_scale = scales
+    with model.probe(kernels.attention_entropy) as entropy:
+        logp = model(ids[None])[0].log_softmax(-1)
+    entropy = torch.stack(entropy)[:, 0].transpose(1, 2).flatten(1)  # (layers, T * H)
+    question = {'packed': sent, 'scales': scales.flatten().tolist(), 'ids': ids.tolist(),
+                'each': each}
+    length = model.config.block_size
+    for chunks in [len(ids)], [length + 1, 1, 1, 2, len(ids) - length - 5]:
+        [found] = node(('model', question | {'chunks': chunks}))
+        near(found['logp'], logp[::each], 1e-3)
+        near(found['entropy'], entropy, 1e-3)
 
 
 @needs_node
@@ -251,17 +259,19 @@ def test_stored_losses_are_those_that_the_page_computes():
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_eight_bits_change_the_loss_by_less_than_a_hundredth_nat():
-    ids = torch.tensor(explore.data_of(PAGE)['ids'])
-    for path in explore.models:
-        if not (ROOT / path).is_file():
-            pytest.skip(f'needs {path}')
+def test_trained_models_lose_less_than_a_hundredth_nat_in_8_bits_and_run_in_model_js():
+    ids, found = torch.tensor(explore.data_of(PAGE)['ids']), explore.data_of(PAGE)['models']
+    for path, shown in zip(explore.models, found, strict=True):
         model, _ = load_model(ROOT / path, '', 'cpu')
         before = explore.losses_of(model, ids)
-        packed(model)
+        sent = packed(model)
+        assert sent == shown['packed']
         after, length = explore.losses_of(model, ids), model.config.block_size
         for part in slice(0, length), slice(length, None):
             assert abs(after[part].mean() - before[part].mean()) < 0.01, (path, part)
+        sets = [shown['own'], *(one['scales'] for one in shown['tuned'])]
+        for scales in sets if NODE else []:
+            same_as_pytorch(model, sent, ids, torch.tensor(scales).view(4, 8), each=8)
 
 
 # ---------------------------------------------------------------------- in a browser
