@@ -129,7 +129,7 @@ def test_a_run_scores_choices_and_writes_text_as_a_plain_loop_does(tmp_path, tin
     questions = ['def f(self', 'import os', 'x', 'for i in range(', 'return ', 'class A:']
     words = ['if', 'self', 'return value', 'the', 'import everything here', 'a', 'def'] * 2
     for i in range(24):
-        question, choices, scores = questions[i % 6], words[i % 7:i % 7 + 2 + i % 3], []
+        question, choices, scores = questions[i // 2 % 6], words[i % 7:i % 7 + 2 + i % 3], []
         for choice in choices:
             ids, n = list(f'{question} {choice}'.encode()), len(choice)
             n_cut += len(ids) > length + 1  # The last token is only predicted.
