@@ -5,9 +5,9 @@ second transformer.
 $ python -m pytest tests/test_eval_ppl.py
 """
 
-import json
 import math
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -145,11 +145,6 @@ def test_long_evaluations_are_compiled_once_per_length_and_their_losses_are_equa
         assert (none, n) == (0, n_graphs)
 
 
-def test_lengths_beyond_the_random_positions_are_refused(cpu):
-    model = random_model(position='rope', random_positions=63)
-    refuses('below 63', evaluate_sliding, model, cpu, None, [32, 64])
-
-
 # ---------------------------------------------------------------------- as run
 
 @pytest.fixture
@@ -213,17 +208,11 @@ def test_tails_and_the_gain_from_context_equal_a_plain_computation(run, tiny, wi
     assert 'delta_p' not in of_L and f"{row['delta_p']:.4f}" in out
 
 
-def test_rule_classic_reads_text_shorter_than_a_window_but_refuses_text_without_a_target(run,
-                                                                                         tmp_path):
-    def score(*documents):
-        write_corpus(tmp_path / 'text', get_tokenizer('bytes'), {'test': documents})
-        result, _ = run('--rule=classic --lengths=[64,2048] --max_windows=9999 '
-                        f'--dataset={tmp_path}/text')
-        return [row['scored_tokens'] for row in result['rows']]
-
-    # All tokens are targets but the first of each document and end-of-text.
-    assert score('x' * 900, 'y' * 600, 'z' * 330) == [1827, 1827]
-    refuses('longer than 1 tokens', score, 'x', 'y')
+def test_rule_classic_scores_every_target_of_text_shorter_than_a_window(run, tmp_path):
+    write_corpus(tmp_path / 'text', get_tokenizer('bytes'), {'test': ['x' * 900, 'y' * 600]})
+    result, _ = run('--rule=classic --lengths=[64,2048] --max_windows=9999 '
+                    f'--dataset={tmp_path}/text')
+    assert [row['scored_tokens'] for row in result['rows']] == [899 + 599] * 2
 
 
 @pytest.fixture
@@ -265,9 +254,9 @@ def plain_repeats(x, g, L, is_near):
 
 def plain_repeat_losses(model, texts, scale=None, is_near=False, others=None):
     """
-    A row for each repeat of 3 tokens, L being 32: window, loss read whole, loss with the context
-    cut, without and with the scale, and whether token s is the target. others: windows whose tokens
-    stand before t - L when the target is read whole.
+    A row for each repeat of 3 tokens, where L is 32: its window, the loss in the whole window, the
+    losses in the cut context without and with the scale, and whether token s is the target. others:
+    windows whose tokens replace those before t - L in the whole window.
     """
     rows = []
     for w, x in enumerate(texts.tolist()):
@@ -302,56 +291,49 @@ def matches(found, rows, weight):
 REPEAT = '--protocol=repeat --n_samples=12 --lengths=[128] --gram=3 --targets=9999 '
 
 
-@pytest.mark.parametrize('scale', [None, 3.0])
-def test_far_and_near_repeats_and_their_headroom_equal_plain_loops(run, windows, tiny, corpus_dir,
-                                                                   scale):
-    result, out = run(REPEAT + "--controls=['near']" + (f' --scale={scale}' if scale else ''))
-    val = torch.from_numpy(Windows(str(corpus_dir), 'val', 128).evenly_spaced(12))
-    found, scales = iter(result['rows']), scale and torch.full((2, 4), scale)
-    for kind, is_near in ('far', False), ('near', True):
-        rows = plain_repeat_losses(tiny[0], windows(12, 128), scales, is_near)
-        of_val = plain_repeat_losses(tiny[0], val, is_near=is_near)
-        grid = np.linspace(0, 1, 500, endpoint=False)
-        best = min(grid, key=lambda w: plain_copy_loss(of_val[:, 2], of_val[:, 4], w))
-        weight = result['copy_weight'][kind]
-        assert abs(weight - best) <= 2e-3
-        matches(next(found), rows, weight)
-        matches(next(found), rows[rows[:, 4] == 1], weight)
-        if not is_near:
-            assert (result['found'], result['share']) == (len(rows), len(rows) / (12 * 65))
-    kinds = [row['kind'] for row in result['rows']]
-    assert kinds == ['all', 'same token', 'near, all', 'near, same token']
-    for row in result['rows']:
-        assert (row['own_gain'] == row['gain']) == (scale is None)
-        assert f"{row['gain']:.4f}" in out and f"{row['R']:.4f}" in out
-
-
-@pytest.mark.parametrize('split', ['test', 'val'])  # most of val is one document
-def test_far_part_of_another_document_equals_a_plain_loop(run, tiny, corpus_dir, split):
-    result, _ = run(REPEAT + f"--controls=['other'] --split={split}")
-    windows, others = Windows(str(corpus_dir), split, 128), []
-    texts, starts = windows.evenly_spaced(12), windows.evenly_spaced_starts(12)
+def plain_others(windows):
+    """For each of 12 windows, the first one from the sixth after it on in another document."""
     is_end = windows.data.tokens == windows.data.tokens[-1]  # end-of-text is in its document
     document = np.cumsum(is_end) - is_end
-    documents = [{*document[start:start + 129]} for start in starts]
+    documents = [{*document[start:start + 129]} for start in windows.evenly_spaced_starts(12)]
+    others = []
     for w in range(12):
         further = [(w + 6 + k) % 12 for k in range(12)]
         others.append(next(v for v in further if not documents[v] & documents[w]))
-    assert (others == [*range(6, 12), *range(6)]) == (split == 'test')  # val looks further
-    rows = plain_repeat_losses(tiny[0], torch.from_numpy(texts), others=texts[others])
-    weight, (every, same) = result['copy_weight']['far'], result['rows'][2:]
-    matches(every, rows, weight)
-    matches(same, rows[rows[:, 4] == 1], weight)
-    assert every['kind'] == 'other document, all'
-    assert every['loss'] != result['rows'][0]['loss']
-    assert every['cut_loss'] == result['rows'][0]['cut_loss']
+    return others
 
 
-def test_targets_are_drawn_from_those_found(run):
-    every, _ = run(REPEAT)
-    some, _ = run(REPEAT + '--targets=7')
-    assert some['rows'][0]['targets'] == 7 and some['found'] == every['found']
-    assert some['rows'][0]['loss'] != every['rows'][0]['loss']
+@pytest.mark.parametrize('split, scale', [('test', None), ('val', 3.0)])
+def test_repeats_their_controls_and_their_headroom_equal_plain_loops(run, tiny, corpus_dir, split,
+                                                                     scale):
+    result, out = run(REPEAT + f"--controls=['near','other'] --split={split}"
+                      + (f' --scale={scale}' if scale else ''))
+    windows = Windows(str(corpus_dir), split, 128)
+    others = plain_others(windows)
+    # Most of val is one document, so the search looks further.
+    assert (others == [*range(6, 12), *range(6)]) == (split == 'test')
+    texts, val = (torch.from_numpy(Windows(str(corpus_dir), name, 128).evenly_spaced(12))
+                  for name in (split, 'val'))
+    found, scales = iter(result['rows']), scale and torch.full((2, 4), scale)
+    for kind, before in ('far', None), ('far', texts[others]), ('near', None):
+        is_near = kind == 'near'
+        rows = plain_repeat_losses(tiny[0], texts, scales, is_near, before)
+        weight = result['copy_weight'][kind]
+        matches(next(found), rows, weight)
+        matches(next(found), rows[rows[:, 4] == 1], weight)
+        if before is None:
+            of_val = plain_repeat_losses(tiny[0], val, is_near=is_near)
+            grid = np.linspace(0, 1, 500, endpoint=False)
+            best = min(grid, key=lambda w: plain_copy_loss(of_val[:, 2], of_val[:, 4], w))
+            assert abs(weight - best) <= 2e-3
+    assert [row['kind'] for row in result['rows']] == [
+        'all', 'same token', 'other document, all', 'other document, same token', 'near, all',
+        'near, same token']
+    assert result['found'] == result['rows'][0]['targets']
+    assert result['share'] == result['found'] / (12 * 65)
+    for row in result['rows']:
+        assert (row['own_gain'] == row['gain']) == (scale is None)
+        assert f"{row['gain']:.4f}" in out and f"{row['R']:.4f}" in out
 
 
 def test_gain_is_against_the_cut_context_of_the_untuned_checkpoint(run, tiny_run, tuned):
@@ -366,12 +348,9 @@ def test_gain_is_against_the_cut_context_of_the_untuned_checkpoint(run, tiny_run
     refuses('tuned64.pt was trained at 64', run, f'{REPEAT} --baseline={tuned(64)}')
 
 
-def test_text_without_a_split_val_has_gains_but_no_headroom(run, corpus_dir, tmp_path):
-    folder = shutil.copytree(corpus_dir, tmp_path / 'test_only')
-    meta = read(folder / 'meta.json')
-    del meta['splits']['val']
-    (folder / 'meta.json').write_text(json.dumps(meta))
-    (whole, _), (found, out) = run(REPEAT), run(REPEAT + f'--dataset={folder}')
-    assert 'no split val' in out
-    assert found['rows'][0].items() < whole['rows'][0].items()
-    assert 'gain' in found['rows'][0] and 'R' not in found['rows'][0]
+def test_text_without_a_split_val_has_gains_but_no_headroom(run, tmp_path):
+    text = Path(eval_ppl.__file__).read_text(encoding='utf-8')
+    write_corpus(tmp_path / 'text', get_tokenizer('bytes'), {'test': [text]})
+    result, out = run(REPEAT + f'--dataset={tmp_path}/text')
+    row = result['rows'][0]
+    assert 'no split val' in out and 'gain' in row and 'R' not in row

@@ -19,7 +19,6 @@ from conftest import (
     tokens,
 )
 
-import position
 from kernels import attention_entropy, repeat_heads
 from lib.generate import new_cache
 from model import ModelConfig, Transformer
@@ -48,10 +47,6 @@ def frequencies(scaling='', total=4 * L):
     return rope_frequencies(D, 10000.0, scaling, L, total)
 
 
-def test_pi_divides_positions():
-    near(frequencies('pi:4')[0], frequencies()[0] / 4)
-
-
 @pytest.mark.parametrize('s, base', [(2, 20452), (8, 85550)])
 def test_ntk_enlarges_the_base_as_in_the_papers_code(s, base):
     frequency, _ = frequencies(f'ntk:{s}')
@@ -60,24 +55,12 @@ def test_ntk_enlarges_the_base_as_in_the_papers_code(s, base):
     near(frequency[-1], frequencies()[0][-1] / s, rtol=1e-9)
 
 
-def test_dynamic_ntk_is_plain_rope_up_to_L_and_grows_with_the_pass():
-    for total in 1, L:
-        near(frequencies('dynamic_ntk:2', total)[0], frequencies()[0])
-    near(frequencies('dynamic_ntk:2', 4 * L)[0], frequencies('ntk:7')[0])  # 2 * 4 - 1
-
-
 @pytest.mark.parametrize('s, square', [(2, 1.1434), (8, 1.4591)])
 def test_yarn_mixes_pairs_between_8_and_21_at_the_papers_sizes(s, square):
     frequency, factor = frequencies(f'yarn:{s}')
     ramp = ((torch.arange(32).double() - 8) / 13).clamp(0, 1)
     near(frequency, frequencies()[0] * (1 - ramp + ramp / s), rtol=1e-6)
     assert factor ** 2 == pytest.approx(square, abs=1e-4)
-
-
-@pytest.mark.parametrize('kind', position.SCALINGS)
-def test_every_extension_by_1_is_plain_rope(kind):
-    frequency, factor = frequencies(f'{kind}:1', L)
-    assert torch.equal(frequency, frequencies()[0]) and factor == 1
 
 
 # ---------------------------------------------------------------------- formulas
@@ -101,16 +84,6 @@ def test_logits_equal_the_papers_formulas_in_float64(changes):
 
 # ---------------------------------------------------------------------- classes of one's own
 
-class OwnSimilarity(NoPE):
-    def similarity(self, q, k, i, j):
-        return 2 * super().similarity(q, k, i, j).tanh()
-
-
-class OwnBias(NoPE):
-    def bias(self, i, j):
-        return -0.3 * distances(i, j)
-
-
 class OwnMask(NoPE):
     def mask(self, i, j):
         return super().mask(i, j) | (distances(i, j) > 5)
@@ -121,19 +94,12 @@ class OwnScores(NoPE):
         return super().scores(q, k, i, j, *more) * 1.5
 
 
-class OwnSoftmax(NoPE):
-    def softmax(self, scores):
-        return super().softmax(2 * scores)
+class CappedRoPE(RoPE):
+    def similarity(self, q, k, i, j):
+        return 2 * super().similarity(q, k, i, j).tanh()
 
 
-class CappedRoPE(OwnSimilarity, RoPE):
-    """RoPE with capped scores."""
-
-
-OWN = [OwnSimilarity, OwnBias, OwnMask, OwnScores, OwnSoftmax, CappedRoPE]
-
-
-@pytest.mark.parametrize('own', OWN)
+@pytest.mark.parametrize('own', [OwnMask, OwnScores, CappedRoPE])
 def test_what_a_class_overrides_is_in_logits_and_entropies(monkeypatch, own):
     """Compared with the matrix softmax(scores) of the class."""
     monkeypatch.setitem(METHODS, 'own', own)
@@ -146,16 +112,6 @@ def test_what_a_class_overrides_is_in_logits_and_entropies(monkeypatch, own):
     near(found, torch.special.entr(weights).sum(-1), atol=1e-5)
     plain = random_model(position='rope' if issubclass(own, RoPE) else 'none')
     assert (model(idx) - plain(idx)).abs().max() > 0.05, 'what it overrides is ignored'
-
-
-@pytest.mark.parametrize('own', [OwnSimilarity, OwnBias, OwnMask, OwnSoftmax])
-def test_dape_over_a_method_uses_what_that_overrides(monkeypatch, own):
-    monkeypatch.setitem(METHODS, 'own', own)
-    idx = tokens(1, 40)
-    plain, changed = (random_model(position=name, dape_kernel=3) for name in ('none', 'own'))
-    if own is not OwnBias:  # a bias gives DAPE more channels, so its weights do not fit
-        changed.load_state_dict(plain.state_dict())
-    assert (changed(idx) - plain(idx)).abs().max() > 0.05
 
 
 def test_what_dape_would_drop_is_refused_when_the_model_is_made(monkeypatch):
@@ -241,7 +197,6 @@ def test_random_positions_are_new_in_each_pass_of_training_and_the_same_outside_
 
 def test_more_tokens_than_random_positions_are_refused():
     model = random_model(position='rope', random_positions=50)
-    assert torch.equal(drawn(model, 50)[1], torch.arange(50))
     with pytest.raises(ValueError, match='random_positions is 50, so 51 tokens'):
         model(tokens(1, 51))
     refuses('51 tokens', new_cache, model, 1, 51)
@@ -328,9 +283,8 @@ def test_cheating_dape_leaks_later_tokens_and_says_so():
     with pytest.warns(match='dape_cheat'):
         model = random_model(position='kerple', dape_kernel=3, dape_cheat=True)
     idx = tokens(1, 40)
-    changed = idx.clone()
-    changed[:, 30] = (idx[:, 30] + 1) % 61
-    assert (model(idx)[:, :30] - model(changed)[:, :30]).abs().max() > 1e-3
+    cut, whole = model(idx[:, :30]), model(idx)[:, :30]
+    assert (whole - cut).abs().max() > 1e-3
 
 
 # ---------------------------------------------------------------------- Proposition 1 of DAPE V2

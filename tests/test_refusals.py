@@ -233,6 +233,7 @@ scales that are infinite in float32, or 0
 passkey         WRITE --scale=1e39 | scale
 eval_ppl        WRITE --scale=1e-60 | scale
 eval_ppl        WRITE --scale=0 | scale
+eval_ppl        WRITE --scale=nan | scale
 eval_ppl        WRITE --scale=-0.5 | scale
 export          EXPORT --scale=1e7 --dtype=float16 | self_attn.q_proj.weight
 tune_scale      WRITE --init_scale=1e39 | init_scale
