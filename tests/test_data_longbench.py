@@ -4,11 +4,13 @@ How LongBench is prepared: from a folder, from data.zip, or not at all. The reco
 $ python -m pytest tests/test_data_longbench.py
 """
 
+import io
 import urllib.error
 import zipfile
+from unittest.mock import Mock
 
 import pytest
-from conftest import files_at_most, mistake, stage_here
+from conftest import contents, files_at_most, mistake, stage_here
 
 from longbench import TASKS
 
@@ -29,10 +31,6 @@ def folder(tmp_path):
 @pytest.fixture
 def out(tmp_path):
     return tmp_path / 'out'
-
-
-def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.glob('*.json*')}
 
 
 def test_files_of_a_folder_are_copied(folder, out):
@@ -69,16 +67,10 @@ def test_a_full_disk_leaves_nothing(folder, out):
     assert list(out.iterdir()) == []
 
 
-def test_without_network_one_line_says_which_files_to_put_where(monkeypatch, out):
-    def no_network(*_, **__):
-        raise urllib.error.URLError('no network')
-    monkeypatch.setattr('urllib.request.urlopen', no_network)
+@pytest.mark.parametrize('response, named', [
+    (urllib.error.URLError('no network'), ['no network', 'dataset2prompt.json', 'FOLDER']),
+    ([io.BytesIO(b'another file')], ['sha256'])])
+def test_a_download_that_fails_or_has_another_digest_is_refused(monkeypatch, out, response, named):
+    monkeypatch.setattr('urllib.request.urlopen', Mock(side_effect=response))
     message = mistake(PREPARE, f'--out_dir={out}')
-    assert 'no network' in message and 'dataset2prompt.json' in message and 'FOLDER' in message
-
-
-def test_downloads_with_another_digest_are_refused(monkeypatch, folder, out):
-    def urlopen(address, timeout):
-        return open(folder / CONFIGS[0], 'rb')
-    monkeypatch.setattr('urllib.request.urlopen', urlopen)
-    assert 'sha256' in mistake(PREPARE, f'--out_dir={out}') and not out.exists()
+    assert all(name in message for name in named) and not out.exists()

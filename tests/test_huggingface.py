@@ -223,11 +223,11 @@ def test_head_scales_inside_a_checkpoint_are_read_and_not_taken_for_rope(tmp_pat
     refuses(names[1], ours, tmp_path, 'none')
 
 
-def test_half_precision_file_is_read_in_the_precision_of_the_activations(tmp_path):
+def test_a_half_precision_file_is_read_in_the_precision_of_the_activations(tmp_path):
     stock(tmp_path).to(torch.bfloat16).save_pretrained(tmp_path)
-    half = ours(tmp_path, dtype=torch.bfloat16)
-    assert {p.dtype for p in ours(tmp_path).parameters()} == {torch.float32}
-    assert half.head.weight.dtype == torch.bfloat16 and half.norm.weight.dtype == torch.float32
+    half, single = ours(tmp_path, dtype=torch.bfloat16), ours(tmp_path)
+    assert half.head.weight.dtype == torch.bfloat16
+    assert half.norm.weight.dtype == single.head.weight.dtype == torch.float32
 
 
 # ---------------------------------------------------------------------- what cannot be read
@@ -286,7 +286,7 @@ def test_what_our_model_does_not_do_is_refused_before_memory_is_asked_for(tmp_pa
         unread(named, tmp_path)
 
 
-def test_pickled_weights_and_shards_of_them_import_the_same_unless_a_bit_flips(tmp_path):
+def test_pickled_weights_and_shards_of_them_import_the_same(tmp_path):
     stock(tmp_path)
     expected, weights = weights_of(tmp_path), edit_weights(tmp_path)
     (tmp_path / 'model.safetensors').unlink()
@@ -295,9 +295,6 @@ def test_pickled_weights_and_shards_of_them_import_the_same_unless_a_bit_flips(t
         torch.save(weights | {'model.layers.0.self_attn.rotary_emb.inv_freq': torch.ones(8)}, path,
                    _use_new_zipfile_serialization=zipped)
         near(weights_of(tmp_path), expected)
-    flip_a_bit(path, path.stat().st_size // 2)
-    for load in load_folder, load_foreign:
-        unread('pytorch_model.bin is damaged', tmp_path, load)
     path.unlink()
     for i in range(2):
         torch.save(dict(list(weights.items())[i::2]), tmp_path / f'pytorch_model-{i}.bin')
@@ -436,11 +433,11 @@ def test_exported_tokenizers_encode_as_ours(tmp_path):
         export(folder, model, tokenizer=tokenizer_state(encoding))
         again = get_tokenizer(str(folder / 'tokenizer.json'))
         theirs = transformers.AutoTokenizer.from_pretrained(folder)
-        ids, end = encoding.encode_ordinary(text), [encoding.eot_token]
+        ids, end = encoding.encode_ordinary(text), encoding.eot_token
         assert theirs(text)['input_ids'] == again.encode_ordinary(text) == ids
         assert theirs.decode(ids) == again.decode(ids) == text
-        assert theirs('<|endoftext|>')['input_ids'] == [theirs.eos_token_id] == end
-        assert again.eot_token == encoding.eot_token
+        assert theirs('<|endoftext|>')['input_ids'] == [theirs.eos_token_id] == [end]
+        assert again.eot_token == end
 
 
 def test_a_tokenizer_that_begins_texts_does_so_after_export(tmp_path):

@@ -124,6 +124,11 @@ def test_large_file_is_read_through_only_where_that_is_asked_for(prepared, monke
     refuses('train.bin', Windows, str(prepared), 'train', 3, check=True)
 
 
+def test_a_model_gets_the_vocabulary_of_the_tokenizer_whatever_meta_json_says(prepared):
+    edit_meta(prepared, vocab_size=5, tokenizer='gone')
+    assert Windows(str(prepared), 'train', 3).vocab_size == 257
+
+
 @pytest.mark.parametrize('changes', '''
 {"splits": null}
 {"splits": {"train": null}}
@@ -134,29 +139,21 @@ def test_large_file_is_read_through_only_where_that_is_asked_for(prepared, monke
 {"checksums": ["x"]}
 {"checksums": {}}
 {"checksums": "gone"}
-'''.split('\n')[1:-1])
-def test_entry_of_the_wrong_kind_in_meta_json_is_refused(prepared, changes):
+'''.strip().splitlines())
+def test_an_entry_of_the_wrong_kind_in_meta_json_is_refused(prepared, changes):
     edit_meta(prepared, **json.loads(changes))
     refused(DAMAGED, prepared)
 
 
-def test_a_model_gets_the_vocabulary_of_the_tokenizer_whatever_meta_json_says(prepared):
-    edit_meta(prepared, vocab_size=5, tokenizer='gone')
-    assert Windows(str(prepared), 'train', 3).vocab_size == 257
+@pytest.mark.parametrize('name', ['meta.json', 'tokenizer_state.json'])
+def test_a_damaged_json_file_is_refused(prepared, name):
+    whole = (prepared / name).read_text()
+    for text in whole[:-9], whole.replace('e', 'f'), '[]', '[' * 200_000:
+        (prepared / name).write_text(text)
+        refused(DAMAGED, prepared)
 
 
-def test_what_is_damaged_or_not_prepared_is_named_and_what_cannot_be_read_is_not(prepared):
-    refused('nonsense', 'nonsense')
-    for name in 'meta.json', 'tokenizer_state.json':
-        whole = (prepared / name).read_text()
-        for text in whole[:-9], whole.replace('e', 'f'), '[]', '[' * 200_000:
-            (prepared / name).write_text(text)
-            refused(DAMAGED, prepared)
-        (prepared / name).write_text(whole)
-    (prepared / 'tokenizer_state.json').unlink()
-    (prepared / 'tokenizer_state.json').mkdir()
-    with pytest.raises(IsADirectoryError, match='tokenizer_state.json'):
-        open_tokens(str(prepared), 'train')
+def test_a_folder_that_is_not_prepared_is_told_what_to_run(prepared):
     (prepared / 'meta.json').rename(prepared / 'prepare.py')
     refused('prepare.py', prepared)
 
