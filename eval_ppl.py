@@ -3,17 +3,18 @@ Perplexity of a checkpoint at and beyond its training length L, with any softmax
 and Table 2 of "Length Generalization of Causal Transformers without Position Encoding". The stage
 also scores the last tokens of each length and measures the gain of a longer context, as Figures 1
 to 6 and Table 1 of "DAPE V2" do. And it scores far repeats: tokens that follow a repeated piece of
-text, if its latest copy is more than L tokens back.
+text, if its latest copy is more than L0 tokens back.
 
 L is block_size, the length of the last training. L0 is trained_length, the length before any
 fine-tuning. A model that was not fine-tuned has L0 = L. The cut context and far repeats use L0.
 Lengths, strides and Delta P use L.
 
-The cut context is the baseline of lengths T beyond L0, except in protocol tail. To score a token in
-it, the model reads at most L0 tokens: a window of L0 scores its last L0 / 8 tokens, and at far
-repeats one token. `cut_loss` is the loss in the cut context. `gain` is cut_loss minus the loss when
-the model reads T tokens, in nats. Above 0 the model reads past L0. Below 0 the tokens beyond L0 do
-harm. With a file of scale sets, passes of at most L tokens use the model's own scales.
+The cut context is the baseline of lengths T beyond L0, except in protocol tail. It scores
+the same tokens, but the model reads at most L0 tokens for each of them: windows of L0, of which
+only the last L0 / 8 tokens are scored, at far repeats only the last one. `cut_loss` is the loss in
+the cut context. `gain` is cut_loss minus the loss when the model reads T tokens, in nats. Above 0
+the model reads past L0. Below 0 the tokens beyond L0 do harm. With a file of scale sets, passes of at most L
+tokens use the model's own scales.
 
 At far repeats, `gain` compares with the untuned model. This is the checkpoint --baseline. Without
 --baseline it is the run's own checkpoint, without --scale, --position and --rope_scaling.
@@ -78,8 +79,8 @@ tail: int | None = None      # tokens scored at the end of each length; None: 64
 gram = 8                     # repeat: this many tokens before a target also occur earlier
 targets = 1500               # repeat: targets to score, drawn at random from those found
 baseline: str | None = None  # repeat: checkpoint file of the untuned model; None: that of this run
-controls: list[str] = []     # repeat: near (repeats within the last L tokens), other (the tokens
-                             # before the last L come from another document)
+controls: list[str] = []     # repeat: near (repeats within the last L0 tokens), other (the tokens
+                             # before the last L0 come from another document)
 batch_tokens = 16384         # tokens in one forward pass; lower it when memory runs out
 compile = True               # torch.compile the model, if the stage reads enough for this to pay
 
@@ -151,9 +152,9 @@ def score_windows(run, tokens, windows, label=None):
     """
     The sum of the losses of each window's scored tokens, in nats. Returns (len(windows),) float64,
     in the order of windows, on every rank. tokens: (n,) array of ids. windows: from
-    sliding_windows(). label: text of the progress bar; None: no bar. Windows of one size are read
-    together; a size that more than half of them have gets a bar. Logits are computed only for
-    scored tokens.
+    sliding_windows(). label: text of the progress bar; None: no bar. Windows of the same size are
+    read together. Only a size that more than half of all windows have gets a bar. Logits are
+    computed only for scored tokens.
     """
     groups, sums = {}, np.empty(len(windows))
     for i, (lo, hi, n_scored) in enumerate(windows):
@@ -211,8 +212,9 @@ def sliding(run, sizes):
     to_score = [windows_of(data, length, sizes[-1], S, s['rule'], s['max_windows'])
                 for length in sizes]
 
-    # Keep the sums, because the same windows come again: with rule same, the cut windows do not
-    # depend on the length. With a stride of at most L0 / 8 they are also the windows of length L0.
+    # Keep the sums, because the same windows come again. With rule same, all lengths score the same
+    # tokens, so their cut windows are equal. With a stride of at most L0 / 8, a window is cut into
+    # one piece: the window of the row of length L0.
     @functools.cache
     def sums_of(windows):
         return score_windows(run, data.tokens, windows, 'windows')

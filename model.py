@@ -140,7 +140,7 @@ class ShortConv(nn.Module):
             self.w = nn.Parameter(torch.empty(config.short_conv, config.n_embd).uniform_(-0.5, 0.5))
 
     def forward(self, x, cache=None):
-        """x: (B, T, C), new tokens; with a cache, those after its tokens. Returns (B, T, C)."""
+        """x: (B, T, C), the tokens of this call, after those in the cache. Returns (B, T, C)."""
         T, before = x.shape[1], len(self.w) - 1
         if cache is None:
             padded = F.pad(x, (0, 0, before, 0))             # (B, before + T, C)

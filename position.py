@@ -122,8 +122,8 @@ class Vector:
     """
     A small vector of a model. tune_scale.py can tune it while every matrix stays fixed.
     A method lists its vectors in `vectors`, {name: Vector}. VECTORS in model.py has these and all
-    others. Scale files store the vector under its name, and `tune=NAME` tunes it; head_scale and
-    head_gain have other names there, see KINDS in tune_scale.py.
+    others. Scale files store the vector under its name. `tune=NAME` tunes it, but `tune` calls
+    head_scale `scale` or `channel`, and head_gain `out`: see KINDS in tune_scale.py.
     """
     ending: str           # last part of the names of its parameters
     neutral: float        # changes nothing; a checkpoint that lacks the vector gets this value
@@ -147,8 +147,8 @@ def random_places(place, draws):
     Randomized positions (Ruoss et al. 2023): a list with one Place per layer. In each
     layer, the place.total tokens have a sorted random subset of 0 ... N - 1 as positions, instead
     of 0, 1, 2 ... So short texts train the distances of long texts. draws: (n_layer, N) random
-    numbers. The places of the largest numbers in a row are the positions in that layer. Raises
-    ValueError if there are more tokens than N.
+    numbers, one row per layer. The column numbers of the place.total largest entries of a row,
+    sorted, are the positions in its layer. Raises ValueError if there are more tokens than N.
     """
     N = draws.shape[1]
     if place.total > N:
@@ -305,8 +305,8 @@ def rope_frequencies(D, base, scaling, L, total, device='cpu'):
     if kind in ('ntk', 'dynamic_ntk'):
         base = base * s ** (D / (D - 2))
 
-    # base^(-2k/D), written with exp() instead of a power. torch.compile repeats cheap operations in
-    # each layer. It counts exp as costly, so it keeps the cos and sin that come from it.
+    # base^(-2k/D), written with exp(). torch.compile counts a power as cheap and would compute cos
+    # and sin again in every layer. It counts exp as costly, so it computes them once.
     k = torch.arange(D // 2, dtype=torch.float64, device=device)
     frequency = torch.exp(-2 * math.log(base) / D * k)
     if kind == 'pi':
@@ -593,9 +593,11 @@ class DAPE(NoPE):
     Keys that the query does not see, such as later keys, are 0 in the map, so that no convolution
     sees them. `cheat` leaves them in (section 4.5).
     The scores of a query must not depend on how many tokens follow it, or cached decoding would
-    differ from a full pass. Later keys in the pass are zeros in the map. Where there are no later
-    keys, we add zeros in their place and compute the first convolution there, too. (With `cheat`,
-    later keys count.) The released code ends the map at the last key.
+    differ from a full pass. A query in the middle of a pass has columns for later keys. They are
+    zeros, but the first convolution computes an output there, which the second one reads. The last
+    query has no such columns. So the map is padded with zeros on the right, and the first
+    convolution is computed on the padding, too. (With `cheat`, later keys count.) The released code
+    ends the map at the last key.
     """
     settings = 'dape_width', 'dape_residual', 'dape_cheat'
 
@@ -638,8 +640,8 @@ class DAPE(NoPE):
         x = self.first(x)            # (B, width, T, S + 2 pad): column p belongs to key p - pad
         # The columns left of key 0 are set to 0, so that the second convolution sees zeros there.
         x = x.masked_fill(torch.arange(x.shape[-1], device=x.device) < pad, 0)
-        # In place, so that backward needs only the result. Otherwise PyTorch stores a mask, and
-        # storing it is slow on a CPU.
+        # In place, so that backward reads the signs from the result. Otherwise compiled code stores
+        # a boolean per number, which is slow on a CPU.
         x = self.second(nn.functional.leaky_relu(x, inplace=True))
         if bias is not None and self.residual:
             scores = scores + bias

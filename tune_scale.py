@@ -178,7 +178,7 @@ def run_uniform(run, target):
     for T, best, of_length, cut in zip(search['lengths'], best_scales, losses, cuts):
         rows.append({'length': T, 'best scale': best, 'loss': of_length.min(),
                      f"with scale {search['candidates'][0]}": of_length[0],
-                     'as loaded, cut to L': cut})
+                     f"as loaded, cut to {search['cut']['context']}": cut})
     print_rows(run.runtime.print, rows)
     for name, found in searches.items():
         run.runtime.print(f"{name}: scale = 1 + {found['fit_a']:.4f} ln(i / {L}), "
@@ -466,7 +466,7 @@ def check_settings(run, target_sizes):
 
 def main():
     run = Run(settings(globals()))
-    run.label = label  # as given: Run puts the RoPE extension, such as yarn4, in front
+    run.label = label  # also if it is empty, when Run would take the RoPE extension, such as yarn4
     _ = run.model.head_scale  # refuses a model of the package transformers: it has no head scales
     target_sizes = [target_length or (8 if method == 'uniform' else 4) * run.L]
     if method == 'head' and target_lengths:
