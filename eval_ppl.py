@@ -13,8 +13,8 @@ The cut context is the baseline of lengths T beyond L0, except in protocol tail.
 the same tokens, but the model reads at most L0 tokens for each of them: windows of L0, of which
 only the last L0 / 8 tokens are scored, at far repeats only the last one. `cut_loss` is the loss in
 the cut context. `gain` is cut_loss minus the loss when the model reads T tokens, in nats. Above 0
-the model reads past L0. Below 0 the tokens beyond L0 do harm. With a file of scale sets, passes of at most L
-tokens use the model's own scales.
+the model reads past L0. Below 0 the tokens beyond L0 do harm. With a file of scale sets, passes of
+at most L tokens use the model's own scales.
 
 At far repeats, `gain` compares with the untuned model. This is the checkpoint --baseline. Without
 --baseline it is the run's own checkpoint, without --scale, --position and --rope_scaling.

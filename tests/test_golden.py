@@ -5,7 +5,8 @@ Other machines round differently, hence the tolerances.
 $ python -m pytest tests/test_golden.py
 
 tests/golden.json has the seed of each parameter, and for each method: the sum of squares of each
-parameter at the start, then, with the weights of fill(): losses and gradient norms.
+parameter at the start, then, with the weights of fill(): losses, gradient norms, mean entropies and
+generated tokens.
 """
 
 from pathlib import Path
@@ -13,8 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import losses_and_gradients, read
+from conftest import losses_and_gradients, near, read
 
+from kernels import attention_entropy
+from lib.generate import Decoding, complete
 from model import ModelConfig, Transformer, vector_of
 
 GOLDEN = read(Path(__file__).with_name('golden.json'))
@@ -49,3 +52,11 @@ def test_every_method_starts_and_computes_as_it_did(name):
     norms = {n: gradient.double().norm().item() for n, gradient in gradients.items()}
     assert losses.flatten()[::7].tolist() == close(golden['losses'], rel=1e-5)
     assert norms == close(golden['gradient_norms'], rel=1e-4, abs=1e-7)
+
+    model.requires_grad_(False)
+    with model.probe(attention_entropy) as entropy:
+        model(x[:, :-1])
+    near(torch.stack(entropy).double().mean((1, 3)), golden['entropy'], rtol=1e-5)  # (n_layer, H)
+    prompts = [x[0, :20].tolist(), x[1, :13].tolist()]
+    assert complete(model, prompts, 8) == golden['generated']
+    assert complete(model, prompts, 6, Decoding(beams=3)) == golden['beam']
