@@ -193,6 +193,9 @@ def text_to_read():
     if text or models:
         windows = windows_of_files(texts, tokenizer)
     L = model.config.trained_length
+    if target_length < 4 * L:
+        raise UserError(f'target_length is {target_length}; it must be at least 4L = {4 * L}, so '
+                        'that there are far repeats.')
     return Text(source, windows, L, find_targets(windows, L, GRAM, targets))
 
 
@@ -346,8 +349,20 @@ def print_forecast():
     print(f'Training and tuning take about {minutes:.0f} minutes on this machine.', flush=True)
 
 
+def require_files():
+    """Refuse, before any work, a text or scales that are not there."""
+    if text and not Path(text).is_file():
+        raise UserError(f"text is '{text}', which is not a file. Give a text file.")
+    for model, kind in READINGS.values():
+        if models and kind and not Path(scale_file(model, kind)).exists():
+            raise UserError(f'{scale_file(model, kind)} does not exist: {models} has '
+                            f'no scales for {target_length} tokens. Choose another '
+                            '--target_length=, or tune them with tune_scale.py.')
+
+
 def main():
     began, seconds = time.perf_counter(), {}
+    require_files()
     between(globals(), 1, 'target_length', 'n_samples', 'targets', 'max_iters', 'tune_iters')
     if not models:
         run('data/code/prepare.py')

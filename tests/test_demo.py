@@ -74,11 +74,13 @@ def test_report_has_the_losses_of_the_models(look):
          [model.head_scale.min(), model.head_scale.max()], atol=1e-6)
 
 
-def test_text_that_is_too_short_is_refused(tmp_path):
-    (tmp_path / 'short.txt').write_text('one line\n' * 50)
-    line = mistake('demo', 'config/look.py', f'--out_dir={tmp_path}',
-                   f'--text={tmp_path}/short.txt')
-    assert 'the text has 0 windows of 1025 tokens' in line
+@pytest.mark.parametrize('arguments, said', [
+    ('--text=missing.txt', "text is 'missing.txt', which is not a file"),
+    ('--text=LICENSE', 'the text has 0 windows of 1025 tokens'),
+    ('--target_length=512', 'scale_head_512.json does not exist'),
+])
+def test_mistake_is_refused_before_work(tmp_path, arguments, said):
+    assert said in mistake('demo', 'config/look.py', f'--out_dir={tmp_path}', arguments)
 
 
 def small_demo(monkeypatch, folder, corpus_dir):
