@@ -104,7 +104,7 @@ def test_models_are_trained_and_tuned_once(tmp_path, monkeypatch, corpus_dir, ca
             assert read(demo.scale_file(model, kind))['target_length'] == 512
     assert demo.train_and_tune() == {}
     shutil.rmtree(tmp_path / 'rope')
-    monkeypatch.setattr(demo, 'train_args', ['--n_layer=0'])
+    monkeypatch.setattr(demo, 'train_args', [f'--dataset={corpus_dir}', '--n_layer=0'])
     with pytest.raises(demo.UserError, match='failed. Its message is above'):
         demo.train_and_tune()
     assert 'twins | train.py: n_layer is 0' in capfd.readouterr().out
