@@ -17,7 +17,6 @@ from configurator import configure, settings
 from lib.devices import setup
 from model import ShortConv
 from results import study
-from results.past_L.table import FOLDER
 
 SIZES = dict(position='none', n_layer=4, n_head=8, n_kv_head=4)
 SHAPES = {  # sequences, their tokens, and the model
@@ -57,7 +56,7 @@ def main():
     for name, shape in SHAPES.items():
         found[name] = milliseconds(*shape, runtime)
         study.print_table([{'ms': name} | found[name]])
-    study.write(FOLDER / 'steps', {'stage': 'past_L_steps', 'milliseconds': found}, globals(),
+    study.write('results/past_L/steps', {'stage': 'past_L_steps', 'milliseconds': found}, globals(),
                 began)
 
 

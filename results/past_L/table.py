@@ -1,14 +1,16 @@
 """
-What reads past L: NoPE with a short convolution, plain NoPE, and RoPE with YaRN, on Python source.
-Each model is trained at L = 128 tokens. Then it reads windows of up to 16L tokens, untuned and with
-small vectors tuned at 8L.
+What reads past L: NoPE, RoPE and ALiBi, each without and with a short convolution, on Python source
+or on books. Each model is trained at L = 128 tokens. Then it reads windows of up to 16L tokens.
+NoPE also reads them with small vectors tuned at 8L, RoPE with YaRN and with both.
 
 $ python data/code/prepare.py
 $ bash results/past_L/run.sh                    # measures what is missing
 $ python -m results.past_L.table --work=False   # table and picture of what was measured
+$ python data/books/prepare.py FOLDER --tokenizer=bpe:1024 --out_dir=data/books_1024
+$ python -m results.past_L.table --text=books   # the same on books
 
 Each model and seed is one file, results/past_L/MODEL_SEED.json.
-Writes results/past_L/past_L.json and .png
+Writes results/past_L/past_L.json and .png. With books the folder is results/past_L/books.
 """
 
 import time
@@ -20,18 +22,26 @@ from demo import read
 from lib import figures
 from results import study
 
+text = 'code'            # what the models are trained on and read: a key of TEXTS
 models: list[str] = []   # keys of MODELS; []: all
 seeds = [1337, 1338, 1339, 1340, 1341]  # a model may have fewer
 work = True              # False: only show what was measured
 
 L = 128
 LENGTHS = [L * 2 ** n for n in range(5)]
-FOLDER = Path('results/past_L')
 # {model: (its title, arguments of train.py, how many seeds)}
 MODELS = {
     'conv': ('NoPE + conv', '--short_conv=4', 5),
     'none': ('NoPE', '', 3),
     'rope': ('RoPE', '--position=rope', 3),
+    'rope_conv': ('RoPE + conv', '--position=rope --short_conv=4', 3),
+    'alibi': ('ALiBi', '--position=alibi', 3),
+    'alibi_conv': ('ALiBi + conv', '--position=alibi --short_conv=4', 3),
+}
+# {text: (its title, the name of its folders under out/ and results/, arguments of train.py)}
+TEXTS = {
+    'code': ('Python source', 'past_L', ''),
+    'books': ('Books', 'past_L/books', '--dataset=books_1024'),
 }
 TUNE = f'--target_length={8 * L} --max_iters=80 --warmup_iters=10 --n_samples=32 --init_scale=1.0'
 # {what is tuned: arguments of tune_scale.py}. The rates were chosen on seed 1337, split val.
@@ -45,46 +55,65 @@ TUNINGS = {
 }
 TITLES = {'untuned': 'untuned', 'uniform': 'uniform scale', 'head': 'head scales',
           'head_clamped': 'head scales, each at least 1', 'channel': 'channel scales',
-          'vectors': 'channel scales and norms', 'yarn': 'YaRN, factor 8'}
+          'vectors': 'channel scales and norms', 'yarn': 'YaRN, factor 8',
+          'yarn_head': 'YaRN and head scales', 'yarn_vectors': 'YaRN, channel scales and norms'}
 
 
 # ---------------------------------------------------------------------- one model and seed
 
-def readings_of(model, folder):
+def readings_of(model, run):
     """{name: arguments of eval_ppl.py}. Tunes the scales that are missing."""
-    if model == 'rope':
-        return {'untuned': '', 'yarn': '--rope_scaling=yarn:8'}
-    readings = {'untuned': ''}
-    for name, arguments in TUNINGS.items():
+    readings, tuned, base = {'untuned': ''}, TUNINGS, ''
+    if 'rope' in model:
+        base = readings['yarn'] = '--rope_scaling=yarn:8'
+        tuned = {f'yarn_{name}': TUNINGS[name] for name in ('head', 'vectors')}
+    if 'alibi' in model:
+        tuned = {}
+    for name, arguments in tuned.items():
         kind = 'uniform' if name == 'uniform' else f'head_{8 * L}'
-        path = f'{folder}/scale_{kind}_{name}.json'
-        study.made(path, f'tune_scale.py --out_dir={folder} --label={name} {arguments}')
-        readings[name] = f'--scale={path}'
+        path = f'{run}/scale_{kind}_{name}.json'
+        study.made(path, f'tune_scale.py --out_dir={run} --label={name} {arguments} {base}'.strip())
+        readings[name] = f'{base} --scale={path}'.strip()
     return readings
 
 
 def result_of(model, seed):
     """The content of the file of a model and seed. Trains and tunes what is missing."""
-    began, folder, readings = time.perf_counter(), f'out/past_L/{seed}/{model}', {}
-    study.train(folder, f'config/code.py {MODELS[model][1]} --seed={seed}')
-    for name, arguments in readings_of(model, folder).items():
-        text = study.evaluated(folder, 'position', name,
-                               f"--lengths=[{','.join(map(str, LENGTHS))}] {arguments}")
-        repeats = study.evaluated(folder, 'repeat', name,
+    began, run, readings = time.perf_counter(), run_of(model, seed), {}
+    arguments = f'{MODELS[model][1]} {TEXTS[text][2]}'.strip()
+    study.train(run, f'config/code.py {arguments} --seed={seed}')
+    for name, how in readings_of(model, run).items():
+        losses = study.evaluated(run, 'position', name,
+                                 f"--lengths=[{','.join(map(str, LENGTHS))}] {how}")
+        repeats = study.evaluated(run, 'repeat', name,
                                   f'--lengths=[{8 * L}] --gram=4 --targets=1000 '
-                                  f"--controls=['near','other'] {arguments}")
-        readings[name] = {'text': text['rows'], 'repeats': repeats['rows'],
-                          'share': repeats['share'], 'copy_weight': repeats['copy_weight']}
-    return {'model': model, 'seed': seed, 'train': MODELS[model][1],
-            'readings': readings} | study.made_with(text, began)
+                                  f"--controls=['near','other'] {how}")
+        spread = study.made(f'{run}/entropy_{name}.json',
+                            f'entropy.py --out_dir={run} --label={name} {how}')
+        readings[name] = {'text': losses['rows'], 'repeats': repeats['rows'],
+                          'share': repeats['share'], 'copy_weight': repeats['copy_weight'],
+                          'entropy': [spread['mean_entropy'][16 * T // L - 1]  # bins of L / 16
+                                      for T in LENGTHS[:-1]]}
+    return {'model': model, 'seed': seed, 'train': arguments,
+            'readings': readings} | study.made_with(losses, began)
+
+
+def run_of(model, seed):
+    """The folder of a training."""
+    return f'out/{TEXTS[text][1]}/{seed}/{model}'
+
+
+def folder():
+    """Where the results on this text stand."""
+    return Path('results', TEXTS[text][1])
 
 
 def file_of(model, seed):
-    return FOLDER / f'{model}_{seed}.json'
+    return folder() / f'{model}_{seed}.json'
 
 
 def seeds_of(model):
-    return seeds[:MODELS[model][2]]
+    return seeds[:MODELS[model][2] if text == 'code' else 3]
 
 
 # ---------------------------------------------------------------------- the table
@@ -114,6 +143,8 @@ def row_of(model, name, runs):
         repeats = of_kind(found, kind)
         row[f'gain, {kind}'] = over_seeds([one['gain'] for one in repeats])
         row[f'errors, {kind}'] = [one['gain_error'] for one in repeats]
+    if all('entropy' in one for one in found):
+        row['entropy'] = over_seeds([one['entropy'] for one in found])
     for key in 'loss', 'cut_loss', 'headroom', 'R':
         row[key] = over_seeds([one[key] for one in of_kind(found, 'all')])
     return row
@@ -139,8 +170,8 @@ def print_table(rows):
 
 def draw(result):
     """Loss by length, with the cut context. Gain at far repeats, with the control."""
-    figure, (left, right) = figures.panels('Python source, L = 128 tokens, 1.05M parameters', 2, 2,
-                                           height=4.4)
+    figure, (left, right) = figures.panels(f'{TEXTS[text][0]}, L = 128 tokens, 1.05M parameters',
+                                           2, 2, height=4.4)
     rows = result['rows']
     for row in rows:
         if row['reading'] not in ('untuned', 'head', 'yarn'):
@@ -171,15 +202,16 @@ def draw(result):
 
 def main():
     began = time.perf_counter()
+    study.require_known([text], TEXTS)
     study.require_known(models, MODELS)
     if work:
-        study.measure_units({file_of(model, seed): (f'out/past_L/{seed}/{model}',
+        study.measure_units({file_of(model, seed): (run_of(model, seed),
                                                     partial(result_of, model, seed))
                              for seed in seeds for model in models or MODELS
                              if seed in seeds_of(model)})
     rows = collect()
     print_table(rows)
-    study.write(FOLDER / 'past_L', {'stage': 'past_L', 'L': L, 'rows': rows}, globals(), began,
+    study.write(folder() / 'past_L', {'stage': 'past_L', 'L': L, 'rows': rows}, globals(), began,
                 rows and draw)
 
 
