@@ -18,13 +18,13 @@ def unit(model, seed, readings):
         repeats = [{'kind': kind, 'loss': 2 - gain, 'cut_loss': 2.0, 'gain': gain, 'headroom': 0.5,
                     'gain_error': 0.01, 'R': gain / 0.5}
                    for kind in ('all', 'same token', 'near, all', 'other document, all')]
-        found[name] = {'text': text, 'repeats': repeats}
+        found[name] = {'text': text, 'repeats': repeats, 'entropy': [2.0, gain]}
     return {'model': model, 'seed': seed, 'readings': found}
 
 
 def test_a_gain_over_all_tokens_is_over_the_cut_context_of_the_untuned_model(monkeypatch, tmp_path,
                                                                              capsys):
-    monkeypatch.setattr(table, 'FOLDER', tmp_path)
+    monkeypatch.setattr(table, 'folder', lambda: tmp_path)
     monkeypatch.setattr(table, 'seeds', [1, 2, 3])
     for seed, gain in (1, 0.1), (3, 0.3):  # the second is not there yet
         readings = {'untuned': (2.5, 2.0, -0.1), 'head': (2.1, 2.4, gain)}
@@ -35,6 +35,7 @@ def test_a_gain_over_all_tokens_is_over_the_cut_context_of_the_untuned_model(mon
     near(head['gain, all']['values'], [0.1, 0.3])
     near(head['gain, all']['sd'], statistics.stdev([0.1, 0.3]))
     near(head['R']['mean'], 0.4, 1e-6)
+    near(head['entropy']['mean'], [2.0, 0.2])
     table.print_table([untuned, head])
     line = capsys.readouterr().out.splitlines()[3]
     assert line.startswith('| NoPE + conv, head scales | 2 | 2.10 ± 0.00 |')
