@@ -218,7 +218,7 @@ five | past_L/past_L.json | len(past(x, 'conv head', 'gain, all'))
 three | past_L/past_L.json | len(past(x, 'none head', 'gain, all'))
 0.10 to 0.13 | past_L/past_L.json | span(below(past(x, 'conv head', 'gain at 1024')))
 """),
-    'ten results': Place('README.md', '## Ten results', '[All studies]', """
+    'ten results': Place('results/README.md', '## Ten results', '## What has been run', """
 1
 2.88 | demo_bytes/seeds.json | mean(demo(x, 'NoPE', 512))
 1.75 | demo_bytes/seeds.json | mean(demo(x, 'vectors', 512))
