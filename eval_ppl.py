@@ -9,17 +9,18 @@ L is block_size, the length of the last training. L0 is trained_length, the leng
 fine-tuning. A model that was not fine-tuned has L0 = L. The cut context and far repeats use L0.
 Lengths, strides and Delta P use L.
 
-The cut context is the baseline of lengths T beyond L0, except in protocol tail. It scores
-the same tokens, but the model reads at most L0 tokens for each of them: windows of L0, of which
-only the last L0 / 8 tokens are scored, at far repeats only the last one. `cut_loss` is the loss in
-the cut context. `gain` is cut_loss minus the loss when the model reads T tokens, in nats. Above 0
-the model reads past L0. Below 0 the tokens beyond L0 do harm. With a file of scale sets, passes of
-at most L tokens use the model's own scales.
+The cut context is the baseline of lengths T beyond L0, except in protocol tail. The same tokens are
+scored again, in short windows of L0 tokens. Each short window scores only its last L0 / 8 tokens,
+at far repeats only its last token. `cut_loss` is the loss in the cut context. `gain` is cut_loss
+minus the loss in windows of T tokens, in nats. A gain above 0 means that the tokens beyond L0 help,
+a gain below 0 that they harm. A file of scale sets has no set for the cut context, which is read
+with the model's own scales, like all passes of at most L tokens.
 
-At far repeats, `gain` compares with the untuned model. This is the checkpoint --baseline. Without
---baseline it is the run's own checkpoint, without --scale, --position and --rope_scaling.
-`own_gain` compares with the cut context of the model itself. `headroom` is the gain of a simple
-rule that copies (lib/repeats.py). R = gain / headroom.
+At far repeats, `gain` is the cut_loss of the untuned model, minus the loss of the model that the
+stage reads in the whole window. The untuned model is the checkpoint --baseline. Without --baseline
+it is the run's own checkpoint, without --scale, --position and --rope_scaling. `own_gain` is the
+same with the cut_loss of the model itself. `headroom` is the gain of the copy cache, a simple rule
+that copies (lib/repeats.py). R = gain / headroom.
 
 $ python eval_ppl.py                                             # sliding windows of L ... 8L
 $ python eval_ppl.py --scale=out/demo/nope/scale_head_640.json   # the same with tuned scales
@@ -54,7 +55,7 @@ from lib.repeats import (
 from lib.scales import vectors_for
 from lib.tokens import documents
 
-# which model, which text, which device: the same lines in every stage
+# which model, which text, which device: the same lines in every stage that has the setting
 out_dir = 'out/demo/nope'    # folder of the run to read; results go there, too
 init_from = 'last'           # last or best (of out_dir), a checkpoint file, hf:ORG/NAME
 position: str | None = None  # position method; None: the checkpoint's
@@ -74,8 +75,8 @@ stride: int | None = None    # sliding: tokens scored per window; None: 256, or 
 max_windows = 1024           # sliding: windows per length; rule same spaces them evenly, the other
                              # rules take the first ones
 n_samples = 256              # other protocols: windows of the longest length, evenly spaced
-tail: int | None = None      # tokens scored at the end of each length; None: 64 for position; for
-                             # tail 256, or L if that is less
+tail: int | None = None      # tokens scored at the end of each length; None: 64 with
+                             # protocol=position, min(256, L) with protocol=tail
 gram = 8                     # repeat: this many tokens before a target also occur earlier
 targets = 1500               # repeat: targets to score, drawn at random from those found
 baseline: str | None = None  # repeat: checkpoint file of the untuned model; None: that of this run
@@ -95,7 +96,7 @@ def perplexity(loss):
 def summary(losses, n_scored=None):
     """
     Returns the mean loss over all scored tokens, its perplexity, the standard error of the mean
-    loss, taken over windows, and their number. losses: (n,), the mean loss of each window.
+    loss over windows, and the number of windows. losses: (n,), the mean loss of each window.
     n_scored: (n,), the number of tokens that each window scores; None: all score equally many.
     """
     mean = np.average(losses, weights=n_scored)
@@ -153,8 +154,8 @@ def score_windows(run, tokens, windows, label=None):
     The sum of the losses of each window's scored tokens, in nats. Returns (len(windows),) float64,
     in the order of windows, on every rank. tokens: (n,) array of ids. windows: from
     sliding_windows(). label: text of the progress bar; None: no bar. Windows of the same size are
-    read together. Only a size that more than half of all windows have gets a bar. Logits are
-    computed only for scored tokens.
+    read together. A bar is shown only for a group that has more than half of all windows. Logits
+    are computed only for scored tokens.
     """
     groups, sums = {}, np.empty(len(windows))
     for i, (lo, hi, n_scored) in enumerate(windows):
@@ -213,8 +214,8 @@ def sliding(run, sizes):
                 for length in sizes]
 
     # Keep the sums, because the same windows come again. With rule same, all lengths score the same
-    # tokens, so their cut windows are equal. With a stride of at most L0 / 8, a window is cut into
-    # one piece: the window of the row of length L0.
+    # tokens, so their cut windows are equal. If also stride <= L0 / 8, the cut context of a window
+    # is one window of L0 tokens. The row of length L0 has scored this window already.
     @functools.cache
     def sums_of(windows):
         return score_windows(run, data.tokens, windows, 'windows')
@@ -315,7 +316,7 @@ def tail_tokens(run, sizes):
 
 
 def checked_tail(tail, L, sizes):
-    """The tokens to score. None means 256, or L if that is less. Raises UserError if too many."""
+    """How many tokens to score: `tail`, or min(256, L). Raises UserError if that is too many."""
     K = tail or min(256, L)
     short = [T for T in sizes if T < K and T != L]  # windows of L may score all their tokens
     if short:
@@ -327,18 +328,18 @@ def checked_tail(tail, L, sizes):
 # ---------------------------------------------------------------------- far repeats
 
 def untuned_model(run, windows):
-    """The untuned model, whose cut_loss defines `gain`, and the entries of its checkpoint."""
+    """The model whose cut_loss defines `gain`, and the entries of its checkpoint: see the top."""
     s = run.settings
     if all(s[name] is None for name in ('baseline', 'scale', 'position', 'rope_scaling')):
         return run.model, run.info
     model, info = load_model(s['baseline'] or s['init_from'], s['out_dir'], run.runtime.device,
                              dtype=run.runtime.dtype)
     require_tokenizer(info, windows.tokenizer_state, windows.dataset)
-    theirs, L = model.config.trained_length, run.model.config.trained_length
-    if theirs != L:
-        raise UserError(f"baseline {info['path']} was trained at {theirs} tokens, but the model "
-                        f'that this run reads was trained at {L}. Set --baseline= to the '
-                        'checkpoint that its fine-tuning started from.')
+    theirs, L0 = model.config.trained_length, run.model.config.trained_length
+    if theirs != L0:
+        raise UserError(f"baseline {info['path']} was pretrained at {theirs} tokens, but the model "
+                        f'of {s["out_dir"]} was pretrained at {L0}. Set --baseline= to the '
+                        'checkpoint that this model was fine-tuned from.')
     return model, info
 
 
@@ -346,11 +347,11 @@ def far_repeats(run, sizes):
     """
     Far repeats in windows of W tokens, where W is the longest length. find_targets() of
     lib/repeats.py defines the targets; t is the position of a target in its window. Each control
-    adds rows. other: all tokens before t - L are replaced by those of another document; the gain
+    adds rows. other: all tokens before t - L0 are replaced by those of another document; the gain
     should then be 0 or below. near: near repeats, whose cut context holds the token to copy.
     """
-    s, W, L = run.settings, sizes[-1], run.model.config.trained_length
-    check_repeats(s, W, L)
+    s, W, L0 = run.settings, sizes[-1], run.model.config.trained_length
+    check_repeats(s, W, L0)
     windows = run.windows(W)
     samples = windows.evenly_spaced(s['n_samples'])
     others = other_windows(windows, s['n_samples']) if 'other' in s['controls'] else None
@@ -359,30 +360,31 @@ def far_repeats(run, sizes):
     if 'val' in windows.data.meta['splits']:
         val_samples = run.windows(W, 'val').evenly_spaced(s['n_samples'])
     else:
-        note('There is no split val to fit the copy cache on: headroom and R are left out.')
+        note('The dataset has no split val to fit the copy cache on, so headroom and R are left '
+             'out.')
 
     def losses_of(texts):
         return run.runtime.over_windows(
             texts, s['batch_tokens'],
             lambda inputs, after: by_position(run.model, inputs, after)[0], f'{W} tokens')
 
-    far, whole = find_targets(samples, L, s['gram'], s['targets']), losses_of(samples)
+    far, whole = find_targets(samples, L0, s['gram'], s['targets']), losses_of(samples)
     cut, weight = cut_context_losses(run, untuned, samples, far, val_samples)
     rows, weights = repeat_rows('', far, whole[far.window, far.t - 1], *cut), {'far': weight}
     if 'other' in s['controls']:
-        is_far = np.arange(W + 1) < far.t[:, None] - L
+        is_far = np.arange(W + 1) < far.t[:, None] - L0
         texts = np.where(is_far, samples[others[far.window]], samples[far.window])
         losses = losses_of(texts)[np.arange(len(texts)), far.t - 1]
         rows += repeat_rows('other document, ', far, losses, *cut)
     if 'near' in s['controls']:
-        near = find_targets(samples, L, s['gram'], s['targets'], near=True)
+        near = find_targets(samples, L0, s['gram'], s['targets'], near=True)
         cut, weights['near'] = cut_context_losses(run, untuned, samples, near, val_samples,
                                                   near=True)
         rows += repeat_rows('near, ', near, whole[near.window, near.t - 1], *cut)
 
-    share = far.found / (len(samples) * (W + 1 - 2 * L))
+    share = far.found / (len(samples) * (W + 1 - 2 * L0))
     run.runtime.print(f"found {far.found:,} far repeats of {s['gram']} tokens, {share:.1%} of the "
-                      f'tokens from position {2 * L} on; scored {len(far.t):,} of them')
+                      f'tokens from position {2 * L0} on; scored {len(far.t):,} of these repeats')
     return {'length': W, 'gram': s['gram'], 'rows': rows, 'samples': len(samples),
             'found': far.found, 'share': share, 'copy_weight': weights, 'untuned': {
                 'checkpoint': untuned_info['path'], 'weights_digest': untuned_info['digest']}}

@@ -45,7 +45,8 @@ class ModelConfig(Settings):
     n_kv_head: int       # key/value heads; n_head / n_kv_head query heads share each
     n_embd: int
     n_hidden: int        # inner width of SwiGLU
-    rope_length: int | None = None  # training length before fine-tuning; None: block_size
+    rope_length: int | None = None  # of any model: training length before fine-tuning; None:
+                                    # block_size, as the model was not fine-tuned
     tied: bool = False   # True: embedding and output share one matrix
     short_conv: int = 0  # tokens that each short convolution reads, such as 4; 0: no convolution
     short_conv_at: str = 'AC'  # A: before attention; C: before the MLP; AC: both
@@ -259,8 +260,8 @@ class Transformer(nn.Module):
             place = Place(i, i, total=T)
         else:
             place = cache.place(T)
-        # All layers share one Place, so RoPE's angles are computed once. Random positions differ
-        # from layer to layer.
+        # All layers share one Place, so RoPE's angles are computed once. Only random positions
+        # differ from layer to layer.
         places = [place] * len(self.blocks)
         if self.config.random_positions:
             draws = torch.rand_like(self.draws) if self.training else self.draws
@@ -357,8 +358,9 @@ def gain_outputs(out, gain, D):
 
 
 # The vectors that can be tuned while every matrix stays fixed. The loop after this dict adds those
-# of the position methods. `matrix` is the ending of the matrix's name that absorbs the vector when
-# export.py writes a checkpoint for other programs. Norms need none: such a checkpoint has norms.
+# of the position methods. When export.py writes a checkpoint for other programs, it folds a vector
+# into a matrix, and `matrix` is the ending of that matrix's name. Norms need none: such a
+# checkpoint has norms.
 VECTORS = {
     'head_scale': Vector('head_scale', 1.0, 0.1, matrix='qkv.weight', fold=scale_queries),
     'head_gain': Vector('head_gain', 1.0, 0.02, matrix='out.weight', fold=gain_outputs),
@@ -382,8 +384,8 @@ def matrices(model):
     """
     {name: weight} of the matrices that may be cast to half precision. All other weights stay
     float32: the embedding, norms, scales, short convolutions and weights of position methods. The
-    embedding stays float32, because each layer adds its output to the vectors from it. An output
-    matrix tied to the embedding also stays float32.
+    embedding stays float32, because the output of every layer is added to the embedded tokens. An
+    output matrix tied to the embedding also stays float32.
     """
     names = 'qkv.weight', 'out.weight', 'gate_up.weight', 'head.weight'
     return {name: p for name, p in model.named_parameters() if name.endswith(names)}

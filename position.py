@@ -28,9 +28,10 @@ Each layer can have its own method, a sliding window and random positions: see S
 This file holds the methods that "DAPE V2" compares, and log-n scaling; position_more.py holds later
 ones. The file is plain PyTorch. From the project it imports only kernels.py.
 
-Shapes: B sequences, T queries, S keys, H heads, D = head_dim. L is the training length of the model
-before any fine-tuning. i is the position of a query and j <= i the position of a key; both start
-at 0. Formulas are from "DAPE V2" (2024), section 2 and Appendix, unless another source is named.
+Shapes: B sequences, T queries, S keys, H heads, D = head_dim. L is config.trained_length, the
+length of pretraining: it is block_size, unless the model was fine-tuned. i is the position of a
+query and j <= i the position of a key; both start at 0. Formulas are from "DAPE V2" (2024),
+section 2 and Appendix, unless another source is named.
 """
 
 import math
@@ -56,7 +57,7 @@ class Settings:
     random_positions: int = 0   # N: draw positions from 0 ... N - 1; 0: positions 0, 1, 2 ...
     dape_kernel: int = 0        # DAPE on top of the method: 1, 3, 5 ... keys wide; 0: no DAPE
     dape_width: int = 32        # DAPE: channels between its two convolutions
-    dape_residual: bool = True  # DAPE: also add the bias itself, Eq. (3) of DAPE V2; False: (2)
+    dape_residual: bool = True  # DAPE: also add the bias itself, Eq. (3) of DAPE V2; False: Eq. (2)
     dape_cheat: bool = False    # DAPE: see later keys (section 4.5), to show what a leak does
 
     def __post_init__(self):
@@ -64,9 +65,9 @@ class Settings:
         for name in names:
             if name not in METHODS:
                 raise ValueError(f"position is '{name}', which is unknown. Choose one of: "
-                                 f"{', '.join(METHODS)}; or several, with commas. For a bias in "
-                                 'lessons/exercises.py, start with python -m lessons.exercises '
-                                 'instead of python.')
+                                 f"{', '.join(METHODS)}; or several, with commas. To use a bias "
+                                 'of lessons/exercises.py, run python -m lessons.exercises '
+                                 f'train.py --position={name}')
         for name in unused_settings(vars(self)):
             owners = [f'position {key}' for key in METHODS if name in METHODS[key].settings]
             raise ValueError(f"{name} is {getattr(self, name)!r}, a setting of "
@@ -84,9 +85,9 @@ class Settings:
                             or 'bias' in METHODS[name].overrides}
             others = set(names) - takes_random - {'none'}
             works = takes_random and not (others or self.rope_scaling or self.rope_window)
-            self.require('random_positions', works, f"0 with position '{self.position}'. It works "
-                         'with biases, and with RoPE without rope_scaling or rope_window. Other '
-                         'layers must be none')
+            self.require('random_positions', works, f"0 with position '{self.position}'. Random "
+                         'positions need a bias, or RoPE with neither rope_scaling nor '
+                         "rope_window. Every other layer must have the position 'none'")
         self.require('dape_kernel', self.dape_kernel == 0 or
                      self.dape_kernel > 0 and self.dape_kernel % 2,
                      'odd and above 0, or 0 for none')
@@ -272,7 +273,10 @@ SCALINGS = ('pi', 'ntk', 'dynamic_ntk', 'yarn')
 
 
 def parse_scaling(text):
-    """('yarn', 4.0) from 'yarn:4', and ('', 1.0) from ''. Any other text raises ValueError."""
+    """
+    Split METHOD:FACTOR, such as 'yarn:4', into ('yarn', 4.0). '' gives ('', 1.0). Raises ValueError
+    if the method is unknown or the factor is not a finite number of at least 1.
+    """
     kind, _, factor = text.partition(':')
     try:
         if text == '' or kind in SCALINGS and 1 <= float(factor) < math.inf:
@@ -312,7 +316,8 @@ def rope_frequencies(D, base, scaling, L, total, device='cpu'):
     if kind == 'pi':
         frequency = frequency / s
     if kind == 'yarn':
-        def pair_that_turns(times):  # `times` times in L tokens: its index, not always whole
+        # the index of the pair that makes this many full turns in L tokens; it may be fractional
+        def pair_that_turns(times):
             return D * math.log(L / (times * 2 * math.pi)) / (2 * math.log(base))
 
         low = max(0, math.floor(pair_that_turns(32)))
@@ -470,7 +475,7 @@ def over_heads(x):
 class FIRE(Bias):
     """
     Bias f(ln(1 + c (i - j)) / ln(1 + c max(i, mu L0)))_h (Li et al. 2024). f is a network that maps
-    one number to one number per head. c and mu are learned. L0 is L / 2, as in DAPE's released
+    one number to one number per head. c and mu are learned. L0 is L / 2 here, as in DAPE's released
     code. The input of f is at most 1 at any length, so f sees no larger input than in training.
     """
 
@@ -513,7 +518,7 @@ class T5Bias(Bias):
         return self.factor * over_heads(self.table[bucket])
 
 
-# ---------------------------------------------------------------------- from rows of scores
+# ---------------------------------------------------------------------- scores of other kinds
 
 class CoPE(NoPE):
     """

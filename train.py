@@ -62,7 +62,7 @@ dataset = 'stdlib'           # a folder in data/, or a mixture: 'slimpajama:0.69
 block_size = 128             # L: tokens in a training window
 batch_size = 16              # sequences in one training step, over all devices
 micro_batch_size = 16        # sequences in one pass on one device; lower it if memory runs out
-# model; settings of one position method, such as rope_base, are declared in position.py
+# model; settings that only some position methods have, such as rope_base, stand in position.py
 position = 'none'            # none (NoPE), rope ...: a key of METHODS; a,b: layers alternate
 n_layer = 4
 n_head = 8
@@ -323,8 +323,8 @@ def main(given=()):
 
     recorder.begin(step)  # write config.json, and drop the log lines after this step
     runtime.print(f"{model.n_params():,} parameters, position={chosen['position']}, "
-                  f'{runtime.device.type}, {runtime.dtype}; steps {step} to {max_iters} of '
-                  f'{tokens_per_step:,} tokens into {out_dir}')
+                  f'{runtime.device.type}, {runtime.dtype}; training from step {step} to '
+                  f'{max_iters}, {tokens_per_step:,} tokens per step; writing to {out_dir}')
 
     # loop
     flops = 3 * sum(model.flops_per_token(block_size))  # backward costs as much as two forwards
@@ -365,8 +365,8 @@ def main(given=()):
         if step == first_step + 1:
             speed.restart(step)  # the first step compiles
 
-        # Ranks must stop at the same step, so they ask each other. On GPUs they ask only at log
-        # steps.
+        # Ranks must stop at the same step, so they ask each other. On GPUs asking waits for the
+        # device, so they ask only at log steps.
         if step < max_iters and (step % log_interval == 0 or runtime.device.type == 'cpu'):
             stopped_by = stop.on_any_rank()
 

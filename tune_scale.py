@@ -16,7 +16,7 @@ $ torchrun --nproc_per_node=8 tune_scale.py config/tune_8k.py   # 704 scales of 
 
 uniform writes out_dir/scale_uniform.json and scale_uniform_fit.json. head writes
 scale_head_TARGET.json, or scale_sets.json for target_lengths. Each file but the fit also gets a
-.png. Every stage reads such a file with --scale=FILE
+.png. The stages that use a model, such as eval_ppl.py, read such a file with --scale=FILE
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ from lib.scales import (
 from lib.tokens import Windows
 from model import VECTORS
 
-# which model, which text, which device: the same lines in every stage
+# which model, which text, which device: the same lines in every stage that has the setting
 out_dir = 'out/demo/nope'    # folder of the run to read; results go there, too
 init_from = 'last'           # last or best (of out_dir), a checkpoint file, hf:ORG/NAME
 position: str | None = None  # position method; None: the checkpoint's
@@ -57,7 +57,7 @@ dtype = 'auto'               # auto, float32, bfloat16, float16
 method = 'head'              # uniform or head
 target_length: int | None = None  # L', the context to extend to; None: 8L for uniform, 4L for head
 target_lengths: list[int] = []  # head: tune a set per length; each starts from the set before it
-tail = 64                    # the loss at T tokens is the mean over this many before T
+tail = 64                    # the loss at T tokens is the mean over the last `tail` of them
 # uniform: each candidate is used for the whole model
 candidate_range: list[float] = [1.0, 2.4, 0.1]  # first, last, step, in units of 1/sqrt(D)
 compare: list[str] = []      # more checkpoint files of the same run; each gets a fit (Figure 7)
@@ -110,10 +110,9 @@ def candidates(candidate_range):
 def search_uniform(run, windows, scales):
     """
     Try each candidate scale on the windows. Returns a dict: the loss in bins of L / 16 positions
-    with each candidate, the entropy with each, the best candidate per bin and per length, the fit,
-    and the loss with a cut context. An entropy costs as much as a loss. So it is measured only for
-    the candidates that the picture shows, and None for others. Restores the model's scales at the
-    end.
+    with each candidate, the best candidate per bin and per length, the fit, and the loss with a cut
+    context. An entropy costs as much as a loss. So it is measured only for the candidates that the
+    picture shows, and None for others. Restores the model's scales at the end.
     """
     s, model, L = run.settings, run.model, run.L
     loss, entropy, loss_at_length = [], [], []
@@ -141,7 +140,7 @@ def search_uniform(run, windows, scales):
     put_vectors(model, original)
 
     loss, loss_at_length, scales = np.array(loss), np.array(loss_at_length), np.array(scales)
-    best = scales[loss.argmin(0)]  # per position
+    best = scales[loss.argmin(0)]  # per bin
     a, r2 = fit_scale(position, best, L)
     return {'position': position, 'candidates': scales.tolist(), 'loss': loss, 'entropy': entropy,
             'best_by_position': best, 'best_loss_by_position': loss.min(0), 'fit_a': a,
@@ -315,7 +314,7 @@ def tune_vectors(model, windows, recipe, runtime):
                 loss = objective(forward, part[:, :-1], part[:, 1:]) * len(part) / r.batch_size
             scaler.scale(loss).backward()
             step_loss += loss.detach()
-        if runtime.world_size > 1:  # a plain sum over ranks is fast enough for so few numbers
+        if runtime.world_size > 1:  # so few numbers need no DistributedDataParallel
             for tensor in [step_loss, *(p.grad for p in vectors)]:
                 torch.distributed.all_reduce(tensor)
 
@@ -367,8 +366,8 @@ def tune_sets(run, target_sizes, to_save):
     n_tuned = sum(p.numel() for p in vectors_of(run.model, rates_of(recipe.tune)).values())
     for length in target_sizes:
         n_tokens = recipe.max_iters * recipe.batch_size * length
-        run.runtime.print(f'{n_tuned} numbers, on windows of {length} tokens ({n_tokens:,} tokens '
-                          'in all)')
+        run.runtime.print(f'tuning {n_tuned} numbers on windows of {length} tokens ({n_tokens:,} '
+                          'tokens in all)')
         data = Windows(dataset_of(run.info, s['dataset']), 'train', length, s['seed'])
         losses += tune_vectors(run.model, data, recipe, run.runtime)
         sets[length] = copies(to_save)
@@ -441,8 +440,8 @@ def check_settings(run, target_sizes):
         raise UserError('target_lengths is given together with target_length. Leave one out.')
     if min(target_sizes) < least:
         name = 'target_lengths has' if several else 'target_length is'
-        raise UserError(f'{name} {min(target_sizes)}; it must be at least {least} for a checkpoint '
-                        f'that was trained at block_size {L}.')
+        raise UserError(f'{name} {min(target_sizes)}. The least is {least} for a checkpoint that '
+                        f'was trained at block_size {L}.')
     between(s, 1, 'target_length', 'batch_size', 'micro_batch_size', 'max_iters', 'n_samples',
             'tail', 'batch_tokens')
     between(s, 0, 'warmup_iters', 'grad_clip')
@@ -457,17 +456,18 @@ def check_settings(run, target_sizes):
                             'that part out.')
         named += of_kind
     if 'channel' in kinds and 'rope' in model.config.position:
-        raise UserError("tune is 'channel', but this model uses RoPE, whose scores depend on i - j "
-                        'alone if both channels of a pair have the same scale. A scale for each '
-                        'channel would break this. Use --tune=scale.')
+        raise UserError("tune is 'channel', but this model uses RoPE, whose scores depend on "
+                        'positions only through i - j. This holds if both channels of a pair have '
+                        'the same scale. A scale for each channel would break it. Use '
+                        '--tune=scale.')
     if not is_uniform and s['batch_size'] % ranks:
         raise UserError(f"batch_size {s['batch_size']} must be a multiple of the {ranks} ranks.")
 
 
 def main():
     run = Run(settings(globals()))
-    run.label = label  # also if it is empty, when Run would take the RoPE extension, such as yarn4
-    _ = run.model.head_scale  # refuses a model of the package transformers: it has no head scales
+    run.label = label  # Run would replace an empty label by the RoPE extension, such as yarn4
+    _ = run.model.head_scale  # a model of the package transformers has none, and raises UserError
     target_sizes = [target_length or (8 if method == 'uniform' else 4) * run.L]
     if method == 'head' and target_lengths:
         target_sizes = sorted(set(target_lengths))
