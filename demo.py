@@ -59,6 +59,7 @@ READINGS = {'NoPE': ('none', ''), 'NoPE, best uniform scale': ('none', 'uniform'
 GRAM = 4             # this many tokens before a far repeat occurred before
 TAIL = 64            # the loss at T is the mean over this many positions before T
 BATCH_TOKENS = 8192  # in one forward pass
+LANES = 2            # models that are trained side by side
 
 
 # ---------------------------------------------------------------------- run the stages
@@ -134,15 +135,16 @@ def tunings(model):
 
 def train_and_tune():
     """
-    Train and tune the models in two lanes side by side, each with half of the cores. Returns
+    Train and tune the models, two at a time, each with half of the cores. Returns
     {command: seconds}.
     """
-    lanes = {'conv': training('conv') + tunings('conv'),
-             'twins': training('none') + training('rope') + tunings('none')}
-    threads = max(1, (os.cpu_count() or 1) // len(lanes))
-    with ThreadPoolExecutor(len(lanes)) as pool:  # after Ctrl-C this waits: train.py saves first
-        conv, twins = pool.map(partial(run_lane, threads=threads), lanes, lanes.values())
-    return conv | twins
+    lanes = {model: training(model) + tunings(model) for model in TRAIN}
+    if any(lanes.values()):
+        print_forecast()
+    threads = max(1, (os.cpu_count() or 1) // LANES)
+    with ThreadPoolExecutor(LANES) as pool:  # after Ctrl-C this waits: train.py saves first
+        found = pool.map(partial(run_lane, threads=threads), lanes, lanes.values())
+        return {command: seconds for lane in found for command, seconds in lane.items()}
 
 
 # ---------------------------------------------------------------------- read
@@ -307,8 +309,8 @@ def sentences(report):
         f'per token, of RoPE {loss(rope, L)}, of NoPE with the convolution {loss(conv, L)}.',
         f'2. At {T} tokens it is {loss(nope)} for NoPE and {loss(rope)} for RoPE. With the last L '
         f'tokens alone it is {cut[nope]} and {cut[rope]}.',
-        f'3. One softmax scale for the model lowers NoPE to {loss(uniform)}, one for each head to '
-        f'{loss(heads)}.',
+        f'3. With the best softmax scale for the whole model NoPE has {loss(uniform)} there, with '
+        f'one for each head {loss(heads)}.',
         f'4. NoPE with the convolution has {loss(conv)} at {T} tokens, with a scale for each head '
         f'{loss(conv_heads)}, with the last L tokens alone {cut[conv]}.',
         '5. Where earlier text repeats, more than L tokens back, that text is worth, in nats per '
@@ -335,8 +337,7 @@ def print_report(report):
 
 def print_forecast():
     """Say about how long training and tuning take here, from a trial of a few seconds."""
-    lanes = 2
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // lanes))
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // LANES))
     model, _ = open_model('lessons/models/conv/last.pt')
     model.requires_grad_(True)
     ids, seconds = torch.randint(model.config.vocab_size, (16, 129)), []
@@ -345,7 +346,7 @@ def print_forecast():
         model(ids[:, :-1], ids[:, 1:]).mean().backward()
         seconds.append(time.perf_counter() - began)
     steps = max_iters + 3 * tune_iters  # of a lane; a tuning step is longer than one of training
-    minutes = min(seconds) * steps / min(1, (os.cpu_count() or 1) / lanes) / 60 + 2  # 2 to compile
+    minutes = min(seconds) * steps / min(1, (os.cpu_count() or 1) / LANES) / 60 + 2  # 2 to compile
     print(f'Training and tuning take about {minutes:.0f} minutes on this machine.', flush=True)
 
 
@@ -366,7 +367,6 @@ def main():
     between(globals(), 1, 'target_length', 'n_samples', 'targets', 'max_iters', 'tune_iters')
     if not models:
         run('data/code/prepare.py')
-        print_forecast()
         seconds = train_and_tune()
     start = time.perf_counter()
     read_text = text_to_read()

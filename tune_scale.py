@@ -335,7 +335,7 @@ def tune_vectors(model, windows, recipe, runtime):
             raise UserError(f'the loss became {loss} at step {step + 1}; nothing was '
                             'written. Lower the learning rate in tune, or start from a uniform '
                             'scale.')
-        bar.set_postfix_str(f'loss {loss:.4f}, mean scale {mean_scale:.3f}')
+        bar.set_postfix_str(f'loss {loss:.4f}, mean scale {mean_scale:.3f}', refresh=False)
         bar.update()
     bar.close()
     model.requires_grad_(False)

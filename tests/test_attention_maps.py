@@ -1,6 +1,6 @@
 """
 The maps of attention_maps.py against the whole matrix in float64, from the formulas that
-conftest.py has a second time.
+plain.py has a second time.
 
 $ python -m pytest tests/test_attention_maps.py
 """
@@ -10,16 +10,8 @@ import math
 
 import pytest
 import torch
-from conftest import (
-    near,
-    on,
-    plain_transformer,
-    random_model,
-    read,
-    save_model,
-    stage_here,
-    tokens,
-)
+from conftest import near, on, random_model, read, save_model, stage_here, tokens
+from plain import plain_transformer
 
 import attention_maps
 import kernels

@@ -9,17 +9,8 @@ import math
 
 import numpy as np
 import pytest
-from conftest import (
-    mistake,
-    near,
-    on,
-    plain_cut,
-    plain_entropy,
-    plain_losses,
-    read,
-    scale_set,
-    stage_here,
-)
+from conftest import mistake, near, on, read, scale_set, stage_here
+from plain import plain_cut, plain_entropy, plain_losses
 
 from entropy import spearman
 from lib.scales import save_scale

@@ -17,14 +17,13 @@ from conftest import (
     near,
     on,
     plain_copy_loss,
-    plain_cut,
-    plain_losses,
     random_model,
     read,
     refuses,
     stage_here,
     tokens,
 )
+from plain import plain_cut, plain_losses
 
 import eval_ppl
 from lib import checkpoints, devices

@@ -10,7 +10,8 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import EVERY, losses_and_gradients, near, plain_entropy, random_model, tokens
+from conftest import EVERY, losses_and_gradients, near, random_model, tokens
+from plain import plain_entropy
 from torch._dynamo.testing import CompileCounter
 
 import kernels

@@ -8,16 +8,8 @@ import math
 
 import pytest
 import torch
-from conftest import (
-    EVERY,
-    TINY,
-    losses_and_gradients,
-    near,
-    plain_losses,
-    plain_transformer,
-    random_model,
-    tokens,
-)
+from conftest import EVERY, TINY, losses_and_gradients, near, random_model, tokens
+from plain import plain_losses, plain_transformer
 
 from configurator import run_config
 from model import ModelConfig, Transformer, vector_of

@@ -8,16 +8,8 @@ import math
 
 import pytest
 import torch
-from conftest import (
-    EVERY,
-    TINY,
-    losses_and_gradients,
-    near,
-    plain_transformer,
-    random_model,
-    refuses,
-    tokens,
-)
+from conftest import EVERY, TINY, losses_and_gradients, near, random_model, refuses, tokens
+from plain import plain_transformer
 
 from kernels import attention_entropy, repeat_heads
 from lib.generate import new_cache
@@ -69,7 +61,7 @@ def test_yarn_mixes_pairs_between_8_and_21_at_the_papers_sizes(s, square):
 def test_logits_equal_the_papers_formulas_in_float64(changes):
     """
     150 tokens go past T5's last bucket (128), CoPE's last count (63) and FIRE's L0 (16). A new
-    method fails here until its formula stands in tests/conftest.py.
+    method fails here until its formula stands in tests/plain.py.
     """
     if changes.get('rope_scaling'):
         pytest.skip('the float64 transformer has no extensions; tests above compare frequencies')

@@ -10,18 +10,8 @@ import zlib
 
 import pytest
 import torch
-from conftest import (
-    TINY,
-    assert_same,
-    assert_steps,
-    load,
-    log_rows,
-    mistake,
-    near,
-    plain_entropy,
-    plain_losses,
-    read,
-)
+from conftest import TINY, assert_same, assert_steps, load, log_rows, mistake, near, read
+from plain import plain_entropy, plain_losses
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from configurator import run_config

@@ -16,18 +16,8 @@ import types
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    as_run,
-    near,
-    on,
-    plain_cut,
-    plain_entropy,
-    plain_losses,
-    read,
-    refuses,
-    scale_set,
-    stage_here,
-)
+from conftest import as_run, near, on, read, refuses, scale_set, stage_here
+from plain import plain_cut, plain_entropy, plain_losses
 from torch.distributed.run import get_args_parser
 
 import tune_scale
