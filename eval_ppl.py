@@ -9,18 +9,19 @@ L is block_size, the length of the last training. L0 is trained_length, the leng
 fine-tuning. A model that was not fine-tuned has L0 = L. The cut context and far repeats use L0.
 Lengths, strides and Delta P use L.
 
-The cut context is the baseline of lengths T beyond L0, except in protocol tail. The same tokens are
-scored again, in short windows of L0 tokens. Each short window scores only its last L0 / 8 tokens,
-at far repeats only its last token. `cut_loss` is the loss in the cut context. `gain` is cut_loss
-minus the loss in windows of T tokens, in nats. A gain above 0 means that the tokens beyond L0 help,
-a gain below 0 that they harm. A file of scale sets has no set for the cut context, which is read
-with the model's own scales, like all passes of at most L tokens.
+The cut context stands beside each length T beyond L0, except in protocol tail. It says what the
+model does without the tokens that are further back than L0. The same tokens are scored again, in
+short windows of L0 tokens. Each short window scores only its last L0 / 8 tokens, at far repeats
+only its last token. `cut_loss` is the loss in the cut context. `gain` is cut_loss minus the loss in
+windows of T tokens, in nats. A gain above 0 means that the tokens beyond L0 help, a gain below 0
+that they harm. A file of scale sets has sets only for lengths above L. Shorter passes, such as
+those of the cut context, use the model's own scales.
 
-At far repeats, `gain` is the cut_loss of the untuned model, minus the loss of the model that the
-stage reads in the whole window. The untuned model is the checkpoint --baseline. Without --baseline
-it is the run's own checkpoint, without --scale, --position and --rope_scaling. `own_gain` is the
-same with the cut_loss of the model itself. `headroom` is the gain of the copy cache, a simple rule
-that copies (lib/repeats.py). R = gain / headroom.
+At far repeats two models are compared. `gain` is the loss of the untuned model in the cut context,
+minus the loss of the evaluated model in the whole window. The untuned model is the checkpoint
+--baseline. Without --baseline it is the run's own checkpoint, without --scale, --position and
+--rope_scaling. `own_gain` is the same with the evaluated model in both places. `headroom` is the
+gain of the copy cache, a simple rule that copies (lib/repeats.py). R = gain / headroom.
 
 $ python eval_ppl.py                                             # sliding windows of L ... 8L
 $ python eval_ppl.py --scale=out/demo/nope/scale_head_640.json   # the same with tuned scales
@@ -55,7 +56,7 @@ from lib.repeats import (
 from lib.scales import vectors_for
 from lib.tokens import documents
 
-# which model, which text, which device: the same lines in every stage that has the setting
+# which model, text and device: all stages have the same lines
 out_dir = 'out/demo/nope'    # folder of the run to read; results go there, too
 init_from = 'last'           # last or best (of out_dir), a checkpoint file, hf:ORG/NAME
 position: str | None = None  # position method; None: the checkpoint's
@@ -125,7 +126,8 @@ def sliding_windows(start, end, length, first_end, stride, rule):
     The windows of one document, tokens[start:end]: a list of (lo, hi, n). A window reads
     tokens[lo:hi] and scores the last n of them. It has `length` tokens, except in rule classic,
     where a shorter document is one shorter window. Each window ends `stride` tokens after the
-    window before it. With rules same and paper, each window ends before `end`.
+    window before it; in rule classic the last one may end earlier. With rules same and paper, each
+    window ends before `end`.
     same:    the first window ends at start + first_end. first_end is the longest length compared.
              So all lengths score the same tokens; only the context differs.
     paper:   the first window ends at start + length, as in the released code (run_ppl.py of
@@ -155,7 +157,7 @@ def score_windows(run, tokens, windows, label=None):
     in the order of windows, on every rank. tokens: (n,) array of ids. windows: from
     sliding_windows(). label: text of the progress bar; None: no bar. Windows of the same size are
     read together. A bar is shown only for a group that has more than half of all windows. Logits
-    are computed only for scored tokens.
+    are computed only for scored tokens and for the one after them.
     """
     groups, sums = {}, np.empty(len(windows))
     for i, (lo, hi, n_scored) in enumerate(windows):

@@ -200,8 +200,8 @@ class Transformer(nn.Module):
         self.checkpoint_activations = False  # True: backward recomputes what is inside a block
         self.probe_with, self.probed = None, []  # set by probe()
         self.scale_sets = None  # small vectors for several lengths: see lib/scales.py
-        # The random numbers that choose the random positions in evaluation. In training, each pass
-        # draws new numbers.
+        # The random numbers that choose the random positions in evaluation. In training each step
+        # draws others; train.py sets the seed, so that the passes of a step draw the same.
         if config.random_positions:
             draws = torch.rand(config.n_layer, config.random_positions, device='cpu',
                                generator=torch.Generator().manual_seed(0))
@@ -359,8 +359,8 @@ def gain_outputs(out, gain, D):
 
 # The vectors that can be tuned while every matrix stays fixed. The loop after this dict adds those
 # of the position methods. When export.py writes a checkpoint for other programs, it folds a vector
-# into a matrix, and `matrix` is the ending of that matrix's name. Norms need none: such a
-# checkpoint has norms.
+# into a matrix, and `matrix` is the ending of that matrix's name. The gains of norms need no
+# matrix, because the exported checkpoint has norms itself.
 VECTORS = {
     'head_scale': Vector('head_scale', 1.0, 0.1, matrix='qkv.weight', fold=scale_queries),
     'head_gain': Vector('head_gain', 1.0, 0.02, matrix='out.weight', fold=gain_outputs),

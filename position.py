@@ -13,7 +13,8 @@ Then each layer calls these steps:
               one fused kernel. With a bias or its own mask, the fused kernel runs on some query
               rows at a time. All other methods compute scores, softmax and the weighted sum of
               the values, also some rows at a time.
-attend calls these steps; with the fused kernel only bias and mask:
+attend calls these steps. The fused kernel alone needs none of them; with a bias or a mask it needs
+that step:
   similarity  makes the scores before any bias. CoPE and Transformer-XL add a term that also depends
               on the query.
   bias        is a function of the positions, which is added to the scores: ALiBi, Kerple, FIRE, T5.
@@ -24,7 +25,8 @@ attend calls these steps; with the fused kernel only bias and mask:
 
 A new method is a class and an entry in METHODS. A new setting of a method is a line in Settings,
 and its name in the class's `settings`.
-Each layer can have its own method, a sliding window and random positions: see Settings.
+Layers can alternate between methods. RoPE layers can have a sliding window. Random positions are
+for the whole model, and each layer draws its own: see Settings.
 This file holds the methods that "DAPE V2" compares, and log-n scaling; position_more.py holds later
 ones. The file is plain PyTorch. From the project it imports only kernels.py.
 
@@ -87,7 +89,7 @@ class Settings:
             works = takes_random and not (others or self.rope_scaling or self.rope_window)
             self.require('random_positions', works, f"0 with position '{self.position}'. Random "
                          'positions need a bias, or RoPE with neither rope_scaling nor '
-                         "rope_window. Every other layer must have the position 'none'")
+                         "rope_window. Layers with neither a bias nor RoPE must be 'none'")
         self.require('dape_kernel', self.dape_kernel == 0 or
                      self.dape_kernel > 0 and self.dape_kernel % 2,
                      'odd and above 0, or 0 for none')
@@ -598,11 +600,11 @@ class DAPE(NoPE):
     Keys that the query does not see, such as later keys, are 0 in the map, so that no convolution
     sees them. `cheat` leaves them in (section 4.5).
     The scores of a query must not depend on how many tokens follow it, or cached decoding would
-    differ from a full pass. A query in the middle of a pass has columns for later keys. They are
-    zeros, but the first convolution computes an output there, which the second one reads. The last
-    query has no such columns. So the map is padded with zeros on the right, and the first
-    convolution is computed on the padding, too. (With `cheat`, later keys count.) The released code
-    ends the map at the last key.
+    differ from a full pass. In the columns of later keys the map is 0, but the first convolution is
+    not: it has a bias and sees the keys beside them. The second convolution reads its output there.
+    The last query has no later keys, so its row is padded with zeros. Then its scores are the same
+    as in a longer pass. The released code does not pad, and its last scores differ. With `cheat`,
+    scores do depend on later keys.
     """
     settings = 'dape_width', 'dape_residual', 'dape_cheat'
 

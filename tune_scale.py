@@ -44,7 +44,7 @@ from lib.scales import (
 from lib.tokens import Windows
 from model import VECTORS
 
-# which model, which text, which device: the same lines in every stage that has the setting
+# which model, text and device: all stages have the same lines, except for label
 out_dir = 'out/demo/nope'    # folder of the run to read; results go there, too
 init_from = 'last'           # last or best (of out_dir), a checkpoint file, hf:ORG/NAME
 position: str | None = None  # position method; None: the checkpoint's
@@ -110,9 +110,10 @@ def candidates(candidate_range):
 def search_uniform(run, windows, scales):
     """
     Try each candidate scale on the windows. Returns a dict: the loss in bins of L / 16 positions
-    with each candidate, the best candidate per bin and per length, the fit, and the loss with a cut
-    context. An entropy costs as much as a loss. So it is measured only for the candidates that the
-    picture shows, and None for others. Restores the model's scales at the end.
+    with each candidate, the best candidate per bin and per length, the fit, and the loss of the
+    model as loaded if it sees only the last L tokens (the cut context; eval_ppl.py defines it). An
+    entropy costs as much as a loss. So it is measured only for the candidates that the picture
+    shows, and None for others. Restores the model's scales at the end.
     """
     s, model, L = run.settings, run.model, run.L
     loss, entropy, loss_at_length = [], [], []
