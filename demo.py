@@ -194,7 +194,7 @@ def text_to_read():
         windows = Windows('code', 'test', target_length).evenly_spaced(n_samples)
     if text or models:
         windows = windows_of_files(texts, tokenizer)
-    L = model.config.trained_length
+    L = model.config.L0
     if target_length < 4 * L:
         raise UserError(f'target_length is {target_length}; it must be at least 4L = {4 * L}, so '
                         'that there are far repeats.')

@@ -5,7 +5,7 @@ also scores the last tokens of each length and measures the gain of a longer con
 to 6 and Table 1 of "DAPE V2" do. And it scores far repeats: tokens that follow a repeated piece of
 text, if its latest copy is more than L0 tokens back.
 
-L is block_size, the length of the last training. L0 is trained_length, the length before any
+L is block_size, the length of the last training. L0 is the length of pretraining, before any
 fine-tuning. A model that was not fine-tuned has L0 = L. The cut context and far repeats use L0.
 Lengths, strides and Delta P use L.
 
@@ -208,7 +208,7 @@ def sliding(run, sizes):
     documents, windows and scored tokens. The row of a length above L0 also holds the gain.
     """
     s, rows, by_window = run.settings, [], {}
-    cut_length = run.model.config.trained_length
+    cut_length = run.model.config.L0
     S = checked_stride(s['stride'], run.L, sizes)
     require_positions(run.model, sizes[-1])
     data = run.windows(1).data  # the whole split, because rule classic reads short documents, too
@@ -275,7 +275,7 @@ def losses_by_position(run, sizes):
         by_window[str(T)] = of_windows
         row = {'length': T} | summary(of_windows)
         row['scored_tokens'] = len(samples) * (T - first)
-        if T > run.model.config.trained_length:
+        if T > run.model.config.L0:
             cut = cut_losses(run.model, samples, T, n_tail, batch_tokens, run.runtime)
             row |= gain_of(of_windows, cut)
         rows.append(row)
@@ -337,7 +337,7 @@ def untuned_model(run, windows):
     model, info = load_model(s['baseline'] or s['init_from'], s['out_dir'], run.runtime.device,
                              dtype=run.runtime.dtype)
     require_tokenizer(info, windows.tokenizer_state, windows.dataset)
-    theirs, L0 = model.config.trained_length, run.model.config.trained_length
+    theirs, L0 = model.config.L0, run.model.config.L0
     if theirs != L0:
         raise UserError(f"baseline {info['path']} was pretrained at {theirs} tokens, but the model "
                         f'of {s["out_dir"]} was pretrained at {L0}. Set --baseline= to the '
@@ -352,7 +352,7 @@ def far_repeats(run, sizes):
     adds rows. other: all tokens before t - L0 are replaced by those of another document; the gain
     should then be 0 or below. near: near repeats, whose cut context holds the token to copy.
     """
-    s, W, L0 = run.settings, sizes[-1], run.model.config.trained_length
+    s, W, L0 = run.settings, sizes[-1], run.model.config.L0
     check_repeats(s, W, L0)
     windows = run.windows(W)
     samples = windows.evenly_spaced(s['n_samples'])

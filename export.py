@@ -80,7 +80,7 @@ License of the weights: {{ license }}.
 
 | setting | value |
 |---|---|
-| training length L | {{ c.trained_length }} tokens |
+| training length L | {{ c.L0 }} tokens |
 | steps | {{ info.step or 'not known' }} |
 | best validation loss, nats per token | {{ info.best_val_loss or 'not known' }} |
 {%- for name in ('dataset', 'init_from', 'batch_size', 'learning_rate', 'weight_decay', 'seed')

@@ -45,8 +45,7 @@ class ModelConfig(Settings):
     n_kv_head: int       # key/value heads; n_head / n_kv_head query heads share each
     n_embd: int
     n_hidden: int        # inner width of SwiGLU
-    rope_length: int | None = None  # of any model: training length before fine-tuning; None:
-                                    # block_size, as the model was not fine-tuned
+    pretrained_length: int | None = None  # L0: the same before any fine-tuning; None: block_size
     tied: bool = False   # True: embedding and output share one matrix
     short_conv: int = 0  # tokens that each short convolution reads, such as 4; 0: no convolution
     short_conv_at: str = 'AC'  # A: before attention; C: before the MLP; AC: both
@@ -56,8 +55,7 @@ class ModelConfig(Settings):
         super().__post_init__()
         for name in ('vocab_size', 'block_size', 'n_layer', 'n_head', 'n_kv_head', 'n_hidden'):
             self.require(name, getattr(self, name) >= 1, 'at least 1')
-        self.require('rope_length', self.rope_length is None or self.rope_length >= 1,
-                     'at least 1, or None')
+        self.require('pretrained_length', self.L0 >= 1, 'at least 1, or None')
         self.require('norm_eps', 0 <= self.norm_eps < math.inf, '0 or more, such as 1e-5')
         self.require('n_embd', self.n_embd >= 1 and self.n_embd % (2 * self.n_head) == 0,
                      f'a multiple of twice n_head {self.n_head}, because the size of a head must '
@@ -80,9 +78,9 @@ class ModelConfig(Settings):
         return self.n_embd // self.n_head
 
     @property
-    def trained_length(self):
-        """Length of pretraining, in tokens: the training length before any fine-tuning."""
-        return self.rope_length or self.block_size
+    def L0(self):
+        """The length of pretraining in tokens. Fine-tuning changes block_size, and not L0."""
+        return self.pretrained_length or self.block_size
 
 
 class Attention(nn.Module):

@@ -30,10 +30,10 @@ for the whole model, and each layer draws its own: see Settings.
 This file holds the methods that "DAPE V2" compares, and log-n scaling; position_more.py holds later
 ones. The file is plain PyTorch. From the project it imports only kernels.py.
 
-Shapes: B sequences, T queries, S keys, H heads, D = head_dim. L is config.trained_length, the
-length of pretraining: it is block_size, unless the model was fine-tuned. i is the position of a
-query and j <= i the position of a key; both start at 0. Formulas are from "DAPE V2" (2024),
-section 2 and Appendix, unless another source is named.
+Shapes: B sequences, T queries, S keys, H heads, D = head_dim. L is the length of pretraining,
+config.L0: it is block_size, unless the model was fine-tuned. i is the position of a query and
+j <= i the position of a key; both start at 0. Formulas are from "DAPE V2" (2024), section 2 and
+Appendix, unless another source is named.
 """
 
 import math
@@ -351,7 +351,7 @@ class RoPE(NoPE):
 
     def __init__(self, config):
         super().__init__(config)
-        self.D, self.L = config.head_dim, config.trained_length
+        self.D, self.L = config.head_dim, config.L0
         self.base, self.scaling = config.rope_base, config.rope_scaling
         self.n_turned = round(config.rope_share * (self.D // 2))  # number of pairs that turn
         self.window = config.rope_window
@@ -395,7 +395,7 @@ class LogN(QueryFactor):
 
     def __init__(self, config):
         super().__init__(config)
-        self.L = config.trained_length
+        self.L = config.L0
 
     def factor(self, i):
         return (i + 1).log() / math.log(self.L)
@@ -476,19 +476,19 @@ def over_heads(x):
 
 class FIRE(Bias):
     """
-    Bias f(ln(1 + c (i - j)) / ln(1 + c max(i, mu L0)))_h (Li et al. 2024). f is a network that maps
-    one number to one number per head. c and mu are learned. L0 is L / 2 here, as in DAPE's released
-    code. The input of f is at most 1 at any length, so f sees no larger input than in training.
+    Bias f(ln(1 + c (i - j)) / ln(1 + c max(i, mu M)))_h (Li et al. 2024). f is a network that maps
+    one number to one number per head. c and mu are learned. M is L / 2, as in DAPE's released code.
+    The input of f is at most 1 at any length, so f sees no larger input than in training.
     """
 
     def __init__(self, config):
         super().__init__(config)
         self.c, self.mu = nn.Parameter(torch.tensor(0.1)), nn.Parameter(torch.tensor(1.0))
-        self.L0 = config.trained_length // 2
+        self.M = config.L0 // 2
         self.f = nn.Sequential(nn.Linear(1, 32), nn.ReLU(), nn.Linear(32, config.n_head))
 
     def bias(self, i, j):
-        least = (self.mu * self.L0).abs()
+        least = (self.mu * self.M).abs()
         longest = torch.maximum(i.float(), least)[..., None, :, None]
         near = torch.log1p((self.c * distances(i, j)).abs())
         far = torch.log1p((self.c * longest).abs())

@@ -23,7 +23,7 @@ class SSMax(QueryFactor):
 
     def __init__(self, config):
         super().__init__(config)
-        self.s = nn.Parameter(torch.full((config.n_head,), 1 / math.log(config.trained_length)))
+        self.s = nn.Parameter(torch.full((config.n_head,), 1 / math.log(config.L0)))
 
     def factor(self, i):
         return self.s[:, None] * (i + 1).log()
@@ -52,7 +52,7 @@ class Llama4(QueryFactor):
 
     def __init__(self, config):
         super().__init__(config)
-        self.L = config.trained_length
+        self.L = config.L0
 
     def factor(self, i):
         return 1 + 0.1 * torch.log1p(((i + 1) / self.L).floor())
@@ -99,7 +99,7 @@ class NAPESSMax(NAPE):
         super().__init__(config)
         self.first = config.n_head // 2  # first head without a slope
         rest = config.n_head - self.first
-        self.s = nn.Parameter(torch.full((rest,), 1 / math.log(config.trained_length)))
+        self.s = nn.Parameter(torch.full((rest,), 1 / math.log(config.L0)))
 
     def turn(self, q, k, place):
         log_n = (place.i.float() + 1).log()[..., None, :, None]              # (1, T, 1)
@@ -118,7 +118,7 @@ class Window(NoPE):
 
     def __init__(self, config):
         super().__init__(config)
-        self.window, self.sinks = config.trained_length, 4
+        self.window, self.sinks = config.L0, 4
 
 
 class Sink(NoPE):

@@ -101,7 +101,7 @@ def require_supported(model, path):
 def rope_of(c):
     """For each layer, what RoPE turns by: frequencies and a factor; None for a NoPE layer."""
     D = c.head_dim
-    frequency, factor = rope_frequencies(D, c.rope_base, c.rope_scaling, c.trained_length, 1)
+    frequency, factor = rope_frequencies(D, c.rope_base, c.rope_scaling, c.L0, 1)
     frequency[round(c.rope_share * (D // 2)):] = 0
     turned = {'frequency': frequency.float().tolist(), 'factor': factor}
     return [turned if c.method_of(layer) == 'rope' else None for layer in range(c.n_layer)]

@@ -343,7 +343,7 @@ class Run:
         what = {'stage': stage, 'label': self.label,
                 'position_method': self.model.config.position,
                 'short_conv': getattr(self.model.config, 'short_conv', 0), 'block_size': self.L,
-                'trained_length': self.model.config.trained_length,
+                'pretrained_length': self.model.config.L0,
                 'checkpoint': self.info['path'], 'weights_digest': self.info['digest'],
                 'scale': self.scale, 'identity': self.identity}
         plots.write_result(path, what | result, self.settings, self.runtime, self.began)

@@ -28,7 +28,7 @@ from position import parse_scaling, rope_frequencies
 
 # The settings of a ModelConfig that a config.json can express. DAPE's other settings are here, too,
 # because they have no effect without dape_kernel.
-EXPORTED = {*NAMES, 'position', 'rope_base', 'rope_scaling', 'rope_length', 'dape_width',
+EXPORTED = {*NAMES, 'position', 'rope_base', 'rope_scaling', 'pretrained_length', 'dape_width',
             'dape_residual', 'dape_cheat'}
 # What llama.cpp calls the pattern that cuts text into words. Any pattern suits bytes.
 SPLITTERS = {'gpt2': 'gpt-2', 'bytes': 'gpt-2'}
@@ -61,7 +61,7 @@ def rope_entries(c):
     transformers reads it.
     """
     kind, factor = parse_scaling(c.rope_scaling)
-    L, base, scaling = c.trained_length, c.rope_base, None
+    L, base, scaling = c.L0, c.rope_base, None
     # NTK is only a larger base. The second frequency, base^(-2/D), gives this base.
     if kind == 'ntk':
         frequency, _ = rope_frequencies(c.head_dim, base, c.rope_scaling, L, L)
@@ -85,8 +85,8 @@ def their_config(c, dtype, length=0):
     config = {theirs: getattr(c, ours) for ours, theirs in names.items()}
     config['dtype'] = str(dtype).removeprefix('torch.')
     # Dynamic NTK uses max_position_embeddings as L. For other types it is the longest context.
-    longest = max(c.block_size, length, int(factor * c.trained_length))
-    config['max_position_embeddings'] = c.trained_length if kind == 'dynamic_ntk' else longest
+    longest = max(c.block_size, length, int(factor * c.L0))
+    config['max_position_embeddings'] = c.L0 if kind == 'dynamic_ntk' else longest
 
     if c.position == 'none':
         return config | {
@@ -253,7 +253,7 @@ def add_settings(writer, gguf, c, config):
     if scaling:
         writer.add_rope_scaling_type(gguf.RopeScalingType(scaling['rope_type']))
         writer.add_rope_scaling_factor(scaling['factor'])
-        writer.add_rope_scaling_orig_ctx_len(c.trained_length)
+        writer.add_rope_scaling_orig_ctx_len(c.L0)
 
 
 def save_gguf(path, model, tokenizer, dtype, length=0):

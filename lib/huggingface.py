@@ -210,8 +210,8 @@ def position_of(config):
 
 def rope_config(config):
     """
-    rope_base, rope_scaling and rope_length of a config.json, as transformers 5 or an older version
-    writes them.
+    rope_base, rope_scaling and pretrained_length of a config.json, as transformers 5 or an older
+    version writes them.
     """
     # If both entries exist, transformers uses rope_scaling.
     rope = config.get('rope_scaling') or config.get('rope_parameters') or {}
@@ -226,7 +226,7 @@ def rope_config(config):
         ours['rope_scaling'] = f"{ROPE_TYPES[kind]}:{rope.get('factor')}"
     if kind == 'yarn':
         key = 'original_max_position_embeddings'
-        ours['rope_length'] = config.get(key) or rope.get(key)
+        ours['pretrained_length'] = config.get(key) or rope.get(key)
     return ours
 
 

@@ -73,7 +73,7 @@ def cut_losses(model, samples, end, tail, batch_tokens, runtime):
                 lambda inputs, targets: model(inputs, targets[:, -n:]).sum(1))
 
     n_scored = min(tail, end)
-    [pieces] = cut_windows([(0, end, n_scored)], model.config.trained_length)
+    [pieces] = cut_windows([(0, end, n_scored)], model.config.L0)
     return sum(of_piece(*piece) for piece in pieces) / n_scored
 
 
@@ -86,4 +86,4 @@ def cut_curve(model, samples, L, tail, batch_tokens, runtime):
     T = samples.shape[1] - 1
     lengths = [L * 2 ** k for k in range(T.bit_length()) if L * 2 ** k < T] + [T]
     losses = [cut_losses(model, samples, T, tail, batch_tokens, runtime).mean() for T in lengths]
-    return {'context': model.config.trained_length, 'position': lengths, 'loss': losses}
+    return {'context': model.config.L0, 'position': lengths, 'loss': losses}

@@ -171,7 +171,7 @@ def draw_ppl(result):
                 error = np.array(row['standard_error'], float) * np.array(row['ppl'], float)
             curve(axis, result['lengths'], row['ppl'], row['name'], error)
         draw_cut(axis, result['lengths'], cut_ppl(result, first),
-                 f"{first['name']}, cut to {(result | first)['trained_length']}")
+                 f"{first['name']}, cut to {(result | first)['pretrained_length']}")
         ppl_axis(axis, every or [1])
         length_axis(axis, result['lengths'], result['block_size'])
         axis.set(xlabel='window length (tokens)')
@@ -181,7 +181,7 @@ def draw_ppl(result):
 
 def cut_ppl(result, row):
     """A row's perplexity at each length with the context cut to L; None if it is not known."""
-    lengths, L = result['lengths'], (result | row)['trained_length']
+    lengths, L = result['lengths'], (result | row)['pretrained_length']
     if result.get('rule') == 'same' and L in lengths:  # each length scores the same tokens
         at_L = row['ppl'][lengths.index(L)]
         return [at_L if T >= L else None for T in lengths]
@@ -197,7 +197,7 @@ def draw_positions(result):
     for row in result['rows']:
         axis.errorbar(row['length'], row['loss'], row['standard_error'], fmt='.', color=BLACK)
     lengths, cut = zip(*[(row['length'], row.get('cut_loss')) for row in result['rows']])
-    draw_cut(axis, lengths, cut, f"context cut to {result['trained_length']}")
+    draw_cut(axis, lengths, cut, f"context cut to {result['pretrained_length']}")
     position_axis(axis, result['block_size'], 'loss (nats per token)')
     return figure
 

@@ -145,7 +145,7 @@ def losses_when_cut(model, samples, chosen, batch_tokens, runtime, label=None):
     The losses of targets, (n,). The model sees only the L tokens before each target. label: text of
     the progress bar; None: no bar.
     """
-    L = model.config.trained_length
+    L = model.config.L0
     contexts = samples[chosen.window[:, None], chosen.t[:, None] + np.arange(-L, 1)]
     with vectors_for(model, L):
         return runtime.over_windows(contexts, batch_tokens,
@@ -159,7 +159,7 @@ def cut_context_losses(run, untuned, samples, chosen, val_samples, near=False):
     val_samples: windows of the split val, on which the weight is fitted. If they are None, there is
     no copy cache, and the weight is None.
     """
-    s, L = run.settings, run.model.config.trained_length
+    s, L = run.settings, run.model.config.L0
     how = s['batch_tokens'], run.runtime, f'cut to {L} tokens'
     cut = losses_when_cut(untuned, samples, chosen, *how)
     own_cut = cut

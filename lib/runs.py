@@ -73,7 +73,7 @@ def checkpoint_to_resume(chosen, given, windows):
         require_kinds(state['data'], **dict.fromkeys(state['data'], str))
         require_kinds(was, init_from=str)
     checkpoints.require_tokenizer(state, windows.tokenizer_state, chosen['dataset'])
-    scaling = scaling_with_factor(chosen, own['rope_length'] or own['block_size'])
+    scaling = scaling_with_factor(chosen, own['pretrained_length'] or own['block_size'])
     require_own_settings(own, chosen | {'rope_scaling': scaling}, given, path)
     require_same_data(chosen['out_dir'], state['data'], windows.checksums)
     for name, value in chosen.items():
@@ -94,8 +94,8 @@ def checkpoint_to_start_from(chosen, given, windows):
     checkpoints.require_tokenizer(state, windows.tokenizer_state, chosen['dataset'])
     own, may_change = state['model_config'], ('position', 'rope_scaling', 'block_size')
     require_own_settings(own, chosen, given, path, may_change)
-    L = own['rope_length'] or own['block_size']
-    new = own | {'block_size': chosen['block_size'], 'rope_length': L}
+    L = own['pretrained_length'] or own['block_size']
+    new = own | {'block_size': chosen['block_size'], 'pretrained_length': L}
     if 'position' in given:
         new['position'] = chosen['position']
     if 'rope_scaling' in given:

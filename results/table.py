@@ -114,7 +114,7 @@ def evaluate_row(row, settings, lengths):
         found['gain'] = found['cut_loss'] - losses.min(0)
     return row | found | {
         'position_method': run.model.config.position, 'block_size': run.L,
-        'trained_length': run.model.config.trained_length,
+        'pretrained_length': run.model.config.L0,
         'checkpoint': run.info['path'], 'weights_digest': run.info['digest'],
         'tuning_tokens': tuning_tokens(run.info, scale),
         'ppl': np.array([perplexity(loss) for loss in losses.min(0)]),

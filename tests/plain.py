@@ -117,7 +117,7 @@ def plain_cut(model, tokens, T, tail, head_scale=None):
     The losses of the `tail` targets up to position T, (B, tail). Each block of L / 8 targets is
     read from the L tokens before its end. tokens: (B, T + 1) ids or more.
     """
-    L, blocks = model.config.trained_length, []
+    L, blocks = model.config.L0, []
     for end in range(T - tail + L // 8, T + 1, L // 8):
         piece = tokens[:, max(0, end - L):end + 1]
         blocks.append(plain_losses(model, piece, head_scale)[:, -L // 8:])

@@ -174,8 +174,8 @@ model_config n_embd | 1000000000 | blocks.0.attn
 model_config vocab_size | 1000000000 | embed
 model_config dape_kernel | 3 | position.first
 model_config rope_base | [1] | list
-model_config rope_length | "x"
-model_config rope_length | -1 | rope_length is -1
+model_config pretrained_length | "x"
+model_config pretrained_length | -1 | pretrained_length is -1
 model_config norm_eps | "x"
 model_config norm_eps | -1.0 | norm_eps is -1
 model_config tied | 5

@@ -220,7 +220,7 @@ def tuned(tiny_run, tmp_path):
     def tuned(L, factor=1.0):
         state = checkpoints.load(tiny_run / 'last.pt')
         state['model']['head.weight'] *= factor
-        state['model_config'] |= {'block_size': 64, 'rope_length': L}
+        state['model_config'] |= {'block_size': 64, 'pretrained_length': L}
         checkpoints.save(tmp_path / f'tuned{L}.pt', **state)
         return f'{tmp_path}/tuned{L}.pt'
 
@@ -236,7 +236,7 @@ def test_the_context_of_a_fine_tuned_model_is_cut_to_its_first_length(run, tuned
     one, other = (run(command + more)[0] for more in ('', f' --init_from={tuned(32)}'))
     assert one['rows'] == other['rows'] and 'cut_loss' in one['rows'][-1]
     assert (one['block_size'], other['block_size']) == (32, 64)
-    assert one['trained_length'] == other['trained_length'] == 32
+    assert one['pretrained_length'] == other['pretrained_length'] == 32
 
 
 # ---------------------------------------------------------------------- far repeats
@@ -344,7 +344,7 @@ def test_gain_is_against_the_cut_context_of_the_untuned_checkpoint(run, tiny_run
         assert row['loss'] == alone['loss'] and row['own_gain'] == alone['gain']
         near(row['gain'], before['cut_loss'] - alone['loss'], atol=2e-5)  # as JSON rounds
     assert found['untuned']['weights_digest'] == untuned['weights_digest']
-    refuses('tuned64.pt was trained at 64', run, f'{REPEAT} --baseline={tuned(64)}')
+    refuses('tuned64.pt was pretrained at 64', run, f'{REPEAT} --baseline={tuned(64)}')
 
 
 def test_text_without_a_split_val_has_gains_but_no_headroom(run, tmp_path):

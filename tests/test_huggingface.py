@@ -259,7 +259,7 @@ Llama | {"rope_parameters": {"rope_type": "linear", "factor": "four"}} | 'pi:fou
 Llama | {"rope_parameters": {"rope_type": "yarn", "factor": 4, "beta_fast": 16}} | {'beta_fast': 16}
 Llama | {"rope_parameters": {"rope_type": ["linear"], "factor": 4.0}} | config.json
 Llama | {"rope_parameters": "yes"} | config.json
-Llama | {"original_max_position_embeddings": "x", "rope_parameters": {"type": "yarn"}} | rope_length
+Llama | {"original_max_position_embeddings": "x", "rope_parameters": {"type": "yarn"}} | _length
 Llama | {"num_key_value_heads": "two"} | num_key_value_heads is two
 Llama | {"rms_norm_eps": null} | rms_norm_eps is None
 Llama | {"tie_word_embeddings": 1} | tie_word_embeddings is 1
@@ -534,7 +534,7 @@ def test_stages_read_a_hugging_face_folder(tmp_path, corpus_dir):
         '--rope_scaling=yarn --block_size=128 --eval_windows=2')))
     config = checkpoints.load(out / 'last.pt')['model_config']
     assert (config['position'], config['rope_scaling']) == ('rope', 'yarn:2')
-    assert config['rope_length'] == 64
+    assert config['pretrained_length'] == 64
     measure = '--max_windows=4 --lengths=[64,128] --stride=8 '
     stage_here('eval_ppl', *arguments(
         'Llama', f'{measure} --position=none --scale={out}/scale_head_96.json'))

@@ -60,7 +60,7 @@ def test_yarn_mixes_pairs_between_8_and_21_at_the_papers_sizes(s, square):
 @pytest.mark.parametrize('changes', EVERY, ids=str)
 def test_logits_equal_the_papers_formulas_in_float64(changes):
     """
-    150 tokens go past T5's last bucket (128), CoPE's last count (63) and FIRE's L0 (16). A new
+    150 tokens go past T5's last bucket (128), CoPE's last count (63) and FIRE's M (16). A new
     method fails here until its formula stands in tests/plain.py.
     """
     if changes.get('rope_scaling'):
@@ -141,7 +141,7 @@ def test_future_tokens_never_change_earlier_logits(changes):
 @pytest.mark.parametrize('name', METHODS)
 def test_no_method_changes_when_a_model_goes_on_at_another_length(name):
     model, idx = random_model(position=name), tokens(1, 50)
-    longer = random_model(position=name, block_size=128, rope_length=32)
+    longer = random_model(position=name, block_size=128, pretrained_length=32)
     longer.load_state_dict(model.state_dict())
     assert torch.equal(longer(idx), model(idx))
 

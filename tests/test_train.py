@@ -210,7 +210,7 @@ def test_fine_tuning_starts_from_the_given_weights_at_another_block_size(runs, p
     near(log_rows(out_dir)[1], plain_losses(model, windows).mean(), rtol=1e-5)
     config = read(out_dir / 'config.json')
     assert config == config | TINY | {'block_size': 64}
-    longer = {'block_size': 64, 'rope_length': 32}
+    longer = {'block_size': 64, 'pretrained_length': 32}
     assert load(out_dir)['model_config'] == vars(model.config) | longer
 
 
@@ -225,7 +225,7 @@ def test_fine_tuning_extends_rope_by_the_ratio_of_the_lengths_and_resumes(runs, 
                                          ('--rope_scaling=', ''), ('--position=none', ''))):
         run = runs.train(f'yarn_{i}', f'--init_from={whole}/last.pt --max_iters=1 {more}')
         config = load(run)['model_config']
-        assert config['rope_scaling'] == scaling and config['rope_length'] == 32
+        assert config['rope_scaling'] == scaling and config['pretrained_length'] == 32
 
 
 def test_a_model_goes_on_without_rope_and_without_rope_settings(runs, rope):
