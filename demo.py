@@ -45,13 +45,13 @@ text = ''                    # file to read; '': the split test of data/code or,
 target_length = 512          # tokens in a window; the scales are tuned for it
 n_samples = 40               # windows to read
 targets = 400                # far repeats to score
-max_iters = 2000             # training steps of NoPE with the convolution; the others take half
-tune_iters = 80              # tuning steps of head scales
+max_iters = 3000             # training steps of 8 sequences; RoPE takes half
+tune_iters = 60              # tuning steps of head scales
 train_args: list[str] = []   # more settings for train.py, such as ['--n_layer=2']
 tune_args: list[str] = []    # more settings for tune_scale.py
 
-# {model: its arguments of train.py}
-TRAIN = {'none': [], 'rope': ['--position=rope'], 'conv': ['--short_conv=4']}
+# {model: (its arguments of train.py, its share of max_iters)}, in the order in which they begin
+TRAIN = {'conv': (['--short_conv=4'], 1), 'none': ([], 1), 'rope': (['--position=rope'], 1 / 2)}
 # {what is read: (model, kind of its scales)}
 READINGS = {'NoPE': ('none', ''), 'NoPE, best uniform scale': ('none', 'uniform'),
             'NoPE, head scales': ('none', 'head'), 'RoPE': ('rope', ''),
@@ -114,12 +114,13 @@ def scale_file(model, kind):
 
 def training(model):
     """The stage that trains a model, or resumes its training: a list of one, or of none."""
-    folder, steps = Path(out_dir, model), max_iters if model == 'conv' else max_iters // 2
+    folder, (arguments, share) = Path(out_dir, model), TRAIN[model]
     if (folder / 'loss.png').exists():  # train.py draws it last
         return []
     resume = ['--init_from=resume'] if (folder / 'last.pt').exists() else []
-    return [['train.py', 'config/code.py', *TRAIN[model], f'--max_iters={steps}',
-             f'--out_dir={folder}', *train_args, *resume]]
+    return [['train.py', 'config/code.py', *arguments, '--batch_size=8', '--micro_batch_size=8',
+             f'--max_iters={round(share * max_iters)}', f'--out_dir={folder}', *train_args,
+             *resume]]
 
 
 def tunings(model):
@@ -340,13 +341,15 @@ def print_forecast():
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // LANES))
     model, _ = open_model('lessons/models/conv/last.pt')
     model.requires_grad_(True)
-    ids, seconds = torch.randint(model.config.vocab_size, (16, 129)), []
-    for _ in range(4):
+    ids, seconds = torch.randint(model.config.vocab_size, (8, 129)), []
+    for _ in range(8):
         began = time.perf_counter()
         model(ids[:, :-1], ids[:, 1:]).mean().backward()
         seconds.append(time.perf_counter() - began)
-    steps = max_iters + 3 * tune_iters  # of a lane; a tuning step is longer than one of training
-    minutes = min(seconds) * steps / min(1, (os.cpu_count() or 1) / LANES) / 60 + 2  # 2 to compile
+    steps = max_iters * sum(share for _, share in TRAIN.values())
+    steps += 2 * 8 * tune_iters  # of two models; a step of tuning is as long as 8 of training
+    lanes = min(LANES, os.cpu_count() or 1)
+    minutes = min(seconds) * steps / lanes / 60 + 2  # 2 to compile
     print(f'Training and tuning take about {minutes:.0f} minutes on this machine.', flush=True)
 
 

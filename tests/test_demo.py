@@ -98,7 +98,7 @@ def test_models_are_trained_and_tuned_once(tmp_path, monkeypatch, corpus_dir, ca
     seconds = demo.train_and_tune()
     assert len(seconds) == 6 and min(seconds.values()) > 0
     steps = {model: checkpoints.load(tmp_path / model / 'last.pt')['step'] for model in demo.TRAIN}
-    assert steps == {'none': 2, 'rope': 2, 'conv': 4}
+    assert steps == {'none': 4, 'rope': 2, 'conv': 4}
     for model, kind in demo.READINGS.values():
         if kind:
             assert read(demo.scale_file(model, kind))['target_length'] == 512
@@ -107,7 +107,7 @@ def test_models_are_trained_and_tuned_once(tmp_path, monkeypatch, corpus_dir, ca
     monkeypatch.setattr(demo, 'train_args', [f'--dataset={corpus_dir}', '--n_layer=0'])
     with pytest.raises(demo.UserError, match='failed. Its message is above'):
         demo.train_and_tune()
-    assert 'twins | train.py: n_layer is 0' in capfd.readouterr().out
+    assert 'rope | train.py: n_layer is 0' in capfd.readouterr().out
 
 
 @pytest.mark.slow

@@ -32,8 +32,8 @@ def claims_of(report):
     nope, uniform, heads, rope, conv, conv_heads = READINGS
     return {
         'NoPE and RoPE are better with the last L tokens alone': min(harm[nope], harm[rope]) > 0,
-        'head scales are better than the uniform scale, it than none':
-            loss[heads] < loss[uniform] < loss[nope],
+        'head scales lower the loss of NoPE, and more than the uniform scale':
+            loss[heads] < min(loss[uniform], loss[nope]),
         'the convolution loses less past L than NoPE, its head scales and RoPE':
             harm[conv] < min(harm[nope], harm[heads], harm[rope]),
         'NoPE and RoPE lose at far repeats, with 3 standard errors':
