@@ -141,7 +141,8 @@ def train_and_tune():
     """
     lanes = {model: training(model) + tunings(model) for model in TRAIN}
     if any(lanes.values()):
-        print_forecast()
+        print(f'Training and tuning take about {minutes_to_train()} minutes on this machine.',
+              flush=True)
     threads = max(1, (os.cpu_count() or 1) // LANES)
     with ThreadPoolExecutor(LANES) as pool:  # after Ctrl-C this waits: train.py saves first
         found = pool.map(partial(run_lane, threads=threads), lanes, lanes.values())
@@ -336,8 +337,8 @@ def print_report(report):
     print('', *sentences(report), '', sep='\n')
 
 
-def print_forecast():
-    """Say about how long training and tuning take here, from a trial of a few seconds."""
+def minutes_to_train():
+    """About how long training and tuning take here, from a trial of a few seconds."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // LANES))
     model, _ = open_model('lessons/models/conv/last.pt')
     model.requires_grad_(True)
@@ -349,8 +350,7 @@ def print_forecast():
     steps = max_iters * sum(share for _, share in TRAIN.values())
     steps += 2 * 8 * tune_iters  # of two models; a step of tuning is as long as 8 of training
     lanes = min(LANES, os.cpu_count() or 1)
-    minutes = min(seconds) * steps / lanes / 60 + 2  # 2 to compile
-    print(f'Training and tuning take about {minutes:.0f} minutes on this machine.', flush=True)
+    return round(min(seconds) * steps / lanes / 60 + 2)  # 2 to compile
 
 
 def require_files():
@@ -365,12 +365,13 @@ def require_files():
 
 
 def main():
-    began, seconds = time.perf_counter(), {}
+    began, earlier = time.perf_counter(), Path(out_dir, 'report.json')
+    seconds = read(earlier)['seconds_by_part'] if earlier.exists() else {}
     require_files()
     between(globals(), 1, 'target_length', 'n_samples', 'targets', 'max_iters', 'tune_iters')
     if not models:
         run('data/code/prepare.py')
-        seconds = train_and_tune()
+        seconds |= train_and_tune()
     start = time.perf_counter()
     read_text = text_to_read()
     found, cut = read_all(read_text)
@@ -386,7 +387,7 @@ def main():
     plots.write_result(f'{out_dir}/report', report, settings(globals()), setup('cpu', 'float32'),
                        began)
     if models:
-        print('Now train your own: make demo')
+        print(f'Now train your own: make demo (about {minutes_to_train()} minutes here)')
 
 
 if __name__ == '__main__':
