@@ -21,7 +21,7 @@ from lib.errors import UserError, fault_of
 from lib.losses import cut_curve, loss_and_entropy
 from lib.scales import vectors_for
 
-# which model, text and device: all stages have the same lines
+# which model, text and device
 out_dir = 'out/demo/nope'    # folder of the run to read; results go there, too
 init_from = 'last'           # last or best (of out_dir), a checkpoint file, hf:ORG/NAME
 position: str | None = None  # position method; None: the checkpoint's

@@ -9,13 +9,13 @@ L is block_size, the length of the last training. L0 is the length of pretrainin
 fine-tuning. A model that was not fine-tuned has L0 = L. The cut context and far repeats use L0.
 Lengths, strides and Delta P use L.
 
-The cut context stands beside each length T beyond L0, except in protocol tail. It says what the
-model does without the tokens that are further back than L0. The same tokens are scored again, in
-short windows of L0 tokens. Each short window scores only its last L0 / 8 tokens, at far repeats
-only its last token. `cut_loss` is the loss in the cut context. `gain` is cut_loss minus the loss in
-windows of T tokens, in nats. A gain above 0 means that the tokens beyond L0 help, a gain below 0
-that they harm. A file of scale sets has sets only for lengths above L. Shorter passes, such as
-those of the cut context, use the model's own scales.
+For each length T above L0, except in protocol tail, the result also has the loss in the cut
+context. There the same tokens are scored again, in short windows of L0 tokens. Each short window
+scores only its last L0 / 8 tokens, at far repeats only its last token. `cut_loss` is the loss in
+the cut context. `gain` is cut_loss minus the loss in windows of T tokens, in nats. A gain above 0
+means that the tokens beyond L0 help, a gain below 0 that they harm. A file of scale sets has sets
+only for lengths above L. Passes of at most L tokens, such as those of the cut context, use the
+model's own scales.
 
 At far repeats two models are compared. `gain` is the loss of the untuned model in the cut context,
 minus the loss of the evaluated model in the whole window. The untuned model is the checkpoint
@@ -56,7 +56,7 @@ from lib.repeats import (
 from lib.scales import vectors_for
 from lib.tokens import documents
 
-# which model, text and device: all stages have the same lines
+# which model, text and device
 out_dir = 'out/demo/nope'    # folder of the run to read; results go there, too
 init_from = 'last'           # last or best (of out_dir), a checkpoint file, hf:ORG/NAME
 position: str | None = None  # position method; None: the checkpoint's

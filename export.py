@@ -22,7 +22,7 @@ from lib.errors import UserError, fault_of
 from lib.exports import save_folder, save_gguf
 from lib.scales import put_vectors, read_scale_file, remove_sets
 
-# which model, text and device: all stages have the same lines
+# which model, text and device
 out_dir = 'out/demo/nope'    # folder of the run to read; results go there, too
 init_from = 'last'           # last or best (of out_dir), a checkpoint file, hf:ORG/NAME
 position: str | None = None  # position method; None: the checkpoint's

@@ -42,10 +42,10 @@ class ModelConfig(Settings):
     block_size: int      # L: tokens in a training window; experiments read longer inputs
     n_layer: int
     n_head: int
-    n_kv_head: int       # key/value heads; n_head / n_kv_head query heads share each
+    n_kv_head: int       # key/value heads; each is shared by n_head / n_kv_head query heads
     n_embd: int
     n_hidden: int        # inner width of SwiGLU
-    pretrained_length: int | None = None  # L0: the same before any fine-tuning; None: block_size
+    pretrained_length: int | None = None  # L0: block_size in pretraining; None: as block_size
     tied: bool = False   # True: embedding and output share one matrix
     short_conv: int = 0  # tokens that each short convolution reads, such as 4; 0: no convolution
     short_conv_at: str = 'AC'  # A: before attention; C: before the MLP; AC: both
@@ -79,7 +79,7 @@ class ModelConfig(Settings):
 
     @property
     def L0(self):
-        """The length of pretraining in tokens. Fine-tuning changes block_size, and not L0."""
+        """Tokens in a window of pretraining. Fine-tuning changes block_size, and not L0."""
         return self.pretrained_length or self.block_size
 
 

@@ -23,7 +23,7 @@ from lib.generate import Decoding, complete
 from lib.scales import read_scale_file
 from lib.tokenizers import start_token
 
-# which model, text and device: all stages have the same lines
+# which model, text and device
 out_dir = 'out/demo/nope'    # folder of the run to read; results go there, too
 init_from = 'last'           # last or best (of out_dir), a checkpoint file, hf:ORG/NAME
 position: str | None = None  # position method; None: the checkpoint's

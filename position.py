@@ -13,8 +13,7 @@ Then each layer calls these steps:
               one fused kernel. With a bias or its own mask, the fused kernel runs on some query
               rows at a time. All other methods compute scores, softmax and the weighted sum of
               the values, also some rows at a time.
-attend calls these steps. The fused kernel alone needs none of them; with a bias or a mask it needs
-that step:
+The third way calls all of the steps below. The second way calls only bias and mask, the first none:
   similarity  makes the scores before any bias. CoPE and Transformer-XL add a term that also depends
               on the query.
   bias        is a function of the positions, which is added to the scores: ALiBi, Kerple, FIRE, T5.
@@ -30,9 +29,9 @@ for the whole model, and each layer draws its own: see Settings.
 This file holds the methods that "DAPE V2" compares, and log-n scaling; position_more.py holds later
 ones. The file is plain PyTorch. From the project it imports only kernels.py.
 
-Shapes: B sequences, T queries, S keys, H heads, D = head_dim. L is the length of pretraining,
-config.L0: it is block_size, unless the model was fine-tuned. i is the position of a query and
-j <= i the position of a key; both start at 0. Formulas are from "DAPE V2" (2024), section 2 and
+Shapes: B sequences, T queries, S keys, H heads, D = head_dim. L is config.L0, the
+tokens in a window of pretraining: block_size, unless the model was fine-tuned. i is the position of
+a query and j <= i the position of a key; both start at 0. Formulas are from "DAPE V2" (2024), section 2 and
 Appendix, unless another source is named.
 """
 
@@ -54,7 +53,7 @@ class Settings:
     position: str = 'none'      # none (NoPE), rope ...: a key of METHODS; a,b: layers alternate
     rope_base: float = 10000.0  # RoPE: pair k of a head turns by rope_base^(-2k/D) rad per token
     rope_scaling: str = ''      # RoPE: extension to longer texts, such as yarn:4; '': none
-    rope_share: float = 1.0     # RoPE: share of the pairs that turn, fastest first
+    rope_share: float = 1.0     # RoPE: share of the pairs that turn; the slowest stand still
     rope_window: int = 0        # RoPE layers: newest keys that a query sees; 0: all
     random_positions: int = 0   # N: draw positions from 0 ... N - 1; 0: positions 0, 1, 2 ...
     dape_kernel: int = 0        # DAPE on top of the method: 1, 3, 5 ... keys wide; 0: no DAPE
@@ -181,8 +180,8 @@ class NoPE(nn.Module):
         attend() chooses the kernel by them.
         """
         if 'is_plain' in vars(cls):
-            raise TypeError(f'{cls.__name__} sets is_plain. is_plain follows from the functions '
-                            'that a class overrides. Leave it out.')
+            raise TypeError(f'{cls.__name__} sets is_plain. is_plain follows from the window and '
+                            'from the functions that a class overrides. Leave it out.')
         cls.overrides = {step for step in ('similarity', 'bias', 'mask', 'scores', 'softmax')
                          if getattr(cls, step) is not getattr(NoPE, step)}
 
@@ -600,11 +599,11 @@ class DAPE(NoPE):
     Keys that the query does not see, such as later keys, are 0 in the map, so that no convolution
     sees them. `cheat` leaves them in (section 4.5).
     The scores of a query must not depend on how many tokens follow it, or cached decoding would
-    differ from a full pass. In the columns of later keys the map is 0, but the first convolution is
-    not: it has a bias and sees the keys beside them. The second convolution reads its output there.
-    The last query has no later keys, so its row is padded with zeros. Then its scores are the same
-    as in a longer pass. The released code does not pad, and its last scores differ. With `cheat`,
-    scores do depend on later keys.
+    differ from a full pass. In the columns of later keys the map is 0, but the output of the first
+    convolution there is not, as it has a bias and also sees the keys beside them. The second
+    convolution reads this output. A query at the end of a pass would lack these columns. So the map
+    gets columns of zeros on the right, and the scores are those of a longer pass. The released code
+    does not pad. With `cheat`, scores do depend on later keys.
     """
     settings = 'dape_width', 'dape_residual', 'dape_cheat'
 

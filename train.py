@@ -1,6 +1,6 @@
 """
 Train a transformer on token files, without position encoding (NoPE) or with a position method.
-It also fine-tunes a trained model at another length. Sources: sections 4.1 and 4.2 of
+Or fine-tune a trained model at another length. Sources: sections 4.1 and 4.2 of
 "Length Generalization of Causal Transformers without Position Encoding"; the recipe of TinyLlama.
 
 $ python train.py                                        # the demo model: 0.85M parameters, minutes

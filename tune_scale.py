@@ -44,7 +44,7 @@ from lib.scales import (
 from lib.tokens import Windows
 from model import VECTORS
 
-# which model, text and device: all stages have the same lines, except for label
+# which model, text and device
 out_dir = 'out/demo/nope'    # folder of the run to read; results go there, too
 init_from = 'last'           # last or best (of out_dir), a checkpoint file, hf:ORG/NAME
 position: str | None = None  # position method; None: the checkpoint's
@@ -111,9 +111,9 @@ def search_uniform(run, windows, scales):
     """
     Try each candidate scale on the windows. Returns a dict: the loss in bins of L / 16 positions
     with each candidate, the best candidate per bin and per length, the fit, and the loss of the
-    model as loaded if it sees only the last L tokens (the cut context; eval_ppl.py defines it). An
-    entropy costs as much as a loss. So it is measured only for the candidates that the picture
-    shows, and None for others. Restores the model's scales at the end.
+    model as loaded in the cut context, which eval_ppl.py defines. An entropy costs as much as a
+    loss. So it is measured only for the candidates that the picture shows, and None for others.
+    Restores the model's scales at the end.
     """
     s, model, L = run.settings, run.model, run.L
     loss, entropy, loss_at_length = [], [], []
@@ -457,9 +457,9 @@ def check_settings(run, target_sizes):
                             'that part out.')
         named += of_kind
     if 'channel' in kinds and 'rope' in model.config.position:
-        raise UserError("tune is 'channel', but this model uses RoPE, whose scores depend on "
-                        'positions only through i - j. This holds if both channels of a pair have '
-                        'the same scale. A scale for each channel would break it. Use '
+        raise UserError("tune has 'channel', but this model uses RoPE, whose scores depend on "
+                        'positions only through i - j. This holds only if both channels of a pair '
+                        'have the same scale. A scale for each channel would break it. Use '
                         '--tune=scale.')
     if not is_uniform and s['batch_size'] % ranks:
         raise UserError(f"batch_size {s['batch_size']} must be a multiple of the {ranks} ranks.")

@@ -11,7 +11,7 @@ Writes out_dir/accuracy[_LABEL].json
 from configurator import configure, settings
 from lib.checkpoints import Run
 
-# which model, text and device: all stages have the same lines
+# which model, text and device
 out_dir = 'out/demo/nope'    # folder of the run to read; results go there, too
 init_from = 'last'           # last or best (of out_dir), a checkpoint file, hf:ORG/NAME
 position: str | None = None  # position method; None: the checkpoint's
