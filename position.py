@@ -29,9 +29,9 @@ for the whole model, and each layer draws its own: see Settings.
 This file holds the methods that "DAPE V2" compares, and log-n scaling; position_more.py holds later
 ones. The file is plain PyTorch. From the project it imports only kernels.py.
 
-Shapes: B sequences, T queries, S keys, H heads, D = head_dim. L is config.L0, the
-tokens in a window of pretraining: block_size, unless the model was fine-tuned. i is the position of
-a query and j <= i the position of a key; both start at 0. Formulas are from "DAPE V2" (2024), section 2 and
+Shapes: B sequences, T queries, S keys, H heads, D = head_dim. L is config.L0, the tokens in a
+window of pretraining: block_size, unless the model was fine-tuned. i is the position of a query and
+j <= i the position of a key; both start at 0. Formulas are from "DAPE V2" (2024), section 2 and
 Appendix, unless another source is named.
 """
 
