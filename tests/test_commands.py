@@ -164,4 +164,4 @@ def test_a_shared_setting_has_the_same_line_in_every_stage():
         text = path.read_text(encoding='utf-8')
         found = [line for line in text.splitlines() if line in wanted]
         assert found == wanted, path.name
-        assert len(found) < 2 or '\n# which model, which text, which device: the same ' in text
+        assert len(found) < 2 or '\n# which model, text and device\n' in text

@@ -1,7 +1,7 @@
 # What reads past L, from the project's root. First: python data/code/prepare.py
 # It goes on where it was stopped. Start it in two shells for two cores, with OMP_NUM_THREADS=1 each.
 #   MODELS=conv,none   some models alone
-#   TEXT=books         on books, after: python data/books/prepare.py FOLDER --tokenizer=bpe:1024
-#                      --out_dir=data/books_1024
+#   SERIES=books       on books, after: python data/books/prepare.py FOLDER --tokenizer=bpe:1024
+#                      --out_dir=data/books_1024. Other series: tokens_40M, size_5M
 set -e
-python -m results.past_L.table --text="${TEXT:-code}" --models="[$(echo "$MODELS" | sed "s/[^,]\{1,\}/'&'/g")]"
+python -m results.past_L.table --series="${SERIES:-code}" --models="[$(echo "$MODELS" | sed "s/[^,]\{1,\}/'&'/g")]"

@@ -1,19 +1,21 @@
 """
-What reads past L: NoPE, RoPE and ALiBi, each without and with a short convolution, on Python source
-or on books. Each model is trained at L = 128 tokens. Then it reads windows of up to 16L tokens.
-NoPE also reads them with small vectors tuned at 8L, RoPE with YaRN and with both.
+What reads past L: NoPE, RoPE and ALiBi, each without and with a short convolution. Each model is
+trained at L = 128 tokens. Then it reads windows of up to 16L tokens. NoPE also reads them with
+small vectors tuned at 8L, RoPE with YaRN and with both. A series is a text, a number of tokens and
+a size of the models.
 
 $ python data/code/prepare.py
 $ bash results/past_L/run.sh                    # measures what is missing
 $ python -m results.past_L.table --work=False   # table and picture of what was measured
 $ python data/books/prepare.py FOLDER --tokenizer=bpe:1024 --out_dir=data/books_1024
-$ python -m results.past_L.table --text=books   # the same on books
+$ python -m results.past_L.table --series=books     # the same on books
 
-Each model and seed is one file, results/past_L/MODEL_SEED.json.
-Writes results/past_L/past_L.json and .png. With books the folder is results/past_L/books.
+Each model and seed is one file, results/past_L/MODEL_SEED.json. Writes results/past_L/past_L.json
+and .png. For another series than code, the folder is results/past_L/SERIES.
 """
 
 import time
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -22,26 +24,39 @@ from demo import read
 from lib import figures
 from results import study
 
-text = 'code'            # what the models are trained on and read: a key of TEXTS
+series = 'code'          # a key of SERIES
 models: list[str] = []   # keys of MODELS; []: all
-seeds = [1337, 1338, 1339, 1340, 1341]  # a model may have fewer
+seeds = [1337, 1338, 1339, 1340, 1341]  # of a series that has fewer: the first ones
 work = True              # False: only show what was measured
 
 L = 128
 LENGTHS = [L * 2 ** n for n in range(5)]
-# {model: (its title, arguments of train.py, how many seeds)}
+# {model: (its title, arguments of train.py)}
 MODELS = {
-    'conv': ('NoPE + conv', '--short_conv=4', 5),
-    'none': ('NoPE', '', 3),
-    'rope': ('RoPE', '--position=rope', 3),
-    'rope_conv': ('RoPE + conv', '--position=rope --short_conv=4', 3),
-    'alibi': ('ALiBi', '--position=alibi', 3),
-    'alibi_conv': ('ALiBi + conv', '--position=alibi --short_conv=4', 3),
+    'conv': ('NoPE + conv', '--short_conv=4'),
+    'none': ('NoPE', ''),
+    'rope': ('RoPE', '--position=rope'),
+    'rope_conv': ('RoPE + conv', '--position=rope --short_conv=4'),
+    'alibi': ('ALiBi', '--position=alibi'),
+    'alibi_conv': ('ALiBi + conv', '--position=alibi --short_conv=4'),
 }
-# {text: (its title, the name of its folders under out/ and results/, arguments of train.py)}
-TEXTS = {
-    'code': ('Python source', 'past_L', ''),
-    'books': ('Books', 'past_L/books', '--dataset=books_1024'),
+
+
+@dataclass
+class Series:
+    title: str
+    arguments: str  # of train.py
+    seeds: dict     # {model: how many seeds}
+
+
+SERIES = {
+    'code': Series('Python source, 1.05M parameters', '',
+                   dict.fromkeys(MODELS, 3) | {'conv': 5}),
+    'books': Series('books, 1.05M parameters', '--dataset=books_1024', dict.fromkeys(MODELS, 3)),
+    'tokens_40M': Series('Python source, 1.05M parameters, 40M tokens', '--max_iters=19532',
+                         {'conv': 1, 'none': 1, 'rope': 1}),
+    'size_5M': Series('Python source, 5M parameters', '--n_layer=6 --n_embd=256 --n_hidden=704',
+                      {'conv': 3, 'none': 1, 'rope': 1}),
 }
 TUNE = f'--target_length={8 * L} --max_iters=80 --warmup_iters=10 --n_samples=32 --init_scale=1.0'
 # {what is tuned: arguments of tune_scale.py}. The rates were chosen on seed 1337, split val.
@@ -80,7 +95,7 @@ def readings_of(model, run):
 def result_of(model, seed):
     """The content of the file of a model and seed. Trains and tunes what is missing."""
     began, run, readings = time.perf_counter(), run_of(model, seed), {}
-    arguments = f'{MODELS[model][1]} {TEXTS[text][2]}'.strip()
+    arguments = f'{MODELS[model][1]} {SERIES[series].arguments}'.strip()
     study.train(run, f'config/code.py {arguments} --seed={seed}')
     for name, how in readings_of(model, run).items():
         losses = study.evaluated(run, 'position', name,
@@ -100,12 +115,12 @@ def result_of(model, seed):
 
 def run_of(model, seed):
     """The folder of a training."""
-    return f'out/{TEXTS[text][1]}/{seed}/{model}'
+    return f"out/past_L/{'' if series == 'code' else series}/{seed}/{model}".replace('//', '/')
 
 
 def folder():
-    """Where the results on this text stand."""
-    return Path('results', TEXTS[text][1])
+    """Where the results of the series stand."""
+    return Path('results/past_L', '' if series == 'code' else series)
 
 
 def file_of(model, seed):
@@ -113,7 +128,7 @@ def file_of(model, seed):
 
 
 def seeds_of(model):
-    return seeds[:MODELS[model][2] if text == 'code' else 3]
+    return seeds[:SERIES[series].seeds.get(model, 0)]
 
 
 # ---------------------------------------------------------------------- the table
@@ -170,8 +185,8 @@ def print_table(rows):
 
 def draw(result):
     """Loss by length, with the cut context. Gain at far repeats, with the control."""
-    figure, (left, right) = figures.panels(f'{TEXTS[text][0]}, L = 128 tokens, 1.05M parameters',
-                                           2, 2, height=4.4)
+    figure, (left, right) = figures.panels(f'{SERIES[series].title}, L = 128 tokens', 2, 2,
+                                           height=4.4)
     rows = result['rows']
     for row in rows:
         if row['reading'] not in ('untuned', 'head', 'yarn'):
@@ -202,7 +217,7 @@ def draw(result):
 
 def main():
     began = time.perf_counter()
-    study.require_known([text], TEXTS)
+    study.require_known([series], SERIES)
     study.require_known(models, MODELS)
     if work:
         study.measure_units({file_of(model, seed): (run_of(model, seed),
