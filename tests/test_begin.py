@@ -1,0 +1,25 @@
+"""The study of when reading begins: what a head gives to the token that it should copy."""
+
+import torch
+from conftest import near, random_model
+from plain import plain_losses, plain_transformer
+
+from results.begin import table
+
+
+def test_share_and_losses_are_those_of_the_plain_transformer(monkeypatch):
+    monkeypatch.setattr(table, 'COPY', 6)
+    monkeypatch.setattr(table, 'SEQUENCES', 16)  # two passes
+    model = random_model()
+    for gap in 0, 5:
+        found = table.copying(model, gap)
+        ids = torch.randint(model.config.vocab_size, (16, 6 + gap),
+                            generator=torch.Generator().manual_seed(0))
+        ids = torch.cat((ids, ids[:, :6]), dim=1)
+        losses = plain_losses(model, ids)
+        near([found['first'], found['second']], [losses[:, :5].mean(), losses[:, -5:].mean()],
+             atol=1e-5)
+        attention = plain_transformer(model, ids[:, :-1])[1]  # (n_layer, B, H, T, T)
+        first = 6 + gap  # the first token of the repetition stands here
+        shares = [attention[:, :, :, first + n, n + 1] for n in range(5)]
+        near(found['share'], torch.stack(shares).mean((0, 2)), atol=1e-6)
