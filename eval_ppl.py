@@ -81,8 +81,8 @@ tail: int | None = None      # tokens scored at the end of each length; None: 64
 gram = 8                     # repeat: this many tokens before a target also occur earlier
 targets = 1500               # repeat: targets to score, drawn at random from those found
 baseline: str | None = None  # repeat: checkpoint file of the untuned model; None: that of this run
-controls: list[str] = []     # repeat: near (repeats within the last L0 tokens), other (the tokens
-                             # before the last L0 come from another document)
+controls: list[str] = []     # repeat: near (repeats within the last L0 tokens), other (all but
+                             # the L0 tokens before a target come from another document)
 batch_tokens = 16384         # tokens in one forward pass; lower it when memory runs out
 compile = True               # torch.compile the model, if the stage reads enough for this to pay
 

@@ -55,7 +55,8 @@ class ModelConfig(Settings):
         super().__post_init__()
         for name in ('vocab_size', 'block_size', 'n_layer', 'n_head', 'n_kv_head', 'n_hidden'):
             self.require(name, getattr(self, name) >= 1, 'at least 1')
-        self.require('pretrained_length', self.L0 >= 1, 'at least 1, or None')
+        length = self.pretrained_length
+        self.require('pretrained_length', length is None or length >= 1, 'at least 1, or None')
         self.require('norm_eps', 0 <= self.norm_eps < math.inf, '0 or more, such as 1e-5')
         self.require('n_embd', self.n_embd >= 1 and self.n_embd % (2 * self.n_head) == 0,
                      f'a multiple of twice n_head {self.n_head}, because the size of a head must '
@@ -199,7 +200,7 @@ class Transformer(nn.Module):
         self.probe_with, self.probed = None, []  # set by probe()
         self.scale_sets = None  # small vectors for several lengths: see lib/scales.py
         # The random numbers that choose the random positions in evaluation. In training each step
-        # draws others; train.py sets the seed, so that the passes of a step draw the same.
+        # draws others; train.py sets the seed, so that the micro-batches of a step draw the same.
         if config.random_positions:
             draws = torch.rand(config.n_layer, config.random_positions, device='cpu',
                                generator=torch.Generator().manual_seed(0))

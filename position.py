@@ -124,8 +124,9 @@ class Vector:
     """
     A small vector of a model. tune_scale.py can tune it while every matrix stays fixed.
     A method lists its vectors in `vectors`, {name: Vector}. VECTORS in model.py has these and all
-    others. Scale files store the vector under its name. `tune=NAME` tunes it, but `tune` calls
-    head_scale `scale` or `channel`, and head_gain `out`: see KINDS in tune_scale.py.
+    others. Scale files store the vector under its name. The setting `tune` of tune_scale.py also
+    takes this name. Two vectors have other names there: `scale` or `channel` is head_scale, and
+    `out` is head_gain (KINDS).
     """
     ending: str           # last part of the names of its parameters
     neutral: float        # changes nothing; a checkpoint that lacks the vector gets this value

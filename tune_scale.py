@@ -110,10 +110,10 @@ def candidates(candidate_range):
 def search_uniform(run, windows, scales):
     """
     Try each candidate scale on the windows. Returns a dict: the loss in bins of L / 16 positions
-    with each candidate, the best candidate per bin and per length, the fit, and the loss of the
-    model as loaded in the cut context, which eval_ppl.py defines. An entropy costs as much as a
-    loss. So it is measured only for the candidates that the picture shows, and None for others.
-    Restores the model's scales at the end.
+    with each candidate, the best candidate per bin and per length, and the fit. For comparison it
+    also holds the loss of the unchanged model in the cut context: the same tokens, scored in short
+    windows (see eval_ppl.py). An entropy costs as much as a loss. So it is measured only for the
+    candidates that the picture shows, and None for others. Restores the model's scales at the end.
     """
     s, model, L = run.settings, run.model, run.L
     loss, entropy, loss_at_length = [], [], []

@@ -176,6 +176,7 @@ model_config dape_kernel | 3 | position.first
 model_config rope_base | [1] | list
 model_config pretrained_length | "x"
 model_config pretrained_length | -1 | pretrained_length is -1
+model_config pretrained_length | 0 | pretrained_length is 0
 model_config norm_eps | "x"
 model_config norm_eps | -1.0 | norm_eps is -1
 model_config tied | 5
