@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from threading import Event
 
 import numpy as np
 import torch
@@ -76,14 +77,16 @@ def run(stage, *arguments):
         sys.exit(child.returncode)
 
 
-def run_lane(name, stages, threads):
+def run_lane(name, stages, threads, failed):
     """
-    Run stages one after the other. Each line of their output begins with the lane's name. If one
-    fails, the demo ends. Returns {command: seconds}.
+    Run stages one after the other. Each line of their output begins with the lane's name. failed:
+    an event; once a stage of any lane fails, no other begins. Returns {command: seconds}.
     """
     seconds = {}
     environment = {'OMP_NUM_THREADS': str(threads), 'PYTHONUNBUFFERED': '1'} | os.environ
     for stage, *arguments in stages:
+        if failed.is_set():
+            break
         began, line = time.perf_counter(), f"python {' '.join([stage, *arguments])}"
         print(f'{name:>5} | $ {line}', flush=True)
         child = subprocess.Popen([sys.executable, str(ROOT / stage), *arguments], text=True,
@@ -91,6 +94,7 @@ def run_lane(name, stages, threads):
         for output in child.stdout:
             print(f'{name:>5} | {output}', end='', flush=True)
         if child.wait():
+            failed.set()
             raise UserError(f'{line} failed. Its message is above.')
         seconds[line] = round(time.perf_counter() - began, 1)
     return seconds
@@ -143,9 +147,9 @@ def train_and_tune():
     if any(lanes.values()):
         print(f'Training and tuning take about {minutes_to_train()} minutes on this machine.',
               flush=True)
-    threads = max(1, (os.cpu_count() or 1) // LANES)
+    run_one = partial(run_lane, threads=max(1, (os.cpu_count() or 1) // LANES), failed=Event())
     with ThreadPoolExecutor(LANES) as pool:  # after Ctrl-C this waits: train.py saves first
-        found = pool.map(partial(run_lane, threads=threads), lanes, lanes.values())
+        found = pool.map(run_one, lanes, lanes.values())
         return {command: seconds for lane in found for command, seconds in lane.items()}
 
 

@@ -46,7 +46,7 @@ class Foreign(nn.Module):
         names = ('seq_length', 'max_seq_len', 'n_positions', 'max_position_embeddings')
         L = next((getattr(c, name) for name in names if getattr(c, name, None)), 2048)
         self.config = SimpleNamespace(
-            vocab_size=c.vocab_size, block_size=L, pretrained_length=L, n_layer=c.num_hidden_layers,
+            vocab_size=c.vocab_size, block_size=L, L0=L, n_layer=c.num_hidden_layers,
             n_head=c.num_attention_heads, position=c.model_type, rope_scaling='')
 
     @property
