@@ -46,13 +46,14 @@ text = ''                    # file to read; '': the split test of data/code or,
 target_length = 512          # tokens in a window; the scales are tuned for it
 n_samples = 40               # windows to read
 targets = 400                # far repeats to score
-max_iters = 3000             # training steps of 8 sequences; RoPE takes half
+max_iters = 4500             # training steps of 8 sequences of NoPE with the convolution
 tune_iters = 60              # tuning steps of head scales
 train_args: list[str] = []   # more settings for train.py, such as ['--n_layer=2']
 tune_args: list[str] = []    # more settings for tune_scale.py
 
 # {model: (its arguments of train.py, its share of max_iters)}, in the order in which they begin
-TRAIN = {'conv': (['--short_conv=4'], 1), 'none': ([], 1), 'rope': (['--position=rope'], 1 / 2)}
+TRAIN = {'conv': (['--short_conv=4'], 1), 'none': ([], 2 / 3),
+         'rope': (['--position=rope'], 1 / 3)}
 # {what is read: (model, kind of its scales)}
 READINGS = {'NoPE': ('none', ''), 'NoPE, best uniform scale': ('none', 'uniform'),
             'NoPE, head scales': ('none', 'head'), 'RoPE': ('rope', ''),
