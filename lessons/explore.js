@@ -26,9 +26,8 @@ function ask(slot, job, asked, take) {
 }
 
 // ---------------------------------------------------------------------- state
-// scales: of all heads before the factor. text: null stands for the first text.
-const state = {model: 0, factor: 1, cut: false, text: null, chosen: 0,
-               scales: data.models[0].sets.own};
+// Set by fromAddress(). scales: of all heads, before the factor. text: null for the first text.
+const state = {};
 const model = () => data.models[state.model];
 const areEqual = (scales, others) => scales.every((x, n) => Math.abs(x - others[n]) < 1e-4);
 const settings = () => ({model: state.model, cut: state.cut,
@@ -183,7 +182,7 @@ data.first.forEach(({losses, asked}, n) => {
   const panel = new Panel(boxes[n], 'first', () => asked, firstPanels);
   panel.show(data.ids);
   panel.color(losses);
-  boxes[n].scrollTop = panel.mark.offsetTop - boxes[n].clientHeight / 2; // L is in sight
+  boxes[n].scrollTop = panel.mark.offsetTop - boxes[n].clientHeight / 4; // L is in sight
   boxes[n].addEventListener('scroll', () => {
     for (const box of boxes) box.scrollTop = boxes[n].scrollTop;
   });
@@ -195,7 +194,7 @@ let before = [], after = [], other = [], ids = [];
 let phase = ''; // of the guess: 'guess' while the reader draws, then 'shown'
 const mine = new Panel(byId('mine'), 'mine', settings);
 
-// Append to `losses` those of the text. Of the first text, some are stored.
+// Append to `losses` those of the text. For the first text, some are stored.
 function fill(slot, asked, losses) {
   const kind = methodOf(asked) + (asked.cut ? ' cut' : '');
   const stored = state.text === null ? data.models[asked.model].stored.losses[kind] : undefined;
@@ -259,7 +258,6 @@ function drawCurves() {
   say('guess', phase === 'guess' ? 'Now show the curve' : 'Guess another model’s curve');
   mine.color(after);
   say('status', says());
-  byId('chart').setAttribute('aria-label', `Loss by position. Your settings: ${says()}`);
 }
 
 // The guess goes through points, which are sliders, and ends where the text ends.
@@ -356,13 +354,13 @@ on('measure', 'click', () => measuring ? stopMeasuring() : measureHeads());
 
 // Changed settings do not end a measurement. Its numbers are gray while they do not fit.
 function measureHeads() {
+  read(); // a changed text may be waiting for its turn
   if (ids.length < 4) return;
   const first = ids.length > L + 8 ? L + 1 : Math.max(1, ids.length >> 1);
-  const one = measuring = {...settings(), text: state.text, gains: []};
-  measured.push(one);
+  measured.push(measuring = {...settings(), text: state.text, gains: []});
   ask('heads', 'heads', {...settings(), ids, first, factor: data.sharper}, answer => {
     if (answer.done) return stopMeasuring();
-    one.gains[answer.head] = answer.gain;
+    measuring.gains[answer.head] = answer.gain;
     return drawHeads();
   });
   drawHeads();
@@ -397,11 +395,10 @@ function drawControls() {
   drawHeads();
 }
 
-let timer = 0;
 function changed(milliseconds) {
   drawControls();
-  clearTimeout(timer);
-  timer = setTimeout(read, milliseconds);
+  clearTimeout(changed.timer);
+  changed.timer = setTimeout(read, milliseconds);
 }
 
 // What a control changes in the state.
@@ -438,16 +435,19 @@ on('write', 'click', () => {
     const parts = ['span', 'span', 'b'].map(tag => element(tag, ''));
     const mark = element('i', `L = ${L} here`, 'mark'), ends = [1, start.length, L, 4 * L];
     box.replaceChildren(...parts.slice(0, 2), mark, parts[2]);
-    ask(slot, 'write', {...settings(), cut, ids: start, text: slot, n: 3 * L, temperature: .7,
-                        seed: 7}, ({done, id}) => {
-      if (done && !--writing) say('write', 'Write on');
-      if (done) return;
-      written.push(id);
+    const draw = () => {
       parts.forEach((part, n) => {
         part.textContent = tokenizer.decode(written.slice(ends[n], ends[n + 1]));
       });
       mark.hidden = written.length <= L;
       box.scrollTop = box.scrollHeight;
+    };
+    draw();
+    ask(slot, 'write', {...settings(), cut, ids: start, text: slot, n: 3 * L, temperature: .7,
+                        seed: 7}, ({done, id}) => {
+      if (!done) written.push(id);
+      else if (!--writing) say('write', 'Write on');
+      draw();
     });
   }
 });
