@@ -3,10 +3,12 @@
 const data = JSON.parse(document.getElementById('data').textContent);
 const {L, n_layer, n_head} = data, MOST = 8 * L, HEADS = n_layer * n_head;
 const byId = id => document.getElementById(id);
+const say = (id, text) => { byId(id).textContent = text; };
+const on = (id, kind, act) => byId(id).addEventListener(kind, act);
+const element = (tag, textContent, className = '') =>
+  Object.assign(document.createElement(tag), {textContent, className});
 const mean = values => values.reduce((a, b) => a + b, 0) / values.length;
 const tokenizer = new Tokenizer(data.tokenizer);
-// ---------------------------------------------------------------------- the worker
-
 const worker = new Worker(URL.createObjectURL(
   new Blob([byId('model-code').textContent], {type: 'text/javascript'})));
 for (const {packed} of data.models) worker.postMessage({packed});
@@ -15,7 +17,7 @@ const waiting = {}; // {slot: [number, function that takes an answer]}
 worker.onmessage = ({data: answer}) => {
   if (answer.number === waiting[answer.slot][0]) waiting[answer.slot][1](answer);
 };
-worker.onerror = event => { byId('status').textContent = `The model stopped: ${event.message}`; };
+worker.onerror = event => say('status', `The model stopped: ${event.message}`);
 
 // Give the worker a job. It ends an older job of the same slot. No job: only end the older one.
 function ask(slot, job, asked, take) {
@@ -24,19 +26,28 @@ function ask(slot, job, asked, take) {
 }
 
 // ---------------------------------------------------------------------- state
-
-// scales: of all heads before the factor. text: null stands for the first text.
-const state = {model: 0, factor: 1, scales: data.models[0].own, cut: false, text: null, chosen: 0};
+// Set by fromAddress(). scales: of all heads, before the factor. text: null for the first text.
+const state = {};
 const model = () => data.models[state.model];
-const scalesNow = () => state.scales.map(scale => scale * state.factor);
 const areEqual = (scales, others) => scales.every((x, n) => Math.abs(x - others[n]) < 1e-4);
-const settings = () => ({model: state.model, scales: scalesNow(), cut: state.cut});
+const settings = () => ({model: state.model, cut: state.cut,
+                         scales: state.scales.map(scale => scale * state.factor)});
+const asTrained = m => ({model: m, scales: data.models[m].sets.own, cut: false});
+
+// How these scales came about: as trained ('own'), by a method of tuning, or by sliders ('mine').
+function methodOf({model: m, scales}) {
+  const {sets} = data.models[m];
+  return Object.keys(sets).find(method => areEqual(sets[method], scales)) ?? 'mine';
+}
+
+const nameOf = asked => `${data.models[asked.model].name}, ${data.titles[methodOf(asked)]}`
+  + (asked.cut ? ', looking back only L tokens' : '');
 
 // Everything that can be shared stands in the address.
 function toAddress() {
   const parts = new URLSearchParams({m: state.model, x: state.factor, n: state.chosen});
   if (state.cut) parts.set('cut', 1);
-  if (!areEqual(state.scales, model().own))
+  if (!areEqual(state.scales, model().sets.own))
     parts.set('s', state.scales.map(scale => +scale.toFixed(4)).join('_'));
   if (state.text !== null) parts.set('t', state.text);
   history.replaceState(null, '', `#${parts}`);
@@ -54,26 +65,29 @@ function fromAddress() {
   state.chosen = Math.floor(number('n', 0, HEADS - 1, gains.indexOf(Math.max(...gains))));
   state.cut = parts.get('cut') === '1';
   const scales = (parts.get('s') ?? '').split('_').map(Number);
-  state.scales = scales.length === HEADS && scales.every(scale => scale > 0 && scale < 100)
-    ? scales : model().own;
+  state.scales = scales.length === HEADS && scales.every(scale => Math.abs(scale) < 100)
+    ? scales : model().sets.own; // a tuned scale may be below 0
   state.text = parts.get('t');
 }
 
 // ---------------------------------------------------------------------- panels of tokens
-
 function shown(id) {
   if (id === data.tokenizer.eot) return '';
   return tokenizer.decode([id]).replace(/\r?\n/g, '⏎').replaceAll('\t', '⇥');
 }
 
-const colorOf = loss => `rgba(220, 30, 20, ${Math.min(.9, (Math.max(0, loss - 1) / 8) ** 1.4)})`;
+function percent(p) {
+  if (p < .001) return `1 in ${Number((1 / p).toPrecision(2)).toLocaleString('en')}`;
+  return p > .999 ? 'more than 99.9%' : `${(100 * p).toFixed(1)}%`;
+}
 
-let open = null; // the panel whose token the detail box shows
-
-// A panel shows ids, colored by their losses. `asked` returns the settings of its reading.
+// A panel shows ids, colored by their losses. `asked` returns the settings of its reading. The
+// panels in `twins` show the same ids. `open` is the one whose token the detail box shows.
+let open = null;
 class Panel {
-  constructor(box, text, asked) {
-    Object.assign(this, {box, text, asked, ids: [], spans: [], at: 0});
+  constructor(box, text, asked, twins = []) {
+    twins.push(this);
+    Object.assign(this, {box, text, asked, twins, ids: [], spans: [], at: 0});
     for (const kind of ['pointerover', 'click'])
       box.addEventListener(kind, ({target: {dataset}}) => dataset.i && this.look(+dataset.i));
     box.addEventListener('focus', () => {
@@ -88,30 +102,23 @@ class Panel {
     for (const span of this.spans.splice(same)) span.remove();
     this.mark?.remove();
     for (let i = same; i < ids.length; i++) {
-      const span = document.createElement('span');
+      const span = element('span', shown(ids[i]).replaceAll('⏎', '⏎\n'));
       span.dataset.i = i;
-      span.textContent = shown(ids[i]);
       if (i) this.box.append(span);
       this.spans.push(span);
     }
-    this.mark = document.createElement('span');
-    this.mark.className = 'mark';
-    this.mark.textContent = `trained up to here: L = ${L} tokens`;
+    this.mark = element('span', `trained up to here: L = ${L} tokens`, 'mark');
     if (ids.length > L + 1) this.spans[L + 1].before(this.mark);
     this.ids = ids;
   }
 
-  color(from, losses) {
-    losses.forEach((loss, n) => {
-      const span = this.spans[from + n + 1];
-      if (span) span.style.backgroundColor = colorOf(loss);
-    });
+  color(losses) {
+    losses.forEach((loss, n) => this.spans[n + 1].style.setProperty('--loss', loss));
   }
 
   key(event) {
     const steps = {ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10, PageDown: 100,
                    PageUp: -100, Home: -1e9, End: 1e9};
-    if (event.key === 'Escape') closeDetail();
     if (!(event.key in steps)) return;
     event.preventDefault();
     this.look(this.at + steps[event.key]);
@@ -124,40 +131,38 @@ class Panel {
     open?.clear();
     open = this;
     this.at = Math.min(this.ids.length - 1, Math.max(1, i));
-    this.spans[this.at].classList.add('now');
+    for (const {spans} of this.twins) spans[this.at].classList.add('now');
     byId('detail').hidden = false;
     const head = state.chosen % n_head, layer = Math.floor(state.chosen / n_head);
     const asked = {...this.asked(), text: this.text, ids: this.ids, i: this.at, head, layer};
-    byId('said').textContent = `Token ${this.at}: reading up to here …`;
+    say('said', `Token ${this.at}: reading up to here …`);
     byId('bars').replaceChildren();
     ask('look', 'look', asked, answer => this.tell(answer));
   }
 
   tell({i, likely, p, attention, from, entropy}) {
-    const code = document.createElement('code');
-    code.textContent = shown(this.ids[i]);
-    byId('said').replaceChildren(
-      `Token ${i}${i > L ? ', past L' : ''}: `, code, ` had probability `
-      + `${(100 * p).toPrecision(2)}%, loss ${(-Math.log(p)).toFixed(2)} nats. `
-      + `${headName(state.chosen)} attends with entropy ${entropy.toFixed(2)} of at most `
-      + `${Math.log(attention.length).toFixed(2)}.`);
+    const seen = attention.length;
+    byId('said').replaceChildren(`Token ${i}${i > L ? ', past L' : ''}: `,
+      element('code', shown(this.ids[i])), ` had a chance of ${percent(p)} (loss `
+      + `${(-Math.log(p)).toFixed(2)} nats). ` + (i === 1 ? 'There is nothing before it.'
+        : `${headName(state.chosen)} looks at about ${Math.round(Math.exp(entropy))} of ${seen} `
+          + `tokens (entropy ${entropy.toFixed(2)} of at most ${Math.log(seen).toFixed(2)}).`));
     byId('bars').replaceChildren(...likely.flatMap(([id, chance]) => {
-      const [name, bar, says] = ['code', 'i', 'span'].map(tag => document.createElement(tag));
-      name.textContent = shown(id).replaceAll(' ', '␣') || 'end of text';
-      if (id === this.ids[i]) name.className = 'right';
+      const name = shown(id).replaceAll(' ', '␣') || 'end of text', bar = element('i', '');
       bar.style.width = `${100 * chance}%`;
-      says.textContent = `${(100 * chance).toFixed(1)}%`;
-      return [name, bar, says];
+      return [element('code', name, id === this.ids[i] ? 'right' : ''),
+              element('span', percent(chance)), bar];
     }));
-    const most = Math.max(...attention);
+    // The line is faint everywhere under a head that looks at everything equally.
     attention.forEach((weight, n) => {
-      const color = `rgba(0, 110, 220, ${weight / most})`;
-      if (weight > .02 * most) this.spans[from + n].style.boxShadow = `inset 0 -4px ${color}`;
+      const share = Math.min(100, 300 * Math.sqrt(weight));
+      const color = `color-mix(in srgb, var(--look) ${share}%, transparent)`;
+      if (weight > .001) this.spans[from + n].style.boxShadow = `inset 0 -4px ${color}`;
     });
   }
 
   clear() {
-    for (const span of this.spans) {
+    for (const span of this.twins.flatMap(({spans}) => spans)) {
       span.style.boxShadow = '';
       span.classList.remove('now');
     }
@@ -166,179 +171,164 @@ class Panel {
 
 function closeDetail() {
   byId('detail').hidden = true;
+  ask('look');
   open?.clear();
   open = null;
 }
 const headName = n => `Layer ${Math.floor(n / n_head)}, head ${n % n_head}`;
 
-// ---------------------------------------------------------------------- the first screen
-
+const boxes = [...byId('first').querySelectorAll('.tokens')], firstPanels = [];
 data.first.forEach(({losses, asked}, n) => {
-  const panel = new Panel(byId('first').querySelectorAll('.tokens')[n], 'first', () => asked);
+  const panel = new Panel(boxes[n], 'first', () => asked, firstPanels);
   panel.show(data.ids);
-  panel.color(0, losses);
+  panel.color(losses);
+  boxes[n].scrollTop = panel.mark.offsetTop - boxes[n].clientHeight / 4; // L is in sight
+  boxes[n].addEventListener('scroll', () => {
+    for (const box of boxes) box.scrollTop = boxes[n].scrollTop;
+  });
 });
 
 // ---------------------------------------------------------------------- the reader's text
-
+// Losses of the reader's text: as trained, with the settings, and of the model in the guess.
+let before = [], after = [], other = [], ids = [];
+let phase = ''; // of the guess: 'guess' while the reader draws, then 'shown'
 const mine = new Panel(byId('mine'), 'mine', settings);
-let before = [], after = [], guess = [], guessing = false, ids = [];
 
-// The losses of the first text that are stored for these settings, if any.
-function storedLosses({model: m, scales, cut}) {
-  if (state.text !== null) return null;
-  const {stored, own, tuned} = data.models[m];
-  if (areEqual(own, scales)) return cut ? stored.cut : stored.plain;
-  const n = cut ? -1 : tuned.findIndex(one => areEqual(one.scales, scales));
-  return n < 0 ? null : stored.tuned[n];
+// Append to `losses` those of the text. For the first text, some are stored.
+function fill(slot, asked, losses) {
+  const kind = methodOf(asked) + (asked.cut ? ' cut' : '');
+  const stored = state.text === null ? data.models[asked.model].stored.losses[kind] : undefined;
+  losses.push(...stored ?? []);
+  ask(slot, stored ? undefined : 'read', {...asked, ids, text: 'mine'}, answer => {
+    losses.push(...answer.losses ?? []);
+    drawCurves();
+  });
 }
 
-// Read the text with the settings, then as trained. Colors and curves fill in from the left.
+// Read the text with the settings, and as trained. Colors and curves fill in from the left.
 function read() {
   ids = state.text === null ? data.ids
     : [data.tokenizer.eot, ...tokenizer.encode(state.text)].slice(0, MOST + 1);
+  if (measuring && measuring.text !== state.text) stopMeasuring();
+  [phase, other] = ['', []];
+  ask('guess');
+  say('guess-says', '');
   mine.show(ids);
   toAddress();
-  const asked = settings(), plain = {model: state.model, scales: model().own, cut: false};
-  const found = storedLosses(asked);
-  before = storedLosses(plain) ?? [];
-  after = found ?? [];
-  byId('status').textContent = found || ids.length < 2 ? says() : 'reading …';
-  ask('mine');
-  ask('before');
-  if (found) mine.color(0, found);
-  drawChart();
-  if (ids.length < 2) return;
-  const readBefore = () => before.length || ask(
-    'before', 'read', {...plain, ids, text: 'mine'}, ({losses}) => {
-      before.push(...losses ?? []);
-      drawChart();
-    });
-  if (found) readBefore();
-  else
-    ask('mine', 'read', {...asked, ids, text: 'mine'}, answer => {
-      if (answer.losses) {
-        mine.color(answer.from, answer.losses);
-        after.push(...answer.losses);
-        drawChart();
-        byId('status').textContent = `reading: ${after.length} of ${ids.length - 1} tokens`;
-      } else {
-        byId('status').textContent = says();
-        readBefore();
-      }
-    });
-  if (open === mine) mine.look(Math.min(mine.at, ids.length - 1));
+  fill('before', asTrained(state.model), before = []);
+  fill('mine', settings(), after = []);
+  drawCurves();
+  if (open === mine) mine.look(mine.at);
 }
 
+// Averages of two readings are set side by side only when both are complete.
 function says() {
-  if (!after.length) return 'No text yet.';
-  const past = after.slice(L), cutOff = state.text !== null && ids.length > MOST;
-  return `${after.length} tokens, loss ${mean(after.slice(0, L)).toFixed(2)} nats up to L`
-    + (guessing ? ', hidden past it' : past.length ? `, ${mean(past).toFixed(2)} past it`
-      : `; it needs more than ${L} to pass L`)
-    + (cutOff ? `. Only the first ${MOST} tokens are read.` : '.');
+  const all = ids.length - 1, isTrained = methodOf(settings()) === 'own' && !state.cut;
+  if (!all) return 'No text yet.';
+  if (after.length < all) return `Reading: ${after.length} of ${all} tokens so far.`;
+  const of = (losses, ...range) => mean(losses.slice(...range)).toFixed(2);
+  const average = (...range) => of(after, ...range)
+    + (isTrained || before.length < all ? '' : ` (as trained ${of(before, ...range)})`);
+  return `${all} tokens. Loss up to L: ${average(0, L)}. `
+    + (all > L ? `Past L: ${average(L)}.` : needsMore());
 }
-
-let timer = 0;
-function readSoon(milliseconds) {
-  clearTimeout(timer);
-  timer = setTimeout(read, milliseconds);
-}
+const needsMore = () => `Needs more than ${L} tokens to pass L (you have ${ids.length - 1}).`;
 
 // ---------------------------------------------------------------------- the curves
-
-// Sizes of the picture, whose axes are in the template.
-const WIDTH = 480, HEIGHT = 230, LEFT = 34, TOP = 18, BOTTOM = 36, HIGHEST = 9;
-const svg = byId('chart');
-const xOf = position => LEFT + position / MOST * (WIDTH - LEFT - 8);
-const yOf = loss => HEIGHT - BOTTOM - Math.min(loss, HIGHEST) / HIGHEST * (HEIGHT - TOP - BOTTOM);
-
-// Means of L / 4 tokens, and of what is left, as the path of a curve.
-function line(losses) {
-  const width = Math.max(1, L >> 2), points = [];
+// Means of L / 4 tokens, of fewer if the text is short, and of what is left.
+function averages(losses) {
+  const width = Math.max(1, Math.min(L >> 2, ids.length >> 3)), found = [];
   for (let n = 0; n < losses.length; n += width) {
     const part = losses.slice(n, n + width);
-    points.push([n + part.length / 2, mean(part)]);
+    found.push([n + part.length / 2, mean(part)]);
   }
-  return pathOf(points);
+  return found;
 }
 
-function pathOf(points) {
-  const places = points.map(([position, loss]) => `${xOf(position)} ${yOf(loss)}`);
-  return places.length ? `M${places.join('L')}` : '';
+function drawCurves() {
+  const seen = phase === 'guess' ? other.slice(0, L) : other;
+  const curves = {before: averages(before), after: averages(after), other: averages(seen),
+                  guess: guessed()};
+  for (const [name, places] of Object.entries(curves)) {
+    const corners = places.map(([position, loss]) => `${position / L},${Math.min(loss, 9)}`);
+    byId(`curve-${name}`).setAttribute('points', corners.join(' '));
+    byId(`key-${name}`).hidden = !corners.length;
+  }
+  byId('points').hidden = phase !== 'guess';
+  say('guess', phase === 'guess' ? 'Now show the curve' : 'Guess another model’s curve');
+  mine.color(after);
+  say('status', says());
 }
 
-function drawChart() {
-  const seen = losses => guessing ? losses.slice(0, L) : losses;
-  byId('curve-before').setAttribute('d', line(seen(before)));
-  byId('curve-after').setAttribute('d', line(seen(after)));
-  byId('curve-guess').setAttribute('d', pathOf(guess));
-  svg.setAttribute('aria-label', `Loss by position. Your settings: ${says()}`);
-}
+// The guess goes through points, which are sliders, and ends where the text ends.
+const points = [...byId('points').querySelectorAll('input')];
+const guessed = () => phase ? points.filter(({parentNode}) => !parentNode.hidden)
+  .map(({dataset, value}) => [Math.min(dataset.to, ids.length - 1), +value]) : [];
 
-// The guess is a curve through points that one drags in the picture, or moves as sliders.
 function startGuess() {
-  const last = data.models.length - 1; // the first screen showed the first one
-  guessing = true;
-  if (!state.model) Object.assign(state, {model: last, factor: 1, scales: data.models[last].own});
-  changed();
-  guess = [1, 2, 3, 4, 6, 8].map(n => [n * L, 3]);
-  byId('points').hidden = false;
-  byId('points').replaceChildren(...guess.map(([position], n) => {
-    const label = document.createElement('label'), input = document.createElement('input');
-    Object.assign(input, {type: 'range', min: 0, max: HIGHEST, step: .1, value: 3});
-    input.addEventListener('input', () => { guess[n][1] = +input.value; drawChart(); });
-    label.append(`at ${position / L}L`, input);
-    return label;
-  }));
-  byId('guess').textContent = 'Now show the curve';
-  byId('guess-says').textContent = `${model().name}: how does it go on? Drag in the picture, or:`;
-  drawChart();
+  if (ids.length - 1 <= L) return say('guess-says', needsMore());
+  const m = (state.model || data.models.length) - 1, {name} = data.models[m];
+  closeDetail();
+  phase = 'guess';
+  for (const point of points) {
+    point.value = 3;
+    point.parentNode.hidden = point.dataset.from >= ids.length - 1;
+  }
+  say('key-other', `${name}, as trained`);
+  say('guess-says', `This is another model, ${name}, as trained, up to L. How will its loss go on? `
+    + 'Drag in the chart, or set the points:');
+  fill('guess', asTrained(m), other = []);
+  return drawCurves();
 }
 
-function endGuess() {
-  guessing = false;
-  byId('points').hidden = true;
-  byId('guess').textContent = 'Draw your guess first';
-  byId('status').textContent = says();
-  const off = guess.slice(1).filter(([x]) => after.length >= x)
-    .map(([x, y]) => Math.abs(y - mean(after.slice(x - L / 2, x))));
-  byId('guess-says').textContent = off.length
-    ? `You were ${mean(off).toFixed(1)} nats off on average.` : 'The text is too short to tell.';
-  drawChart();
+function showCurve() {
+  if (other.length < ids.length - 1)
+    return say('guess-says', `Read ${other.length} of ${ids.length - 1} tokens so far. Wait.`);
+  const off = guessed().slice(1).map(([x, y]) => Math.abs(y - mean(other.slice(x - L / 2, x))));
+  say('guess-says', `You were ${mean(off).toFixed(1)} nats off on average.`);
+  phase = 'shown';
+  return drawCurves();
 }
 
-byId('guess').addEventListener('click', () => guessing ? endGuess() : startGuess());
-svg.addEventListener('pointerdown', event => svg.setPointerCapture(event.pointerId));
+on('guess', 'click', () => phase === 'guess' ? showCurve() : startGuess());
+for (const point of points) point.addEventListener('input', drawCurves);
 for (const kind of ['pointerdown', 'pointermove'])
-  svg.addEventListener(kind, event => {
-    if (!guessing || !event.buttons) return;
-    const at = svg.getBoundingClientRect();
-    const x = (event.clientX - at.left) / at.width * WIDTH;
-    const y = (event.clientY - at.top) / at.height * HEIGHT;
-    const distances = guess.map(([position]) => Math.abs(xOf(position) - x));
-    const n = distances.indexOf(Math.min(...distances));
-    const loss = (HEIGHT - BOTTOM - y) / (HEIGHT - TOP - BOTTOM) * HIGHEST;
-    guess[n][1] = Math.min(HIGHEST, Math.max(0, loss));
-    byId('points').children[n].querySelector('input').value = guess[n][1];
-    drawChart();
+  on('chart', kind, event => {
+    if (phase !== 'guess' || !event.buttons) return;
+    // In the group #curves, coordinates are units of L and nats.
+    const toCurves = byId('curves').getScreenCTM().inverse();
+    const {x, y} = new DOMPoint(event.clientX, event.clientY).matrixTransform(toCurves);
+    const distances = guessed().map(([position]) => Math.abs(position / L - x));
+    points[distances.indexOf(Math.min(...distances))].value = y;
+    drawCurves();
   });
 
 // ---------------------------------------------------------------------- heads and controls
-
-let gains = null; // what sharpening each head wins; null: those stored for the first text
+// What sharpening each head wins, and for which text and settings: first what the page stores.
+const measured = data.models.map(({stored}, m) => (
+  {...asTrained(m), text: null, gains: stored.heads}));
+const most = Math.max(...measured.flatMap(({gains}) => gains.map(Math.abs)));
+const buttons = [...byId('heads').querySelectorAll('button')];
+let measuring = null; // what is being measured now
 
 function drawHeads() {
-  const values = gains ?? model().stored.heads;
-  const most = Math.max(.05, ...values.map(Math.abs));
-  [...byId('heads').children].forEach((button, n) => {
-    const share = (values[n] ?? 0) / most;
-    button.style.background = share >= 0
-      ? `hsl(207 80% ${96 - 42 * share}%)` : `hsl(5 80% ${96 + 36 * share}%)`;
-    button.textContent = values[n] === undefined ? '·' : Math.round(100 * values[n]) + 0;
+  const ofText = measured.filter(one => one.text === state.text && one.model === state.model);
+  const fits = one => one.cut === state.cut && areEqual(one.scales, settings().scales);
+  const one = ofText.findLast(fits) ?? ofText.at(-1);
+  byId('heads').classList.toggle('old', one !== undefined && !fits(one));
+  say('measured', !one ? 'Not measured for this text.'
+    : `Measured on: ${one.text === null ? 'first text' : 'your text'}, ${nameOf(one)}.`);
+  say('measure', measuring ? `Stop (${measuring.gains.length} of ${HEADS} heads measured)`
+    : 'Measure (about 1 minute)');
+  buttons.forEach((button, n) => {
+    const gain = one?.gains[n], isZero = gain === undefined || Math.abs(gain) < .005;
+    button.className = isZero ? '' : gain > 0 ? 'wins' : 'loses';
+    button.style.setProperty('--share', `${isZero ? 0 : 20 + 80 * Math.abs(gain) / most}%`);
+    button.textContent = gain === undefined ? '·' : Math.round(100 * gain) + 0;
     button.setAttribute('aria-pressed', n === state.chosen);
-    const wins = values[n]?.toFixed(3) ?? 'not measured';
-    button.setAttribute('aria-label', `${headName(n)}: sharpening it wins ${wins} nats`);
+    const wins = gain === undefined ? 'not measured'
+      : `sharper ${gain < 0 ? 'raises' : 'lowers'} the loss by ${Math.abs(gain).toFixed(3)} nats`;
+    button.setAttribute('aria-label', `${headName(n)}: ${wins}`);
     button.tabIndex = n === state.chosen ? 0 : -1;
   });
 }
@@ -350,151 +340,161 @@ function choose(n) {
   if (open) open.look(open.at);
 }
 
-[...byId('heads').children].forEach((button, n) => {
-  button.addEventListener('click', () => choose(n));
-});
-byId('heads').addEventListener('keydown', event => {
-  const step = {ArrowRight: 1, ArrowLeft: -1, ArrowDown: n_head, ArrowUp: -n_head}[event.key];
-  if (!step) return;
+buttons.forEach((button, n) => button.addEventListener('click', () => choose(n)));
+on('heads', 'keydown', event => {
+  const {chosen} = state, row = chosen - chosen % n_head;
+  const to = {ArrowRight: chosen + 1, ArrowLeft: chosen - 1, ArrowDown: chosen + n_head,
+              ArrowUp: chosen - n_head, Home: row, End: row + n_head - 1}[event.key];
+  if (to === undefined) return;
   event.preventDefault();
-  choose(state.chosen + step);
-  byId('heads').children[state.chosen].focus();
+  choose(to);
+  buttons[state.chosen].focus();
 });
-byId('measure').addEventListener('click', measureHeads);
+on('measure', 'click', () => measuring ? stopMeasuring() : measureHeads());
 
+// Changed settings do not end a measurement. Its numbers are gray while they do not fit.
 function measureHeads() {
+  read(); // a changed text may be waiting for its turn
   if (ids.length < 4) return;
   const first = ids.length > L + 8 ? L + 1 : Math.max(1, ids.length >> 1);
-  gains = [];
-  const progress = Object.assign(byId('progress'), {hidden: false, max: HEADS, value: 0});
+  measured.push(measuring = {...settings(), text: state.text, gains: []});
   ask('heads', 'heads', {...settings(), ids, first, factor: data.sharper}, answer => {
-    progress.hidden = answer.done ?? false;
-    if (!answer.done) gains[answer.head] = answer.gain;
-    progress.value = answer.head + 1 || HEADS;
-    drawHeads();
+    if (answer.done) return stopMeasuring();
+    measuring.gains[answer.head] = answer.gain;
+    return drawHeads();
   });
-}
-
-function forgetGains() {
-  gains = state.text === null ? null : [];
-  byId('progress').hidden = true;
-  ask('heads');
-}
-
-function drawControls() {
-  const presets = [['own', 'as trained', model().own],
-                   ...model().tuned.map(one => [one.method, one.title, one.scales])];
-  const now = scalesNow();
-  const same = presets.find(([, , scales]) => areEqual(scales, now));
-  byId('preset').replaceChildren(...presets.map(([value, name]) => new Option(name, value)),
-                                 ...(same ? [] : [new Option('your own', 'mine')]));
-  byId('preset').value = same ? same[0] : 'mine';
-  byId('model').value = state.model;
-  byId('cut').checked = state.cut;
-  byId('factor').value = state.factor;
-  byId('factor-says').textContent = state.factor.toFixed(2);
-  byId('scale').value = state.scales[state.chosen];
-  byId('scale-says').textContent = state.scales[state.chosen].toFixed(2);
-  byId('head-name').textContent = headName(state.chosen);
-  const text = state.text ?? tokenizer.decode(data.ids.slice(1));
-  if (byId('text').value !== text) byId('text').value = text;
   drawHeads();
 }
 
-function changed() {
-  forgetGains();
+// Forget a measurement that is not complete.
+function stopMeasuring() {
+  ask('heads');
+  if (measuring.gains.length < HEADS) measured.splice(measured.indexOf(measuring), 1);
+  measuring = null;
+  drawHeads();
+}
+
+function drawControls() {
+  const {sets, name} = model(), now = methodOf(settings());
+  for (const option of byId('preset').options) {
+    const {value} = option, title = data.titles[value];
+    option.disabled = !(value in sets) && value !== now;
+    option.text = value in sets || value === 'mine' ? title : `${title}: not tuned for ${name}`;
+  }
+  byId('preset').value = now;
+  byId('model').value = state.model;
+  byId('cut').checked = state.cut;
+  byId('factor').value = state.factor;
+  say('factor-says', state.factor.toFixed(2));
+  byId('scale').value = state.scales[state.chosen];
+  byId('scale').setAttribute('aria-label', `Scale of ${headName(state.chosen).toLowerCase()}`);
+  say('scale-says', state.scales[state.chosen].toFixed(2));
+  say('head-name', headName(state.chosen));
+  byId('text').value = state.text ?? tokenizer.decode(data.ids.slice(1));
+  byId('example').value = data.examples.findIndex(([, text]) => text === state.text);
+  drawHeads();
+}
+
+function changed(milliseconds) {
   drawControls();
-  readSoon(60);
+  clearTimeout(changed.timer);
+  changed.timer = setTimeout(read, milliseconds);
 }
 
 // What a control changes in the state.
 const CHANGES = {
-  model: ({value}) => ({model: +value, factor: 1, scales: data.models[value].own}),
-  preset: ({value}) => ({factor: 1, scales: model().tuned.find(({method}) => method === value)
-    ?.scales ?? model().own}),
+  model: ({value}) => ({model: +value, factor: 1, scales: data.models[value].sets.own}),
+  preset: ({value}) => ({factor: 1, scales: model().sets[value]}),
   cut: ({checked}) => ({cut: checked}),
   factor: ({value}) => ({factor: +value}),
   scale: ({value}) => ({scales: state.scales.with(state.chosen, +value)}),
+  text: ({value}) => ({text: value}),
+  example: ({value}) => ({text: data.examples[value][1]}),
 };
-document.querySelector('form').addEventListener('input', ({target}) => {
-  Object.assign(state, CHANGES[target.id](target));
-  changed();
-});
-byId('text').addEventListener('input', event => {
-  state.text = event.target.value;
-  forgetGains();
-  drawHeads();
-  readSoon(250);
-});
-byId('again').addEventListener('click', () => { state.text = null; changed(); });
-document.querySelector('form').addEventListener('submit', event => event.preventDefault());
+for (const name in CHANGES)
+  on(name, 'input', ({target}) => {
+    Object.assign(state, CHANGES[name](target));
+    changed(name === 'text' ? 250 : 60);
+  });
+on('close', 'click', closeDetail);
+on('copy', 'click', () => navigator.clipboard.writeText(location.href).then(
+  () => say('copied', 'Copied.'), () => say('copied', 'Copy it from the address bar.')));
 addEventListener('keydown', event => { if (event.key === 'Escape') closeDetail(); });
-addEventListener('hashchange', () => { fromAddress(); changed(); });
 
 // ---------------------------------------------------------------------- write on, hide a key
-
-function write() {
-  const start = ids.slice(0, Math.max(1, L >> 1));
-  if (byId('write').textContent === 'Stop') {
-    for (const name of ['whole', 'cut']) ask(`write-${name}`);
-    byId('write').textContent = 'Write on';
-    return;
-  }
-  byId('write').textContent = 'Stop';
-  let running = 2;
+let writing = 0; // columns that are not done
+on('write', 'click', () => {
+  const start = ids.slice(0, Math.max(1, L >> 1)), starts = !writing && ids.length > 1;
+  say('write-says', ids.length > 1 ? '' : 'Write a few words first.');
+  say('write', starts ? 'Stop' : 'Write on');
+  writing = starts ? 2 : 0;
   for (const [name, cut] of [['whole', false], ['cut', true]]) {
-    const box = byId(`written-${name}`), written = [...start];
-    box.innerHTML = '<span class="small"></span><span></span><b></b>';
-    const ends = [1, start.length, L, 4 * L];
-    const draw = () => [...box.children].forEach((part, n) => {
-      part.textContent = tokenizer.decode(written.slice(ends[n], ends[n + 1]));
-    });
+    const slot = `write-${name}`, box = byId(`written-${name}`), written = [...start];
+    ask(slot);
+    if (!starts) continue;
+    const parts = ['span', 'span', 'b'].map(tag => element(tag, ''));
+    const mark = element('i', `L = ${L} here`, 'mark'), ends = [1, start.length, L, 4 * L];
+    box.replaceChildren(...parts.slice(0, 2), mark, parts[2]);
+    const draw = () => {
+      parts.forEach((part, n) => {
+        part.textContent = tokenizer.decode(written.slice(ends[n], ends[n + 1]));
+      });
+      mark.hidden = written.length <= L;
+      box.scrollTop = box.scrollHeight;
+    };
     draw();
-    const text = `write-${name}`, asked = {...settings(), cut, ids: start, text};
-    ask(text, 'write', {...asked, n: 3 * L, temperature: .7, seed: 7}, answer => {
-      if (answer.done && !--running) byId('write').textContent = 'Write on';
-      if (answer.done) return;
-      written.push(answer.id);
+    ask(slot, 'write', {...settings(), cut, ids: start, text: slot, n: 3 * L, temperature: .7,
+                        seed: 7}, ({done, id}) => {
+      if (!done) written.push(id);
+      else if (!--writing) say('write', 'Write on');
       draw();
     });
   }
+});
+
+// A text that hides `word` and asks for it again, as if it were `answer`, n tokens.
+function question(word, answer) {
+  const asks = tokenizer.encode("\npassword = '");
+  const said = tokenizer.encode(`${answer}'`).slice(0, -1);
+  const between = Math.max(0, byId('distance').value - asks.length - said.length);
+  const ids = [data.tokenizer.eot, ...tokenizer.encode(`password = '${word}'\n`),
+               ...data.ids.slice(1, 1 + between), ...asks];
+  return {ids: [...ids, ...said], n: said.length, text: tokenizer.decode(ids.slice(1))};
 }
-// The key is made of tokens of the vocabulary. To tell copying from guessing, the model reads the
-// text twice: once with the key in its first line, once with another word there.
-function hide() {
-  const known = tokenizer.bytes.filter(word => /^[a-z]{4,}$/.test(word));
-  const words = known.length > 9 ? known : ['river', 'stone', 'cloud', 'tiger', 'piano'];
-  const pick = () => words[Math.floor(Math.random() * words.length)];
-  const [key, other] = [1, 2].map(() => `${pick()}_${pick()}_${pick()}`);
-  const distance = +byId('distance').value, asks = tokenizer.encode("\nsecret_word = '");
-  const answer = tokenizer.encode(`${key}'`).slice(0, -1);
-  const filler = data.ids.slice(1, 1 + Math.max(0, distance - asks.length - answer.length));
-  const promptOf = word => [data.tokenizer.eot, ...tokenizer.encode(`secret_word = '${word}'\n`),
-                            ...filler, ...asks];
-  const row = byId('keys').tBodies[0].insertRow(0), preset = byId('preset').selectedOptions[0].text;
-  const name = `${model().name}, ${preset}${state.cut ? ', cut to L' : ''}`;
-  const cells = [name, distance, key, '…', '…', '…'].map(text => {
-    row.insertCell().textContent = text;
-    return row.lastChild;
-  });
-  const asked = {...settings(), text: 'key'}, written = [];
-  const showLoss = (n, word, then) => {
-    const losses = [];
-    ask('key', 'read', {...asked, ids: [...promptOf(word), ...answer]}, found => {
-      losses.push(...found.losses ?? []);
-      cells[n].textContent = mean(losses.slice(-answer.length)).toFixed(2);
-      if (found.done) then();
+const showQuestion = () => say('asked', `${question(...data.keys[0]).text}█`);
+
+// To tell copying from guessing, the model reads each text twice: with the password in its first
+// line, and with another word there.
+on('hide', 'click', async () => {
+  const m = byId('hider').value, asked = m === 'mine' ? settings() : asTrained(+m);
+  const row = byId('keys').tBodies[0].insertRow(0), losses = [], others = [];
+  const cells = [nameOf(asked), byId('distance').value, '…', '…', '…'].map(text =>
+    row.appendChild(element('td', text)));
+  const lossOf = ({ids, n}, found = []) => new Promise(resolve => {
+    ask('key', 'read', {...asked, ids, text: 'key'}, answer => {
+      if (answer.done) resolve(mean(found.slice(-n)));
+      else found.push(...answer.losses);
     });
-  };
-  byId('hide').disabled = true;
-  ask('key', 'write', {...asked, ids: promptOf(key), n: answer.length, temperature: 0}, one => {
-    if (!one.done) { written.push(one.id); return; }
-    cells[3].textContent = tokenizer.decode(written).replace(/\n/g, '⏎');
-    showLoss(4, key, () => showLoss(5, other, () => { byId('hide').disabled = false; }));
   });
-}
-byId('write').addEventListener('click', write);
-byId('hide').addEventListener('click', hide);
-fromAddress();
-drawControls();
-read();
+  byId('hide').disabled = byId('distance').disabled = true;
+  for (const [word, another] of data.keys) {
+    losses.push(await lossOf(question(word, word)));
+    others.push(await lossOf(question(another, word)));
+    [losses, others].forEach((found, n) => { cells[n + 2].textContent = mean(found).toFixed(2); });
+    cells[4].textContent = `${losses.length} of ${data.keys.length} …`;
+  }
+  const wins = losses.filter((loss, n) => loss < others[n]).length;
+  const isRead = wins === losses.length && mean(others) - mean(losses) >= .1;
+  cells[4].textContent = `${isRead ? 'read it' : 'did not'} (${wins} of ${losses.length} lower)`;
+  byId('hide').disabled = byId('distance').disabled = false;
+});
+
+on('distance', 'input', showQuestion);
+showQuestion();
+// The link is alive only if the page lies in the project.
+if (/\/lessons\/explore\.html$/.test(location.pathname))
+  byId('study').innerHTML = '<a href="../results/past_L/README.md">results/past_L</a>';
+if (location.hash.length > 1) byId('play').scrollIntoView();
+const restore = () => { fromAddress(); changed(0); };
+addEventListener('hashchange', restore);
+restore();

@@ -34,12 +34,18 @@ models = ['lessons/models/none/last.pt', 'lessons/models/rope/last.pt',
 scales = ['lessons/models/none/scale_uniform.json', 'lessons/models/none/scale_head_1024.json',
           'lessons/models/conv/scale_head_1024.json']  # scale files of these models
 text = 'lib/devices.py'        # opens the page; of these files, its losses are most like past_L's
+prose = 'lessons/README.md'    # the example that is no code
 page = 'lessons/explore.html'  # what is written
 keep = False                   # True: keep what the page holds; renew the scripts and the markup
 
 SHARPER = 1.5  # the factor on one head's scale in the map of heads
 MOST_MB = 6    # size of the page
-TITLES = {'uniform': 'one tuned scale', 'head': 'tuned head scales'}  # of tune_scale's methods
+# Names of tune_scale's methods, and of data sets.
+TITLES = {'uniform': 'one scale for all heads, tuned', 'head': 'tuned head scales'}
+DATASETS = {'code': 'Python code'}
+# Passwords to hide, each with another word that takes its place.
+KEYS = [['river', 'tiger'], ['window', 'garden'], ['silver', 'castle'], ['yellow', 'coffee'],
+        ['winter', 'planet']]
 
 
 # ---------------------------------------------------------------------- weights and tokenizer
@@ -159,8 +165,8 @@ def short(numbers, decimals=3):
 
 
 def tuned_scales(model, info):
-    """The scales of the files that were tuned for this model: [{method, title, scales}]."""
-    found = []
+    """The scales of the files that were tuned for this model: {method: list}."""
+    found = {}
     for file in scales:
         if json_of(file).get('weights_digest') != info['digest']:
             continue  # of another model
@@ -172,9 +178,7 @@ def tuned_scales(model, info):
             raise UserError(f'{file} has {other[0]}; the page takes only one scale per head. Leave '
                             'the file out.')
         rows = [x for name, x in vectors.items() if name.endswith('head_scale')]
-        title = TITLES.get(data['method'], f"tuned: {data['method']}")
-        found.append({'method': data['method'], 'title': title,
-                      'scales': short(torch.cat(rows)[:, 0], 4)})
+        found[data['method']] = short(torch.cat(rows)[:, 0], 4)
     return found
 
 
@@ -200,20 +204,21 @@ def packed_model(path, ids, update):
     packed = {'tensors': round_weights(model), 'rope': rope_of(model.config)}
     own, c = model.head_scale, model.config
     name = NAMES.get(c.position, c.position) + (' + convolution' if c.short_conv else '')
-    stored = {'plain': short(losses_of(model, ids)), 'cut': short(losses_of(model, ids, True)),
-              'heads': short(head_gains(model, ids, update)), 'tuned': []}
-    for one in tuned:
-        model.head_scale = torch.tensor(one['scales']).view(own.shape)
-        stored['tuned'].append(short(losses_of(model, ids)))
+    losses = {'own': short(losses_of(model, ids)), 'own cut': short(losses_of(model, ids, True))}
+    gains = short(head_gains(model, ids, update))
+    for method, numbers in tuned.items():
+        model.head_scale = torch.tensor(numbers).view(own.shape)
+        losses[method] = short(losses_of(model, ids))
     config = {name: value for name, value in vars(c).items() if isinstance(value, int | float)}
     return {'name': name, 'parameters': model.n_params(), 'packed': packed | {'config': config},
-            'own': own.flatten().tolist(), 'tuned': tuned, 'stored': stored}
+            'sets': {'own': own.flatten().tolist(), **tuned},
+            'stored': {'losses': losses, 'heads': gains}}
 
 
 # ---------------------------------------------------------------------- page
 
 def contents():
-    """Everything that the page holds, for JSON."""
+    """Everything that the page stores. What the page says with numbers is made from this."""
     setup('cpu', 'float32', 1337)
     opened = [load_model(path, '', 'cpu') for path in models]
     model, info = opened[0]
@@ -225,24 +230,44 @@ def contents():
                 tokenizer_of(its['tokenizer'], path) != state):
             raise UserError(f'{path} has another block_size, tokenizer or other heads than '
                             f'{models[0]}. Give models that share these.')
-    ids = tokenizer_from_state(info['tokenizer']).encode_ordinary(text_of(text))[:8 * L]
+    tokenizer = tokenizer_from_state(info['tokenizer'])
+    ids = tokenizer.encode_ordinary(text_of(text))[:8 * L]
     if len(ids) < 8 * L:
         raise UserError(f'{text} has {len(ids)} tokens; give a text of at least {8 * L}, 8L.')
     ids = [state['eot'], *ids]
     bar = progress_bar(len(models) * model.head_scale.numel(), 'explore')
     found = [packed_model(path, torch.tensor(ids), lambda: bar.update(1)) for path in models]
+    dataset = info['settings'].get('dataset')
     return {'L': L, 'n_layer': c.n_layer, 'n_head': c.n_head, 'sharper': SHARPER,
-            'tokenizer': state, 'ids': ids, 'source': text, 'models': found,
-            'first': first_readings(found[0]), 'study': study()}
+            'trained_on': DATASETS.get(dataset, f'data set {dataset}'), 'tokenizer': state,
+            'ids': ids, 'source': text, 'models': found, 'examples': examples(tokenizer, L)}
 
 
-def first_readings(model):
+def examples(tokenizer, L):
+    """Texts to choose from: [title, text]. The repeated paragraph returns after more than L."""
+    ids = tokenizer.encode_ordinary(text_of(prose))
+    paragraph = tokenizer.decode(ids[:3 * L // 2])
+    return [['The first text (code)', None], ['Prose', tokenizer.decode(ids[:8 * L])],
+            ['A repeated paragraph', '\n\n'.join([paragraph] * 6)]]
+
+
+def titles(found):
+    """Names of the sets of scales of all models, {method: title}. own: those of the checkpoint."""
+    methods = [method for model in found['models'] for method in model['sets']]
+    tuned = {method: TITLES.get(method, f'tuned: {method}') for method in methods}
+    return tuned | {'own': 'as trained', 'mine': 'your own scales'}
+
+
+def first_readings(found):
     """The readings of the first screen, by the first model: settings and losses of each."""
-    own, stored, tuned = model['own'], model['stored'], model['tuned'][-1:]
-    readings = [('As trained', 'as trained', own, False, stored['plain'])]
-    readings += [(one['title'].capitalize(), 'tuned', one['scales'], False, stored['tuned'][-1])
-                 for one in tuned]
-    readings.append(('Context cut to the last L tokens', 'cut to L', own, True, stored['cut']))
+    L, model = found['L'], found['models'][0]
+    sets, losses = model['sets'], model['stored']['losses']
+    readings = [('As trained', 'as trained', sets['own'], False, losses['own'])]
+    for method in list(sets)[1:][-1:]:
+        readings.append((found['titles'][method].capitalize(), 'tuned', sets[method], False,
+                         losses[method]))
+    title = f'Looks back only {L - L // 8 + 1} to {L} tokens'
+    readings.append((title, 'looks back L', sets['own'], True, losses['own cut']))
     return [{'title': title, 'short': label, 'losses': losses,
              'asked': {'model': 0, 'scales': scales, 'cut': is_cut}}
             for title, label, scales, is_cut, losses in readings]
@@ -252,18 +277,12 @@ def first_readings(model):
 
 def sentences(found):
     """What the page says with numbers, {name in the template: HTML}."""
-    L, first = found['L'], found['first']
-    past = [f'{np.mean(one["losses"][L:]):.2f}' for one in first]
-    name = html.escape(found['models'][0]['name'])
-    tuned = f', tuned softmax scales change this to {past[1]}' if len(first) > 2 else ''
-    point = (f'{name}, a model trained on texts of {L} tokens, reads {8 * L}: the redder a token, '
-             f'the worse it was predicted. Past L = {L}, its loss is {past[0]} nats{tuned}, and '
-             f'with the context cut to the last {L} tokens it is {past[-1]}.')
+    L, first, n_head = found['L'], found['first'], found['n_head']
     panels = ''
     for one in first:
         title = html.escape(one['title'])
         says = (f'{np.mean(one["losses"][:L]):.2f} nats up to L, '
-                f'{np.mean(one["losses"][L:]):.2f} past it')
+                f'{np.mean(one["losses"][L:]):.2f} past L')
         panels += (f'<figure><figcaption><b>{title}</b><br>{says}</figcaption><div class="tokens" '
                    f'tabindex="0" role="group" aria-label="{title}: {says}. Left and right move '
                    'through the tokens."></div></figure>\n')
@@ -272,35 +291,73 @@ def sentences(found):
     about = (f"The first text is the beginning of {html.escape(found['source'])} of this "
              f'project. {sizes}. Weights have 8 bits here. One model of each kind and one text: '
              'small differences mean nothing. Layers and heads are counted from 0.')
-    names = enumerate(html.escape(one['name']) for one in found['models'])
-    options = ''.join(f'<option value="{n}">{name}</option>' for n, name in names)
+    names = [html.escape(one['name']) for one in found['models']]
+    options = ''.join(f'<option value="{n}">{name}</option>' for n, name in enumerate(names))
+    hiders = ''.join(f'<option value="{n}" selected>{name}, as trained</option>'
+                     for n, name in enumerate(names))
+    presets = ''.join(f'<option value="{method}"></option>' for method in found['titles'])
+    points = ''.join(f'<label>at {n}L <input type="range" min="0" max="9" step="0.1" '
+                     f'data-from="{before * L}" data-to="{n * L}"></label>'
+                     for before, n in itertools.pairwise((0, 1, 2, 3, 4, 6, 8)))
     distances = ''.join(f'<option value="{n * L // 4}">{n * L // 4} tokens = {n / 4:g}L</option>'
                         for n in (1, 2, 4, 8, 16, 28))
-    heads = '<button type="button"></button>' * (found['n_layer'] * found['n_head'])
+    texts = ''.join(f'<option value="{n}">{html.escape(title)}</option>'
+                    for n, (title, _) in enumerate(found['examples']))
+    heads = '<span></span>' + ''.join(f'<span>{n}</span>' for n in range(n_head))
+    for layer in range(found['n_layer']):
+        heads += f'<span>{layer}</span>' + '<button type="button"></button>' * n_head
+    gains = found['models'][0]['stored']['heads']
+    best = int(np.argmax(gains))
     return {'MODELS_OF_THE_PAGE': options, 'DISTANCES_OF_THE_PAGE': distances,
-            'HEADS_OF_THE_PAGE': heads, 'COLUMNS_OF_THE_PAGE': str(found['n_head']),
-            'POINT_OF_THE_PAGE': point, 'PANELS_OF_THE_PAGE': panels, 'ABOUT_THE_PAGE': about,
-            'STUDY_OF_THE_PAGE': found['study'], 'PICTURE_OF_THE_PAGE': picture(found)}
+            'HEADS_OF_THE_PAGE': heads, 'COLUMNS_OF_THE_PAGE': str(n_head),
+            'HIDERS_OF_THE_PAGE': hiders, 'PRESETS_OF_THE_PAGE': presets,
+            'POINTS_OF_THE_PAGE': points, 'EXAMPLES_OF_THE_PAGE': texts,
+            'BEST_HEAD_OF_THE_PAGE': f'layer {best // n_head}, head {best % n_head}',
+            'POINT_OF_THE_PAGE': point(found), 'PANELS_OF_THE_PAGE': panels,
+            'ABOUT_THE_PAGE': about, 'STUDY_OF_THE_PAGE': study(),
+            'PICTURE_OF_THE_PAGE': picture(found), 'TEXT_OF_THE_PAGE': colored_text(found)}
+
+
+def point(found):
+    """The first paragraph."""
+    L, first, model = found['L'], found['first'], found['models'][0]
+    up_to_L = np.mean(first[0]['losses'][:L])
+    past = [np.mean(one['losses'][L:]) for one in first]
+    worse = ['worse' if loss > past[-1] else 'better' for loss in past]
+    said = (f"This small model ({model['parameters'] / 1e6:.1f} million parameters, trained on "
+            f"{found['trained_on']}) only ever saw texts of L = {L} tokens. Here it reads {8 * L}. "
+            f'The redder a token, the worse it was predicted. The text itself is '
+            f"{'harder' if past[-1] > up_to_L else 'easier'} past token {L}: even if the model may "
+            f'look back only about {L} tokens, its loss there is {past[-1]:.2f} nats; up to token '
+            f'{L} it is {up_to_L:.2f}. If it looks at everything, it is {worse[0]}: '
+            f'{past[0]:.2f}.')
+    if len(first) > 2:
+        said += (f' With other softmax scales, tuned for long texts, it is {past[1]:.2f}, which is '
+                 f'still {worse[1]} than looking back only {L} tokens.')
+    return said + ' Point at any token.'
 
 
 def study():
-    """What results/past_L measured at 8L, compared with the context cut to L, as a sentence."""
+    """What results/past_L measured at 8L, compared with looking back only L tokens: table rows."""
     rows = read_json(ROOT / 'results/past_L/past_L.json', 'past_L')['rows']
-    names = {'none': 'NoPE', 'conv': 'NoPE with the convolution'}
-    said = []
-    for row in rows:
-        if row['reading'] == 'head' and row['model'] in names:
+    models = {'none': 'NoPE', 'conv': 'NoPE + convolution'}
+    scales = {'untuned': 'as trained', 'head': 'tuned head scales'}
+    said = ''
+    for row in sorted(rows, key=lambda row: row['model'], reverse=True):
+        if row['reading'] in scales and row['model'] in models:
             n = len(row['seeds'])
-            changes = [f"{'loses' if mean < 0 else 'gains'} {abs(mean):.2f} nats"
-                       for mean in (row['gain at 1024']['mean'], row['gain, all']['mean'])]
-            said.append(f"{names[row['model']]} with tuned head scales {changes[0]} over all "
-                        f"tokens and {changes[1]} at far repeats ({n} seed{'s' * (n > 1)})")
-    return '; '.join(said[::-1])
+            said += f"<tr><td>{models[row['model']]}, {scales[row['reading']]} ({n} seeds)</td>"
+            for gain in row['gain at 1024']['mean'], row['gain, all']['mean']:
+                said += f"<td>{'worse' if gain < 0 else 'better'} by {abs(gain):.2f}</td>"
+            said += '</tr>\n'
+    return said
 
 
 def page_of(found):
     """The page as text: the template with the scripts and the JSON in it. No tag can end there."""
     folder = Path(__file__).parent
+    found = found | {'titles': titles(found), 'keys': KEYS}
+    found |= {'first': first_readings(found)}
     filled = (folder / 'explore_template.html').read_text(encoding='utf-8')
     code = {'MODEL_OF_THE_PAGE': 'model.js', 'SCRIPT_OF_THE_PAGE': 'explore.js'}
     parts = sentences(found)
@@ -314,22 +371,48 @@ def page_of(found):
 def picture(found):
     """Loss by position of the readings of the first screen, as SVG. It needs no JavaScript."""
     L, top, parts = found['L'], 8, ''
-    colors = '--before', '--mine', '--cut'
+    styles = {'as trained': 'stroke: var(--before)" stroke-dasharray="9 5',
+              'tuned': 'stroke: var(--mine)', 'looks back L': 'stroke: var(--cut)'}
+    for tick in range(0, top + 1, 2):
+        y = 200 - 180 * tick / top
+        parts += f'<path class="axis" d="M40 {y:g}H600"/><text x="20" y="{y + 6:g}">{tick}</text>'
+    for n in 1, 2, 4, 6, 8:
+        parts += f'<text x="{32 + 70 * n}" y="222">{n if n > 1 else ""}L</text>'
     for n, one in enumerate(found['first']):
         losses = np.array(one['losses'])
         means = losses[:len(losses) // (L // 2) * (L // 2)].reshape(-1, L // 2).mean(1)
         points = ' '.join(f'{40 + 560 * (k + .5) / len(means):.0f},'
                           f'{200 - 180 * min(x, top) / top:.0f}' for k, x in enumerate(means))
-        color = f'var({colors[n if n < len(found["first"]) - 1 else 2]})'
-        parts += (f'<polyline points="{points}" fill="none" style="stroke: {color}" '
-                  f'stroke-width="3"/><text x="{40 + 190 * n}" y="232" style="fill: {color}">'
-                  f'{html.escape(one["short"])}</text>')
+        style = f'fill="none" stroke-width="3" style="{styles[one["short"]]}"'
+        parts += (f'<polyline points="{points}" {style}/>'
+                  f'<path d="M{40 + 190 * n} 272h36" {style}/>'
+                  f'<text x="{82 + 190 * n}" y="278">{html.escape(one["short"])}</text>')
     edge = 40 + 560 // 8
-    return ('<svg class="overview" viewBox="0 0 620 240" role="img" aria-label="Loss by position: '
-            'as trained it rises past L, cut to L it does not">'
-            f'<path d="M40 20V200H600M{edge} 20V200" fill="none" stroke="#888"/>'
-            f'<text x="46" y="24">loss, up to {top} nats</text>'
-            f'<text x="{edge + 6}" y="194">past L = {L}</text>{parts}</svg>')
+    return (f'<svg class="overview" viewBox="0 -8 620 292" role="img" aria-label="{trend(found)}">'
+            f'<path class="edge" d="M{edge} 20V200"/><text x="40" y="8">loss in nats</text>'
+            f'<text x="240" y="244">position in tokens</text>{parts}</svg>')
+
+
+def trend(found):
+    """What the picture shows, in words."""
+    L, first = found['L'], found['first']
+    rising = [one['short'] for one in first
+              if np.mean(one['losses'][L:2 * L]) > np.mean(one['losses'][:L])]
+    who = 'all' if len(rising) == len(first) else ', '.join(rising) or 'none'
+    last = sorted(first, key=lambda one: -np.mean(one['losses'][-L:]))
+    order = ', '.join(f"{one['short']} {np.mean(one['losses'][-L:]):.2f}" for one in last)
+    return html.escape(f'Loss by position. Just past L, it rises for: {who}. At the end, from '
+                       f'highest to lowest: {order} nats.')
+
+
+def colored_text(found):
+    """The first text, colored by the losses of the first reading, for readers without scripts."""
+    tokens = [base64.b64decode(token) for token in found['tokenizer']['ranks']]
+    spans = ''
+    for token, loss in zip(found['ids'][1:], found['first'][0]['losses']):
+        shown = tokens[token].decode(errors='replace').replace('\n', '⏎\n')
+        spans += f'<span style="--loss:{loss:.1f}">{html.escape(shown)}</span>'
+    return spans
 
 
 def data_of(path):

@@ -319,21 +319,21 @@ function readingOf({text, model, scales, cut, ids, capacity}) {
   const reading = readings.get(key) ?? new Reading(models[model], scales, cut, capacity);
   readings.delete(key);
   readings.set(key, reading);
-  if (readings.size > 6) readings.delete(readings.keys().next().value);
+  if (readings.size > 8) readings.delete(readings.keys().next().value);
   reading.follow(ids);
   return reading;
 }
 
 // Each job yields its answers one by one. Between them, other jobs get their turn.
 const JOBS = {
-  // The losses of a text, from its beginning on.
+  // All losses of a text, from its beginning on. Another job may read ahead, or end this Reading.
   *read(asked) {
-    let told = 0;
-    do {
-      const {losses} = readingOf(asked);
-      if (told < losses.length) yield {from: told, losses: losses.slice(told)};
-      told = losses.length;
-    } while (readingOf(asked).step().length);
+    for (let told = 0; told < asked.ids.length - 1;) {
+      const reading = readingOf(asked), from = told;
+      if (reading.losses.length <= told) reading.step();
+      told = Math.max(told, reading.losses.length);
+      yield told > from ? {from, losses: reading.losses.slice(from)} : null;
+    }
     yield {done: true};
   },
 

@@ -71,15 +71,30 @@ class Browser:
             time.sleep(0.02)
         return time.monotonic() - began
 
-    def click(self, selector, x=0.5, y=0.5):
-        """Click into an element, at a share of its width and height."""
-        place = self.value(
+    def place(self, selector, x, y):
+        """Where a share of an element's width and height is, after scrolling it into view."""
+        return self.value(
             f"(e => {{ e.scrollIntoView({{block: 'center'}}); const r = e.getBoundingClientRect();"
             f' return [r.left + r.width * {x}, r.top + r.height * {y}]; }})'
             f'(document.querySelector({json.dumps(selector)}))')
-        for kind in 'mouseMoved', 'mousePressed', 'mouseReleased':
-            self.command('Input.dispatchMouseEvent', type=kind, x=place[0], y=place[1],
-                         button='none' if kind == 'mouseMoved' else 'left', clickCount=1)
+
+    def mouse(self, kind, place, held=False):
+        self.command('Input.dispatchMouseEvent', type=kind, x=place[0], y=place[1],
+                     button='left' if held or kind != 'mouseMoved' else 'none',
+                     buttons=int(held), clickCount=int(kind != 'mouseMoved'))
+
+    def click(self, selector, x=0.5, y=0.5):
+        """Click into an element, at a share of its width and height."""
+        self.drag(selector, (x, y))
+
+    def drag(self, selector, *shares):
+        """Press the mouse at the first share of an element's width and height; move to the rest."""
+        places = [self.place(selector, x, y) for x, y in shares]
+        self.mouse('mouseMoved', places[0])
+        self.mouse('mousePressed', places[0], held=True)
+        for place in places[1:]:
+            self.mouse('mouseMoved', place, held=True)
+        self.mouse('mouseReleased', places[-1])
 
     def type(self, text):
         for character in text:
@@ -88,7 +103,7 @@ class Browser:
     def key(self, name, times=1):
         """Press a key, such as ArrowRight."""
         codes = {'ArrowLeft': 37, 'ArrowUp': 38, 'ArrowRight': 39, 'ArrowDown': 40, 'Tab': 9,
-                 'Home': 36, 'End': 35, 'Escape': 27}
+                 'Home': 36, 'End': 35, 'Escape': 27, 'Delete': 46}
         for _ in range(times):
             for kind in 'rawKeyDown', 'keyUp':
                 self.command('Input.dispatchKeyEvent', type=kind, key=name, code=name,
