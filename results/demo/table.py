@@ -3,7 +3,7 @@ Five seeds of the demo: its losses and gains, and whether what it says holds in 
 
 $ python -m results.demo.table    # an hour on 2 cores
 
-Writes results/demo/seeds.json when all five are there.
+Writes results/demo/seeds.json once there are three.
 """
 
 import time
@@ -13,8 +13,7 @@ from configurator import configure
 from demo import READINGS, read
 from results import study
 
-SEEDS = [1337, 1338, 1339, 1340, 1341]
-seeds = SEEDS
+seeds = [1337, 1338, 1339, 1340, 1341]
 work = True  # False: only show the seeds that are there
 
 
@@ -71,7 +70,7 @@ def main():
     study.print_table(rows, digits=2)
     for claim in holds[seeds[0]]:
         print(f"{claim}: {sum(one[claim] for one in holds.values())} of {len(holds)} seeds")
-    if list(reports) == SEEDS:
+    if len(reports) >= 3:
         study.write('results/demo/seeds', {'stage': 'demo_seeds', 'rows': rows, 'claims': holds,
                                            'reports': reports}, globals(), began)
 
