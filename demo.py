@@ -118,14 +118,21 @@ def scale_file(model, kind):
 
 
 def training(model):
-    """The stage that trains a model, or resumes its training: a list of one, or of none."""
+    """
+    The stage that trains a model, or resumes its training: a list of one, or of none. Raises
+    UserError if the model was trained for another number of steps.
+    """
     folder, (arguments, share) = Path(out_dir, model), TRAIN[model]
+    steps = round(share * max_iters)
     if (folder / 'loss.png').exists():  # train.py draws it last
+        trained = read(folder / 'config.json')['max_iters']
+        if trained != steps:
+            raise UserError(f'{folder} was trained for {trained} steps, not for {steps}. Remove '
+                            'the folder, or choose another --out_dir=.')
         return []
     resume = ['--init_from=resume'] if (folder / 'last.pt').exists() else []
     return [['train.py', 'config/code.py', *arguments, '--batch_size=8', '--micro_batch_size=8',
-             f'--max_iters={round(share * max_iters)}', f'--out_dir={folder}', *train_args,
-             *resume]]
+             f'--max_iters={steps}', f'--out_dir={folder}', *train_args, *resume]]
 
 
 def tunings(model):
@@ -355,7 +362,8 @@ def minutes_to_train():
     steps = max_iters * sum(share for _, share in TRAIN.values())
     steps += 2 * 8 * tune_iters  # of two models; a step of tuning is as long as 8 of training
     lanes = min(LANES, os.cpu_count() or 1)
-    return round(min(seconds) * steps / lanes / 60 + 2)  # 2 to compile
+    # The trial is not compiled. What compiled steps save is about what compiling takes.
+    return round(min(seconds) * steps / lanes / 60)
 
 
 def require_files():
@@ -371,7 +379,7 @@ def require_files():
 
 def main():
     began, earlier = time.perf_counter(), Path(out_dir, 'report.json')
-    seconds = read(earlier)['seconds_by_part'] if earlier.exists() else {}
+    seconds = read(earlier).get('seconds_by_part', {}) if earlier.exists() else {}
     require_files()
     between(globals(), 1, 'target_length', 'n_samples', 'targets', 'max_iters', 'tune_iters')
     if not models:

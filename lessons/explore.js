@@ -226,11 +226,11 @@ function says() {
   const all = ids.length - 1, isTrained = methodOf(settings()) === 'own' && !state.cut;
   if (!all) return 'No text yet.';
   if (after.length < all) return `Reading: ${after.length} of ${all} tokens so far.`;
-  const of = (losses, ...range) => mean(losses.slice(...range)).toFixed(2);
-  const average = (...range) => of(after, ...range)
-    + (isTrained || before.length < all ? '' : ` (as trained ${of(before, ...range)})`);
-  return `${all} tokens. Loss up to L: ${average(0, L)}. `
-    + (all > L ? `Past L: ${average(L)}.` : needsMore());
+  const parts = all > L ? [[0, L], [L]] : [[0]]; // up to L, and past it
+  const of = losses => parts.map(part => mean(losses.slice(...part)).toFixed(2));
+  return `${all} tokens: loss ${of(after).join(' up to L, ')} ${all > L ? 'past' : 'up to'} L`
+    + (isTrained || before.length < all ? '' : ` (as trained ${of(before).join(', ')})`)
+    + (all > L ? '' : `. ${needsMore()}`);
 }
 const needsMore = () => `Needs more than ${L} tokens to pass L (you have ${ids.length - 1}).`;
 

@@ -103,6 +103,10 @@ def test_models_are_trained_and_tuned_once(tmp_path, monkeypatch, corpus_dir, ca
         if kind:
             assert read(demo.scale_file(model, kind))['target_length'] == 512
     assert demo.train_and_tune() == {}
+    monkeypatch.setattr(demo, 'max_iters', 40)  # these models are not what was asked for
+    with pytest.raises(demo.UserError, match='conv was trained for 4 steps, not for 40'):
+        demo.train_and_tune()
+    monkeypatch.setattr(demo, 'max_iters', 4)
     shutil.rmtree(tmp_path / 'rope')
     monkeypatch.setattr(demo, 'train_args', [f'--dataset={corpus_dir}', '--n_layer=0'])
     with pytest.raises(demo.UserError, match='failed. Its message is above'):

@@ -259,7 +259,7 @@ Llama | {"rope_parameters": {"rope_type": "linear", "factor": "four"}} | 'pi:fou
 Llama | {"rope_parameters": {"rope_type": "yarn", "factor": 4, "beta_fast": 16}} | {'beta_fast': 16}
 Llama | {"rope_parameters": {"rope_type": ["linear"], "factor": 4.0}} | config.json
 Llama | {"rope_parameters": "yes"} | config.json
-Llama | {"original_max_position_embeddings": "x", "rope_parameters": {"type": "yarn"}} | _length
+Llama | {"original_max_position_embeddings":"x","rope_scaling":{"type":"yarn"}} | pretrained_length
 Llama | {"num_key_value_heads": "two"} | num_key_value_heads is two
 Llama | {"rms_norm_eps": null} | rms_norm_eps is None
 Llama | {"tie_word_embeddings": 1} | tie_word_embeddings is 1

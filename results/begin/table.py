@@ -5,7 +5,7 @@ a fifth more of the tokens. Each branch is read: its gain at far repeats, untune
 scales tuned at 8L, and how well each of its heads finds what to copy.
 
 $ python data/code/prepare.py
-$ python -m results.begin.table                 # 3 hours of one core for a seed
+$ python -m results.begin.table                 # hours of one core; it goes on if stopped
 $ python -m results.begin.table --work=False    # table and picture of what was measured
 
 Each branch is one file, results/begin/TOKENS_SEED.json. Writes results/begin/begin.json and .png

@@ -113,14 +113,14 @@ def result_of(model, seed):
             'readings': readings} | study.made_with(losses, began)
 
 
+def folder(of='results'):
+    """Where the results of the series stand, or, of 'out', its trainings."""
+    return Path(of, 'past_L', '' if series == 'code' else series)
+
+
 def run_of(model, seed):
     """The folder of a training."""
-    return f"out/past_L/{'' if series == 'code' else series}/{seed}/{model}".replace('//', '/')
-
-
-def folder():
-    """Where the results of the series stand."""
-    return Path('results/past_L', '' if series == 'code' else series)
+    return str(folder('out') / str(seed) / model)
 
 
 def file_of(model, seed):
