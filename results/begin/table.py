@@ -32,6 +32,7 @@ STEP_TOKENS = 2048           # of config/code.py
 FOLDER = Path('results/begin')
 COPY = 64                    # tokens of the random sequence that is repeated
 SEQUENCES = 64
+HOLD = 4                     # places that hold a token: as many as the convolution reads
 GAPS = {'near': 0, 'far': 7 * L}  # random tokens between the sequence and its repetition
 
 
@@ -46,18 +47,22 @@ def copying(model, gap):
     """
     A random sequence, `gap` random tokens, and the sequence again. Returns its mean loss the first
     and the second time, in nats, and (n_layer, H) the share of its attention that each head gives,
-    while the sequence is repeated, to the token that it should copy.
+    while the sequence is repeated, to the places that hold the token to copy: the token itself, and
+    the next three, because the convolution puts it there, too.
     """
     ids = torch.randint(model.config.vocab_size, (SEQUENCES, COPY + gap),
                         generator=torch.Generator().manual_seed(0))
     ids = torch.cat((ids, ids[:, :COPY]), dim=1)
-    i = torch.arange(COPY + gap, ids.shape[1] - 1)  # its next token stands at i + 1 - COPY - gap
+    i = torch.arange(COPY + gap, ids.shape[1] - 1)
+    j = i[:, None] + 1 - COPY - gap + torch.arange(HOLD)  # the next token stands at the first one
+    held = j <= i[:, None]
 
     def share_of_copied(layer, attention, q, k, place):
         rows = q[:, :, i]
         scores = attention.position.scores(rows, k, place.i[i], place.j)
         weights = attention.position.softmax(scores)
-        return weights[:, :, torch.arange(len(i)), i + 1 - COPY - gap].mean((0, 2))
+        found = weights.gather(-1, j.clamp(max=k.shape[2] - 1).expand(*weights.shape[:2], -1, -1))
+        return (found * held).sum(-1).mean((0, 2))
 
     losses, shares = [], []
     for part in ids.split(8):
@@ -78,7 +83,7 @@ def result_of(tokens, seed):
     study.train(trunk, f'{recipe} --min_lr=4e-3 --max_iters={steps_of(TOKENS[-1])} --seed={seed} '
                        f"--keep_steps=[{','.join(str(steps_of(one)) for one in TOKENS)}]")
     study.train(branch, f'{recipe} --init_from={trunk}/step_{n}.pt --max_iters={n // 5} '
-                        f'--seed={seed + 1000}')
+                        f'--warmup_iters=20 --seed={seed + 1000}')
     scales = f'{branch}/scale_head_{8 * L}.json'
     study.made(scales, f'tune_scale.py --out_dir={branch} --target_length={8 * L} --max_iters=80 '
                        '--warmup_iters=10 --n_samples=32 --init_scale=1.0 --tune=scale:0.1 '

@@ -1,8 +1,9 @@
 """
 What reads past L: NoPE, RoPE and ALiBi, each without and with a short convolution. Each model is
 trained at L = 128 tokens. Then it reads windows of up to 16L tokens. NoPE also reads them with
-small vectors tuned at 8L, RoPE with YaRN and with both. A series is a text, a number of tokens and
-a size of the models.
+small vectors tuned at 8L, RoPE with YaRN and with both, and each of the two after fine-tuning at 8L.
+Two models more are trained at 8L from their second step on. A series is a text, a number of tokens
+and a size of the models.
 
 $ python data/code/prepare.py
 $ bash results/past_L/run.sh                    # measures what is missing
@@ -39,7 +40,11 @@ MODELS = {
     'rope_conv': ('RoPE + conv', '--position=rope --short_conv=4'),
     'alibi': ('ALiBi', '--position=alibi'),
     'alibi_conv': ('ALiBi + conv', '--position=alibi --short_conv=4'),
+    'conv_8L': ('NoPE + conv, trained at 8L', '--short_conv=4'),
+    'rope_8L': ('RoPE, trained at 8L', '--position=rope'),
 }
+# A model that is trained at 8L, and its twin. The gains of both are over the twin's cut context.
+TWINS = {'conv_8L': 'conv', 'rope_8L': 'rope'}
 
 
 @dataclass
@@ -47,17 +52,24 @@ class Series:
     title: str
     arguments: str  # of train.py
     seeds: dict     # {model: how many seeds}
+    readings: tuple = ()  # keys of TITLES; (): all
 
 
 SERIES = {
     'code': Series('Python source, 1.05M parameters', '',
-                   dict.fromkeys(MODELS, 3) | {'conv': 5}),
-    'books': Series('books, 1.05M parameters', '--dataset=books_1024', dict.fromkeys(MODELS, 3)),
+                   dict.fromkeys(MODELS, 3) | {'conv': 5, 'conv_8L': 1, 'rope_8L': 1}),
+    'books': Series('books, 1.05M parameters', '--dataset=books_1024',
+                    dict.fromkeys(MODELS, 3) | {'conv_8L': 0, 'rope_8L': 0}),
     'tokens_40M': Series('Python source, 1.05M parameters, 40M tokens', '--max_iters=19532',
-                         {'conv': 1, 'none': 1, 'rope': 1}),
+                         {'conv': 1, 'none': 1, 'rope': 1}, ('untuned', 'head', 'yarn')),
     'size_5M': Series('Python source, 5M parameters', '--n_layer=6 --n_embd=256 --n_hidden=704',
-                      {'conv': 3, 'none': 1, 'rope': 1}),
+                      {'conv': 3, 'none': 1, 'rope': 1}, ('untuned', 'head', 'vectors', 'yarn')),
 }
+AT_8L = f'--block_size={8 * L} --batch_size=2 --micro_batch_size=2'  # as many tokens as at L
+# Tune every weight, with as many windows as the vectors. The rate is a quarter of pretraining's
+# peak, as in config/finetune_8k.py.
+FINETUNE = (f'--block_size={8 * L} --batch_size=8 --micro_batch_size=8 --max_iters=80 '
+            '--warmup_iters=10 --learning_rate=1e-3 --min_lr=1e-4 --weight_decay=0.0')
 TUNE = f'--target_length={8 * L} --max_iters=80 --warmup_iters=10 --n_samples=32 --init_scale=1.0'
 # {what is tuned: arguments of tune_scale.py}. The rates were chosen on seed 1337, split val.
 TUNINGS = {
@@ -70,47 +82,82 @@ TUNINGS = {
 }
 TITLES = {'untuned': 'untuned', 'uniform': 'uniform scale', 'head': 'head scales',
           'head_clamped': 'head scales, each at least 1', 'channel': 'channel scales',
-          'vectors': 'channel scales and norms', 'yarn': 'YaRN, factor 8',
-          'yarn_head': 'YaRN and head scales', 'yarn_vectors': 'YaRN, channel scales and norms'}
+          'vectors': 'channel scales and norms', 'weights': 'every weight fine-tuned',
+          'yarn': 'YaRN, factor 8', 'yarn_head': 'YaRN and head scales',
+          'yarn_vectors': 'YaRN, channel scales and norms',
+          'yarn_weights': 'YaRN, every weight fine-tuned'}
 
 
 # ---------------------------------------------------------------------- one model and seed
 
-def readings_of(model, run):
-    """{name: arguments of eval_ppl.py}. Tunes the scales that are missing."""
-    readings, tuned, base = {'untuned': ''}, TUNINGS, ''
+def is_read(name):
+    return name in (SERIES[series].readings or TITLES)
+
+
+def train(model, seed):
+    """Train a model. Returns its folder, and the arguments that name its untuned model."""
+    run, arguments = run_of(model, seed), f'{recipe(model)} --seed={seed}'
+    if model not in TWINS:
+        study.train(run, arguments)
+        return run, ''
+    # One step at L, so that the checkpoint says that the cut context is L.
+    study.train(f'{run}_start', f'{arguments} --max_iters=1')
+    study.train(run, f'{arguments} {AT_8L} --init_from={run}_start/last.pt')
+    return run, f'--baseline={train(TWINS[model], seed)[0]}/last.pt'
+
+
+def readings_of(model, seed):
+    """
+    {name: (folder, arguments of eval_ppl.py and entropy.py, arguments that name the untuned
+    model)}. Trains the model, tunes its scales and fine-tunes it, as far as this is missing.
+    """
+    run, baseline = train(model, seed)
+    readings, tuned, base = {'untuned': (run, '', baseline)}, TUNINGS, ''
+    if 'alibi' in model or model in TWINS:
+        return readings
     if 'rope' in model:
-        base = readings['yarn'] = '--rope_scaling=yarn:8'
+        base = '--rope_scaling=yarn:8'
+        readings['yarn'] = run, base, ''
         tuned = {f'yarn_{name}': TUNINGS[name] for name in ('head', 'vectors')}
-    if 'alibi' in model:
-        tuned = {}
     for name, arguments in tuned.items():
-        kind = 'uniform' if name == 'uniform' else f'head_{8 * L}'
-        path = f'{run}/scale_{kind}_{name}.json'
-        study.made(path, f'tune_scale.py --out_dir={run} --label={name} {arguments} {base}'.strip())
-        readings[name] = f'{base} --scale={path}'.strip()
+        if is_read(name):
+            kind = 'uniform' if name == 'uniform' else f'head_{8 * L}'
+            path = f'{run}/scale_{kind}_{name}.json'
+            study.made(path, f'tune_scale.py --out_dir={run} --label={name} {arguments} '
+                             f'{base}'.strip())
+            readings[name] = run, f'{base} --scale={path}'.strip(), ''
+    name = 'yarn_weights' if base else 'weights'
+    if is_read(name):
+        last = f'{run}/last.pt'
+        study.train(f'{run}_{name}', f'{recipe(model)} {FINETUNE} --seed={seed} --init_from={last}'
+                    + (' --rope_scaling=yarn' if base else ''))
+        readings[name] = f'{run}_{name}', '', f'--baseline={last}'
     return readings
 
 
 def result_of(model, seed):
     """The content of the file of a model and seed. Trains and tunes what is missing."""
-    began, run, readings = time.perf_counter(), run_of(model, seed), {}
-    arguments = f'{MODELS[model][1]} {SERIES[series].arguments}'.strip()
-    study.train(run, f'config/code.py {arguments} --seed={seed}')
-    for name, how in readings_of(model, run).items():
+    began, readings = time.perf_counter(), {}
+    for name, (run, how, baseline) in readings_of(model, seed).items():
         losses = study.evaluated(run, 'position', name,
                                  f"--lengths=[{','.join(map(str, LENGTHS))}] {how}")
         repeats = study.evaluated(run, 'repeat', name,
                                   f'--lengths=[{8 * L}] --gram=4 --targets=1000 '
-                                  f"--controls=['near','other'] {how}")
+                                  f"--controls=['near','other'] {how} {baseline}")
         spread = study.made(f'{run}/entropy_{name}.json',
-                            f'entropy.py --out_dir={run} --label={name} {how}')
+                            f'entropy.py --out_dir={run} --label={name} '
+                            f'--length={8 * L} {how}')['mean_entropy']
         readings[name] = {'text': losses['rows'], 'repeats': repeats['rows'],
                           'share': repeats['share'], 'copy_weight': repeats['copy_weight'],
-                          'entropy': [spread['mean_entropy'][16 * T // L - 1]  # bins of L / 16
+                          'entropy': [spread[len(spread) * T // (8 * L) - 1]  # bins to 8L
                                       for T in LENGTHS[:-1]]}
-    return {'model': model, 'seed': seed, 'train': arguments,
+    return {'model': model, 'seed': seed, 'train': recipe(model),
             'readings': readings} | study.made_with(losses, began)
+
+
+def recipe(model):
+    """The arguments of train.py for a model, without its length and seed."""
+    return f'config/code.py {MODELS[model][1]} {SERIES[series].arguments}'.strip()
 
 
 def folder(of='results'):
@@ -142,8 +189,11 @@ def of_kind(readings, kind):
     return [row for one in readings for row in one['repeats'] if row['kind'] == kind]
 
 
-def row_of(model, name, runs):
-    """Over seeds: losses by length, and gains at far repeats, of a model that is read one way."""
+def row_of(model, name, runs, twins):
+    """
+    Over seeds: losses by length, and gains at far repeats, of a model that is read one way. The
+    twins' cut context is what its gains over all tokens are over.
+    """
     found = [one['readings'][name] for one in runs]
     row = {'model': model, 'reading': name, 'title': f'{MODELS[model][0]}, {TITLES[name]}',
            'seeds': [one['seed'] for one in runs]}
@@ -151,7 +201,7 @@ def row_of(model, name, runs):
         losses = [one['text'][n]['loss'] for one in found]
         row[f'loss at {T}'] = over_seeds(losses)
         if T > L:
-            cut = [one['readings']['untuned']['text'][n]['cut_loss'] for one in runs]
+            cut = [one['readings']['untuned']['text'][n]['cut_loss'] for one in twins]
             row[f'cut at {T}'] = over_seeds(cut)
             row[f'gain at {T}'] = over_seeds([a - b for a, b in zip(cut, losses)])
     for kind in 'all', 'same token', 'near, all', 'other document, all':
@@ -169,9 +219,13 @@ def collect():
     """A row for each model and reading."""
     rows = []
     for model in MODELS:
-        runs = [read(file_of(model, seed)) for seed in seeds_of(model)
-                if file_of(model, seed).exists()]
-        rows += [row_of(model, name, runs) for name in (runs[0]['readings'] if runs else ())]
+        files = [(file_of(model, seed), file_of(TWINS.get(model, model), seed))
+                 for seed in seeds_of(model)]
+        found = [(read(own), read(twin)) for own, twin in files if own.exists() and twin.exists()]
+        if found:
+            runs, twins = zip(*found)
+            for name in runs[0]['readings']:
+                rows.append(row_of(model, name, runs, twins))
     return rows
 
 
@@ -220,7 +274,7 @@ def main():
     study.require_known([series], SERIES)
     study.require_known(models, MODELS)
     if work:
-        study.measure_units({file_of(model, seed): (run_of(model, seed),
+        study.measure_units({file_of(model, seed): (run_of(TWINS.get(model, model), seed),
                                                     partial(result_of, model, seed))
                              for seed in seeds for model in models or MODELS
                              if seed in seeds_of(model)})
