@@ -84,7 +84,7 @@ TITLES = {'untuned': 'untuned', 'uniform': 'uniform scale', 'head': 'head scales
           'head_clamped': 'head scales, each at least 1', 'channel': 'channel scales',
           'vectors': 'channel scales and norms', 'weights': 'every weight fine-tuned',
           'yarn': 'YaRN, factor 8', 'yarn_head': 'YaRN and head scales',
-          'yarn_vectors': 'YaRN, channel scales and norms',
+          'yarn_vectors': 'YaRN, head scales and norms',
           'yarn_weights': 'YaRN, every weight fine-tuned'}
 
 
@@ -118,7 +118,9 @@ def readings_of(model, seed):
     if 'rope' in model:
         base = '--rope_scaling=yarn:8'
         readings['yarn'] = run, base, ''
-        tuned = {f'yarn_{name}': TUNINGS[name] for name in ('head', 'vectors')}
+        # Scales per channel would break RoPE: the two channels of a pair need the same scale.
+        tuned = {'yarn_head': TUNINGS['head'],
+                 'yarn_vectors': TUNINGS['vectors'].replace('channel', 'scale')}
     for name, arguments in tuned.items():
         if is_read(name):
             kind = 'uniform' if name == 'uniform' else f'head_{8 * L}'
