@@ -61,7 +61,8 @@ READINGS = {'NoPE': ('none', ''), 'NoPE, best uniform scale': ('none', 'uniform'
 GRAM = 4             # this many tokens before a far repeat occurred before
 TAIL = 64            # the loss at T is the mean over this many positions before T
 BATCH_TOKENS = 8192  # in one forward pass
-LANES = 2            # models that are trained side by side
+CORES = torch.get_num_threads()  # that this process may use
+LANES = min(2, CORES)            # models that are trained side by side
 
 
 # ---------------------------------------------------------------------- run the stages
@@ -148,14 +149,14 @@ def tunings(model):
 
 def train_and_tune():
     """
-    Train and tune the models, two at a time, each with half of the cores. Returns
-    {command: seconds}.
+    Train and tune the models, two at a time, each with half of the cores, or on one core one after
+    the other. Returns {command: seconds}.
     """
     lanes = {model: training(model) + tunings(model) for model in TRAIN}
     if any(lanes.values()):
         print(f'Training and tuning take about {minutes_to_train()} minutes on this machine.',
               flush=True)
-    run_one = partial(run_lane, threads=max(1, (os.cpu_count() or 1) // LANES), failed=Event())
+    run_one = partial(run_lane, threads=CORES // LANES, failed=Event())
     with ThreadPoolExecutor(LANES) as pool:  # after Ctrl-C this waits: train.py saves first
         found = pool.map(run_one, lanes, lanes.values())
         return {command: seconds for lane in found for command, seconds in lane.items()}
@@ -253,7 +254,7 @@ def read_all(read_text):
         tasks[f'{model}, cut'] = partial(cut_losses_of, read_text, runtime, model)
     torch.set_num_threads(1)  # of each task
     with (progress_bar(len(tasks), f'reading {len(read_text.windows)} windows') as bar,
-          ThreadPoolExecutor(os.cpu_count()) as pool):
+          ThreadPoolExecutor(CORES) as pool):
         started = {name: pool.submit(task) for name, task in tasks.items()}
         for each in as_completed(started.values()):
             each.result()  # raises what the task raised
@@ -351,7 +352,7 @@ def print_report(report):
 
 def minutes_to_train():
     """About how long training and tuning take here, from a trial of a few seconds."""
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // LANES))
+    torch.set_num_threads(CORES // LANES)
     model, _ = open_model('lessons/models/conv/last.pt')
     model.requires_grad_(True)
     ids, seconds = torch.randint(model.config.vocab_size, (8, 129)), []
@@ -361,9 +362,8 @@ def minutes_to_train():
         seconds.append(time.perf_counter() - began)
     steps = max_iters * sum(share for _, share in TRAIN.values())
     steps += 2 * 8 * tune_iters  # of two models; a step of tuning is as long as 8 of training
-    lanes = min(LANES, os.cpu_count() or 1)
     # The trial is not compiled. What compiled steps save is about what compiling takes.
-    return round(min(seconds) * steps / lanes / 60)
+    return round(min(seconds) * steps / LANES / 60)
 
 
 def require_files():

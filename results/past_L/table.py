@@ -1,9 +1,9 @@
 """
 What reads past L: NoPE, RoPE and ALiBi, each without and with a short convolution. Each model is
 trained at L = 128 tokens. Then it reads windows of up to 16L tokens. NoPE also reads them with
-small vectors tuned at 8L, RoPE with YaRN and with both, and each of the two after fine-tuning at 8L.
-Two models more are trained at 8L from their second step on. A series is a text, a number of tokens
-and a size of the models.
+small vectors tuned at 8L, RoPE with YaRN and with both, and each of the two after fine-tuning at
+8L. Two models more are trained at 8L from their second step on. A series is a text, a number of
+tokens and a size of the models.
 
 $ python data/code/prepare.py
 $ bash results/past_L/run.sh                    # measures what is missing
