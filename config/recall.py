@@ -1,5 +1,5 @@
 # Associative recall and copying: one NoPE model of 0.8M parameters that learns both from inputs of
-# up to 16 symbols, tested at 1 to 16 times that.
+# up to 16 symbols, tested at 1 to 64 times that.
 # python che.py config/recall.py
 # python che.py config/recall.py --position=alibi
 tasks = ['recall+copy']
@@ -12,5 +12,5 @@ batch_size = 64
 max_iters = 6000
 learning_rate = 2e-3
 eval_interval = 500
-lengths = [16, 32, 64, 256]
+lengths = [16, 32, 64, 256, 1024]
 n_test = 64

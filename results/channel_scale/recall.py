@@ -71,10 +71,10 @@ def answer_cut(model, tokens, n):
 
 
 @torch.no_grad()
-def shares(seed, judge):
+def shares(seed, judge, lengths=LENGTHS):
     """The share of test samples' answers for which judge(tokens, answers) is true, by length."""
     found = []
-    for length in LENGTHS:
+    for length in lengths:
         judged = [judge(*batch).float().mean() for batch in samples('test', seed, length, n_test)]
         found.append(torch.stack(judged).mean().item())
     return found
@@ -89,13 +89,13 @@ def share_right(model, seed, cut=False):
     return shares(seed, right)
 
 
-def share_held(seed, T):
-    """The share of answers whose key and value are in the last T tokens, at each of LENGTHS."""
+def share_held(seed, T, lengths=LENGTHS):
+    """The share of answers whose key and value are in the last T tokens, at each length."""
     def held(tokens, answers):
         n = answers.shape[1]
         pair = (tokens[:, None] == tokens[:, -n:, None]).int().argmax(-1)  # first place of each key
         return pair >= tokens.shape[1] - n + 1 + torch.arange(n) - T
-    return shares(seed, held)
+    return shares(seed, held, lengths)
 
 
 def loss_of(model, tokens, answers):

@@ -20,6 +20,7 @@ from demo import read
 from lib import figures
 from lib.figures import BLACK, BLUE, ORANGE
 from results import study
+from results.channel_scale import recall
 
 size = 'small'               # a key of SIZES
 methods: list[str] = []      # keys of ROWS; []: all
@@ -73,6 +74,13 @@ ROWS = {
     'channel': Row('channel scale', 'NoPE, tuned', tune='--tune=channel', sizes=ALL),
     'vectors': Row('small vectors', 'NoPE, tuned', tune='--tune=scale,out,norm', sizes=ALL),
     'weights': Row('every weight', 'NoPE, tuned', 'none_8l', TUNE_8L, 'none', sizes=ALL),
+    'conv': Row('NoPE + conv', 'convolution', 'conv', '--short_conv=4', recalls=True),
+    'conv_head': Row('NoPE + conv, head scale', 'convolution', 'conv', '--short_conv=4',
+                     tune='--tune=scale'),
+    'rope_conv': Row('RoPE + conv', 'convolution', 'rope_conv', '--position=rope --short_conv=4',
+                     recalls=True),
+    'alibi_conv': Row('ALiBi + conv', 'convolution', 'alibi_conv',
+                      '--position=alibi --short_conv=4', recalls=True),
     'llama4': Row('Llama-4 temperature', 'temperature', read='--position=llama4'),
     'adaptive': Row('adaptive temperature', 'temperature', read='--position=adaptive'),
     'logn': Row('log-n', 'temperature', 'logn', '--position=logn', recalls=True),
@@ -211,8 +219,12 @@ def with_gains(key, seed):
 
 
 def column(found, *path):
+    """A number of what with_gains() returns. None if an older file does not have it."""
     for key in path:
-        found = found[key]
+        try:
+            found = found[key]
+        except (KeyError, IndexError):
+            return None
     return found
 
 
@@ -226,9 +238,11 @@ COLUMNS = {
     'own gain at 8L': ('text', 2, 'gain'),
     'gain at far repeats': ('repeats', 0, 'gain_over_untuned'),
     'own gain at far repeats': ('repeats', 0, 'gain'),
+    'R': ('repeats', 0, 'R'),
     'recall at L': ('recall', 'accuracy', 0),
     'recall at 4L': ('recall', 'accuracy', 2),
     'recall at 16L': ('recall', 'accuracy', 3),
+    'recall at 64L': ('recall', 'accuracy', 4),
     'copy at L': ('copy', 'exact', 0),
     'copy at 2L': ('copy', 'exact', 1),
 }
@@ -251,7 +265,24 @@ def collect():
             if values and None not in values:
                 found[heading] = study.over_seeds(values)
         rows.append(found)
+    if any('recall at L' in row for row in rows):
+        rows.append(cut_row())
     return rows
+
+
+def cut_row():
+    """
+    The share of recall's answers that the last 2L tokens hold: the longest input of training, a
+    copy of L symbols. A model with its context cut to them can at best recall so many, beyond luck.
+    """
+    lengths = [recall.L, 4 * recall.L, 16 * recall.L, 64 * recall.L]
+    held = [recall.share_held(seed, 2 * recall.L, lengths) for seed in seeds]
+    row = {'row': 'cut', 'title': 'what the last 2L tokens hold', 'family': 'NoPE',
+           'tuned_numbers': None, 'seeds': seeds, 'step': None}
+    for heading, *values in zip((f'recall at {n}L' if n > 1 else 'recall at L'
+                                 for n in (1, 4, 16, 64)), *held):
+        row[heading] = study.over_seeds(values)
+    return row
 
 
 def lines(rows):
@@ -264,7 +295,7 @@ def lines(rows):
 # ---------------------------------------------------------------------- the picture
 
 FAMILIES = {'NoPE': BLACK, 'NoPE, tuned': BLUE, 'temperature': ORANGE, 'RoPE': '#D55E00',
-            'bias': '#117733', 'DAPE': '#AA4499'}
+            'bias': '#117733', 'DAPE': '#AA4499', 'convolution': '#56B4E9'}
 
 
 def family_color(row):
@@ -288,12 +319,13 @@ def draw(result):
     rows = result['rows']
     views = {'gain at far repeats': 'gain from beyond L at far repeats (nats)',
              'recall at 4L': 'recall at 4 times its training length (share right)'}
-    measured = {key: [row for row in rows if key in row] for key in views}
+    measured = {key: [row for row in rows if key in row and 'loss at L' in row]
+                for key in views}
     views = {key: name for key, name in views.items() if measured[key]}
     figure, axes = figures.panels(
         f"What reads past L = {result['L']}, size {result['label']} "
         '(bars: standard deviation of seeds)', len(views), 2, width=6.2, height=7)
-    edge = 1.4 * min(row['loss at L']['mean'] for row in rows)
+    edge = 1.4 * min(row['loss at L']['mean'] for row in rows if 'loss at L' in row)
     for axis, (key, name) in zip(axes, views.items()):
         draw_rows(axis, measured[key], key, edge)
         axis.set(xlabel='loss at L (nats per token), better to the right', ylabel=name)
