@@ -322,12 +322,12 @@ def sentences(report):
     return [
         f'1. At L = {L} tokens, the length of training, the loss of NoPE is {loss(nope, L)} nats '
         f'per token, of RoPE {loss(rope, L)}, of NoPE with the convolution {loss(conv, L)}.',
-        f'2. At {T} tokens it is {loss(nope)} for NoPE and {loss(rope)} for RoPE. With the last L '
-        f'tokens alone it is {cut[nope]} and {cut[rope]}.',
+        f'2. At {T} tokens it is {loss(nope)} for NoPE and {loss(rope)} for RoPE. With only the '
+        f'last L tokens it is {cut[nope]} and {cut[rope]}.',
         f'3. With the best softmax scale for the whole model NoPE has {loss(uniform)} there, with '
         f'one for each head {loss(heads)}.',
         f'4. NoPE with the convolution has {loss(conv)} at {T} tokens, with a scale for each head '
-        f'{loss(conv_heads)}, with the last L tokens alone {cut[conv]}.',
+        f'{loss(conv_heads)}, with only the last L tokens {cut[conv]}.',
         '5. Where earlier text repeats, more than L tokens back, that text is worth, in nats per '
         f'token: {worth(nope)} to NoPE, {worth(heads)} with head scales, {worth(rope)} to RoPE, '
         f'{worth(conv)} to the convolution, {worth(conv_heads)} with head scales: it '
@@ -339,7 +339,7 @@ def print_report(report):
     lengths = report['lengths']
     print(f"\n{report['windows']} windows of {report['source']}. Loss in nats per token, mean of "
           f"{TAIL} positions before each length. Gain at {report['far_targets']} far repeats, over "
-          f'the untuned model with the last {lengths[0]} tokens alone.\n')
+          f'the untuned model with only the last {lengths[0]} tokens.\n')
     head = ''.join(f'{f"at {T}":>9}' for T in lengths)
     print(f'{"":26}{head}{"gain":>9}   scales')
     for title, row in report['readings'].items():

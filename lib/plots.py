@@ -324,7 +324,7 @@ def draw_demo(result):
         curve(left, range(1, T + 1), row['curve'], title)
     name, best = list(readings.items())[-1]
     cut = [row.get('cut_loss', row['loss']) for row in best['at'].values()]
-    draw_cut(left, lengths, cut, f"{name.partition(',')[0]}, sees the last L tokens alone")
+    draw_cut(left, lengths, cut, f"{name.partition(',')[0]}, sees only the last L tokens")
     position_axis(left, L, 'loss (nats per token)', f'Loss, mean of {result["tail"]} positions')
 
     gains = [row['far']['gain'] for row in readings.values()]
@@ -332,7 +332,7 @@ def draw_demo(result):
     right.barh(list(readings), gains, xerr=errors, color=[color_of(title) for title in readings])
     right.axvline(0, color=BLACK, lw=1)
     right.invert_yaxis()
-    right.set(xlabel='gain (nats per token, ± standard error); 0: sees the last L tokens alone',
+    right.set(xlabel='gain (nats per token, ± standard error); 0: sees only the last L tokens',
               title=f"What text more than L = {L} tokens back is worth, where it repeats")
     return figure
 
