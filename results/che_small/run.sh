@@ -1,5 +1,5 @@
 # Two Chomsky-hierarchy tasks at a small budget, with DAPE 1x3-Kerple, Kerple, RoPE, and RoPE at
-# random positions: one to eight minutes of one CPU core each. Lengths to 60 in steps of 3, then 41 to
+# random positions: 1 to 11 minutes of one CPU core each. Lengths to 60 in steps of 3, then 41 to
 # 500 in steps of 51. From the project's root.
 set -e
 
