@@ -145,8 +145,9 @@ def weights_for(model, weights, source):
     shapes: one number per head, or one per channel. Raises UserError if a weight is missing, left
     over or of another shape.
     """
-    neutral = {name: torch.full(p.shape, VECTORS[vector_of(name)].neutral)
-               for name, p in small_vectors(model).items()}
+    # An expanded number takes no memory, whatever sizes a broken checkpoint claims.
+    neutral = {name: torch.tensor(VECTORS[vector_of(name)].neutral).expand(p.shape)
+               for name, p in small_vectors(model).items() if name not in weights}
     weights = neutral | weights
     for name, p in small_vectors(model).items():
         if p.dim() == 2 and weights[name].shape == (len(p), model.config.head_dim):
@@ -158,7 +159,7 @@ def weights_for(model, weights, source):
                         f'{theirs.get(name)}. These are not the weights of a model with position '
                         f'{model.config.position}, or an unreleased version wrote them. Leave '
                         '--position out, or train the model again.')
-    return weights
+    return weights | {name: vector.clone() for name, vector in neutral.items()}
 
 
 def cast_matrices(model, dtype):

@@ -190,6 +190,23 @@ def cpu():
 
 
 @contextlib.contextmanager
+def memory_at_most(n_bytes):
+    """
+    Inside the `with` block, the process can allocate n_bytes more. Without /proc there is no limit.
+    """
+    path = Path('/proc/self/statm')
+    resource = pytest.importorskip('resource', reason='Windows cannot limit memory')
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    if path.exists():
+        used = int(path.read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + n_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@contextlib.contextmanager
 def files_at_most(n_bytes):
     """Inside the `with` block, no file can grow past n_bytes, as on a full disk."""
     import matplotlib.pyplot  # noqa: F401, because it writes a cache when first imported

@@ -12,6 +12,7 @@ import torch
 from conftest import (
     files_at_most,
     flip_a_bit,
+    memory_at_most,
     mistake,
     near,
     random_model,
@@ -131,21 +132,6 @@ def edit_weights(folder, **changes):
     weights = {name: tensor for name, tensor in weights.items() if tensor is not None}
     safetensors_torch.save_file(weights, path, metadata={'format': 'pt'})
     return weights
-
-
-@contextlib.contextmanager
-def memory_at_most(n_bytes):
-    """
-    Inside the `with` block, the process can allocate n_bytes more. Without /proc there is no limit.
-    """
-    path = Path('/proc/self/statm')
-    resource = pytest.importorskip('resource', reason='Windows cannot limit memory')
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    if path.exists():
-        used = int(path.read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + n_bytes, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 # ---------------------------------------------------------------------- Llama-type models
