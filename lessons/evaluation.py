@@ -1,7 +1,6 @@
 """
-How often the likeliest next token is the right one, by length of the context. This is an example
-to copy for an evaluation of your own. accuracy() is the measurement. The rest is what every
-evaluation has.
+How often the likeliest next token is the right one, by length of the context. Copy this example
+for your own evaluation: replace accuracy(), the measurement. Every evaluation needs the rest.
 
 $ python -m lessons.evaluation --lengths=[128,512]
 

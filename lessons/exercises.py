@@ -1,21 +1,19 @@
 """
-Exercises on length generalization, from easy to hard. Each docstring gives the formula and its
-source. Replace the `raise` by your own code, in PyTorch. Then let the grader check it:
+Exercises on length generalization. Each docstring gives the formula and its source. Replace the
+`raise` by your own code, in PyTorch. Then let the grader check it:
 
 $ make lessons                                                # all exercises
 $ python -m pytest lessons/test_exercises.py -k entropy       # the exercises with this name
 
-The project contains a solution of each exercise. lessons/README.md says in which file, and how long
-an exercise may take. Exercise 10 is your own position bias. Every stage then knows it as
---position=own:
+lessons/README.md says how long an exercise may take, and in which file the project solves it.
+Exercise 10 is your own position bias. Each program then knows it as --position=own:
 
 $ python -m lessons.exercises train.py --position=own --out_dir=out/demo/own --max_iters=800
 $ python -m lessons.exercises eval_ppl.py --out_dir=out/demo/own --protocol=position
 
-Shapes: H heads of size D, T tokens. q, k and v are (H, T, D). Scores and attention weights are (H,
-T, T), with a row for each query i and a column for each key j. i and j start at 0. s_ij is a score,
-and a_ij is an attention weight. The grader calls your code with float64 numbers, so make new
-tensors in the dtype of the inputs.
+Shapes: H heads of size D, T tokens. q, k and v are (H, T, D). Scores s_ij and attention weights
+a_ij are (H, T, T), with a row for each query i and a column for each key j, both from 0. The grader
+calls your code with float64 numbers, so make new tensors in the dtype of the inputs.
 """
 
 import math
@@ -44,9 +42,8 @@ def causal_attention(q, k, v, scale):
 
 def scale_queries(q, scale):
     """
-    2. The same result without a change of the attention code, so that any fused kernel can run.
-    Change the queries such that causal_attention(new_q, k, v, ones) equals causal_attention(q, k,
-    v, scale).
+    2. Get the result of exercise 1 from any fused kernel. Change only the queries, so that
+    causal_attention(new_q, k, v, ones) equals causal_attention(q, k, v, scale).
     q: (H, T, D); scale: (H,). Returns new_q, (H, T, D).
     """
     raise NotImplementedError('Scores are linear in q. What does a multiple of q do to them?')
@@ -54,9 +51,9 @@ def scale_queries(q, scale):
 
 def fold_scale(weight, scale):
     """
-    3. The same result by a change of the weights. It then costs no time, and any engine can read
-    the model. Queries are W x, and row h D + d of W gives channel d of head h. Change W so that the
-    queries come out scaled.
+    3. Get this result by a change of the weights, which costs no time and works in any engine.
+    Queries are W x. Row h D + d of W gives channel d of head h. Change W so that the queries come
+    out scaled.
     weight: W, (H D, C); scale: (H,). Returns the new W, (H D, C).
     """
     raise NotImplementedError('Which rows of W belong to head h?')
@@ -65,8 +62,8 @@ def fold_scale(weight, scale):
 def fit_scale(position, best, L):
     """
     4. How the best uniform scale grows with the position. Fit best = 1 + a ln(position / L) by
-    least squares, over the positions beyond L only. The 1 is fixed, because at L the model needs no
-    scale. Source: Appendix B of the paper.
+    least squares, over only the positions beyond L. At L the model needs no scale, so the 1 is
+    fixed. Source: Appendix B of the paper.
     position, best: (n,); L: training length in tokens. Returns a.
     """
     raise NotImplementedError('Let x = ln(position / L). Set the derivative of '
@@ -86,10 +83,10 @@ def entropy(attention):
 
 def entropy_without_matrix(q, k):
     """
-    6. The same from q and k, without ever holding T x T numbers. Insert
+    6. The entropy from q and k, without ever holding T x T numbers. Insert
     ln a_ij = s_ij - ln sum_m exp(s_im) into the formula of exercise 5. This gives
     H_i = ln sum_{j <= i} exp(s_ij) - sum_j a_ij s_ij.
-    Compute one row at a time. (One call of a fused kernel would be faster.)
+    Compute one row at a time.
     Here s_ij = q_i . k_j / sqrt(D). q, k: (H, T, D). Returns (H, T).
     """
     raise NotImplementedError('Begin with one query: torch.logsumexp of its scores, minus the mean '
@@ -112,9 +109,9 @@ def rotate(x, place, base=10000.0):
 def yarn_frequencies(D, base, s, L):
     """
     8. YaRN (Peng et al. 2023, section 3.2) extends RoPE by a factor s. Compute the angle by which
-    each pair turns from one position to the next.
-    RoPE turns pair n by base^(-2n/D) per position. In L tokens it turns L / (2 pi base^(2n/D))
-    times. So the pair that turns r times is n(r) = D ln(L / (2 pi r)) / (2 ln base).
+    each pair turns per position.
+    RoPE turns pair n by base^(-2n/D) per position, so L / (2 pi base^(2n/D)) times in L tokens. The
+    pair that turns r times in L tokens is n(r) = D ln(L / (2 pi r)) / (2 ln base).
     Let low = floor(n(32)), at least 0, and high = ceil(n(1)), at most D - 1. Pairs up to low keep
     RoPE's angle. Pairs from high on get RoPE's angle / s. In between, the share of the second angle
     grows linearly from 0 to 1. If high <= low, all pairs after low get RoPE's angle / s.
@@ -136,14 +133,14 @@ def alibi(n_head, i, j):
 
 class OwnBias(position.Bias):
     """
-    10. Your own position bias: bias() returns what is added to the scores. If it has learned
-    numbers, make them in __init__ as nn.Parameters. The bias must
+    10. Your own position bias: bias() returns what is added to the scores. Make learned numbers in
+    __init__, as nn.Parameters. The bias must
     - depend only on i - j,
     - give a far key no more than a near key,
     - be finite for all positions below 64 L, where L = config.block_size,
     - pass a gradient to each of its parameters.
-    Values at j > i do not matter, but must be finite. Then train it by the command at the top of
-    this file, and compare it with NoPE: see lessons/README.md.
+    Values at j > i do not matter, but must be finite. Then train it by the command above, and
+    compare it with NoPE: see lessons/README.md.
     """
 
     def __init__(self, config):
@@ -166,11 +163,11 @@ class OwnBias(position.Bias):
 def tune_scales(model, batches, rate, per_channel=False):
     """
     11. HeadScale, section 3 of the paper, in about 15 lines. Freeze all weights. Train only the
-    head scales of all layers: block.attn.head_scale, (H, 1), of each block in model.blocks. Take
-    one step for each batch, down the gradient of the mean loss, model(inputs, targets).mean(). Use
-    any optimizer. After each step raise every scale below 1 to 1, Eq. (6).
-    batches: a list of (inputs, targets), (B, T) token ids each; rate: the learning rate. The result
-    is the scales in the model; return nothing.
+    head scales: block.attn.head_scale, (H, 1), of each block in model.blocks. Take one step for
+    each batch, down the gradient of the mean loss, model(inputs, targets).mean(). Use any
+    optimizer. After each step raise every scale below 1 to 1, Eq. (6).
+    batches: a list of (inputs, targets), (B, T) token ids each; rate: the learning rate. Return
+    nothing: the result is the scales in the model.
     per_channel=True (beyond the paper): one scale for each channel of a head, (H, D). It starts at
     the scale of its head, and may fall below 1. D is model.config.head_dim. To change the shape,
     assign an array (n_layer, H, D) to model.head_scale.
@@ -183,13 +180,13 @@ def tune_scales(model, batches, rate, per_channel=False):
 
 def dape(scores, bias, first, second):
     """
-    12. DAPE V2, Eq. (3): S + B + f([S; B]). The scores S and the bias B of all heads are 2H
-    channels of a map. f is a convolution over the keys, a LeakyReLU (slope 0.01) and a second
-    convolution.
-    Set keys j > i to 0 in the map, because f would otherwise see the future. Each output key stands
-    at the middle of the kernel. Convolve as torch does, without reversing the kernel.
-    Left of key 0, both convolutions read 0. On the right, each row of the map continues with zeros,
-    and the middle layer has (K - 1) / 2 keys more than T.
+    12. DAPE V2, arXiv:2410.04798, Eq. (3): S + B + f([S; B]). The scores S and the biases B of all
+    heads are the 2H channels of a map. f is a convolution over the keys, a LeakyReLU (slope 0.01)
+    and a second convolution. Convolve as torch does, without reversing the kernel. The middle of
+    the kernel is at the output's key.
+    Set keys j > i to 0 in the map, because f would otherwise see the future. Left of key 0, both
+    convolutions read 0. Right of key T - 1, the map continues with zeros. The first convolution
+    also computes the (K - 1) / 2 keys there that the second one reads.
     scores, bias: (H, T, T); first: (width, 2H, K); second: (H, width, K); K is odd. Returns
     (H, T, T), -inf at j > i.
     """
@@ -199,7 +196,7 @@ def dape(scores, bias, first, second):
 
 
 def leaky(scores):
-    """The f of a DAPE by another author, for one head: (T, T) to (T, T). Is it causal?"""
+    """Another f for DAPE, of one head: (T, T) to (T, T). Is it causal?"""
     kernel = scores.new_tensor([[[0.5, 1.0, 0.5]]])
     return F.conv1d(scores[:, None], kernel, padding=1)[:, 0].tril()
 
@@ -207,9 +204,9 @@ def leaky(scores):
 def leaks(f, T):
     """
     13. Find the leak: which future scores does f use? f maps float64 scores (T, T) to (T, T), as
-    leaky() above does. Of row i, attention uses only the outputs at keys j <= i.
+    leaky() does. Of row i, attention uses only the outputs at keys j <= i.
     Returns (T, T) bool: True at (i, j) if j > i and the score at (i, j) changes an output of row i
-    at a key <= i. Give f random scores: at zeros, a product of two scores does not change.
+    at a key <= i. Give f random scores. If they were all 0, a product of two scores would stay 0.
     """
     raise NotImplementedError('Begin with one score: change it a little. Which outputs change?')
 
@@ -219,11 +216,10 @@ def leaks(f, T):
 def sliding_windows(n, length, stride):
     """
     14. Perplexity of n tokens by sliding windows. Return a list of (lo, hi, scored), in order. A
-    window reads tokens lo ... hi - 1, at most `length` of them, and scores the last `scored` of
-    them.
-    Token 0 is never scored, because no token is before it. Score each other token once. Its window
+    window reads tokens lo ... hi - 1, at most `length` of them, and scores the last `scored`.
+    Token 0 has no token before it, so it is never scored. Score each other token once. Its window
     must begin at 0 or hold at least length - stride tokens before it. Each window begins `stride`
-    tokens after the window before it; the last window may begin fewer tokens after it.
+    tokens after the one before; only the last may begin fewer tokens after it.
     """
     raise NotImplementedError('Begin with (0, length, length - 1). Where does the next window end? '
                               'Which of its tokens are not scored yet?')
@@ -231,9 +227,9 @@ def sliding_windows(n, length, stride):
 
 def far_repeat_gain(tokens, losses, cut_losses, g, L):
     """
-    15. Does a model find a token far beyond L? A target t >= 2L counts if the g tokens before it,
-    tokens[t - g:t], also stand before an earlier token s, so tokens[s - g:s] equals them, with
-    s < t - L. It does not count if they also stand before a token s with t - L <= s < t.
+    15. Does a model find a token far beyond L? Let s be the latest position before t at which
+    tokens[s - g:s] equals tokens[t - g:t]. A target t >= 2L counts if s exists and
+    s < t - L.
     The gain of t is its loss when the model sees only the last L tokens, minus its loss when the
     model sees everything.
     tokens: (n,) ids; losses: (n,), the loss of each token as a target; cut_losses: (n,), the same
@@ -245,17 +241,17 @@ def far_repeat_gain(tokens, losses, cut_losses, g, L):
 
 def gain_and_headroom(losses, own_cut, cut, same, val_cut, val_same):
     """
-    16. A gain says little until you know how large it could be. For each target of exercise 15 you
-    have three losses. `losses`: a tuned model sees everything. `own_cut`: the tuned model sees only
-    the last L tokens. `cut`: the untuned model sees only the last L tokens. `same` is True if a
-    copy is right: the target equals tokens[s], the token that followed the earlier place.
-    gain is the mean of cut - losses. It uses the cut of the untuned model, because tuning may make
-    a model's own cut worse, and this would count as a gain.
-    headroom is the gain of a copy cache (the simplest form of Grave et al. 2017, arXiv:1612.04426).
-    The cache gives the target the probability (1 - w) e^-cut + w c. c is 1 if the copy is right,
-    and 0 if not. headroom is the mean of cut minus the mean loss of the cache. w is the number in
-    [0, 1) with the smallest mean loss on validation text, to four digits. The mean loss is convex
-    in w, so a fine grid or a bisection finds it.
+    16. How large could a gain be? For each target of exercise 15 you have three losses. `losses`: a
+    tuned model sees everything. `own_cut`: the tuned model sees only the last L tokens. `cut`: the
+    untuned model sees only the last L tokens. `same` is True if a copy is right: the target equals
+    tokens[s], with the s of exercise 15.
+    gain is the mean of cut - losses. It uses the cut of the untuned model: tuning may make a
+    model's own cut worse, which would count as a gain.
+    headroom is the gain of a copy cache (the simplest form of Grave et al. 2017, arXiv:1612.04426):
+    the mean of cut minus the mean loss of the cache. The cache gives the target the probability
+    (1 - w) e^-cut + w c. c is 1 if the copy is right, else 0. w in [0, 1) gives the smallest mean
+    loss on validation text, to four digits. The mean loss is convex in w, so a fine grid or a
+    bisection finds w.
     R = gain / headroom.
     losses, own_cut, cut: (n,) nats; same: (n,) bool; val_cut, val_same: (m,), `cut` and `same` of
     the validation targets. Returns (gain, headroom, R).
@@ -272,8 +268,8 @@ def short_conv(x, w, before=None):
     y_t = x_t + sum_tau w_tau x_(t - tau), tau = 0 ... taps - 1.
     w_tau holds one number per channel, and the product is channel by channel. Before the first
     token of the text, x is 0.
-    A model that reads a text in parts keeps the last taps - 1 inputs in its cache. They are
-    `before` when it reads the next part. y then equals the y of the whole text in one piece.
+    A model that reads a text in parts keeps the last taps - 1 inputs. They are `before` of the next
+    part. y then equals the y of the whole text in one piece.
     x: (B, T, C); w: (taps, C); before: (B, taps - 1, C), or None where a text begins. Returns
     (B, T, C).
     """
