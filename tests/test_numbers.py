@@ -1,5 +1,6 @@
 """
-Every number of the first page's results is what a JSON in results/ gives.
+Every number of the first page's results, and of the tables that studies print, is what a JSON in
+results/ gives.
 
 $ python -m pytest tests/test_numbers.py
 
@@ -20,6 +21,10 @@ from statistics import mean, stdev
 import pytest
 from conftest import ROOT
 from conftest import read as read_json
+
+from results import study
+from results.past_L import table as past_table
+from results.scoreboard import table as scoreboard_table
 
 SEEDS = '1337', '1338', '1339'
 FILES = {
@@ -375,3 +380,23 @@ def test_a_number_that_is_changed_or_has_no_entry_is_a_fault(name):
         assert faults(place, text[:number.start()] + other + text[number.end():]), number
         assert faults(place, f'{text[:number.start()]}0.7 {text[number.start():]}'), number
     assert faults(place, text + ' 0.7') == ['0.7 has no entry']
+
+
+# ---------------------------------------------------------------------- tables of pages
+
+# {page and JSON: what prints the table from the rows of the JSON}
+PRINTED = {
+    'past_L/past_L': past_table.print_table,
+    'scoreboard/small': lambda rows: study.print_table(scoreboard_table.lines(rows)),
+    'scoreboard/books': lambda rows: study.print_table(scoreboard_table.lines(rows)),
+    'demo/seeds': lambda rows: study.print_table(rows, digits=2),
+}
+
+
+@pytest.mark.parametrize('name', PRINTED)
+def test_table_of_page_is_what_its_program_prints(name, capsys):
+    page = ROOT / 'results' / name.split('/')[0] / 'README.md'
+    PRINTED[name](read_json(ROOT / f'results/{name}.json')['rows'])
+    rows = capsys.readouterr().out.splitlines()[2:]  # without headings, which are longer on pages
+    lines = page.read_text().replace('−', '-').splitlines()
+    assert rows and [row for row in rows if row not in lines] == []

@@ -85,8 +85,8 @@ def test_a_row_is_the_mean_and_the_spread_of_its_seeds(board, capsys):
     assert none['seeds'] == [1, 3] and t5['own gain at 8L'] == {'mean': -1.5, 'sd': None}
     study.print_table(table.lines([none, t5]))
     lines = capsys.readouterr().out.splitlines()
-    assert lines[2].startswith('| NoPE | 0 |  | 2 | 1.500 ± 0.707 |')
-    assert lines[3].startswith('| T5 bias | 0 |  | 1 | 3.000 |')
+    assert lines[2].startswith('| NoPE | 0 | 2 | 1.500 ± 0.707 |')
+    assert lines[3].startswith('| T5 bias | 0 | 1 | 3.000 |')
     assert study.over_seeds([[1.0, 2.0], [3.0, 2.0]]) == {'mean': [2, 2], 'sd': [2 ** 0.5, 0]}
 
 

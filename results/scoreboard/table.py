@@ -286,10 +286,15 @@ def cut_row():
 
 
 def lines(rows):
-    """The rows as the page has them."""
-    return [{'': row['title'], 'tuned': row['tuned_numbers'], 'step': row['step'],
-             'seeds': len(row['seeds'])} | {name: row.get(name) for name in COLUMNS}
-            for row in rows]
+    """The rows as the page has them. A column that no row has is left out."""
+    columns, found = ('tuned', 'step', 'seeds', *COLUMNS), []
+    for row in rows:
+        tuned, step = row['tuned_numbers'], row['step']
+        cells = row | {'tuned': f'{tuned:,}' if isinstance(tuned, int) else tuned,
+                       'step': step and f'{step:.2f}', 'seeds': len(row['seeds'])}
+        found.append({'': row['title']} | {name: cells.get(name) for name in columns})
+    used = {name for row in found for name, cell in row.items() if cell is not None}
+    return [{name: cell for name, cell in row.items() if name in used} for row in found]
 
 
 # ---------------------------------------------------------------------- the picture
