@@ -60,8 +60,11 @@ SERIES = {
                    dict.fromkeys(MODELS, 3) | {'conv': 5, 'conv_8L': 1, 'rope_8L': 1}),
     'books': Series('books, 1.05M parameters', '--dataset=books_1024',
                     dict.fromkeys(MODELS, 3) | {'conv_8L': 0, 'rope_8L': 0}),
+    'books_40M': Series('books, 1.05M parameters, 40M tokens',
+                        '--dataset=books_1024 --max_iters=19532',
+                        {'conv': 1, 'none': 1, 'rope': 1}, ('untuned', 'head', 'vectors', 'yarn')),
     'tokens_40M': Series('Python source, 1.05M parameters, 40M tokens', '--max_iters=19532',
-                         {'conv': 1, 'none': 1, 'rope': 1}, ('untuned', 'head', 'yarn')),
+                         {'conv': 1, 'none': 1, 'rope': 1}, ('untuned', 'head', 'vectors', 'yarn')),
     'size_5M': Series('Python source, 5M parameters', '--n_layer=6 --n_embd=256 --n_hidden=704',
                       {'conv': 3, 'none': 1, 'rope': 1}, ('untuned', 'head', 'vectors', 'yarn')),
 }
