@@ -387,6 +387,7 @@ def test_a_number_that_is_changed_or_has_no_entry_is_a_fault(name):
 # {page and JSON: what prints the table from the rows of the JSON}
 PRINTED = {
     'past_L/past_L': past_table.print_table,
+    'past_L/books/past_L': past_table.print_table,
     'scoreboard/small': lambda rows: study.print_table(scoreboard_table.lines(rows)),
     'scoreboard/books': lambda rows: study.print_table(scoreboard_table.lines(rows)),
     'demo/seeds': lambda rows: study.print_table(rows, digits=2),
