@@ -222,6 +222,8 @@ five | past_L/past_L.json | len(past(x, 'conv head', 'gain, all'))
 0.05 | past_L/past_L.json | largest_error(x)
 three | past_L/past_L.json | len(past(x, 'none head', 'gain, all'))
 0.10 to 0.13 | past_L/past_L.json | span(below(past(x, 'conv head', 'gain at 1024')))
+−0.02 | past_L/books/past_L.json | mean(past(x, 'conv head', 'gain, all'))
+one | past_L/books/past_L.json | len(past(x, 'conv head')['seeds'])
 """),
     'ten results': Place('results/README.md', '## Ten results', '## What has been run', """
 1

@@ -244,15 +244,15 @@ def print_table(rows):
 
 def draw(result):
     """Loss by length, with the cut context. Gain at far repeats, with the control."""
-    figure, (left, right) = figures.panels(f'{SERIES[series].title}, L = 128 tokens', 2, 2,
-                                           height=4.4)
     rows = result['rows']
+    figure, (left, right) = figures.panels(f'{SERIES[series].title}, L = 128 tokens', 2, 2,
+                                           height=max(4.4, 0.27 * len(rows)))
     for row in rows:
         if row['reading'] not in ('untuned', 'head', 'yarn'):
             continue
         losses = [row[f'loss at {T}']['mean'] for T in LENGTHS]
         figures.curve(left, LENGTHS, losses, row['title'])
-        if row['reading'] == 'untuned':
+        if row['reading'] == 'untuned' and row['model'] in ('conv', 'none', 'rope'):
             cut = [losses[0], *(row[f'cut at {T}']['mean'] for T in LENGTHS[1:])]
             figures.draw_cut(left, LENGTHS, cut, f"{MODELS[row['model']][0]}, context cut to L")
     figures.label_ends(left)
