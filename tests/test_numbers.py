@@ -392,6 +392,7 @@ PRINTED = {
     'past_L/books/past_L': past_table.print_table,
     'scoreboard/small': lambda rows: study.print_table(scoreboard_table.lines(rows)),
     'scoreboard/books': lambda rows: study.print_table(scoreboard_table.lines(rows)),
+    'begin/begin': lambda rows: study.print_table(rows, digits=2),
     'demo/seeds': lambda rows: study.print_table(rows, digits=2),
 }
 

@@ -107,8 +107,8 @@ def file_of(tokens, seed):
 # ---------------------------------------------------------------------- the table
 
 def correlation(a, b):
-    """Of two lists of lists of the same shape."""
-    both = torch.tensor([a, b], dtype=torch.float64).flatten(1)
+    """Of two lists of lists of the same shape: over all numbers but those of the first layer."""
+    both = torch.tensor([a[1:], b[1:]], dtype=torch.float64).flatten(1)
     return torch.corrcoef(both)[0, 1].item()
 
 
@@ -139,14 +139,19 @@ def draw(result):
                           label=name if seed == rows[0]['seed'] else None)
     for axis in gains, copies:
         axis.set(xscale='log', xlabel='million tokens of training')
+        axis.set_xticks(TOKENS, map(str, TOKENS))
+        axis.minorticks_off()
         axis.legend(frameon=False)
     gains.axhline(0, color='black', linewidth=1)
     gains.set(ylabel='nats', title='Gain at far repeats, windows of 8L')
     copies.set(ylabel='nats', title='A random sequence and its repetition')
     last = result['last']
-    heads.plot(sum(last['share'], []), sum(last['head_scale'], []), 'o', color=figures.BLUE)
-    heads.set(xlabel='attention to the token to copy, 8L back', ylabel='tuned scale',
-              title=f"Heads after {last['tokens']}M tokens")
+    for layer, points in enumerate(zip(last['share'], last['head_scale'])):
+        heads.plot(*points, 'os^v'[layer], label=f'layer {layer}',
+                   color=('#999999', figures.BLUE, figures.ORANGE, 'black')[layer])
+    heads.legend(frameon=False)
+    heads.set(xscale='log', xlabel='share of attention to the token to copy, 8L back',
+              ylabel='tuned scale', title=f"Heads after {last['tokens']}M tokens")
     return figure
 
 
