@@ -117,7 +117,8 @@ def test_models_are_trained_and_tuned_once(tmp_path, monkeypatch, corpus_dir, ca
 @pytest.mark.slow
 def test_ctrl_c_leaves_what_was_trained(tmp_path, corpus_dir):
     arguments = [*SMALL, f'--dataset={corpus_dir}', '--log_interval=1']
-    program = ('import demo; demo.max_iters = 10 ** 6; demo.train_and_tune.__globals__.update('
+    program = ('import demo; demo.max_iters = 10 ** 6; demo.CORES = demo.LANES = 2; '
+               'demo.train_and_tune.__globals__.update('
                f'out_dir={str(tmp_path)!r}, train_args={arguments}); demo.train_and_tune()')
     process = subprocess.Popen([sys.executable, '-c', program], cwd=ROOT, start_new_session=True,
                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
