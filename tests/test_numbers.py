@@ -223,6 +223,7 @@ five | past_L/past_L.json | len(past(x, 'conv head', 'gain, all'))
 three | past_L/past_L.json | len(past(x, 'none head', 'gain, all'))
 0.10 to 0.13 | past_L/past_L.json | span(below(past(x, 'conv head', 'gain at 1024')))
 −0.02 | past_L/books/past_L.json | mean(past(x, 'conv head', 'gain, all'))
+−0.07 | past_L/books_40M/past_L.json | mean(past(x, 'conv head', 'gain, all'))
 one | past_L/books/past_L.json | len(past(x, 'conv head')['seeds'])
 """),
     'ten results': Place('results/README.md', '## Ten results', '## What has been run', """
@@ -390,6 +391,7 @@ def test_a_number_that_is_changed_or_has_no_entry_is_a_fault(name):
 PRINTED = {
     'past_L/past_L': past_table.print_table,
     'past_L/books/past_L': past_table.print_table,
+    'past_L/books_40M/past_L': past_table.print_table,
     'scoreboard/small': lambda rows: study.print_table(scoreboard_table.lines(rows)),
     'scoreboard/books': lambda rows: study.print_table(scoreboard_table.lines(rows)),
     'begin/begin': lambda rows: study.print_table(rows, digits=2),
