@@ -221,6 +221,8 @@ PLACES = {
 five | past_L/past_L.json | len(past(x, 'conv head', 'gain, all'))
 0.05 | past_L/past_L.json | largest_error(x)
 three | past_L/past_L.json | len(past(x, 'none head', 'gain, all'))
+0.26 | past_L/past_L.json | mean(past(x, 'rope_conv yarn', 'gain, all'))
+one | past_L/past_L.json | len(past(x, 'rope_conv yarn')['seeds'])
 0.10 to 0.13 | past_L/past_L.json | span(below(past(x, 'conv head', 'gain at 1024')))
 −0.02 | past_L/books/past_L.json | mean(past(x, 'conv head', 'gain, all'))
 −0.07 | past_L/books_40M/past_L.json | mean(past(x, 'conv head', 'gain, all'))
