@@ -109,6 +109,12 @@ def past(x, name, key=None):
     return found[key]['values'] if isinstance(found[key], dict) else found[key]
 
 
+def board(x, key):
+    """A row of the scoreboard."""
+    found, = [row for row in x['rows'] if row['row'] == key]
+    return found
+
+
 def largest_error(x):
     """Of the gains of the convolution, untuned and with head scales."""
     return max(past(x, 'conv untuned', 'errors, all') + past(x, 'conv head', 'errors, all'))
@@ -227,6 +233,9 @@ one | past_L/past_L.json | len(past(x, 'rope_conv yarn')['seeds'])
 −0.02 | past_L/books/past_L.json | mean(past(x, 'conv head', 'gain, all'))
 −0.07 | past_L/books_40M/past_L.json | mean(past(x, 'conv head', 'gain, all'))
 one | past_L/books/past_L.json | len(past(x, 'conv head')['seeds'])
+92% | scoreboard/small.json | board(x, 'conv')['recall at 64L']['mean']
+64 | scoreboard/small.json | 1024 / 16
+one | scoreboard/small.json | len(board(x, 'conv')['seeds'])
 """),
     'ten results': Place('results/README.md', '## Ten results', '## What has been run', """
 1
