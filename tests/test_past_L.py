@@ -28,8 +28,11 @@ def test_a_gain_over_all_tokens_is_over_the_cut_context_of_the_untuned_model(mon
     monkeypatch.setattr(table, 'seeds', [1, 2, 3])
     for seed, gain in (1, 0.1), (3, 0.3):  # the second is not there yet
         readings = {'untuned': (2.5, 2.0, -0.1), 'head': (2.1, 2.4, gain)}
+        if seed == 3:  # the other file is older
+            readings['weights'] = 2.0, 2.0, 0.5
         save_json(table.file_of('conv', seed), unit('conv', seed, readings))
-    untuned, head = table.collect()
+    untuned, head, weights = table.collect()
+    assert weights['seeds'] == [3]
     assert head['seeds'] == [1, 3] and 'gain at 128' not in head
     near(head['gain at 1024']['mean'], 2.0 - 2.1)  # and not 2.4 - 2.1, by its own cut
     near(head['gain, all']['values'], [0.1, 0.3])

@@ -74,7 +74,8 @@ AT_8L = f'--block_size={8 * L} --batch_size=2 --micro_batch_size=2'  # as many t
 FINETUNE = (f'--block_size={8 * L} --batch_size=8 --micro_batch_size=8 --max_iters=80 '
             '--warmup_iters=10 --learning_rate=1e-3 --min_lr=1e-4 --weight_decay=0.0')
 TUNE = f'--target_length={8 * L} --max_iters=80 --warmup_iters=10 --n_samples=32 --init_scale=1.0'
-# {what is tuned: arguments of tune_scale.py}. The rates were chosen on seed 1337, split val.
+# {what is tuned: arguments of tune_scale.py}. The rate of head scales was chosen on seed 1337,
+# split val. That of channel scales was not searched.
 TUNINGS = {
     'uniform': f'--method=uniform --target_length={8 * L} --n_samples=32 '
                '--candidate_range=[0.6,2.4,0.1]',
@@ -227,10 +228,10 @@ def collect():
         files = [(file_of(model, seed), file_of(TWINS.get(model, model), seed))
                  for seed in seeds_of(model)]
         found = [(read(own), read(twin)) for own, twin in files if own.exists() and twin.exists()]
-        if found:
-            runs, twins = zip(*found)
-            for name in runs[0]['readings']:
-                rows.append(row_of(model, name, runs, twins))
+        for name in TITLES:  # an older file has fewer readings
+            those = [pair for pair in found if name in pair[0]['readings']]
+            if those:
+                rows.append(row_of(model, name, *zip(*those)))
     return rows
 
 
