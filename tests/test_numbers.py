@@ -1,15 +1,15 @@
 """
-Every number of the first page's results, and of the tables that studies print, is what a JSON in
-results/ gives.
+Numbers on pages are what a JSON in results/ gives: those of the places in tests/numbers/, and the
+tables that studies print.
 
 $ python -m pytest tests/test_numbers.py
 
-PLACES lists parts of a page. Each has one line per number, in the order of the page: the number as
-printed | the JSON files | a Python expression. In the expression, x is what the first file holds,
-and xs is a list of what all files hold. SEED in a file's name stands for each of SEEDS, and FILES
-has short names. The printed
-text says how the value is rounded: '1.42' has two decimals, '37%' is 100 times a share without
-decimals. To cover another part of a page, add a place.
+A place is a part of a page. Its file says where the part is, then has one line per number, in the
+order of the page: the number as printed | the JSON files | a Python expression. In the expression,
+x is what the first file holds, and xs is a list of what all files hold. SEED in a file's name
+stands for each of SEEDS, and FILES has short names. The printed text says how the value is
+rounded: '1.42' has two decimals, '37%' is 100 times a share without decimals. To cover another
+part of a page, add a place.
 """
 
 import functools
@@ -31,6 +31,7 @@ FILES = {
     'BOTH': 'demo_bytes/seeds.json demo_bytes/seeds_epyc.json',
     'CPUS': 'bench/cpu_sdpa.json',
     'BOOKS': 'scoreboard/books/channel_SEED.json scoreboard/books/head_SEED.json',
+    'BRANCHES': ' '.join(f'begin/{n}M_1337.json' for n in (5, 10, 20, 40)),
     'SMALL': 'scoreboard/small/channel_SEED.json scoreboard/small/head_SEED.json',
 }
 CHANNEL = 'scale per channel'
@@ -46,9 +47,9 @@ NUMBER = rf"[−-]?\d[\d,]*(?:\.\d+)?%?|\b(?:{'|'.join(WORDS)}){COUNTED}"
 @dataclass
 class Place:
     page: str
-    first: str    # the part begins with this text
-    after: str    # and ends before this text
-    numbers: str  # PRINTED | FILES | EXPRESSION, one line per number
+    first: str  # the part begins with this text
+    after: str  # and ends before this text
+    numbers: list  # lines PRINTED | FILES | EXPRESSION, and headings
 
 
 # ---------------------------------------------------------------------- what expressions call
@@ -113,6 +114,33 @@ def board(x, key):
     """A row of the scoreboard."""
     found, = [row for row in x['rows'] if row['row'] == key]
     return found
+
+
+def begins(x, tokens, key):
+    """What begin.json has in the row of a branch after this many millions of tokens."""
+    return one_value(row[key] for row in x['rows'] if row['tokens (M)'] == tokens)
+
+
+def copied(xs, kind):
+    """The largest share of attention that a head gives to the copy, in each file of a branch."""
+    return [max(map(max, x['copying'][kind]['share'])) for x in xs]
+
+
+def copying_heads(xs, layer):
+    """The two heads of a layer that copy most, which are the same in all files."""
+    shares = [x['copying']['near']['share'][layer] for x in xs]
+    return one_value(tuple(sorted(sorted(range(8), key=share.__getitem__)[-2:]))
+                     for share in shares)
+
+
+def copying_scales(xs):
+    """The head scales of the two heads of layer 1 that copy."""
+    return [x['head_scale'][1][head] for x in xs for head in copying_heads(xs, 1)]
+
+
+def cache_share(x):
+    """The gain with head scales, divided by that of the copy cache, in a branch's file."""
+    return x['repeats']['head'][0]['R']
 
 
 def largest_error(x):
@@ -185,145 +213,17 @@ def threads(x):
     return int(re.search(r'(\d+) threads', x['device'])[1])
 
 
-# ---------------------------------------------------------------------- the numbers
-
-PLACES = {
-    'the table': Place('README.md', '| nats per token', '[More]', """
-128 | past_L/past_L.json | x['L']
-3 | past_L/past_L.json | len(past(x, 'none untuned')['seeds'])
-3.18 ± 0.01 | past_L/past_L.json | spread(past(x, 'none untuned', 'loss at 128'))
-5.50 ± 0.13 | past_L/past_L.json | spread(past(x, 'none untuned', 'loss at 1024'))
-3.17 ± 0.01 | past_L/past_L.json | spread(past(x, 'none untuned', 'cut at 1024'))
-−1.84 ± 0.04 | past_L/past_L.json | spread(past(x, 'none untuned', 'gain, all'))
-3 | past_L/past_L.json | len(past(x, 'none head')['seeds'])
-3.31 ± 0.01 | past_L/past_L.json | spread(past(x, 'none head', 'loss at 128'))
-4.17 ± 0.09 | past_L/past_L.json | spread(past(x, 'none head', 'loss at 1024'))
-3.17 ± 0.01 | past_L/past_L.json | spread(past(x, 'none head', 'cut at 1024'))
-−0.76 ± 0.06 | past_L/past_L.json | spread(past(x, 'none head', 'gain, all'))
-3 | past_L/past_L.json | len(past(x, 'rope untuned')['seeds'])
-2.88 ± 0.14 | past_L/past_L.json | spread(past(x, 'rope untuned', 'loss at 128'))
-5.03 ± 0.06 | past_L/past_L.json | spread(past(x, 'rope untuned', 'loss at 1024'))
-2.85 ± 0.14 | past_L/past_L.json | spread(past(x, 'rope untuned', 'cut at 1024'))
-−2.08 ± 0.07 | past_L/past_L.json | spread(past(x, 'rope untuned', 'gain, all'))
-3 | past_L/past_L.json | len(past(x, 'rope yarn')['seeds'])
-3.10 ± 0.15 | past_L/past_L.json | spread(past(x, 'rope yarn', 'loss at 128'))
-3.30 ± 0.18 | past_L/past_L.json | spread(past(x, 'rope yarn', 'loss at 1024'))
-2.85 ± 0.14 | past_L/past_L.json | spread(past(x, 'rope yarn', 'cut at 1024'))
-−0.34 ± 0.20 | past_L/past_L.json | spread(past(x, 'rope yarn', 'gain, all'))
-5 | past_L/past_L.json | len(past(x, 'conv untuned')['seeds'])
-2.54 ± 0.01 | past_L/past_L.json | spread(past(x, 'conv untuned', 'loss at 128'))
-2.77 ± 0.02 | past_L/past_L.json | spread(past(x, 'conv untuned', 'loss at 1024'))
-2.50 ± 0.01 | past_L/past_L.json | spread(past(x, 'conv untuned', 'cut at 1024'))
-0.34 ± 0.02 | past_L/past_L.json | spread(past(x, 'conv untuned', 'gain, all'))
-5 | past_L/past_L.json | len(past(x, 'conv head')['seeds'])
-2.54 ± 0.01 | past_L/past_L.json | spread(past(x, 'conv head', 'loss at 128'))
-2.62 ± 0.01 | past_L/past_L.json | spread(past(x, 'conv head', 'loss at 1024'))
-2.50 ± 0.01 | past_L/past_L.json | spread(past(x, 'conv head', 'cut at 1024'))
-0.59 ± 0.02 | past_L/past_L.json | spread(past(x, 'conv head', 'gain, all'))
-0.33 to 0.37 | past_L/past_L.json | span(past(x, 'conv untuned', 'gain, all'))
-32 | past_L/conv_1337.json | 4 * 8
-0.57 to 0.62 | past_L/past_L.json | span(past(x, 'conv head', 'gain, all'))
-0.30 to 0.38 | past_L/past_L.json | span(below(past(x, 'conv head', 'gain, other document, all')))
-five | past_L/past_L.json | len(past(x, 'conv head', 'gain, all'))
-0.05 | past_L/past_L.json | largest_error(x)
-three | past_L/past_L.json | len(past(x, 'none head', 'gain, all'))
-0.26 | past_L/past_L.json | mean(past(x, 'rope_conv yarn', 'gain, all'))
-0.28 | past_L/past_L.json | mean(past(x, 'alibi_conv untuned', 'gain, all'))
-one | past_L/past_L.json | len(past(x, 'rope_conv yarn')['seeds'])
-0.10 to 0.13 | past_L/past_L.json | span(below(past(x, 'conv head', 'gain at 1024')))
-−0.02 | past_L/books/past_L.json | mean(past(x, 'conv head', 'gain, all'))
-−0.07 | past_L/books_40M/past_L.json | mean(past(x, 'conv head', 'gain, all'))
-one | past_L/books/past_L.json | len(past(x, 'conv head')['seeds'])
-92% | scoreboard/small.json | board(x, 'conv')['recall at 64L']['mean']
-64 | scoreboard/small.json | 1024 / 16
-one | scoreboard/small.json | len(board(x, 'conv')['seeds'])
-"""),
-    'ten results': Place('results/README.md', '## Ten results', '## What has been run', """
-1
-2.88 | demo_bytes/seeds.json | mean(demo(x, 'NoPE', 512))
-1.75 | demo_bytes/seeds.json | mean(demo(x, 'vectors', 512))
-1.42 | demo_bytes/seeds.json | mean(demo(x, 'cut', 512))
-five | demo_bytes/seeds.json | len(x['seeds'])
-1.47 | demo_bytes/report.json | x['entropy_slope_past_L']
-0.69 | demo_bytes/report.json | x['entropy_slope_before_L']
-one  | demo_bytes/report.json | len({x['seeds']['train']})
-2
-28   | extension_demo/eval_ppl_table.json | row(x, 'NoPE')['ppl'][3]
-32   | extension_demo/eval_ppl_table.json | row(x, 'RoPE')['ppl'][3]
-15   | extension_demo/eval_ppl_table.json | row(x, 'NoPE, head scale 1024')['ppl'][3]
-4.5  | extension_demo/eval_ppl_table.json | row(x, 'RoPE, PI fair 1024')['ppl'][3]
-2.98 | extension_demo/eval_ppl_table.json | row(x, 'RoPE, YaRN fair 1024')['ppl'][3]
-2.90 | extension_demo/eval_ppl_table.json | row(x, 'ALiBi')['ppl'][3]
-2.92 | extension_demo/eval_ppl_table.json | row(x, 'RoPE')['ppl'][0]
-one  | extension_demo/eval_ppl_table.json | n_seeds(x, 'NoPE')
-3
-32   | attention_demo/attention.json | sum(map(len, x['lengths'][0]['first_key']))
-8    | attention_demo/attention.json | 1 + 1 + 2 + 4
-74%  | attention_demo/attention.json | attention_to_last_8(x, 128)
-1%   | attention_demo/attention.json | attention_to_last_8(x, 2048)
-four | attention_demo/attention.json | x['lengths'][0]['n_windows']
-one  | attention_demo/attention.json | len({x['weights_digest']})
-4
-0.95 | vectors_demo/eval_ppl_table.json | mean(behind_cut(x, 'NoPE, scale'))
-0.45 | vectors_demo/eval_ppl_table.json | mean(behind_cut(x, 'NoPE, scale,out,norm'))
-0.23 | vectors_demo/eval_ppl_table.json | mean(behind_cut(x, 'NoPE, every weight, lr 1e-3'))
-1.51 | vectors_demo/eval_ppl_table.json | mean(behind_cut(x, 'NoPE'))
-three | vectors_demo/eval_ppl_table.json | n_seeds(x, 'NoPE, scale')
-5
-0.88 to 1.38 | books/eval_ppl_table.json | span(behind_cut(x, 'NoPE, uniform scale by the fit'))
-0.66 to 0.90 | books/eval_ppl_table.json | span(behind_cut(x, 'NoPE, scale'))
-0.09 to 0.11 | books/eval_ppl_table.json | span(behind_cut(x, 'NoPE, scale,out,norm'))
-0.06 to 0.08 | books/eval_ppl_table.json | span(behind_cut(x, 'NoPE, every weight, lr 1e-3'))
-2.44 to 4.59 | books/eval_ppl_table.json | span(behind_cut(x, 'NoPE'))
-3.50  | books/eval_ppl_table.json | row(x, 'RoPE, YaRN fair')['ppl'][2]
-4.75  | books/eval_ppl_table.json | row(x, 'NoPE, every weight, lr 1e-3')['ppl'][2]
-three | books/eval_ppl_table.json | n_seeds(x, 'NoPE, scale')
-6
-0.004 to 0.035 | dape_small/eval_ppl_table.json | span(dape_lead(x))
-20.3 | dape_small/eval_ppl_table_head_scale.json | row(x, 'NoPE')['ppl'][2]
-11.5 | dape_small/eval_ppl_table_head_scale.json | row(x, 'NoPE, head scale')['ppl'][2]
-2%   | dape_small/eval_ppl_table_head_scale.json | lower_by(x, 'RoPE + YaRN')
-0.1% | dape_small/eval_ppl_table_head_scale.json | max(lower_by(x, 'ALiBi'), lower_by(x, 'Kerple'))
-one  | dape_small/eval_ppl_table_head_scale.json | n_seeds(x, 'NoPE')
-7
-100% | che_small/kerple_dape3_SEED_even_pairs.json | mean(accuracies(xs))
-55%  | che_small/rope_SEED_even_pairs.json | mean(accuracies(xs))
-78 ± 5%  | che_small/kerple_dape3_SEED_missing_duplicate_near.json | spread(accuracies(xs))
-64 ± 2%  | che_small/rope_SEED_missing_duplicate_near.json | spread(accuracies(xs))
-67 ± 17% | che_small/kerple_SEED_missing_duplicate_near.json | spread(accuracies(xs))
-three | che_small/rope_SEED_even_pairs.json | len({x['settings']['seed'] for x in xs})
-8
-1%  | passkey_demo/SEED/nope.json | mean(keys_found(xs, 1024))
-75% | passkey_demo/SEED/nope_head_1024_long_vectors_fast.json | mean(keys_found(xs, 1024))
-50 to 98% | passkey_demo/SEED/nope_head_1024_long_vectors_fast.json | span(keys_found(xs, 1024))
-93% | passkey_demo/SEED/nope_full_1e-3.json | mean(keys_found(xs, 1024))
-24% | passkey_demo/nope.json | held_by_cut(x)
-25% | passkey_demo/SEED/rope_yarn_2e-3.json | mean(keys_found(xs, 256))
-98% | passkey_demo/SEED/rope.json | mean(keys_found(xs, 256))
-three | passkey_demo/SEED/nope.json | len(xs)
-9
-0.20 to 0.26 | channel_scale/channel_scale.json | span(lead(x, CHANNEL, 'scale per head'))
-0.08 to 0.12 | BOOKS | span(at_8L(xs))
-one | SMALL | sum(d < 0 for d in at_8L(xs))
-74% | channel_scale/recall.json | x['right']['scale per channel']['mean'][2]
-61% | channel_scale/recall.json | x['right']['scale per head']['mean'][2]
-57% | channel_scale/recall.json | x['right']['nothing']['mean'][2]
-44% | channel_scale/recall.json | x['right']['nothing, context cut']['mean'][2]
-75% | channel_scale/passkey.json | x['found']['scale per channel']['mean'][3]
-58% | channel_scale/passkey.json | x['found']['scale per head, rate 0.01']['mean'][3]
-0.03 to 0.07 | channel_scale/channel_scale.json | span(lead(x, 'gains of attention norms', CHANNEL))
-85% | channel_scale/recall.json | x['right']['gains of attention norms']['mean'][2]
-three | channel_scale/channel_scale.json | len(x['seeds'])
-10
-two | CPUS | one_value(map(threads, xs))
-1.13 | CPUS | one_value(steps(xs, 'train', 'transformers', 'ours'))
-0.74 | CPUS | one_value(steps(xs, 'scale', 'ours', 'whole step'))
-5 | CPUS | one_value(x['settings']['rounds'] for x in xs)
-"""),
-}
-
-
 # ---------------------------------------------------------------------- what is compared
+
+def read_place(path):
+    """The place of a file, whose first lines are page: PAGE, from: FIRST, to: AFTER."""
+    page, first, after, *numbers = path.read_text(encoding='utf-8').splitlines()
+    return Place(page.removeprefix('page: '), first.removeprefix('from: '),
+                 after.removeprefix('to: '), numbers)
+
+
+PLACES = {path.stem: read_place(path) for path in sorted((ROOT / 'tests/numbers').glob('*.txt'))}
+
 
 @functools.cache
 def read(file):
@@ -333,7 +233,7 @@ def read(file):
 
 def numbers_of(place):
     """(as printed, files, value) of each line of a place. A line without | is a heading."""
-    for line in place.numbers.splitlines():
+    for line in place.numbers:
         if '|' in line:
             printed, files, expression = (part.strip() for part in line.split('|'))
             xs = [read(file.replace('SEED', seed)) for file in FILES.get(files, files).split()
