@@ -17,6 +17,7 @@ import math
 import re
 from dataclasses import dataclass
 from statistics import mean, stdev
+from unittest import mock
 
 import pytest
 from conftest import ROOT
@@ -61,6 +62,7 @@ def spread(values):
 
 def span(values):
     """Lowest and highest."""
+    values = list(values)
     return min(values), max(values)
 
 
@@ -141,6 +143,53 @@ def copying_scales(xs):
 def cache_share(x):
     """The gain with head scales, divided by that of the copy cache, in a branch's file."""
     return x['repeats']['head'][0]['R']
+
+
+@functools.cache
+def board_runs(size):
+    """{row: what with_gains() of the scoreboard returns for each seed}."""
+    with mock.patch.object(scoreboard_table, 'size', size):
+        return {key: [scoreboard_table.with_gains(key, int(seed)) for seed in SEEDS
+                      if scoreboard_table.result_file(key, seed).exists()]
+                for key in scoreboard_table.ROWS}
+
+
+def each(key, heading, size='small'):
+    """A column of the scoreboard, for each seed of a row, or of several rows."""
+    return [scoreboard_table.column(run, *scoreboard_table.COLUMNS[heading])
+            for one in key.split() for run in board_runs(size)[one]]
+
+
+def all_gains(but):
+    """Every gain of the small scoreboard, without some rows."""
+    rows = ' '.join(board_runs('small').keys() - set(but.split()))
+    return each(rows, 'gain at 8L') + each(rows, 'gain at far repeats')
+
+
+def won_back(key):
+    """The share of NoPE's rise from L to 4L that a tuning takes away, for each seed."""
+    pairs = zip(leads(key, 'none', 'loss at 4L'),
+                differences(each('none', 'loss at L'), each('none', 'loss at 4L')), strict=True)
+    return [lower / rise for lower, rise in pairs]
+
+
+def leads(better, worse, *headings, size='small'):
+    """By how much a row is below others, at each heading, for each seed."""
+    return [lead for key in worse.split() for heading in headings
+            for lead in differences(each(better, heading, size), each(key, heading, size))]
+
+
+def means(rows, heading):
+    """The lowest and highest mean over seeds among rows."""
+    return span([mean(each(key, heading)) for key in rows.split()])
+
+
+def other_losses(x):
+    """What the rows that the scoreboard's findings do not name lose at 8L."""
+    named = ('conv_head', 'dape3', 'kerple_dape1', 'ntk_8l', 'cope', 'alibi', 'nape', 'kerple',
+             'kerple_dape3', 'xl', 'yarn_8l', 'conv', 'swa_none')
+    return span(-row['gain at 8L']['mean'] for row in x['rows']
+                if 'gain at 8L' in row and row['row'] not in named)
 
 
 def largest_error(x):
