@@ -112,6 +112,11 @@ def past(x, name, key=None):
     return found[key]['values'] if isinstance(found[key], dict) else found[key]
 
 
+def gains(x, name, at='all'):
+    """The gains at far repeats of a row of past_L.json, for each seed."""
+    return past(x, name, f'gain, {at}')
+
+
 def board(x, key):
     """A row of the scoreboard."""
     found, = [row for row in x['rows'] if row['row'] == key]
@@ -195,6 +200,11 @@ def other_losses(x):
 def largest_error(x):
     """Of the gains of the convolution, untuned and with head scales."""
     return max(past(x, 'conv untuned', 'errors, all') + past(x, 'conv head', 'errors, all'))
+
+
+def min_errors(x, name):
+    """The least whole number of standard errors by which a gain at far repeats is above 0."""
+    return math.floor(min(a / b for a, b in zip(gains(x, name), past(x, name, 'errors, all'))))
 
 
 def below(values):
@@ -351,6 +361,7 @@ def test_a_number_that_is_changed_or_has_no_entry_is_a_fault(name):
 # {page and JSON: what prints the table from the rows of the JSON}
 PRINTED = {
     'past_L/past_L': past_table.print_table,
+    'past_L/size_5M/past_L': past_table.print_table,
     'past_L/books/past_L': past_table.print_table,
     'past_L/books_40M/past_L': past_table.print_table,
     'scoreboard/small': lambda rows: study.print_table(scoreboard_table.lines(rows)),
