@@ -162,7 +162,7 @@ def line_of(row, paper, s):
     line = {'row': row['name'], 'tokens': f'{tokens / 1e6:.1f}M' if tokens else '-'}
     for i, T in enumerate(s.lengths):
         line[str(T)] = ppl_text(row['ppl'][i], 2)
-        if 'sd' in row:
+        if 'sd' in row and row['ppl'][i] < 1000:
             line[str(T)] += f" ± {row['sd'][i]:.2f}"
     for T, ppl in zip(PAPER[s.protocol][1], paper):
         line[f'paper: {T}'] = ppl_text(ppl, 1)

@@ -1,6 +1,6 @@
 """
-Numbers on pages are what a JSON in results/ gives: those of the places in tests/numbers/, and the
-tables that studies print.
+Numbers in the text of pages are what a JSON in results/ gives: those of the places in
+tests/numbers/. Tables of pages: test_page_tables.py.
 
 $ python -m pytest tests/test_numbers.py
 
@@ -23,8 +23,6 @@ import pytest
 from conftest import ROOT
 from conftest import read as read_json
 
-from results import study
-from results.past_L import table as past_table
 from results.scoreboard import table as scoreboard_table
 
 SEEDS = '1337', '1338', '1339'
@@ -354,27 +352,3 @@ def test_a_number_that_is_changed_or_has_no_entry_is_a_fault(name):
         assert faults(place, text[:number.start()] + other + text[number.end():]), number
         assert faults(place, f'{text[:number.start()]}0.7 {text[number.start():]}'), number
     assert faults(place, text + ' 0.7') == ['0.7 has no entry']
-
-
-# ---------------------------------------------------------------------- tables of pages
-
-# {page and JSON: what prints the table from the rows of the JSON}
-PRINTED = {
-    'past_L/past_L': past_table.print_table,
-    'past_L/size_5M/past_L': past_table.print_table,
-    'past_L/books/past_L': past_table.print_table,
-    'past_L/books_40M/past_L': past_table.print_table,
-    'scoreboard/small': lambda rows: study.print_table(scoreboard_table.lines(rows)),
-    'scoreboard/books': lambda rows: study.print_table(scoreboard_table.lines(rows)),
-    'begin/begin': lambda rows: study.print_table(rows, digits=2),
-    'demo/seeds': lambda rows: study.print_table(rows, digits=2),
-}
-
-
-@pytest.mark.parametrize('name', PRINTED)
-def test_table_of_page_is_what_its_program_prints(name, capsys):
-    page = ROOT / 'results' / name.split('/')[0] / 'README.md'
-    PRINTED[name](read_json(ROOT / f'results/{name}.json')['rows'])
-    rows = capsys.readouterr().out.splitlines()[2:]  # without headings, which are longer on pages
-    lines = page.read_text().replace('−', '-').splitlines()
-    assert rows and [row for row in rows if row not in lines] == []
