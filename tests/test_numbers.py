@@ -47,7 +47,7 @@ NUMBER = rf"[−-]?\d[\d,]*(?:\.\d+)?%?|\b(?:{'|'.join(WORDS)}){COUNTED}"
 class Place:
     page: str
     first: str  # the part begins with this text
-    after: str  # and ends before this text
+    after: str  # and ends before this text, or with the page
     numbers: list  # lines PRINTED | FILES | EXPRESSION, and headings
 
 
@@ -276,7 +276,7 @@ def read_place(path):
     """The place of a file, whose first lines are page: PAGE, from: FIRST, to: AFTER."""
     page, first, after, *numbers = path.read_text(encoding='utf-8').splitlines()
     return Place(page.removeprefix('page: '), first.removeprefix('from: '),
-                 after.removeprefix('to: '), numbers)
+                 after.removeprefix('to:').strip(), numbers)
 
 
 PLACES = {path.stem: read_place(path) for path in sorted((ROOT / 'tests/numbers').glob('*.txt'))}
@@ -302,7 +302,7 @@ def text_of(place):
     """Its part of the page, on one line, without names that have digits."""
     page = (ROOT / place.page).read_text(encoding='utf-8')
     start = page.index(place.first)
-    part = page[start:page.index(place.after, start)]
+    part = page[start:page.index(place.after, start) if place.after else None]
     return ' '.join(re.sub(NAMES, ' ', part, flags=re.MULTILINE).split())
 
 
