@@ -36,8 +36,8 @@ FILES = {
 CHANNEL = 'scale per channel'
 WORDS = {'one': 1, 'two': 2, 'three': 3, 'four': 4, 'five': 5}
 # What has digits and is not a number: links, the numbers of a list's items, lengths as multiples of
-# L, kernels such as 1×3, sizes of models such as 5M.
-NAMES = r'\]\([^)]*\)|^\d+\. |\b\d+L\b|\b\d×\d|\b[\d.]+M\b'
+# L, kernels such as 1×3, sizes of models such as 5M, files, commits, rates.
+NAMES = r'\]\([^)]*\)|^\d+\. |\b\d+L\b|\b\d×\d|\b[\d.]+M\b|\w+\.json|commit \w+|[\d.]+e-\d'
 # A number is written in digits, or it is a word before one of the things that are counted.
 COUNTED = r'(?= (?:seeds?|windows|processors|CPU)\b)'
 NUMBER = rf"[−-]?\d[\d,]*(?:\.\d+)?%?|\b(?:{'|'.join(WORDS)}){COUNTED}"
@@ -93,13 +93,24 @@ def row(table, name):
     return found
 
 
-def behind_cut(table, name):
+def behind_cut(table, name, untuned='NoPE', at=2):
     """
-    By how many nats each seed of a row is at 4L behind the untuned NoPE with its context cut to L,
-    which reads at any length what it reads at L.
+    By how many nats each seed of a row is at 4L behind the untuned model with its context cut to L,
+    which reads at any length what it reads at L. at: 1 for 2L.
     """
-    pairs = zip(row(table, name)['runs'], row(table, 'NoPE')['runs'], strict=True)
-    return [math.log(run['ppl'][2] / untuned['ppl'][0]) for run, untuned in pairs]
+    pairs = zip(row(table, name)['runs'], row(table, untuned)['runs'], strict=True)
+    return [math.log(run['ppl'][at] / first['ppl'][0]) for run, first in pairs]
+
+
+def own_gains(table, but):
+    """The gains of the rows of a table over their own cut context, without one row."""
+    return [math.log(row['ppl'][0] / ppl) for row in table['rows'] if row['name'] != but
+            for ppl in row['ppl'][1:]]
+
+
+def last_entropy(xs):
+    """The mean over heads and the last 64 positions, for each file of entropy.py."""
+    return [mean(x['mean_entropy'][-8:]) for x in xs]  # one value for 8 positions
 
 
 def past(x, name, key=None):
@@ -119,6 +130,21 @@ def board(x, key):
     """A row of the scoreboard."""
     found, = [row for row in x['rows'] if row['row'] == key]
     return found
+
+
+def demo_far(x, name, key='gain'):
+    """What make demo measured at far repeats, for each seed of results/demo."""
+    return [report['readings'][name]['far'][key] for report in x['reports'].values()]
+
+
+def demo_claim(x, text):
+    """In how many seeds of results/demo a claim holds."""
+    return sum(claims[text] for claims in x['claims'].values())
+
+
+def demo_loss(x, name):
+    """The loss at 4L, for each seed of results/demo."""
+    return [report['readings'][name]['at']['512']['loss'] for report in x['reports'].values()]
 
 
 def begins(x, tokens, key):

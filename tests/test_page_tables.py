@@ -82,8 +82,8 @@ CELLS = {
     'channel_scale/channel_scale': lambda result: of_lists(result['losses']),
     'channel_scale/recall': lambda result: of_lists(result['right'], 0, 100, '%'),
 }
-# Rows that stand on no page. The page has each scale of the first instead, and of rows that differ in
-# a rate only one.
+# Rows that stand on no page. The page has each scale of the first instead, and one of several rates
+# of the others.
 LEFT_OUT = {
     'ablation_passkey/eval_ppl_table': {'NoPE, uniform scale (grid)'},
     'vectors_demo/eval_ppl_table': {f'NoPE, every weight, lr {rate}'
