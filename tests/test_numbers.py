@@ -108,9 +108,20 @@ def own_gains(table, but):
             for ppl in row['ppl'][1:]]
 
 
+def before(x, key, T):
+    """The mean over the 64 positions before T of a curve of entropy.py, one value for 8 positions."""
+    return mean(x[key][T // 8 - 8:T // 8])
+
+
 def last_entropy(xs):
     """The mean over heads and the last 64 positions, for each file of entropy.py."""
-    return [mean(x['mean_entropy'][-8:]) for x in xs]  # one value for 8 positions
+    return [before(x, 'mean_entropy', 8 * len(x['mean_entropy'])) for x in xs]
+
+
+def paper(x, name, column):
+    """A perplexity of the paper's Table 2."""
+    table = x['nope_table2']
+    return table['rows'][name][table['columns'].index(column)]
 
 
 def past(x, name, key=None):
