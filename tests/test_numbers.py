@@ -109,7 +109,7 @@ def own_gains(table, but):
 
 
 def before(x, key, T):
-    """The mean over the 64 positions before T of a curve of entropy.py, one value for 8 positions."""
+    """The mean of a curve of entropy.py over the 64 positions before T; it has one value for 8."""
     return mean(x[key][T // 8 - 8:T // 8])
 
 
