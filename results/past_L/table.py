@@ -249,7 +249,7 @@ def draw(result):
     figure, (left, right) = figures.panels(f'{SERIES[series].title}, L = 128 tokens', 2, 2,
                                            height=max(4.4, 0.27 * len(rows)))
     for row in rows:
-        if row['reading'] not in ('untuned', 'head', 'yarn'):
+        if row['reading'] not in ('untuned', 'head', 'vectors', 'yarn'):
             continue
         losses = [row[f'loss at {T}']['mean'] for T in LENGTHS]
         figures.curve(left, LENGTHS, losses, row['title'])
