@@ -102,6 +102,12 @@ def behind_cut(table, name, untuned='NoPE', at=2):
     return [math.log(run['ppl'][at] / first['ppl'][0]) for run, first in pairs]
 
 
+def won_back_at_4L(table, name):
+    """The share of what untuned NoPE loses at 4L that a row wins back, for each seed."""
+    pairs = zip(behind_cut(table, name), behind_cut(table, 'NoPE'), strict=True)
+    return [1 - still / lost for still, lost in pairs]
+
+
 def own_gains(table, but):
     """The gains of the rows of a table over their own cut context, without one row."""
     return [math.log(row['ppl'][0] / ppl) for row in table['rows'] if row['name'] != but
@@ -279,22 +285,45 @@ def keys_found(xs, length):
     return [mean(x['accuracy'][x['lengths'].index(length)]) for x in xs]
 
 
+def more_found(x, better, worse):
+    """How many more keys of 100 a row of passkey.json finds at 4L than another, for each seed."""
+    return [100 * more for more in differences(*([each[3] for each in x['found'][name]['each']]
+                                                 for name in (worse, better)))]
+
+
+def points(x, *rows):
+    """By how many points rows of recall.json are above the uniform scale at 4L, in all seeds."""
+    uniform = [each[2] for each in x['right']['uniform scale']['each']]
+    return [100 * more for name in rows
+            for more in differences(uniform, [each[2] for each in x['right'][name]['each']])]
+
+
 def held_by_cut(x):
     """The share of the keys at 4L whose line begins in the last L tokens."""
     rows = [dict(zip(x['answers']['columns'], row)) for row in x['answers']['rows']]
     return mean(row['key_at'] >= row['tokens'] - 256 for row in rows if row['length'] == 1024)
 
 
-def lead(x, better, worse):
-    """By how much less loss `better` has than `worse` at 4L, for each seed."""
-    return differences(*([each[2] for each in x['losses'][name]['each']]
+def lead(x, better, worse, at=2):
+    """By how much less loss `better` has than `worse` at 4L, for each seed. at: 1 for 2L."""
+    return differences(*([each[at] for each in x['losses'][name]['each']]
                          for name in (better, worse)))
 
 
 def at_8L(xs):
     """By how much less loss each of the first three files has at 8L than the other three."""
-    losses = [x['text'][2]['loss'] for x in xs]
+    losses = [x['text' if 'text' in x else 'rows'][2]['loss'] for x in xs]
     return differences(losses[:3], losses[3:])
+
+
+def search(x, at=0):
+    """The search for a uniform scale with a file's first checkpoint. at: 1 for the second."""
+    return list(x['searches'].values())[at]
+
+
+def seed_of(x):
+    """The seed in the folder of a file's model."""
+    return int(re.search(r'/(\d+)/', x['checkpoint'])[1])
 
 
 def steps(xs, task, slow, fast):
