@@ -336,6 +336,38 @@ def threads(x):
     return int(re.search(r'(\d+) threads', x['device'])[1])
 
 
+def above(values):
+    """In how many seeds the first half of a list is above the second half."""
+    half = len(values) // 2
+    return sum(a > b for a, b in zip(values[:half], values[half:], strict=True))
+
+
+def behind_uniform(x):
+    """The seeds of results/demo_bytes whose head scales have less own gain at 4L than uniform."""
+    gains = {seed: [run['methods'][f'{name} 512']['512']['gain'] for name in ('head', 'uniform')]
+             for seed, run in x['seeds'].items()}
+    return [int(seed) for seed, (head, uniform) in gains.items() if head < uniform]
+
+
+def undone(x, name, T):
+    """The share of what NoPE loses from L to T that a row of report.json wins back."""
+    at_L, at_T = (x['methods']['NoPE']['at'][length] for length in ('128', str(T)))
+    loss = at_T['cut_loss'] if name == 'cut' else x['methods'][f'{name} {T}']['at'][str(T)]['loss']
+    return (at_T['loss'] - loss) / (at_T['loss'] - at_L['loss'])
+
+
+def paired(x, a, b):
+    """The paired difference of two methods of report.json at 4L, and its standard error."""
+    return one_value((row['difference'], row['standard_error']) for row in x['paired_differences']
+                     if (row['length'], row['a'], row['b']) == (512, a, b))
+
+
+def timed(x, name):
+    """The row of a method in time_cost_125m.json."""
+    found, = [row for row in x['results']['time_cost'] if row['method'] == name]
+    return found
+
+
 # ---------------------------------------------------------------------- what is compared
 
 def read_place(path):

@@ -4,6 +4,7 @@ Tables on the pages of results/ are what their JSON gives.
 $ python -m pytest tests/test_page_tables.py
 """
 
+from statistics import mean, stdev
 from types import SimpleNamespace
 
 import pytest
@@ -97,3 +98,77 @@ def test_cells_of_each_row_stand_side_by_side_on_the_page(name):
     page, rows = page_of(name), CELLS[name](read(ROOT / f'results/{name}.json'))
     missing = {row for row, cells in rows.items() if f"| {' | '.join(cells)} |" not in page}
     assert rows and missing == LEFT_OUT.get(name, set())
+
+
+# ---------------------------------------------------------------------- a file for each cell
+
+SEEDS = 1337, 1338, 1339
+CHE = {'DAPE 1×3-Kerple': 'kerple_dape3', 'Kerple': 'kerple', 'RoPE': 'rope',
+       'RoPE at random positions': 'rope_random'}
+PASSKEY = {
+    'NoPE': 'nope',
+    'NoPE, uniform scale 1.2': 'nope_uniform_1.2',
+    'NoPE, head scales, rate 0.01': 'nope_head_1024_long_lr0.01',
+    'NoPE, head scales, rate 0.003': 'nope_head_1024_long_lr0.003',
+    'NoPE, scale, out and norm, the usual rates': 'nope_head_1024_long_vectors_fast',
+    'NoPE, every weight, rate 1e-3': 'nope_full_1e-3',
+    'RoPE': 'rope',
+    'RoPE with YaRN, every weight, rate 2e-3': 'rope_yarn_2e-3',
+    'RoPE with PI, every weight, rate 2e-3': 'rope_pi_2e-3',
+}
+PASSKEY_ONE_SEED = {
+    'NoPE, head scales tuned at 4L on the training mixture': 'nope_head_1024',
+    'NoPE, head scales tuned at 4L on long passkey documents, rate 0.05': 'nope_head_1024_long',
+    'NoPE, scale, out and norm on long passkey documents, a tenth of the usual rates':
+        'nope_head_1024_long_vectors',
+}
+
+
+def rows_of_che():
+    """{row: steps, accuracies by length, accuracy of the paper}."""
+    rows = {}
+    for task in ('even_pairs', 'missing_duplicate'):
+        for name, method in CHE.items():
+            near, far = ([read(ROOT / f'results/che_small/{method}_{seed}_{task}{kind}.json')
+                          for seed in SEEDS] for kind in ('_near', ''))
+            shares = [[100 * x['tasks'][task][part] for x in xs] for xs, part in
+                      ((near, 'inside'), (near, 'outside'), (far, 'outside'))]
+            cells = [f'{mean(each):.1f} ± {stdev(each):.1f}' for each in shares]
+            rows[f'{task}, {name}'] = [far[0]['settings']['max_iters'], *cells,
+                                       far[0]['tasks'][task].get('paper') or '–']
+    return rows
+
+
+def found(file, folder=''):
+    """The percentage of passkeys found at each of the four lengths of the page."""
+    accuracy = read(ROOT / f'results/passkey_demo/{folder}{file}.json')['accuracy']
+    return [100 * mean(row) for row in accuracy[:4]]
+
+
+def counted():
+    """The percentage of keys whose line starts in the last L tokens, at the same lengths."""
+    answers = read(ROOT / 'results/passkey_demo/nope.json')['answers']
+    rows = [dict(zip(answers['columns'], row)) for row in answers['rows']]
+    return [100 * mean(row['key_at'] >= row['tokens'] - 256 for row in rows
+                       if row['length'] == length) for length in (256, 512, 768, 1024)]
+
+
+def rows_of_passkey():
+    """{row: keys found by length}, with those of each seed in brackets."""
+    rows = {name: [f'{each:.0f}%' for each in found(file)]
+            for name, file in PASSKEY_ONE_SEED.items()}
+    rows['keys whose line starts in the last L tokens, counted'] = [
+        f'{each:.0f}%' for each in counted()]
+    for name, file in PASSKEY.items():
+        by_length = zip(*(found(file, folder) for folder in ('', '1338/', '1339/')))
+        rows[name] = [f"{mean(each):.0f}% ({', '.join(f'{one:.0f}' for one in each)})"
+                      for each in by_length]
+    return rows
+
+
+@pytest.mark.parametrize(('page', 'rows_of'),
+                         [('che_small', rows_of_che), ('passkey_demo', rows_of_passkey)])
+def test_a_row_is_what_the_files_of_its_seeds_give(page, rows_of):
+    rows, lines = rows_of(), page_of(page).splitlines()
+    assert [name for name, cells in rows.items()
+            if f"| {name} | {' | '.join(map(str, cells))} |" not in lines] == []
