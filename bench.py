@@ -49,6 +49,7 @@ n_head = 8
 n_kv_head = 2
 n_embd = 512
 n_hidden = 1408
+short_conv = 0               # tokens that each short convolution reads; 0: none
 vocab_size = 32000
 # work
 context = 1024               # T: tokens in a sequence
@@ -384,7 +385,11 @@ def with_like(chosen, given):
     if 'n_layer' not in values:
         raise UserError(f"like is {chosen['like']}, which sets no n_layer. Give the config that "
                         'trains the model.')
-    values['context'] = values.get('block_size', chosen['context'])
+    values['context'] = values.pop('block_size', chosen['context'])
+    unknown = {*MODEL} & values.keys() - chosen.keys()
+    if unknown:
+        raise UserError(f'like sets {min(unknown)}, which bench.py does not have. Leave it out of '
+                        'the config, or measure another model.')
     names = chosen.keys() & {*MODEL, 'context'} & values.keys() - set(given)
     return chosen | {name: values[name] for name in names}
 

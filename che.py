@@ -15,7 +15,7 @@ too. All position methods see the same tokens, in one pass.
 
 $ python che.py --tasks="['bucket_sort']" --max_iters=1000 --test_length=100 --eval_every=10
 $ python che.py --tasks=[] --position=kerple --dape_kernel=3 --max_iters=200000  # Table 6, on a GPU
-$ python che.py config/recall.py         # one model for two tasks, tested at 1 to 16 times L
+$ python che.py config/recall.py         # one model for two tasks, tested at 1 to 64 times L
 
 Writes out_dir/TASK.pt, and che[_LABEL].json and .png. A task continues from its TASK.pt, also with
 a larger max_iters

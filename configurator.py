@@ -31,6 +31,13 @@ def settings(scope):
             and not isinstance(value, types.ModuleType)}
 
 
+def annotations(scope):
+    """{name: type} of the annotated globals of a stage."""
+    if '__annotate__' in scope:  # from Python 3.14 on, a function returns them (PEP 649)
+        return scope['__annotate__'](1)
+    return scope.get('__annotations__', {})
+
+
 def between(scope, least, *names, most=2 ** 63 - 1, why=''):
     """
     Raise UserError unless each of these settings lies between `least` and `most`. A setting is a
@@ -124,7 +131,7 @@ def configure(scope, declared=None):
     sys.excepthook = report
     if hasattr(sys.stdout, 'reconfigure'):  # prints file names that are not UTF-8
         sys.stdout.reconfigure(errors='backslashreplace')
-    kinds = scope.get('__annotations__', {})
+    kinds = annotations(scope)
     for field in dataclasses.fields(declared) if declared else ():
         scope.setdefault(field.name, field.default)
         kinds = {field.name: field.type} | kinds

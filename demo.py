@@ -12,6 +12,8 @@ them can also be run alone. Writes out_dir/report.json and .png; results/demo/RE
 fields.
 """
 
+import ast
+import contextlib
 import json
 import os
 import subprocess
@@ -85,7 +87,7 @@ def run_lane(name, stages, threads, failed):
     an event; once a stage of any lane fails, no other begins. Returns {command: seconds}.
     """
     seconds = {}
-    environment = {'OMP_NUM_THREADS': str(threads), 'PYTHONUNBUFFERED': '1'} | os.environ
+    environment = os.environ | {'OMP_NUM_THREADS': str(threads), 'PYTHONUNBUFFERED': '1'}
     for stage, *arguments in stages:
         if failed.is_set():
             break
@@ -118,22 +120,33 @@ def scale_file(model, kind):
     return f'{models or out_dir}/{model}/scale_{name}.json'
 
 
+def is_value(value, text):
+    """Whether a command line that gives this text sets this value. auto may be any value."""
+    if text in (str(value), 'auto'):
+        return True
+    with contextlib.suppress(ValueError, SyntaxError):
+        return ast.literal_eval(text) == value
+    return False
+
+
 def training(model):
     """
     The stage that trains a model, or resumes its training: a list of one, or of none. Raises
-    UserError if the model was trained for another number of steps.
+    UserError if the model was trained with other settings, such as max_iters.
     """
     folder, (arguments, share) = Path(out_dir, model), TRAIN[model]
-    steps = round(share * max_iters)
+    arguments = [*arguments, '--batch_size=8', '--micro_batch_size=8',
+                 f'--max_iters={round(share * max_iters)}', *train_args]
     if (folder / 'loss.png').exists():  # train.py draws it last
-        trained = read(folder / 'config.json')['max_iters']
-        if trained != steps:
-            raise UserError(f'{folder} was trained for {trained} steps, not for {steps}. Remove '
-                            'the folder, or choose another --out_dir=.')
+        trained = read(folder / 'config.json')
+        for argument in arguments:
+            name, _, text = argument.removeprefix('--').partition('=')
+            if not is_value(trained.get(name), text):
+                raise UserError(f'{folder} was trained with {name}={trained.get(name)}, not with '
+                                f'{text}. Remove the folder, or choose another --out_dir=.')
         return []
     resume = ['--init_from=resume'] if (folder / 'last.pt').exists() else []
-    return [['train.py', 'config/code.py', *arguments, '--batch_size=8', '--micro_batch_size=8',
-             f'--max_iters={steps}', f'--out_dir={folder}', *train_args, *resume]]
+    return [['train.py', 'config/code.py', *arguments, f'--out_dir={folder}', *resume]]
 
 
 def tunings(model):
@@ -173,9 +186,9 @@ class Text:
     far: Targets
 
     def lengths(self):
-        """L, 2L, 4L ... up to the length of the windows."""
+        """L, 2L, 4L ... and the length of the windows."""
         T = self.windows.shape[1] - 1
-        return [self.L * 2 ** n for n in range(T.bit_length()) if self.L * 2 ** n <= T]
+        return [self.L * 2 ** n for n in range(T.bit_length()) if self.L * 2 ** n < T] + [T]
 
 
 def windows_of_files(texts, tokenizer):
@@ -353,7 +366,7 @@ def print_report(report):
 def minutes_to_train():
     """About how long training and tuning take here, from a trial of a few seconds."""
     torch.set_num_threads(CORES // LANES)
-    model, _ = open_model('lessons/models/conv/last.pt')
+    model, _ = open_model(ROOT / 'lessons/models/conv/last.pt')
     model.requires_grad_(True)
     ids, seconds = torch.randint(model.config.vocab_size, (8, 129)), []
     for _ in range(8):
@@ -381,7 +394,8 @@ def main():
     began, earlier = time.perf_counter(), Path(out_dir, 'report.json')
     seconds = read(earlier).get('seconds_by_part', {}) if earlier.exists() else {}
     require_files()
-    between(globals(), 1, 'target_length', 'n_samples', 'targets', 'max_iters', 'tune_iters')
+    between(globals(), 1, 'target_length', 'targets', 'max_iters', 'tune_iters')
+    between(globals(), 2, 'n_samples', why='the standard errors are over windows')
     if not models:
         run('data/code/prepare.py')
         seconds |= train_and_tune()

@@ -52,6 +52,7 @@ from lib.repeats import (
     find_targets,
     other_windows,
     repeat_rows,
+    targets_of_val,
 )
 from lib.scales import vectors_for
 from lib.tokens import documents
@@ -358,20 +359,21 @@ def far_repeats(run, sizes):
     samples = windows.evenly_spaced(s['n_samples'])
     others = other_windows(windows, s['n_samples']) if 'other' in s['controls'] else None
     untuned, untuned_info = untuned_model(run, windows)
-    val_samples = None
-    if 'val' in windows.data.meta['splits']:
-        val_samples = run.windows(W, 'val').evenly_spaced(s['n_samples'])
-    else:
-        note('The dataset has no split val to fit the copy cache on, so headroom and R are left '
-             'out.')
+    if s['split'] == 'val':
+        note('the copy cache is fitted on the windows that are scored, so R is a little too low')
+    # Find all targets before the work starts, because a text may have none.
+    kinds = ['far', 'near'] if 'near' in s['controls'] else ['far']
+    chosen = {kind: find_targets(samples, L0, s['gram'], s['targets'], kind == 'near')
+              for kind in kinds}
+    of_val = {kind: targets_of_val(run, W, kind == 'near') for kind in kinds}
 
     def losses_of(texts):
         return run.runtime.over_windows(
             texts, s['batch_tokens'],
             lambda inputs, after: by_position(run.model, inputs, after)[0], f'{W} tokens')
 
-    far, whole = find_targets(samples, L0, s['gram'], s['targets']), losses_of(samples)
-    cut, weight = cut_context_losses(run, untuned, samples, far, val_samples)
+    far, whole = chosen['far'], losses_of(samples)
+    cut, weight = cut_context_losses(run, untuned, samples, far, of_val['far'])
     rows, weights = repeat_rows('', far, whole[far.window, far.t - 1], *cut), {'far': weight}
     if 'other' in s['controls']:
         is_far = np.arange(W + 1) < far.t[:, None] - L0
@@ -379,9 +381,8 @@ def far_repeats(run, sizes):
         losses = losses_of(texts)[np.arange(len(texts)), far.t - 1]
         rows += repeat_rows('other document, ', far, losses, *cut)
     if 'near' in s['controls']:
-        near = find_targets(samples, L0, s['gram'], s['targets'], near=True)
-        cut, weights['near'] = cut_context_losses(run, untuned, samples, near, val_samples,
-                                                  near=True)
+        near = chosen['near']
+        cut, weights['near'] = cut_context_losses(run, untuned, samples, near, of_val['near'])
         rows += repeat_rows('near, ', near, whole[near.window, near.t - 1], *cut)
 
     share = far.found / (len(samples) * (W + 1 - 2 * L0))

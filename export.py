@@ -2,7 +2,7 @@
 Export a checkpoint for other engines. The softmax scales become part of the weights.
 
 $ python export.py --folder=out/demo/hf                                       # as trained
-$ python export.py --scale=out/demo/nope/scale_head_640.json --folder=out/demo/hf_640   # for 4L
+$ python export.py --scale=out/demo/nope/scale_head_640.json --folder=out/demo/hf_640   # for 5L
 $ python export.py --format=gguf --folder=out/demo/gguf                       # for llama.cpp
 
 hf writes a folder for stock transformers and vLLM. NoPE becomes Granite (GraniteMoeHybrid with

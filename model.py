@@ -53,14 +53,17 @@ class ModelConfig(Settings):
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ('vocab_size', 'block_size', 'n_layer', 'n_head', 'n_kv_head', 'n_hidden'):
+        for name in ('vocab_size', 'n_layer', 'n_head', 'n_kv_head', 'n_hidden'):
             self.require(name, getattr(self, name) >= 1, 'at least 1')
+        self.require('block_size', self.block_size >= 2, 'at least 2')
         length = self.pretrained_length
-        self.require('pretrained_length', length is None or length >= 1, 'at least 1, or None')
+        self.require('pretrained_length', length is None or length >= 2, 'at least 2, or None')
         self.require('norm_eps', 0 <= self.norm_eps < math.inf, '0 or more, such as 1e-5')
         self.require('n_embd', self.n_embd >= 1 and self.n_embd % (2 * self.n_head) == 0,
                      f'a multiple of twice n_head {self.n_head}, because the size of a head must '
                      'be even')
+        self.require('rope_scaling', self.head_dim > 2 or 'ntk' not in self.rope_scaling,
+                     'pi or yarn, because ntk needs heads of more than 2 channels')
         self.require('n_head', self.n_head % self.n_kv_head == 0,
                      f'a multiple of n_kv_head {self.n_kv_head}')
         self.require('short_conv', 0 <= self.short_conv <= 1024,
@@ -129,7 +132,8 @@ class ShortConv(nn.Module):
     y_t = x_t + sum_tau w_tau x_(t - tau), tau = 0 ... short_conv - 1.
     It is depthwise: each channel has its own weights. Before the first token it reads zeros.
     It tells attention which tokens come just before each token. Without it, NoPE must infer them
-    from the causal mask. Source: Canon layers, arXiv:2512.17351.
+    from the causal mask. Source: Canon layers, arXiv:2512.17351. The two convolutions of a layer
+    start with the same weights.
     """
 
     def __init__(self, config, name):

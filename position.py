@@ -129,7 +129,7 @@ class Vector:
     `out` is head_gain (KINDS).
     """
     ending: str           # last part of the names of its parameters
-    neutral: float        # changes nothing; a checkpoint that lacks the vector gets this value
+    neutral: float        # a checkpoint that lacks the vector gets this value; changes nothing
     rate: float = 0.02    # learning rate in tuning; tune=NAME:RATE sets another
     pretrained: bool = False  # True: pretraining trains it, too
     matrix: str = ''      # ending of the matrix that can absorb it; '': none
@@ -277,16 +277,16 @@ SCALINGS = ('pi', 'ntk', 'dynamic_ntk', 'yarn')
 def parse_scaling(text):
     """
     Split METHOD:FACTOR, such as 'yarn:4', into ('yarn', 4.0). '' gives ('', 1.0). Raises ValueError
-    if the method is unknown or the factor is not a finite number of at least 1.
+    if the method is unknown or the factor is not a number from 1 to 10^6.
     """
     kind, _, factor = text.partition(':')
     try:
-        if text == '' or kind in SCALINGS and 1 <= float(factor) < math.inf:
+        if text == '' or kind in SCALINGS and 1 <= float(factor) <= 1e6:
             return kind, float(factor or 1)
     except ValueError:
         pass
     raise ValueError(f"rope_scaling is '{text}'. Write METHOD:FACTOR, such as yarn:4, or '' for "
-                     f"plain RoPE. METHOD is one of {', '.join(SCALINGS)}. FACTOR is 1 or more.")
+                     f"plain RoPE. METHOD is one of {', '.join(SCALINGS)}. FACTOR is 1 to 10^6.")
 
 
 def rope_frequencies(D, base, scaling, L, total, device='cpu'):

@@ -124,9 +124,10 @@ class Window(NoPE):
 class Sink(NoPE):
     """
     Adds exp(s_h) to the denominator of each head's softmax (gpt-oss, 2025). s_h is learned and
-    starts at 0. The sink takes the attention that a head has no use for.
+    starts at 0. The sink takes the attention that a head has no use for. At 0 it already takes
+    some, so it changes a model that was trained without it.
     """
-    vectors = {'sink': Vector('position.sink', neutral=0.0, pretrained=True)}
+    vectors = {'sink': Vector('.sink', neutral=0.0, pretrained=True)}
 
     def __init__(self, config):
         super().__init__(config)

@@ -34,6 +34,7 @@ from lib.devices import compiled, learning_rate_at
 from lib.errors import MALFORMED, UserError
 from lib.losses import cut_curve, loss_and_entropy
 from lib.scales import (
+    above_zero,
     finite,
     install_sets,
     put_vectors,
@@ -158,6 +159,9 @@ def search_all(run, target):
               for path in s['compare'] if path != run.info['path']]
     for one in others:
         one.windows(target, 'val')  # raises UserError if this checkpoint has another tokenizer
+        if one.L != run.L:
+            raise UserError(f"compare has {one.info['path']}, which was trained at block_size "
+                            f'{one.L}, not at {run.L}. Give checkpoints of the same run.')
     for one in [run, *others]:
         path = one.info['path']
         name = f"{Path(path).stem}, step {one.info['step']}"
@@ -192,6 +196,7 @@ def run_uniform(run, target):
     # Save the fit as a scale file with one set per length. Each set holds one uniform scale.
     a = search['fit_a']
     fitted = {T: same_for_all(1 + a * math.log(T / L)) for T in search['lengths'] if T > L}
+    above_zero(1 + a * math.log(target / L), f'the fit 1 + {a:.2f} ln(i / {L}) at {target} tokens')
     if run.runtime.is_main:
         save_scale(f"{run.path('scale_uniform_fit')}.json", run.info, fitted, 'uniform fit',
                    by_length=True, fit_a=a)
@@ -431,8 +436,10 @@ def check_settings(run, target_sizes):
         raise UserError(f"method is '{s['method']}'. Choose uniform or head.")
     is_uniform, several = s['method'] == 'uniform', bool(s['target_lengths'])
     least = L + 1 if several else L
-    if is_uniform:  # the fit needs two bins of L / 16 positions past L
-        least += max(1, L // 8)
+    if is_uniform:  # the fit needs the middles of two bins of L / 16 positions past L
+        width = max(1, L // 16)
+        first = (2 * L - width - 1) // (2 * width) + 1  # the first bin whose middle is past L
+        least = (first + 2) * width
     elif s['compare']:
         raise UserError('compare is for --method=uniform only. Leave it out.')
     if several and is_uniform:

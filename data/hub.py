@@ -2,9 +2,9 @@
 Corpora of Parquet or JSON-lines files, from the Hugging Face hub or a local folder, made into token
 files. data/{slimpajama,starcoder,pg19,proof_pile,arxiv}/prepare.py share this.
 
-The package datasets reads the files as a stream. After each few MB of text, out_dir/progress.json
-says how much is written and where the stream is, so a run that was killed goes on from there and
-ends with the same bytes.
+The package datasets reads the files as a stream. After each few MB of text,
+out_dir/tokens.part/SPLIT.json says how much is written and where the stream is, so a run that was
+killed goes on from there and ends with the same bytes.
 """
 
 import json

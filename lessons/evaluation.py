@@ -7,8 +7,9 @@ $ python -m lessons.evaluation --lengths=[128,512]
 Writes out_dir/accuracy[_LABEL].json
 """
 
-from configurator import configure, settings
+from configurator import between, configure, settings
 from lib.checkpoints import Run
+from lib.scales import vectors_for
 
 # which model, text and device
 out_dir = 'out/demo/nope'    # folder of the run to read; results go there, too
@@ -34,10 +35,12 @@ def accuracy(model, inputs, targets):
 
 
 def main():
+    between(globals(), 1, 'lengths', 'n_samples')
     run, rows = Run(settings(globals()), 'accuracy'), []
     for T in lengths:
         samples = run.windows(T).evenly_spaced(n_samples)
-        shares = run.runtime.over_windows(samples, 16384, lambda x, y: accuracy(run.model, x, y))
+        with vectors_for(run.model, T):
+            shares = run.runtime.over_windows(samples, 16384, lambda *x: accuracy(run.model, *x))
         run.runtime.print(f'{T:8d} tokens: {shares.mean():.1%}')
         rows.append({'length': T, 'accuracy': shares.mean()})
     run.write('accuracy', {'rows': rows})

@@ -148,6 +148,10 @@ def weights_for(model, weights, source):
     # An expanded number takes no memory, whatever sizes a broken checkpoint claims.
     neutral = {name: torch.tensor(VECTORS[vector_of(name)].neutral).expand(p.shape)
                for name, p in small_vectors(model).items() if name not in weights}
+    for kind in {vector_of(name) for name in neutral}:
+        if VECTORS[kind].pretrained:
+            note(f'{source} was trained without the vector {kind}, so it starts at '
+                 f'{VECTORS[kind].neutral:g}')
     weights = neutral | weights
     for name, p in small_vectors(model).items():
         if p.dim() == 2 and weights[name].shape == (len(p), model.config.head_dim):
@@ -201,6 +205,7 @@ def load_model(init_from, out_dir, device, position=None, rope_scaling=None, dty
     state = load(source, position)
     state.pop('optimizer', None)  # only a resumed run reads it
     config = state['model_config']
+    state['trained_position'] = config['position']
     if position is not None:
         config |= {'position': position}
         config |= unused_settings(config)

@@ -4,6 +4,7 @@ Models that are not Llamas: transformers runs them, and Foreign makes them calla
 They can be evaluated and sampled from. No code of a checkpoint is run.
 """
 
+import math
 from types import SimpleNamespace
 
 import torch
@@ -48,6 +49,11 @@ class Foreign(nn.Module):
         self.config = SimpleNamespace(
             vocab_size=c.vocab_size, block_size=L, L0=L, n_layer=c.num_hidden_layers,
             n_head=c.num_attention_heads, position=c.model_type, rope_scaling='')
+        # A second embedding holds a vector for each position.
+        tables = [module for module in model.modules() if isinstance(module, nn.Embedding)
+                  and module is not model.get_input_embeddings()]
+        has_limit = tables or hasattr(c, 'n_positions')
+        self.n_positions = L if has_limit else math.inf
 
     @property
     def head(self):
@@ -60,9 +66,9 @@ class Foreign(nn.Module):
         if cache and end > cache.max_length:
             raise UserError(f'the KV cache holds {cache.max_length} tokens but {end} are needed. '
                             'Make it longer.')
-        if end > getattr(c, 'n_positions', end):
-            raise UserError(f'a {c.model_type} model has {c.n_positions} positions but {end} are '
-                            'needed. Choose a shorter length.')
+        if end > self.n_positions:
+            raise UserError(f'this {c.model_type} model has {self.n_positions} positions but {end} '
+                            'are needed. Choose a shorter length.')
         if end > getattr(c, 'max_seq_len', end):
             # MPT makes its ALiBi biases for max_seq_len tokens. A larger max_seq_len does not
             # change the results of shorter inputs.

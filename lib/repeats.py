@@ -5,8 +5,8 @@ reads the earlier occurrence can predict them. A far repeat is out of reach of a
 Also the copy cache, which says how much there is to gain at repeats: the gain of a model that reads
 the cut context and copies (Grave et al. 2017, arXiv:1612.04426, in its simplest form). The cache
 gives the target the probability (1 - w) p + w c. p is the target's probability by the model. c is 1
-if the token after the earlier occurrence equals the target, else 0. The weight w is fitted on other
-text.
+if the token after the earlier occurrence equals the target, else 0. The weight w is fitted on the
+split val.
 """
 
 import math
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lib.answers import note
 from lib.errors import UserError
 from lib.scales import vectors_for
 
@@ -49,7 +50,7 @@ def find_targets(samples, L, gram, most, near=False):
     token s < t - L, and before no s in [t - L, t). So token s is outside the cut context, which is
     tokens t - L ... t - 1. near: find targets with s inside the cut context instead, t - L <= s. If
     there are several s, the latest one counts. If there are more than `most` targets, `most` of
-    them are drawn at random, always the same ones.
+    them are drawn at random, always the same ones. Raises UserError if there are none.
     """
     t, s = np.arange(samples.shape[1]), last_repeats(samples, gram)
     is_near = s >= t - L
@@ -152,24 +153,36 @@ def losses_when_cut(model, samples, chosen, batch_tokens, runtime, label=None):
                                     lambda inputs, after: model(inputs, after[:, -1:])[:, 0], label)
 
 
-def cut_context_losses(run, untuned, samples, chosen, val_samples, near=False):
+def targets_of_val(run, W, near=False):
+    """
+    Windows of W tokens of the split val, and the targets in them. Returns None, and says why, if
+    there are none.
+    """
+    s = run.settings
+    try:
+        samples = run.windows(W, 'val').evenly_spaced(s['n_samples'])
+        return samples, find_targets(samples, run.model.config.L0, s['gram'], s['targets'], near)
+    except UserError as error:
+        note('headroom and R are left out, because the copy cache cannot be fitted on the split '
+             f'val: {error}')
+
+
+def cut_context_losses(run, untuned, samples, chosen, fitted_on):
     """
     The losses of targets, (n,) each, with the context cut to L: by the untuned model, by the model
     itself, and by the untuned model with the copy cache. Also returns the weight of the copy.
-    val_samples: windows of the split val, on which the weight is fitted. If they are None, there is
-    no copy cache, and the weight is None.
+    fitted_on: what targets_of_val() returns. The weight is fitted on it. If it is None, there is no
+    copy cache, and the weight is None.
     """
-    s, L = run.settings, run.model.config.L0
-    how = s['batch_tokens'], run.runtime, f'cut to {L} tokens'
+    L = run.model.config.L0
+    how = run.settings['batch_tokens'], run.runtime, f'cut to {L} tokens'
     cut = losses_when_cut(untuned, samples, chosen, *how)
     own_cut = cut
     if untuned is not run.model:
         own_cut = losses_when_cut(run.model, samples, chosen, *how)
-    if val_samples is None:
+    if fitted_on is None:
         return [cut, own_cut], None
-    fitted_on = find_targets(val_samples, L, s['gram'], s['targets'], near)
-    val_cut = losses_when_cut(untuned, val_samples, fitted_on, *how)
-    weight = fit_copy_weight(val_cut, fitted_on.same)
+    weight = fit_copy_weight(losses_when_cut(untuned, *fitted_on, *how), fitted_on[1].same)
     return [cut, own_cut, copy_losses(cut, chosen.same, weight)], weight
 
 

@@ -74,6 +74,11 @@ def checkpoint_to_resume(chosen, given, windows):
         require_kinds(was, init_from=str)
     checkpoints.require_tokenizer(state, windows.tokenizer_state, chosen['dataset'])
     scaling = scaling_with_factor(chosen, own['pretrained_length'] or own['block_size'])
+    # The windows of training are made of block_size, so it must be right even if it was not given.
+    if chosen['block_size'] != own['block_size']:
+        raise UserError(f"block_size is {chosen['block_size']}, but {path} was trained with "
+                        f"{own['block_size']}. Give the settings of the first start again, such as "
+                        f"--block_size={own['block_size']}.")
     require_own_settings(own, chosen | {'rope_scaling': scaling}, given, path)
     require_same_data(chosen['out_dir'], state['data'], windows.checksums)
     for name, value in chosen.items():

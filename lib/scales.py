@@ -126,9 +126,9 @@ def numbers_digest(sets):
     return hashlib.sha256(json.dumps(sets, sort_keys=True).encode()).hexdigest()
 
 
-def save_scale(path, *what, **more):
-    """Write scale_entries(*what) and `more` to a scale file. Returns the dict as JSON reads it."""
-    return save_json(path, scale_entries(*what) | more)
+def save_scale(path, info, sets, method, by_length=False, **more):
+    """Write scale_entries() and `more` to a scale file. Returns the dict as JSON reads it."""
+    return save_json(path, scale_entries(info, sets, method, by_length) | more)
 
 
 def scale_entries(info, sets, method, by_length=False):
@@ -182,6 +182,8 @@ def read_scale_file(path, model, info):
             sets[one['target_length']] = vectors_from_json(one, path, model)
         if not sets or not all(type(T) is int and T > 0 for T in sets):
             raise ValueError(f'target_length is {list(sets)}')
+        if len({tuple(sorted(vectors)) for vectors in sets.values()}) > 1:
+            raise ValueError('its sets have different vectors')
         is_changed = data['numbers_digest'] != numbers_digest(found)
     if is_changed:
         note(f'{path} was changed after it was tuned; the changed numbers are used')
@@ -281,14 +283,25 @@ def remove_sets(model):
         model.scale_sets = None
 
 
+def method_label(config, info):
+    """
+    How a model is read other than it was trained: its position method, if that is another one, and
+    the extension of RoPE, as in 'llama4' or 'yarn4'. info: of the model's checkpoint.
+    """
+    parts = [config.rope_scaling.replace(':', '')]
+    if config.position != info.get('trained_position', config.position):
+        parts.insert(0, config.position.replace(',', '_'))
+    return '_'.join(filter(None, parts))
+
+
 def apply_scale(model, scale, info, say=print):
     """
     Set the model's softmax scales from a stage's --scale. scale: None (as trained), a number for
     all heads, a scale file, or, from Python, an array (n_layer, H) or (n_layer, H, D). Returns the
-    label of the result: '', 'scale1.2', 'scales' or the file's name. An extension of RoPE stands
-    before it, as in 'yarn4_scale1.2'.
+    label of the result: '', 'scale1.2', 'scales' or the file's name. method_label() stands before
+    it, as in 'yarn4_scale1.2'.
     """
-    label = model.config.rope_scaling.replace(':', '')
+    config, label = model.config, method_label(model.config, info)
     if scale is None:
         return label
     remove_sets(model)
@@ -300,8 +313,7 @@ def apply_scale(model, scale, info, say=print):
         else:
             put_vectors(model, *sets.values())
     elif np.ndim(scale):
-        c = model.config
-        shape = c.n_layer, c.n_head, c.head_dim
+        shape = config.n_layer, config.n_head, config.head_dim
         name = 'scales'
         scales = finite(np.asarray(scale), shape[:max(2, np.ndim(scale))], 'scale')
         model.head_scale = scales

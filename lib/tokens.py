@@ -169,7 +169,7 @@ def finish_dataset(folder, encoding, counts, report=None):
 
 def only_dataset(folder):
     """
-    The OnlyWriter of a dataset. new_dataset() takes it when it writes. A script that prepares a
+    The OnlyWriter of a dataset. write_corpus() takes it when it writes. A script that prepares a
     dataset takes it before its work starts.
     """
     return OnlyWriter(Path(folder, 'meta.json'))
@@ -437,7 +437,8 @@ def parse_part(part):
     """('slimpajama', 0.694) from 'slimpajama:0.694'. Without a number, the weight is 1."""
     name, _, weight = part.strip().partition(':')
     weight = weight or '1'
-    if not name or not re.fullmatch(r'\d*\.?\d+([eE]-?\d+)?', weight) or float(weight) == 0:
+    is_number = re.fullmatch(r'\d*\.?\d+([eE]-?\d+)?', weight)
+    if not (name and is_number and 0 < float(weight) < math.inf):
         raise UserError(f"dataset has the part '{part}'. Write NAME:WEIGHT, where the weight is a "
                         'number above 0.')
     return name, float(weight)

@@ -131,6 +131,14 @@ def test_settings_declared_in_a_class_are_settings_of_the_stage(monkeypatch, cap
     assert 'kernel: int = 0         # keys wide' in capsys.readouterr().out.splitlines()
 
 
+def test_types_are_read_as_python_3_14_keeps_them(monkeypatch):
+    scope = {'__file__': 'toy.py', '__annotate__': lambda form: {'scale': float | None},
+             'scale': None}
+    monkeypatch.setattr(sys, 'argv', ['toy.py', '--scale=2'])
+    monkeypatch.setattr(sys, 'excepthook', sys.excepthook)
+    assert configure(scope) == {'scale'} and scope['scale'] == 2.0
+
+
 # ---------------------------------------------------------------------- what is refused
 
 # An argument, or the content of config/toy.py, and what the error names. DEEP: many open brackets.

@@ -74,6 +74,19 @@ def test_report_has_the_losses_of_the_models(look):
          [model.head_scale.min(), model.head_scale.max()], atol=1e-6)
 
 
+def test_lengths_of_the_report_end_with_the_windows():
+    for T, lengths in (512, [128, 256, 512]), (600, [128, 256, 512, 600]):
+        assert demo.Text('', np.zeros((2, T + 1)), 128, None).lengths() == lengths
+
+
+def test_a_finished_model_has_the_settings_that_are_asked_for():
+    for value, text in ((4, '4'), (0.004, '4e-3'), (False, 'False'), ('rope', 'rope'),
+                        ('float32', 'auto')):
+        assert demo.is_value(value, text)
+    for value, text in ((4, '5'), (None, '4'), ('rope', 'none'), (True, 'False')):
+        assert not demo.is_value(value, text)
+
+
 @pytest.mark.parametrize('arguments, said', [
     ('--text=missing.txt', "text is 'missing.txt', which is not a file"),
     ('--text=LICENSE', 'the text has 0 windows of 1025 tokens'),
@@ -104,14 +117,17 @@ def test_models_are_trained_and_tuned_once(tmp_path, monkeypatch, corpus_dir, ca
             assert read(demo.scale_file(model, kind))['target_length'] == 512
     assert demo.train_and_tune() == {}
     monkeypatch.setattr(demo, 'max_iters', 40)  # these models are not what was asked for
-    with pytest.raises(demo.UserError, match='conv was trained for 4 steps, not for 40'):
+    with pytest.raises(demo.UserError, match='conv was trained with max_iters=4, not with 40'):
         demo.train_and_tune()
     monkeypatch.setattr(demo, 'max_iters', 4)
-    shutil.rmtree(tmp_path / 'rope')
     monkeypatch.setattr(demo, 'train_args', [f'--dataset={corpus_dir}', '--n_layer=0'])
+    with pytest.raises(demo.UserError, match='conv was trained with n_layer=1, not with 0'):
+        demo.train_and_tune()
+    for model in demo.TRAIN:
+        shutil.rmtree(tmp_path / model)
     with pytest.raises(demo.UserError, match='failed. Its message is above'):
         demo.train_and_tune()
-    assert 'rope | train.py: n_layer is 0' in capfd.readouterr().out
+    assert ' | train.py: n_layer is 0' in capfd.readouterr().out
 
 
 @pytest.mark.slow

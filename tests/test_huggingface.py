@@ -53,7 +53,10 @@ SIZES = json.loads('''{
 "Mpt": {"vocab_size": 260, "eos_token_id": 256, "d_model": 48, "n_layers": 2, "n_heads": 6,
         "expansion_ratio": 2, "max_seq_len": 64},
 "GPT2": {"vocab_size": 260, "eos_token_id": 256, "n_embd": 64, "n_layer": 2, "n_head": 4,
-         "n_positions": 128}}''')
+         "n_positions": 128},
+"OPT": {"vocab_size": 260, "eos_token_id": 256, "hidden_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "ffn_dim": 96, "word_embed_proj_dim": 64,
+        "max_position_embeddings": 64}}''')
 for kind in 'GraniteMoeHybrid', 'SmolLM3', 'Cohere':
     SIZES[kind] = SIZES['Llama'] | SIZES[kind]
 YARN = {'rope_type': 'yarn', 'rope_theta': 5000.0, 'factor': 4.0,
@@ -476,6 +479,14 @@ def test_other_models_run_behind_our_calls(tmp_path, kind, L):
     if kind != 'GPT2':  # ALiBi reads past its length
         theirs.config.max_seq_len = 150  # MPT's alone: a longer table of the same biases
         assert_same_logits(model, theirs, 150)
+
+
+@pytest.mark.parametrize('kind, L', [('GPT2', 128), ('OPT', 64)])
+def test_learned_positions_end_at_the_length_of_training(tmp_path, kind, L):
+    stock(tmp_path, kind)
+    model, _ = load_foreign(str(tmp_path))
+    assert model(tokens(2, L)).isfinite().all()
+    refuses(f'{L} positions but {L + 1}', model, tokens(2, L + 1))
 
 
 def test_other_models_say_what_they_cannot_do(tmp_path):

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import solutions
 import torch
-from conftest import ROOT, near, read, refuses
+from conftest import ROOT, near, read, refuses, stage_here
 
 import eval_ppl
 import kernels
@@ -26,7 +26,7 @@ import position
 import tune_scale
 from lessons import exercises
 from lessons import test_exercises as grader
-from lib.checkpoints import open_model
+from lib.checkpoints import load_model, open_model
 from lib.scales import apply_scale, save_scale
 
 GRADED = [name.removeprefix('test_') for name in vars(grader) if name.startswith('test_')]
@@ -227,6 +227,21 @@ def test_scales_of_an_opened_model_are_saved_from_python(tmp_path):
     vectors = {name: p for name, p in model.named_parameters() if name.endswith('head_scale')}
     save_scale(tmp_path / 'mine.json', model.info, {640: vectors}, 'head')
     near(open_model(MODEL, str(tmp_path / 'mine.json'))[0].head_scale, tuned, 1e-6)
+
+
+def test_the_example_of_an_evaluation_reads_scale_sets_by_length(tmp_path, corpus_dir, tiny_run):
+    model, info = load_model('last', tiny_run, 'cpu')
+    vectors = {name: p for name, p in model.named_parameters() if name.endswith('head_scale')}
+    sets = {T: {name: torch.full_like(p, 3.0) for name, p in vectors.items()} for T in (64, 128)}
+    save_scale(tmp_path / 'sets.json', info, sets, 'head')
+    shares = []
+    for length, scale in (32, '--scale=1.0'), (64, '--scale=3.0'):  # a pass of L tokens uses no set
+        for of_scale in scale, f'--scale={tmp_path}/sets.json':
+            stage_here('lessons/evaluation', f'--init_from={tiny_run}/last.pt', of_scale,
+                       f'--out_dir={tmp_path}', f'--dataset={corpus_dir}', '--device=cpu',
+                       f'--lengths=[{length}]', '--dtype=float32', '--label=one')
+            shares.append(read(tmp_path / 'accuracy_one.json')['rows'][0]['accuracy'])
+    assert shares[0] == shares[1] > 0 and shares[2] == shares[3] > 0
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ for many open brackets.
 $ python -m pytest tests/test_refusals.py
 """
 
+import json
 import math
 import re
 import shutil
@@ -71,6 +72,7 @@ entropy         WRITE --compare=["{run}/gap.json"] | gap.json has null in loss
 tune_scale      WRITE --method=head | scale_uniform.json
 eval_ppl        WRITE --scale=nowhere.json | nowhere.json
 eval_ppl        WRITE --scale=1,2 | scale
+eval_ppl        WRITE --scale={run}/uneven.json | uneven.json
 entropy         GIVEN | x.json | {
 entropy         GIVEN | x.json | []
 entropy         GIVEN | x.json | DEEP
@@ -95,6 +97,8 @@ data/text/prepare  PREPARE {given}/x.jsonl | x.jsonl, line 2, | {"text": "fine"}
 data/text/prepare  PREPARE {given}/x.jsonl | {"body": "x" | {"text": "fine"}\n{"body": "x", "id": 1}
 data/text/prepare  PREPARE {given}/x.txt.gz | x.txt.gz | \x1f\x8b\x08\0\0\0\0\0\0\x03cut
 data/text/prepare  TEXT --tokenizer=none.json | none.json
+data/text/prepare  TEXT --val_fraction=1.5 | val_fraction is 1.5
+data/text/prepare  TEXT --val_fraction=0.6 --test_fraction=0.4 | sum
 data/text/prepare  TEXT --tokenizer=gpt-2 | gpt-2
 data/text/prepare  TEXT --tokenizer=bpe:256 | bpe:256
 data/text/prepare  TEXT --tokenizer=bpe:many | bpe:many
@@ -128,6 +132,10 @@ train           TRAIN --position=rope --rope_scaling=yarn:0.5 | rope_scaling
 train           TRAIN --position=rope --rope_scaling=yarn:x | rope_scaling
 train           TRAIN --position=rope --rope_scaling=yarn:inf | rope_scaling
 train           TRAIN --position=rope --rope_scaling=nope:2 | rope_scaling
+train           TRAIN --position=rope --rope_scaling=ntk:1e300 | rope_scaling
+train           TRAIN --position=rope --rope_scaling=ntk:2 --n_embd=8 | rope_scaling
+train           TRAIN --block_size=1 | block_size
+train           TRAIN --dataset={corpus}:1e999 | 1e999
 train           TRAIN --position=rope --rope_scaling=2 | rope_scaling
 train           TRAIN --rope_share=0.5 | rope_share
 train           TRAIN --position=rope --rope_share=1.5 | rope_share
@@ -159,6 +167,7 @@ train           TRAIN --out_dir={run} --init_from={run}/best.pt | --out_dir=
 train           RESUME --n_layer=3 | n_layer is 3
 train           RESUME --position=rope | position is rope
 train           RESUME --block_size=16 | block_size is 16
+train           --out_dir={run} --init_from=resume --device=cpu --dataset={corpus} | --block_size=32
 train           TRAIN --init_from={run}/last.pt --n_layer=8 | n_layer is 8
 train           TRAIN --init_from={run}/last.pt --rope_base=5e5 | rope_base is
 train           TRAIN --init_from={run}/last.pt --dape_kernel=3 | dape_kernel is 3
@@ -190,6 +199,8 @@ tune_scale      WRITE --init_scale=1.2 --tune=channel --position=rope | channel
 tune_scale      WRITE --init_scale=1.2 --target_length=16 | target_length is 16
 tune_scale      WRITE --init_scale=1.2 --target_lengths=[32,64] | target_lengths has 32
 tune_scale      WRITE --method=uniform --target_length=35 | target_length is 35
+tune_scale      WRITE --method=uniform --n_samples=2 --compare=["{run}/longer.pt"] | longer.pt
+tune_scale      WRITE --method=uniform --n_samples=2 --candidate_range=[0.1,0.2,0.1] | the fit
 tune_scale      WRITE --init_scale=1.2 --target_length=0 | target_length is 0
 tune_scale      WRITE --init_scale=1.2 --compare=["last.pt"] | compare is for
 tune_scale      WRITE --method=uniform --target_lengths=[64] | target_lengths is
@@ -224,6 +235,8 @@ results/scoreboard/table --size=large | large
 results/past_L/table --models=["zzz"] | 'zzz' is not one of conv
 bench           --peer=vllm | hf
 bench           --like=["config/tune_8k.py"] | n_layer
+bench           --like=["{run}/conv.py"] | short_conv_at
+lessons/evaluation  READ --lengths=[0] | lengths is
 commonsense     READ --tasks=[] | tasks is empty
 longbench       WRITE --tasks=["treck"] | narrativeqa, qasper
 longbench       WRITE --paper=NoPE | RoPE 2K
@@ -299,7 +312,12 @@ def places(tiny_run, corpus_dir, other_tokenizer, tmp_path_factory):
     run = shutil.copytree(tiny_run, folder / 'run')
     _, info = checkpoints.load_model('last', run, 'cpu')
     save_scale(run / 'sets.json', info, {T: scale_set([[1.5] * 4] * 2) for T in (64, 128)}, 'head')
+    uneven = json.loads((run / 'sets.json').read_text())
+    uneven['sets'][0]['norm'] = {'norm.weight': [1.0] * info['model_config']['n_embd']}
+    (run / 'uneven.json').write_text(json.dumps(uneven))
     state = torch.load(run / 'last.pt', weights_only=True)
+    longer = state | {'model_config': state['model_config'] | {'block_size': 64}}
+    checkpoints.save(run / 'longer.pt', **longer)
     state['model']['norm.weight'][0] = math.nan
     checkpoints.save(run / 'nan.pt', **state)
     for name, text in {
@@ -307,6 +325,7 @@ def places(tiny_run, corpus_dir, other_tokenizer, tmp_path_factory):
             'passkey.json': '{"stage": "passkey"}',
             'gap.json': ('{"stage": "entropy", "position": [1], "loss": [null], '
                          '"mean_entropy": [1]}'),
+            'conv.py': "n_layer = 1\nshort_conv_at = 'A'\n",
             'sizes.py': 'n_hidden = 48\n'}.items():
         (run / name).write_text(text)
     places = {'run': run, 'corpus': corpus_dir, 'other': other_tokenizer}

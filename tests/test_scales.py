@@ -193,6 +193,13 @@ def test_another_scale_takes_the_place_of_sets(with_sets, loaded):
     assert_ones(with_sets)  # the vectors of other kinds are those of the checkpoint
 
 
+def test_another_position_method_is_part_of_the_label(tmp_path, tiny_run):
+    for method, scale, label in ((None, 1.2, 'scale1.2'), ('none', 1.2, 'scale1.2'),
+                                 ('llama4', None, 'llama4'), ('llama4', 1.2, 'llama4_scale1.2')):
+        model, info = load_model('last', tiny_run, 'cpu', method)
+        assert apply_scale(model, scale, info) == label
+
+
 def test_a_pass_that_chose_no_set_gives_nan_and_no_wrong_number(with_sets):
     idx = torch.arange(9)[None]
     with vectors_for(with_sets, 9):

@@ -43,7 +43,7 @@ def test_row_shows_the_best_of_its_candidates(run, tiny_run, corpus_dir, cpu, ca
         return evaluate_sliding(model, cpu, data, [32, 128])[0]
 
     expected = {'asked': {'scale1': measured(1), 'scale3': measured(3)},
-                'pi': {'plain': measured(1, 'rope', ''), 'pi2': measured(1, 'rope', 'pi:2')}}
+                'pi': {'rope': measured(1, 'rope', ''), 'rope_pi2': measured(1, 'rope', 'pi:2')}}
     rows = run({'name': 'asked', 'scale': [1.0, 3.0], 'paper': 'NoPE'},
                {'name': 'pi', 'position': 'rope', 'rope_scaling': ['', 'pi:2']}, max_windows=20)
     for row, candidates in zip(rows, expected.values(), strict=True):

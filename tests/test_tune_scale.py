@@ -208,6 +208,10 @@ def test_uniform_file_holds_the_search_of_each_checkpoint(tuned):
     assert [one['target_length'] for one in fit['sets']] == [64, 128, 256]
     wanted = [1 + fit['fit_a'] * math.log(n) for n in (2, 4, 8)]
     near([one['head_scale'][1][3] for one in fit['sets']], wanted, atol=1e-5)
+    model = applied(out_dir, out_dir / 'scale_uniform_fit.json')
+    for T, scale in (32, 1), (64, wanted[0]), (256, wanted[2]):
+        with vectors_for(model, T):
+            near(model.head_scale, [[scale] * 4] * 2, atol=1e-5)
 
 
 def test_scale_file_says_what_it_is_and_gives_a_model_its_scales(tuned, tiny_run):

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from configurator import configure
+from configurator import between, configure
 from lib.errors import MALFORMED, ROOT, UserError
 from lib.tokenizers import tokenizer_for
 from lib.tokens import MIB, SPLITS, only_dataset, split_by_hash, write_corpus
@@ -135,11 +135,15 @@ def main():
     if not n_bytes:
         raise UserError('There is nothing to read. Name files or folders that hold text.')
     named = {file.split for file in files}
+    between(globals(), 0, 'val_fraction', 'test_fraction', most=1)
     shares = {'val': val_fraction, 'test': test_fraction}
     for split in shares:
         if split in named or None not in named:  # no other text goes there
             shares[split] = 0.0
-    shares = {'train': 1 - sum(shares.values())} | shares
+    if sum(shares.values()) >= 1 and 'train' not in named:
+        raise UserError(f'val_fraction and test_fraction sum up to {sum(shares.values()):g}. The '
+                        'sum must be below 1, so that there is text to train on.')
+    shares = {'train': max(0, 1 - sum(shares.values()))} | shares
     splits = [split for split in SPLITS if shares[split] > 0 or split in named]
     undecided = [file for file in files if not file.split]
     if len(undecided) == 1 and undecided[0].path.suffix != '.jsonl':
