@@ -213,15 +213,14 @@ def text_to_read():
     if text:
         content = Path(text).read_text(encoding='utf-8', errors='replace')
         size = 4 * target_length  # characters; a token has 2.5 on average
-        source, texts = text, [content[i:i + size] for i in range(0, len(content), size)]
+        pieces = [content[i:i + size] for i in range(0, len(content), size)]
+        source, windows = text, windows_of_files(pieces, tokenizer)
     elif models:
-        library = Path(sysconfig.get_paths()['stdlib'])
-        source, texts = 'the standard library', library_files(library).values()
+        files = library_files(Path(sysconfig.get_paths()['stdlib']))
+        source, windows = 'the standard library', windows_of_files(files.values(), tokenizer)
     else:
         source = 'data/code, test'
         windows = Windows('code', 'test', target_length).evenly_spaced(n_samples)
-    if text or models:
-        windows = windows_of_files(texts, tokenizer)
     L = model.config.L0
     if target_length < 4 * L:
         raise UserError(f'target_length is {target_length}; it must be at least 4L = {4 * L}, so '

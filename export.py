@@ -49,7 +49,7 @@ def tuned_length(run):
                             f"{', '.join(map(str, sets.sets))} tokens. A folder can hold only one "
                             'set. Choose one of these lengths, or a length in between.')
         remove_sets(run.model)
-        put_vectors(run.model, sets.vectors_for(target_length))
+        put_vectors(run.model, sets.vectors_at(target_length))
         return target_length
     if target_length is not None:
         raise UserError('target_length chooses one of several sets in a scale file, but '

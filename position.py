@@ -69,7 +69,7 @@ class Settings:
                                  f"{', '.join(METHODS)}; or several, with commas. To use a bias "
                                  'of lessons/exercises.py, run python -m lessons.exercises '
                                  f'train.py --position={name}')
-        for name in unused_settings(vars(self)):
+        for name in defaults_of_unused(vars(self)):
             owners = [f'position {key}' for key in METHODS if name in METHODS[key].settings]
             raise ValueError(f"{name} is {getattr(self, name)!r}, a setting of "
                              f"{' or '.join(owners) or 'DAPE, which needs a dape_kernel'}; but "
@@ -105,7 +105,7 @@ class Settings:
         return names[layer % len(names)]
 
 
-def unused_settings(settings):
+def defaults_of_unused(settings):
     """
     {name: default} of each setting in Settings that differs from its default although none of the
     chosen methods has it. settings: {name: value}; names outside Settings are ignored.

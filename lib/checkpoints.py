@@ -26,7 +26,7 @@ from lib.scales import apply_scale, identity
 from lib.tokenizers import require_tokenizer_kinds, tokenizer_digest, tokenizer_from_state
 from lib.tokens import Windows
 from model import VECTORS, ModelConfig, Transformer, matrices, small_vectors, vector_of
-from position import unused_settings
+from position import defaults_of_unused
 
 
 def weights_digest(state):
@@ -124,7 +124,7 @@ def whole_config(state):
     require_kinds({'dataset': ''} | settings, dataset=str)
     if state['tokenizer'] is not None:
         require_tokenizer_kinds(state['tokenizer'])
-    config = ModelConfig(**config | unused_settings(config))
+    config = ModelConfig(**config | defaults_of_unused(config))
     # Each layer has at least one weight. A larger n_layer could fill the memory with layers.
     if config.n_layer > len(model) or state['step'] < 0:
         raise ValueError(f"n_layer={config.n_layer}, step={state['step']}")
@@ -208,7 +208,7 @@ def load_model(init_from, out_dir, device, position=None, rope_scaling=None, dty
     state['trained_position'] = config['position']
     if position is not None:
         config |= {'position': position}
-        config |= unused_settings(config)
+        config |= defaults_of_unused(config)
     if rope_scaling is not None:
         config |= {'rope_scaling': rope_scaling}
     with as_user_error(), torch.device('meta'), Uninitialized():

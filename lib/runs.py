@@ -16,7 +16,7 @@ from lib.answers import OnlyWriter, note, optional, read_lines, save_json, write
 from lib.devices import unsharded
 from lib.errors import UserError, as_user_error, fault_of, require_kinds
 from model import ModelConfig
-from position import Settings, unused_settings
+from position import Settings, defaults_of_unused
 
 # Settings that a resumed run may not change: the model's sizes, and those of its position method.
 MODEL = ('n_layer', 'n_head', 'n_kv_head', 'n_embd', 'n_hidden', 'short_conv', 'short_conv_at',
@@ -105,7 +105,7 @@ def checkpoint_to_start_from(chosen, given, windows):
         new['position'] = chosen['position']
     if 'rope_scaling' in given:
         new['rope_scaling'] = scaling_with_factor(chosen, L)
-    new |= {name: default for name, default in unused_settings(new).items() if name not in given}
+    new |= {name: default for name, default in defaults_of_unused(new).items() if name not in given}
     with as_user_error():
         config = ModelConfig(**new)
     note(f'the model keeps its own settings, those of {path}: '

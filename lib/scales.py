@@ -238,7 +238,7 @@ class ScaleSets:
             if length > L:
                 self.sets[length] = {name: x.to(own[name].device) for name, x in vectors.items()}
 
-    def vectors_for(self, total):
+    def vectors_at(self, total):
         """The vectors for passes of `total` tokens, {name: tensor}."""
         lengths, sets = list(self.sets), list(self.sets.values())
         if total > lengths[-1]:
@@ -253,7 +253,7 @@ class ScaleSets:
     def chosen_for(self, total):
         """Inside the `with` block the model has the vectors for passes of `total` tokens."""
         before = {name: self.model.get_parameter(name).data for name in self.sets[min(self.sets)]}
-        put_vectors(self.model, self.vectors_for(total))
+        put_vectors(self.model, self.vectors_at(total))
         try:
             yield
         finally:
@@ -265,7 +265,7 @@ def install_sets(model, sets):
     remove_sets(model)
     model.scale_sets = ScaleSets(model, sets)
     put_vectors(model, {name: torch.full_like(x, math.nan)
-                        for name, x in model.scale_sets.vectors_for(1).items()})
+                        for name, x in model.scale_sets.vectors_at(1).items()})
 
 
 def vectors_for(model, total):
