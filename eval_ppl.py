@@ -290,7 +290,7 @@ def losses_by_position(run, sizes):
 def tail_tokens(run, sizes):
     """
     The protocol of DAPE V2. Each length T has one row: the perplexity of the last K tokens of
-    windows of T tokens. If K is larger than L, the row of length L scores all its tokens. For T > L
+    windows of T tokens. If K is larger, windows of up to L tokens score all of them. For T > L
     the row also has Delta P, Eq. (6): the perplexity of the last L tokens read alone, minus their
     perplexity read after the rest of the window. Above 0, the earlier tokens help.
     """
@@ -321,7 +321,7 @@ def tail_tokens(run, sizes):
 def checked_tail(tail, L, sizes):
     """How many tokens to score: `tail`, or min(256, L). Raises UserError if that is too many."""
     K = tail or min(256, L)
-    short = [T for T in sizes if T < K and T != L]  # windows of L may score all their tokens
+    short = [T for T in sizes if L < T < K]  # windows of up to L may score all their tokens
     if short:
         raise UserError(f'tail is {K}, but lengths has {short[0]}, which is fewer tokens. Choose '
                         'longer lengths, or a smaller tail.')

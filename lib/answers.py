@@ -58,10 +58,14 @@ def progress_bar(total, label, enabled=True):
 
 # ---------------------------------------------------------------------- files
 
+class Busy(UserError):
+    """Another process is writing there."""
+
+
 class OnlyWriter:
     """
     The only process that may write to `path`, a file or a folder, until close() or the end of a
-    with block. In any other process, OnlyWriter(path) raises UserError, which names the writing
+    with block. In any other process, OnlyWriter(path) raises Busy, which names the writing
     process. The operating system locks PATH.lock, and unlocks it however the process ends. A
     process may take its own lock again; only the object that took it first frees it. wanted: False
     locks nothing.
@@ -79,8 +83,8 @@ class OnlyWriter:
             with contextlib.suppress(OSError):  # Windows does not allow writing to a locked file
                 Path(key).write_text(f'process {os.getpid()} on {platform.node()}')
         except filelock.Timeout as error:
-            raise UserError(f'{writer(key)} is writing to {path} now. Wait until it has ended, or '
-                            'choose another folder or --label=.') from error
+            raise Busy(f'{writer(key)} is writing to {path} now. Wait until it has ended, or '
+                       'choose another folder or --label=.') from error
         except OSError as error:
             if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
                 raise UserError(f'{path} cannot be written ({error}). Choose another '

@@ -14,7 +14,7 @@ import demo
 from configurator import settings
 from demo import read
 from lib import figures, plots
-from lib.answers import OnlyWriter, command, save_json
+from lib.answers import Busy, OnlyWriter, command, save_json
 from lib.devices import setup
 from lib.errors import UserError
 
@@ -70,7 +70,7 @@ def measure_units(units):
         for path, (folder, result_of) in list(todo.items()):
             try:
                 lock = OnlyWriter(folder)
-            except UserError:
+            except Busy:
                 continue
             with lock:
                 if not path.exists():

@@ -297,7 +297,7 @@ windows shorter than what is measured in them
 entropy         WRITE --length=1 | length is 1; it must be at least 2, the width of a bin, L / 16
 eval_ppl        WRITE --protocol=position --lengths=[1] | lengths is
 eval_ppl        WRITE --protocol=tail --lengths=[-3,32] | lengths is
-eval_ppl        WRITE --protocol=tail --lengths=[16,64] --tail=20 | tail is
+eval_ppl        WRITE --protocol=tail --lengths=[48,64] --tail=50 | tail is
 eval_ppl        WRITE --stride=32 | stride
 tune_scale      WRITE --method=uniform --tail=0 | tail is
 che             CHE --test_length=6 | test_length is 6

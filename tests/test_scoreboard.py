@@ -5,12 +5,12 @@ import re
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, read, written_elsewhere
+from conftest import ROOT, read, refuses, written_elsewhere
 
 from configurator import run_config
 from lib.answers import save_json
 from results import study
-from results.scoreboard import table
+from results.scoreboard import steps, table
 
 
 def row_file(key, seed, loss, cut_loss=1.5):
@@ -57,6 +57,18 @@ def test_what_is_there_is_not_measured_again_and_what_another_process_has_comes_
     assert measured == ['alibi', 'yarn']  # YaRN reads the RoPE model
     assert read(table.result_file('none', 1))['text'][0]['loss'] == 2
     assert not list(tmp_path.glob('out/**/*.lock'))
+
+
+def test_a_study_whose_folder_cannot_be_written_says_so_and_does_not_wait(tmp_path):
+    (tmp_path / 'file').write_text('')
+    refuses('cannot be written', study.measure_units,
+            {tmp_path / 'unit.json': (str(tmp_path / 'file/run'), dict)})
+
+
+def test_the_time_of_a_step_knows_the_settings_of_every_row():
+    found = {key: steps.changes_of(row) for key, row in table.ROWS.items() if not row.init}
+    assert found['conv'] == {'short_conv': 4} and found['none'] == {}
+    assert found['kerple_dape3'] == {'position': 'kerple', 'dape_kernel': 3}
 
 
 def test_a_stage_runs_again_only_for_another_command(monkeypatch, tmp_path):

@@ -136,7 +136,7 @@ def draw(result):
                             (copies, ('new loss', 'copied loss near', 'copied loss far'))):
             for name, color in zip(names, (figures.BLUE, figures.ORANGE, 'black')):
                 axis.plot(x, [row[name] for row in rows], 'o-', color=color,
-                          label=name if seed == rows[0]['seed'] else None)
+                          label=name if seed == result['rows'][0]['seed'] else None)
     for axis in gains, copies:
         axis.set(xscale='log', xlabel='million tokens of training')
         axis.set_xticks(TOKENS, map(str, TOKENS))

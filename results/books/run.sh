@@ -4,11 +4,11 @@
 # FOLDER. What is there already is not made again.
 set -e
 tune() { test -f $out/none/$1 || { shift; python tune_scale.py --out_dir=$out/none --n_samples=16 "$@"; }; }
-train() { test -f $out/$1/loss.png || { run=$out/$1; shift; python train.py "$@" --out_dir=$run; }; }
+. "$(dirname "$0")/../train.sh"
 for seed in ${SEEDS:-1337 1338 1339}; do
     out=out/books/$seed
-    train none config/books_nope.py --seed=$seed --keep_steps=[560]
-    train rope config/books_nope.py --position=rope --seed=$seed
+    train $out/none config/books_nope.py --seed=$seed --keep_steps=[560]
+    train $out/rope config/books_nope.py --position=rope --seed=$seed
     # finer steps, other vectors and other rates with the first seed only
     test $seed = 1337 && range=[1.0,2.4,0.02] more='scale,out norm' rates='1e-4 4e-4 2e-3' || range=[1.0,3.2,0.1] more= rates=
     # over L ... 8L: Figures 2 and 7
@@ -17,7 +17,7 @@ for seed in ${SEEDS:-1337 1338 1339}; do
         tune scale_head_1024_$vectors.json --target_length=1024 --max_iters=150 --tune=$vectors --label=$vectors
     done
     for lr in 1e-3 $rates; do
-        train full_$lr config/finetune_books.py --init_from=$out/none/last.pt --learning_rate=$lr --min_lr=0
+        train $out/full_$lr config/finetune_books.py --init_from=$out/none/last.pt --learning_rate=$lr --min_lr=0
     done
     for method in yarn pi; do
         train $method config/finetune_books.py config/$method.py --init_from=$out/rope/last.pt
@@ -32,8 +32,8 @@ tune scale_head_1280.json --target_length=1280 --max_iters=120
 tune scale_head_2048.json --target_length=2048 --max_iters=75
 tune scale_sets.json --target_lengths=[512,1024,2048] --max_iters=75
 # position methods that a model has from training on
-train alibi config/books_nope.py --position=alibi
-train logn config/books_nope.py --position=logn
+train $out/alibi config/books_nope.py --position=alibi
+train $out/logn config/books_nope.py --position=logn
 python -m results.books.table
 # Figure 7: the best scale by position at a fifth of training and at its end
 tune scale_uniform_fig7.json --method=uniform --candidate_range=[1.0,3.2,0.02] --label=fig7 \

@@ -3,46 +3,42 @@
 # A run that was stopped goes on; trained models are skipped. About 4 minutes for each method on one
 # CPU core, 8 where there is DAPE, whose convolutions gain nothing from a compiler there.
 set -e
-train() {
-    out=out/dape/$1; shift
-    test -f $out/loss.png && return
-    test -f $out/last.pt && set -- "$@" --init_from=resume
-    python train.py config/dape/small.py --out_dir=$out "$@"
-}
-train kerple --position=kerple
-train kerple_1x3 --position=kerple --dape_kernel=3 --compile=False
-train none
-train rope --position=rope
-train kerple_1x1 --position=kerple --dape_kernel=1 --compile=False
-train alibi --position=alibi
-train t5 --position=t5
-train fire --position=fire
-train none_1x3 --dape_kernel=3 --compile=False
-train rope_1x3 --position=rope --dape_kernel=3 --compile=False
-train xl --position=xl
-train cope --position=cope
-train none_1x1 --dape_kernel=1 --compile=False
-train rope_1x1 --position=rope --dape_kernel=1 --compile=False
+. "$(dirname "$0")/../train.sh"
+small() { name=$1; shift; train out/dape/$name config/dape/small.py "$@"; }
+small kerple --position=kerple
+small kerple_1x3 --position=kerple --dape_kernel=3 --compile=False
+small none
+small rope --position=rope
+small kerple_1x1 --position=kerple --dape_kernel=1 --compile=False
+small alibi --position=alibi
+small t5 --position=t5
+small fire --position=fire
+small none_1x3 --dape_kernel=3 --compile=False
+small rope_1x3 --position=rope --dape_kernel=3 --compile=False
+small xl --position=xl
+small cope --position=cope
+small none_1x1 --dape_kernel=1 --compile=False
+small rope_1x1 --position=rope --dape_kernel=1 --compile=False
 python -m results.dape_small.table
 
 # kernel sizes and widths (Tables 4 and 5, Appendix E), more biases (Figure 5), the leak (Figure 6)
 dape='--position=kerple --compile=False'
-train kerple_1x1_w64 $dape --dape_kernel=1 --dape_width=64
-train kerple_1x5 $dape --dape_kernel=5
-train kerple_1x7 $dape --dape_kernel=7
-for width in 10 64 21; do train kerple_1x3_w$width $dape --dape_kernel=3 --dape_width=$width; done
+small kerple_1x1_w64 $dape --dape_kernel=1 --dape_width=64
+small kerple_1x5 $dape --dape_kernel=5
+small kerple_1x7 $dape --dape_kernel=7
+for width in 10 64 21; do small kerple_1x3_w$width $dape --dape_kernel=3 --dape_width=$width; done
 python -m results.dape_small.table kernels
-for bias in alibi fire; do train ${bias}_1x3 --position=$bias --dape_kernel=3 --compile=False; done
+for bias in alibi fire; do small ${bias}_1x3 --position=$bias --dape_kernel=3 --compile=False; done
 for bias in kerple alibi fire; do
-    train ${bias}_1x3_cheat --position=$bias --dape_kernel=3 --dape_cheat=True --compile=False
+    small ${bias}_1x3_cheat --position=$bias --dape_kernel=3 --dape_cheat=True --compile=False
 done
 python -m results.dape_small.table bases
 
 # as many tokens in longer training windows (Figure 3)
-train kerple_1x3_256 $dape --dape_kernel=3 --block_size=256 --batch_size=8 --micro_batch_size=8
-train kerple_1x3_512 $dape --dape_kernel=3 --block_size=512 --batch_size=4 --micro_batch_size=4
-train kerple_256 --position=kerple --block_size=256 --batch_size=8 --micro_batch_size=8
-train kerple_512 --position=kerple --block_size=512 --batch_size=4 --micro_batch_size=4
+small kerple_1x3_256 $dape --dape_kernel=3 --block_size=256 --batch_size=8 --micro_batch_size=8
+small kerple_1x3_512 $dape --dape_kernel=3 --block_size=512 --batch_size=4 --micro_batch_size=4
+small kerple_256 --position=kerple --block_size=256 --batch_size=8 --micro_batch_size=8
+small kerple_512 --position=kerple --block_size=512 --batch_size=4 --micro_batch_size=4
 python -m results.dape_small.table equal_tokens
 
 # head scales on top of other methods: does tuning them help there, too? Scales for 4L, 100 steps of

@@ -65,10 +65,12 @@ def main():
     for report in reports.values():
         for reading in report['readings'].values():
             del reading['curve']
+    if not reports:
+        return print('No seed was measured yet.')
     rows = rows_of(list(reports.values()))
     holds = {seed: claims_of(report) for seed, report in reports.items()}
     study.print_table(rows, digits=2)
-    for claim in holds[seeds[0]]:
+    for claim in next(iter(holds.values())):
         print(f"{claim}: {sum(one[claim] for one in holds.values())} of {len(holds)} seeds")
     if len(reports) >= 3:
         study.write('results/demo/seeds', {'stage': 'demo_seeds', 'rows': rows, 'claims': holds,

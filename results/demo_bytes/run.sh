@@ -1,9 +1,10 @@
 # The byte models: NoPE and its RoPE twin by train.py's defaults, and their scales, on the standard
 # library. Other studies go on from them. Run it from the project's root: 30 minutes of two cores.
 set -e
+. "$(dirname "$0")/../train.sh"
 python data/stdlib/prepare.py
-test -f out/demo/nope/loss.png || python train.py
-test -f out/demo/rope/loss.png || python train.py config/demo_rope.py
+train out/demo/nope
+train out/demo/rope config/demo_rope.py
 python tune_scale.py --method=uniform --n_samples=32
 for T in 320 640; do
     python tune_scale.py --target_length=$T --max_iters=120

@@ -43,21 +43,23 @@ largest train_350m_1x3 "$middle" "--tasks=['train']" --position=kerple --dape_ke
 part tests python -m pytest -m '' $every
 
 # A model of 32M parameters on long books, its scales for 4L, and all of it read up to 8L.
+# The text is part of each name, so that a start with BOOKS trains models of its own.
 if test -n "${BOOKS:-}"; then
     text=books_bpe
-    part data python data/books/prepare.py $BOOKS --tokenizer=bpe:8192 --out_dir=data/books_bpe
+    part data_$text python data/books/prepare.py $BOOKS --tokenizer=bpe:8192 --out_dir=data/books_bpe
 else
     text=stdlib
-    part data python data/stdlib/prepare.py
+    part data_$text python data/stdlib/prepare.py
 fi
+models=$models/$text
 train() {
     run=$models/$1; shift
     test -f $run/last.pt && set -- "$@" --init_from=resume
-    part train_$(basename $run) python train.py config/books_gpu.py $train --dataset=$text --out_dir=$run "$@"
+    part train_${text}_$(basename $run) python train.py config/books_gpu.py $train --dataset=$text --out_dir=$run "$@"
 }
-tune() { name=$1; shift; part $name python tune_scale.py --out_dir=$models/none --n_samples=$samples "$@"; }
+tune() { name=${text}_$1; shift; part $name python tune_scale.py --out_dir=$models/none --n_samples=$samples "$@"; }
 loss() {  # of a model at each position
-    run=$models/$1 name=$2; shift 2
+    run=$models/$1 name=${text}_$2; shift 2
     part loss_$name python eval_ppl.py --protocol=position --init_from=$run/last.pt --n_samples=$samples --label=$name \
         --out_dir=$out "$@"
 }

@@ -2,7 +2,7 @@
 The time of a training step of each model of the scoreboard, as a multiple of NoPE's. Both models
 take turns in 20 rounds.
 
-$ python -m results.scoreboard.steps    # half an hour on two cores
+$ python -m results.scoreboard.steps    # half an hour of two cores
 
 A stopped run continues where it was. Results of another machine or version are measured again. To
 measure again on this machine, remove the file.
@@ -31,7 +31,7 @@ dtype = 'float32'            # auto, float32, bfloat16; the rows of 0.9M were tr
 
 def changes_of(row):
     """The settings of a row's model, {name: value}."""
-    kinds, changes = vars(Settings()), {}
+    kinds, changes = settings(vars(bench)) | vars(Settings()), {}
     for argument in row.train.split():
         name, value = argument.removeprefix('--').split('=')
         changes[name] = type(kinds[name])(value)
