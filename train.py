@@ -41,9 +41,11 @@ from lib.runs import (
     Recorder,
     Speed,
     StopSignal,
-    checkpoint_to_resume,
     checkpoint_to_start_from,
+    require_resumable,
     resume_errors,
+    settings_to_resume,
+    stopped_run,
 )
 from lib.tokens import Windows
 from model import ModelConfig, Transformer
@@ -270,6 +272,10 @@ def finish(recorder, stopped_by, runtime):
 
 def main(given=()):
     """given: names of the settings that the user set."""
+    state = None
+    if init_from == 'resume':  # what the user did not set stays as it was
+        state = stopped_run(out_dir)
+        globals().update(settings_to_resume(state, globals(), given))
     runtime = setup(device, dtype, seed)
     # Record the dtype that `auto` chose, because another machine may choose a different one on
     # resume.
@@ -282,12 +288,11 @@ def main(given=()):
     val_windows = val_windows.evenly_spaced(eval_windows)
 
     # model
-    state = None
     if init_from == 'scratch':
         model = Transformer(checkpoints.config_of(chosen, vocab_size=windows.vocab_size))
         model.init_weights()
     elif init_from == 'resume':
-        state = checkpoint_to_resume(chosen, given, windows)
+        require_resumable(state, chosen, given, windows)
         model = Transformer(ModelConfig(**state['model_config']))
         model.load_state_dict(checkpoints.weights_for(model, state['model'], state['path']))
         chosen['init_from'] = state['settings']['init_from']

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+import configurator
 from lib import checkpoints
 from lib.answers import OnlyWriter, note, optional, read_lines, save_json, write_lines
 from lib.devices import unsharded
@@ -22,6 +23,9 @@ from position import Settings, defaults_of_unused
 MODEL = ('n_layer', 'n_head', 'n_kv_head', 'n_embd', 'n_hidden', 'short_conv', 'short_conv_at',
          'block_size',
          *(field.name for field in dataclasses.fields(Settings)))
+
+# Settings that a resumed run does not keep, because another machine may need others.
+OF_MACHINE = {'out_dir', 'init_from', 'device', 'compile', 'fsdp', 'checkpoint_activations'}
 
 # ---------------------------------------------------------------------- before a run begins
 
@@ -59,32 +63,47 @@ def scaling_with_factor(chosen, L):
     return f"{scaling}:{chosen['block_size'] / L:g}" if scaling.isidentifier() else scaling
 
 
-def checkpoint_to_resume(chosen, given, windows):
-    """
-    The checkpoint out_dir/last.pt, from which a stopped run resumes. Refuses another model, other
-    text or another tokenizer, and prints every other setting that has changed. windows: of the
-    training text.
-    """
-    path = Path(chosen['out_dir'], 'last.pt')
+def stopped_run(folder):
+    """The checkpoint folder/last.pt, from which a stopped run resumes."""
+    path = Path(folder, 'last.pt')
     state = checkpoints.load(path) | {'path': path}
-    own, was = state['model_config'], state['settings']
-    with resume_errors(chosen['out_dir']):
+    with resume_errors(folder):
         require_kinds(state, data=dict, optimizer=dict, scaler=dict, best_val_loss=int | float)
         require_kinds(state['data'], **dict.fromkeys(state['data'], str))
-        require_kinds(was, init_from=str)
+        require_kinds(state['settings'], init_from=str)
+    return state
+
+
+def settings_to_resume(state, scope, given):
+    """
+    The settings of a stopped run that its continuation keeps: all that the user did not set anew
+    and that do not depend on the machine. scope: globals() of the stage; given: the names of the
+    settings that the user gave.
+    """
+    kinds = {field.name: field.type for field in dataclasses.fields(Settings)}
+    kinds |= configurator.annotations(scope)
+    with resume_errors(state['path'].parent):
+        return {name: configurator.fit(state['settings'][name], kinds.get(name, type(value)))
+                for name, value in configurator.settings(scope).items()
+                if name in state['settings'].keys() - OF_MACHINE - set(given)}
+
+
+def require_resumable(state, chosen, given, windows):
+    """
+    Refuse to resume with another model, other text or another tokenizer, and print every other
+    setting that has changed. state: of stopped_run(); windows: of the training text.
+    """
+    path, own, was = state['path'], state['model_config'], state['settings']
+    if chosen['max_iters'] < state['step']:
+        raise UserError(f"max_iters is {chosen['max_iters']}, but {path} has done {state['step']} "
+                        'steps. Give a larger --max_iters=, or leave it out.')
     checkpoints.require_tokenizer(state, windows.tokenizer_state, chosen['dataset'])
     scaling = scaling_with_factor(chosen, own['pretrained_length'] or own['block_size'])
-    # The windows of training are made of block_size, so it must be right even if it was not given.
-    if chosen['block_size'] != own['block_size']:
-        raise UserError(f"block_size is {chosen['block_size']}, but {path} was trained with "
-                        f"{own['block_size']}. Give the settings of the first start again, such as "
-                        f"--block_size={own['block_size']}.")
     require_own_settings(own, chosen | {'rope_scaling': scaling}, given, path)
     require_same_data(chosen['out_dir'], state['data'], windows.checksums)
     for name, value in chosen.items():
         if name not in {*MODEL, 'init_from', 'out_dir'} and value != was.get(name, value):
             note(f'resuming with {name} = {value} (was {was[name]})')
-    return state
 
 
 def checkpoint_to_start_from(chosen, given, windows):
@@ -108,7 +127,7 @@ def checkpoint_to_start_from(chosen, given, windows):
     new |= {name: default for name, default in defaults_of_unused(new).items() if name not in given}
     with as_user_error():
         config = ModelConfig(**new)
-    note(f'the model keeps its own settings, those of {path}: '
+    note(f'starting from {path}, with '
          + ' '.join(f'{name}={getattr(config, name)}' for name in MODEL))
     return state, config
 

@@ -167,7 +167,7 @@ train           TRAIN --out_dir={run} --init_from={run}/best.pt | --out_dir=
 train           RESUME --n_layer=3 | n_layer is 3
 train           RESUME --position=rope | position is rope
 train           RESUME --block_size=16 | block_size is 16
-train           --out_dir={run} --init_from=resume --device=cpu --dataset={corpus} | --block_size=32
+train           --out_dir={run} --init_from=resume --device=cpu --max_iters=1 | max_iters is 1
 train           TRAIN --init_from={run}/last.pt --n_layer=8 | n_layer is 8
 train           TRAIN --init_from={run}/last.pt --rope_base=5e5 | rope_base is
 train           TRAIN --init_from={run}/last.pt --dape_kernel=3 | dape_kernel is 3

@@ -29,6 +29,7 @@ from conftest import (
     mistake,
     near,
     stage,
+    stage_here,
     written_elsewhere,
 )
 
@@ -93,6 +94,14 @@ def test_a_run_stopped_by_a_signal_saves_and_goes_on_as_if_unbroken(runs, plain,
     assert load(out_dir)['step'] == 5 and not (out_dir / 'loss.png').exists()
     assert_steps(out_dir, 5)
     assert_same(plain, runs.resume(name))
+
+
+def test_a_resumed_run_keeps_its_settings(runs, plain):
+    with at_step_5(signal.raise_signal, signal.SIGTERM), pytest.raises(SystemExit):
+        runs.train('bare')
+    stage_here('train', f'--out_dir={runs.folder}/bare', '--init_from=resume', '--device=cpu',
+               '--compile=False')
+    assert_same(plain, runs.folder / 'bare')
 
 
 def test_a_disk_that_fills_up_stops_the_run_and_leaves_what_it_had(runs, plain):

@@ -196,7 +196,8 @@ def test_resuming_on_other_text_is_refused_and_on_a_copy_goes_on(runs, plain, co
     copied = runs.copy(corpus_dir, 'copied')
     assert_steps(runs.resume('text', f'--dataset={copied} --max_iters=13'), 13)
     shutil.copytree(other, copied, dirs_exist_ok=True)  # the same folder, prepared anew
-    assert f'dataset {copied}' in runs.refused('text', f'--init_from=resume --dataset={copied}')
+    assert f'dataset {copied}' in runs.refused(
+        'text', f'--init_from=resume --dataset={copied} --max_iters=13')
 
 
 # ---------------------------------------------------------------------- starting from other weights
