@@ -19,7 +19,7 @@ from lib.scales import vectors_for
 
 # which model, text and device
 out_dir = 'out/demo/nope'    # folder of the run to read; results go there, too
-init_from = 'last'           # last or best (of out_dir), a checkpoint file, hf:ORG/NAME
+init_from = 'last'           # last, best (of out_dir), a checkpoint file, a folder, hf:ORG/NAME
 position: str | None = None  # position method; None: the checkpoint's
 rope_scaling: str | None = None   # extension of RoPE, such as yarn:4; None: the checkpoint's
 scale: float | str | None = None  # softmax scale: a number for all heads, or a scale file
@@ -144,7 +144,7 @@ def main():
     # Open the text at all lengths before the work, so that a text that is too short fails at once.
     opened = [run.windows(T) for T in lengths or [L, 4 * L, 16 * L]]
     run.write('attention', {
-        'dape_kernel': run.model.config.dape_kernel, 'dataset': opened[0].dataset, 'layer': at,
+        'dataset': opened[0].dataset, 'layer': at,
         'head': head,
         'lengths': [entry_of_length(run, windows, n_samples, at, head) for windows in opened]})
     run.close()

@@ -268,9 +268,12 @@ def read_all(read_text):
     with (progress_bar(len(tasks), f'reading {len(read_text.windows)} windows') as bar,
           ThreadPoolExecutor(CORES) as pool):
         started = {name: pool.submit(task) for name, task in tasks.items()}
-        for each in as_completed(started.values()):
-            each.result()  # raises what the task raised
-            bar.update()
+        try:
+            for each in as_completed(started.values()):
+                each.result()  # raises what the task raised
+                bar.update()
+        finally:  # after Ctrl-C, begin no other task
+            pool.shutdown(wait=False, cancel_futures=True)
     found = {name: each.result() for name, each in started.items()}
     return ({title: found[title] for title in READINGS},
             {model: found[f'{model}, cut'] for model in TRAIN})

@@ -24,7 +24,7 @@ from lib.scales import put_vectors, read_scale_file, remove_sets
 
 # which model, text and device
 out_dir = 'out/demo/nope'    # folder of the run to read; results go there, too
-init_from = 'last'           # last or best (of out_dir), a checkpoint file, hf:ORG/NAME
+init_from = 'last'           # last, best (of out_dir), a checkpoint file, a folder, hf:ORG/NAME
 position: str | None = None  # position method; None: the checkpoint's
 rope_scaling: str | None = None   # extension of RoPE, such as yarn:4; None: the checkpoint's
 scale: float | str | None = None  # softmax scale: a number for all heads, or a scale file
@@ -90,10 +90,16 @@ License of the weights: {{ license }}.
 
 ## Softmax scales
 
+{%- if scale is none and low == high == 1 %}
+
+All are 1: no scales were tuned.
+{%- else %}
+
 Between {{ '%.3f' % low }} and {{ '%.3f' % high }}; a scale of 1 is as trained. The weights of q
-contain the scales. The scales come from `--scale={{ scale }}` and are for passes of
-{{ length or 'any number of' }} tokens. If the scale file also has gains of heads and norms, the
-weights contain these gains, too.
+contain the scales. The scales come from {{ '`--scale=%s`' % scale if scale else 'the checkpoint' }}
+and are for passes of {{ length or 'any number of' }} tokens. If the scale file also has gains of
+heads and norms, the weights contain these gains, too.
+{%- endif %}
 
 ## Measured losses
 

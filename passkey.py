@@ -25,7 +25,7 @@ from lib.tokenizers import start_token
 
 # which model, text and device
 out_dir = 'out/demo/nope'    # folder of the run to read; results go there, too
-init_from = 'last'           # last or best (of out_dir), a checkpoint file, hf:ORG/NAME
+init_from = 'last'           # last, best (of out_dir), a checkpoint file, a folder, hf:ORG/NAME
 position: str | None = None  # position method; None: the checkpoint's
 rope_scaling: str | None = None   # extension of RoPE, such as yarn:4; None: the checkpoint's
 scale: float | str | None = None  # softmax scale: a number for all heads, or a scale file

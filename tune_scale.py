@@ -47,7 +47,7 @@ from model import VECTORS
 
 # which model, text and device
 out_dir = 'out/demo/nope'    # folder of the run to read; results go there, too
-init_from = 'last'           # last or best (of out_dir), a checkpoint file, hf:ORG/NAME
+init_from = 'last'           # last, best (of out_dir), a checkpoint file, a folder, hf:ORG/NAME
 position: str | None = None  # position method; None: the checkpoint's
 rope_scaling: str | None = None   # extension of RoPE, such as yarn:4; None: the checkpoint's
 label = ''                   # appended to the names of the files that this stage writes
@@ -200,6 +200,7 @@ def run_uniform(run, target):
     if run.runtime.is_main:
         save_scale(f"{run.path('scale_uniform_fit')}.json", run.info, fitted, 'uniform fit',
                    by_length=True, fit_a=a)
+        run.runtime.print(f"wrote {run.path('scale_uniform_fit')}.json")
     more = {'lengths': search['lengths'], 'best_by_length': best_scales, 'searches': searches}
     return {target: same_for_all(best_scales[-1])}, more
 
@@ -377,7 +378,8 @@ def tune_sets(run, target_sizes, to_save):
         data = Windows(dataset_of(run.info, s['dataset']), 'train', length, s['seed'])
         losses += tune_vectors(run.model, data, recipe, run.runtime)
         sets[length] = copies(to_save)
-    scales = run.model.head_scale
+    scales = torch.cat([vector.flatten() for name, vector in to_save.items()
+                        if name.endswith('head_scale')])
     run.runtime.print(f'scales {scales.min():.3f} to {scales.max():.3f}, mean {scales.mean():.3f}')
     return sets, losses
 

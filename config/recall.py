@@ -3,6 +3,7 @@
 # python che.py config/recall.py
 # python che.py config/recall.py --position=alibi
 tasks = ['recall+copy']
+label = 'recall'
 n_layer = 4
 n_head = 8
 n_embd = 128

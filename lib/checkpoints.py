@@ -256,8 +256,9 @@ def require_tokenizer(info, tokenizer, dataset):
         return
     if tokenizer_digest(info['tokenizer']) != tokenizer_digest(tokenizer):
         raise UserError(f"{info['path']} was trained with tokenizer {info['tokenizer']['name']}, "
-                        f"but data set {dataset} has {tokenizer['name']}. Prepare the data set "
-                        "with the checkpoint's tokenizer.")
+                        f"but data set {dataset} has {tokenizer['name']}. Name another data set, "
+                        "or prepare this one with the checkpoint's tokenizer, which for an "
+                        'exported folder is --tokenizer=FOLDER/tokenizer.json.')
 
 
 def dataset_of(info, wanted=None):
@@ -348,7 +349,8 @@ class Run:
         path = self.path(stage, *kind)
         what = {'stage': stage, 'label': self.label,
                 'position_method': self.model.config.position,
-                'short_conv': getattr(self.model.config, 'short_conv', 0), 'block_size': self.L,
+                'short_conv': getattr(self.model.config, 'short_conv', 0),
+                'dape_kernel': getattr(self.model.config, 'dape_kernel', 0), 'block_size': self.L,
                 'pretrained_length': self.model.config.L0,
                 'checkpoint': self.info['path'], 'weights_digest': self.info['digest'],
                 'scale': self.scale, 'identity': self.identity}

@@ -155,7 +155,7 @@ def running_mean(values):
 
 
 def number(value):
-    return f'{value:,.0f}' if 1000 <= value < 1e6 else f'{value:.3g}'
+    return f'{value:,.0f}' if 1000 <= value < 1e6 else f'{value:#.3g}'.rstrip('.')
 
 
 def spread(heights, gap):
@@ -201,10 +201,10 @@ def label_ends(axis, values=False, gap=0.065):
                       textcoords='axes fraction', va='center', arrowprops=leader)
 
 
-def mark_length(axis, x, text, color='black'):
+def mark_length(axis, x, text, color='black', ha='center'):
     """Draw a dotted vertical line at x, with a text above the panel."""
     axis.axvline(x, color=color, ls=':', lw=1.2)
-    axis.annotate(text, (x, 1), (0, 3), xycoords=('data', 'axes fraction'), ha='center',
+    axis.annotate(text, (x, 1), (0, 3), xycoords=('data', 'axes fraction'), ha=ha,
                   textcoords='offset points', fontsize=8)
 
 

@@ -106,14 +106,15 @@ def draw_head(result):
     last = result['sets'][-1] if 'sets' in result else result
     scales = np.array(last['head_scale'], float)
     target, heads = last['target_length'], scales.reshape(*scales.shape[:2], -1).mean(2)
-    title = f'Head scales tuned at {target} tokens: {run_name(result)}'
+    lengths = [one['target_length'] for one in result.get('sets', [result])]
+    title = f"Head scales tuned at {', '.join(map(str, lengths))} tokens: {run_name(result)}"
     figure, axes = panels(title, 4, 2, width=6.2, height=3.5)
     curves = []
     for name, measured in result['curves'].items():
         curves.append((name, result['position'], measured['loss'], measured['entropy'], None))
     draw_loss_and_entropy(axes, curves, result['block_size'], cut=result['cut'])
     for axis in axes[:2]:
-        mark_length(axis, target, f'tuned at {target}')
+        mark_length(axis, target, f'tuned at {target}', ha='right')  # right of it stand names
     scatter_heads(axes[2], heads, result['last_entropy'], range(len(scales)),
                   f"entropy at position {result['curve_length']} (nats)")
     image = axes[3].imshow(scales.reshape(len(scales), -1), aspect='auto', cmap='cividis')
@@ -129,11 +130,12 @@ def draw_head(result):
 
 def ppl_axis(axis, ppl):
     """A logarithmic axis with plain numbers. It cuts off values above 20 times the lowest."""
-    from matplotlib.ticker import LogLocator
+    from matplotlib.ticker import LogLocator, MaxNLocator
     low, high = min(ppl), min(max(ppl), 20 * min(ppl))
     margin = np.clip((high / low) ** 0.1, 1.01, 1.1)
     axis.set(yscale='log', ylim=(low / margin, high * margin), ylabel='perplexity')
-    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5, 7)))
+    is_wide = high > 3 * low  # else powers of 10 and their multiples are too few ticks
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5, 7)) if is_wide else MaxNLocator(6))
     axis.yaxis.set_major_formatter('{x:g}')
     axis.minorticks_off()
 
@@ -279,7 +281,9 @@ def draw_passkey(result):
     """
     lengths, n_depths, window = result['lengths'], result['n_depths'], result['window']
     inside = np.float64(result['accuracy_inside'])  # nan if all prompts are longer
-    title = f'Passkey: {run_name(result)}\n{inside:.0%} right up to {window} tokens'
+    title = f'Passkey: {run_name(result)}'
+    if np.isfinite(inside):
+        title += f'\n{inside:.0%} right up to {window} tokens'
     figure, [axis] = panels(title, 1, 1)
     accuracy, depths = np.array(result['accuracy'], float).T, np.linspace(0, 1, n_depths + 1)
     image = axis.pcolormesh([0, *lengths], depths, accuracy, vmin=0, vmax=1, cmap='cividis')

@@ -23,8 +23,8 @@ from lib.errors import UserError, fault_of
 from model import VECTORS, small_vectors, vector_of
 
 # Entries that a scale file may have besides its vectors: those of any result, and of tune_scale.py.
-ENTRIES = set("""sets target_length method block_size position_method short_conv rope_scaling
-    weights_digest numbers_digest stage dataset label pretrained_length checkpoint
+ENTRIES = set("""sets target_length method block_size position_method short_conv dape_kernel
+    rope_scaling weights_digest numbers_digest stage dataset label pretrained_length checkpoint
     scale identity command settings commit versions device dtype seconds lengths
     best_by_length searches fit_a init_scale losses curve_length position curves cut
     samples last_entropy worse_than_start tuned_numbers tuning_tokens

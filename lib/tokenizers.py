@@ -49,7 +49,7 @@ def get_tokenizer(name):
         path = from_hub(name, ['tokenizer*.json'], advice) / 'tokenizer.json'
     if path.suffix not in ('.tiktoken', '.json'):
         raise UserError(f"There is no tokenizer '{name}'. Choose gpt2, bytes, FILE.tiktoken, "
-                        'FILE.json or hf:ORG/NAME.')
+                        'FILE.json or hf:ORG/NAME, or bpe:VOCABULARY to train one on your text.')
     with fault_of(path, 'a tokenizer file', 'Check the name, or get it again.'):
         text = path.read_text(encoding='utf-8')
         if path.suffix == '.json':

@@ -292,7 +292,8 @@ def dataset_folder(dataset):
         return folder
     if (folder / 'prepare.py').is_file():
         script = os.path.relpath(folder / 'prepare.py')
-        raise UserError(f'Dataset {dataset} is not prepared. Run: python {script}')
+        raise UserError(f'Dataset {dataset} is not prepared. Run: python {script} (--help says '
+                        'what it takes).')
     prepared = sorted(path.parent.name for path in (ROOT / 'data').glob('*/meta.json'))
     raise UserError(f'There is no dataset {dataset}. Prepared are: '
                     f'{", ".join(prepared) or "none"}.')

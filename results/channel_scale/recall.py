@@ -133,7 +133,8 @@ def tune(model, groups, seed, clamp=None):
 def trained(seed):
     """The model of a seed. Trains it if it is missing. che.py made it."""
     folder = f'{out_dir}/{seed}'
-    result = study.made(f'{folder}/che.json', f'che.py {TRAINING} --seed={seed} --out_dir={folder}')
+    result = study.made(f'{folder}/che_recall.json',
+                        f'che.py {TRAINING} --seed={seed} --out_dir={folder}')
     model = che.new_model(TASK, result['settings'])
     model.load_state_dict(load_whole(Path(folder, f'{TASK}.pt'), 'Train it again.')['model'])
     return model.eval()

@@ -169,8 +169,8 @@ def result_of(key, seed):
              'text': text['rows'], 'repeats': repeats['rows'], 'share': repeats['share']}
     if row.recalls and size == 'small':
         folder += '_recall'
-        result = study.made(f'{folder}/che.json', f'che.py config/recall.py {row.train} '
-                                                  f'--seed={seed} --out_dir={folder}')
+        result = study.made(f'{folder}/che_recall.json',
+                            f'che.py config/recall.py {row.train} --seed={seed} --out_dir={folder}')
         for task, shares in result['tasks'].items():
             found[task] = {'lengths': result['lengths'], 'exact': shares['exact'],
                            'accuracy': shares['accuracy']}
