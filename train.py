@@ -5,7 +5,7 @@ Or fine-tune a trained model at another length. Sources: sections 4.1 and 4.2 of
 
 $ python train.py                                        # the demo model: 0.85M parameters, minutes
 $ python train.py config/demo_rope.py                    # its twin with RoPE
-$ python train.py --init_from=resume                     # resume a stopped run, bit for bit
+$ python train.py --init_from=resume                     # resume the run in out_dir, bit for bit
 $ python train.py config/finetune_demo.py config/yarn.py --out_dir=out/demo/rope_yarn
 $ torchrun --nproc_per_node=8 train.py config/nope_1b.py # the paper's model on eight GPUs
 
@@ -377,7 +377,8 @@ def main(given=()):
 
     if stopped_by:
         save_last(recorder, t, step, best_val_loss)
-        runtime.print(f'{stopped_by.name}: saved step {step}; resume with --init_from=resume')
+        runtime.print(f'{stopped_by.name}: saved step {step}; resume with '
+                      f'--out_dir={out_dir} --init_from=resume')
     finish(recorder, stopped_by, runtime)
 
 
