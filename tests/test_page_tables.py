@@ -28,6 +28,7 @@ def page_of(name):
 PRINTED = {
     'past_L/past_L': past_table.print_table,
     'past_L/size_5M/past_L': past_table.print_table,
+    'past_L/tokens_40M/past_L': past_table.print_table,
     'past_L/books/past_L': past_table.print_table,
     'past_L/books_40M/past_L': past_table.print_table,
     'scoreboard/small': lambda rows: study.print_table(scoreboard_table.lines(rows)),
