@@ -10,6 +10,7 @@ A prepared dataset is a folder, data/NAME, that is complete by itself:
                                   written last: if meta.json exists, the other files are complete
 """
 
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -26,7 +27,7 @@ import numpy as np
 
 from lib.answers import OnlyWriter, note, progress_bar, save_json, write_text
 from lib.checksums import MIB, checksum_of
-from lib.errors import ROOT, UserError, fault_of, require_kinds
+from lib.errors import MALFORMED, ROOT, UserError, fault_of, require_kinds
 from lib.tokenizers import (
     HFTokenizer,
     cut,
@@ -150,6 +151,11 @@ def finish_dataset(folder, encoding, counts, report=None):
         for name in split_files(split):
             checksums[name] = checksum_of(folder / UNFINISHED / name)
     state = tokenizer_state(encoding)
+    with contextlib.suppress(OSError, *MALFORMED):  # no dataset, or a damaged one
+        was = json.loads((folder / 'meta.json').read_text(encoding='utf-8'))
+        if was['tokenizer_digest'] != tokenizer_digest(state):
+            note(f"{folder} had the tokenizer {was['tokenizer']}. Models that were trained with it "
+                 'can no longer read this data set.')
     # Remove meta.json first and write it last, so that a half-replaced folder looks unprepared.
     for split in SPLITS:
         for name in ('meta.json', *split_files(split)):

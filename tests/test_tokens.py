@@ -45,6 +45,14 @@ def test_each_document_is_read_back_and_followed_by_end_of_text(tmp_path):
     assert data.meta['splits']['val']['tokens'] == len(data.tokens)
 
 
+def test_another_tokenizer_in_the_same_folder_is_said(tmp_path, capsys):
+    write(tmp_path / 'data', ['one'])
+    write(tmp_path / 'data', ['two'])
+    assert 'had the tokenizer' not in capsys.readouterr().out
+    write(tmp_path / 'data', ['one'], hf_json(tmp_path, eot=300))
+    assert 'had the tokenizer bytes' in capsys.readouterr().out
+
+
 def test_documents_of_any_length_are_written_whole_in_bounded_batches(tmp_path, monkeypatch):
     monkeypatch.setattr(tokens, 'MIB', 100)  # so that there are many pieces and batches
     texts = [f'line {i} of some text\n' * (i % 60) for i in range(99)]
