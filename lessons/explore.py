@@ -3,7 +3,7 @@ Writes lessons/explore.html, a page on which the models themselves run: explore_
 model.js, explore.js and the weights in it. The page needs neither network nor Python. The weights
 have 8 bits, and each row of a matrix has one scale.
 
-$ python -m lessons.explore                 # 2 minutes on one core of a busy machine
+$ python -m lessons.explore                 # 10 s on one core
 $ python -m lessons.explore --keep=True     # new scripts, but the weights and numbers of the page
 $ python -m lessons.explore --models='["out/demo/nope/last.pt"]' --scales=[]
 """
