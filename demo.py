@@ -140,8 +140,8 @@ def training(model):
     if (folder / 'loss.png').exists():  # train.py draws it last
         trained = read(folder / 'config.json')
         for argument in arguments:
-            name, _, text = argument.removeprefix('--').partition('=')
-            if not is_value(trained.get(name), text):
+            name, is_setting, text = argument.removeprefix('--').partition('=')
+            if is_setting and not is_value(trained.get(name), text):
                 raise UserError(f'{folder} was trained with {name}={trained.get(name)}, not with '
                                 f'{text}. Remove the folder, or choose another --out_dir=.')
         return []

@@ -34,7 +34,6 @@ from lib.devices import compiled, learning_rate_at
 from lib.errors import MALFORMED, UserError
 from lib.losses import cut_curve, loss_and_entropy
 from lib.scales import (
-    above_zero,
     finite,
     install_sets,
     put_vectors,
@@ -196,11 +195,13 @@ def run_uniform(run, target):
     # Save the fit as a scale file with one set per length. Each set holds one uniform scale.
     a = search['fit_a']
     fitted = {T: same_for_all(1 + a * math.log(T / L)) for T in search['lengths'] if T > L}
-    above_zero(1 + a * math.log(target / L), f'the fit 1 + {a:.2f} ln(i / {L}) at {target} tokens')
-    if run.runtime.is_main:
-        save_scale(f"{run.path('scale_uniform_fit')}.json", run.info, fitted, 'uniform fit',
-                   by_length=True, fit_a=a)
-        run.runtime.print(f"wrote {run.path('scale_uniform_fit')}.json")
+    path = Path(f"{run.path('scale_uniform_fit')}.json")
+    if 1 + a * math.log(target / L) <= 0:
+        note(f'the fit falls to 0 at {target} tokens, so there is no {path}')
+        path.unlink(missing_ok=True)  # that of an earlier search
+    elif run.runtime.is_main:
+        save_scale(path, run.info, fitted, 'uniform fit', by_length=True, fit_a=a)
+        run.runtime.print(f'wrote {path}')
     more = {'lengths': search['lengths'], 'best_by_length': best_scales, 'searches': searches}
     return {target: same_for_all(best_scales[-1])}, more
 

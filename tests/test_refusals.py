@@ -200,7 +200,6 @@ tune_scale      WRITE --init_scale=1.2 --target_length=16 | target_length is 16
 tune_scale      WRITE --init_scale=1.2 --target_lengths=[32,64] | target_lengths has 32
 tune_scale      WRITE --method=uniform --target_length=35 | target_length is 35
 tune_scale      WRITE --method=uniform --n_samples=2 --compare=["{run}/longer.pt"] | longer.pt
-tune_scale      WRITE --method=uniform --n_samples=2 --candidate_range=[0.1,0.2,0.1] | the fit
 tune_scale      WRITE --init_scale=1.2 --target_length=0 | target_length is 0
 tune_scale      WRITE --init_scale=1.2 --compare=["last.pt"] | compare is for
 tune_scale      WRITE --method=uniform --target_lengths=[64] | target_lengths is

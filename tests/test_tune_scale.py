@@ -214,6 +214,14 @@ def test_uniform_file_holds_the_search_of_each_checkpoint(tuned):
             near(model.head_scale, [[scale] * 4] * 2, atol=1e-5)
 
 
+def test_a_fit_that_falls_to_0_is_not_written_and_the_search_is(tuned, tmp_path):
+    out_dir = shutil.copytree(tuned[0], tmp_path / 'run')
+    printed = tune(out_dir, UNIFORM + ' --candidate_range=[0.1,0.2,0.1]')
+    assert 'the fit falls to 0 at 256' in printed
+    assert not (out_dir / 'scale_uniform_fit.json').exists()
+    assert max(read(out_dir / 'scale_uniform.json')['best_by_length']) <= 0.2
+
+
 def test_scale_file_says_what_it_is_and_gives_a_model_its_scales(tuned, tiny_run):
     out_dir, path = tuned[0], tuned[0] / 'scale_head_64.json'
     data, uniform = read(path), read(out_dir / 'scale_uniform.json')
