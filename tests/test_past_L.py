@@ -24,7 +24,7 @@ def unit(model, seed, readings):
 
 def test_a_gain_over_all_tokens_is_over_the_cut_context_of_the_untuned_model(monkeypatch, tmp_path,
                                                                              capsys):
-    monkeypatch.setattr(table, 'folder', lambda: tmp_path)
+    monkeypatch.setattr(table, 'folder', lambda *of: tmp_path)
     monkeypatch.setattr(table, 'seeds', [1, 2, 3])
     for seed, gain in (1, 0.1), (3, 0.3):  # the second is not there yet
         readings = {'untuned': (2.5, 2.0, -0.1), 'head': (2.1, 2.4, gain)}
@@ -45,3 +45,12 @@ def test_a_gain_over_all_tokens_is_over_the_cut_context_of_the_untuned_model(mon
     assert '| 0.20 ± 0.14 | 0.40 ± 0.28 |' in line
     figure = table.draw({'rows': [untuned, head]})
     assert len(figure.axes[0].get_lines()) >= 3  # two readings and the cut context
+
+
+def test_a_series_that_reads_another_text_uses_the_trainings_of_its_series(monkeypatch):
+    for series, trainings in (('code', ''), ('code_on_books', ''), ('mix_on_books', 'mix/')):
+        monkeypatch.setattr(table, 'series', series)
+        assert table.run_of('conv', 1) == f'out/past_L/{trainings}1/conv'
+        mixed = '--dataset=code:0.5,books_code:0.5'
+        assert (mixed in table.recipe('conv')) == bool(trainings)
+    assert str(table.file_of('conv', 1)) == 'results/past_L/mix_on_books/conv_1.json'

@@ -2,17 +2,16 @@
 What reads past L: NoPE, RoPE and ALiBi, each without and with a short convolution. Each model is
 trained at L = 128 tokens. Then it reads windows of up to 16L tokens. NoPE also reads them with
 small vectors tuned at 8L, RoPE with YaRN and with both, and each of the two after fine-tuning at
-8L. Two models more are trained at 8L from their second step on. A series is a text, a number of
-tokens and a size of the models.
+8L. Two models more are trained at 8L from their second step on. A series is a text to train on and
+one to read, a number of tokens and a size of the models.
 
 $ python data/code/prepare.py
 $ bash results/past_L/run.sh                    # measures what is missing
 $ python -m results.past_L.table --work=False   # table and picture of what was measured
-$ python data/books/prepare.py FOLDER --tokenizer=bpe:1024 --out_dir=data/books_1024
-$ python -m results.past_L.table --series=books     # the same on books
 
 Each model and seed is one file, results/past_L/MODEL_SEED.json. Writes results/past_L/past_L.json
-and .png. For another series than code, the folder is results/past_L/SERIES.
+and .png. For another series than code, the folder is results/past_L/SERIES; run.sh names the text
+that it needs.
 """
 
 import time
@@ -53,6 +52,8 @@ class Series:
     arguments: str  # of train.py
     seeds: dict     # {model: how many seeds}
     readings: tuple = ()  # keys of TITLES; (): all
+    trained: str = ''     # the series whose trainings it reads; '': its own
+    dataset: str = ''     # a text to read; '': the one that it was trained on, of a mixture the first
 
 
 SERIES = {
@@ -66,6 +67,12 @@ SERIES = {
                         {'conv': 1, 'none': 1, 'rope': 1}, ('untuned', 'head', 'vectors', 'yarn')),
     'tokens_40M': Series('Python source, 1.05M parameters, 40M tokens', '--max_iters=19532',
                          {'conv': 1, 'none': 1, 'rope': 1}, ('untuned', 'head', 'vectors', 'yarn')),
+    'code_on_books': Series('trained on Python source, read on books', '', {'conv': 3, 'rope': 1},
+                            ('untuned', 'head', 'yarn'), 'code', 'books_code'),
+    'mix': Series('half Python source, half books, read on Python source',
+                  '--dataset=code:0.5,books_code:0.5', {'conv': 3}, ('untuned', 'head', 'yarn')),
+    'mix_on_books': Series('half Python source, half books, read on books', '', {'conv': 3},
+                           ('untuned', 'head', 'yarn'), 'mix', 'books_code'),
     'size_5M': Series('Python source, 5M parameters', '--n_layer=6 --n_embd=256 --n_hidden=704',
                       {'conv': 3, 'none': 1, 'rope': 1}, ('untuned', 'head', 'vectors', 'yarn')),
 }
@@ -144,15 +151,17 @@ def readings_of(model, seed):
 
 def result_of(model, seed):
     """The content of the file of a model and seed. Trains and tunes what is missing."""
-    began, readings = time.perf_counter(), {}
+    began, readings, text = time.perf_counter(), {}, SERIES[series].dataset
     for name, (run, how, baseline) in readings_of(model, seed).items():
-        losses = study.evaluated(run, 'position', name,
+        label = f'{name}_{text}' if text else name
+        how += f' --dataset={text}' if text else ''
+        losses = study.evaluated(run, 'position', label,
                                  f"--lengths=[{','.join(map(str, LENGTHS))}] {how}")
-        repeats = study.evaluated(run, 'repeat', name,
+        repeats = study.evaluated(run, 'repeat', label,
                                   f'--lengths=[{8 * L}] --gram=4 --targets=1000 '
                                   f"--controls=['near','other'] {how} {baseline}")
-        spread = study.made(f'{run}/entropy_{name}.json',
-                            f'entropy.py --out_dir={run} --label={name} '
+        spread = study.made(f'{run}/entropy_{label}.json',
+                            f'entropy.py --out_dir={run} --label={label} '
                             f'--length={8 * L} {how}')['mean_entropy']
         readings[name] = {'text': losses['rows'], 'repeats': repeats['rows'],
                           'share': repeats['share'], 'copy_weight': repeats['copy_weight'],
@@ -164,21 +173,26 @@ def result_of(model, seed):
 
 def recipe(model):
     """The arguments of train.py for a model, without its length and seed."""
-    return f'config/code.py {MODELS[model][1]} {SERIES[series].arguments}'.strip()
+    return f'config/code.py {MODELS[model][1]} {SERIES[trained()].arguments}'.strip()
 
 
-def folder(of='results'):
-    """Where the results of the series stand, or, of 'out', its trainings."""
+def trained():
+    """The series that has the trainings."""
+    return SERIES[series].trained or series
+
+
+def folder(of, series):
+    """Where the results of a series stand, or, of 'out', its trainings."""
     return Path(of, 'past_L', '' if series == 'code' else series)
 
 
 def run_of(model, seed):
     """The folder of a training."""
-    return str(folder('out') / str(seed) / model)
+    return str(folder('out', trained()) / str(seed) / model)
 
 
 def file_of(model, seed):
-    return folder() / f'{model}_{seed}.json'
+    return folder('results', series) / f'{model}_{seed}.json'
 
 
 def seeds_of(model):
@@ -287,8 +301,8 @@ def main():
                              if seed in seeds_of(model)})
     rows = collect()
     print_table(rows)
-    study.write(folder() / 'past_L', {'stage': 'past_L', 'L': L, 'rows': rows}, globals(), began,
-                rows and draw)
+    study.write(folder('results', series) / 'past_L', {'stage': 'past_L', 'L': L, 'rows': rows},
+                globals(), began, rows and draw)
 
 
 if __name__ == '__main__':
