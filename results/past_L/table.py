@@ -53,7 +53,7 @@ class Series:
     seeds: dict     # {model: how many seeds}
     readings: tuple = ()  # keys of TITLES; (): all
     trained: str = ''     # the series whose trainings it reads; '': its own
-    dataset: str = ''     # a text to read; '': the one that it was trained on, of a mixture the first
+    dataset: str = ''     # the text to read; '': the first one that it was trained on
 
 
 SERIES = {
