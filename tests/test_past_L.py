@@ -5,7 +5,8 @@ import statistics
 from conftest import near
 
 from lib.answers import save_json
-from results.past_L import table
+from lib.tokens import Windows
+from results.past_L import repeats, table
 
 
 def unit(model, seed, readings):
@@ -54,3 +55,16 @@ def test_a_series_that_reads_another_text_uses_the_trainings_of_its_series(monke
         mixed = '--dataset=code:0.5,books_code:0.5'
         assert (mixed in table.recipe('conv')) == bool(trainings)
     assert str(table.file_of('conv', 1)) == 'results/past_L/mix_on_books/conv_1.json'
+
+
+def test_shares_of_repeats_against_a_search_of_each_token(corpus_dir, monkeypatch):
+    monkeypatch.setattr(repeats, 'n_tokens', 8 * 64)
+    follows, copied, among = 0, 0, 0
+    for window in Windows(str(corpus_dir), 'train', 64).batch(0, 8).tolist():
+        for t in range(4, len(window)):
+            places = [s for s in range(4, t) if window[s - 4:s] == window[t - 4:t]]
+            follows += bool(places)
+            copied += bool(places) and window[places[-1]] == window[t]
+            among += 1
+    found = repeats.shares(str(corpus_dir), 64)
+    assert found == {'repeats': follows / among, 'copied': copied / among} and 0 < copied < follows
