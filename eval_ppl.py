@@ -49,6 +49,7 @@ from lib.losses import by_position, cut_losses, cut_windows
 from lib.repeats import (
     check_repeats,
     cut_context_losses,
+    distance_rows,
     find_targets,
     other_windows,
     repeat_rows,
@@ -83,7 +84,8 @@ gram = 8                     # repeat: this many tokens before a target also occ
 targets = 1500               # repeat: targets to score, drawn at random from those found
 baseline: str | None = None  # repeat: checkpoint file of the untuned model; None: that of this run
 controls: list[str] = []     # repeat: near (repeats within the last L0 tokens), other (all but
-                             # the L0 tokens before a target come from another document)
+                             # the L0 tokens before a target come from another document), token
+                             # (only the token after the earlier occurrence is replaced)
 batch_tokens = 16384         # tokens in one forward pass; lower it when memory runs out
 compile = True               # torch.compile the model, if the stage reads enough for this to pay
 
@@ -351,7 +353,9 @@ def far_repeats(run, sizes):
     Far repeats in windows of W tokens, where W is the longest length. find_targets() of
     lib/repeats.py defines the targets; t is the position of a target in its window. Each control
     adds rows. other: all tokens before t - L0 are replaced by those of another document; the gain
-    should then be 0 or below. near: near repeats, whose cut context holds the token to copy.
+    should then be 0 or below. token: only the token after the earlier occurrence is replaced, by
+    that of another target; what is left of the gain does not come from copying this token. near:
+    near repeats, whose cut context holds the token to copy.
     """
     s, W, L0 = run.settings, sizes[-1], run.model.config.L0
     check_repeats(s, W, L0)
@@ -374,12 +378,18 @@ def far_repeats(run, sizes):
 
     far, whole = chosen['far'], losses_of(samples)
     cut, weight = cut_context_losses(run, untuned, samples, far, of_val['far'])
-    rows, weights = repeat_rows('', far, whole[far.window, far.t - 1], *cut), {'far': weight}
+    losses, weights = whole[far.window, far.t - 1], {'far': weight}
+    rows = repeat_rows('', far, losses, *cut) + distance_rows(L0, W, far, losses, *cut)
+    each, replaced = np.arange(len(far.t)), {}  # {title of a control: a window for each target}
     if 'other' in s['controls']:
         is_far = np.arange(W + 1) < far.t[:, None] - L0
-        texts = np.where(is_far, samples[others[far.window]], samples[far.window])
-        losses = losses_of(texts)[np.arange(len(texts)), far.t - 1]
-        rows += repeat_rows('other document, ', far, losses, *cut)
+        replaced['other document, '] = np.where(is_far, samples[others[far.window]],
+                                                samples[far.window])
+    if 'token' in s['controls']:
+        texts = replaced['other token, '] = samples[far.window]
+        texts[each, far.s] = np.roll(texts[each, far.s], len(each) // 2)
+    for name, texts in replaced.items():
+        rows += repeat_rows(name, far, losses_of(texts)[each, far.t - 1], *cut)
     if 'near' in s['controls']:
         near = chosen['near']
         cut, weights['near'] = cut_context_losses(run, untuned, samples, near, of_val['near'])

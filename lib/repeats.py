@@ -40,6 +40,7 @@ class Targets:
     """Tokens to predict. The tokens before each target also occur earlier in its window."""
     window: np.ndarray   # (n,), the window of each target
     t: np.ndarray        # (n,), the position of each target in its window
+    s: np.ndarray        # (n,), the position of the token after the earlier occurrence
     same: np.ndarray     # (n,), whether the token after the earlier occurrence is the target
     found: int           # how many targets were found; n of them are drawn
 
@@ -63,8 +64,8 @@ def find_targets(samples, L, gram, most, near=False):
     if n_found > most:
         drawn = np.sort(np.random.default_rng(0).choice(n_found, most, replace=False))
         window, place = window[drawn], place[drawn]
-    same = samples[window, place] == samples[window, s[window, place]]
-    return Targets(window, place, same, n_found)
+    s = s[window, place]
+    return Targets(window, place, s, samples[window, place] == samples[window, s], n_found)
 
 
 def copy_losses(losses, same, weight):
@@ -188,11 +189,23 @@ def cut_context_losses(run, untuned, samples, chosen, fitted_on):
 
 def repeat_rows(kind, chosen, *losses):
     """One row for all targets, and one for those that equal the token after the repeat."""
-    rows = [{'kind': f'{kind}all'} | repeat_summary(chosen.window, *losses)]
-    if chosen.same.any():
-        of_same = [array[chosen.same] for array in (chosen.window, *losses)]
-        rows.append({'kind': f'{kind}same token'} | repeat_summary(*of_same))
-    return rows
+    kinds = {'all': np.full(len(chosen.t), True), 'same token': chosen.same}
+    return rows_of_kinds({f'{kind}{name}': which for name, which in kinds.items()}, chosen, *losses)
+
+
+def distance_rows(L, W, chosen, *losses):
+    """Rows of far repeats by the distance t - s: L < t - s <= 2L, then to 4L, to 8L ... to W."""
+    kinds, far, back = {}, L, chosen.t - chosen.s
+    while far < W:
+        near, far = far, min(2 * far, W)
+        kinds[f'{near + 1} to {far} back'] = (near < back) & (back <= far)
+    return rows_of_kinds(kinds, chosen, *losses)
+
+
+def rows_of_kinds(kinds, chosen, *losses):
+    """A row for each kind that has targets. kinds: {name: which targets, (n,) bool}."""
+    return [{'kind': name} | repeat_summary(*(array[which] for array in (chosen.window, *losses)))
+            for name, which in kinds.items() if which.any()]
 
 
 def check_repeats(s, W, L):
@@ -203,6 +216,6 @@ def check_repeats(s, W, L):
     if s['gram'] > L:
         raise UserError(f"gram is {s['gram']}; it must be at most L = {L}, because the cut context "
                         'must hold the repeated tokens.')
-    unknown = set(s['controls']) - {'near', 'other'}
+    unknown = set(s['controls']) - {'near', 'other', 'token'}
     if unknown:
-        raise UserError(f"controls has '{min(unknown)}'. Choose from near, other.")
+        raise UserError(f"controls has '{min(unknown)}'. Choose from near, other, token.")

@@ -251,26 +251,31 @@ def plain_repeats(x, g, L, is_near):
     return found
 
 
-def plain_repeat_losses(model, texts, scale=None, is_near=False, others=None):
+def plain_repeat_losses(model, texts, scale=None, is_near=False, others=None, is_swapped=False):
     """
     A row for each repeat of 3 tokens, where L is 32: its window, the loss in the whole window, the
-    losses in the cut context without and with the scale, and whether token s is the target. others:
-    windows whose tokens replace those before t - L in the whole window.
+    losses in the cut context without and with the scale, whether token s is the target, and t - s.
+    others: windows whose tokens replace those before t - L in the whole window. is_swapped: token s
+    is replaced there by that of the target half of all targets before.
     """
-    rows = []
-    for w, x in enumerate(texts.tolist()):
-        for t, s in plain_repeats(x, 3, 32, is_near):
-            before = (x if others is None else others[w].tolist())[:t - 32]
-            whole = torch.tensor([before + x[t - 32:t + 1]])
-            losses = [plain_losses(model, text, head_scale)[0, -1].item() for text, head_scale
-                      in ((whole, scale), (whole[:, -33:], None), (whole[:, -33:], scale))]
-            rows.append((w, *losses, x[s] == x[t]))
+    rows, texts = [], texts.tolist()
+    places = [(w, t, s) for w, x in enumerate(texts) for t, s in plain_repeats(x, 3, 32, is_near)]
+    for k, (w, t, s) in enumerate(places):
+        x = texts[w]
+        before = (x if others is None else others[w].tolist())[:t - 32]
+        if is_swapped:
+            v, _, other = places[k - len(places) // 2]
+            before[s] = texts[v][other]
+        whole = torch.tensor([before + x[t - 32:t + 1]])
+        losses = [plain_losses(model, text, head_scale)[0, -1].item() for text, head_scale
+                  in ((whole, scale), (whole[:, -33:], None), (whole[:, -33:], scale))]
+        rows.append((w, *losses, x[s] == x[t], t - s))
     return np.array(rows)
 
 
 def matches(found, rows, weight):
     """Raise AssertionError unless a row of the result is that of these targets."""
-    w, whole, cut, own_cut, same = rows.T
+    w, whole, cut, own_cut, same, _ = rows.T
     copied = np.array([plain_copy_loss([loss], [is_same], weight)
                        for loss, is_same in zip(cut, same)])
     assert (found['targets'], found['windows']) == (len(w), len(set(w)))
@@ -305,7 +310,7 @@ def plain_others(windows):
 @pytest.mark.parametrize('split, scale', [('test', None), ('val', 3.0)])
 def test_repeats_their_controls_and_their_headroom_equal_plain_loops(run, tiny, corpus_dir, split,
                                                                      scale):
-    result, out = run(REPEAT + f"--controls=['near','other'] --split={split}"
+    result, out = run(REPEAT + f"--controls=['near','other','token'] --split={split}"
                       + (f' --scale={scale}' if scale else ''))
     windows = Windows(str(corpus_dir), split, 128)
     others = plain_others(windows)
@@ -314,20 +319,26 @@ def test_repeats_their_controls_and_their_headroom_equal_plain_loops(run, tiny, 
     texts, val = (torch.from_numpy(Windows(str(corpus_dir), name, 128).evenly_spaced(12))
                   for name in (split, 'val'))
     found, scales = iter(result['rows']), scale and torch.full((2, 4), scale)
-    for kind, before in ('far', None), ('far', texts[others]), ('near', None):
-        is_near = kind == 'near'
-        rows = plain_repeat_losses(tiny[0], texts, scales, is_near, before)
-        weight = result['copy_weight'][kind]
-        matches(next(found), rows, weight)
-        matches(next(found), rows[rows[:, 4] == 1], weight)
-        if before is None:
+    for control in '', 'other document, ', 'other token, ', 'near, ':
+        is_near = control == 'near, '
+        weight = result['copy_weight']['near' if is_near else 'far']
+        rows = plain_repeat_losses(tiny[0], texts, scales, is_near,
+                                   texts[others] if 'document' in control else None,
+                                   'token' in control)
+        kinds = {f'{control}all': rows, f'{control}same token': rows[rows[:, 4] == 1]}
+        if not control:
+            kinds |= {f'{n + 1} to {2 * n} back': rows[(n < rows[:, 5]) & (rows[:, 5] <= 2 * n)]
+                      for n in (32, 64)}
+        for kind, those in kinds.items():
+            row = next(found)
+            assert row['kind'] == kind
+            matches(row, those, weight)
+        if control in ('', 'near, '):
             of_val = plain_repeat_losses(tiny[0], val, is_near=is_near)
             grid = np.linspace(0, 1, 500, endpoint=False)
             best = min(grid, key=lambda w: plain_copy_loss(of_val[:, 2], of_val[:, 4], w))
             assert abs(weight - best) <= 2e-3
-    assert [row['kind'] for row in result['rows']] == [
-        'all', 'same token', 'other document, all', 'other document, same token', 'near, all',
-        'near, same token']
+    assert not [*found]
     assert result['found'] == result['rows'][0]['targets']
     assert result['share'] == result['found'] / (12 * 65)
     for row in result['rows']:

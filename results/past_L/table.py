@@ -31,6 +31,8 @@ work = True              # False: only show what was measured
 
 L = 128
 LENGTHS = [L * 2 ** n for n in range(5)]
+KINDS = ['all', 'same token', 'near, all', 'other document, all', 'other token, all',
+         *(f'{T + 1} to {2 * T} back' for T in LENGTHS[:3])]  # of far repeats, by eval_ppl.py
 # {model: (its title, arguments of train.py)}
 MODELS = {
     'conv': ('NoPE + conv', '--short_conv=4'),
@@ -41,7 +43,11 @@ MODELS = {
     'alibi_conv': ('ALiBi + conv', '--position=alibi --short_conv=4'),
     'conv_8L': ('NoPE + conv, trained at 8L', '--short_conv=4'),
     'rope_8L': ('RoPE, trained at 8L', '--position=rope'),
+    'conv_A': ('NoPE + conv, only before attention', '--short_conv=4 --short_conv_at=A'),
+    'conv_C': ('NoPE + conv, only before the MLP', '--short_conv=4 --short_conv_at=C'),
+    'conv_2': ('NoPE + conv over two tokens', '--short_conv=2'),
 }
+SIX = dict.fromkeys(['conv', 'none', 'rope', 'rope_conv', 'alibi', 'alibi_conv'], 3)
 # A model that is trained at 8L, and its twin. The gains of both are over the twin's cut context.
 TWINS = {'conv_8L': 'conv', 'rope_8L': 'rope'}
 
@@ -58,15 +64,17 @@ class Series:
 
 SERIES = {
     'code': Series('Python source, 1.05M parameters', '',
-                   dict.fromkeys(MODELS, 3) | {'conv': 5, 'conv_8L': 1, 'rope_8L': 1}),
-    'books': Series('books, 1.05M parameters', '--dataset=books_1024',
-                    dict.fromkeys(MODELS, 3) | {'conv_8L': 0, 'rope_8L': 0},
+                   SIX | {'conv': 5, 'conv_8L': 1, 'rope_8L': 1}),
+    'books': Series('books, 1.05M parameters', '--dataset=books_1024', SIX,
                     ('untuned', 'head', 'vectors', 'yarn', 'yarn_vectors')),
     'books_40M': Series('books, 1.05M parameters, 40M tokens',
                         '--dataset=books_1024 --max_iters=19532',
                         {'conv': 1, 'none': 1, 'rope': 1}, ('untuned', 'head', 'vectors', 'yarn')),
     'tokens_40M': Series('Python source, 1.05M parameters, 40M tokens', '--max_iters=19532',
-                         {'conv': 1, 'none': 1, 'rope': 1}, ('untuned', 'head', 'vectors', 'yarn')),
+                         {'conv': 1, 'none': 1, 'rope': 1},
+                         ('untuned', 'head', 'vectors', 'yarn', 'yarn_vectors')),
+    'parts': Series('Python source, parts of the convolution', '',
+                    {'conv_A': 1, 'conv_C': 1, 'conv_2': 1}, ('untuned', 'head')),
     'code_on_books': Series('trained on Python source, read on books', '', {'conv': 3, 'rope': 1},
                             ('untuned', 'head', 'yarn'), 'code', 'books_code'),
     'mix': Series('half Python source, half books, read on Python source',
@@ -96,7 +104,7 @@ TITLES = {'untuned': 'untuned', 'uniform': 'uniform scale', 'head': 'head scales
           'head_clamped': 'head scales, each at least 1', 'channel': 'channel scales',
           'vectors': 'channel scales and norms', 'weights': 'every weight fine-tuned',
           'yarn': 'YaRN, factor 8', 'yarn_head': 'YaRN and head scales',
-          'yarn_vectors': 'YaRN, head scales and norms',
+          'yarn_vectors': 'YaRN, head scales (each at least 1) and norms',
           'yarn_weights': 'YaRN, every weight fine-tuned'}
 
 
@@ -159,7 +167,7 @@ def result_of(model, seed):
                                  f"--lengths=[{','.join(map(str, LENGTHS))}] {how}")
         repeats = study.evaluated(run, 'repeat', label,
                                   f'--lengths=[{8 * L}] --gram=4 --targets=1000 '
-                                  f"--controls=['near','other'] {how} {baseline}")
+                                  f"--controls=['near','other','token'] {how} {baseline}")
         spread = study.made(f'{run}/entropy_{label}.json',
                             f'entropy.py --out_dir={run} --label={label} '
                             f'--length={8 * L} {how}')['mean_entropy']
@@ -225,8 +233,10 @@ def row_of(model, name, runs, twins):
             cut = [one['readings']['untuned']['text'][n]['cut_loss'] for one in twins]
             row[f'cut at {T}'] = over_seeds(cut)
             row[f'gain at {T}'] = over_seeds([a - b for a, b in zip(cut, losses)])
-    for kind in 'all', 'same token', 'near, all', 'other document, all':
+    for kind in KINDS:
         repeats = of_kind(found, kind)
+        if len(repeats) < len(found):
+            continue  # an older file lacks this kind
         row[f'gain, {kind}'] = over_seeds([one['gain'] for one in repeats])
         row[f'errors, {kind}'] = [one['gain_error'] for one in repeats]
     if all('entropy' in one for one in found):
