@@ -13,16 +13,18 @@ part of a page, add a place.
 """
 
 import functools
+import itertools
 import math
 import re
 from dataclasses import dataclass
-from statistics import mean, stdev
+from statistics import correlation, mean, stdev
 from unittest import mock
 
 import pytest
 from conftest import ROOT
 from conftest import read as read_json
 
+from lib.tasks import N_SYMBOLS
 from results.scoreboard import table as scoreboard_table
 
 SEEDS = '1337', '1338', '1339'
@@ -31,6 +33,7 @@ FILES = {
     'CPUS': 'bench/cpu_sdpa.json',
     'BOOKS': 'scoreboard/books/channel_SEED.json scoreboard/books/head_SEED.json',
     'BRANCHES': ' '.join(f'begin/{n}M_1337.json' for n in (5, 10, 20, 40)),
+    'ALL_BRANCHES': ' '.join(f'begin/{n}M_1337.json' for n in (2, 5, 10, 20, 40)),
     'SMALL': 'scoreboard/small/channel_SEED.json scoreboard/small/head_SEED.json',
 }
 CHANNEL = 'scale per channel'
@@ -184,6 +187,12 @@ def copying_heads(xs, layer):
 def copying_scales(xs):
     """The head scales of the two heads of layer 1 that copy."""
     return [x['head_scale'][1][head] for x in xs for head in copying_heads(xs, 1)]
+
+
+def scale_and_share(x):
+    """The correlation over all heads of head scale and share of attention to a far copy."""
+    scales, shares = x['head_scale'], x['copying']['far']['share']
+    return correlation(*(list(itertools.chain(*table)) for table in (scales, shares)))
 
 
 def cache_share(x):

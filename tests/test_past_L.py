@@ -17,7 +17,7 @@ def unit(model, seed, readings):
         for row in text[1:]:
             row['cut_loss'] = own_cut
         repeats = [{'kind': kind, 'loss': 2 - gain, 'cut_loss': 2.0, 'gain': gain, 'headroom': 0.5,
-                    'gain_error': 0.01, 'R': gain / 0.5}
+                    'gain_error': 0.01, 'own_gain': gain, 'R': gain / 0.5}
                    for kind in ('all', 'same token', 'near, all', 'other document, all')]
         found[name] = {'text': text, 'repeats': repeats, 'entropy': [2.0, gain]}
     return {'model': model, 'seed': seed, 'readings': found}

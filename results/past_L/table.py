@@ -241,8 +241,9 @@ def row_of(model, name, runs, twins):
         row[f'errors, {kind}'] = [one['gain_error'] for one in repeats]
     if all('entropy' in one for one in found):
         row['entropy'] = over_seeds([one['entropy'] for one in found])
-    for key in 'loss', 'cut_loss', 'headroom', 'R':
+    for key in 'loss', 'cut_loss', 'headroom', 'R', 'own_gain':
         row[key] = over_seeds([one[key] for one in of_kind(found, 'all')])
+    row['headroom, near'] = over_seeds([one['headroom'] for one in of_kind(found, 'near, all')])
     return row
 
 
@@ -262,7 +263,7 @@ def collect():
 
 def print_table(rows):
     """As the page has it."""
-    columns = ['loss at 128', 'loss at 1024', 'gain at 1024', 'gain, all', 'R', 'gain, near, all',
+    columns = ['loss at 128', 'loss at 1024', 'gain at 1024', 'gain, all', 'R', 'headroom, near',
                'gain, other document, all']
     study.print_table([{'': row['title'], 'seeds': len(row['seeds'])}
                        | {name: row[name] for name in columns} for row in rows], digits=2)
