@@ -24,6 +24,7 @@ import pytest
 from conftest import ROOT
 from conftest import read as read_json
 
+from lib.tasks import N_SYMBOLS  # noqa: F401 (an expression uses it)
 from results.scoreboard import table as scoreboard_table
 
 SEEDS = '1337', '1338', '1339'
