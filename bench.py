@@ -34,7 +34,7 @@ from lib.checkpoints import cast_matrices, config_of
 from lib.devices import can_compile, compiled, matmul_flops, setup, synchronize
 from lib.errors import UserError
 from lib.exports import their_config
-from lib.generate import needs_equal_lengths, new_cache, step_of, store_column_major
+from lib.generate import new_cache, step_of, store_column_major
 from model import ModelConfig, Transformer
 
 tasks = ['train', 'scale', 'eval', 'entropy', 'prefill', 'decode']
@@ -163,7 +163,6 @@ def new_model(s, block_size, **changes):
 
 class Peer(torch.nn.Module):
     """transformers' Llama of the same sizes, with the interface of our Transformer."""
-    scale_sets = None
 
     def __init__(self, config):
         super().__init__()
@@ -358,7 +357,7 @@ def decode(s):
         return work
 
     works = {who: decoding(model) for who, model in models.items()}
-    if can_compile(s.runtime, s.compile) and not needs_equal_lengths(ours):
+    if can_compile(s.runtime, s.compile) and not ours.needs_equal_lengths:
         works['compiled'] = decoding(ours, True)
     weights, c = ours.n_params() - ours.embed.weight.numel(), ours.config
     keys = 2 * c.n_layer * c.n_kv_head * c.head_dim * (T + n_decode / 2)

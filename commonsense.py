@@ -27,7 +27,7 @@ from configurator import between, configure, settings
 from lib.answers import optional, paper_table, print_scores, progress_bar
 from lib.checkpoints import Run
 from lib.errors import UserError
-from lib.generate import Decoding, complete, needs_equal_lengths, read_prompts
+from lib.generate import Decoding, complete, read_prompts
 from lib.scales import vectors_for
 from lib.tokenizers import start_token
 
@@ -106,7 +106,7 @@ class Harness(LM):
         pairs: [(context, continuation)], lists of ids. Returns (len(pairs), 2): a row of
         choice_scores() for each pair, in the order of pairs.
         """
-        alone, groups = needs_equal_lengths(self.model), {}
+        alone, groups = self.model.needs_equal_lengths, {}
         for i, (context, _) in enumerate(pairs):
             groups.setdefault(i if alone else tuple(context), []).append(i)
         # Read the longest contexts first: if memory is too small, the run fails at once.

@@ -231,12 +231,7 @@ def text_to_read():
 @torch.inference_mode()
 def losses_of(read_text, runtime, model, kind):
     """The losses of a reading, (n, T), and its smallest and largest softmax scale."""
-    scale = None
-    if kind:
-        made = read(scale_file(model, kind))
-        scale = scale_file(model, kind)
-        if kind == 'uniform':
-            scale = dict(zip(made['lengths'], made['best_by_length']))[target_length]
+    scale = scale_file(model, kind) if kind else None
     opened, _ = open_model(f'{models or out_dir}/{model}/last.pt', scale)
     losses = runtime.over_windows(
         read_text.windows, BATCH_TOKENS,
@@ -300,7 +295,7 @@ def entry_of(read_text, losses, scales, cut):
     return entry
 
 
-def differences(read_text, found):
+def differences(found):
     """How much lower the loss of each scaled reading is than that of the one before it, at T."""
     titles, T = list(found), target_length
     pairs = []
@@ -311,13 +306,6 @@ def differences(read_text, found):
             pairs.append({'a': a, 'b': b, 'difference': gained['loss'],
                           'standard_error': gained['standard_error']})
     return pairs
-
-
-def verdict(row):
-    """What a gain over the cut context says, if it is sure by three standard errors."""
-    if abs(row['gain']) < 3 * row['gain_error']:
-        return 'is not sure to gain or lose'
-    return 'gains' if row['gain'] > 0 else 'loses'
 
 
 def sentences(report):
@@ -385,11 +373,11 @@ def require_files():
     """Refuse, before any work, a text or scales that are not there."""
     if text and not Path(text).is_file():
         raise UserError(f"text is '{text}', which is not a file. Give a text file.")
-    for model, kind in READINGS.values():
-        if models and kind and not Path(scale_file(model, kind)).exists():
-            raise UserError(f'{scale_file(model, kind)} does not exist: {models} has '
-                            f'no scales for {target_length} tokens. Choose another '
-                            '--target_length=, or tune them with tune_scale.py.')
+    for model, kind in READINGS.values() if models else ():
+        path = scale_file(model, kind)
+        if kind and not (Path(path).exists() and read(path)['target_length'] == target_length):
+            raise UserError(f'{path} does not exist, or is not tuned for {target_length} tokens. '
+                            'Choose another --target_length=, or tune it with tune_scale.py.')
 
 
 def main():
@@ -410,7 +398,7 @@ def main():
     report = {'stage': 'demo', 'L': read_text.L, 'lengths': read_text.lengths(), 'tail': TAIL,
               'source': read_text.source, 'windows': len(read_text.windows),
               'far_found': read_text.far.found, 'far_targets': len(read_text.far.t),
-              'readings': readings, 'differences': differences(read_text, found),
+              'readings': readings, 'differences': differences(found),
               'seconds_by_part': seconds}
     print_report(report)
     plots.write_result(f'{out_dir}/report', report, settings(globals()), setup('cpu', 'float32'),

@@ -138,12 +138,10 @@ def in_rows(rows_of, inputs, n_maps, all_keys=False):
     """
     q, k, v, i, j = inputs
     T, S = q.shape[2], k.shape[2]
-    chunks = [(*inputs, rows, end)
-              for rows, end in row_chunks(T, S, n_maps, q.device, all_keys)]
     # Process the longest rows first: later, shorter chunks can reuse the memory that they free.
-    chunks.reverse()
+    chunks = [*row_chunks(T, S, n_maps, q.device, all_keys)][::-1]
 
-    def of_chunk(q, k, v, i, j, rows, end):
+    def of_chunk(rows, end):
         # Slice here and not before: backward then adds up the gradients of this chunk's slices
         # before it reaches the next chunk. Otherwise it would hold those of all chunks at once.
         return rows_of(q[:, :, rows], k[:, :, :end], v[:, :, :end], i[..., rows], j[..., :end])

@@ -304,9 +304,9 @@ class Transformer(nn.Module):
     @property
     def needs_equal_lengths(self):
         """True if prompts of different lengths cannot share a pass."""
-        methods = [block.attn.position for block in self.blocks]
-        return (any(method.needs_equal_lengths for method in methods)
-                or self.config.random_positions > 0)
+        if self.scale_sets or self.config.random_positions:
+            return True
+        return any(block.attn.position.needs_equal_lengths for block in self.blocks)
 
     @property
     def head_scale(self):
@@ -365,8 +365,8 @@ def gain_outputs(out, gain, D):
 # into a matrix, and `matrix` is the ending of that matrix's name. The gains of norms need no
 # matrix, because the exported checkpoint has norms itself.
 VECTORS = {
-    'head_scale': Vector('head_scale', 1.0, 0.1, matrix='qkv.weight', fold=scale_queries),
-    'head_gain': Vector('head_gain', 1.0, 0.02, matrix='out.weight', fold=gain_outputs),
+    'head_scale': Vector('head_scale', 1.0, rate=0.1, matrix='qkv.weight', fold=scale_queries),
+    'head_gain': Vector('head_gain', 1.0, matrix='out.weight', fold=gain_outputs),
     'norm': Vector('norm.weight', 1.0, 0.01, pretrained=True),
 }
 for method in METHODS.values():

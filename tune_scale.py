@@ -19,9 +19,7 @@ scale_head_TARGET.json, or scale_sets.json for target_lengths. Each file but the
 .png. The stages that use a model, such as eval_ppl.py, read such a file with --scale=FILE
 """
 
-import dataclasses
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -209,15 +207,13 @@ def run_uniform(run, target):
 # ---------------------------------------------------------------------- head
 
 # What can be tuned: {kind: (ending of its parameters' names, learning rate)}. The kinds are the
-# keys of VECTORS in model.py, except that head_scale is replaced by scale and channel, and
-# head_gain by out. attn_norm is added. The paper tunes its scales at a rate of 0.05 or 0.1.
-KINDS = {name: (vector.ending, vector.rate) for name, vector in VECTORS.items()
-         if name not in ('head_scale', 'head_gain')} | {
-    'scale': ('head_scale', 0.1),           # one scale per head, as in the paper
-    'channel': ('head_scale', 0.03),        # one scale per channel of a head
-    'out': ('head_gain', 0.02),             # one gain on the output of each head
-    'attn_norm': ('attn_norm.weight', 0.01),  # the gains of the RMSNorms before attention
-}
+# keys of VECTORS in model.py, two of them under other names, and two more. The paper tunes its
+# scales at a rate of 0.05 or 0.1.
+KINDS = {name: (vector.ending, vector.rate) for name, vector in VECTORS.items()}
+KINDS['scale'] = KINDS.pop('head_scale')   # one scale per head, as in the paper
+KINDS['out'] = KINDS.pop('head_gain')      # one gain on the output of each head
+KINDS['channel'] = 'head_scale', 0.03      # one scale per channel of a head
+KINDS['attn_norm'] = 'attn_norm.weight', 0.01  # the gains of the RMSNorms before attention
 
 
 def rates_of(tune):
@@ -277,64 +273,49 @@ def objective(model, inputs, targets):
     return model(inputs, targets).mean()
 
 
-@dataclass
-class Recipe:
-    """The settings that tune_vectors() reads."""
-    tune: str
-    min_scale: float | None
-    warmup_iters: int
-    max_iters: int
-    batch_size: int
-    micro_batch_size: int
-    beta1: float
-    beta2: float
-    grad_clip: float
-    checkpoint_activations: bool
-    compile: bool
-
-
-def tune_vectors(model, windows, recipe, runtime):
+def tune_vectors(model, windows, s, runtime):
     """
     HeadScale: minimize the objective over the vectors that `tune` names, from their present values.
     Returns the loss of each step. Gradients flow back through all layers, but they are computed
-    only for the vectors, not for the matrices.
+    only for the vectors, not for the matrices. s: the settings, {name: value}.
     """
-    r, rates, groups = recipe, rates_of(recipe.tune), []
-    model.checkpoint_activations = r.checkpoint_activations
+    rates, groups = rates_of(s['tune']), []
+    model.checkpoint_activations = s['checkpoint_activations']
     for kind, rate in rates.items():
         groups.append({'params': list(vectors_of(model, [kind]).values()), 'peak': rate})
     vectors = [p.requires_grad_(True) for group in groups for p in group['params']]
-    optimizer = torch.optim.AdamW(groups, betas=(r.beta1, r.beta2), weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(groups, betas=(s['beta1'], s['beta2']), weight_decay=0.0,
+                                  fused=True)
     scaler = torch.amp.GradScaler(runtime.device.type, enabled=runtime.dtype == torch.float16)
-    forward, losses = compiled(model, runtime, r.compile), []
+    forward, losses = compiled(model, runtime, s['compile']), []
     rows = slice(runtime.rank, None, runtime.world_size)  # this rank's share of each batch
-    bar = progress_bar(r.max_iters, f'tuning at {windows.block_size}', runtime.is_main)
-    for step in range(r.max_iters):
-        share = learning_rate_at(step, 1.0, 0.1, r.warmup_iters, r.max_iters)  # of each peak
+    bar = progress_bar(s['max_iters'], f'tuning at {windows.block_size}', runtime.is_main)
+    for step in range(s['max_iters']):
+        share = learning_rate_at(step, 1.0, 0.1, s['warmup_iters'], s['max_iters'])  # of each peak
         for group in optimizer.param_groups:
             group['lr'] = share * group['peak']
 
         # the gradient of the objective, over this rank's share of the batch
-        tokens = torch.from_numpy(windows.batch(step, r.batch_size, rows)).to(runtime.device)
+        tokens = torch.from_numpy(windows.batch(step, s['batch_size'], rows)).to(runtime.device)
         step_loss = torch.zeros((), device=runtime.device)
-        for part in tokens.split(r.micro_batch_size):
+        for part in tokens.split(s['micro_batch_size']):
             with runtime.autocast():
-                loss = objective(forward, part[:, :-1], part[:, 1:]) * len(part) / r.batch_size
+                loss = objective(forward, part[:, :-1], part[:, 1:]) * len(part) / s['batch_size']
             scaler.scale(loss).backward()
             step_loss += loss.detach()
         if runtime.world_size > 1:  # so few numbers need no DistributedDataParallel
             for tensor in [step_loss, *(p.grad for p in vectors)]:
                 torch.distributed.all_reduce(tensor)
 
-        if r.grad_clip:
+        if s['grad_clip']:
             scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(vectors, r.grad_clip)
+            torch.nn.utils.clip_grad_norm_(vectors, s['grad_clip'])
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
-        if r.min_scale is not None and 'scale' in rates:
+        if s['min_scale'] is not None and 'scale' in rates:
             for p in vectors_of(model, ['scale']).values():  # Eq. (6)
-                p.data.clamp_(min=r.min_scale)
+                p.data.clamp_(min=s['min_scale'])
 
         # Copy both numbers at once, because the host waits for the device at each copy.
         loss, mean_scale = torch.stack([step_loss, model.head_scale.mean()]).tolist()
@@ -370,14 +351,13 @@ def tune_sets(run, target_sizes, to_save):
     losses of all steps.
     """
     s, sets, losses = run.settings, {}, []
-    recipe = Recipe(**{field.name: s[field.name] for field in dataclasses.fields(Recipe)})
-    n_tuned = sum(p.numel() for p in vectors_of(run.model, rates_of(recipe.tune)).values())
+    n_tuned = sum(p.numel() for p in vectors_of(run.model, rates_of(s['tune'])).values())
     for length in target_sizes:
-        n_tokens = recipe.max_iters * recipe.batch_size * length
+        n_tokens = s['max_iters'] * s['batch_size'] * length
         run.runtime.print(f'tuning {n_tuned} numbers on windows of {length} tokens ({n_tokens:,} '
                           'tokens in all)')
         data = Windows(dataset_of(run.info, s['dataset']), 'train', length, s['seed'])
-        losses += tune_vectors(run.model, data, recipe, run.runtime)
+        losses += tune_vectors(run.model, data, s, run.runtime)
         sets[length] = copies(to_save)
     scales = torch.cat([vector.flatten() for name, vector in to_save.items()
                         if name.endswith('head_scale')])
@@ -439,10 +419,8 @@ def check_settings(run, target_sizes):
         raise UserError(f"method is '{s['method']}'. Choose uniform or head.")
     is_uniform, several = s['method'] == 'uniform', bool(s['target_lengths'])
     least = L + 1 if several else L
-    if is_uniform:  # the fit needs the middles of two bins of L / 16 positions past L
-        width = max(1, L // 16)
-        first = (2 * L - width - 1) // (2 * width) + 1  # the first bin whose middle is past L
-        least = (first + 2) * width
+    if is_uniform:  # then two bins of L / 16 positions have their middles past L: the fit needs two
+        least = L + 3 * max(1, L // 16)
     elif s['compare']:
         raise UserError('compare is for --method=uniform only. Leave it out.')
     if several and is_uniform:

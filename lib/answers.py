@@ -224,7 +224,7 @@ def save_json(path, data):
 
 
 def read_json(path, stage):
-    """The JSON that a stage wrote. stage: its name, such as 'explore'. Refuses any other file."""
+    """The JSON that a stage wrote. stage: its name, such as 'entropy'. Refuses any other file."""
     with fault_of(path, f'a result of {stage}.py', 'Give the .json that it wrote.'):
         result = json.loads(Path(path).read_text(encoding='utf-8'))
         if result['stage'] != stage:

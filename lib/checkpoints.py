@@ -47,12 +47,8 @@ def weights_digest(state):
 
 # ---------------------------------------------------------------------- save
 
-def checkpoint_state(model, tokenizer, step, weights=None, **more):
-    """
-    The entries of a checkpoint, as a dict. weights: the model's state dict; None: read it from the
-    model. Give it if the model is sharded.
-    """
-    weights = model.state_dict() if weights is None else weights
+def checkpoint_state(model, tokenizer, step, weights, **more):
+    """The entries of a checkpoint, as a dict. weights: the model's state dict, not sharded."""
     return {'model': weights, 'model_config': dataclasses.asdict(model.config),
             'tokenizer': tokenizer, 'digest': weights_digest(weights), 'step': step, **more}
 

@@ -26,10 +26,8 @@ from lib.tokenizers import (
 from model import VECTORS, small_vectors, vector_of
 from position import parse_scaling, rope_frequencies
 
-# The settings of a ModelConfig that a config.json can express. DAPE's other settings are here, too,
-# because they have no effect without dape_kernel.
-EXPORTED = {*NAMES, 'position', 'rope_base', 'rope_scaling', 'pretrained_length', 'dape_width',
-            'dape_residual', 'dape_cheat'}
+# The settings of a ModelConfig that a config.json can express.
+EXPORTED = {*NAMES, 'position', 'rope_base', 'rope_scaling', 'pretrained_length'}
 # What llama.cpp calls the pattern that cuts text into words. Any pattern suits bytes.
 SPLITTERS = {'gpt2': 'gpt-2', 'bytes': 'gpt-2'}
 

@@ -216,13 +216,13 @@ def length_axis(axis, lengths, L):
     mark_length(axis, L, f'L = {L}')
 
 
-def position_axis(axis, L, ylabel, title='', unit='tokens'):
+def position_axis(axis, L, ylabel, title=''):
     """Finish a panel of curves by position: an x axis from L / 4 on, labels, and curve names."""
     last = max(line.get_xdata()[-1] for line in named_lines(axis))
     first = min(L, last) / 4
     ticks = [T for T in L * 2.0 ** np.arange(-12, 30) if first <= T <= 1.1 * last]
     length_axis(axis, ticks, L)
-    axis.set(xlim=(first, max(L, last, ticks[-1])), xlabel=f'position ({unit})', ylabel=ylabel,
+    axis.set(xlim=(first, max(L, last, ticks[-1])), xlabel='position (tokens)', ylabel=ylabel,
              title=title)
     label_ends(axis)
 

@@ -19,9 +19,8 @@ from model import Transformer
 class ForeignCache:
     """A cache of transformers, called like our KVCache."""
 
-    def __init__(self, config, max_length):
+    def __init__(self, config):
         self.keys = optional('transformers').DynamicCache(config=config)
-        self.max_length = max_length
 
     @property
     def length(self):
@@ -63,9 +62,6 @@ class Foreign(nn.Module):
         """Like Transformer.hidden(), but computes all positions before it takes the tail."""
         c, T = self.model.config, idx.shape[1]
         end = T + cache.length if cache else T
-        if cache and end > cache.max_length:
-            raise UserError(f'the KV cache holds {cache.max_length} tokens but {end} are needed. '
-                            'Make it longer.')
         if end > self.n_positions:
             raise UserError(f'this {c.model_type} model has {self.n_positions} positions but {end} '
                             'are needed. Choose a shorter length.')
@@ -78,8 +74,8 @@ class Foreign(nn.Module):
         return x[:, -tail:]
 
     def new_cache(self, max_length):
-        """A cache for up to max_length tokens."""
-        return ForeignCache(self.model.config, max_length)
+        """A cache. It grows as needed, whatever max_length is."""
+        return ForeignCache(self.model.config)
 
     def refuse(self, *_):
         raise UserError(f'a {self.config.position} model is read through transformers: no scale of '

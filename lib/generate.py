@@ -189,7 +189,7 @@ def step_of(model, cache, compile):
     """
     if not compile or hasattr(model, 'new_cache'):
         return model
-    if needs_equal_lengths(model):
+    if model.needs_equal_lengths:
         note('decoding uncompiled: with its scale sets or position method, the model computes '
              'each length differently')
         return model
@@ -264,20 +264,13 @@ def complete(model, prompts, max_new_tokens, how=GREEDY):
     at most max_new_tokens new ids for each prompt, without the end token. The result does not
     depend on the other prompts of the batch.
     """
-    if how.beams < 1:
-        raise UserError(f'beams is {how.beams}; it must be at least 1 (1 is greedy).')
     if max_new_tokens == 0:
         return [[] for _ in prompts]
-    if needs_equal_lengths(model) and len({len(prompt) for prompt in prompts}) > 1:
+    if model.needs_equal_lengths and len({len(prompt) for prompt in prompts}) > 1:
         return [complete(model, [prompt], max_new_tokens, how)[0] for prompt in prompts]
     search = greedy if how.beams == 1 else beam_search
     with vectors_for(model, max(map(len, prompts)) + max_new_tokens):
         return search(model, prompts, max_new_tokens, how)
-
-
-def needs_equal_lengths(model):
-    """True if prompts of different lengths in one batch would change each other's results."""
-    return bool(model.needs_equal_lengths or model.scale_sets)
 
 
 def greedy(model, prompts, max_new_tokens, how):

@@ -103,10 +103,9 @@ def scatter_heads(axis, scales, entropy, layers, ylabel):
 
 def draw_head(result):
     """Figures 4 and 5: loss and entropy by position, scale and entropy of heads; tuned scales."""
-    last = result['sets'][-1] if 'sets' in result else result
-    scales = np.array(last['head_scale'], float)
-    target, heads = last['target_length'], scales.reshape(*scales.shape[:2], -1).mean(2)
     lengths = [one['target_length'] for one in result.get('sets', [result])]
+    scales = np.array(result.get('sets', [result])[-1]['head_scale'], float)
+    target, heads = lengths[-1], scales.reshape(*scales.shape[:2], -1).mean(2)
     title = f"Head scales tuned at {', '.join(map(str, lengths))} tokens: {run_name(result)}"
     figure, axes = panels(title, 4, 2, width=6.2, height=3.5)
     curves = []

@@ -19,10 +19,9 @@ from lib.errors import UserError, as_user_error, fault_of, require_kinds
 from model import ModelConfig
 from position import Settings, defaults_of_unused
 
-# Settings that a resumed run may not change: the model's sizes, and those of its position method.
-MODEL = ('n_layer', 'n_head', 'n_kv_head', 'n_embd', 'n_hidden', 'short_conv', 'short_conv_at',
-         'block_size',
-         *(field.name for field in dataclasses.fields(Settings)))
+# Settings that a resumed run may not change: those of a ModelConfig that train.py has, too.
+MODEL = [field.name for field in dataclasses.fields(ModelConfig)
+         if field.name not in ('vocab_size', 'pretrained_length', 'tied', 'norm_eps')]
 
 # Settings that a resumed run does not keep, because another machine may need others.
 OF_MACHINE = {'out_dir', 'init_from', 'device', 'compile', 'fsdp', 'checkpoint_activations'}

@@ -331,7 +331,7 @@ def identity(model, scale, info):
     What a model's answers depend on, as a dict. Its entry 'scale' is a SHA-256 of the model's
     vectors and of the scale file. scale: as in apply_scale().
     """
-    digest = hashlib.sha256(Path(scale).read_bytes() if isinstance(scale, str) else b'')
+    digest = hashlib.sha256(Path(scale).read_bytes() if isinstance(scale, str | Path) else b'')
     with vectors_for(model, 1):  # the model's own vectors, if it has scale sets
         for name, weight in model.state_dict().items():
             if weight.dim() < 2 or vector_of(name):

@@ -394,7 +394,7 @@ class Windows:
         self.sources = list(sources.values())
         self.data = self.sources[0]  # evaluation reads only the first source
         self.slots = mixture_slots([weight for _, weight in parts], dataset)
-        self.tokenizer_state = data.tokenizer_state
+        self.tokenizer_state = self.data.tokenizer_state
 
     @property
     def vocab_size(self):

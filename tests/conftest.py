@@ -348,7 +348,8 @@ def damage(path, row):
 def save_model(model, path, step=0, settings=()):
     """Write a checkpoint of a model with the tokenizer `bytes`."""
     encoding = tokenizer_state(get_tokenizer('bytes'))
-    state = checkpoints.checkpoint_state(model, encoding, step, settings=dict(settings))
+    state = checkpoints.checkpoint_state(model, encoding, step, model.state_dict(),
+                                         settings=dict(settings))
     checkpoints.save(path, **state)
 
 

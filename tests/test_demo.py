@@ -90,7 +90,7 @@ def test_a_finished_model_has_the_settings_that_are_asked_for():
 @pytest.mark.parametrize('arguments, said', [
     ('--text=missing.txt', "text is 'missing.txt', which is not a file"),
     ('--text=LICENSE', 'the text has 0 windows of 1025 tokens'),
-    ('--target_length=512', 'scale_head_512.json does not exist'),
+    ('--target_length=512', 'is not tuned for 512 tokens'),
 ])
 def test_mistake_is_refused_before_work(tmp_path, arguments, said):
     assert said in mistake('demo', 'config/look.py', f'--out_dir={tmp_path}', arguments)

@@ -16,7 +16,6 @@ from lib.generate import (
     Decoding,
     complete,
     generate,
-    needs_equal_lengths,
     new_cache,
     read_prompts,
     sample_token,
@@ -139,7 +138,7 @@ def test_a_batch_of_unequal_prompts_completes_as_each_would_alone(changes, beams
 def test_steps_of_equal_shapes_give_the_logits_of_steps_that_grow(changes):
     """The steps of equal shapes are those that are compiled. The two prompts differ in length."""
     model, found = random_model(**changes), []
-    lengths, new = [9, 9 if needs_equal_lengths(model) else 4], tokens(2, 6)
+    lengths, new = [9, 9 if model.needs_equal_lengths else 4], tokens(2, 6)
     for fixed in False, True:
         _, cache = read_prompts(model, [list(range(n)) for n in lengths], 8)
         if fixed:

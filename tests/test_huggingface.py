@@ -468,7 +468,6 @@ def test_other_models_run_behind_our_calls(tmp_path, kind, L):
     cache = new_cache(model, 2, 60)
     parts = [model(part, cache=cache) for part in idx.split([48, 9, 1, 1, 1], dim=1)]
     near(torch.cat(parts, dim=1), expected, 1e-4)
-    refuses('KV cache holds 60', model, idx[:, :1], cache=cache)
 
     prompt = tokens(2, 20)
     expected = theirs.generate(prompt, num_beams=4, do_sample=False, max_new_tokens=12,

@@ -7,7 +7,6 @@ $ python -m pytest tests/test_tune_scale.py
 
 import contextlib
 import copy
-import dataclasses
 import io
 import math
 import shutil
@@ -26,7 +25,7 @@ from lib import checkpoints
 from lib.devices import learning_rate_at
 from lib.scales import apply_scale, save_scale, vectors_for
 from lib.tokens import Windows
-from tune_scale import Recipe, first_scale, fit_scale, search_uniform, tune_vectors
+from tune_scale import first_scale, fit_scale, search_uniform, tune_vectors
 
 RECIPE = {
     'tune': 'scale:0.05',
@@ -39,9 +38,8 @@ RECIPE = {
 
 
 def recipe(**changes):
-    """The Recipe of tune_scale.py's defaults, RECIPE and these changes."""
-    return Recipe(**{field.name: (vars(tune_scale) | RECIPE | changes)[field.name]
-                     for field in dataclasses.fields(Recipe)})
+    """The settings of tune_scale.py's defaults, RECIPE and these changes."""
+    return vars(tune_scale) | RECIPE | changes
 
 
 @pytest.fixture
@@ -85,7 +83,7 @@ def adamw_by_hand(model, windows, scale, r):
 def test_tuning_equals_adamw_written_by_hand(cpu, model, text, changes):
     how = recipe(**changes)
     start = torch.full((2, 4, 8) if 'tune' in changes else (2, 4), 1.02)
-    expected, losses = adamw_by_hand(model, text, start, vars(how))
+    expected, losses = adamw_by_hand(model, text, start, how)
     model.head_scale = start
     near(tune_vectors(model, text, how, cpu), losses, rtol=1e-5)
     scales = torch.stack([block.attn.head_scale for block in model.blocks])

@@ -9,7 +9,6 @@ First run the three lines of results/passkey_demo/run.sh that prepare data. A st
 where it was. Writes results/channel_scale/passkey.json
 """
 
-
 import numpy as np
 
 from configurator import configure

@@ -148,7 +148,7 @@ def tuned(seed, scale, rates):
         model.head_scale = model.head_scale[..., None].expand(-1, -1, model.config.head_dim)
     groups = [{'params': list(vectors_of(model, [kind]).values()), 'rate': rate}
               for kind, rate in rates.items()]
-    clamp = groups[0]['params'] if 'scale' in rates else None
+    clamp = vectors_of(model, ['scale']).values() if 'scale' in rates else None
     return model, tune(model, groups, seed, clamp)
 
 

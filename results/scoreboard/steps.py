@@ -9,6 +9,7 @@ measure again on this machine, remove the file.
 Writes results/scoreboard/SIZE_steps.json, which results/scoreboard/table.py reads
 """
 
+import ast
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,10 +32,10 @@ dtype = 'float32'            # auto, float32, bfloat16; the rows of 0.9M were tr
 
 def changes_of(row):
     """The settings of a row's model, {name: value}."""
-    kinds, changes = settings(vars(bench)) | vars(Settings()), {}
+    known, changes = settings(vars(bench)) | vars(Settings()), {}
     for argument in row.train.split():
-        name, value = argument.removeprefix('--').split('=')
-        changes[name] = type(kinds[name])(value)
+        name, text = argument.removeprefix('--').split('=')
+        changes[name] = text if isinstance(known[name], str) else ast.literal_eval(text)
     return changes
 
 

@@ -194,27 +194,18 @@ def units():
 
 # ---------------------------------------------------------------------- the table
 
-def read_row(key, seed):
-    """What the file of a row and seed holds. Each `gain` is over the row's own cut context."""
-    found = read(result_file(key, seed))
-    for row in found['repeats']:
-        row |= {'gain': row['own_gain'], 'cut_loss': row['own_cut_loss']}
-    return found
-
-
 def with_gains(key, seed):
     """
-    The content of the file of a row and seed. Next to each `gain` stands `gain_over_untuned`: the
-    loss of the untuned model with its context cut to L, minus the loss of the row with the whole
-    context. It is None if the untuned model was not measured.
+    The content of the file of a row and seed, with `gain_over_untuned`: the loss of the untuned
+    model with its context cut to L, minus the loss of the row with the whole context. It is None if
+    the untuned model was not measured.
     """
-    found, file = read_row(key, seed), result_file(untuned(key), seed)
-    first = read_row(untuned(key), seed) if file.exists() else None
-    for part in 'text', 'repeats':
+    found, file = read(result_file(key, seed)), result_file(untuned(key), seed)
+    first = read(file) if file.exists() else None
+    for part, gain, cut in (('text', 'gain', 'cut_loss'), ('repeats', 'own_gain', 'own_cut_loss')):
         for k, row in enumerate(found[part]):
-            if 'cut_loss' in row:
-                cut_worse = first and row['cut_loss'] - first[part][k]['cut_loss']
-                row['gain_over_untuned'] = first and row['gain'] - cut_worse
+            if cut in row:
+                row['gain_over_untuned'] = first and row[gain] + first[part][k][cut] - row[cut]
     return found
 
 
@@ -237,7 +228,7 @@ COLUMNS = {
     'gain at 8L': ('text', 2, 'gain_over_untuned'),
     'own gain at 8L': ('text', 2, 'gain'),
     'gain at far repeats': ('repeats', 0, 'gain_over_untuned'),
-    'own gain at far repeats': ('repeats', 0, 'gain'),
+    'own gain at far repeats': ('repeats', 0, 'own_gain'),
     'R': ('repeats', 0, 'R'),
     'recall at L': ('recall', 'accuracy', 0),
     'recall at 4L': ('recall', 'accuracy', 2),
