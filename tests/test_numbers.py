@@ -146,6 +146,18 @@ def gains(x, name, at='all'):
     return past(x, name, f'gain, {at}')
 
 
+def gap_closed(x, name, key):
+    """In the first seed, how far a reading is on the way from untuned to trained at 8L."""
+    low, at, high = (past(x, one, key)[0] for one in ('conv untuned', name, 'conv_8L untuned'))
+    return (at - low) / (high - low)
+
+
+def share_copied(x, dataset):
+    """The share of tokens that copying predicts in windows of L tokens of a text."""
+    return one_value(row['copied'] for row in x['rows']
+                     if (row['dataset'], row['length']) == (dataset, 128))
+
+
 def board(x, key):
     """A row of the scoreboard."""
     found, = [row for row in x['rows'] if row['row'] == key]

@@ -29,6 +29,8 @@ PRINTED = {
     'past_L/past_L': past_table.print_table,
     'past_L/size_5M/past_L': past_table.print_table,
     'past_L/tokens_40M/past_L': past_table.print_table,
+    'past_L/mix/past_L': past_table.print_table,
+    'past_L/mix_on_books/past_L': past_table.print_table,
     'past_L/books/past_L': past_table.print_table,
     'past_L/books_40M/past_L': past_table.print_table,
     'scoreboard/small': lambda rows: study.print_table(scoreboard_table.lines(rows)),
