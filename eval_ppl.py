@@ -28,7 +28,7 @@ $ python eval_ppl.py --scale=out/demo/nope/scale_head_640.json   # the same with
 $ python eval_ppl.py --protocol=position                         # the loss at each position to 8L
 $ python eval_ppl.py --protocol=tail                             # last tokens of each length
 $ python eval_ppl.py --protocol=repeat                           # far repeats in windows of 8L
-$ python eval_ppl.py --protocol=repeat "--controls=['near','other']"   # and the controls
+$ python eval_ppl.py --protocol=repeat "--controls=['near','other','token']"   # and the controls
 $ torchrun --nproc_per_node=8 eval_ppl.py --out_dir=out/nope_1b --dataset=pg19 --rule=paper
 
 Writes out_dir/eval_ppl[_PROTOCOL][_LABEL].json, and a .png for each protocol but repeat
