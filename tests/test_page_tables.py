@@ -29,6 +29,7 @@ PRINTED = {
     'past_L/past_L': past_table.print_table,
     'past_L/size_5M/past_L': past_table.print_table,
     'past_L/tokens_40M/past_L': past_table.print_table,
+    'past_L/parts/past_L': past_table.print_table,
     'past_L/code_on_books/past_L': past_table.print_table,
     'past_L/mix/past_L': past_table.print_table,
     'past_L/mix_on_books/past_L': past_table.print_table,
