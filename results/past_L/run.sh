@@ -2,7 +2,7 @@
 # It goes on where it was stopped. Start it in two shells for two cores, with OMP_NUM_THREADS=1 each.
 #   MODELS=conv,none   some models alone
 #   SERIES=books       on books, after: python data/books/prepare.py FOLDER --tokenizer=bpe:1024
-#                      --out_dir=data/books_1024. Other series: tokens_40M, size_5M
+#                      --out_dir=data/books_1024. Other series: tokens_40M, size_5M, parts
 #   SERIES=mix         trained on both, after: python data/books/prepare.py FOLDER
 #                      --tokenizer=data/code/bpe_1024.tiktoken --out_dir=data/books_code.
 #                      mix_on_books reads books; code_on_books: trained on code, read on books

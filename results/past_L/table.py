@@ -274,12 +274,15 @@ def draw(result):
     rows = result['rows']
     figure, (left, right) = figures.panels(f'{SERIES[series].title}, L = 128 tokens', 2, 2,
                                            height=max(4.4, 0.27 * len(rows)))
+    # The cut contexts of all models would hide the curves of a series that has many.
+    cuts = {row['model'] for row in rows}
+    cuts = cuts if len(cuts) == 1 else {'conv', 'none', 'rope'}
     for row in rows:
         if row['reading'] not in ('untuned', 'head', 'vectors', 'yarn'):
             continue
         losses = [row[f'loss at {T}']['mean'] for T in LENGTHS]
         figures.curve(left, LENGTHS, losses, row['title'])
-        if row['reading'] == 'untuned' and row['model'] in ('conv', 'none', 'rope'):
+        if row['reading'] == 'untuned' and row['model'] in cuts:
             cut = [losses[0], *(row[f'cut at {T}']['mean'] for T in LENGTHS[1:])]
             figures.draw_cut(left, LENGTHS, cut, f"{MODELS[row['model']][0]}, context cut to L")
     figures.label_ends(left)
