@@ -354,8 +354,8 @@ def far_repeats(run, sizes):
     lib/repeats.py defines the targets; t is the position of a target in its window. Each control
     adds rows. other: all tokens before t - L0 are replaced by those of another document; the gain
     should then be 0 or below. token: only the token after the earlier occurrence is replaced, by
-    that of another target; what is left of the gain does not come from copying this token. near:
-    near repeats, whose cut context holds the token to copy.
+    that of another target, which may by chance be the same; what is left of the gain does not come
+    from copying this token. near: near repeats, whose cut context holds the token to copy.
     """
     s, W, L0 = run.settings, sizes[-1], run.model.config.L0
     check_repeats(s, W, L0)

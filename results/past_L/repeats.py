@@ -4,7 +4,7 @@ tokens that follow a repeat, four tokens that also stand earlier in the window, 
 copying predicts, because the token after the latest earlier place is the same. A model can learn to
 copy only where its training windows hold repeats.
 
-$ python -m results.past_L.repeats    # half a minute; run.sh says how to prepare the texts
+$ python -m results.past_L.repeats    # 10 s; run.sh says how to prepare the texts
 
 Writes results/past_L/repeats.json
 """
