@@ -335,7 +335,7 @@ def draw_demo(result):
     right.barh(list(readings), gains, xerr=errors, color=[color_of(title) for title in readings])
     right.axvline(0, color=BLACK, lw=1)
     right.invert_yaxis()
-    right.set(xlabel='gain (nats per token, ± standard error); 0: sees only the last L tokens',
+    right.set(xlabel='gain over seeing only the last L tokens (nats per token, ± standard error)',
               title=f"What text more than L = {L} tokens back is worth, where it repeats")
     return figure
 
