@@ -10,7 +10,17 @@ import zlib
 
 import pytest
 import torch
-from conftest import TINY, assert_same, assert_steps, load, log_rows, mistake, near, read
+from conftest import (
+    TINY,
+    assert_same,
+    assert_steps,
+    load,
+    log_rows,
+    losses_and_gradients,
+    mistake,
+    near,
+    read,
+)
 from plain import plain_entropy, plain_losses
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,7 +29,8 @@ from lib import checkpoints
 from lib.devices import learning_rate_at
 from lib.tokenizers import get_tokenizer
 from lib.tokens import Windows, write_corpus
-from position import RoPE, Settings
+from model import ModelConfig, Transformer
+from position import RoPE, Settings, random_places
 
 
 @pytest.fixture(scope='module')
@@ -79,23 +90,36 @@ def test_a_run_leaves_its_log_settings_picture_and_kept_steps(runs, plain, corpu
     assert kept['digest'] == stopped['digest'] != last['digest']
 
 
-def test_the_log_has_the_attention_entropy_of_validation_windows(plain, corpus_dir):
-    entropy = log_rows(plain, 'entropy')
-    assert list(entropy) == list(log_rows(plain, 'val_loss'))
-    model, _ = checkpoints.load_model('last', plain, 'cpu')
-    windows = torch.from_numpy(Windows(str(corpus_dir), 'val', 32).evenly_spaced(4))
-    near(entropy[12], plain_entropy(model, windows[:, :-1]).mean(), atol=1e-4)
+def test_the_log_has_loss_and_attention_entropy_of_validation_windows(tiny_run, corpus_dir):
+    """The loss is the mean of 8 windows, the entropy that of the first 4."""
+    entropy = log_rows(tiny_run, 'entropy')
+    assert list(entropy) == list(log_rows(tiny_run, 'val_loss')) == [20]
+    model, _ = checkpoints.load_model('last', tiny_run, 'cpu')
+    windows = torch.from_numpy(Windows(str(corpus_dir), 'val', 32).evenly_spaced(8))
+    near(log_rows(tiny_run, 'val_loss')[20], plain_losses(model, windows).mean(), rtol=1e-5)
+    near(entropy[20], plain_entropy(model, windows[:4, :-1]).mean(), atol=1e-4)
 
 
-def test_weight_decay_is_for_every_weight_but_short_convolutions(runs):
-    """Both runs follow the same gradients for one step; the decay is what tells them apart."""
-    plain, decayed = (load(runs.train(f'decay_{decay}', f'--short_conv=3 --max_iters=1 '
-                                      f'--warmup_iters=0 --weight_decay={decay}'))['model']
-                      for decay in (0.0, 0.5))
-    for name, weight in plain.items():
-        is_trained = not name.endswith(('head_scale', 'head_gain'))
-        stays = torch.equal(weight, decayed[name])
-        assert stays == (name.endswith('conv.w') or not is_trained), name
+def test_training_equals_adamw_written_by_hand(runs):
+    """Short convolutions have no weight decay."""
+    found = load(runs.train('by_hand', '--short_conv=3 --max_iters=5 --grad_clip=0.5 '
+                                       '--weight_decay=0.3 --beta1=0.8'))
+    torch.manual_seed(1337)
+    model = Transformer(ModelConfig(**found['model_config'])).init_weights()
+    windows, m, v, clips = Windows(str(runs.dataset), 'train', 32, 1337), {}, {}, []
+    for step in range(5):
+        _, gradients = losses_and_gradients(model, torch.from_numpy(windows.batch(step, 4)))
+        clips.append(min(1, 0.5 / torch.stack([g.norm() for g in gradients.values()]).norm()))
+        lr = learning_rate_at(step, 1e-2, 1e-3, 4, 12)
+        for name, g in gradients.items():
+            p, g = model.get_parameter(name).data, clips[-1] * g
+            m[name] = 0.8 * m.get(name, 0) + 0.2 * g
+            v[name] = 0.95 * v.get(name, 0) + 0.05 * g * g
+            m_hat, v_hat = m[name] / (1 - 0.8 ** (step + 1)), v[name] / (1 - 0.95 ** (step + 1))
+            decay = 0 if name.endswith('conv.w') else 0.3
+            p -= lr * (m_hat / (v_hat.sqrt() + 1e-8) + decay * p)
+    near(found['model'], dict(model.state_dict()), atol=1e-4)
+    assert min(clips) < 1
 
 
 def test_best_pt_holds_the_lowest_validation_loss(runs, plain):
@@ -118,6 +142,14 @@ def test_micro_batches_cannot_change_training(runs, more):
     for other in others:
         for key in 'loss', 'val_loss':
             assert log_rows(other, key) == pytest.approx(log_rows(one, key), rel=1e-5)
+
+
+def test_each_step_draws_other_random_positions(runs, monkeypatch):
+    draws = []
+    monkeypatch.setattr('model.random_places',
+                        lambda place, drawn: draws.append(drawn) or random_places(place, drawn))
+    runs.train('draws', '--position=rope --random_positions=64 --max_iters=2 --micro_batch_size=4')
+    assert not torch.equal(draws[0], draws[1])
 
 
 def test_evaluation_cannot_change_training_but_another_seed_does(runs, plain):
