@@ -66,6 +66,11 @@ def test_windows_are_those_counted_by_hand(line):
     assert expected.split('  ')[0].strip() == windows
 
 
+def test_strides_and_tails_have_the_papers_256_tokens_at_most():
+    assert [eval_ppl.checked_stride(None, L, [L]) for L in (128, 2048, 8192)] == [16, 256, 256]
+    assert [eval_ppl.checked_tail(None, L, [L]) for L in (128, 256, 512)] == [128, 256, 256]
+
+
 # Rule, lengths, stride, tokens in a pass, and the number of calls of score_windows()
 @pytest.mark.parametrize('position, row', [
     ('none', 'same 32,64,128 4 5000 3'),  # at stride L / 8 the windows of L are the cut ones
@@ -193,14 +198,15 @@ def test_position_run_and_its_gains_equal_a_plain_computation(run, tiny, windows
     assert f"{row['gain']:.4f}" in out and f"{row['gain_error']:.4f}" in out
 
 
-def test_tails_and_the_gain_from_context_equal_a_plain_computation(run, tiny, windows):
-    result, out = run('--protocol=tail --n_samples=7 --lengths=[32,64,128] --tail=40')
+@pytest.mark.parametrize('tail', [40, 16])  # L has fewer tokens than the tail, or more
+def test_tails_and_the_gain_from_context_equal_a_plain_computation(run, tiny, windows, tail):
+    result, out = run(f'--protocol=tail --n_samples=7 --lengths=[32,64,128] --tail={tail}')
 
     def ppl(T, n):
-        text = windows(7, 128, 40)[:, -T - 1:]
+        text = windows(7, 128, tail)[:, -T - 1:]
         return math.exp(plain_losses(tiny[0], text)[:, -n:].mean())
 
-    expected = [ppl(32, 32), ppl(64, 40), ppl(128, 40)]  # L has fewer tokens than the tail
+    expected = [ppl(32, min(32, tail)), ppl(64, tail), ppl(128, tail)]
     near([row['ppl'] for row in result['rows']], expected, rtol=1e-4)
     of_L, _, row = result['rows']
     near(row['delta_p'], ppl(32, 32) - ppl(128, 32), rtol=1e-2)
@@ -356,6 +362,15 @@ def test_gain_is_against_the_cut_context_of_the_untuned_checkpoint(run, tiny_run
         near(row['gain'], before['cut_loss'] - alone['loss'], atol=2e-5)  # as JSON rounds
     assert found['untuned']['weights_digest'] == untuned['weights_digest']
     refuses('tuned64.pt was pretrained at 64', run, f'{REPEAT} --baseline={tuned(64)}')
+
+
+def test_the_untuned_model_has_no_rope_scaling(run, tiny_run, tmp_path):
+    state = checkpoints.load(tiny_run / 'last.pt')
+    state['model_config'] |= {'position': 'rope'}
+    checkpoints.save(tmp_path / 'rope.pt', **state)
+    rope, yarn = (run(f'{REPEAT} --init_from={tmp_path}/rope.pt --label=one {more}')[0]['rows'][0]
+                  for more in ('', '--rope_scaling=yarn:4'))
+    assert yarn['cut_loss'] == rope['cut_loss'] == rope['own_cut_loss'] != yarn['own_cut_loss']
 
 
 def test_text_without_a_split_val_has_gains_but_no_headroom(run, tmp_path):

@@ -204,6 +204,9 @@ def test_more_samples_or_tasks_are_added_to_those_that_are_there(whole, run, com
         found = read(tmp_path / 'longbench.json')['tasks']['trec']['score']
         near(found, 100 * np.mean([row['score'] for row in rows[:n]]), atol=0.005)
     assert rows_of(tmp_path, 'trec') == rows[:4]
+    for name, value in ('beams', 1), ('context', 61):
+        line = mistake('longbench', *on(run, tmp_path, f'{command} --{name}={value}'))
+        assert f'({name})' in line
 
 
 def test_a_context_without_room_for_a_prompt_is_refused(run, command, tmp_path):

@@ -99,6 +99,18 @@ def test_result_holds_every_answer_and_the_accuracies_that_follow_from_them(whol
     assert (whole / 'passkey.png').exists()
 
 
+def test_accuracies_stand_at_their_lengths(tiny_run, tmp_path, monkeypatch):
+    def reads_300_tokens(model, prompts, n, how):
+        keys = [re.search(r'\d{5}', BYTES.decode(prompt))[0] for prompt in prompts]
+        return [BYTES.encode_ordinary(f' {key}' if len(prompt) <= 300 else ' ?????')
+                for prompt, key in zip(prompts, keys)]
+
+    monkeypatch.setattr('lib.generate.complete', reads_300_tokens)
+    stage_here('passkey', *arguments(tiny_run, tmp_path))
+    assert read(tmp_path / 'passkey.json')['accuracy'] == [[1, 1, 1], [0, 0, 0]]
+    assert '(seed)' in mistake('passkey', *arguments(tiny_run, tmp_path, '--seed=7'))
+
+
 def test_a_cut_context_holds_the_end_of_a_prompt_and_the_answer(whole, tiny_run, monkeypatch):
     def perfect_reader(model, prompts, n):
         keys = re.findall(r'\d{5}', BYTES.decode(prompts[0]))

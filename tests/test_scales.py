@@ -13,7 +13,7 @@ from conftest import near, random_model, read, refuses, save_model, scale_set
 
 from lib.answers import note
 from lib.checkpoints import load_model
-from lib.generate import complete, new_cache
+from lib.generate import complete, generate, new_cache
 from lib.losses import by_position
 from lib.scales import (
     apply_scale,
@@ -77,6 +77,14 @@ def test_answers_of_models_that_differ_in_a_vector_alone_are_told_apart(loaded):
         vector.data[0] += 1
         seen.append(identity(model, None, info))
     assert seen[0] == seen[1] and len({one['scale'] for one in seen}) == 3
+
+
+def test_answers_under_another_position_method_are_told_apart(tiny_run):
+    seen = []
+    for position, scaling in (None, None), ('llama4', None), ('rope', None), ('rope', 'pi:2'):
+        model, info = load_model('last', tiny_run, 'cpu', position, scaling)
+        seen.append(json.dumps(identity(model, None, info)))
+    assert len(set(seen)) == 4
 
 
 @pytest.mark.parametrize('rows', [
@@ -231,6 +239,14 @@ def test_cached_decoding_under_sets_equals_a_full_pass_of_the_length_fixed_befor
             ids = torch.cat((ids, with_sets(ids)[:, -1:].argmax(-1)), dim=1)
     near(torch.cat(parts, 1), full, atol=1e-4)
     assert complete(with_sets, idx[:, :37].tolist(), 3) == ids[:, 37:].tolist()
+    assert [*generate(with_sets, idx[0, :37].tolist(), 3)] == ids[0, 37:].tolist()
+
+
+def test_prompts_of_different_lengths_do_not_share_a_set(with_sets):
+    """complete() then gives each length a pass of its own."""
+    prompts = [[7 * t % 11 for t in range(n)] for n in (5, 30)]
+    alone = [complete(with_sets, [prompt], 8)[0] for prompt in prompts]
+    assert with_sets.needs_equal_lengths and complete(with_sets, prompts, 8) == alone
 
 
 @torch.no_grad()

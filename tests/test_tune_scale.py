@@ -232,6 +232,23 @@ def test_scale_file_says_what_it_is_and_gives_a_model_its_scales(tuned, tiny_run
     assert (out_dir / 'last.pt').read_bytes() == (tiny_run / 'last.pt').read_bytes()
 
 
+def test_scales_are_tuned_on_train_and_measured_and_searched_on_val(tuned, tiny, corpus_dir):
+    def windows(split, length):
+        return Windows(str(corpus_dir), split, length, 314)
+
+    data, uniform = (read(tuned[0] / f'scale_{name}.json') for name in ('head_64', 'uniform'))
+    first = torch.from_numpy(windows('train', 64).batch(0, 4))
+    start = torch.full((2, 4), data['init_scale'])
+    near(data['losses'][0], plain_losses(tiny[0], first, start).mean(), rtol=1e-4)
+    val, longer = (torch.from_numpy(windows('val', T).evenly_spaced(4)) for T in (64, 256))
+    entropy = plain_entropy(tiny[0], val[:, :-1], torch.tensor(data['head_scale']))
+    near(data['last_entropy'], entropy[..., -2:].mean((1, 3)), atol=1e-3)  # bins of 2
+    search, = (one for one in uniform['searches'].values()
+               if one['best_by_length'] == uniform['best_by_length'])
+    at_8L = plain_losses(tiny[0], longer)[:, -uniform['settings']['tail']:].mean()
+    near(search['loss_at_length'][1][3], at_8L, rtol=1e-4)  # candidate 1 is 1.0
+
+
 def test_tuning_that_raised_the_validation_loss_says_so(tuned):
     out_dir, _, printed = tuned
     out = tune(out_dir, HEAD + '--tune=scale:1e6 --label=far')
@@ -254,6 +271,8 @@ def test_sets_are_tuned_one_from_the_other_and_read_back(tuned):
         assert np.abs(np.subtract(other[kind], first[kind])).max() < 6 * 0.05  # six steps from it
     assert len(one['norm']) == 5 and data['losses'][:6] == first['losses']
     assert data['tuning_tokens'] == 6 * 4 * (64 + 128)
+    loaded, *_, after = data['curves'].values()
+    near(after['loss'][:16], loaded['loss'][:16], rtol=1e-6)  # up to L no set is used
     model = applied(out_dir, out_dir / 'scale_sets.json')
     with vectors_for(model, 64):
         near(model.head_scale, one['head_scale'], rtol=1e-6)
@@ -271,6 +290,12 @@ def test_channel_scales_are_a_vector_per_head_and_read_back(tuned):
             expected = plain_losses(model, tokens[:, :length + 1], scale)
             near(model(tokens[:, :length], tokens[:, 1:length + 1]), expected, atol=1e-5)
             near(model.head_scale, scale.reshape(2, 4, -1).mean(-1), atol=1e-6)
+
+
+def test_rates_are_the_papers_and_those_of_the_studies():
+    """Head scales: section 4.2 of the paper."""
+    assert tune_scale.rates_of('scale,channel,out,norm,attn_norm,sink') == {
+        'scale': 0.1, 'channel': 0.03, 'out': 0.02, 'norm': 0.01, 'attn_norm': 0.01, 'sink': 0.02}
 
 
 def test_start_is_interpolated_in_ln_of_the_length(tiny, tmp_path):
