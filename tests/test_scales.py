@@ -239,14 +239,13 @@ def test_cached_decoding_under_sets_equals_a_full_pass_of_the_length_fixed_befor
             ids = torch.cat((ids, with_sets(ids)[:, -1:].argmax(-1)), dim=1)
     near(torch.cat(parts, 1), full, atol=1e-4)
     assert complete(with_sets, idx[:, :37].tolist(), 3) == ids[:, 37:].tolist()
-    assert [*generate(with_sets, idx[0, :37].tolist(), 3)] == ids[0, 37:].tolist()
 
 
-def test_prompts_of_different_lengths_do_not_share_a_set(with_sets):
-    """complete() then gives each length a pass of its own."""
-    prompts = [[7 * t % 11 for t in range(n)] for n in (5, 30)]
-    alone = [complete(with_sets, [prompt], 8)[0] for prompt in prompts]
-    assert with_sets.needs_equal_lengths and complete(with_sets, prompts, 8) == alone
+def test_each_prompt_has_the_set_of_its_own_length_and_answer(with_sets):
+    prompts = [[7 * t % 11 for t in range(n)] for n in (5, 40)]
+    alone = [complete(with_sets, [prompt], 24)[0] for prompt in prompts]
+    assert with_sets.needs_equal_lengths and complete(with_sets, prompts, 24) == alone
+    assert [[*generate(with_sets, prompt, 24)] for prompt in prompts] == alone
 
 
 @torch.no_grad()
