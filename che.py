@@ -253,8 +253,8 @@ def train(run, max_iters, eval_interval):
 @torch.no_grad()
 def test_accuracies(run, name, lengths, n_test):
     """
-    The shares of symbols and of whole answers that are right: (len(lengths), 2), means over
-    batches. The run saves them, so a stopped test continues at the next length.
+    The shares of symbols and of whole answers that are right: (len(lengths), 2). The run saves
+    them, so a stopped test continues at the next length.
     """
     done = run.state['test'].setdefault(f'{n_test} of {name}', {})
     run.model.eval()
@@ -263,12 +263,12 @@ def test_accuracies(run, name, lengths, n_test):
             if length not in done:
                 seed = run.state['settings']['seed']
                 rng = np.random.default_rng([seed, *f'test {name}'.encode(), length])
-                shares = []
+                right = 0
                 for start in range(0, n_test, 64):
                     size = min(64, n_test - start)
-                    _, *right = loss_and_accuracy(run.model, name, rng, size, length, run.empty)
-                    shares.append(torch.stack(right))
-                done[length] = torch.stack(shares).mean(0).tolist()
+                    _, *shares = loss_and_accuracy(run.model, name, rng, size, length, run.empty)
+                    right += size * torch.stack(shares)
+                done[length] = (right / n_test).tolist()
                 run.save()
             bar.update()
     return np.array([done[length] for length in lengths])

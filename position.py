@@ -82,13 +82,16 @@ class Settings:
         self.require('random_positions', 0 <= self.random_positions <= 2 ** 24,
                      'from 1 to 2^24, or 0 for positions 0, 1, 2 ...')
         if self.random_positions:
+            # A factor of the query would take its random position for the number of its keys.
             takes_random = {name for name in names if issubclass(METHODS[name], RoPE)
-                            or 'bias' in METHODS[name].overrides}
+                            or 'bias' in METHODS[name].overrides
+                            and METHODS[name].turn is NoPE.turn}
             others = set(names) - takes_random - {'none'}
             works = takes_random and not (others or self.rope_scaling or self.rope_window)
             self.require('random_positions', works, f"0 with position '{self.position}'. Random "
-                         'positions need a bias, or RoPE with neither rope_scaling nor '
-                         "rope_window. Layers with neither a bias nor RoPE must be 'none'")
+                         'positions need a bias other than nape_ssmax, or RoPE with neither '
+                         'rope_scaling nor rope_window. Layers with neither a bias nor RoPE must '
+                         "be 'none'")
         self.require('dape_kernel', self.dape_kernel == 0 or
                      self.dape_kernel > 0 and self.dape_kernel % 2,
                      'odd and above 0, or 0 for none')

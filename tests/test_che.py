@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from conftest import damage, mistake, near, random_model, read, stage_here, written_elsewhere
 
+import che
 from che import loss_and_accuracy
 from lib.answers import paper_table
 from lib.generate import complete
@@ -60,6 +61,19 @@ def test_a_copy_counts_as_right_where_greedy_generation_writes_it():
     x, _ = TASKS['copy'].generate(np.random.default_rng(1000), 64, 3)
     written = complete(model, [[*row, 32] for row in x.tolist()], 3)
     assert 0 < exact.item() < 1 and exact.item() == (written == x).all(1).mean()
+
+
+@torch.no_grad()
+def test_accuracy_is_the_mean_over_all_samples(tmp_path):
+    """100 samples are read in batches of 64 and 36."""
+    model, rng = random_model(vocab_size=6), np.random.default_rng([5, *b'test bucket_sort', 9])
+    state = {'settings': {'seed': 5}, 'test': {}}
+    run = che.TaskRun(['bucket_sort'], 5, model, state, tmp_path / 'bucket_sort.pt', None)
+    parts = [che.draw('bucket_sort', rng, n, 9, 5) for n in (64, 36)]
+    tokens, answers = (torch.cat(part) for part in zip(*parts))
+    right = model(tokens, tail=9)[..., :5].argmax(-1) == answers
+    found = che.test_accuracies(run, 'bucket_sort', [9], 100)
+    near(found, [[right.float().mean(), right.all(1).float().mean()]], atol=1e-6)
 
 
 # ---------------------------------------------------------------------- the stage as run

@@ -165,6 +165,8 @@ def test_rulers_score_is_that_of_the_length_asked_for():
                 'configs': {'niah': {'dataset_path': ''}}}
     found = commonsense.task_scores(measured, 8192)['niah']
     assert (found['score'], found['standard_error'], found['metric']) == (25, None, '8192')
+    row['8192_stderr,none'] = 0.02
+    assert commonsense.task_scores(measured, 8192)['niah']['standard_error'] == 2
 
 
 def test_an_unknown_task_is_named(tasks):

@@ -56,6 +56,13 @@ def test_report_has_the_losses_of_the_models(look):
     far = find_targets(windows.numpy(), 128, 4, 40)
     cut = [model(windows[n:n + 1, t - 128:t], windows[n:n + 1, t:t + 1]).item()
            for n, t in zip(far.window, far.t)]
+    at = torch.cat([model(windows[:, end - 128:end], windows[:, end - 15:end + 1])
+                    for end in (976, 992, 1008, 1024)], 1)
+    row = report['readings']['NoPE + conv']['at']['1024']
+    near([row['cut_loss'], row['gain']], [at.mean(), at.mean() - row['loss']], atol=1e-4)
+    for pair in report['differences']:
+        a, b = (report['readings'][pair[name]]['at']['1024']['loss'] for name in 'ab')
+        near(pair['difference'], a - b, atol=1e-4)
     for title, scale in (('NoPE + conv', None),
                          ('NoPE + conv, head scales', MODELS / 'conv/scale_head_1024.json')):
         model, _ = open_model(MODELS / 'conv/last.pt', scale and str(scale))
@@ -72,6 +79,15 @@ def test_report_has_the_losses_of_the_models(look):
     near(report['readings']['NoPE, best uniform scale']['scale'], [best, best], atol=1e-6)
     near(report['readings']['NoPE + conv, head scales']['scale'],
          [model.head_scale.min(), model.head_scale.max()], atol=1e-6)
+
+
+def test_the_demos_own_models_read_the_split_test(monkeypatch):
+    read_as = []
+    monkeypatch.setattr(demo, 'out_dir', str(MODELS))
+    monkeypatch.setattr(demo, 'Windows', lambda *given: read_as.append(given))
+    with pytest.raises(AttributeError):  # the recorder has no windows
+        demo.text_to_read()
+    assert read_as == [('code', 'test', demo.target_length)]
 
 
 def test_lengths_of_the_report_end_with_the_windows():

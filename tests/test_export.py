@@ -4,10 +4,21 @@ import json
 
 import pytest
 import torch
-from conftest import mistake, near, on, random_model, read, refuses, stage_here, tokens
+from conftest import (
+    mistake,
+    near,
+    on,
+    random_model,
+    read,
+    refuses,
+    scale_set,
+    stage_here,
+    tokens,
+)
 
 from lib.answers import save_json
 from lib.exports import save_gguf
+from lib.scales import save_scale
 from lib.tokenizers import get_tokenizer, tokenizer_state, train_bpe
 
 gguf = pytest.importorskip('gguf')
@@ -81,6 +92,13 @@ def test_extensions_of_rope_are_keys_of_a_gguf_file(tmp_path, scaling, changes):
     assert keys == keys | SIZES | YARN | changes
 
 
+def test_an_extended_model_names_the_length_of_its_first_training(tmp_path):
+    model = random_model(position='rope', rope_scaling='yarn:4', block_size=128,
+                         pretrained_length=32)
+    keys, _ = saved(tmp_path / 'x', model)
+    assert keys == keys | SIZES | YARN
+
+
 @pytest.mark.parametrize('dtype, short', [(torch.float16, 'F16'), (torch.bfloat16, 'BF16')])
 def test_matrices_of_a_gguf_file_are_rounded_and_vectors_are_not(tmp_path, dtype, short):
     model = random_model()
@@ -132,6 +150,17 @@ def test_an_export_has_a_card_with_what_was_measured(tmp_path, tiny_run, measure
             assert text in card
         assert '9.87' not in card and 'not known' not in card
     assert (tmp_path / 'gguf/model.gguf').stat().st_size > 10000
+
+
+def test_a_card_of_a_set_has_only_the_losses_of_its_length(tmp_path, tiny_run, tiny):
+    path = tmp_path / 'sets.json'
+    save_scale(path, tiny[1], {T: scale_set([[1.5] * 4] * 2) for T in (64, 128)}, 'head')
+    scale = f'--scale={path}'
+    stage_here('eval_ppl', *on(tiny_run, tmp_path, f'{scale} --lengths=[64,128] --max_windows=2'))
+    stage_here('export', f'--init_from={tiny_run}/last.pt', f'--out_dir={tmp_path}', scale,
+               '--target_length=64')
+    card = (tmp_path / 'hf/README.md').read_text(encoding='utf-8')
+    assert '| 64 | ' in card and '| 128 | ' not in card
 
 
 def test_a_damaged_result_beside_the_model_is_named(tmp_path, tiny_run, measured):

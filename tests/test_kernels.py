@@ -17,7 +17,7 @@ from torch._dynamo.testing import CompileCounter
 import kernels
 from bench import peak_memory
 from kernels import attention_entropy
-from position import NoPE
+from position import NoPE, Place
 
 # ---------------------------------------------------------------------- attention
 
@@ -43,6 +43,15 @@ def test_speed_changes_neither_logits_nor_losses_nor_gradients(monkeypatch, chan
         with torch.no_grad():  # takes a fused kernel if there is one
             near(model(windows), logits, atol=1e-4)
         near(losses_and_gradients(model, windows), (losses, gradients), atol=1e-5)
+
+
+@pytest.mark.parametrize('position', ['none', 'kerple'])
+def test_entropy_is_float32_also_where_the_rest_is_not(position):
+    attention, i = random_model(position=position).blocks[0].attn, torch.arange(50)
+    q, k, place = 4 * torch.randn(1, 4, 50, 8), torch.randn(1, 2, 50, 8), Place(i, i, 50)
+    expected = attention_entropy(0, attention, q, k, place)
+    with torch.autocast('cpu', torch.bfloat16):
+        near(attention_entropy(0, attention, q, k, place), expected)
 
 
 @pytest.mark.slow

@@ -73,6 +73,17 @@ def test_a_models_cut_context_begins_at_L(lengths, drawn):
     assert dict(cut[0] if cut else []) == pytest.approx(drawn)
 
 
+def test_bars_of_a_perplexity_are_the_standard_error_of_the_loss_times_it():
+    result = copy.deepcopy(RESULTS['extension_demo/eval_ppl_table'])
+    result['rows'] = result['rows'][:1]
+    row, = result['rows']
+    row['standard_error'] = [0.1] * len(row['ppl'])
+    bars = [collection for collection in plots.draw_ppl(result).axes[0].collections
+            if hasattr(collection, 'get_segments')]
+    heights = [(high - low) / 2 for (_, low), (_, high) in bars[0].get_segments()]
+    assert heights == pytest.approx([0.1 * ppl for ppl in row['ppl']])
+
+
 def test_missing_and_constant_values_draw():
     result = copy.deepcopy(RESULTS['extension_demo/eval_ppl_table'])
     result['lengths'] = result['lengths'][:1]

@@ -233,6 +233,11 @@ def test_ssmax_starts_as_nope_at_the_last_position_of_a_window():
     near(ssmax.factor(torch.tensor([31.0])), torch.ones(4, 1), atol=1e-6)
 
 
+def test_nape_starts_as_alibi_beside_nope_and_a_sink_as_one_more_key_of_score_0():
+    near(METHODS['nape_ssmax'](random_model().config).s, torch.full((2,), 1 / math.log(32)))
+    near(METHODS['sink'](random_model().config).sink, torch.zeros(4, 1))
+
+
 def test_the_adaptive_temperature_leaves_sharp_and_very_flat_rows_alone():
     """Below 0.5 nats by its rule; above 5.9 nats because its polynomial is below 1 there."""
     adaptive = method('adaptive')

@@ -149,6 +149,7 @@ train           TRAIN --dape_cheat=True | dape_cheat
 train           TRAIN --dape_width=64 | dape_width is 64
 train           TRAIN --rope_base=5e5 | rope_base is
 train           TRAIN --short_conv_at=C | short_conv is 0
+train           TRAIN --position=nape_ssmax --random_positions=64 | random_positions is 64
 train           TRAIN --short_conv=4 --short_conv_at=ac | short_conv_at is 'ac'
 train           TRAIN --dape_kernel=2 | dape_kernel
 train           TRAIN --dape_kernel=-1 | dape_kernel

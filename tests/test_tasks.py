@@ -16,6 +16,11 @@ from lib.tasks import TASKS
 LENGTHS = [*range(1, 10), 13, 20, 39, 40]
 
 
+def test_chance_is_that_of_a_guess_among_the_symbols_of_the_answers():
+    expected = {'modular_arithmetic': 1 / 5, 'stack_manipulation': 1 / 3, 'even_pairs': 1 / 2}
+    assert {name: TASKS[name].chance for name in expected} == expected
+
+
 # Each function returns the answer to the input x, by the statement of the task. Both are lists of
 # symbols.
 
