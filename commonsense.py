@@ -133,6 +133,10 @@ class Harness(LM):
         """
         context_ids = self.encoding.encode_ordinary(context.rstrip())
         after = self.encoding.encode_ordinary(context + continuation)[len(context_ids):]
+        if not after:
+            raise UserError(f'{continuation!r} has no token of its own: the tokenizer joins it to '
+                            f'the end of the question {context[-40:]!r}. Put a space between them: '
+                            'set target_delimiter in the task.')
         before = self.started(context_ids)
         n_over = max(0, len(before) + len(after) - 1 - self.read_length)
         kept = before[n_over:] or before[-1:]  # One token of the context always stays.

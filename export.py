@@ -20,7 +20,7 @@ from lib.checkpoints import Run
 from lib.devices import DTYPES
 from lib.errors import UserError, fault_of
 from lib.exports import save_folder, save_gguf
-from lib.scales import put_vectors, read_scale_file, remove_sets
+from lib.scales import put_vectors, read_scale_file, remove_scales
 
 # which model, text and device
 out_dir = 'out/demo/nope'    # folder of the run to read; results go there, too
@@ -48,7 +48,7 @@ def tuned_length(run):
             raise UserError(f'target_length is {target_length}, and {scale} has sets for '
                             f"{', '.join(map(str, sets.sets))} tokens. A folder can hold only one "
                             'set. Choose one of these lengths, or a length in between.')
-        remove_sets(run.model)
+        remove_scales(run.model)
         put_vectors(run.model, sets.vectors_at(target_length))
         return target_length
     if target_length is not None:

@@ -202,7 +202,8 @@ class Transformer(nn.Module):
         self.config = config
         self.checkpoint_activations = False  # True: backward recomputes what is inside a block
         self.probe_with, self.probed = None, []  # set by probe()
-        self.scale_sets = None  # small vectors for several lengths: see lib/scales.py
+        # See lib/scales.py: small vectors for several lengths, and what a scale file replaced.
+        self.scale_sets, self.replaced = None, {}
         # The random numbers that choose the random positions in evaluation. In training each step
         # draws others; train.py sets the seed, so that the micro-batches of a step draw the same.
         if config.random_positions:

@@ -36,7 +36,7 @@ class ForeignCache:
 class Foreign(nn.Module):
     """A causal model of transformers, called like our Transformer. It has no scales to set."""
 
-    scale_sets = None
+    scale_sets, replaced = None, {}
     needs_equal_lengths = True  # read prompts of different lengths one by one
     forward, n_params = Transformer.forward, Transformer.n_params
 

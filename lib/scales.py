@@ -218,6 +218,18 @@ def put_vectors(model, vectors):
         p.data = vector.to(p.device, copy=True)
 
 
+def replace_vectors(model, vectors):
+    """put_vectors(), until remove_scales() puts the old ones back."""
+    model.replaced = {name: model.get_parameter(name).data for name in vectors}
+    put_vectors(model, vectors)
+
+
+def remove_scales(model):
+    """Undo the last scale file, if any. The model gets back the vectors that it had before."""
+    put_vectors(model, model.replaced)
+    model.replaced, model.scale_sets = {}, None
+
+
 class ScaleSets:
     """
     Sets of vectors for several lengths. A pass of T tokens is read with the vectors for T. Up to L
@@ -228,8 +240,7 @@ class ScaleSets:
 
     def __init__(self, model, sets):
         names = {name for vectors in sets.values() for name in vectors}
-        self.before = {name: model.get_parameter(name).clone() for name in names}
-        own = dict(self.before)
+        own = {name: model.get_parameter(name).clone() for name in names}
         for name, vector in next(iter(sets.values())).items():  # (H, 1) or (H, D), as in sets
             own[name] = own[name].expand_as(vector)
         L, self.model = model.config.block_size, model
@@ -262,10 +273,10 @@ class ScaleSets:
 
 def install_sets(model, sets):
     """Give a model vectors for several lengths, {L': vectors}. Read it within vectors_for()."""
-    remove_sets(model)
+    remove_scales(model)
     model.scale_sets = ScaleSets(model, sets)
-    put_vectors(model, {name: torch.full_like(x, math.nan)
-                        for name, x in model.scale_sets.vectors_at(1).items()})
+    replace_vectors(model, {name: torch.full_like(x, math.nan)
+                            for name, x in model.scale_sets.vectors_at(1).items()})
 
 
 def vectors_for(model, total):
@@ -274,13 +285,6 @@ def vectors_for(model, total):
     with scale sets has the vectors for this length in it. Any other model is unchanged.
     """
     return model.scale_sets.chosen_for(total) if model.scale_sets else contextlib.nullcontext()
-
-
-def remove_sets(model):
-    """Remove a model's scale sets, if any. The model gets back the vectors that it had before."""
-    if model.scale_sets:
-        put_vectors(model, model.scale_sets.before)
-        model.scale_sets = None
 
 
 def method_label(config, info):
@@ -304,14 +308,14 @@ def apply_scale(model, scale, info, say=print):
     config, label = model.config, method_label(model.config, info)
     if scale is None:
         return label
-    remove_sets(model)
+    remove_scales(model)
     replaces = (model.head_scale != 1).any()
     if isinstance(scale, str | Path):
         name, (data, sets) = Path(scale).stem, read_scale_file(scale, model, info)
         if 'sets' in data:
             install_sets(model, sets)
         else:
-            put_vectors(model, *sets.values())
+            replace_vectors(model, *sets.values())
     elif np.ndim(scale):
         shape = config.n_layer, config.n_head, config.head_dim
         name = 'scales'

@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import re
+import tempfile
 from pathlib import Path
 
 import tiktoken
@@ -17,6 +18,7 @@ from lib.checksums import MIB
 from lib.errors import UserError, fault_of, require_kinds
 
 EOT = '<|endoftext|>'
+TRAINED = 'tokenizer.tiktoken'  # the name of a BPE that was trained on the text of a dataset
 # This pattern cuts text into words before BPE merges bytes. Every .tiktoken file uses it. It is
 # GPT-4's pattern, written so that both tiktoken and tokenizers can read it. It matches
 # contractions, words, up to 3 digits, punctuation, line ends, and other white space.
@@ -210,6 +212,16 @@ def tokenizer_digest(state):
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def version_of(name):
+    """
+    What tells a tokenizer from another one of the same name: its digest. For 'bpe:8192', which is
+    trained on the text, the name.
+    """
+    if name.startswith('bpe:'):
+        return name
+    return tokenizer_digest(tokenizer_state(get_tokenizer(name)))
+
+
 # Places where a long document may be cut into pieces: before a space that follows a non-space, and
 # after a single line end. No word of PATTERN or of gpt2's pattern crosses such a place, and the
 # text after it does not change the words before it. So the tokens stay the same.
@@ -278,11 +290,12 @@ def train_bpe(texts, vocab_size, path):
     return get_tokenizer(str(path))
 
 
-def tokenizer_for(name, documents, folder, total_bytes=0):
+def tokenizer_for(name, documents, total_bytes=0):
     """
     get_tokenizer(name), or for 'bpe:8192' a BPE of that vocabulary size, trained on the documents
-    (as in write_corpus) and saved in folder. total_bytes: of text. If it is more than 200 MB, the
-    BPE is trained on evenly spaced pieces of about 200 MB in total.
+    (as in write_corpus). write_corpus() saves it as TRAINED beside the tokens. total_bytes: of
+    text. If it is more than 200 MB, the BPE is trained on evenly spaced pieces of about 200 MB in
+    total.
     """
     kind, _, vocab_size = name.partition(':')
     if kind != 'bpe':
@@ -293,4 +306,5 @@ def tokenizer_for(name, documents, folder, total_bytes=0):
     print(f'training a BPE of {vocab_size} tokens')
     pieces = (piece for document in documents for piece, _ in cut(document, MIB))
     pieces = itertools.islice(pieces, 0, None, math.ceil(total_bytes / 2e8) or 1)
-    return train_bpe(pieces, int(vocab_size), Path(folder) / 'tokenizer.tiktoken')
+    with tempfile.TemporaryDirectory() as folder:
+        return train_bpe(pieces, int(vocab_size), Path(folder, TRAINED))

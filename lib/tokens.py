@@ -29,6 +29,7 @@ from lib.answers import OnlyWriter, note, progress_bar, save_json, write_text
 from lib.checksums import MIB, checksum_of
 from lib.errors import MALFORMED, ROOT, UserError, fault_of, require_kinds
 from lib.tokenizers import (
+    TRAINED,
     HFTokenizer,
     cut,
     require_tokenizer_kinds,
@@ -162,6 +163,8 @@ def finish_dataset(folder, encoding, counts, report=None):
             (folder / name).unlink(missing_ok=True)
     for name in checksums:
         os.replace(folder / UNFINISHED / name, folder / name)
+    if encoding.name == TRAINED:  # so that another data set can use it
+        write_text(folder / TRAINED, state['text'])
     write_text(folder / 'tokenizer_state.json', json.dumps(state))
     save_json(folder / 'meta.json', {
         'tokenizer': encoding.name, 'tokenizer_digest': tokenizer_digest(state),

@@ -82,13 +82,17 @@ def test_a_text_becomes_question_and_choice_as_in_lm_eval(cpu, add_bos):
         assert found == ([256] * add_bos + context, choice)
 
 
-def test_a_question_that_is_too_long_loses_its_start_and_a_choice_is_never_cut(cpu):
+def test_a_question_that_is_too_long_loses_its_start_and_a_choice_is_never_cut(cpu,
+                                                                              other_tokenizer):
     ours = harness(None, cpu)
     assert ours.encode('', 'c') == ([256], [99])  # after end-of-text
     assert ours.encode('x', 'y' * 99) == ([120], [121] * 99)
     assert ours.n_cut == 0
     assert ours.encode('x' + 'y' * 99, 'abc') == ([121] * (L - 2), [97, 98, 99])
     assert ours.n_cut == 1
+    th = get_tokenizer(str(other_tokenizer.parent / 'th.tiktoken'))
+    joins = commonsense.Harness(None, th, cpu, L, 16, False)
+    refuses("'h' has no token of its own", joins.encode, 't', 'h')
     wordy = SimpleNamespace(args=['x' * 33], task_name='wordy')  # which the model would write on
     refuses('wordy has 33 tokens, but read_length is 32.', ours.prompt, wordy)
 

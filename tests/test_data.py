@@ -9,12 +9,13 @@ import json
 import re
 import zipfile
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from conftest import contents, mistake, read, stage_here
 
 from lib.errors import ROOT
-from lib.tokenizers import tokenizer_from_state
+from lib.tokenizers import tokenizer_from_state, train_bpe
 from lib.tokens import SPLITS, documents, open_tokens
 
 
@@ -216,7 +217,7 @@ def test_file_named_for_val_goes_nowhere_else(tmp_path, named):
                     '--test_fraction=0') == [['text of a', 'text of c'], ['text of b']]
 
 
-def test_bpe_is_trained_and_kept_with_the_data(tmp_path):
+def test_bpe_is_trained_and_kept_with_the_data(tmp_path, monkeypatch):
     pytest.importorskip('tokenizers')
     path, out = tmp_path / 'half.jsonl', tmp_path / 'out'
     path.write_text('{"text": "half \\ud800 a pair"}\n' * 50)
@@ -225,8 +226,24 @@ def test_bpe_is_trained_and_kept_with_the_data(tmp_path):
                                 '--test_fraction=0')
     data = open_tokens(str(out), 'train')
     assert data.meta['vocab_size'] == 262 and data.tokens.max() == 261
+    before = contents(out)
+    path.write_text('{"text": "other text"}\n' * 50)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr('lib.tokens.SplitWriter.write', Mock(side_effect=KeyboardInterrupt))
+        prepare('text', out, path, '--tokenizer=bpe:262', '--val_fraction=0',
+                '--test_fraction=0')
+    assert contents(out) == before  # a stopped script changes nothing, the BPE included
     (out / 'tokenizer.tiktoken').unlink()  # the data set does without
     assert all_texts(out) == expected
+
+
+def test_another_tokenizer_of_the_same_name_is_not_the_same(tmp_path):
+    pytest.importorskip('tokenizers')
+    path = tmp_path / 'mine.tiktoken'
+    for text in 'one two ', 'three four ':
+        train_bpe([text * 50], 260, path)
+        assert 'prepared already' not in prepare('stdlib', tmp_path / 'out', f'--tokenizer={path}')
+    assert 'prepared already' in prepare('stdlib', tmp_path / 'out', f'--tokenizer={path}')
 
 
 # ---------------------------------------------------------------------- books and passkeys

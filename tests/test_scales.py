@@ -87,6 +87,19 @@ def test_answers_under_another_position_method_are_told_apart(tiny_run):
     assert len(set(seen)) == 4
 
 
+def test_a_scale_file_leaves_nothing_behind(tmp_path, loaded):
+    """A file of scales alone does not say what the gains of norms are."""
+    model, info = loaded
+    path = tmp_path / 'all.json'
+    save_scale(path, info, {64: vectors(3, model)}, 'head')
+    for scale in write(tmp_path / 'scale.json', info), 1.0:
+        apply_scale(model, str(path), info)
+        assert all((p == 3).all() for p in small_vectors(model).values())
+        apply_scale(model, scale, info)
+        near(model.head_scale, torch.tensor(SCALES) if scale != 1 else ONES)
+    assert_ones(model)
+
+
 @pytest.mark.parametrize('rows', [
     torch.tensor(SCALES)[..., None],
     1 + torch.arange(8).view(2, 4, 1) * 2 ** -7,  # bfloat16 has such numbers, of many digits

@@ -50,7 +50,7 @@ def main():
     out = Path(out_dir or ROOT / 'data/books')
     digest = hashlib.sha256(listing.read_bytes()).hexdigest()
     with only_dataset(out):
-        encoding = tokenizer_for(tokenizer, texts(folder, books, 'train'), out)
+        encoding = tokenizer_for(tokenizer, texts(folder, books, 'train'))
         write_corpus(out, encoding, {split: texts(folder, books, split) for split in SPLITS},
                      report={'books': len(books), 'manifest_sha256': digest},
                      total_bytes=sum(book['bytes'] for book in books))

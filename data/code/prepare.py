@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from configurator import configure
 from data.stdlib.prepare import library_files
 from lib.errors import ROOT, UserError
-from lib.tokenizers import tokenizer_for
+from lib.tokenizers import tokenizer_for, version_of
 from lib.tokens import SPLITS, is_prepared, split_by_hash, stable_hash, write_corpus
 
 tokenizer = ''  # as in data/stdlib/prepare.py; '' for data/code/bpe_1024.tiktoken
@@ -157,7 +157,7 @@ def main():
     wheels, cache = json.loads(listing), folder / 'wheels'
     chosen = tokenizer or str(ROOT / 'data/code' / BPE)
     report = {'source': 'wheels', 'manifest_sha256': hashlib.sha256(listing).hexdigest(),
-              'tokenizer': tokenizer or BPE}
+              'tokenizer': version_of(chosen)}
     if is_prepared(folder, SPLITS, report):
         return
     cache.mkdir(parents=True, exist_ok=True)
@@ -172,7 +172,7 @@ def main():
             return
     splits = without_shared(splits)
     n_bytes = sum(len(text) for texts in splits.values() for text in texts)
-    encoding = tokenizer_for(chosen, splits['train'], folder)
+    encoding = tokenizer_for(chosen, splits['train'])
     write_corpus(folder, encoding, splits, report=report, total_bytes=n_bytes)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from configurator import configure
 from lib.errors import ROOT, UserError
-from lib.tokenizers import tokenizer_for
+from lib.tokenizers import tokenizer_for, version_of
 from lib.tokens import SPLITS, is_prepared, only_dataset, split_by_hash, stable_hash, write_corpus
 
 tokenizer = 'bytes'   # bytes, gpt2, bpe:VOCABULARY, FILE.tiktoken, tokenizer.json, hf:ORG/NAME
@@ -49,7 +49,8 @@ def main():
     everything = '\0'.join(f'{name}\0{text}' for name, text in texts.items())
     digest = hashlib.sha256(everything.encode()).hexdigest()
     report = {'python': platform.python_version(), 'files': len(texts), 'sha256': digest,
-              'tokenizer': tokenizer, 'val_fraction': val_fraction, 'test_fraction': test_fraction}
+              'tokenizer': version_of(tokenizer), 'val_fraction': val_fraction,
+              'test_fraction': test_fraction}
     print(f'standard library of Python {report["python"]}: {len(texts)} files, sha256 {digest}')
     if is_prepared(folder, SPLITS, report):
         return
@@ -57,7 +58,7 @@ def main():
     for name, text in texts.items():
         splits[split_by_hash(name, val_fraction, test_fraction)].append(text)
     with only_dataset(folder):
-        encoding = tokenizer_for(tokenizer, splits['train'], folder)
+        encoding = tokenizer_for(tokenizer, splits['train'])
         write_corpus(folder, encoding, splits, report=report)
 
 

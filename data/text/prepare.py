@@ -156,7 +156,7 @@ def main():
 
     folder = Path(out_dir or ROOT / 'data' / name)
     with only_dataset(folder):
-        encoding = tokenizer_for(tokenizer, documents(files, 'train', shares), folder, n_bytes)
+        encoding = tokenizer_for(tokenizer, documents(files, 'train', shares), n_bytes)
         splits = {split: documents(files, split, shares) for split in splits}
         write_corpus(folder, encoding, splits, total_bytes=n_bytes)
 
