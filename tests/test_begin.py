@@ -1,7 +1,8 @@
 """The study of when reading begins: what a head gives to the token that it should copy."""
 
+import pytest
 import torch
-from conftest import near, random_model
+from conftest import ROOT, near, random_model, read
 from plain import plain_losses, plain_transformer
 
 from results.begin import table
@@ -25,3 +26,10 @@ def test_share_and_losses_are_those_of_the_plain_transformer(monkeypatch):
         shares = [attention[:, :, :, first + n, n + 1:min(n + 5, first + n + 1)].sum(-1)
                   for n in range(5)]
         near(found['share'], torch.stack(shares).mean((0, 2)), atol=1e-6)
+
+
+def test_stored_rows_are_what_their_files_give():
+    stored = read(ROOT / 'results/begin/begin.json')['rows']
+    found = [table.row_of(read(ROOT / table.file_of(n, 1337))) for n in table.TOKENS]
+    for row, expected in zip(found, stored, strict=True):
+        assert row == pytest.approx(expected)

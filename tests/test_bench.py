@@ -16,6 +16,7 @@ import bench
 from configurator import settings
 from lib.devices import setup
 from results.bench import table
+from results.gpu import table as gpu
 
 SIZES = {'n_layer': 2, 'n_head': 4, 'n_kv_head': 2, 'n_embd': 32, 'n_hidden': 48, 'vocab_size': 61}
 WORK = {'batch_size': 2, 'read_context': 64, 'n_decode': 3, 'rounds': 1, 'compile': False,
@@ -52,6 +53,7 @@ def test_every_task_is_timed_beside_its_alternative_and_its_limit(tiny, tmp_path
             timed = row[who]
             rates = timed['tokens_per_second'], timed['of_limit']
             assert rates == close((tokens / timed['seconds'], limit / timed['seconds']), rel=1e-4)
+            assert timed['times_ours'] == close(timed['seconds'] / row['ours']['seconds'], rel=1e-4)
             assert limit > 0 and timed['peak_memory'] > 0
     flops = found['results']['train']['limit_seconds']['ours'] * found['matmul_flops']
     of_token = sum(bench.new_model(tiny, 32).flops_per_token(32))
@@ -73,6 +75,43 @@ def test_flop_of_reading_are_those_of_the_products_that_are_needed(tiny):
     queries = [*range(T), *range(T - tail, T)]  # of the first layer, then of the last
     attention = sum(4 * 32 * i for i in queries)  # q.k and a.v
     assert bench.reading_flops(model, T, tail) == close(products + attention, rel=0.03)
+
+
+def test_limits_are_those_counted_by_hand(tiny, monkeypatch):
+    """A machine of 1 FLOP/s, whose memory moves 2^28 bytes a second."""
+    monkeypatch.setattr(bench, 'medians', lambda s, works: dict.fromkeys(works, 1.0))
+    monkeypatch.setattr(bench, 'rate', lambda *_: 1.0)
+    monkeypatch.setattr(bench, 'peak_memory', lambda *_: 1)
+    vars(tiny).update(WORK, context=32)
+    model = bench.new_model(tiny, 64)
+    matmul, attention = model.flops_per_token(32)
+    weights = model.n_params() - 61 * 32
+    keys = 2 * 2 * 2 * 8 * (64 + 1.5)  # in 2 layers of 2 key heads of 8 channels, halfway
+    for task, expected in {
+            'prefill': bench.reading_flops(model, 64, 1),
+            'eval': 8 * bench.reading_flops(bench.new_model(tiny, 32), 32, 4),
+            'entropy': 2 * 32 * 64 ** 2,
+            'decode': 3 * 4 * (weights + keys) / 2 ** 28,
+            'scale': 2 * 32 * (2 * matmul + 3 * attention)}.items():
+        assert bench.TASKS[task](tiny)['limit_seconds']['ours'] == close(expected), task
+
+
+def test_ratios_of_methods_are_over_dape(tiny, monkeypatch):
+    times = {'own step': 3.0, 'own forward': 1.0, 'DAPE step': 2.0, 'DAPE forward': 4.0}
+    monkeypatch.setattr(table, 'medians', lambda s, works: times)
+    monkeypatch.setattr(table, 'step_and_forward', lambda *_: {})
+    tiny.context = 16
+    assert {(row['ratio'], row['forward_ratio']) for row in table.time_cost(tiny)} == {(1.5, 0.25)}
+
+
+def test_tflops_are_by_the_usual_convention(tiny):
+    flops = 6 * (bench.new_model(tiny, 16).n_params() - 61 * 32) + 12 * 2 * 32 * 16
+    chosen = {key: value for key, value in vars(tiny).items() if key != 'runtime'}
+    one = {'task': 'training step', 'limit_seconds': {'ours': 1.0},
+           'ours': {'seconds': 2.0, 'tokens_per_second': 1e9, 'of_limit': 0.5}}
+    row, = gpu.rows_of({'device': 'cuda (NVIDIA H100 80GB)', 'results': {'train': one},
+                        'settings': chosen | {'context': 16}})
+    assert (row['TFLOP/s'], row['of sheet']) == close((flops / 1e3, flops * 1e9 / 989e12))
 
 
 def test_whole_matrix_gives_the_logits_of_our_attention(tiny):

@@ -57,6 +57,14 @@ def test_each_tuning_changes_only_what_it_names_and_lowers_the_loss(measured):
         assert (scale >= 1).all()
 
 
+def test_nothing_is_tuned_or_chosen_on_test_samples(measured, monkeypatch):
+    model, drawn = recall.trained(7), []
+    monkeypatch.setattr(recall, 'samples', lambda name, *_: drawn.append(name) or iter(()))
+    recall.tune(model, [{'params': [model.norm.weight], 'rate': 0.1}], 7)
+    recall.best_uniform(model, 7)
+    assert set(drawn) == {'tune', 'val'}
+
+
 def test_cut_context_is_the_longest_of_training_which_is_a_copy_of_L_symbols(measured):
     found, _ = measured
     model = recall.trained(7)

@@ -18,7 +18,7 @@ from conftest import contents, mistake, stage_here
 from test_data import all_texts, texts
 
 from data import hub
-from lib.tokens import UNFINISHED, open_tokens
+from lib.tokens import UNFINISHED, open_tokens, stable_hash
 
 huggingface_hub = pytest.importorskip('huggingface_hub')
 pyarrow = pytest.importorskip('pyarrow')
@@ -103,6 +103,14 @@ def test_starcoder_reads_content_and_max_tokens_ends_with_a_document(tmp_path):
         prepare('starcoder', some, local, f'--max_tokens={max_tokens}')
         assert texts(some, 'train') == texts(tmp_path / 'all', 'train')[:n_documents]
         assert len(open_tokens(str(some), 'train').tokens) == 10 * n_documents
+
+
+def test_train_files_come_in_the_order_of_a_hash_and_dev_is_val_in_that_of_names():
+    names = [f'{letter}/train-0.parquet' for letter in 'abcdefgh']
+    found = hub.by_split(names, ['train'])['train']
+    assert sorted(found) == names != found == sorted(names, key=stable_hash)
+    found = hub.by_split(['dev/1.json', 'dev/0.json'], ['train', 'val'])
+    assert found == {'val': ['dev/0.json', 'dev/1.json']}
 
 
 @pytest.mark.parametrize('local', ['in', 'in/test/proofpile_test.jsonl.gz'])

@@ -20,6 +20,7 @@ import demo
 from lib import checkpoints
 from lib.checkpoints import open_model
 from lib.repeats import find_targets
+from results.demo import table as seeds
 
 MODELS = ROOT / 'lessons/models'
 SMALL = ['--n_layer=1', '--n_embd=32', '--n_hidden=48', '--compile=False', '--device=cpu']
@@ -32,6 +33,14 @@ def look(tmp_path_factory):
     out = stage_here('demo', 'config/look.py', f'--out_dir={folder}', '--n_samples=3',
                      '--targets=40', f'--text={ROOT / "model.py"}')
     return folder, out
+
+
+def test_claims_and_rows_of_the_seeds_are_what_their_reports_give():
+    stored = read(ROOT / 'results/demo/seeds.json')
+    reports = stored['reports']
+    assert {seed: seeds.claims_of(report) for seed, report in reports.items()} == stored['claims']
+    for row, expected in zip(seeds.rows_of([*reports.values()]), stored['rows'], strict=True):
+        assert row == {key: pytest.approx(value) for key, value in expected.items()}
 
 
 def test_smooth_value_is_the_mean_of_those_before():

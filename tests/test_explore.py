@@ -17,6 +17,7 @@ import pytest
 import torch
 from browser import BROWSER, browser
 from conftest import ROOT, near, random_model, refuses, tokens
+from plain import plain_losses
 
 import kernels
 from lessons import explore
@@ -27,6 +28,18 @@ PAGE = ROOT / 'lessons/explore.html'
 NODE = shutil.which('node')
 needs_node = pytest.mark.skipif(not NODE, reason='needs node: apt-get install nodejs')
 L = 32  # of random_model()
+
+@torch.no_grad()
+def test_gain_of_a_head_is_how_far_sharpening_it_lowers_the_loss_past_L():
+    model, [ids] = random_model(), tokens(1, 3 * L + 1)
+    found, own = explore.head_gains(model, ids, lambda: None), model.head_scale.clone()
+    before = plain_losses(model, ids[None])[0, L:].mean()
+    for n in 0, 5:
+        sharper = own.clone()
+        sharper.view(-1)[n] *= explore.SHARPER
+        near(found[n], before - plain_losses(model, ids[None], sharper)[0, L:].mean(), atol=1e-4)
+    assert len(found) == 8 and torch.equal(model.head_scale, own)
+
 
 # Reads questions from stdin as JSON and prints the answers as JSON.
 DRIVER = '''

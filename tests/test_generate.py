@@ -187,3 +187,13 @@ def test_characters_of_several_bytes_are_printed_whole_and_broken_ones_marked(ti
     ids = 'Zoë→🙂'.encode() + broken
     monkeypatch.setattr('lib.generate.generate', lambda *given: iter(ids))
     assert sample(tiny_run, '--prompt=x') == 'xZoë→🙂�a�\n'
+
+
+def test_sample_draws_as_it_is_told(tiny_run, tiny):
+    def drawn(*how):
+        return sample(tiny_run, '--prompt=def ', '--max_new_tokens=20', *how)
+
+    ids = generate(tiny[0], [256, *b'def '], 20, Decoding((256,)))
+    likeliest = 'def ' + bytes(ids).decode(errors='replace') + '\n'
+    assert drawn('--temperature=0') == drawn('--top_k=1') == drawn('--top_p=0') == likeliest
+    assert drawn('--seed=3') == drawn('--seed=3') != drawn('--seed=4')

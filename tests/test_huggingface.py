@@ -222,6 +222,15 @@ def test_a_half_precision_file_is_read_in_the_precision_of_the_activations(tmp_p
 # ---------------------------------------------------------------------- what cannot be read
 
 # Kind of config | what is changed in config.json | what the error names.
+@pytest.mark.parametrize('kind, more', [('Llama', {}), ('SmolLM3', {'no_rope_layers': [1, 1]})])
+def test_what_a_config_leaves_out_is_what_transformers_takes(tmp_path, kind, more):
+    stock(tmp_path, kind, **more)
+    edit_config(tmp_path, rope_parameters='gone', rope_theta='gone', rms_norm_eps='gone')
+    theirs = reopened(tmp_path)
+    assert_same_logits(ours(tmp_path), theirs)
+    assert ours(tmp_path).config.norm_eps == theirs.config.rms_norm_eps
+
+
 CONFIGS = '''
 Llama | {"model_type": "bloom"} | 'bloom'
 Llama | {"model_type": "gone"} | 'None'
@@ -253,6 +262,7 @@ Llama | {"num_key_value_heads": "two"} | num_key_value_heads is two
 Llama | {"rms_norm_eps": null} | rms_norm_eps is None
 Llama | {"tie_word_embeddings": 1} | tie_word_embeddings is 1
 Llama | {"layer_types": 5} | layer_types is 5
+Llama | {"partial_rotary_factor": 0.5} | partial_rotary_factor is 0.5
 SmolLM3 | {"no_rope_layers": [2, 2]} | no_rope_layers is [2, 2]
 SmolLM3 | {"no_rope_layers": [0]} | no_rope_layers is [0]
 SmolLM3 | {"no_rope_layers": null} | no_rope_layers is None

@@ -229,7 +229,8 @@ def test_scales_of_an_opened_model_are_saved_from_python(tmp_path):
     near(open_model(MODEL, str(tmp_path / 'mine.json'))[0].head_scale, tuned, 1e-6)
 
 
-def test_the_example_of_an_evaluation_reads_scale_sets_by_length(tmp_path, corpus_dir, tiny_run):
+def test_the_example_of_an_evaluation_reads_scale_sets_by_length(tmp_path, corpus_dir, tiny_run,
+                                                                 windows):
     model, info = load_model('last', tiny_run, 'cpu')
     vectors = {name: p for name, p in model.named_parameters() if name.endswith('head_scale')}
     sets = {T: {name: torch.full_like(p, 3.0) for name, p in vectors.items()} for T in (64, 128)}
@@ -242,6 +243,9 @@ def test_the_example_of_an_evaluation_reads_scale_sets_by_length(tmp_path, corpu
                        f'--lengths=[{length}]', '--dtype=float32', '--label=one')
             shares.append(read(tmp_path / 'accuracy_one.json')['rows'][0]['accuracy'])
     assert shares[0] == shares[1] > 0 and shares[2] == shares[3] > 0
+    text = windows(64, 32)
+    model.head_scale = 1.0
+    near(shares[0], (model(text[:, :-1]).argmax(-1) == text[:, 1:]).float().mean(), atol=1e-3)
 
 
 @pytest.mark.slow

@@ -209,6 +209,15 @@ def test_more_samples_or_tasks_are_added_to_those_that_are_there(whole, run, com
         assert f'({name})' in line
 
 
+def test_answers_to_other_records_are_refused(run, command, data, tmp_path):
+    other = shutil.copytree(data, tmp_path / 'data')
+    more = on(run, tmp_path, f'{command} --data={other} --tasks=["trec"] --max_samples=1')
+    stage_here('longbench', *more)
+    path = other / 'trec.jsonl'
+    path.write_text(path.read_text().replace('Who?', 'Why?'))
+    assert '(data)' in mistake('longbench', *more)
+
+
 def test_a_context_without_room_for_a_prompt_is_refused(run, command, tmp_path):
     line = mistake('longbench', *on(run, tmp_path, f'{command} --context=13'))
     assert 'leaves samsum no room' in line

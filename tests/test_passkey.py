@@ -108,6 +108,7 @@ def test_accuracies_stand_at_their_lengths(tiny_run, tmp_path, monkeypatch):
     monkeypatch.setattr('lib.generate.complete', reads_300_tokens)
     stage_here('passkey', *arguments(tiny_run, tmp_path))
     assert read(tmp_path / 'passkey.json')['accuracy'] == [[1, 1, 1], [0, 0, 0]]
+    assert '(dtype)' in mistake('passkey', *arguments(tiny_run, tmp_path, '--dtype=bfloat16'))
     assert '(seed)' in mistake('passkey', *arguments(tiny_run, tmp_path, '--seed=7'))
 
 

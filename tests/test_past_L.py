@@ -2,7 +2,8 @@
 
 import statistics
 
-from conftest import near
+import pytest
+from conftest import ROOT, near, read
 
 from lib.answers import save_json
 from lib.tokens import Windows
@@ -46,6 +47,41 @@ def test_a_gain_over_all_tokens_is_over_the_cut_context_of_the_untuned_model(mon
     assert '| 0.20 ± 0.14 | 0.40 ± 0.28 |' in line
     figure = table.draw({'rows': [untuned, head]})
     assert len(figure.axes[0].get_lines()) >= 3  # two readings and the cut context
+
+
+@pytest.mark.parametrize('series', table.SERIES)
+def test_a_stored_table_is_what_the_files_of_its_seeds_give(monkeypatch, series):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(table, 'series', series)
+    path = table.folder('results', series) / 'past_L.json'
+    if not path.exists():
+        return pytest.skip('not measured yet')
+    for row, expected in zip(table.collect(), read(path)['rows'], strict=True):
+        assert row.keys() == expected.keys()
+        for key, cell in expected.items():
+            if isinstance(cell, dict):
+                near(row[key]['mean'], cell['mean'], atol=1e-6)
+            else:
+                assert row[key] == pytest.approx(cell)
+
+
+def test_gains_are_over_the_untuned_model_and_entropies_stand_at_their_lengths(monkeypatch):
+    asked, made = {}, dict.fromkeys(('commit', 'versions', 'device', 'dtype'))
+
+    def evaluated(folder, protocol, label, arguments):
+        asked[protocol, label] = folder, arguments
+        return made | {'rows': [], 'share': 0, 'copy_weight': {}}
+
+    for name, stub in {'evaluated': evaluated, 'train': lambda *_: None,
+                       'made': lambda *_: {'mean_entropy': list(range(16))}}.items():
+        monkeypatch.setattr(table.study, name, stub)
+    found, run = table.result_of('conv', 1)['readings'], 'out/past_L/1/conv'
+    for name in found:
+        folder, arguments = asked['repeat', name]
+        assert (f'--baseline={run}/last.pt' in arguments) == (name == 'weights') == (folder != run)
+    assert found['head']['entropy'] == [1, 3, 7, 15]  # 16 bins up to 8L
+    table.result_of('conv_8L', 1)
+    assert f'--baseline={run}/last.pt' in asked['repeat', 'untuned'][1]
 
 
 def test_a_series_that_reads_another_text_uses_the_trainings_of_its_series(monkeypatch):

@@ -7,6 +7,7 @@ $ python -m pytest -m '' tests/test_runs.py    # -m '' for the slow ones, too
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -28,6 +29,8 @@ from conftest import (
     log_rows,
     mistake,
     near,
+    random_model,
+    refuses,
     stage,
     stage_here,
     written_elsewhere,
@@ -36,6 +39,17 @@ from conftest import (
 from lib import checkpoints
 from lib.answers import note
 from lib.runs import Recorder, Speed
+
+
+def test_weights_that_are_not_finite_replace_no_checkpoint(tmp_path, cpu):
+    """A loss can be finite when the update after it is not."""
+    recorder, model = Recorder(tmp_path, cpu, {'tracker': ''}, 1, None), random_model()
+    recorder.save('last.pt', model, 4)
+    before = (tmp_path / 'last.pt').read_bytes()
+    model.embed.weight.data[7, 0] = math.nan
+    refuses('embed.weight became', recorder.save, 'last.pt', model, 5)
+    assert (tmp_path / 'last.pt').read_bytes() == before
+    recorder.close()
 
 
 def start(runs, name, command, ranks=1):

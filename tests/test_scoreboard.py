@@ -114,6 +114,37 @@ def test_a_gain_is_over_the_cut_context_of_the_model_that_was_not_tuned(board):
         assert f'gain {at}' not in yarn and yarn[f'own gain {at}']['mean'] == -0.5
 
 
+@pytest.mark.parametrize('size', ['small', 'books'])
+def test_a_stored_board_is_what_the_files_of_its_seeds_give(monkeypatch, size):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(table, 'size', size)
+    monkeypatch.setattr(table.recall, 'share_held', lambda *_: [0.0] * 5)  # takes seconds
+    stored = [row for row in read(f'results/scoreboard/{size}.json')['rows'] if row['row'] != 'cut']
+    found = [row for row in table.collect() if row['row'] != 'cut']
+    for row, expected in zip(found, stored, strict=True):
+        assert row.keys() == expected.keys()
+        for name in table.COLUMNS.keys() & row.keys():
+            assert row[name] == pytest.approx(expected[name]), (row['row'], name)
+
+
+def test_every_weight_is_tuned_at_8L_and_read_beside_the_untuned_model(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    trained, read_as, made = {}, {}, dict.fromkeys(('commit', 'versions', 'device', 'dtype'))
+
+    def evaluated(folder, protocol, key, arguments):
+        read_as[protocol] = arguments
+        return made | {'rows': [], 'share': 0}
+
+    monkeypatch.setattr(study, 'train', lambda folder, how: trained.update({folder: how}))
+    monkeypatch.setattr(study, 'evaluated', evaluated)
+    table.result_of('weights', 1)
+    untuned = 'out/scoreboard/small/1/none'
+    how, = (how for folder, how in trained.items() if folder != untuned)
+    assert '--block_size=1024' in how and f'--init_from={untuned}/last.pt' in how
+    assert f'--baseline={untuned}/last.pt' in read_as['repeat']
+    assert '--lengths=[1024]' in read_as['repeat']
+
+
 def test_a_gain_far_above_0_and_a_family_that_is_not_known_are_drawn():
     result = read(ROOT / 'results/scoreboard/small.json')
     result['rows'][0]['gain at far repeats']['mean'] = 0.35

@@ -17,7 +17,7 @@ from eval_ppl import tail_tokens
 from lib.checkpoints import load_model
 from lib.tokenizers import get_tokenizer
 from lib.tokens import open_tokens, write_corpus
-from results.table import Settings, merge_seeds, paper_rows, run_table
+from results.table import Settings, merge_seeds, paper_rows, run_table, tuning_tokens
 
 
 @pytest.fixture
@@ -106,6 +106,30 @@ def test_rows_may_have_data_sets_of_their_own(run, tmp_path):
     here, there = run({'name': 'here'}, {'name': 'there', 'dataset': other})
     alone, = run({'name': 'alone'}, dataset=other)
     assert here['ppl'] != there['ppl'] == alone['ppl']
+
+
+def test_a_row_says_on_how_many_tokens_it_was_tuned(tmp_path):
+    made = {'init_from': 'x.pt', 'batch_size': 4, 'block_size': 64}
+    assert tuning_tokens({'step': 7, 'settings': made}, None) == 7 * 4 * 64
+    assert tuning_tokens({'step': 7, 'settings': made | {'init_from': 'scratch'}}, 1.2) == 0
+    (tmp_path / 's.json').write_text('{"tuning_tokens": 99}')
+    assert tuning_tokens({'step': 7, 'settings': made}, str(tmp_path / 's.json')) == 99
+
+
+def asked(rows):
+    """What each row of a table reads."""
+    return [[one.get(key) for key in ('name', 'init_from', 'scale', 'rope_scaling')]
+            for row in rows for one in row.get('runs', [row])]
+
+
+@pytest.mark.parametrize('study', ['ablation_passkey', 'books', 'dape_small', 'extension_demo',
+                                   'vectors_demo'])
+def test_stored_rows_read_what_the_program_names(study):
+    module = importlib.import_module(f'results.{study}.table')
+    tables = getattr(module, 'TABLES', None) or {'': module.table()}
+    for name, rows in tables.items():
+        path = f'eval_ppl_table_{name}.json' if name not in ('', 'small') else 'eval_ppl_table.json'
+        assert asked(read(ROOT / f'results/{study}/{path}')['rows']) == asked(rows)
 
 
 @pytest.mark.parametrize('study', [path.parent.name for path in ROOT.glob('results/*/table.py')

@@ -22,6 +22,7 @@ from lib.tokens import (
     open_tokens,
     shuffled,
     split_by_hash,
+    stable_hash,
     write_corpus,
 )
 
@@ -229,11 +230,28 @@ def test_mixture_holds_its_weights_exactly_and_reads_each_source_in_epochs(tmp_p
     assert (of_b[:400] != alone[:400]).any()  # and each source has an order of its own
 
 
+def test_a_mixture_is_evaluated_on_its_first_source_alone(tmp_path):
+    a = numbered(tmp_path / 'a', 50)
+    write_corpus(tmp_path / 'b', get_tokenizer('bytes'), {'train': ['1000' * 50]})  # has no val
+    windows = Windows(f'{a}:0.3,{tmp_path}/b:0.7', 'val', 3)
+    assert numbers(windows.evenly_spaced(1000)) == list(range(50)) and [*windows.checksums] == [a]
+
+
+def test_splits_and_orders_are_the_same_in_every_version(tmp_path):
+    """Otherwise test text of an old model becomes training text of a new one."""
+    assert stable_hash('a', 1) == 0x773232abe9343f0e  # the first 8 bytes of sha256 of 'a/1'
+    splits = [split_by_hash(f'document {i}', 0.3, 0.3) for i in range(6)]
+    assert splits == ['val', 'train', 'test', 'val', 'train', 'val']
+    order = numbers(Windows(numbered(tmp_path, 50), 'train', 3, seed=1).batch(0, 6))
+    assert order == [12, 26, 0, 33, 5, 24]
+
+
 def test_evaluation_windows_are_in_order_and_evenly_spaced_whatever_the_seed(tmp_path):
     folder = numbered(tmp_path, 50)  # 202 tokens
     for seed in 1, 2:
         windows = Windows(folder, 'val', 3, seed)
         assert numbers(windows.evenly_spaced(4)) == [0, 12, 25, 37]
         assert numbers(windows.evenly_spaced(1000)) == list(range(50))
+        assert windows.evenly_spaced_starts(1000, 2).tolist() == list(range(0, 197, 2))
     assert len(Windows(folder, 'train', 201).evenly_spaced(5)) == 1
     refuses('202 tokens', Windows, folder, 'train', 202)
