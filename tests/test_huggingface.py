@@ -222,7 +222,7 @@ def test_a_half_precision_file_is_read_in_the_precision_of_the_activations(tmp_p
 # ---------------------------------------------------------------------- what cannot be read
 
 # Kind of config | what is changed in config.json | what the error names.
-@pytest.mark.parametrize('kind, more', [('Llama', {}), ('SmolLM3', {'no_rope_layers': [1, 1]})])
+@pytest.mark.parametrize('kind, more', [('Llama', {}), ('SmolLM3', {'no_rope_layers': [1] * 6})])
 def test_what_a_config_leaves_out_is_what_transformers_takes(tmp_path, kind, more):
     stock(tmp_path, kind, **more)
     edit_config(tmp_path, rope_parameters='gone', rope_theta='gone', rms_norm_eps='gone')
