@@ -82,10 +82,10 @@ SERIES = {
     'mix_on_books': Series('half Python source, half books, read on books', '', {'conv': 3},
                            ('untuned', 'head', 'yarn'), 'mix', 'books_code'),
     'mix_20M': Series('half Python source, half books, 20M tokens, read on Python source',
-                      '--dataset=code:0.5,books_code:0.5 --max_iters=9766', {'conv': 3},
+                      '--dataset=code:0.5,books_code:0.5 --max_iters=9766', {'conv': 5},
                       ('untuned', 'head', 'yarn')),
     'mix_20M_on_books': Series('half Python source, half books, 20M tokens, read on books', '',
-                               {'conv': 3}, ('untuned', 'head', 'yarn'), 'mix_20M', 'books_code'),
+                               {'conv': 5}, ('untuned', 'head', 'yarn'), 'mix_20M', 'books_code'),
     'size_5M': Series('Python source, 5M parameters', '--n_layer=6 --n_embd=256 --n_hidden=704',
                       {'conv': 3, 'none': 1, 'rope': 1}, ('untuned', 'head', 'vectors', 'yarn')),
 }
