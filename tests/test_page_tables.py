@@ -32,6 +32,8 @@ PRINTED = {
     'past_L/parts/past_L': past_table.print_table,
     'past_L/code_on_books/past_L': past_table.print_table,
     'past_L/mix/past_L': past_table.print_table,
+    'past_L/mix_20M/past_L': past_table.print_table,
+    'past_L/mix_20M_on_books/past_L': past_table.print_table,
     'past_L/mix_on_books/past_L': past_table.print_table,
     'past_L/books/past_L': past_table.print_table,
     'past_L/books_40M/past_L': past_table.print_table,
