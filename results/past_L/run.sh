@@ -3,8 +3,9 @@
 #   MODELS=conv,none   some models alone
 #   SERIES=books       on books, after: python data/books/prepare.py FOLDER --tokenizer=bpe:1024
 #                      --out_dir=data/books_1024. Other series: tokens_40M, size_5M, parts
-#   SERIES=mix         trained on both, after: python data/books/prepare.py FOLDER
+#   SERIES=mix_20M     trained on both, after: python data/books/prepare.py FOLDER
 #                      --tokenizer=data/code/bpe_1024.tiktoken --out_dir=data/books_code.
-#                      mix_on_books reads books; code_on_books: trained on code, read on books
+#                      mix_20M_on_books reads books; mix, mix_on_books: the same with 10M tokens;
+#                      code_on_books: trained on code, read on books
 set -e
 python -m results.past_L.table --series="${SERIES:-code}" --models="[$(echo "$MODELS" | sed "s/[^,]\{1,\}/'&'/g")]"
