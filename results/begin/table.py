@@ -138,7 +138,7 @@ def draw(result):
                 axis.plot(x, [row[name] for row in rows], 'o-', color=color,
                           label=name if seed == result['rows'][0]['seed'] else None)
     for axis in gains, copies:
-        axis.set(xscale='log', xlabel='million tokens of training')
+        axis.set(xscale='log', xlabel='million tokens before the branch')
         axis.set_xticks(TOKENS, map(str, TOKENS))
         axis.minorticks_off()
         axis.legend(frameon=False)
@@ -150,7 +150,7 @@ def draw(result):
         heads.plot(*points, 'os^v'[layer], label=f'layer {layer}',
                    color=('#999999', figures.BLUE, figures.ORANGE, 'black')[layer])
     heads.legend(frameon=False)
-    heads.set(xscale='log', xlabel='share of attention to the token to copy, 8L back',
+    heads.set(xscale='log', xlabel='attention to the token to copy and the next three, far',
               ylabel='tuned scale', title=f"Heads after {last['tokens']}M tokens")
     return figure
 
