@@ -7,9 +7,9 @@ $ python -m pytest tests/test_channel_recall.py
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, near
+from conftest import ROOT, near, random_model, save_model
 
-from results.channel_scale import recall
+from results.channel_scale import recall, table
 
 TINY = ('--n_layer=2 --n_head=2 --n_embd=16 --n_hidden=16 --max_iters=4 --lengths=[16,32] '
         '--n_test=8 --device=cpu')
@@ -41,6 +41,23 @@ def measured(tmp_path_factory):
 
         patch.setattr(recall, 'tune', tune_and_look)
         yield recall.result_of(7), tunings
+
+
+@torch.no_grad()
+def test_the_lead_of_near_keys_is_that_of_loops(tmp_path, monkeypatch, corpus_dir, windows):
+    """Channel by channel, of head 3 of layer 1, whose keys are the second key head's."""
+    monkeypatch.setattr(table, 'L', 8)
+    model, leads = random_model(vocab_size=257), []
+    save_model(model, tmp_path / 'last.pt', settings={'dataset': str(corpus_dir)})
+    found = table.features(str(tmp_path), n=2)['lead of near keys over far ones'][1, 3]
+    with model.probe(lambda layer, attention, q, k, place: (q[:, 3], k[:, 1])) as seen:
+        model(windows(2, 32)[:, :-1])
+    for q, k in zip(*seen[1]):
+        for i in range(24, 32):
+            near_mean, far_mean = ((q[i] @ keys.T / 8 ** 0.5).softmax(0) @ keys
+                                   for keys in (k[i - 7:i + 1], k[:i - 7]))
+            leads.append(q[i] * (near_mean - far_mean))
+    near(found, torch.stack(leads).mean(0), atol=1e-4)
 
 
 def test_each_tuning_changes_only_what_it_names_and_lowers_the_loss(measured):

@@ -15,7 +15,7 @@ import pytest
 from conftest import contents, mistake, read, stage_here
 
 from lib.errors import ROOT
-from lib.tokenizers import tokenizer_from_state, train_bpe
+from lib.tokenizers import parse_ranks, tokenizer_from_state, train_bpe
 from lib.tokens import SPLITS, documents, open_tokens
 
 
@@ -258,17 +258,25 @@ def test_manifests_are_whole_and_share_nothing_between_splits():
     assert len({wheel['file'].split('-')[0] for wheel in wheels}) == len(wheels)  # packages
 
 
+WORDS = {'train': ' qz', 'val': ' jx', 'test': ' wk'}
+
+
 def test_books_are_checked_against_the_manifest_before_anything_is_written(tmp_path):
     books, folder, out = [], tmp_path / 'in', tmp_path / 'out'
     for split in SPLITS:
-        name, text = f'{split}/book.txt', f'A {split} book with \r\n line ends.'.encode()
+        name, text = f'{split}/book.txt', f'A {split} book with \r\n line ends.' + 40 * WORDS[split]
+        text = text.encode()
         write(folder, name)
         (folder / name).write_bytes(text)
         books.append({'split': split, 'file': name, 'title': split, 'author': 'N. N.',
                       'bytes': len(text), 'sha256': hashlib.sha256(text).hexdigest()})
     (tmp_path / 'list.json').write_text(json.dumps(books))
     manifest = f'--manifest={tmp_path}/list.json'
-    assert prepared('books', out, folder, manifest)[1] == ['A val book with \r\n line ends.']
+    assert prepared('books', out, folder, manifest)[1] == [
+        'A val book with \r\n line ends.' + 40 * ' jx']
+    prepare('books', tmp_path / 'bpe', folder, manifest, '--tokenizer=bpe:262')
+    ranks = parse_ranks(open_tokens(str(tmp_path / 'bpe'), 'val').tokenizer_state['text'], '')
+    assert b' qz' in ranks and not {b' jx', b' wk'} & ranks.keys()  # learned on train alone
     before = contents(out)
     (folder / 'train/book.txt').write_text('Another book')
     assert 'train/book.txt' in refused('books', out, folder, manifest) and contents(out) == before
@@ -277,7 +285,7 @@ def test_books_are_checked_against_the_manifest_before_anything_is_written(tmp_p
 def test_passkey_documents_hold_their_key_twice_and_fit_their_lengths(tmp_path):
     train, val, test = prepared('passkey', tmp_path, '--tokenizer=bytes', '--n_documents=100',
                                 '--min_length=600', '--max_length=800')
-    assert (len(train), len(val), len(test)) == (100, 1, 1)
+    assert (len(train), len(val), len(test)) == (100, 1, 1) and val != test
     for text in train:
         key = text[-5:]
         assert key.isdecimal() and text.count(key) >= 2 and 500 < len(text) <= 800

@@ -84,6 +84,14 @@ def test_bars_of_a_perplexity_are_the_standard_error_of_the_loss_times_it():
     assert heights == pytest.approx([0.1 * ppl for ppl in row['ppl']])
 
 
+def test_bound_and_running_mean_are_by_hand():
+    _, [axis] = figures.panels('', 1, 1)
+    for unit, at_8 in ('nats', math.log(8)), ('bits', 3):
+        figures.draw_bound(axis, [2, 8], unit)
+        assert axis.get_lines()[-1].get_ydata()[-1] == pytest.approx(at_8)
+    assert figures.running_mean([8.0] * 16 + [0.0] * 8)[[0, 8, -1]].tolist() == [8, 8, 0]
+
+
 def test_missing_and_constant_values_draw():
     result = copy.deepcopy(RESULTS['extension_demo/eval_ppl_table'])
     result['lengths'] = result['lengths'][:1]
