@@ -85,6 +85,8 @@ def their_config(c, dtype, length=0):
     # Dynamic NTK uses max_position_embeddings as L. For other types it is the longest context.
     longest = max(c.block_size, length, int(factor * c.L0))
     config['max_position_embeddings'] = c.L0 if kind == 'dynamic_ntk' else longest
+    if c.L0 < max(c.block_size, length):  # for our import: a cut context has the first L tokens
+        config['pretrained_length'] = c.L0
 
     if c.position == 'none':
         return config | {

@@ -170,6 +170,7 @@ def our_config(config, position=None):
     values['position'] = position or position_of(config)
     if 'rope' in values['position'].split(','):
         values |= rope_config(config)
+    values.setdefault('pretrained_length', config.get('pretrained_length'))  # of an export of ours
     for name, kind in KINDS.items():
         if name in values and not isinstance(values[name], kind):
             raise TypeError(f'{names.get(name, name)} is {values[name]}')

@@ -459,6 +459,8 @@ def test_the_stage_folds_a_scale_file_with_all_kinds_of_vectors(tmp_path, tiny_r
                f'--scale={tmp_path}/sets.json', '--target_length=64')
     theirs = reopened(tmp_path / 'hf')
     assert theirs.config.max_position_embeddings == 64  # at L = 32, a reader would cut texts
+    again = ours(tmp_path / 'hf').config
+    assert (again.block_size, again.L0) == (64, 32)
     put_vectors(model, sets[64])
     assert_same_logits(model, theirs, 64)
 
