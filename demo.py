@@ -317,7 +317,7 @@ def sentences(report):
     def loss(title, length=T):
         return f"{rows[title]['at'][length]['loss']:.2f}"
 
-    def worth(title):
+    def gain(title):
         row = rows[title]['far']
         return f"{row['gain']:+.2f} ± {row['gain_error']:.2f}"
 
@@ -331,9 +331,9 @@ def sentences(report):
         f'one for each head {loss(heads)}.',
         f'4. NoPE with the convolution has {loss(conv)} at {T} tokens, with a scale for each head '
         f'{loss(conv_heads)}, with only the last L tokens {cut[conv]}.',
-        '5. Where earlier text repeats, more than L tokens back, that text is worth, in nats per '
-        f'token: {worth(nope)} to NoPE, {worth(heads)} with head scales, {worth(rope)} to RoPE, '
-        f'{worth(conv)} to the convolution, {worth(conv_heads)} with head scales: it '
+        '5. Where text repeats from more than L tokens back, the gain over the last L tokens is, '
+        f'in nats per token: {gain(nope)} of NoPE, {gain(heads)} with head scales, {gain(rope)} of '
+        f'RoPE, {gain(conv)} of the convolution, {gain(conv_heads)} with head scales: it '
         + ('reads past L.' if sure else 'is not sure to read past L.'),
     ]
 

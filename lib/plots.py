@@ -336,7 +336,7 @@ def draw_demo(result):
     right.axvline(0, color=BLACK, lw=1)
     right.invert_yaxis()
     right.set(xlabel='gain over seeing only the last L tokens (nats per token, ± standard error)',
-              title=f"What text more than L = {L} tokens back is worth, where it repeats")
+              title=f'Where text repeats from more than L = {L} tokens back')
     return figure
 
 

@@ -145,6 +145,11 @@ def test_every_weight_is_tuned_at_8L_and_read_beside_the_untuned_model(monkeypat
     assert '--lengths=[1024]' in read_as['repeat']
 
 
+def test_a_row_that_trains_has_a_run_of_its_own():
+    with pytest.raises(ValueError, match="The row 'Mine' trains a model"):
+        table.Row('Mine', 'bias', train='--position=mine')
+
+
 def test_a_gain_far_above_0_and_a_family_that_is_not_known_are_drawn():
     result = read(ROOT / 'results/scoreboard/small.json')
     result['rows'][0]['gain at far repeats']['mean'] = 0.35

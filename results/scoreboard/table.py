@@ -59,6 +59,11 @@ class Row:
     seeds: int = 3
     sizes: tuple = ('small',)
 
+    def __post_init__(self):
+        if self.train and self.model == 'none':
+            raise ValueError(f"The row '{self.title}' trains a model. Name its run: model='mine'. "
+                             "The run 'none' is that of NoPE.")
+
 
 ALL = tuple(SIZES)
 # The rate is a quarter of pretraining's peak, as in config/finetune_8k.py.
