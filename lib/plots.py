@@ -151,7 +151,9 @@ def draw_ppl(result):
     title = f"Perplexity on {Path(result['dataset']).name}, protocol {result['protocol']}: {about}"
     seeds = max(len(row.get('runs', [])) for row in rows)
     if seeds:
-        title += f'\nbars: standard deviation over {seeds} seeds, or standard error over windows'
+        title += f'\nbars: standard deviation over {seeds} seeds'
+        if any('standard_error' in row for row in rows):
+            title += ', or standard error over windows'
 
     every = [ppl for row in rows for ppl in (*row['ppl'], *cut_ppl(result, row))
              if ppl is not None]
@@ -282,7 +284,7 @@ def draw_passkey(result):
     inside = np.float64(result['accuracy_inside'])  # nan if all prompts are longer
     title = f'Passkey: {run_name(result)}'
     if np.isfinite(inside):
-        title += f'\n{inside:.0%} right up to {window} tokens'
+        title += f'\n{inside:.1%} right up to {window} tokens'
     figure, [axis] = panels(title, 1, 1)
     accuracy, depths = np.array(result['accuracy'], float).T, np.linspace(0, 1, n_depths + 1)
     image = axis.pcolormesh([0, *lengths], depths, accuracy, vmin=0, vmax=1, cmap='cividis')
@@ -299,8 +301,9 @@ def draw_passkey(result):
 
 def draw_tasks(result):
     """Accuracy by length, one panel per task of che.py."""
-    title = f"Algorithmic tasks: {result['method']} {result['label']} " \
-            '(dashed: chance; dotted: whole answers)'
+    of_many = any(row['exact'] != row['accuracy'] for row in result['tasks'].values())
+    title = (f"Algorithmic tasks: {result['method']} {result['label']} "
+             f"(dashed: chance{'; dotted: whole answers' if of_many else ''})")
     figure, axes = panels(title, len(result['tasks']), 3, width=5, height=2.8)
     for axis, (task, row) in zip(axes, result['tasks'].items()):
         accuracy = 100 * np.array(row['accuracy'], float)
