@@ -183,7 +183,7 @@ def label_ends(axis, values=False, gap=0.065):
             continue
         text, highest = line.get_label(), points[:, 1].max()
         if highest > top:
-            text += f'  ↑ {number(highest)}'
+            text += f'  ↑ up to {number(highest)}'
             outside = points[points[:, 1] > top, 0]
             axis.plot(outside, np.full(len(outside), top), '^', color=line.get_color(),
                       clip_on=False)

@@ -50,7 +50,7 @@ def test_panels_of_a_table_show_their_familys_cut_context_and_write_what_lies_ab
     assert drawn == {f'{name}, cut to 256': 4 * (at_L[name],)
                      for name in ('RoPE', 'NoPE', 'ALiBi, trained so')}
     # A value above the panel is written at its edge.
-    assert 'NoPE  ↑ 1,480' in [text.get_text() for axis in axes for text in axis.texts]
+    assert 'NoPE  ↑ up to 1,480' in [text.get_text() for axis in axes for text in axis.texts]
 
 
 @pytest.mark.parametrize('lengths, drawn', [
