@@ -6,6 +6,7 @@
 #   SERIES=mix_20M     trained on both, after: python data/books/prepare.py FOLDER
 #                      --tokenizer=data/code/bpe_1024.tiktoken --out_dir=data/books_code.
 #                      mix_20M_on_books reads books; mix, mix_on_books: the same with 10M tokens;
+#                      mix_5M, mix_5M_on_books: 5M parameters;
 #                      code_on_books: trained on code, read on books
 set -e
 python -m results.past_L.table --series="${SERIES:-code}" --models="[$(echo "$MODELS" | sed "s/[^,]\{1,\}/'&'/g")]"

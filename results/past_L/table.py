@@ -86,6 +86,11 @@ SERIES = {
                       ('untuned', 'head', 'yarn')),
     'mix_20M_on_books': Series('half Python source, half books, 20M tokens, read on books', '',
                                {'conv': 5}, ('untuned', 'head', 'yarn'), 'mix_20M', 'books_code'),
+    'mix_5M': Series('half Python source, half books, 5M parameters, read on Python source',
+                     '--dataset=code:0.5,books_code:0.5 --max_iters=9766 --n_layer=6 --n_embd=256 '
+                     '--n_hidden=704 --dtype=bfloat16', {'conv': 3}, ('untuned', 'head')),
+    'mix_5M_on_books': Series('half Python source, half books, 5M parameters, read on books',
+                              '', {'conv': 3}, ('untuned', 'head'), 'mix_5M', 'books_code'),
     'size_5M': Series('Python source, 5M parameters', '--n_layer=6 --n_embd=256 --n_hidden=704',
                       {'conv': 3, 'none': 1, 'rope': 1}, ('untuned', 'head', 'vectors', 'yarn')),
 }
