@@ -20,10 +20,10 @@ for seed in ${SEEDS:-1337 1338 1339}; do
         train $out/full_$lr config/finetune_books.py --init_from=$out/none/last.pt --learning_rate=$lr --min_lr=0
     done
     for method in yarn pi; do
-        train $method config/finetune_books.py config/$method.py --init_from=$out/rope/last.pt
+        train $out/$method config/finetune_books.py config/$method.py --init_from=$out/rope/last.pt
     done
     for method in ntk dynamic_ntk; do
-        train $method config/finetune_books.py --rope_scaling=$method --init_from=$out/rope/last.pt
+        train $out/$method config/finetune_books.py --rope_scaling=$method --init_from=$out/rope/last.pt
     done
 done
 # further comparisons, with one seed: a longer target, a set for 8L, and one for each length
