@@ -39,7 +39,7 @@ from model import ModelConfig, Transformer
 
 tasks = ['train', 'scale', 'eval', 'entropy', 'prefill', 'decode']
 peer = ''                    # hf: transformers' Llama does the same work, in turns with ours
-out_dir = 'results/bench'    # folder of the result
+out_dir = 'out/bench'        # folder of the result
 name = ''                    # name of the result; '': the device, cpu or cuda
 # model; position.py declares the settings of single position methods
 like: list[str] = []         # training configs that set the model; their block_size sets context

@@ -117,17 +117,16 @@ PASSKEY = {
     'NoPE, uniform scale 1.2': 'nope_uniform_1.2',
     'NoPE, head scales, rate 0.01': 'nope_head_1024_long_lr0.01',
     'NoPE, head scales, rate 0.003': 'nope_head_1024_long_lr0.003',
-    'NoPE, scale, out and norm, the usual rates': 'nope_head_1024_long_vectors_fast',
+    'NoPE, small vectors, usual rates': 'nope_head_1024_long_vectors_fast',
     'NoPE, every weight, rate 1e-3': 'nope_full_1e-3',
     'RoPE': 'rope',
     'RoPE with YaRN, every weight, rate 2e-3': 'rope_yarn_2e-3',
     'RoPE with PI, every weight, rate 2e-3': 'rope_pi_2e-3',
 }
 PASSKEY_ONE_SEED = {
-    'NoPE, head scales tuned at 4L on the training mixture': 'nope_head_1024',
-    'NoPE, head scales tuned at 4L on long passkey documents, rate 0.05': 'nope_head_1024_long',
-    'NoPE, scale, out and norm on long passkey documents, a tenth of the usual rates':
-        'nope_head_1024_long_vectors',
+    'NoPE, head scales, on the training mixture, rate 0.1, 100 steps': 'nope_head_1024',
+    'NoPE, head scales, rate 0.05': 'nope_head_1024_long',
+    'NoPE, small vectors, a tenth of the usual rates': 'nope_head_1024_long_vectors',
 }
 
 
@@ -164,7 +163,7 @@ def rows_of_passkey():
     """{row: keys found by length}, with those of each seed in brackets."""
     rows = {name: [f'{each:.0f}%' for each in found(file)]
             for name, file in PASSKEY_ONE_SEED.items()}
-    rows['keys whose line starts in the last L tokens, counted'] = [
+    rows['share of keys whose line starts in the last L tokens'] = [
         f'{each:.0f}%' for each in counted()]
     for name, file in PASSKEY.items():
         by_length = zip(*(found(file, folder) for folder in ('', '1338/', '1339/')))
