@@ -17,6 +17,7 @@ because nobody can answer a prompt that was cut.
 Writes out_dir/commonsense[_LABEL].json
 """
 
+import random
 from importlib.metadata import version
 
 import numpy as np
@@ -99,7 +100,7 @@ class Harness(LM):
         super().__init__()
         self.model, self.encoding, self.runtime = model, encoding, runtime
         self.read_length, self.batch_size, self.add_bos = read_length, batch_size, add_bos
-        self.n_cut = 0  # number of questions that were cut
+        self.n_cut = 0  # choices whose question was cut
 
     def scores(self, pairs):
         """
@@ -158,8 +159,11 @@ class Harness(LM):
 
     def generate_until(self, requests, disable_tqdm=False):
         """The greedy text after each prompt, up to the first string that ends it."""
+        from lm_eval.models.utils import normalize_gen_kwargs
         prompts, rows = [self.prompt(request) for request in requests], []
-        n_new = max(request.args[1].get('max_gen_toks', 256) for request in requests)
+        # A task may name these limits in several ways. max_gen_toks: tokens; until: strings.
+        limits = [normalize_gen_kwargs(request.args[1], 256) for request in requests]
+        n_new = max(limit['max_gen_toks'] for limit in limits)
         how = Decoding((self.encoding.eot_token,), self.runtime.dtype)
         todo = self.runtime.shard(prompts)
         with progress_bar(len(todo), 'prompts', self.runtime.is_main) as bar:
@@ -170,10 +174,10 @@ class Harness(LM):
                 rows += [ids + [-1] * (n_new - len(ids)) for ids in written]
                 bar.update(len(written))
         texts = []
-        for row, request in zip(self.runtime.gather(rows, len(requests)), requests):
+        for row, limit in zip(self.runtime.gather(rows, len(requests)), limits):
             ids = row[row >= 0].astype(int).tolist()
-            text = self.encoding.decode(ids[:request.args[1].get('max_gen_toks', 256)])
-            for end in request.args[1].get('until', []):
+            text = self.encoding.decode(ids[:limit['max_gen_toks']])
+            for end in limit['until']:
                 text = text.partition(end)[0]
             texts.append(text)
         return texts
@@ -189,6 +193,9 @@ def load_tasks(names, folder, metadata):
     folder with more task files, or ''.
     """
     from lm_eval.tasks import TaskManager
+    # Some tasks draw their data, such as RULER's. All ranks and runs must draw the same.
+    random.seed(0)
+    np.random.seed(0)
     manager = TaskManager(include_path=folder or None, metadata=metadata)
     try:
         return list(manager.load(names)['tasks'].values())
@@ -213,7 +220,7 @@ def task_scores(measured, length):
                         'standard_error': 100 * error if error != 'N/A' else None,
                         'metric': metric, 'questions': row['sample_len'],
                         'version': measured['versions'][task],
-                        'dataset': measured['configs'][task]['dataset_path']}
+                        'dataset': measured['configs'][task].get('dataset_path')}
     return scores
 
 
@@ -236,12 +243,15 @@ def main():
     metadata = {'tokenizer': tokenizer or source, 'max_seq_lengths': [longest]}
     measured = simple_evaluate(harness, tasks=load_tasks(tasks, task_folder, metadata),
                                num_fewshot=0, limit=limit, log_samples=False)
+    if measured is None:  # lm_eval gives the results to the first rank only
+        run.close()
+        return
     rows = task_scores(measured, longest)
     scores = {task: row['score'] for task, row in rows.items()}
     print_scores(run.runtime.print, scores, paper_table('nope_table1'))
     run.write('commonsense', {
-        'add_bos': add_bos, 'lm_eval': version('lm_eval'), 'tasks': rows, 'cut': harness.n_cut,
-        'read_length': longest, 'average': sum(scores.values()) / len(scores)})
+        'add_bos': add_bos, 'lm_eval': version('lm_eval'), 'tasks': rows, 'read_length': longest,
+        'choices_cut': harness.n_cut, 'average': sum(scores.values()) / len(scores)})
     run.close()
 
 

@@ -5,7 +5,7 @@ Or fine-tune a trained model at another length. Sources: sections 4.1 and 4.2 of
 
 $ python train.py                                        # the demo model: 0.85M parameters, minutes
 $ python train.py config/demo_rope.py                    # its twin with RoPE
-$ python train.py --init_from=resume                     # resume the run in out_dir, bit for bit
+$ python train.py --init_from=resume                     # resume out_dir; on a CPU bit for bit
 $ python train.py config/finetune_demo.py config/yarn.py --out_dir=out/demo/rope_yarn
 $ torchrun --nproc_per_node=8 train.py config/nope_1b.py # the paper's model on eight GPUs
 
@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from configurator import between, configure, settings
 from kernels import attention_entropy
 from lib import checkpoints, plots
+from lib.answers import note
 from lib.devices import (
     Runtime,
     compiled,
@@ -115,6 +116,9 @@ def check_settings(s, runtime):
     if s['fsdp'] and ranks == 1:
         raise UserError('fsdp splits a model over several ranks, but there is only one. Start with '
                         'torchrun --nproc_per_node=N, or leave --fsdp=True out.')
+    late = [step for step in s['keep_steps'] if step > s['max_iters']]
+    if late:
+        note(f"keep_steps has {late}, but the run ends at max_iters {s['max_iters']}")
 
 
 # ---------------------------------------------------------------------- data
@@ -349,8 +353,9 @@ def main(given=()):
         step += 1
 
         if step % log_interval == 0 or step == max_iters:
-            mean_loss = recorder.flush(step)  # writes the pending losses to the log
-            runtime.print(f'step {step:6d}  loss {mean_loss:.4f}  lr {lr:.2e}  {speed.line(step)}')
+            recorder.flush(step)  # writes the pending losses to the log
+            runtime.print(f'step {step:6d}  loss {recorder.mean_loss():.4f}  lr {lr:.2e}  '
+                          f'{speed.line(step)}')
 
         if step % eval_interval == 0 or step == max_iters or step in keep_steps:
             # Log the pending losses before validation. This raises an error if one of them is not
@@ -370,10 +375,8 @@ def main(given=()):
         if step == first_step + 1:
             speed.restart(step)  # the first step compiles
 
-        # Ranks must stop at the same step, so they ask each other. On GPUs asking waits for the
-        # device, so they ask only at log steps.
-        if step < max_iters and (step % log_interval == 0 or runtime.device.type == 'cpu'):
-            stopped_by = stop.on_any_rank()
+        if step < max_iters:
+            stopped_by = stop.on_any_rank(step % log_interval == 0)
 
     if stopped_by:
         save_last(recorder, t, step, best_val_loss)

@@ -99,6 +99,10 @@ def require_resumable(state, chosen, given, windows):
     checkpoints.require_tokenizer(state, windows.tokenizer_state, chosen['dataset'])
     scaling = scaling_with_factor(chosen, own['pretrained_length'] or own['block_size'])
     require_own_settings(own, chosen | {'rope_scaling': scaling}, given, path)
+    if chosen['batch_size'] != was['batch_size']:
+        raise UserError(f"batch_size is {chosen['batch_size']}, but {path} was trained with "
+                        f"{was['batch_size']}. Leave it out, because which text a step reads "
+                        'depends on it. --micro_batch_size= may change.')
     require_same_data(chosen['out_dir'], state['data'], windows.checksums)
     for name, value in chosen.items():
         if name not in {*MODEL, 'init_from', 'out_dir'} and value != was.get(name, value):
@@ -117,6 +121,10 @@ def checkpoint_to_start_from(chosen, given, windows):
     checkpoints.require_tokenizer(state, windows.tokenizer_state, chosen['dataset'])
     own, may_change = state['model_config'], ('position', 'rope_scaling', 'block_size')
     require_own_settings(own, chosen, given, path, may_change)
+    if 'block_size' not in given and chosen['block_size'] != own['block_size']:
+        raise UserError(f"{path} was trained at {own['block_size']} tokens, and without "
+                        f"--block_size= this run would train it at {chosen['block_size']}. Give "
+                        'the length that you want.')
     L = own['pretrained_length'] or own['block_size']
     new = own | {'block_size': chosen['block_size'], 'pretrained_length': L}
     if 'position' in given:
@@ -158,16 +166,18 @@ class Recorder:
         self.folder, self.runtime, self.settings = Path(folder), runtime, settings
         self.tokens_per_step, self.tokenizer, self.more = tokens_per_step, tokenizer, more
         self.pending = []  # latest losses, still on the device, because to read one stalls it
+        self.unprinted = []  # losses in the log since the last printed line
         self.log_path = self.folder / 'log.jsonl'
-        self.tracker = None
+        self.lock, self.tracker = OnlyWriter(self.log_path, runtime.is_main), None
         if runtime.is_main:
             self.tracker = open_tracker(settings['tracker'], folder, settings)
-        self.lock = OnlyWriter(self.log_path, runtime.is_main)
 
     def begin(self, step):
         """Bring the folder to its state at a step; 0 for a new run."""
         if not self.runtime.is_main:
             return
+        # Who asks whether a run has finished looks for its picture; see finish() of train.py.
+        (self.folder / 'loss.png').unlink(missing_ok=True)
         save_json(self.folder / 'config.json', self.settings)
         rows = [row for row in read_lines(self.log_path, step=int, tokens=int)
                 if 0 < row['step'] <= step]
@@ -187,15 +197,20 @@ class Recorder:
 
     def flush(self, step):
         """
-        Write the pending losses to the log. Returns their mean. Raises UserError if a loss is not
-        finite, so that no checkpoint is overwritten.
+        Write the pending losses to the log. Raises UserError if a loss is not finite, so that no
+        checkpoint is overwritten.
         """
         losses = torch.stack(self.pending).tolist() if self.pending else []
         self.pending.clear()
         for number, loss in enumerate(losses, start=step - len(losses) + 1):
             self.require_finite(loss, f'the loss became {loss} at step {number}')
             self.log(number, loss=loss)
-        return sum(losses) / max(1, len(losses))
+        self.unprinted += losses
+
+    def mean_loss(self):
+        """The mean of the losses since the last call."""
+        losses, self.unprinted = self.unprinted, []
+        return sum(losses) / len(losses)
 
     def require_finite(self, value, what):
         if math.isfinite(value):
@@ -263,12 +278,18 @@ class StopSignal:
         self.received = signal.Signals(number)
         signal.signal(number, signal.SIG_DFL)
         if self.runtime.is_main:  # print() is not safe here
-            os.write(2, b'\nfinishing this step, then saving; once more stops at once\n')
+            os.write(2, b'\nfinishing this step (on several GPUs, those up to the next log line), '
+                        b'then saving; once more stops at once\n')
 
-    def on_any_rank(self):
-        """The signal that any rank received, or None. All ranks must call this at the same step."""
+    def on_any_rank(self, is_log_step):
+        """
+        The signal that any rank received, or None. All ranks must call this at the same step. On
+        several GPUs to ask each other waits for the devices, so they ask only at log steps.
+        """
         if self.runtime.world_size == 1:
             return self.received
+        if self.runtime.device.type != 'cpu' and not is_log_step:
+            return None
         received = [None] * self.runtime.world_size
         dist.all_gather_object(received, self.received)
         return next((one for one in received if one), None)

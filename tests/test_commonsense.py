@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import near, on, random_model, read, refuses, stage_here
+from conftest import near, on, random_model, read, refuses, stage, stage_here
 
 import commonsense
 from lib.generate import Decoding, complete, generate
@@ -157,10 +157,70 @@ def test_a_run_scores_choices_and_writes_text_as_a_plain_loop_does(tmp_path, tin
         f'--scale=1.3 --tasks=["my_choice","my_9","my_4"] --task_folder={tmp_path} --limit=24 '
         f'--read_length={length} --batch_size=5')))
     result = read(tmp_path / 'commonsense_scale1.3.json')
-    assert (result['average'], result['cut']) == (50, n_cut)
+    assert (result['average'], result['choices_cut']) == (50, n_cut)
     assert [(row['metric'], row['score'], row['questions'])
             for row in result['tasks'].values()] == [
         ('acc_norm', 50, 24), ('exact_match', 50, 24), ('exact_match', 50, 24)]
+
+
+DRAWN = """
+task: drawn
+custom_dataset: !function drawn.documents
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{q}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: answer
+metric_list: [{metric: acc}]
+"""
+DOCUMENTS = """
+import random
+import numpy
+from datasets import Dataset
+
+def documents(**_):
+    return {'test': Dataset.from_list([
+        {'q': f'{random.random()} {numpy.random.rand()}', 'choices': ['self', 'return'],
+         'answer': i % 2} for i in range(12)])}
+"""
+
+
+@pytest.fixture
+def drawn(tmp_path):
+    """A folder with a task that draws its questions, as RULER's tasks do."""
+    (tmp_path / 'drawn.yaml').write_text(DRAWN)
+    (tmp_path / 'drawn.py').write_text(DOCUMENTS)
+    return tmp_path
+
+
+def test_every_run_draws_the_same_questions(drawn, tasks):
+    def questions():
+        [task] = commonsense.load_tasks(['drawn'], str(drawn), {})
+        return [task.doc_to_text(doc) for doc in task.test_docs()]
+
+    assert len(set(questions())) == 12 and questions() == questions()
+
+
+@pytest.mark.slow
+def test_two_ranks_write_the_result_of_one(drawn, tiny_run, tasks):
+    options = f'--tasks=["drawn"] --task_folder={drawn} --batch_size=5 --label='
+    stage_here('commonsense', *on(tiny_run, drawn, f'{options}one'))
+    stage('commonsense', *on(tiny_run, drawn, f'{options}two'), ranks=2)
+    one, two = (read(drawn / f'commonsense_{ranks}.json')['tasks'] for ranks in ('one', 'two'))
+    assert one == two and one['drawn']['questions'] == 12 and one['drawn']['dataset'] is None
+
+
+@pytest.mark.parametrize('how', [{'until': ['e'], 'max_gen_toks': 9},
+                                 {'until': 'e', 'max_new_tokens': 9}])
+def test_a_task_names_the_limits_of_a_text_in_any_of_lm_evals_ways(cpu, how):
+    pytest.importorskip('lm_eval')
+    model, prompt = random_model(vocab_size=257), 'x'
+    ids = complete(model, [[120]], 9, Decoding((BYTES.eot_token,)))[0]
+    end = chr(ids[5])
+    asked = SimpleNamespace(args=[prompt, how | {'until': end if how['until'] == 'e' else [end]}],
+                            task_name='')
+    [text] = harness(model, cpu).generate_until([asked])
+    assert text == BYTES.decode(ids).partition(end)[0]
 
 
 def test_rulers_score_is_that_of_the_length_asked_for():

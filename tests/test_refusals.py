@@ -170,7 +170,9 @@ train           RESUME --n_layer=3 | n_layer is 3
 train           RESUME --position=rope | position is rope
 train           RESUME --block_size=16 | block_size is 16
 train           --out_dir={run} --init_from=resume --device=cpu --max_iters=1 | max_iters is 1
+train           RESUME --max_iters=99 --batch_size=32 | batch_size is 32
 train           TRAIN --init_from={run}/last.pt --n_layer=8 | n_layer is 8
+train           FINETUNE | without --block_size= this run would train it at 128
 train           TRAIN --init_from={run}/last.pt --rope_base=5e5 | rope_base is
 train           TRAIN --init_from={run}/last.pt --dape_kernel=3 | dape_kernel is 3
 train           TRAIN --init_from={run}/last.pt --dape_width=64 | dape_width is 64

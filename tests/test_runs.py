@@ -9,15 +9,18 @@ import contextlib
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import (
     ROOT,
     Runs,
@@ -38,7 +41,7 @@ from conftest import (
 
 from lib import checkpoints
 from lib.answers import note
-from lib.runs import Recorder, Speed
+from lib.runs import Recorder, Speed, StopSignal
 
 
 def test_weights_that_are_not_finite_replace_no_checkpoint(tmp_path, cpu):
@@ -108,6 +111,48 @@ def test_a_run_stopped_by_a_signal_saves_and_goes_on_as_if_unbroken(runs, plain,
     assert load(out_dir)['step'] == 5 and not (out_dir / 'loss.png').exists()
     assert_steps(out_dir, 5)
     assert_same(plain, runs.resume(name))
+
+
+def test_a_run_that_goes_on_after_its_end_has_no_picture_until_it_ends_again(runs):
+    """make demo and the studies take the picture for a sign that the run has finished."""
+    out_dir = runs.train('goes_on', '--max_iters=4')
+    assert (out_dir / 'loss.png').exists()
+    with at_step_5(signal.raise_signal, signal.SIGTERM), pytest.raises(SystemExit):
+        runs.resume('goes_on', '--max_iters=12')
+    assert not (out_dir / 'loss.png').exists()
+    runs.resume('goes_on')
+    assert (out_dir / 'loss.png').exists()
+
+
+def test_on_several_gpus_ranks_ask_each_other_only_at_log_steps(monkeypatch):
+    def asked(ranks, device, is_log_step):
+        runtime = SimpleNamespace(world_size=ranks, device=torch.device(device), is_main=True)
+        monkeypatch.setattr(StopSignal, '__init__', lambda *_: None)
+        stop, asks = StopSignal(), []
+        stop.runtime, stop.received = runtime, 'SIGTERM' if ranks == 1 else None
+        monkeypatch.setattr(dist, 'all_gather_object',
+                            lambda found, own: asks.append(found.__setitem__(1, 'SIGTERM')))
+        return stop.on_any_rank(is_log_step), len(asks)
+
+    for device in 'cpu', 'cuda':
+        for is_log_step in True, False:
+            assert asked(1, device, is_log_step) == ('SIGTERM', 0)
+    assert [asked(2, *where) for where in (('cpu', True), ('cpu', False), ('cuda', True))] == [
+        ('SIGTERM', 1)] * 3
+    assert asked(2, 'cuda', False) == (None, 0)
+
+
+def test_the_printed_loss_is_the_mean_since_the_last_printed_line(runs):
+    """Also if a validation comes between two printed lines."""
+    losses = [*log_rows(runs.train('printed')).values()]  # lines at 5, 10, 12; validations at 3 ...
+    means = [sum(losses[a:b]) / (b - a) for a, b in ((0, 5), (5, 10), (10, 12))]
+    found = re.findall(r'step +\d+  loss ([\d.]+)', runs.printed)
+    assert found == [f'{loss:.4f}' for loss in means]
+
+
+def test_a_step_to_keep_that_never_comes_is_named(runs):
+    runs.train('keeps', '--keep_steps=[2,13] --max_iters=3')
+    assert 'keep_steps has [13], but the run ends at max_iters 3' in runs.printed
 
 
 def test_a_resumed_run_keeps_its_settings(runs, plain):
@@ -190,10 +235,12 @@ def test_resume_says_how_many_steps_the_log_has_lost(runs, plain, kept, lost):
     assert (f'{log} lacks {lost} of 12 steps' in runs.printed) == bool(lost)
 
 
-def test_a_second_run_in_the_out_dir_of_a_living_one_is_refused(runs, plain):
+def test_a_second_run_in_the_out_dir_of_a_living_one_is_refused(runs, plain, monkeypatch):
     out_dir, command = runs.copy(plain, 'locked'), '--init_from=resume --max_iters=13'
+    monkeypatch.setitem(sys.modules, 'trackio', Mock())
     with written_elsewhere(out_dir / 'log.jsonl'):
-        line = runs.refused('locked', command)
+        line = runs.refused('locked', f'{command} --tracker=trackio')
+    sys.modules['trackio'].init.assert_not_called()
     assert 'process 99 ' in line and str(out_dir) in line
     runs.train('locked', command)
     assert not list(out_dir.glob('*.lock'))
