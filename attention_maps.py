@@ -59,10 +59,10 @@ def head_maps(attention, q, k, place, head):
     """
     Maps of the parts of one head's attention over a window. q: (1, H, T, D) scaled queries; k: (1,
     n_kv_head, T, D). Returns {part: (n, n) map}. A map has one row per cell of queries and one
-    column per cell of keys. Each number is the mean over the pairs with j <= i. For attention it is
-    the sum over a cell's keys instead, because a single weight shrinks with T. The result also has
-    by_distance, (bins,): the share of attention that queries of the second half give to keys at
-    distances i - j of 0, 1, 2-3, 4-7 ... tokens.
+    column per cell of keys. Each number is the mean over the pairs of query and key that the method
+    does not mask. For attention it is the sum over a cell's keys instead, because a single weight
+    shrinks with T. The result also has by_distance, (bins,): the share of attention that queries of
+    the second half give to keys at distances i - j of 0, 1, 2-3, 4-7 ... tokens.
     """
     H, T = q.shape[1:3]
     # in_cell (T, n) is 1 where a token lies in a cell. in_cell.T @ x @ in_cell sums x over cells.
@@ -72,21 +72,21 @@ def head_maps(attention, q, k, place, head):
     sums, by_distance = 0, 0
     for rows, end in row_chunks(T, T, H, q.device, attention.position.needs_all_keys):
         i, j = place.i[rows], place.j[:end]
-        with torch.autocast(q.device.type, enabled=False):
+        mask = attention.position.mask(i, j)[0, 0]
+        with torch.autocast(q.device.type, enabled=False):  # sums, too, need float32
             queries, keys = q[:, :, rows].float(), k[:, :, :end].float()
             parts = parts_of(attention.position, queries, keys, i, j, head)
-        mask = attention.position.mask(i, j)[0, 0]
-        values = torch.stack([*parts.values()]).masked_fill(mask, 0)
+            values = torch.stack([*parts.values()]).masked_fill(mask, 0)
+            # The last map counts the pairs in each cell that the head sees.
+            seen = torch.cat((values, ~mask[None]))
+            sums += in_cell[rows].T @ seen @ in_cell[:end]  # (parts + 1, n, n)
         # Keys after the query fall into the first bin. They add nothing: their attention is 0.
         distance = token[rows, None] - token[:end]
         bins = torch.bucketize(distance, edges, right=True).flatten()
         late = values[-1] * (token[rows] >= T // 2)[:, None]
         by_distance += torch.bincount(bins, late.flatten(), len(edges) + 1)
-        # The last map counts the pairs with j <= i in each cell.
-        values = torch.cat((values, (distance >= 0)[None]))
-        sums += in_cell[rows].T @ values @ in_cell[:end]  # (parts + 1, n, n)
 
-    means = dict(zip(parts, sums / sums[-1]))
+    means = dict(zip(parts, sums / sums[-1].clamp(min=1)))
     means['attention'] = sums[-2] / in_cell.sum(0)[:, None]
     return means | {'by_distance': by_distance / (T - T // 2)}
 

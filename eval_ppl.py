@@ -337,8 +337,10 @@ def untuned_model(run, windows):
     s = run.settings
     if all(s[name] is None for name in ('baseline', 'scale', 'position', 'rope_scaling')):
         return run.model, run.info
+    # A Hugging Face folder may not say that its model is NoPE; then --position= said so.
+    trained = None if s['baseline'] else run.info.get('trained_position')
     model, info = load_model(s['baseline'] or s['init_from'], s['out_dir'], run.runtime.device,
-                             dtype=run.runtime.dtype)
+                             trained, dtype=run.runtime.dtype)
     require_tokenizer(info, windows.tokenizer_state, windows.dataset)
     theirs, L0 = model.config.L0, run.model.config.L0
     if theirs != L0:
@@ -403,25 +405,34 @@ def far_repeats(run, sizes):
                 'checkpoint': untuned_info['path'], 'weights_digest': untuned_info['digest']}}
 
 
-PROTOCOLS = {'sliding': sliding, 'position': losses_by_position, 'tail': tail_tokens,
-             'repeat': far_repeats}
+# {protocol: (its function, the settings that only some protocols have)}
+PROTOCOLS = {
+    'sliding': (sliding, {'rule', 'stride', 'max_windows'}),
+    'position': (losses_by_position, {'n_samples', 'tail'}),
+    'tail': (tail_tokens, {'n_samples', 'tail'}),
+    'repeat': (far_repeats, {'n_samples', 'gram', 'targets', 'baseline', 'controls'}),
+}
 
 
-def main():
+def main(given=()):
+    """given: names of the settings that the user set."""
     if protocol not in PROTOCOLS:
         raise UserError(f"protocol is '{protocol}'. Choose {', '.join(PROTOCOLS)}.")
+    measure, own = PROTOCOLS[protocol]
+    for name in sorted(set().union(*(names for _, names in PROTOCOLS.values())) & {*given} - own):
+        raise UserError(f'protocol {protocol} does not read {name}. Leave {name} out, or choose a '
+                        'protocol that has it: see --help.')
     between(globals(), 1, 'lengths', 'max_windows', 'n_samples', 'tail', 'gram', 'targets',
             'batch_tokens')
     kind = '' if protocol == 'sliding' else protocol
     run = Run(settings(globals()), 'eval_ppl', kind)
     sizes = sorted(lengths or [run.L, 2 * run.L, 4 * run.L, 8 * run.L])
     result = {'protocol': protocol, 'dataset': dataset_of(run.info, run.settings['dataset']),
-              'split': run.settings['split']} | PROTOCOLS[protocol](run, sizes)
+              'split': run.settings['split']} | measure(run, sizes)
     print_rows(run.runtime.print, result['rows'])
     run.write('eval_ppl', result, kind)
     run.close()
 
 
 if __name__ == '__main__':
-    configure(globals())
-    main()
+    main(configure(globals()))

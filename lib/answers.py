@@ -240,11 +240,14 @@ def result_path(folder, *parts):
     return str(Path(folder, '_'.join(part for part in parts if part)))
 
 
+STARTER = ''  # what runs a stage in its place, such as '-m lessons.exercises'
+
+
 def command():
     """The command line that runs this program."""
     module = sys.modules['__main__'].__spec__  # None, unless the program was run with -m
     program = f'-m {module.name}' if module else Path(sys.argv[0]).name
-    return ' '.join(['python', program, *sys.argv[1:]])
+    return ' '.join(['python', *STARTER.split(), program, *sys.argv[1:]])
 
 
 def provenance(settings, runtime, seconds):

@@ -185,10 +185,14 @@ def draw_ppl(result):
 def cut_ppl(result, row):
     """A row's perplexity at each length with the context cut to L; None if it is not known."""
     lengths, L = result['lengths'], (result | row)['pretrained_length']
-    if result.get('rule') == 'same' and L in lengths:  # each length scores the same tokens
+    measured = row.get('cut_loss', [])
+    # By the rule `same` each length scores the same tokens. Windows of L that score no more than
+    # L / 8 of them are the pieces of cut_windows().
+    is_measured_at_L = result.get('rule') == 'same' and L in lengths
+    if is_measured_at_L and (result.get('stride', 0) <= L // 8 or not measured):
         at_L = row['ppl'][lengths.index(L)]
         return [at_L if T >= L else None for T in lengths]
-    return [None if loss is None else np.exp(loss) for loss in row.get('cut_loss', [])]
+    return [None if loss is None else np.exp(loss) for loss in measured]
 
 
 def draw_positions(result):

@@ -16,7 +16,8 @@ import pytest
 import torch
 from conftest import ROOT, files_at_most, refuses, written_elsewhere
 
-from lib.answers import bin_means, provenance, save_json, whole_folder
+from lib import answers
+from lib.answers import bin_means, command, provenance, save_json, whole_folder
 from lib.errors import UserError
 from lib.tokenizers import get_tokenizer
 from lib.tokens import write_corpus
@@ -145,6 +146,8 @@ def test_provenance_says_how_a_result_was_made(monkeypatch, cpu):
     assert made == made | {'command': 'python eval_ppl.py --scale=1.2', 'commit': None,
                            'settings': {'scale': 1.2}, 'seconds': 12.3, 'dtype': 'float32'}
     assert made['versions']['torch'] == torch.__version__ and 'cpu' in made['device']
+    monkeypatch.setattr(answers, 'STARTER', '-m lessons.exercises')
+    assert command() == 'python -m lessons.exercises eval_ppl.py --scale=1.2'
 
 
 @pytest.mark.parametrize('values, width, positions, means', [

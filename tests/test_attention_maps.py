@@ -58,18 +58,32 @@ def test_parts_of_one_head_are_those_of_the_float64_matrix(changes):
     near(found['by_distance'], [share[T // 2:].sum(1).mean() for share in shares], atol=1e-5)
 
 
+@pytest.mark.parametrize('changes, keys', [({'position': 'kerple', 'dape_kernel': 3}, 43),
+                                           ({'position': 'rope', 'rope_window': 14}, 14)])
 @torch.no_grad()
-def test_cells_are_means_over_keys_up_to_the_query_and_sums_of_attention(monkeypatch):
-    model, idx = random_model(position='kerple', dape_kernel=3), torch.arange(43)[None]
+def test_cells_are_means_over_the_keys_that_a_query_sees_and_sums_of_attention(monkeypatch, changes,
+                                                                              keys):
+    model, idx = random_model(**changes), torch.arange(43)[None]
     whole = attention_maps.window_maps(model, idx, 0, 1)
     monkeypatch.setattr(attention_maps, 'CELLS', 11)  # of 4 tokens, the last of 3
     found, seen = attention_maps.window_maps(model, idx, 0, 1), torch.ones(43, 43).tril()
-    for part in 'score', 'bias', 'dape', 'attention':
-        for row, column in (5, 2), (5, 5), (10, 10):
+    seen -= seen.tril(-keys)
+    for part in whole.keys() - {'first_key', 'by_distance'}:
+        for row, column in (5, 2), (5, 5), (10, 10), (5, 1):
             cell = slice(4 * row, 4 * row + 4), slice(4 * column, 4 * column + 4)
-            values = whole[part].tril()[cell]
-            n = len(values) if part == 'attention' else seen[cell].sum()
+            values = (whole[part] * seen)[cell]
+            n = len(values) if part == 'attention' else max(1, seen[cell].sum())
             near(found[part][row, column], values.sum() / n, rtol=1e-3, atol=1e-4)
+
+
+@torch.no_grad()
+def test_maps_in_float16_or_bfloat16_are_summed_in_float32():
+    model, idx = random_model(position='alibi'), tokens(1, 60)
+    whole = attention_maps.window_maps(model, idx, 0, 1)
+    for dtype in torch.float16, torch.bfloat16:
+        with torch.autocast('cpu', dtype):
+            found = attention_maps.window_maps(model, idx, 0, 1)
+        near(found['bias'], whole['bias'], rtol=1e-6)
 
 
 @pytest.mark.filterwarnings('ignore:dape_cheat')

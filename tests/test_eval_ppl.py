@@ -5,6 +5,7 @@ second transformer.
 $ python -m pytest tests/test_eval_ppl.py
 """
 
+import dataclasses
 import math
 import shutil
 from pathlib import Path
@@ -27,9 +28,11 @@ from plain import plain_cut, plain_losses
 
 import eval_ppl
 from lib import checkpoints, devices
+from lib.exports import save_folder
 from lib.repeats import ratio_over_windows
 from lib.tokenizers import get_tokenizer
 from lib.tokens import TokenFile, Windows, open_tokens, write_corpus
+from model import Transformer
 
 
 def evaluate_sliding(model, runtime, data, lengths, **changes):
@@ -362,6 +365,20 @@ def test_gain_is_against_the_cut_context_of_the_untuned_checkpoint(run, tiny_run
         near(row['gain'], before['cut_loss'] - alone['loss'], atol=2e-5)  # as JSON rounds
     assert found['untuned']['weights_digest'] == untuned['weights_digest']
     refuses('tuned64.pt was pretrained at 64', run, f'{REPEAT} --baseline={tuned(64)}')
+
+
+def test_the_untuned_model_of_a_folder_is_read_with_the_position_that_it_was_trained_with(
+        run, tiny, tmp_path, corpus_dir):
+    """The config.json of a NoPE model may say Llama, which has RoPE."""
+    model, info = tiny
+    llama = Transformer(dataclasses.replace(model.config, position='rope'))
+    llama.load_state_dict(model.state_dict())
+    save_folder(tmp_path, llama, info['tokenizer'], torch.float32)
+    found, expected = (run(f'{REPEAT} --scale=1.5 {source}')[0]['rows'] for source in
+                       (f'--init_from={tmp_path} --position=none --dataset={corpus_dir}', ''))
+    for row, other in zip(found, expected, strict=True):
+        near([row[key] for key in ('loss', 'cut_loss', 'own_cut_loss', 'R')],
+             [other[key] for key in ('loss', 'cut_loss', 'own_cut_loss', 'R')], rtol=1e-4)
 
 
 def test_the_untuned_model_has_no_rope_scaling(run, tiny_run, tmp_path):

@@ -53,17 +53,18 @@ def test_panels_of_a_table_show_their_familys_cut_context_and_write_what_lies_ab
     assert 'NoPE  ↑ up to 1,480' in [text.get_text() for axis in axes for text in axis.texts]
 
 
-@pytest.mark.parametrize('lengths, drawn', [
-    ([64], {}),
-    ([64, 128, 256], {128: 5.0, 256: 5.0}),                         # those of L score the same
-    ([256, 512], {256: math.exp(1.25), 512: math.exp(1.5)})])       # L was not measured
-def test_a_models_cut_context_begins_at_L(lengths, drawn):
+@pytest.mark.parametrize('lengths, stride, drawn', [
+    ([64], 16, {}),
+    ([64, 128, 256], 16, {128: 5.0, 256: 5.0}),                       # those of L score the same
+    ([64, 128, 256], 17, {256: math.exp(1.25)}),                      # in a shorter context
+    ([256, 512], 16, {256: math.exp(1.25), 512: math.exp(1.5)})])     # L was not measured
+def test_a_models_cut_context_begins_at_L(lengths, stride, drawn):
     rows = [{'length': T, 'ppl': 5.0 if T == 128 else 7.0} for T in lengths]
     for row in rows:
         if row['length'] > 128:
             row['cut_loss'] = 1 + row['length'] / 1024
-    result = {'rows': rows, 'lengths': lengths, 'rule': 'same', 'protocol': 'sliding', 'label': '',
-              'dataset': 'books', 'position_method': 'none', 'checkpoint': 'out/nope/last.pt',
+    result = {'rows': rows, 'lengths': lengths, 'rule': 'same', 'stride': stride,
+              'protocol': 'sliding', 'label': '', 'dataset': 'books', 'position_method': 'none', 'checkpoint': 'out/nope/last.pt',
               'block_size': 512, 'pretrained_length': 128}
     [axis] = plots.draw_ppl(result).axes
     low, high = axis.get_ylim()

@@ -183,6 +183,8 @@ train           TRAIN --init_from={run}/last.pt --rope_scaling=yarn:2 | rope_sca
 train           FINETUNE {run}/sizes.py | n_hidden is 48
 eval_ppl        WRITE --rule=press | rule
 eval_ppl        WRITE --protocol=first | protocol
+eval_ppl        WRITE --n_samples=2 | protocol sliding does not read n_samples
+eval_ppl        WRITE --protocol=tail --gram=4 --tail=8 | protocol tail does not read gram
 eval_ppl        WRITE --protocol=repeat --lengths=[63] | lengths is 63
 eval_ppl        WRITE --protocol=repeat --gram=0 | gram is 0
 eval_ppl        WRITE --protocol=repeat --gram=33 | gram is 33
