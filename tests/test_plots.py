@@ -64,8 +64,8 @@ def test_a_models_cut_context_begins_at_L(lengths, stride, drawn):
         if row['length'] > 128:
             row['cut_loss'] = 1 + row['length'] / 1024
     result = {'rows': rows, 'lengths': lengths, 'rule': 'same', 'stride': stride,
-              'protocol': 'sliding', 'label': '', 'dataset': 'books', 'position_method': 'none', 'checkpoint': 'out/nope/last.pt',
-              'block_size': 512, 'pretrained_length': 128}
+              'protocol': 'sliding', 'label': '', 'dataset': 'books', 'position_method': 'none',
+              'checkpoint': 'out/nope/last.pt', 'block_size': 512, 'pretrained_length': 128}
     [axis] = plots.draw_ppl(result).axes
     low, high = axis.get_ylim()
     assert all(low < ppl < high for ppl in drawn.values())
