@@ -13,6 +13,7 @@ bandwidth. Writes out_dir/NAME.json. results/bench/table.py measures growth with
 position methods.
 """
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -187,16 +188,26 @@ class Peer(torch.nn.Module):
 def both(s, block_size, frozen=False):
     """
     {name: model}: our model, and transformers' if `peer` is set. frozen: the weights need no
-    gradient and have the runtime's precision, as in stages that do not train.
+    gradient and have the runtime's precision, in our model only the matrices, as in stages that do
+    not train.
     """
     models = {'ours': new_model(s, block_size)}
     if s.peer:
         twin = config_of(vars(s), block_size=block_size, position='rope')
         models['transformers'] = Peer(twin).to(s.runtime.device)
     if frozen:
-        for model in models.values():
-            model.requires_grad_(False).to(s.runtime.dtype)
+        cast_matrices(models['ours'].requires_grad_(False), s.runtime.dtype)
+        if s.peer:
+            models['transformers'].requires_grad_(False).to(s.runtime.dtype)
     return models
+
+
+def as_in_stages(s, who, work):
+    """A function that calls work() in autocast if it is our model's. transformers needs none."""
+    def inside():
+        with s.runtime.autocast() if who == 'ours' else contextlib.nullcontext():
+            return work()
+    return inside
 
 
 def only_scales(model, runtime):
@@ -233,7 +244,8 @@ def training_step(s, model, B, T):
 def reading_flops(model, T, tail):
     """
     The FLOP to read T tokens and compute the logits of the last `tail` tokens. For the other tokens
-    the last layer computes only keys and values. The attention of a query grows with its position.
+    the last layer computes only queries, keys and values. The attention of a query grows with its
+    position.
     """
     (matmul, attention), unread = model.flops_per_token(T), T - tail
     head, block = 2 * model.head.weight.numel(), model.blocks[-1]
@@ -289,8 +301,8 @@ def sliding_windows(s):
 
     models = both(s, T, frozen=True)
     for who, model in models.items():
-        works[who] = partial(read_all, compiled(model, s.runtime, s.compile))
-        works[f'{who}, uncompiled'] = partial(read_all, model)
+        works[who] = as_in_stages(s, who, partial(read_all, compiled(model, s.runtime, s.compile)))
+        works[f'{who}, uncompiled'] = as_in_stages(s, who, partial(read_all, model))
     limit = least_seconds(s, n * reading_flops(models['ours'], T, scored))
     return timings(s, 'sliding windows', works, n * T, limit)
 
@@ -314,9 +326,9 @@ def entropy(s):
     return timings(s, f'entropy, T = {T}', works, T, limit)
 
 
-def cache_and_first(model, idx, n_new):
+def cache_and_first(model, idx, n_new, dtype):
     """Prefill. Returns the cache, with room for n_new more tokens, and the first new token."""
-    cache = new_cache(model, 1, idx.shape[1] + n_new)
+    cache = new_cache(model, 1, idx.shape[1] + n_new, dtype)
     logits = model(idx, tail=1, cache=cache)
     return cache, logits[:, -1].argmax(-1, keepdim=True)
 
@@ -325,7 +337,8 @@ def cache_and_first(model, idx, n_new):
 def prefill(s):
     T = s.read_context
     models, idx = both(s, T, frozen=True), random_ids(s, 1, T)
-    works = {who: partial(cache_and_first, model, idx, s.n_decode)
+    works = {who: as_in_stages(s, who, partial(cache_and_first, model, idx, s.n_decode,
+                                               s.runtime.dtype))
              for who, model in models.items()}
     limit = least_seconds(s, reading_flops(models['ours'], T, 1))
     return timings(s, f'prefill, T = {T}', works, T, limit)
@@ -342,8 +355,10 @@ def decode(s):
     ours = models['ours']
     store_column_major(ours)  # stages that decode do the same
 
-    def decoding(model, compile=False):
-        cache, first = cache_and_first(model, idx, n_decode)
+    def decoding(who, compile=False):
+        model = models[who]
+        first_pass = partial(cache_and_first, model, idx, n_decode, s.runtime.dtype)
+        cache, first = as_in_stages(s, who, first_pass)()
         step = step_of(model, cache, compile)
 
         def work():
@@ -354,11 +369,11 @@ def decode(s):
                 cache.length -= n_decode
             else:
                 cache.crop(-n_decode)
-        return work
+        return as_in_stages(s, who, work)
 
-    works = {who: decoding(model) for who, model in models.items()}
+    works = {who: decoding(who) for who in models}
     if can_compile(s.runtime, s.compile) and not ours.needs_equal_lengths:
-        works['compiled'] = decoding(ours, True)
+        works['compiled'] = decoding('ours', True)
     weights, c = ours.n_params() - ours.embed.weight.numel(), ours.config
     keys = 2 * c.n_layer * c.n_kv_head * c.head_dim * (T + n_decode / 2)
     x = torch.ones(2 ** 26, device=s.runtime.device)  # 256 MB, to measure memory bandwidth

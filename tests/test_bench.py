@@ -9,12 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import read, stage_here
+from conftest import read, save_model, stage_here
 from torch.utils.flop_counter import FlopCounterMode
 
 import bench
 from configurator import settings
-from lib.devices import setup
+from lib.checkpoints import load_model
+from lib.devices import Runtime, setup
 from results.bench import table
 from results.gpu import table as gpu
 
@@ -94,6 +95,19 @@ def test_limits_are_those_counted_by_hand(tiny, monkeypatch):
             'decode': 3 * 4 * (weights + keys) / 2 ** 28,
             'scale': 2 * 32 * (2 * matmul + 3 * attention)}.items():
         assert bench.TASKS[task](tiny)['limit_seconds']['ours'] == close(expected), task
+
+
+def test_in_bfloat16_a_frozen_model_has_the_precision_of_a_stage(tiny, tmp_path):
+    save_model(bench.new_model(tiny, 16), tmp_path / 'last.pt')
+    model, _ = load_model('last', tmp_path, 'cpu', dtype=torch.bfloat16)
+    tiny.runtime, idx = Runtime(torch.device('cpu'), torch.bfloat16), torch.randint(61, (2, 9))
+    ours = bench.both(tiny, 16, frozen=True)['ours']
+    with tiny.runtime.autocast(), torch.no_grad():
+        theirs = model(idx)
+    found = bench.as_in_stages(tiny, 'ours', lambda: ours(idx))()
+    assert torch.equal(found, theirs)
+    with pytest.raises(RuntimeError, match='same dtype'):  # without autocast
+        bench.as_in_stages(tiny, 'transformers', lambda: ours(idx))()
 
 
 def test_ratios_of_methods_are_over_dape(tiny, monkeypatch):
