@@ -9,6 +9,8 @@ $ python attention_maps.py --out_dir=out/dape/kerple_1x3 --layer=2 --head=3 --le
 Writes out_dir/attention[_LABEL].json and .png
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -67,7 +69,7 @@ def head_maps(attention, q, k, place, head):
     H, T = q.shape[1:3]
     # in_cell (T, n) is 1 where a token lies in a cell. in_cell.T @ x @ in_cell sums x over cells.
     token = torch.arange(T, device=q.device)
-    in_cell = F.one_hot(token // -(-T // CELLS)).float()
+    in_cell = F.one_hot(token // math.ceil(T / CELLS)).float()
     edges = 2 ** token[:(T - 1).bit_length()]  # 1, 2, 4 ...: first distance of each bin after 0
     sums, by_distance = 0, 0
     for rows, end in row_chunks(T, T, H, q.device, attention.position.needs_all_keys):

@@ -16,6 +16,7 @@ position methods.
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 import statistics
 import time
@@ -293,7 +294,7 @@ def sliding_windows(s):
     tokens; transformers' code computes all logits. Each model runs compiled and uncompiled.
     """
     n, T, works = 4 * s.batch_size, s.context, {}
-    scored, batches = -(-T // 8), random_ids(s, n, T + 1).split(s.batch_size)
+    scored, batches = math.ceil(T / 8), random_ids(s, n, T + 1).split(s.batch_size)
 
     def read_all(model):
         for batch in batches:

@@ -118,7 +118,8 @@ class Harness(LM):
             for start in range(0, len(todo), size):
                 some = todo[start:start + size]
                 batch = [(pairs[group[0]][0], [pairs[i][1] for i in group]) for group in some]
-                rows[sum(some, [])] = choice_scores(self.model, batch, self.runtime)
+                numbers = [i for group in some for i in group]
+                rows[numbers] = choice_scores(self.model, batch, self.runtime)
                 bar.update(len(some))
         # Add up the ranks, because each row is zero on all ranks but one.
         return self.runtime.gather([rows], self.runtime.world_size).sum(0)

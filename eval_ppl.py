@@ -350,6 +350,23 @@ def untuned_model(run, windows):
     return model, info
 
 
+def control_texts(controls, samples, far, others, L0):
+    """
+    {title of a control: (n, W + 1) ids, a changed window for each of n targets}. samples: the
+    windows; far: their Targets; others: for each window the number of one of another document.
+    """
+    texts, n = {}, len(far.t)
+    if 'other' in controls:
+        is_far = np.arange(samples.shape[1]) < far.t[:, None] - L0
+        texts['other document, '] = np.where(is_far, samples[others[far.window]],
+                                             samples[far.window])
+    if 'token' in controls:
+        changed = texts['other token, '] = samples[far.window]
+        to_copy = np.arange(n), far.s  # of each target the token after the earlier occurrence
+        changed[to_copy] = np.roll(changed[to_copy], n // 2)
+    return texts
+
+
 def far_repeats(run, sizes):
     """
     Far repeats in windows of W tokens, where W is the longest length. find_targets() of
@@ -382,16 +399,9 @@ def far_repeats(run, sizes):
     cut, weight = cut_context_losses(run, untuned, samples, far, of_val['far'])
     losses, weights = whole[far.window, far.t - 1], {'far': weight}
     rows = repeat_rows('', far, losses, *cut) + distance_rows(L0, W, far, losses, *cut)
-    each, replaced = np.arange(len(far.t)), {}  # {title of a control: a window for each target}
-    if 'other' in s['controls']:
-        is_far = np.arange(W + 1) < far.t[:, None] - L0
-        replaced['other document, '] = np.where(is_far, samples[others[far.window]],
-                                                samples[far.window])
-    if 'token' in s['controls']:
-        texts = replaced['other token, '] = samples[far.window]
-        texts[each, far.s] = np.roll(texts[each, far.s], len(each) // 2)
-    for name, texts in replaced.items():
-        rows += repeat_rows(name, far, losses_of(texts)[each, far.t - 1], *cut)
+    for name, texts in control_texts(s['controls'], samples, far, others, L0).items():
+        at_target = losses_of(texts)[np.arange(len(far.t)), far.t - 1]
+        rows += repeat_rows(name, far, at_target, *cut)
     if 'near' in s['controls']:
         near = chosen['near']
         cut, weights['near'] = cut_context_losses(run, untuned, samples, near, of_val['near'])

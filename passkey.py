@@ -57,9 +57,9 @@ def draw_cells(lengths, n_depths, n_keys, seed):
     """
     random, cells = np.random.RandomState(seed), []
     for length in sorted(lengths, reverse=True):
-        tenth = length // n_depths
+        part = length // n_depths
         for depth in range(n_depths):
-            places = random.randint(depth * tenth, (depth + 1) * tenth, size=n_keys)
+            places = random.randint(depth * part, (depth + 1) * part, size=n_keys)
             keys = random.randint(10000, 100000, size=n_keys)
             for place, key in zip(places.tolist(), keys.tolist()):
                 cells.append((length, depth, place, key))

@@ -82,7 +82,8 @@ class Settings:
         self.require('random_positions', 0 <= self.random_positions <= 2 ** 24,
                      'from 1 to 2^24, or 0 for positions 0, 1, 2 ...')
         if self.random_positions:
-            # A factor of the query would take its random position for the number of its keys.
+            # Log-n and its relatives compute the number of keys from the position of a query. A
+            # random position would give them a wrong number.
             takes_random = {name for name in names if issubclass(METHODS[name], RoPE)
                             or 'bias' in METHODS[name].overrides
                             and METHODS[name].turn is NoPE.turn}

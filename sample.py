@@ -56,8 +56,10 @@ def main():
     run = Run(settings(globals()), decodes=True)
     encoding, runtime = run.encoding, run.runtime
     ids = [start_token(encoding), *encoding.encode_ordinary(prompt)]
-    how = Decoding((encoding.eot_token,), runtime.dtype, can_compile(runtime, compile),
-                   temperature, top_k, top_p, torch.Generator(runtime.device).manual_seed(seed))
+    how = Decoding(eos=(encoding.eot_token,), cache_dtype=runtime.dtype,
+                   compile=can_compile(runtime, compile),
+                   temperature=temperature, top_k=top_k, top_p=top_p,
+                   generator=torch.Generator(runtime.device).manual_seed(seed))
     for i in range(n_samples):
         if i:
             print('---')

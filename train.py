@@ -135,6 +135,24 @@ def rank_batch(windows, step, batch_size, runtime):
 
 # ---------------------------------------------------------------------- model
 
+def starting_model(state, chosen, given, windows):
+    """
+    The model that a run begins with: a new one, that of the stopped run `state`, or that of the
+    checkpoint init_from.
+    """
+    if chosen['init_from'] == 'scratch':
+        config = checkpoints.config_of(chosen, vocab_size=windows.vocab_size)
+        return Transformer(config).init_weights()
+    if state:
+        require_resumable(state, chosen, given, windows)
+        config = ModelConfig(**state['model_config'])
+    else:
+        state, config = checkpoint_to_start_from(chosen, given, windows)
+    model = Transformer(config)
+    model.load_state_dict(checkpoints.weights_for(model, state['model'], state['path']))
+    return model
+
+
 def place_model(model, fsdp, compile, runtime):
     """
     Put the model on its device. Returns (model, called). model holds the weights; fsdp shards them.
@@ -257,6 +275,26 @@ def validate(model, windows, batch_tokens, step, recorder, runtime):
     return loss
 
 
+def validate_and_save(recorder, t, windows, batch_tokens, step, best_val_loss, keep):
+    """
+    Validate, and write the checkpoints of a step. keep: also write step_N.pt. Returns the lowest
+    validation loss so far.
+    """
+    # Log the pending losses before validation. This raises an error if one of them is not finite,
+    # so that no checkpoint is overwritten.
+    recorder.flush(step)
+    val_loss = validate(t.model, windows, batch_tokens, step, recorder, t.runtime)
+    if val_loss < best_val_loss:
+        best_val_loss = val_loss
+        recorder.save('best.pt', t.model, step, best_val_loss=best_val_loss)
+    if keep:
+        recorder.save(f'step_{step}.pt', t.model, step, best_val_loss=best_val_loss)
+    # Save last.pt last. If the run is killed between two saves, the old last.pt is still there. The
+    # resumed run repeats the steps since then and saves all files again.
+    save_last(recorder, t, step, best_val_loss)
+    return best_val_loss
+
+
 def save_last(recorder, t, step, best_val_loss):
     """Write last.pt. A resumed run starts from it."""
     recorder.flush(step)
@@ -292,20 +330,10 @@ def main(given=()):
     val_windows = val_windows.evenly_spaced(eval_windows)
 
     # model
-    if init_from == 'scratch':
-        model = Transformer(checkpoints.config_of(chosen, vocab_size=windows.vocab_size))
-        model.init_weights()
-    elif init_from == 'resume':
-        require_resumable(state, chosen, given, windows)
-        model = Transformer(ModelConfig(**state['model_config']))
-        model.load_state_dict(checkpoints.weights_for(model, state['model'], state['path']))
-        chosen['init_from'] = state['settings']['init_from']
-    else:
-        start, config = checkpoint_to_start_from(chosen, given, windows)
-        model = Transformer(config)
-        model.load_state_dict(checkpoints.weights_for(model, start['model'], start['path']))
-        start = None  # free the file's copy of the weights
+    model = starting_model(state, chosen, given, windows)
     model.checkpoint_activations = checkpoint_activations
+    if state:
+        chosen['init_from'] = state['settings']['init_from']
     chosen |= {name: getattr(model.config, name) for name in MODEL}
     # A weight takes 4 bytes, and so does each of its two Adam moments. last.pt holds all three, and
     # the old last.pt stays until the new one is written. best.pt and step_N.pt hold only weights.
@@ -358,19 +386,9 @@ def main(given=()):
                           f'{speed.line(step)}')
 
         if step % eval_interval == 0 or step == max_iters or step in keep_steps:
-            # Log the pending losses before validation. This raises an error if one of them is not
-            # finite, so that no checkpoint is overwritten.
-            recorder.flush(step)
-            val_loss = validate(model, val_windows, micro_batch_size * block_size, step, recorder,
-                                runtime)
-            if val_loss < best_val_loss:
-                best_val_loss = val_loss
-                recorder.save('best.pt', model, step, best_val_loss=best_val_loss)
-            if step in keep_steps:
-                recorder.save(f'step_{step}.pt', model, step, best_val_loss=best_val_loss)
-            # Save last.pt last. If the run is killed between two saves, the old last.pt is still
-            # there. The resumed run repeats the steps since then and saves all files again.
-            save_last(recorder, t, step, best_val_loss)
+            best_val_loss = validate_and_save(
+                recorder, t, val_windows, micro_batch_size * block_size, step, best_val_loss,
+                step in keep_steps)
             speed.restart(step)  # leave validation and saving out of the tokens per second
         if step == first_step + 1:
             speed.restart(step)  # the first step compiles

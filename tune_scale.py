@@ -273,6 +273,30 @@ def objective(model, inputs, targets):
     return model(inputs, targets).mean()
 
 
+def tuning_step(forward, vectors, tokens, optimizer, scaler, s, runtime):
+    """
+    One step on this rank's share of the batch, (rows, T + 1) ids. forward: the compiled model;
+    scaler: as in train_step() of train.py. Returns the objective over the batch of all ranks.
+    """
+    step_loss = torch.zeros((), device=runtime.device)
+    for part in tokens.split(s['micro_batch_size']):
+        with runtime.autocast():
+            loss = objective(forward, part[:, :-1], part[:, 1:]) * len(part) / s['batch_size']
+        scaler.scale(loss).backward()
+        step_loss += loss.detach()
+    if runtime.world_size > 1:  # so few numbers need no DistributedDataParallel
+        for tensor in [step_loss, *(p.grad for p in vectors)]:
+            torch.distributed.all_reduce(tensor)
+
+    if s['grad_clip']:
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(vectors, s['grad_clip'])
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+    return step_loss
+
+
 def tune_vectors(model, windows, s, runtime):
     """
     HeadScale: minimize the objective over the vectors that `tune` names, from their present values.
@@ -295,24 +319,8 @@ def tune_vectors(model, windows, s, runtime):
         for group in optimizer.param_groups:
             group['lr'] = share * group['peak']
 
-        # the gradient of the objective, over this rank's share of the batch
         tokens = torch.from_numpy(windows.batch(step, s['batch_size'], rows)).to(runtime.device)
-        step_loss = torch.zeros((), device=runtime.device)
-        for part in tokens.split(s['micro_batch_size']):
-            with runtime.autocast():
-                loss = objective(forward, part[:, :-1], part[:, 1:]) * len(part) / s['batch_size']
-            scaler.scale(loss).backward()
-            step_loss += loss.detach()
-        if runtime.world_size > 1:  # so few numbers need no DistributedDataParallel
-            for tensor in [step_loss, *(p.grad for p in vectors)]:
-                torch.distributed.all_reduce(tensor)
-
-        if s['grad_clip']:
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(vectors, s['grad_clip'])
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad(set_to_none=True)
+        step_loss = tuning_step(forward, vectors, tokens, optimizer, scaler, s, runtime)
         if s['min_scale'] is not None and 'scale' in rates:
             for p in vectors_of(model, ['scale']).values():  # Eq. (6)
                 p.data.clamp_(min=s['min_scale'])

@@ -87,7 +87,9 @@ class Runtime:
         """
         n, windows, rows = len(windows), self.shard(torch.as_tensor(windows)), []
         most = max(1, batch_tokens // (windows.shape[1] - 1))
-        size = math.ceil(len(windows) / max(1, math.ceil(len(windows) / most))) or 1
+        # Batches of equal size, because each size is compiled by itself.
+        n_batches = max(1, math.ceil(len(windows) / most))
+        size = max(1, math.ceil(len(windows) / n_batches))
         with progress_bar(len(windows), label, self.is_main and label is not None) as bar:
             for first in range(0, len(windows), size):
                 # Fill the last batch up with the first windows, because a smaller batch would be

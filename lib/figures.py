@@ -5,6 +5,7 @@ In every picture, a method has the same color, and a curve has its name at its r
 line marks L, the training length of the model.
 """
 
+import math
 import re
 from pathlib import Path
 
@@ -80,7 +81,7 @@ def panels(title, n, columns, width=6.8, height=3.8):
     from matplotlib.figure import Figure
     matplotlib.rcParams.update(STYLE)
     columns = min(n, columns)
-    rows = -(-n // columns)
+    rows = math.ceil(n / columns)
     figure = Figure(figsize=(width * columns, height * rows), layout='constrained')
     figure.suptitle(title)
     return figure, [figure.add_subplot(rows, columns, i + 1) for i in range(n)]

@@ -8,6 +8,7 @@ in results/ draw the pictures of single studies. The code that pictures share is
 """
 
 import json
+import math
 import sys
 import time
 from itertools import cycle
@@ -73,7 +74,7 @@ def draw_uniform(result):
 
     measured = [i for i, entropy in enumerate(search['entropy']) if entropy is not None]
     curves = []
-    for i in measured[::-(-len(measured) // 6)]:  # at most six
+    for i in measured[::math.ceil(len(measured) / 6)]:  # at most six
         curves.append((f"scale {search['candidates'][i]:g}", position, search['loss'][i],
                        search['entropy'][i], colormaps['viridis'](i / len(search['loss']))))
     curve(axes[0], running_mean(position), running_mean(search['best_loss_by_position']),
@@ -163,7 +164,7 @@ def draw_ppl(result):
         families.setdefault(len(rows) > MOST and method, []).append(row)
     groups = []
     for members in families.values():
-        parts = np.array_split(members, -(-len(members) // MOST))
+        parts = np.array_split(members, math.ceil(len(members) / MOST))
         groups += [(members[0], part) for part in parts]
     figure, axes = panels(title, len(groups), 2, width=7, height=3.2)
     for axis, (first, members) in zip(axes, groups):
