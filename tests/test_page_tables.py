@@ -52,6 +52,34 @@ def test_table_of_page_is_what_its_program_prints(name, capsys):
     assert rows and [row for row in rows if row not in lines] == []
 
 
+# {row of the overview of past_L: its series}
+OVERVIEW = {
+    'code, 10M tokens | code | 1.05M': '.',
+    'code, 10M tokens | code | 5M': 'size_5M',
+    'code, 10M tokens | books | 1.05M': 'code_on_books',
+    'books, 10M tokens | books | 1.05M': 'books',
+    'books, 40M tokens | books | 1.05M': 'books_40M',
+    'half code, half books, 10M tokens | code | 1.05M': 'mix',
+    'half code, half books, 10M tokens | books | 1.05M': 'mix_on_books',
+    'half code, half books, 20M tokens | code | 1.05M': 'mix_20M',
+    'half code, half books, 20M tokens | books | 1.05M': 'mix_20M_on_books',
+}
+
+
+def test_overview_of_past_L_has_each_series(capsys):
+    rows = []
+    for name, series in OVERVIEW.items():
+        found = {row['reading']: row for row in
+                 read(ROOT / f'results/past_L/{series}/past_L.json')['rows']
+                 if row['model'] == 'conv'}
+        untuned, head = found['untuned'], found['head']
+        rows.append({'': name, 'seeds': len(head['seeds']), 'untuned': untuned['gain, all'],
+                     'head scales': head['gain, all'], 'R': head['R']})
+    study.print_table(rows, digits=2)
+    printed, lines = capsys.readouterr().out.splitlines()[2:], page_of('past_L').splitlines()
+    assert len(printed) == len(OVERVIEW) and [row for row in printed if row not in lines] == []
+
+
 # ---------------------------------------------------------------------- cells side by side
 
 def perplexities(result):
