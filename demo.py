@@ -37,7 +37,7 @@ from lib.answers import progress_bar
 from lib.checkpoints import open_model
 from lib.devices import setup
 from lib.errors import ROOT, UserError
-from lib.losses import by_position, cut_losses
+from lib.losses import by_position, cut_losses, doubled_lengths
 from lib.repeats import Targets, find_targets, losses_when_cut, repeat_summary
 from lib.tokens import Windows
 
@@ -187,8 +187,7 @@ class Text:
 
     def lengths(self):
         """L, 2L, 4L ... and the length of the windows."""
-        T = self.windows.shape[1] - 1
-        return [self.L * 2 ** n for n in range(T.bit_length()) if self.L * 2 ** n < T] + [T]
+        return doubled_lengths(self.L, self.windows.shape[1] - 1)
 
 
 def windows_of_files(texts, tokenizer):

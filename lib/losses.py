@@ -77,13 +77,17 @@ def cut_losses(model, samples, end, tail, batch_tokens, runtime):
     return sum(of_piece(*piece) for piece in pieces) / n_scored
 
 
+def doubled_lengths(L, T):
+    """The lengths L, 2L, 4L ... below T, and T."""
+    return [L * 2 ** k for k in range(T.bit_length()) if L * 2 ** k < T] + [T]
+
+
 def cut_curve(model, samples, L, tail, batch_tokens, runtime):
     """
     The baseline for a picture of losses by position. Positions: L, 2L, 4L ... and the end of the
     samples. The loss at each is the mean of cut_losses() over the samples. Context: the number of
     tokens that the context is cut to.
     """
-    T = samples.shape[1] - 1
-    lengths = [L * 2 ** k for k in range(T.bit_length()) if L * 2 ** k < T] + [T]
+    lengths = doubled_lengths(L, samples.shape[1] - 1)
     losses = [cut_losses(model, samples, T, tail, batch_tokens, runtime).mean() for T in lengths]
     return {'context': model.config.L0, 'position': lengths, 'loss': losses}
