@@ -47,7 +47,6 @@ from lib.errors import UserError
 from lib.generate import require_positions
 from lib.losses import by_position, cut_losses, cut_windows
 from lib.repeats import (
-    check_repeats,
     cut_context_losses,
     distance_rows,
     find_targets,
@@ -331,6 +330,19 @@ def checked_tail(tail, L, sizes):
 
 
 # ---------------------------------------------------------------------- far repeats
+
+def check_repeats(s, W, L):
+    """Refuse wrong settings of far repeats. s: {name: value}; W: tokens in a window."""
+    if W < 2 * L:
+        raise UserError(f'lengths is {W}; far repeats need windows of at least 2L = {2 * L} '
+                        'tokens.')
+    if s['gram'] > L:
+        raise UserError(f"gram is {s['gram']}; it must be at most L = {L}, because the cut context "
+                        'must hold the repeated tokens.')
+    unknown = set(s['controls']) - {'near', 'other', 'token'}
+    if unknown:
+        raise UserError(f"controls has '{min(unknown)}'. Choose from near, other, token.")
+
 
 def untuned_model(run, windows):
     """The model whose cut_loss defines `gain`, and the entries of its checkpoint: see the top."""

@@ -206,16 +206,3 @@ def rows_of_kinds(kinds, chosen, *losses):
     """A row for each kind that has targets. kinds: {name: which targets, (n,) bool}."""
     return [{'kind': name} | repeat_summary(*(array[which] for array in (chosen.window, *losses)))
             for name, which in kinds.items() if which.any()]
-
-
-def check_repeats(s, W, L):
-    """Refuse wrong settings of far repeats. s: {name: value}; W: tokens in a window."""
-    if W < 2 * L:
-        raise UserError(f'lengths is {W}; far repeats need windows of at least 2L = {2 * L} '
-                        'tokens.')
-    if s['gram'] > L:
-        raise UserError(f"gram is {s['gram']}; it must be at most L = {L}, because the cut context "
-                        'must hold the repeated tokens.')
-    unknown = set(s['controls']) - {'near', 'other', 'token'}
-    if unknown:
-        raise UserError(f"controls has '{min(unknown)}'. Choose from near, other, token.")
