@@ -16,6 +16,7 @@ import ast
 import contextlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -109,9 +110,29 @@ def read(path):
 
 
 def is_made(path, arguments):
-    """Whether the JSON of a stage is there and was written by this command."""
-    made = f"python {' '.join(arguments)}"
-    return Path(path).exists() and read(path)['command'] == made
+    """
+    Whether the JSON of a stage is there, was written by this command, and is newer than the model
+    and the files that the command names.
+    """
+    values = [argument.partition('=')[2] for argument in arguments]
+    sources = [Path(value) for value in values if value.endswith(('.json', '.pt'))]
+    sources += [Path(value, 'last.pt') for value in values]
+    path, made = Path(path), ['python', *arguments]
+    return (path.exists()
+            # Older files hold the command without the quotes that a shell needs.
+            and read(path)['command'] in (shlex.join(made), ' '.join(made))
+            and all(source.stat().st_mtime <= path.stat().st_mtime
+                    for source in sources if source.is_file()))
+
+
+def require_trained_with(folder, arguments):
+    """Raise UserError if the run in a folder was trained with other values of these settings."""
+    trained = read(Path(folder, 'config.json'))
+    for argument in arguments:
+        name, is_setting, text = argument.removeprefix('--').partition('=')
+        if is_setting and not is_value(trained.get(name), text):
+            raise UserError(f'{folder} was trained with {name}={trained.get(name)}, not with '
+                            f'{text}. Remove the folder, or choose another --out_dir=.')
 
 
 def scale_file(model, kind):
@@ -122,7 +143,7 @@ def scale_file(model, kind):
 
 def is_value(value, text):
     """Whether a command line that gives this text sets this value. auto may be any value."""
-    if text in (str(value), 'auto'):
+    if text in (str(value), 'auto') or str(value).startswith(f'{text}:'):  # yarn became yarn:8
         return True
     with contextlib.suppress(ValueError, SyntaxError):
         return ast.literal_eval(text) == value
@@ -138,12 +159,7 @@ def training(model):
     arguments = [*arguments, '--batch_size=8', '--micro_batch_size=8',
                  f'--max_iters={round(share * max_iters)}', *train_args]
     if (folder / 'loss.png').exists():  # train.py draws it last
-        trained = read(folder / 'config.json')
-        for argument in arguments:
-            name, is_setting, text = argument.removeprefix('--').partition('=')
-            if is_setting and not is_value(trained.get(name), text):
-                raise UserError(f'{folder} was trained with {name}={trained.get(name)}, not with '
-                                f'{text}. Remove the folder, or choose another --out_dir=.')
+        require_trained_with(folder, arguments)
         return []
     resume = ['--init_from=resume'] if (folder / 'last.pt').exists() else []
     return [['train.py', 'config/code.py', *arguments, f'--out_dir={folder}', *resume]]

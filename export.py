@@ -115,7 +115,12 @@ Gain: the loss when the model sees only the last L tokens, minus the loss when i
 {% if format == 'gguf' -%}
 from llama_cpp import Llama  # pip install llama-cpp-python
 model = Llama({{ folder }} + '/model.gguf', n_ctx={{ [c.block_size, length] | max }})
+{% if ids_only -%}
+new_ids = model.generate([1, 2, 3], temp=0.0)  # ids of a prompt; yields one id after the other
+print([id for id, _ in zip(new_ids, range(50))])
+{%- else -%}
 print(model('def ', max_tokens=50)['choices'][0]['text'])
+{%- endif %}
 {%- else -%}
 from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained({{ folder }})
@@ -152,8 +157,8 @@ def model_card(run, length, target):
     low, high = run.model.head_scale.aminmax()
     card = hub.ModelCard.from_template(
         data, template_str=CARD, name=Path(target).name, folder=repr(target), format=format,
-        c=run.model.config, n_params=run.model.n_params(), info=run.info, scale=scale, low=low,
-        high=high, length=length, losses=measured_losses(run))
+        ids_only=ids_only, c=run.model.config, n_params=run.model.n_params(), info=run.info,
+        scale=scale, low=low, high=high, length=length, losses=measured_losses(run))
     return f'{card}\n'
 
 

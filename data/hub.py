@@ -74,15 +74,16 @@ def by_split(names, wanted):
     hash, so that the first few files are of all kinds. For val and test it is by name, because
     evaluations read the first documents.
     """
-    splits = {split: [] for split in wanted}
+    splits, others = {split: [] for split in wanted}, []
     for name in sorted(name for name in names if SUFFIX.search(name)):
         found = SPLIT.search(name)
         if not found and len(wanted) > 1:
             raise UserError(f'{name} does not say its split. Name it, or a folder it is in, '
                             'train, val or test, or leave it out.')
         split = found[1].replace('dev', 'val') if found else wanted[0]
-        if split in splits:
-            splits[split].append(name)
+        splits.get(split, others).append(name)
+    if others:
+        print(f'{len(others)} files of other splits are left out, such as {others[0]}')
     if 'train' in splits:
         splits['train'].sort(key=stable_hash)
     return {split: names for split, names in splits.items() if names}
@@ -172,6 +173,8 @@ def write_split(folder, split, files, source, encoding, max_tokens):
     with (progress_bar(None, split) as bar,
           closing(SplitWriter(folder, split, encoding, bar, place['count'])) as writer):
         for i, (name, url) in list(enumerate(files.items()))[place['file']:]:
+            if writer.count['tokens'] >= max_tokens:
+                break  # open no file that nothing is taken from
             with reading(name, source):
                 stream = open_rows(name, url)
                 if i == place['file'] and place['stream']:

@@ -37,8 +37,9 @@ def accuracy(model, inputs, targets):
 def main():
     between(globals(), 1, 'lengths', 'n_samples')
     run, rows = Run(settings(globals()), 'accuracy'), []
+    longest = run.windows(max(lengths)).evenly_spaced(n_samples)
     for T in lengths:
-        samples = run.windows(T).evenly_spaced(n_samples)
+        samples = longest[:, -T - 1:]  # the same last tokens at every length
         with vectors_for(run.model, T):
             shares = run.runtime.over_windows(samples, 16384, lambda *x: accuracy(run.model, *x))
         run.runtime.print(f'{T:8d} tokens: {shares.mean():.1%}')

@@ -14,6 +14,7 @@ import math
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -246,14 +247,15 @@ STARTER = ''  # what runs a stage in its place, such as '-m lessons.exercises'
 def command():
     """The command line that runs this program."""
     module = sys.modules['__main__'].__spec__  # None, unless the program was run with -m
-    program = f'-m {module.name}' if module else Path(sys.argv[0]).name
-    return ' '.join(['python', *STARTER.split(), program, *sys.argv[1:]])
+    program = ['-m', module.name] if module else [Path(sys.argv[0]).name]
+    return shlex.join(['python', *STARTER.split(), *program, *sys.argv[1:]])
 
 
 def provenance(settings, runtime, seconds):
     """How a result was made: command, settings, commit, versions, device, dtype, seconds."""
     commit = ''
-    if shutil.which('git'):
+    # Not the commit of a repository that surrounds a copy of the project.
+    if shutil.which('git') and (ROOT / '.git').exists():
         describe = ['git', '-C', str(ROOT), 'describe', '--always', '--exclude=*',
                     '--dirty= with changes']
         commit = subprocess.run(describe, capture_output=True, text=True).stdout.strip()

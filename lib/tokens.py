@@ -163,6 +163,7 @@ def finish_dataset(folder, encoding, counts, report=None):
             (folder / name).unlink(missing_ok=True)
     for name in checksums:
         os.replace(folder / UNFINISHED / name, folder / name)
+    (folder / TRAINED).unlink(missing_ok=True)
     if encoding.name == TRAINED:  # so that another data set can use it
         write_text(folder / TRAINED, state['text'])
     write_text(folder / 'tokenizer_state.json', json.dumps(state))
@@ -445,10 +446,9 @@ class Windows:
 
 def parse_part(part):
     """('slimpajama', 0.694) from 'slimpajama:0.694'. Without a number, the weight is 1."""
-    name, _, weight = part.strip().partition(':')
-    weight = weight or '1'
-    is_number = re.fullmatch(r'\d*\.?\d+([eE]-?\d+)?', weight)
-    if not (name and is_number and 0 < float(weight) < math.inf):
+    # The path of a dataset may hold a colon, as on Windows.
+    name, weight = re.fullmatch(r'(.*?)(?::(\d*\.?\d+(?:[eE]-?\d+)?))?', part.strip()).groups('1')
+    if not (name and 0 < float(weight) < math.inf):
         raise UserError(f"dataset has the part '{part}'. Write NAME:WEIGHT, where the weight is a "
                         'number above 0.')
     return name, float(weight)

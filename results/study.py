@@ -54,10 +54,15 @@ def evaluated(folder, protocol, label, arguments):
 
 
 def train(folder, arguments):
-    """Train the model of a folder, or continue its training, unless it has ended."""
-    if not Path(folder, 'loss.png').exists():  # train.py draws it last
-        resume = '--init_from=resume' if Path(folder, 'last.pt').exists() else ''
-        run(f'train.py {arguments} --out_dir={folder} {resume}')
+    """
+    Train the model of a folder, or continue its training, unless it has ended. Raises UserError if
+    it was trained with other arguments.
+    """
+    if Path(folder, 'loss.png').exists():  # train.py draws it last
+        demo.require_trained_with(folder, arguments.split())
+        return
+    resume = '--init_from=resume' if Path(folder, 'last.pt').exists() else ''
+    run(f'train.py {arguments} --out_dir={folder} {resume}')
 
 
 def measure_units(units):

@@ -1,6 +1,7 @@
 """Studies: units are measured once, shared between processes, and averaged over seeds."""
 
 import contextlib
+import os
 import re
 from types import SimpleNamespace
 
@@ -27,7 +28,7 @@ def board(monkeypatch, tmp_path):
     """board(key, seed, **row): write the file of a row and seed in an empty scoreboard."""
     monkeypatch.chdir(tmp_path)
     table.result_file('none', 1).parent.mkdir(parents=True)
-    monkeypatch.setattr(table, 'seeds', [1, 2, 3])
+    monkeypatch.setattr(table, 'SEEDS', [1, 2, 3])
     return lambda key, seed, *losses: save_json(table.result_file(key, seed),
                                                 row_file(key, seed, *losses))
 
@@ -85,9 +86,29 @@ def test_a_stage_runs_again_only_for_another_command(monkeypatch, tmp_path):
     for name, arguments in ('', ()), ('last.pt', ('--init_from=resume',)), ('loss.png', None):
         ran.clear()
         (tmp_path / name).touch()
-        study.train(tmp_path, '--seed=1')
+        save_json(tmp_path / 'config.json', {'seed': 1, 'rope_scaling': 'yarn:8'})
+        study.train(tmp_path, 'config/code.py --seed=1')
         assert ran == ([] if arguments is None else
-                       [('train.py', '--seed=1', f'--out_dir={tmp_path}', *arguments)])
+                       [('train.py', 'config/code.py', '--seed=1', f'--out_dir={tmp_path}',
+                         *arguments)])
+    study.train(tmp_path, '--rope_scaling=yarn')
+    refuses('seed=1, not with 2', study.train, tmp_path, '--seed=2')
+
+
+def test_a_stage_runs_again_if_what_it_read_is_newer(monkeypatch, tmp_path):
+    path, scales, model = tmp_path / 'x.json', tmp_path / 'scales.json', tmp_path / 'last.pt'
+    monkeypatch.setattr(study.demo, 'run', lambda *words: ran.append(words) or save_json(
+        path, {'command': ' '.join(['python', *words])}))
+    command, ran = f'eval_ppl.py --out_dir={tmp_path} --scale={scales}', []
+    for source in scales, model:
+        source.touch()
+        os.utime(source, (0, 0))
+        study.made(path, command)
+        os.utime(source, (path.stat().st_mtime + 1,) * 2)
+        study.made(path, command)
+        os.utime(source, (0, 0))
+    study.made(path, command)
+    assert len(ran) == 3
 
 
 def test_a_row_is_the_mean_and_the_spread_of_its_seeds(board, capsys):

@@ -54,8 +54,9 @@ def pip_download(wheel, folder):
                f'--abi={abi}', f'--implementation={python[:2]}', '--python-version=3.11',
                '--retries=2']
     done = subprocess.run(command, capture_output=True, text=True)
-    errors = [line for line in done.stderr.splitlines() if line.startswith('ERROR')]
-    return '' if done.returncode == 0 else (errors or ['pip failed'])[-1]
+    lines = done.stderr.splitlines()
+    errors = [line for line in lines if line.startswith('ERROR')]
+    return '' if done.returncode == 0 else (errors or lines or ['pip failed'])[-1]
 
 
 def get_wheels(wheels, folder):

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from configurator import between, configure
+from configurator import between, configure, settings
 from lib.errors import MALFORMED, ROOT, UserError
 from lib.tokenizers import tokenizer_for
 from lib.tokens import MIB, SPLITS, only_dataset, split_by_hash, write_corpus
@@ -33,6 +33,9 @@ name = 'text'          # of the dataset: it is written to data/NAME
 tokenizer = 'bytes'    # bytes, gpt2, bpe:VOCABULARY, FILE.tiktoken, tokenizer.json, hf:ORG/NAME
 field = 'text'         # the field to read in a .jsonl line
 out_dir = ''           # where the token files go; '' for data/NAME
+
+
+ALIASES = {'validation': 'val', 'valid': 'val', 'dev': 'val'}  # other names of a split's folder
 
 
 @dataclass
@@ -53,13 +56,18 @@ def list_files(paths, split=None):
             continue
         if not path.is_dir():
             raise UserError(f'There is no file or folder {path}. Check the path.')
-        has_splits = (path / 'train').is_dir() and not split
+        has_splits, left_out = (path / 'train').is_dir() and not split, []
         for file in sorted(path.rglob('*')):
             inside = file.relative_to(path)
-            own = inside.parts[0] if has_splits else split
-            is_hidden = any(part.startswith('.') for part in inside.parts)
-            if file.is_file() and not is_hidden and own in (None, *SPLITS):
-                found.append(File(own, inside.as_posix(), file))
+            own = ALIASES.get(inside.parts[0], inside.parts[0]) if has_splits else split
+            if file.is_file() and not any(part.startswith('.') for part in inside.parts):
+                if own in (None, *SPLITS):
+                    found.append(File(own, inside.as_posix(), file))
+                else:
+                    left_out.append(file)
+        if left_out:
+            print(f'{len(left_out)} files of {path} are left out, because they are in none of '
+                  f'train/, val/ and test/, such as {left_out[0]}')
     return found
 
 
@@ -158,7 +166,8 @@ def main():
     with only_dataset(folder):
         encoding = tokenizer_for(tokenizer, documents(files, 'train', shares), n_bytes)
         splits = {split: documents(files, split, shares) for split in splits}
-        write_corpus(folder, encoding, splits, total_bytes=n_bytes)
+        write_corpus(folder, encoding, splits, total_bytes=n_bytes, report={
+            'files': len(files), 'bytes': n_bytes, 'settings': settings(globals())})
 
 
 if __name__ == '__main__':

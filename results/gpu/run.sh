@@ -22,7 +22,7 @@ part() {
     left=$((end - $(date +%s)))
     test $left -ge $least || { echo "$part: no time is left"; return 1; }
     echo "== $part, $left s left: $*"
-    timeout $left "$@" 2>&1 | tee $out/log/$part.txt
+    timeout --foreground $left "$@" 2>&1 | tee $out/log/$part.txt
     test ${PIPESTATUS[0]} -eq 0 && touch $out/log/$part.done || { echo "$part: failed, see $out/log/$part.txt"; return 1; }
 }
 bench() { name=$1; shift; part $name python bench.py $bench --out_dir=$out --name=$name "$@"; }
@@ -46,7 +46,7 @@ part tests python -m pytest -m '' $every
 # The text is part of each name, so that a start with BOOKS trains models of its own.
 if test -n "${BOOKS:-}"; then
     text=books_bpe
-    part data_$text python data/books/prepare.py $BOOKS --tokenizer=bpe:8192 --out_dir=data/books_bpe
+    part data_$text python data/books/prepare.py "$BOOKS" --tokenizer=bpe:8192 --out_dir=data/books_bpe
 else
     text=stdlib
     part data_$text python data/stdlib/prepare.py

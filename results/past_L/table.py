@@ -26,10 +26,11 @@ from results import study
 
 series = 'code'          # a key of SERIES
 models: list[str] = []   # keys of MODELS; []: all
-seeds = [1337, 1338, 1339, 1340, 1341]  # of a series that has fewer: the first ones
+seeds: list[int] = []    # of SEEDS, to measure; []: all. The table shows all that are measured
 work = True              # False: only show what was measured
 
 L = 128
+SEEDS = [1337, 1338, 1339, 1340, 1341]  # of a series that has fewer: the first ones
 LENGTHS = [L * 2 ** n for n in range(5)]
 KINDS = ['all', 'same token', 'near, all', 'other document, all', 'other token, all',
          *(f'{T + 1} to {2 * T} back' for T in LENGTHS[:3])]  # of far repeats, by eval_ppl.py
@@ -214,7 +215,7 @@ def file_of(model, seed):
 
 
 def seeds_of(model):
-    return seeds[:SERIES[series].seeds.get(model, 0)]
+    return SEEDS[:SERIES[series].seeds.get(model, 0)]
 
 
 # ---------------------------------------------------------------------- the table
@@ -319,10 +320,11 @@ def main():
     began = time.perf_counter()
     study.require_known([series], SERIES)
     study.require_known(models, MODELS)
+    study.require_known(seeds, SEEDS)
     if work:
         study.measure_units({file_of(model, seed): (run_of(TWINS.get(model, model), seed),
                                                     partial(result_of, model, seed))
-                             for seed in seeds for model in models or MODELS
+                             for seed in seeds or SEEDS for model in models or MODELS
                              if seed in seeds_of(model)})
     rows = collect()
     print_table(rows)

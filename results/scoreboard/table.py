@@ -24,11 +24,14 @@ from results.channel_scale import recall
 
 size = 'small'               # a key of SIZES
 methods: list[str] = []      # keys of ROWS; []: all
-seeds = [1337, 1338, 1339]   # a row may have fewer
+seeds: list[int] = []        # of SEEDS, to measure; []: all. The table shows all measured ones
 work = True                  # False: only show what was measured
 
 
 # ---------------------------------------------------------------------- what is compared
+
+SEEDS = [1337, 1338, 1339]   # of a row that has fewer: the first ones
+
 
 @dataclass
 class Size:
@@ -194,7 +197,8 @@ def units():
     chosen = [key for key in methods or ROWS if size in ROWS[key].sizes]
     return {result_file(key, seed): (f'{folder_of(untuned(key), seed)}/scoreboard',
                                      partial(result_of, key, seed))
-            for i, seed in enumerate(seeds) for key in chosen if i < ROWS[key].seeds}
+            for i, seed in enumerate(SEEDS) for key in chosen
+            if i < ROWS[key].seeds and seed in (seeds or SEEDS)}
 
 
 # ---------------------------------------------------------------------- the table
@@ -249,7 +253,7 @@ def collect():
     rows, steps = [], Path(f'results/scoreboard/{size}_steps.json')
     ratios = read(steps)['ratios'] if steps.exists() else {}
     for key, row in ROWS.items():
-        runs = [with_gains(key, seed) for seed in seeds if result_file(key, seed).exists()]
+        runs = [with_gains(key, seed) for seed in SEEDS if result_file(key, seed).exists()]
         if not runs:
             continue
         found = {'row': key, 'title': row.title, 'family': row.family,
@@ -272,9 +276,9 @@ def cut_row():
     copy of L symbols. A model with its context cut to them can at best recall so many, beyond luck.
     """
     lengths = [recall.L, 4 * recall.L, 16 * recall.L, 64 * recall.L]
-    held = [recall.share_held(seed, 2 * recall.L, lengths) for seed in seeds]
+    held = [recall.share_held(seed, 2 * recall.L, lengths) for seed in SEEDS]
     row = {'row': 'cut', 'title': 'what the last 2L tokens hold', 'family': 'NoPE',
-           'tuned_numbers': None, 'seeds': seeds, 'step': None}
+           'tuned_numbers': None, 'seeds': SEEDS, 'step': None}
     for heading, *values in zip((f'recall at {n}L' if n > 1 else 'recall at L'
                                  for n in (1, 4, 16, 64)), *held):
         row[heading] = study.over_seeds(values)
@@ -349,6 +353,7 @@ def main():
     began = time.perf_counter()
     study.require_known([size], SIZES)
     study.require_known(methods, ROWS)
+    study.require_known(seeds, SEEDS)
     if work:
         study.measure_units(units())
     rows = collect()
