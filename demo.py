@@ -40,6 +40,7 @@ from lib.devices import setup
 from lib.errors import ROOT, UserError
 from lib.losses import by_position, cut_losses, doubled_lengths
 from lib.repeats import Targets, find_targets, losses_when_cut, repeat_summary
+from lib.runs import require_same_data
 from lib.tokens import Windows
 
 out_dir = 'out/demo_code'    # folder of the report; the trained models go there, too
@@ -234,8 +235,12 @@ def text_to_read():
         files = library_files(Path(sysconfig.get_paths()['stdlib']))
         source, windows = 'the standard library', windows_of_files(files.values(), tokenizer)
     else:
-        source = 'data/code, test'
-        windows = Windows('code', 'test', target_length).evenly_spaced(n_samples)
+        windows = Windows('code', 'test', target_length)
+        # Without a network data/code is another text; see data/code/prepare.py.
+        require_same_data(f'{out_dir}/none', model.info['data'],
+                          Windows('code', 'train', model.config.L0).checksums)
+        source = f"data/code ({windows.data.meta.get('report', {}).get('source', '')}), test"
+        windows = windows.evenly_spaced(n_samples)
     L = model.config.L0
     if target_length < 4 * L:
         raise UserError(f'target_length is {target_length}; it must be at least 4L = {4 * L}, so '

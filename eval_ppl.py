@@ -427,21 +427,20 @@ def far_repeats(run, sizes):
                 'checkpoint': untuned_info['path'], 'weights_digest': untuned_info['digest']}}
 
 
-# {protocol: (its function, the settings that only some protocols have)}
-PROTOCOLS = {
-    'sliding': (sliding, {'rule', 'stride', 'max_windows'}),
-    'position': (losses_by_position, {'n_samples', 'tail'}),
-    'tail': (tail_tokens, {'n_samples', 'tail'}),
-    'repeat': (far_repeats, {'n_samples', 'gram', 'targets', 'baseline', 'controls'}),
-}
+PROTOCOLS = {'sliding': sliding, 'position': losses_by_position, 'tail': tail_tokens,
+             'repeat': far_repeats}
+# {protocol: its settings that some other protocol does not have}
+OWN_SETTINGS = {
+    'sliding': {'rule', 'stride', 'max_windows'}, 'position': {'n_samples', 'tail'},
+    'tail': {'n_samples', 'tail'},
+    'repeat': {'n_samples', 'gram', 'targets', 'baseline', 'controls'}}
 
 
 def main(given=()):
     """given: names of the settings that the user set."""
     if protocol not in PROTOCOLS:
         raise UserError(f"protocol is '{protocol}'. Choose {', '.join(PROTOCOLS)}.")
-    measure, own = PROTOCOLS[protocol]
-    for name in sorted(set().union(*(names for _, names in PROTOCOLS.values())) & {*given} - own):
+    for name in sorted(set().union(*OWN_SETTINGS.values()) & {*given} - OWN_SETTINGS[protocol]):
         raise UserError(f'protocol {protocol} does not read {name}. Leave {name} out, or choose a '
                         'protocol that has it: see --help.')
     between(globals(), 1, 'lengths', 'max_windows', 'n_samples', 'tail', 'gram', 'targets',
@@ -450,7 +449,7 @@ def main(given=()):
     run = Run(settings(globals()), 'eval_ppl', kind)
     sizes = sorted(lengths or [run.L, 2 * run.L, 4 * run.L, 8 * run.L])
     result = {'protocol': protocol, 'dataset': dataset_of(run.info, run.settings['dataset']),
-              'split': run.settings['split']} | measure(run, sizes)
+              'split': run.settings['split']} | PROTOCOLS[protocol](run, sizes)
     print_rows(run.runtime.print, result['rows'])
     run.write('eval_ppl', result, kind)
     run.close()

@@ -446,9 +446,12 @@ class Windows:
 
 def parse_part(part):
     """('slimpajama', 0.694) from 'slimpajama:0.694'. Without a number, the weight is 1."""
-    # The path of a dataset may hold a colon, as on Windows.
-    name, weight = re.fullmatch(r'(.*?)(?::(\d*\.?\d+(?:[eE]-?\d+)?))?', part.strip()).groups('1')
-    if not (name and 0 < float(weight) < math.inf):
+    name, colon, weight = part.strip().rpartition(':')
+    if not colon or re.search(r'[\\/]', weight):  # a colon in a path, as in C:\data
+        name, weight = part.strip(), ''
+    weight = weight or '1'
+    is_number = re.fullmatch(r'\d*\.?\d+([eE]-?\d+)?', weight)
+    if not (name and is_number and 0 < float(weight) < math.inf):
         raise UserError(f"dataset has the part '{part}'. Write NAME:WEIGHT, where the weight is a "
                         'number above 0.')
     return name, float(weight)

@@ -216,7 +216,7 @@ def run_table(settings, rows):
     runtime = setup(s.device, s.dtype)
     rows = rows_there(rows, runtime)
     first = rows[0]
-    _, info = load_model(first['init_from'], s.out_dir, runtime.device, first.get('position'))
+    info = load_model(first['init_from'], s.out_dir, 'cpu', first.get('position'))[1]
     L, data_name = info['model_config']['block_size'], first.get('dataset') or s.dataset
     s.lengths = sorted(s.lengths or [L, 2 * L, 4 * L, 8 * L])
     if s.protocol == 'sliding':

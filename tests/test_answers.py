@@ -7,6 +7,7 @@ $ python -m pytest tests/test_answers.py
 import contextlib
 import errno
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -146,8 +147,22 @@ def test_provenance_says_how_a_result_was_made(monkeypatch, cpu):
     assert made == made | {'command': 'python eval_ppl.py --scale=1.2', 'commit': None,
                            'settings': {'scale': 1.2}, 'seconds': 12.3, 'dtype': 'float32'}
     assert made['versions']['torch'] == torch.__version__ and 'cpu' in made['device']
+    monkeypatch.undo()
+    monkeypatch.setattr(sys, 'argv', ['/some/where/eval_ppl.py', "--controls=['near']"])
+    monkeypatch.setattr(sys.modules['__main__'], '__spec__', None)
+    assert shlex.split(command()) == ['python', 'eval_ppl.py', "--controls=['near']"]
+    monkeypatch.setattr(sys, 'argv', ['/some/where/eval_ppl.py', '--scale=1.2'])
     monkeypatch.setattr(answers, 'STARTER', '-m lessons.exercises')
     assert command() == 'python -m lessons.exercises eval_ppl.py --scale=1.2'
+
+
+def test_the_commit_of_a_repository_around_a_copy_is_not_ours(monkeypatch, tmp_path, cpu):
+    git = ['git', '-C', str(tmp_path), '-c', 'user.name=x', '-c', 'user.email=x@x.org']
+    for words in ['init', '-q'], ['commit', '-q', '--allow-empty', '-m', 'homework']:
+        subprocess.run(git + words, check=True)
+    monkeypatch.setattr(answers, 'ROOT', tmp_path / 'copy')
+    (tmp_path / 'copy').mkdir()
+    assert provenance({}, cpu, 0)['commit'] is None
 
 
 @pytest.mark.parametrize('values, width, positions, means', [

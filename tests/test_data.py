@@ -9,11 +9,13 @@ import json
 import re
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from conftest import contents, mistake, read, stage_here
+from conftest import contents, mistake, read, refuses, stage_here, written_elsewhere
 
+import data.code.prepare as code
 from lib.errors import ROOT
 from lib.tokenizers import parse_ranks, tokenizer_from_state, train_bpe
 from lib.tokens import SPLITS, documents, open_tokens
@@ -150,6 +152,21 @@ def test_wheel_that_is_not_the_one_of_the_manifest_is_refused(wheels, index, fau
     assert not (out / 'meta.json').exists()
 
 
+def test_code_takes_the_folder_before_it_downloads(wheels):
+    rows, arguments = wheels
+    out = arguments[1]
+    out.mkdir()
+    with written_elsewhere(out / 'meta.json'):
+        assert 'process 99 ' in refused(*arguments)
+    assert not (out / 'wheels').exists()
+
+
+def test_a_python_without_pip_is_named(monkeypatch, tmp_path):
+    said = SimpleNamespace(returncode=1, stderr='/x/python: No module named pip\n')
+    monkeypatch.setattr(code.subprocess, 'run', lambda *_, **__: said)
+    refuses('has no pip', code.pip_download, {'file': 'one-1.0-py3-none-any.whl'}, tmp_path)
+
+
 def test_code_without_an_index_is_the_standard_library_and_says_so(wheels, index):
     for path in index.iterdir():
         path.unlink()
@@ -195,8 +212,12 @@ def test_single_text_file_is_cut_by_lines_without_loss(tmp_path, line):
 
 
 def test_splits_that_are_named_are_taken_as_they_are(tmp_path):
-    folder = write(tmp_path / 'in', 'train/a', 'val/a', 'test/a', 'README')
-    assert prepared('text', tmp_path / 'out', folder) == [[f'text of {name}/a'] for name in SPLITS]
+    folder = write(tmp_path / 'in', 'train/a', 'validation/a', 'test/a', 'README', 'more/x')
+    said = prepare('text', tmp_path / 'out', folder)
+    assert all_texts(tmp_path / 'out') == [[f'text of {name}/a'] for name in
+                                           ('train', 'validation', 'test')]
+    assert f'2 files of {folder} are left out' in said and 'README' in said
+    assert read(tmp_path / 'out/meta.json')['report']['files'] == 3
     folder, out = write(tmp_path / 'other', 'a', 'b', 'deep/c'), tmp_path / 'out2'
     test, val = f'--test=["{folder}/deep"]', f'--val=["{folder}/b"]'
     assert prepared('text', out, folder, test, val) == [
@@ -235,6 +256,9 @@ def test_bpe_is_trained_and_kept_with_the_data(tmp_path, monkeypatch):
     assert contents(out) == before  # a stopped script changes nothing, the BPE included
     (out / 'tokenizer.tiktoken').unlink()  # the data set does without
     assert all_texts(out) == expected
+    (out / 'tokenizer.tiktoken').touch()
+    prepare('text', out, path, '--val_fraction=0', '--test_fraction=0')
+    assert not (out / 'tokenizer.tiktoken').exists()  # it is not that of these tokens
 
 
 def test_another_tokenizer_of_the_same_name_is_not_the_same(tmp_path):

@@ -105,6 +105,22 @@ def test_starcoder_reads_content_and_max_tokens_ends_with_a_document(tmp_path):
         assert len(open_tokens(str(some), 'train').tokens) == 10 * n_documents
 
 
+def test_no_file_is_opened_past_max_tokens(tmp_path, monkeypatch):
+    for i in range(9):
+        write_rows(tmp_path / f'in/train-{i}.parquet', [{'content': 'some code'}] * 3)
+    opened, open_rows = [], hub.open_rows
+    monkeypatch.setattr(hub, 'open_rows', lambda name, url: opened.append(name) or open_rows(name,
+                                                                                             url))
+    prepare('starcoder', tmp_path / 'out', f'--local={tmp_path}/in', '--max_tokens=40')
+    assert len(opened) == 1 + 2  # the first one is tried before the work
+
+
+def test_files_of_other_splits_are_named(capsys):
+    assert hub.by_split(['train/0.json', 'test_helpers.json'], ['train']) == {
+        'train': ['train/0.json']}
+    assert '1 files of other splits are left out, such as test_helpers' in capsys.readouterr().out
+
+
 def test_train_files_come_in_the_order_of_a_hash_and_dev_is_val_in_that_of_names():
     names = [f'{letter}/train-0.parquet' for letter in 'abcdefgh']
     found = hub.by_split(names, ['train'])['train']

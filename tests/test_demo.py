@@ -10,11 +10,12 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, mistake, near, read, stage_here
+from conftest import ROOT, mistake, near, read, refuses, stage_here
 
 import demo
 from lib import checkpoints
@@ -90,13 +91,25 @@ def test_report_has_the_losses_of_the_models(look):
          [model.head_scale.min(), model.head_scale.max()], atol=1e-6)
 
 
-def test_the_demos_own_models_read_the_split_test(monkeypatch):
-    read_as = []
+def test_the_demos_own_models_read_the_split_test_of_the_text_that_they_were_trained_on(
+        monkeypatch, tmp_path):
+    trained_on, ids = open_model(MODELS / 'none/last.pt')[0].info['data'], np.arange(1000)
+    text = np.concatenate((ids[:200], ids[:200], ids))[None, :demo.target_length + 1]
     monkeypatch.setattr(demo, 'out_dir', str(MODELS))
-    monkeypatch.setattr(demo, 'Windows', lambda *given: read_as.append(given))
-    with pytest.raises(AttributeError):  # the recorder has no windows
-        demo.text_to_read()
-    assert read_as == [('code', 'test', demo.target_length)]
+
+    def prepared(checksums):
+        def opened(*given):
+            assert given in (('code', 'test', demo.target_length), ('code', 'train', 128))
+            return SimpleNamespace(
+                data=SimpleNamespace(meta={'report': {'source': 'wheels'}}), checksums=checksums,
+                evenly_spaced=lambda n: text if given[1] == 'test' else None)
+        monkeypatch.setattr(demo, 'Windows', opened)
+
+    prepared(trained_on)
+    found = demo.text_to_read()
+    assert found.source == 'data/code (wheels), test' and found.windows is text
+    prepared({'code': 'another'})
+    refuses('dataset code has changed', demo.text_to_read)
 
 
 def test_lengths_of_the_report_end_with_the_windows():

@@ -246,6 +246,11 @@ def test_the_example_of_an_evaluation_reads_scale_sets_by_length(tmp_path, corpu
     text = windows(64, 32)
     model.head_scale = 1.0
     near(shares[0], (model(text[:, :-1]).argmax(-1) == text[:, 1:]).float().mean(), atol=1e-3)
+    stage_here('lessons/evaluation', f'--init_from={tiny_run}/last.pt', f'--out_dir={tmp_path}',
+               f'--dataset={corpus_dir}', '--device=cpu', '--lengths=[32,64]', '--dtype=float32')
+    text = windows(64, 64)[:, -33:]  # every length scores the same tokens
+    near(read(tmp_path / 'accuracy.json')['rows'][0]['accuracy'],
+         (model(text[:, :-1]).argmax(-1) == text[:, 1:]).float().mean(), atol=1e-3)
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from lib.tokens import (
     Windows,
     documents,
     open_tokens,
+    parse_part,
     shuffled,
     split_by_hash,
     stable_hash,
@@ -255,3 +256,10 @@ def test_evaluation_windows_are_in_order_and_evenly_spaced_whatever_the_seed(tmp
         assert windows.evenly_spaced_starts(1000, 2).tolist() == list(range(0, 197, 2))
     assert len(Windows(folder, 'train', 201).evenly_spaced(5)) == 1
     refuses('202 tokens', Windows, folder, 'train', 202)
+
+
+@pytest.mark.parametrize('part, expected', [
+    ('code', ('code', 1)), ('code:0.5', ('code', 0.5)), (r'C:\data\mine', (r'C:\data\mine', 1)),
+    (r'C:\data\mine:2', (r'C:\data\mine', 2)), ('/a:b/mine:1e-1', ('/a:b/mine', 0.1))])
+def test_a_dataset_is_a_name_or_a_path_with_a_weight(part, expected):
+    assert parse_part(part) == expected

@@ -2,7 +2,7 @@
 Python source, a text that repeats itself over long distances: the *.py files of the wheels that
 manifest.json lists. Each package goes to train, val or test as a whole. Copies of a file are
 dropped, and files that share a passage with an earlier split. The text has several licenses and is
-not part of this project: pip downloads the wheels once and keeps them in data/code/wheels.
+not part of this project: pip downloads the wheels once and keeps them beside the token files.
 
 $ python data/code/prepare.py     # downloads 49 MB; 20.5M tokens to train on
 $ python data/code/prepare.py --tokenizer=bpe:1024 --out_dir=out/code    # trains the BPE anew
@@ -27,7 +27,14 @@ from configurator import configure
 from data.stdlib.prepare import library_files
 from lib.errors import ROOT, UserError
 from lib.tokenizers import tokenizer_for, version_of
-from lib.tokens import SPLITS, is_prepared, split_by_hash, stable_hash, write_corpus
+from lib.tokens import (
+    SPLITS,
+    is_prepared,
+    only_dataset,
+    split_by_hash,
+    stable_hash,
+    write_corpus,
+)
 
 tokenizer = ''  # as in data/stdlib/prepare.py; '' for data/code/bpe_1024.tiktoken
 manifest = ''   # the list of wheels; '' for data/code/manifest.json
@@ -55,6 +62,9 @@ def pip_download(wheel, folder):
                '--retries=2']
     done = subprocess.run(command, capture_output=True, text=True)
     lines = done.stderr.splitlines()
+    if done.returncode and any('No module named pip' in line for line in lines):
+        raise UserError(f'{sys.executable} has no pip to download the wheels with. Install it: '
+                        'python -m ensurepip, or uv pip install pip.')
     errors = [line for line in lines if line.startswith('ERROR')]
     return '' if done.returncode == 0 else (errors or lines or ['pip failed'])[-1]
 
@@ -161,20 +171,21 @@ def main():
               'tokenizer': version_of(chosen)}
     if is_prepared(folder, SPLITS, report):
         return
-    cache.mkdir(parents=True, exist_ok=True)
-    if get_wheels(wheels, cache):
-        splits = texts_of_wheels(wheels, cache)
-    else:
-        report['source'] = f'standard library of Python {platform.python_version()}'
-        print(f'Instead of the wheels, the {report["source"]} is used. It is a smaller text, so '
-              'losses on the two cannot be compared.')
-        splits = texts_of_library()
-        if is_prepared(folder, SPLITS, report):
-            return
-    splits = without_shared(splits)
-    n_bytes = sum(len(text) for texts in splits.values() for text in texts)
-    encoding = tokenizer_for(chosen, splits['train'])
-    write_corpus(folder, encoding, splits, report=report, total_bytes=n_bytes)
+    with only_dataset(folder):
+        cache.mkdir(parents=True, exist_ok=True)
+        if get_wheels(wheels, cache):
+            splits = texts_of_wheels(wheels, cache)
+        else:
+            report['source'] = f'standard library of Python {platform.python_version()}'
+            print(f'Instead of the wheels, the {report["source"]} is used. It is a smaller text, '
+                  'so losses on the two cannot be compared.')
+            splits = texts_of_library()
+            if is_prepared(folder, SPLITS, report):
+                return
+        splits = without_shared(splits)
+        n_bytes = sum(len(text) for texts in splits.values() for text in texts)
+        encoding = tokenizer_for(chosen, splits['train'])
+        write_corpus(folder, encoding, splits, report=report, total_bytes=n_bytes)
 
 
 if __name__ == '__main__':

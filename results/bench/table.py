@@ -1,6 +1,7 @@
 """
 Time and memory of training steps, by context or by position method. The settings are those of
-bench.py, and the two below.
+bench.py, and two more: --table= is growth, memory or time_cost, or only the word; --contexts= are
+the lengths in tokens of growth and memory.
 
 $ python -m results.bench.table growth --position=none --n_layer=1 --compile=False
 $ python -m results.bench.table memory --like="['config/nope_1b.py']" --contexts=[4096,8192,18432]
@@ -133,4 +134,5 @@ def main(given):
 
 if __name__ == '__main__':
     study.take_table(TABLES)
+    bench.__doc__ = __doc__  # --help shows it
     main(configure(vars(bench), methods.Settings))
