@@ -50,7 +50,7 @@ function toAddress() {
   if (!areEqual(state.scales, model().sets.own))
     parts.set('s', state.scales.map(scale => +scale.toFixed(4)).join('_'));
   if (state.text !== null) parts.set('t', state.text);
-  history.replaceState(null, '', `#${parts}`);
+  try { history.replaceState(null, '', `#${parts}`); } catch { /* too long or too often */ }
 }
 
 function fromAddress() {
@@ -208,7 +208,7 @@ function fill(slot, asked, losses) {
 // Read the text with the settings, and as trained. Colors and curves fill in from the left.
 function read() {
   ids = state.text === null ? data.ids
-    : [data.tokenizer.eot, ...tokenizer.encode(state.text)].slice(0, MOST + 1);
+    : [data.tokenizer.eot, ...tokenizer.encode(state.text.slice(0, 40 * MOST))].slice(0, MOST + 1);
   if (measuring && measuring.text !== state.text) stopMeasuring();
   [phase, other] = ['', []];
   ask('guess');
@@ -417,7 +417,7 @@ for (const name in CHANGES)
     changed(name === 'text' ? 250 : 60);
   });
 on('close', 'click', closeDetail);
-on('copy', 'click', () => navigator.clipboard.writeText(location.href).then(
+on('copy', 'click', () => (navigator.clipboard?.writeText(location.href) ?? Promise.reject()).then(
   () => say('copied', 'Copied.'), () => say('copied', 'Copy it from the address bar.')));
 addEventListener('keydown', event => { if (event.key === 'Escape') closeDetail(); });
 

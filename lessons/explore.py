@@ -178,6 +178,9 @@ def tuned_scales(model, info):
             raise UserError(f'{file} has {other[0]}; the page takes only one scale per head. Leave '
                             'the file out.')
         rows = [x for name, x in vectors.items() if name.endswith('head_scale')]
+        if data['method'] in found:
+            raise UserError(f"{file} is the second file of {model.config.position} with method "
+                            f"{data['method']}. The page shows one: leave the other out.")
         found[data['method']] = short(torch.cat(rows)[:, 0], 4)
     return found
 
@@ -196,11 +199,11 @@ def json_of(path):
 
 
 @torch.no_grad()
-def packed_model(path, ids, update):
-    """One model as the page takes it, with the numbers of the first text, which the page shows."""
-    model, info = load_model(path, '', 'cpu')
-    require_supported(model, path)
-    tuned = tuned_scales(model, info)
+def packed_model(model, tuned, ids, update):
+    """
+    One model as the page takes it, with the numbers of the first text, which the page shows.
+    tuned: of tuned_scales().
+    """
     packed = {'tensors': round_weights(model), 'rope': rope_of(model.config)}
     own, c = model.head_scale, model.config
     name = NAMES.get(c.position, c.position) + (' + convolution' if c.short_conv else '')
@@ -230,13 +233,19 @@ def contents():
                 tokenizer_of(its['tokenizer'], path) != state):
             raise UserError(f'{path} has another block_size, tokenizer or other heads than '
                             f'{models[0]}. Give models that share these.')
+    known = {its['digest'] for _, its in opened}
+    for file in scales:
+        if json_of(file).get('weights_digest') not in known:
+            raise UserError(f'{file} was tuned for none of these models. Leave it out.')
+    tuned = [tuned_scales(*one) for one in opened]
     tokenizer = tokenizer_from_state(info['tokenizer'])
     ids = tokenizer.encode_ordinary(text_of(text))[:8 * L]
     if len(ids) < 8 * L:
         raise UserError(f'{text} has {len(ids)} tokens; give a text of at least {8 * L}, 8L.')
     ids = [state['eot'], *ids]
     bar = progress_bar(len(models) * model.head_scale.numel(), 'explore')
-    found = [packed_model(path, torch.tensor(ids), lambda: bar.update(1)) for path in models]
+    found = [packed_model(twin, sets, torch.tensor(ids), lambda: bar.update(1))
+             for (twin, _), sets in zip(opened, tuned)]
     dataset = info['settings'].get('dataset')
     return {'L': L, 'n_layer': c.n_layer, 'n_head': c.n_head, 'sharper': SHARPER,
             'trained_on': DATASETS.get(dataset, f'data set {dataset}'), 'tokenizer': state,

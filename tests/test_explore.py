@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from browser import BROWSER, browser
-from conftest import ROOT, near, random_model, refuses, tokens
+from conftest import ROOT, mistake, near, random_model, refuses, tokens
 from plain import plain_losses
 
 import kernels
@@ -231,6 +231,15 @@ def test_rounding_keeps_gains_and_half_a_step():
     ({'position': 'rope', 'random_positions': 99}, "random_positions '99'")], ids=str)
 def test_models_that_the_page_cannot_compute_are_refused(changes, named):
     refuses(named, explore.require_supported, random_model(**changes), 'x.pt')
+
+
+@pytest.mark.parametrize('scales, said', [
+    (['none/scale_head_1024', 'conv/scale_head_1024'], 'scale_head_1024.json was tuned for none'),
+    (['none/scale_head_1024', 'none/scale_head_1024'], 'is the second file')])
+def test_scale_files_that_the_page_would_not_show_are_refused(tmp_path, scales, said):
+    files = json.dumps([f'{ROOT}/lessons/models/{name}.json' for name in scales])
+    assert said in mistake('lessons/explore', f'--page={tmp_path}/x.html', f'--scales={files}',
+                           '--models=["lessons/models/none/last.pt"]')
 
 
 def test_scales_per_channel_and_other_tokenizers_are_refused():
