@@ -18,3 +18,4 @@ weight_decay = 0.1
 beta1 = 0.9
 beta2 = 0.95
 grad_clip = 1.0
+dtype = 'float32'            # the rows of NoPE + conv are older than this line

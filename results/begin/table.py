@@ -30,6 +30,7 @@ L = 128
 TOKENS = [2, 5, 10, 20, 40]  # million
 STEP_TOKENS = 2048           # of config/code.py
 FOLDER = Path('results/begin')
+PRECISION = '--dtype=float32'  # auto would depend on the processor
 COPY = 64                    # tokens of the random sequence that is repeated
 SEQUENCES = 64
 HOLD = 4                     # places that hold a token: as many as the convolution reads
@@ -87,13 +88,14 @@ def result_of(tokens, seed):
     scales = f'{branch}/scale_head_{8 * L}.json'
     study.made(scales, f'tune_scale.py --out_dir={branch} --target_length={8 * L} --max_iters=80 '
                        '--warmup_iters=10 --n_samples=32 --init_scale=1.0 --tune=scale:0.1 '
-                       '--min_scale=None')
+                       f'--min_scale=None {PRECISION}')
     readings = {}
     for name, how in ('untuned', ''), ('head', f'--scale={scales}'):
         found = study.evaluated(branch, 'repeat', name, f'--lengths=[{8 * L}] --gram=4 '
-                                f'--targets=1000 {how}')
+                                f'--targets=1000 {PRECISION} {how}')
         readings[name] = found['rows']
-    losses = study.evaluated(branch, 'position', 'untuned', f'--lengths=[{L},{8 * L}]')
+    losses = study.evaluated(branch, 'position', 'untuned',
+                             f'--lengths=[{L},{8 * L}] {PRECISION}')
     model, _ = open_model(f'{branch}/last.pt')
     return {'tokens': tokens, 'seed': seed, 'text': losses['rows'], 'repeats': readings,
             'copying': {name: copying(model, gap) for name, gap in GAPS.items()},

@@ -1,7 +1,7 @@
 # The study on long books: 5M parameters, bytes, L = 256, seeds 1337, 1338 and 1339 (SEEDS=1337 for
 # one: about two and a half hours on one CPU core). Every method is tuned with the same 150 steps of
 # 8 windows of 4L = 1,024 tokens. Run it from the project's root, after python data/books/prepare.py
-# FOLDER. What is there already is not made again.
+# FOLDER. What is there is kept.
 set -e
 tune() { test -f $out/none/$1 || { shift; python tune_scale.py --out_dir=$out/none --n_samples=16 "$@"; }; }
 . "$(dirname "$0")/../train.sh"

@@ -86,7 +86,7 @@ def features(folder, n=8):
     """
     {name: (n_layer, H, D)} of the channels of a model as it was trained, from its weights and from
     n test windows of 4L tokens, of which the last L are queries. q_c k_c is the part of channel c
-    of a score. Its lead: that part, weighted by attention to the last L keys alone, less the same
+    of a score. Its lead: that part, weighted by attention to only the last L keys, minus the same
     for the keys before them.
     """
     model, info = load_model('last', folder, 'cpu')

@@ -1,5 +1,5 @@
 # As many of the GPU measurements as fit into the minutes given, the most important first. What is
-# there already is not made again, so the same command goes on where an earlier one stopped.
+# there is kept, so the same command goes on where an earlier one stopped.
 #   bash results/gpu/run.sh 60                   # one GPU; JSON into results/gpu
 #   BOOKS=FOLDER bash results/gpu/run.sh 120     # the last part reads the books of results/books
 #   SIZE=toy bash results/gpu/run.sh 60          # the same path on a CPU, into out/gpu_toy

@@ -1,6 +1,6 @@
 # What reads past L, from the project's root. First: python data/code/prepare.py
 # It goes on where it was stopped. Start it in two shells for two cores, with OMP_NUM_THREADS=1 each.
-#   MODELS=conv,none   some models alone
+#   MODELS=conv,none   only these models
 #   SERIES=books       on books, after: python data/books/prepare.py FOLDER --tokenizer=bpe:1024
 #                      --out_dir=data/books_1024. Other series: tokens_40M, size_5M, parts
 #   SERIES=mix_20M     trained on both, after: python data/books/prepare.py FOLDER

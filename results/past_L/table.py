@@ -1,9 +1,9 @@
 """
 What reads past L: NoPE, RoPE and ALiBi, each without and with a short convolution. Each model is
 trained at L = 128 tokens. Then it reads windows of up to 16L tokens. NoPE also reads them with
-small vectors tuned at 8L, RoPE with YaRN and with both, and each of the two after fine-tuning at
-8L. Two models more are trained at 8L from their second step on. A series is a text to train on and
-one to read, a number of tokens and a size of the models.
+small vectors tuned at 8L, and RoPE with YaRN, without and with such vectors. Both also read them
+after every weight was fine-tuned at 8L. Two more models are trained at 8L from their second step
+on. A series is a text to train on and one to read, a number of tokens and a size of the models.
 
 $ python data/code/prepare.py
 $ bash results/past_L/run.sh                    # measures what is missing
@@ -95,6 +95,7 @@ SERIES = {
     'size_5M': Series('Python source, 5M parameters', '--n_layer=6 --n_embd=256 --n_hidden=704',
                       {'conv': 3, 'none': 1, 'rope': 1}, ('untuned', 'head', 'vectors', 'yarn')),
 }
+PRECISION = '--dtype=float32'  # of readings and tunings; auto would depend on the processor
 AT_8L = f'--block_size={8 * L} --batch_size=2 --micro_batch_size=2'  # as many tokens as at L
 # Tune every weight, with as many windows as the vectors. The rate is a quarter of pretraining's
 # peak, as in config/finetune_8k.py.
@@ -157,7 +158,7 @@ def readings_of(model, seed):
             kind = 'uniform' if name == 'uniform' else f'head_{8 * L}'
             path = f'{run}/scale_{kind}_{name}.json'
             study.made(path, f'tune_scale.py --out_dir={run} --label={name} {arguments} '
-                             f'{base}'.strip())
+                             f'{PRECISION} {base}'.strip())
             readings[name] = run, f'{base} --scale={path}'.strip(), ''
     name = 'yarn_weights' if base else 'weights'
     if is_read(name):
@@ -173,7 +174,7 @@ def result_of(model, seed):
     began, readings, text = time.perf_counter(), {}, SERIES[series].dataset
     for name, (run, how, baseline) in readings_of(model, seed).items():
         label = f'{name}_{text}' if text else name
-        how += f' --dataset={text}' if text else ''
+        how += f' {PRECISION} --dataset={text}' if text else f' {PRECISION}'
         losses = study.evaluated(run, 'position', label,
                                  f"--lengths=[{','.join(map(str, LENGTHS))}] {how}")
         repeats = study.evaluated(run, 'repeat', label,
@@ -231,8 +232,8 @@ def of_kind(readings, kind):
 
 def row_of(model, name, runs, twins):
     """
-    Over seeds: losses by length, and gains at far repeats, of a model that is read one way. The
-    twins' cut context is what its gains over all tokens are over.
+    Over seeds: losses by length, and gains at far repeats, of a model that is read one way. Its
+    gains over all tokens are relative to the cut context of its twins.
     """
     found = [one['readings'][name] for one in runs]
     row = {'model': model, 'reading': name, 'title': f'{MODELS[model][0]}, {TITLES[name]}',

@@ -27,7 +27,7 @@ from results.scoreboard.table import ROWS, SIZES
 
 size = 'small'               # a key of SIZES
 device = 'auto'              # auto, cpu, cuda
-dtype = 'float32'            # auto, float32, bfloat16; the rows of 0.9M were trained in float32
+dtype = 'float32'            # auto, float32, bfloat16; config/scoreboard.py trains in float32
 
 
 def changes_of(row):
