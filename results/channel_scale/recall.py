@@ -27,7 +27,7 @@ from results import study
 from results.channel_scale.table import over_seeds
 from tune_scale import vectors_of
 
-out_dir = 'out/channel_recall'   # SEED/ is a run of che.py, SEED.json the result of its model
+out_dir = 'out/channel_recall'   # SEED/ is a run of che.py, SEED_STEPS_TESTS.json its result
 seeds = [1337, 1338, 1339]
 max_iters = 200                  # steps of tuning, each with 64 samples
 n_test = 512                     # samples of each length
@@ -178,8 +178,8 @@ def result_of(seed):
 def collect():
     """The result. Measures what is missing."""
     setup('cpu', 'float32')
-    units = {Path(out_dir, f'{seed}.json'): (f'{out_dir}/{seed}', partial(result_of, seed))
-             for seed in seeds}
+    units = {Path(out_dir, f'{seed}_{max_iters}_{n_test}.json'):
+             (f'{out_dir}/{seed}', partial(result_of, seed)) for seed in seeds}
     study.measure_units(units)
     found = [read(path) for path in units]
     return {'stage': 'channel_recall', 'block_size': L, 'target_length': 4 * L,
