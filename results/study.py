@@ -87,7 +87,10 @@ def measure_units(units):
 
 
 def made_with(result, began):
-    """The provenance of a unit. result: of one stage, whose versions and device are copied."""
+    """
+    The provenance of a unit. result: of one of its stages, whose commit, versions, device and dtype
+    are copied. Stages that an earlier start made may have others; the seconds are of this start.
+    """
     same = {key: result[key] for key in ('commit', 'versions', 'device', 'dtype')}
     return {'command': command(), **same, 'seconds': round(time.perf_counter() - began, 1)}
 
