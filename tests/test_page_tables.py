@@ -35,6 +35,8 @@ PRINTED = {
     'past_L/mix_20M/past_L': past_table.print_table,
     'past_L/mix_20M_on_books/past_L': past_table.print_table,
     'past_L/mix_on_books/past_L': past_table.print_table,
+    'past_L/mix_5M/past_L': past_table.print_table,
+    'past_L/mix_5M_on_books/past_L': past_table.print_table,
     'past_L/books/past_L': past_table.print_table,
     'past_L/books_40M/past_L': past_table.print_table,
     'scoreboard/small': lambda rows: study.print_table(scoreboard_table.lines(rows)),
@@ -63,6 +65,8 @@ OVERVIEW = {
     'half code, half books, 10M tokens | books | 1.05M': 'mix_on_books',
     'half code, half books, 20M tokens | code | 1.05M': 'mix_20M',
     'half code, half books, 20M tokens | books | 1.05M': 'mix_20M_on_books',
+    'half code, half books, 20M tokens | code | 5M': 'mix_5M',
+    'half code, half books, 20M tokens | books | 5M': 'mix_5M_on_books',
 }
 
 
