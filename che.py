@@ -203,7 +203,7 @@ def open_run(mixture, path, chosen, runtime):
     wanted = {name: chosen[name] for name in (*MODEL, *TRAINING)}
     state = read_state(path, wanted, chosen['max_iters'])
     if 'model' in state:
-        model.load_state_dict(checkpoints.weights_for(model, state['model'], path))
+        model.load_state_dict(checkpoints.fit_weights(model, state['model'], path))
     return TaskRun(mixture.split('+'), empty_token(mixture), model.to(runtime.device), state, path,
                    lock)
 

@@ -311,7 +311,7 @@ def entry_of(read_text, losses, scales, cut):
         if T in cut_at:
             entry['at'][T] |= gain_of(of_windows, cut_at[T])
     far = read_text.far
-    entry['far'] = repeat_summary(far.window, losses[far.window, far.t - 1], cut_far, cut_far)
+    entry['far'] = repeat_summary(far.window, losses[far.window, far.t - 1], cut_far)
     return entry
 
 

@@ -1,7 +1,7 @@
 """
 Exact attention entropy per layer, head and position, computed without the T x T matrix. Section 2.3
 and Appendix D of "Length Generalization of Causal Transformers without Position Encoding".
-entropy() in kernels.py holds the formula.
+entropy_without_matrix() in kernels.py holds the formula.
 
 $ python entropy.py                                              # the demo model, windows of 8L
 $ python entropy.py --scale=out/demo/nope/scale_head_640.json    # with tuned scales
@@ -98,7 +98,8 @@ def main():
     for end in (L // 2, L, 2 * L, 4 * L, 8 * L):
         if end <= T:
             i = np.searchsorted(positions, end, side='right') - 1  # the last bin up to `end`
-            rows.append({'position': end, f'mean entropy ({unit})': mean[i], 'bound': bound[i]})
+            rows.append({'position': positions[i], f'mean entropy ({unit})': mean[i],
+                         'bound': bound[i]})
     print_rows(run.runtime.print, rows)
     if len(np.unique(scales)) > 1:
         result['spearman'] = [spearman(*layer) for layer in zip(scales, entropy[:, :, -1])]

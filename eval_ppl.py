@@ -11,17 +11,18 @@ Lengths, strides and Delta P use L.
 
 For each length T above L0, except in protocol tail, the result also has the loss in the cut
 context. There the same tokens are scored again, in short windows of L0 tokens. Each short window
-scores only its last L0 / 8 tokens, at far repeats only its last token. `cut_loss` is the loss in
-the cut context. `gain` is cut_loss minus the loss in windows of T tokens, in nats. A gain above 0
-means that the tokens beyond L0 help, a gain below 0 that they harm. A file of scale sets has sets
-only for lengths above L. Passes of at most L tokens, such as those of the cut context, use the
-model's own scales.
+scores only its last L0 / 8 tokens, at far repeats only its last token. `cut_loss` is the loss of
+the same model, with its scales, in the cut context. `gain` is cut_loss minus the loss in windows of
+T tokens, in nats. A gain above 0 means that the tokens beyond L0 help, a gain below 0 that they
+harm. A file of scale sets has sets only for lengths above L. Passes of at most L tokens, such as
+those of the cut context, use the model's own scales.
 
-At far repeats two models are compared. `gain` is the loss of the untuned model in the cut context,
-minus the loss of the evaluated model in the whole window. The untuned model is the checkpoint
---baseline. Without --baseline it is the run's own checkpoint, without --scale, --position and
---rope_scaling. `own_gain` is the same with the evaluated model in both places. `headroom` is the
-gain of the copy cache, a simple rule that copies (lib/repeats.py). R = gain / headroom.
+At far repeats two models are compared, and `gain` is another: the loss of the untuned model in the
+cut context, minus the loss of the evaluated model in the whole window. The untuned model is the
+checkpoint --baseline. Without --baseline it is the run's own checkpoint, without --scale,
+--position and --rope_scaling. `own_gain` is the same with the evaluated model in both places.
+`headroom` is the gain of the copy cache, a simple rule that copies (lib/repeats.py). R = gain /
+headroom.
 
 $ python eval_ppl.py                                             # sliding windows of L ... 8L
 $ python eval_ppl.py --scale=out/demo/nope/scale_head_640.json   # the same with tuned scales
@@ -440,7 +441,10 @@ def main(given=()):
     """given: names of the settings that the user set."""
     if protocol not in PROTOCOLS:
         raise UserError(f"protocol is '{protocol}'. Choose {', '.join(PROTOCOLS)}.")
-    for name in sorted(set().union(*OWN_SETTINGS.values()) & {*given} - OWN_SETTINGS[protocol]):
+    of_others = set().union(*OWN_SETTINGS.values()) - OWN_SETTINGS[protocol]
+    ignored = sorted(of_others & {*given})
+    if ignored:
+        name = ignored[0]
         raise UserError(f'protocol {protocol} does not read {name}. Leave {name} out, or choose a '
                         'protocol that has it: see --help.')
     between(globals(), 1, 'lengths', 'max_windows', 'n_samples', 'tail', 'gram', 'targets',

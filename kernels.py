@@ -1,9 +1,9 @@
 """
 Attention that is fast or needs little memory. It computes the plain formula in other ways.
 
-You can skip this file at first. attention() is softmax(q k^T / sqrt(D)) v, where each query sees
-the keys up to its own position. The rest of this file avoids the whole T x T matrix. Nothing here
-changes a result beyond rounding. The file is plain PyTorch and imports nothing from the project.
+At first read only attention(): softmax(q k^T / sqrt(D)) v, where each query sees the keys up to its
+own position. The rest of this file avoids the whole T x T matrix. Nothing here changes a result
+beyond rounding. The file is plain PyTorch and imports nothing from the project.
 
 Shapes: B sequences, T queries, S keys, H query heads, D = head_dim. Keys and values have n_kv_head
 heads, and H / n_kv_head query heads share each. Positions i of queries are (T,), positions j of
@@ -56,35 +56,36 @@ def attention(q, k, v, i, j, bias=None):
     n_kv_head, S = k.shape[1:3]
     is_causal = bias is None and T == S
     newest = T == 1 and i.dim() == 1  # a query at the end of the text sees every key
+    mask = bias
     if bias is None and not is_causal and not newest:
-        bias = ~later(i, j)
+        mask = ~later(i, j)  # PyTorch also takes booleans: True where the query sees the key
 
     shares_keys = H > n_kv_head
-    if T == 1 and shares_keys and (bias is None or bias.shape[1] == 1):
+    if T == 1 and shares_keys and (mask is None or mask.shape[1] == 1):
         # Each head has one query. Turn the query heads that share a key into rows of one head, so
         # that each key is read once. Use reshape(), because the kernel may return heads transposed
         # and view() would then fail.
         rows = q.reshape(B, n_kv_head, -1, D)
-        y = F.scaled_dot_product_attention(rows, k, v, bias)
+        y = F.scaled_dot_product_attention(rows, k, v, mask)
         return y.reshape(q.shape)
 
-    if shares_keys and q.device.type == 'cuda' and not flash_can_share_heads(q, bias):
+    if shares_keys and q.device.type == 'cuda' and not flash_can_share_heads(q, mask):
         k = repeat_heads(k, H)
         v = repeat_heads(v, H)
         shares_keys = False
-    return F.scaled_dot_product_attention(q, k, v, bias, is_causal=is_causal,
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal,
                                           enable_gqa=shares_keys)
 
 
-def flash_can_share_heads(q, bias):
+def flash_can_share_heads(q, mask):
     """
     True if FlashAttention can run. Of the fused kernels, only FlashAttention handles grouped
-    queries, and only on newer GPUs, in half precision and without a bias. For the other kernels,
+    queries, and only on newer GPUs, in half precision and without a mask. For the other kernels,
     repeat keys and values, because PyTorch would otherwise compute the whole matrix.
     """
     gpu = torch.cuda.get_device_properties(q.device)
     half_precision = q.dtype != torch.float32
-    return bias is None and half_precision and gpu.major >= 8
+    return mask is None and half_precision and gpu.major >= 8
 
 
 # ---------------------------------------------------------------------- some rows at a time
@@ -120,7 +121,7 @@ def each(f, chunks, recompute, apart=False):
     y = []
     for chunk in chunks:
         if apart and torch.compiler.is_compiling():
-            torch._dynamo.graph_break()  # in a loop, so Python runs all of it
+            torch._dynamo.graph_break()  # because of this line Python runs the whole loop
         if recompute and torch.is_grad_enabled():
             y.append(checkpoint(f, *chunk, use_reentrant=False))
         else:
@@ -133,8 +134,8 @@ def in_rows(rows_of, inputs, n_maps, all_keys=False):
     Call rows_of(q, k, v, i, j) -> (B, H, rows, ...) for some query rows at a time, and join the
     results. inputs: q, k, v, i, j for all rows. A chunk of rows leaves out the keys long after its
     last row. If there are many scores, backward computes each chunk again, so memory grows with T
-    rather than T^2. The limit for this is the same on a GPU, because every layer keeps this much
-    for backward. n_maps: matrices of scores that one call makes.
+    rather than T^2. This limit is the same on a GPU, because all layers keep so many at once for
+    backward. n_maps: matrices of scores that one call makes.
     """
     q, k, v, i, j = inputs
     T, S = q.shape[2], k.shape[2]
@@ -154,13 +155,13 @@ def in_rows(rows_of, inputs, n_maps, all_keys=False):
     return torch.cat(y[::-1], dim=2)
 
 
-def attention_with_bias(bias, q, k, v, i, j):
+def attention_with_bias(bias_of, q, k, v, i, j):
     """
-    Softmax attention, (B, H, T, D), with bias(i, j) added to the scores. bias(i, j) is
+    Softmax attention, (B, H, T, D), with bias_of(i, j) added to the scores. It is
     (1 or B, 1 or H, T, S), and -inf at each key that the query does not see.
     """
     def rows_of(q, k, v, i, j):
-        return attention(q, k, v, i, j, bias(i, j).to(q.dtype))
+        return attention(q, k, v, i, j, bias_of(i, j).to(q.dtype))
 
     B, H = q.shape[:2]
     n_maps = H  # one bias serves all sequences
@@ -201,7 +202,7 @@ def wants_gradient(q, k):
     return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
 
 
-def entropy(q, k):
+def entropy_without_matrix(q, k):
     """
     Entropy of each query's causal attention over s = q.k / sqrt(D), in nats, without the T x T
     matrix. Eq. (2) of arXiv:2404.12224 is H_i = ln sum_j exp(s_ij) - sum_j a_ij s_ij. The last sum
@@ -212,7 +213,8 @@ def entropy(q, k):
     gradient. attention_entropy() has one.
     """
     if wants_gradient(q, k):
-        raise ValueError('entropy() has no gradient: use attention_entropy(), or torch.no_grad().')
+        raise ValueError('entropy_without_matrix() has no gradient: use attention_entropy(), or '
+                         'torch.no_grad().')
     H, T, D = q.shape[1:]
     q = q.float()  # float32, because the two terms nearly cancel
     k = repeat_heads(k.float(), H)
@@ -226,15 +228,15 @@ def entropy(q, k):
 def attention_entropy(layer, attention, q, k, place):
     """
     Entropy of each query's attention in nats, (B, H, T) float32: a probe for Transformer.probe().
-    It handles every position method, and gradients. It calls entropy() if that is possible;
-    otherwise it computes rows of the matrix. If the weights of a row sum to less than 1, as with a
-    sink, the row is first divided by its sum.
+    It handles every position method, and gradients. It calls entropy_without_matrix() if that is
+    possible; otherwise it computes rows of the matrix. If the weights of a row sum to less than 1,
+    as with a sink, the row is first divided by its sum.
     """
     method, (B, H) = attention.position, q.shape[:2]
     has_kernel = method.is_plain and q.device.type in MEAN_KEY
     with torch.autocast(q.device.type, enabled=False):  # entropy is always float32
         if has_kernel and not wants_gradient(q, k):
-            return entropy(q, k)
+            return entropy_without_matrix(q, k)
         q, k = q.float(), k.float()
         more = method.similarity_inputs(k)
 
@@ -243,6 +245,7 @@ def attention_entropy(layer, attention, q, k, place):
             smallest = torch.finfo(weights.dtype).tiny  # so that 0 ln 0 is 0 and has a gradient
             terms = weights * weights.clamp(min=smallest).log()
             total = weights.sum(-1).clamp(min=smallest)
+            # -sum p ln p for p = weights / total
             return (total.log() - terms.sum(-1) / total).clamp(min=0)
 
         inputs = q, k, k, place.i, place.j

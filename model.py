@@ -17,7 +17,8 @@ H = n_head, D = head_dim = C / H, V = vocab_size.
 Four arguments go through all layers:
   place  the positions of the queries and keys of a pass, a position.Place
   cache  the keys and values of the tokens read before, a KVCache of lib/generate.py; None: no cache
-  tail   how many of the last positions the layer shall return; 0: all of them
+  tail   how many of the last positions the layer shall return; 0: all of them, because x[:, -0:]
+         is all of x
   probe  a function that measures q and k in each layer: see Transformer.probe(); None: no probe
 """
 
@@ -184,8 +185,7 @@ class Block(nn.Module):
         h = self.attn_norm(x)
         if self.attn_conv:
             h = self.attn_conv(h, cache)
-        # Attention returns the tail, and the n_before positions before it that mlp_conv reads. With
-        # a tail of 0 it returns all positions: x[:, -0:] is all of x.
+        # Attention returns the tail, and the n_before positions before it that mlp_conv reads.
         n_attended = tail + self.n_before if tail else 0
         y, probed = self.attn(h, place, cache, n_attended, probe)
         x = x[:, -n_attended:] + y
@@ -218,8 +218,9 @@ class Transformer(nn.Module):
             self.head.weight = self.embed.weight
         first = {}  # {name of a method: its instance in the first layer that uses this name}
         for layer, block in enumerate(self.blocks):
-            method = block.attn.position
-            method.share_weights(first.setdefault(config.method_of(layer), method))
+            name, method = config.method_of(layer), block.attn.position
+            first.setdefault(name, method)
+            method.share_weights(first[name])
 
     def init_weights(self, generator=None):
         """
@@ -270,14 +271,14 @@ class Transformer(nn.Module):
         if self.config.random_positions:
             draws = torch.rand_like(self.draws) if self.training else self.draws
             places = random_places(place, draws)
-        for block, place in zip(self.blocks, places):
-            block.attn.position.prepare(place)
+        for block, of_layer in zip(self.blocks, places):
+            block.attn.position.prepare(of_layer)
 
         # float32 even if matrices are in half precision, because the layers' outputs add up in x
         x = self.embed(idx).to(self.norm.weight.dtype)        # (B, T, C)
-        for block, place in zip(self.blocks, places):
-            wanted = tail if block is self.blocks[-1] else 0
-            rest = place, cache, wanted, self.probe_with
+        for block, of_layer in zip(self.blocks, places):
+            n_last = tail if block is self.blocks[-1] else 0
+            rest = of_layer, cache, n_last, self.probe_with
             if self.checkpoint_activations and torch.is_grad_enabled():
                 x, probed = checkpoint(block, x, *rest, use_reentrant=False)
             else:
@@ -313,8 +314,8 @@ class Transformer(nn.Module):
     def head_scale(self):
         """
         All softmax scales, (n_layer, H) float32, in units of 1 / sqrt(D). With one scale per
-        channel, each entry is the mean over the channels of a head. The setter takes a number, or
-        an array of shape (n_layer, H) or (n_layer, H, D).
+        channel, each entry is the mean over the channels of a head: writing it back would lose
+        the others. The setter takes a number, or an array of shape (n_layer, H) or (n_layer, H, D).
         """
         return torch.stack([block.attn.head_scale.detach().mean(1) for block in self.blocks])
 
@@ -349,14 +350,14 @@ class Transformer(nn.Module):
 
 # ---------------------------------------------------------------------- small vectors
 
-def scale_queries(qkv, scale, D):
+def fold_scale(qkv, scale, D):
     """Fold head scales, (H, 1) or (H, D), into the rows of q. Returns the new matrix qkv."""
     factors = torch.ones(len(qkv), 1, device=qkv.device)
     factors[:len(scale) * D] = scale.expand(-1, D).reshape(-1, 1)
     return qkv * factors
 
 
-def gain_outputs(out, gain, D):
+def fold_gain(out, gain, D):
     """Fold head gains, (H, 1), into the columns of attention's output matrix. Returns a new one."""
     return out * gain.expand(-1, D).flatten()
 
@@ -366,8 +367,8 @@ def gain_outputs(out, gain, D):
 # into a matrix, and `matrix` is the ending of that matrix's name. The gains of norms need no
 # matrix, because the exported checkpoint has norms itself.
 VECTORS = {
-    'head_scale': Vector('head_scale', 1.0, rate=0.1, matrix='qkv.weight', fold=scale_queries),
-    'head_gain': Vector('head_gain', 1.0, matrix='out.weight', fold=gain_outputs),
+    'head_scale': Vector('head_scale', 1.0, rate=0.1, matrix='qkv.weight', fold=fold_scale),
+    'head_gain': Vector('head_gain', 1.0, matrix='out.weight', fold=fold_gain),
     'norm': Vector('norm.weight', 1.0, 0.01, pretrained=True),
 }
 for method in METHODS.values():

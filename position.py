@@ -69,7 +69,9 @@ class Settings:
                                  f"{', '.join(METHODS)}; or several, with commas. To use a bias "
                                  'of lessons/exercises.py, run python -m lessons.exercises '
                                  f'train.py --position={name}')
-        for name in defaults_of_unused(vars(self)):
+        unused = [*defaults_of_unused(vars(self))]
+        if unused:
+            name = unused[0]
             owners = [f'position {key}' for key in METHODS if name in METHODS[key].settings]
             raise ValueError(f"{name} is {getattr(self, name)!r}, a setting of "
                              f"{' or '.join(owners) or 'DAPE, which needs a dape_kernel'}; but "
@@ -82,13 +84,10 @@ class Settings:
         self.require('random_positions', 0 <= self.random_positions <= 2 ** 24,
                      'from 1 to 2^24, or 0 for positions 0, 1, 2 ...')
         if self.random_positions:
-            # Log-n and its relatives compute the number of keys from the position of a query. A
-            # random position would give them a wrong number.
-            takes_random = {name for name in names if issubclass(METHODS[name], RoPE)
-                            or 'bias' in METHODS[name].overrides
-                            and METHODS[name].turn is NoPE.turn}
-            others = set(names) - takes_random - {'none'}
-            works = takes_random and not (others or self.rope_scaling or self.rope_window)
+            takes_random = {name: takes_random_positions(METHODS[name]) for name in names}
+            others = [name for name in names if name != 'none' and not takes_random[name]]
+            works = any(takes_random.values()) and not others
+            works = works and not self.rope_scaling and not self.rope_window
             self.require('random_positions', works, f"0 with position '{self.position}'. Random "
                          'positions need a bias other than nape_ssmax, or RoPE with neither '
                          'rope_scaling nor rope_window. Layers with neither a bias nor RoPE must '
@@ -107,6 +106,15 @@ class Settings:
         """Name in METHODS of the method of this layer."""
         names = self.position.split(',')
         return names[layer % len(names)]
+
+
+def takes_random_positions(method):
+    """
+    True if a method's class can read random positions. Log-n and its relatives cannot: they compute
+    the number of keys from the position of a query.
+    """
+    only_adds_bias = 'bias' in method.overrides and method.turn is NoPE.turn
+    return only_adds_bias or issubclass(method, RoPE)
 
 
 def defaults_of_unused(settings):
@@ -130,7 +138,7 @@ class Vector:
     A method lists its vectors in `vectors`, {name: Vector}. VECTORS in model.py has these and all
     others. Scale files store the vector under its name. The setting `tune` of tune_scale.py also
     takes this name. Two vectors have other names there: `scale` or `channel` is head_scale, and
-    `out` is head_gain (KINDS).
+    `out` is head_gain (KINDS of tune_scale.py).
     """
     ending: str           # last part of the names of its parameters
     neutral: float        # a checkpoint that lacks the vector gets this value; changes nothing
@@ -259,11 +267,11 @@ class NoPE(nn.Module):
         Softmax attention, (B, H, T, D). q: already multiplied by head_scale; k, v: (B, n_kv_head,
         S, D).
         """
-        if self.overrides - {'mask', 'bias'}:
-            return kernels.attention_over_scores(self, q, k, v, i, j)
-        if self.overrides or self.window:
+        if self.is_plain:
+            return kernels.attention(q, k, v, i, j)
+        if self.overrides <= {'mask', 'bias'}:
             return kernels.attention_with_bias(self.masked_bias, q, k, v, i, j)
-        return kernels.attention(q, k, v, i, j)
+        return kernels.attention_over_scores(self, q, k, v, i, j)
 
     def masked_bias(self, i, j):
         """The bias, -inf at masked keys: (1 or B, 1 or H, T, S)."""
@@ -331,7 +339,8 @@ def rope_frequencies(D, base, scaling, L, total, device='cpu'):
         ramp = (torch.arange(D // 2, device=device) - low) / max(high - low, 0.001)
         ramp = ramp.clamp(0, 1)
         frequency = frequency * (1 - ramp + ramp / s)
-    return frequency, 1 + 0.1 * math.log(s) if kind == 'yarn' else 1.0
+    factor = 1 + 0.1 * math.log(s) if kind == 'yarn' else 1.0
+    return frequency, factor
 
 
 def rotate(x, cos, sin):
@@ -355,7 +364,7 @@ class RoPE(NoPE):
 
     def __init__(self, config):
         super().__init__(config)
-        self.D, self.L = config.head_dim, config.L0
+        self.D, self.L0 = config.head_dim, config.L0
         self.base, self.scaling = config.rope_base, config.rope_scaling
         self.n_turned = round(config.rope_share * (self.D // 2))  # number of pairs that turn
         self.window = config.rope_window
@@ -365,7 +374,7 @@ class RoPE(NoPE):
         if place.rotation is not None:  # an earlier layer computed it
             return
         device = place.i.device if place.i.device.type != 'mps' else 'cpu'  # mps has no float64
-        frequency, factor = rope_frequencies(self.D, self.base, self.scaling, self.L, place.total,
+        frequency, factor = rope_frequencies(self.D, self.base, self.scaling, self.L0, place.total,
                                              device)
         frequency[self.n_turned:] = 0
         frequency = frequency.to(device=place.i.device, dtype=torch.float32)
@@ -399,10 +408,10 @@ class LogN(QueryFactor):
 
     def __init__(self, config):
         super().__init__(config)
-        self.L = config.L0
+        self.L0 = config.L0
 
     def factor(self, i):
-        return (i + 1).log() / math.log(self.L)
+        return (i + 1).log() / math.log(self.L0)
 
 
 # ---------------------------------------------------------------------- biases
@@ -414,10 +423,14 @@ class Bias(NoPE):
         raise NotImplementedError
 
 
+def differences(i, j):
+    """i - j for each query and key: (1, T, S), or (B, 1, T, S) if i and j have a B axis."""
+    return i[..., None, :, None] - j[..., None, None, :]
+
+
 def distances(i, j):
-    """i - j for each query and key, 0 if the key is later: (1, T, S), or (B, 1, T, S)."""
-    distance = i[..., None, :, None] - j[..., None, None, :]
-    return distance.clamp(min=0)
+    """differences(), but 0 if the key is later."""
+    return differences(i, j).clamp(min=0)
 
 
 def alibi_slopes(n_head):
@@ -447,8 +460,7 @@ class ALiBi(Bias):
         return alibi_slopes(n_head)
 
     def bias(self, i, j):
-        i, j = i[..., None, :, None], j[..., None, None, :]
-        return -self.slopes[:, None, None] * (i - j)
+        return -self.slopes[:, None, None] * differences(i, j)
 
 
 class Kerple(Bias):
@@ -625,7 +637,8 @@ class DAPE(NoPE):
         if self.cheat:
             warnings.warn('dape_cheat: this model sees the tokens that it must predict; its '
                           'losses mean nothing', stacklevel=2)
-        # DAPE changes only scores(). All other steps are those of the wrapped method.
+        # DAPE changes only scores(). All other steps are those of the wrapped method: an attribute
+        # of an object comes before a method of its class.
         self.prepare, self.turn = method.prepare, method.turn
         self.bias, self.mask, self.softmax = method.bias, method.mask, method.softmax
         self.similarity, self.similarity_inputs = method.similarity, method.similarity_inputs

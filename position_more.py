@@ -52,10 +52,10 @@ class Llama4(QueryFactor):
 
     def __init__(self, config):
         super().__init__(config)
-        self.L = config.L0
+        self.L0 = config.L0
 
     def factor(self, i):
-        return 1 + 0.1 * torch.log1p(((i + 1) / self.L).floor())
+        return 1 + 0.1 * torch.log1p(((i + 1) / self.L0).floor())
 
 
 class Adaptive(NoPE):

@@ -149,7 +149,7 @@ def starting_model(state, chosen, given, windows):
     else:
         state, config = checkpoint_to_start_from(chosen, given, windows)
     model = Transformer(config)
-    model.load_state_dict(checkpoints.weights_for(model, state['model'], state['path']))
+    model.load_state_dict(checkpoints.fit_weights(model, state['model'], state['path']))
     return model
 
 

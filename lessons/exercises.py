@@ -3,7 +3,7 @@ Exercises on length generalization. Each docstring gives the formula and its sou
 `raise` by your own code, in PyTorch. Then let the grader check it:
 
 $ make lessons                                                # all exercises
-$ python -m pytest lessons/test_exercises.py -k entropy       # the exercises with this name
+$ python -m pytest lessons/test_exercises.py -k entropy       # those with this in their names
 
 lessons/README.md says how long an exercise may take, and in which file the project solves it.
 Exercise 10 is your own position bias. Each program then knows it as --position=own:
@@ -218,9 +218,9 @@ def sliding_windows(n, length, stride):
     """
     14. Perplexity of n tokens by sliding windows. Return a list of (lo, hi, scored), in order. A
     window reads tokens lo ... hi - 1, at most `length` of them, and scores the last `scored`.
-    Token 0 has no token before it, so it is never scored. Score each other token once. Its window
-    must begin at 0 or hold at least length - stride tokens before it. Each window begins `stride`
-    tokens after the one before; only the last may begin fewer tokens after it.
+    Token 0 has no token before it, so it is never scored. Score all other tokens, each once. Its
+    window must begin at 0 or hold at least length - stride tokens before it. Each window begins at
+    most `stride` tokens after the one before.
     """
     raise NotImplementedError('Begin with (0, length, length - 1). Where does the next window end? '
                               'Which of its tokens are not scored yet?')

@@ -354,7 +354,7 @@ def test_tune_scales(student):
     require_tuned(student, per_channel=False)
 
 
-def test_tune_channel_scales(student):
+def test_tune_scales_per_channel(student):
     require_tuned(student, per_channel=True)
 
 

@@ -134,7 +134,7 @@ def config_of(settings, **sizes):
         return ModelConfig(**{name: settings[name] for name in names & set(settings)} | sizes)
 
 
-def weights_for(model, weights, source):
+def fit_weights(model, weights, source):
     """
     The weights of a checkpoint, {name: tensor}, as the model loads them. A small vector that the
     checkpoint lacks gets its neutral value. The model's own small vectors take the checkpoint's
@@ -154,7 +154,9 @@ def weights_for(model, weights, source):
             p.data = p.new_empty(weights[name].shape)  # one number per channel
     ours = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
     theirs = {name: tuple(weight.shape) for name, weight in weights.items()}
-    for name, _ in sorted(ours.items() ^ theirs.items()):
+    wrong = {name for name in ours.keys() | theirs if ours.get(name) != theirs.get(name)}
+    if wrong:
+        name = min(wrong)
         raise UserError(f'{name} should have shape {ours.get(name)}, but in {source} it has '
                         f'{theirs.get(name)}. These are not the weights of a model with position '
                         f'{model.config.position}, or an unreleased version wrote them. Leave '
@@ -209,7 +211,7 @@ def load_model(init_from, out_dir, device, position=None, rope_scaling=None, dty
         config |= {'rope_scaling': rope_scaling}
     with as_user_error(), torch.device('meta'), Uninitialized():
         model = Transformer(ModelConfig(**config))
-    weights = weights_for(model, state.pop('model'), source)
+    weights = fit_weights(model, state.pop('model'), source)
     weights = {name: weight if weight.dtype == dtype else weight.float()
                for name, weight in weights.items()}
     model.load_state_dict(weights, assign=True)
@@ -227,7 +229,8 @@ def open_model(path, scale=None, position=None):
     the model was trained with, if a folder does not name it. model.info holds the checkpoint's
     other entries; apply_scale() and save_scale() need it.
 
-    model, text = open_model('lessons/demo.pt', scale=1.3)
+    import torch, kernels, lib.generate, lib.checkpoints
+    model, text = lib.checkpoints.open_model('lessons/demo.pt', scale=1.3)
     ids = torch.tensor([text.encode_ordinary(open('model.py').read()[:513])])
     losses = model(ids[:, :-1], ids[:, 1:])                    # nats, (1, 512)
     with model.probe(kernels.attention_entropy) as entropy: model(ids)  # of each layer, (1, H, 513)

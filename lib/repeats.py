@@ -1,6 +1,7 @@
 """
 Repeats: tokens that follow a piece of text which occurred before in the same window. A model that
 reads the earlier occurrence can predict them. A far repeat is out of reach of a context cut to L.
+In this file L is the model's L0, the tokens in a window of pretraining.
 
 Also the copy cache, which says how much there is to gain at repeats: the gain of a model that reads
 the cut context and copies (Grave et al. 2017, arXiv:1612.04426, in its simplest form). The cache
@@ -55,17 +56,19 @@ def find_targets(samples, L, gram, most, near=False):
     """
     t, s = np.arange(samples.shape[1]), last_repeats(samples, gram)
     is_near = s >= t - L
-    window, place = np.nonzero((t >= 2 * L) & (is_near if near else (s >= 0) & ~is_near))
-    n_found = len(place)
+    is_wanted = is_near if near else (s >= 0) & ~is_near
+    window, position = np.nonzero(is_wanted & (t >= 2 * L))
+    n_found = len(position)
     if n_found == 0:
         raise UserError(f'no token of {len(samples)} windows of {samples.shape[1] - 1} tokens is a '
                         f'{"near" if near else "far"} repeat of {gram} tokens. Lower --gram=, or '
                         'give other text.')
     if n_found > most:
         drawn = np.sort(np.random.default_rng(0).choice(n_found, most, replace=False))
-        window, place = window[drawn], place[drawn]
-    s = s[window, place]
-    return Targets(window, place, s, samples[window, place] == samples[window, s], n_found)
+        window, position = window[drawn], position[drawn]
+    s = s[window, position]
+    same = samples[window, position] == samples[window, s]
+    return Targets(window, position, s, same, n_found)
 
 
 def copy_losses(losses, same, weight):
@@ -104,17 +107,18 @@ def ratio_over_windows(a, b, window):
     return ratio, variance ** 0.5 / abs(total)
 
 
-def repeat_summary(window, losses, cut, own_cut, copied=None):
+def repeat_summary(window, losses, cut, own_cut=None, copied=None):
     """
     A row of the result. Each argument has one number per target, (n,). losses: the model reads the
     whole window. cut: the untuned model reads the cut context. own_cut: the model itself reads the
-    cut context. copied: cut, with the copy cache. The error of R treats the weight of the copy as
-    known.
+    cut context. copied: cut, with the copy cache. Without own_cut or copied, the row lacks their
+    entries. The error of R treats the weight of the copy as known.
     """
     one, row = np.ones(len(window)), {'loss': losses.mean(), 'cut_loss': cut.mean()}
     row['gain'], row['gain_error'] = ratio_over_windows(cut - losses, one, window)
-    row['own_cut_loss'] = own_cut.mean()
-    row['own_gain'], row['own_gain_error'] = ratio_over_windows(own_cut - losses, one, window)
+    if own_cut is not None:
+        row['own_cut_loss'] = own_cut.mean()
+        row['own_gain'], row['own_gain_error'] = ratio_over_windows(own_cut - losses, one, window)
     if copied is not None:
         row |= {'copy_loss': copied.mean(), 'headroom': (cut - copied).mean()}
         row['R'], row['R_error'] = ratio_over_windows(cut - losses, cut - copied, window)

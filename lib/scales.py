@@ -71,7 +71,8 @@ def vectors_from_json(data, path, model):
         kind = VECTORS[vector_of(name)]
         if not kind.pretrained:
             vectors[name] = torch.full((*p.shape[:-1], 1), kind.neutral)
-    for key in {'head_scale'} | data.keys() & VECTORS.keys():  # each set must have scales
+    of_file = data.keys() & VECTORS.keys()
+    for key in {'head_scale'} | of_file:  # each set must have scales
         rows = data[key]
         if isinstance(rows, list):
             names = by_layer(key, model.config.n_layer)
@@ -159,7 +160,9 @@ def sets_of(data, path):
             advice = f"Did you mean '{near[0]}'?" if near else 'Remove it.'
             raise UserError(f"{path} has '{name}', which does not belong in a scale file. {advice}")
     sets = data['sets'] if 'sets' in data else [{key: data[key] for key in data.keys() & kinds}]
-    for name in {name for one in sets for name in one} - kinds:
+    unknown = {name for one in sets for name in one} - kinds
+    if unknown:
+        name = min(unknown)
         raise UserError(f"{path} has '{name}' in a set, which does not belong in a scale file. "
                         'Remove it.')
     return sets
@@ -224,8 +227,18 @@ def replace_vectors(model, vectors):
     put_vectors(model, vectors)
 
 
+def replace_scales(model, scales):
+    """replace_vectors() for the softmax scales, (n_layer, H) or (n_layer, H, D)."""
+    if scales.dim() == 2:
+        scales = scales[..., None]
+    replace_vectors(model, dict(zip(by_layer('head_scale', len(scales)), scales)))
+
+
 def remove_scales(model):
-    """Undo the last scale file, if any. The model gets back the vectors that it had before."""
+    """
+    Undo the last apply_scale() or install_sets(), if any. The model gets back the vectors that it
+    had before.
+    """
     put_vectors(model, model.replaced)
     model.replaced, model.scale_sets = {}, None
 
@@ -306,9 +319,9 @@ def apply_scale(model, scale, info, say=print):
     it, as in 'yarn4_scale1.2'.
     """
     config, label = model.config, method_label(model.config, info)
+    remove_scales(model)
     if scale is None:
         return label
-    remove_scales(model)
     replaces = (model.head_scale != 1).any()
     if isinstance(scale, str | Path):
         name, (data, sets) = Path(scale).stem, read_scale_file(scale, model, info)
@@ -317,14 +330,13 @@ def apply_scale(model, scale, info, say=print):
         else:
             replace_vectors(model, *sets.values())
     elif np.ndim(scale):
-        shape = config.n_layer, config.n_head, config.head_dim
-        name = 'scales'
+        name, shape = 'scales', (config.n_layer, config.n_head, config.head_dim)
         scales = finite(np.asarray(scale), shape[:max(2, np.ndim(scale))], 'scale')
-        model.head_scale = scales
+        replace_scales(model, scales)
     else:
         name, number = f'scale{scale:g}', finite(scale, (), f'scale {scale}')
         above_zero(number, f'scale {scale}')
-        model.head_scale = number
+        replace_scales(model, number.expand(config.n_layer, config.n_head))
     if replaces:
         say(f"{name} replaces the model's own head scales, which were not all 1")
     return f'{label}_{name}' if label else name

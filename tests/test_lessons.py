@@ -58,7 +58,7 @@ def test_each_exercise_is_graded_and_has_a_wrong_solution():
 
 PROJECT = dict(
     fit_scale=lambda *inputs: tune_scale.fit_scale(*inputs)[0],
-    entropy_without_matrix=lambda q, k: kernels.entropy(q[None], k[None])[0],
+    entropy_without_matrix=lambda q, k: kernels.entropy_without_matrix(q[None], k[None])[0],
     yarn_frequencies=lambda D, base, s, L: (
         position.rope_frequencies(D, base, f'yarn:{s}', L, L)[0]),
     alibi=lambda H, i, j: position.ALiBi(SimpleNamespace(n_head=H)).bias(i, j),
@@ -75,7 +75,7 @@ def test_what_the_project_computes_passes(graded):
 
 # ---------------------------------------------------------------------- wrong
 
-EXERCISES = {'own_bias': 'OwnBias', 'tune_channel_scales': 'tune_scales'}  # others as graded
+EXERCISES = {'own_bias': 'OwnBias', 'tune_scales_per_channel': 'tune_scales'}  # others as graded
 
 # A test of the grader | what its message says | what tests/solutions.py holds | what a student
 # wrote instead | perhaps more of both.
@@ -122,10 +122,10 @@ tune_scales | lack requires_grad_(True) | head_scale.requires_grad_() | head_sca
 tune_scales | zero_grad() was left out | optimizer.zero_grad() |
 tune_scales | the optimizer did not get this scale | optimizer.step() |
 tune_scales | goes up the gradient | loss.backward() | (-loss).backward()
-tune_channel_scales | the optimizer did not get this scale | optimizer.step() |
-tune_channel_scales | goes up the gradient | loss.backward() | (-loss).backward()
-tune_channel_scales | not expanded to one per channel | if per_channel | if False
-tune_channel_scales | the bound of 1 was kept | if not per_channel | if True
+tune_scales_per_channel | the optimizer did not get this scale | optimizer.step() |
+tune_scales_per_channel | goes up the gradient | loss.backward() | (-loss).backward()
+tune_scales_per_channel | not expanded to one per channel | if per_channel | if False
+tune_scales_per_channel | the bound of 1 was kept | if not per_channel | if True
 dape | at j > i it should be -inf | .masked_fill(later, -math.inf) |
 dape | begins at key -1 | x[..., :K // 2] = 0 |
 dape | result if f sees scores of later keys | .tril() | | padding=K - 1 | padding=1 \

@@ -60,12 +60,18 @@ def assert_ones(model):
 def test_scale_of_a_stage_is_nothing_a_number_or_a_file(tmp_path, loaded):
     (model, info), said = loaded, []
     path = write(tmp_path / 'scale_head_64.json', info)
-    for scale, label, expected, notes in (
-            (None, '', ONES, 0), (1.2, 'scale1.2', 1.2 * ONES, 0),  # every scale was 1
-            (None, '', 1.2 * ONES, 0), (2, 'scale2', 2 * ONES, 1),
-            (path, 'scale_head_64', torch.tensor(SCALES), 2)):
-        assert apply_scale(model, scale, info, said.append) == label
-        assert torch.equal(model.head_scale, expected) and len(said) == notes
+    for own, notes in (1.0, 0), (3.0, 2):
+        model.head_scale = own
+        for scale, label, expected in (
+                (None, '', own * ONES), (1.2, 'scale1.2', 1.2 * ONES), (None, '', own * ONES),
+                ((2 * ONES).numpy(), 'scales', 2 * ONES), (None, '', own * ONES)):
+            assert apply_scale(model, scale, info) == label
+            assert torch.equal(model.head_scale, expected)
+        for scale, expected in (2, 2 * ONES), (path, torch.tensor(SCALES)):
+            apply_scale(model, scale, info, said.append)
+            assert torch.equal(model.head_scale, expected)
+        assert len(said) == notes
+        apply_scale(model, None, info)
     assert said[0].startswith('scale2 ') and said[1].startswith('scale_head_64 ')
     assert info['path'] not in said[0]  # the checkpoint's scales are 1
 
@@ -210,7 +216,7 @@ def with_sets(tmp_path, loaded):
 def test_another_scale_takes_the_place_of_sets(with_sets, loaded):
     apply_scale(with_sets, 3.0, loaded[1], lambda line: None)
     assert with_sets.scale_sets is None and torch.equal(with_sets.head_scale, 3 * ONES)
-    with_sets.head_scale = 1
+    apply_scale(with_sets, None, loaded[1])
     assert_ones(with_sets)  # the vectors of other kinds are those of the checkpoint
 
 
