@@ -174,6 +174,8 @@ def score_windows(run, tokens, windows, label=None):
 
         # The last token of a window has no target in the window. Read it all the same, because a
         # position method may depend on the number of tokens. Its target is 0; its loss is dropped.
+        # If the last 2 of tokens a b c d are scored, the targets are b c d 0, and the losses of
+        # c d 0 are computed.
         texts = np.zeros((len(group), T + 1), np.int64)
         for text, i in zip(texts, group):
             lo, hi, _ = windows[i]

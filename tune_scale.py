@@ -105,13 +105,27 @@ def candidates(candidate_range):
     return [round(first + i * step, 6) for i in range(n + 1)]
 
 
+def losses_with(run, scale, samples, called, with_entropy):
+    """
+    Give every head this scale, and read the samples. Returns the mean loss at each position, (T,),
+    and the mean entropy in bins of L / 16 positions, or None. An entropy costs as much as a loss.
+    """
+    run.model.head_scale = scale
+    batch_tokens, label = run.settings['batch_tokens'], f'scale {scale:.2f}'
+    if not with_entropy:
+        return run.runtime.over_windows(samples, batch_tokens, called, label).mean(0), None
+    losses, of_heads = loss_and_entropy(run.model, samples, run.L // 16, batch_tokens, run.runtime,
+                                        label)
+    return losses, of_heads.mean((0, 1))
+
+
 def search_uniform(run, windows, scales):
     """
     Try each candidate scale on the windows. Returns a dict: the loss in bins of L / 16 positions
     with each candidate, the best candidate per bin and per length, and the fit. For comparison it
     also holds the loss of the unchanged model in the cut context: the same tokens, scored in short
-    windows (see eval_ppl.py). An entropy costs as much as a loss. So it is measured only for the
-    candidates that the picture shows, and None for others. Restores the model's scales at the end.
+    windows (see eval_ppl.py). The entropy is None for candidates that the picture does not show.
+    Restores the model's scales at the end.
     """
     s, model, L = run.settings, run.model, run.L
     loss, entropy, loss_at_length = [], [], []
@@ -123,19 +137,11 @@ def search_uniform(run, windows, scales):
     lengths = cut['position']  # L, 2L, 4L ... and the end of the windows
     original = copies(vectors_of(model, ['scale']))
     for i, scale in enumerate(scales):
-        model.head_scale = scale
-        label, mean_entropy = f'scale {scale:.2f}', None
-        if i in plotted:
-            of_scale, of_heads = loss_and_entropy(model, samples, L // 16, s['batch_tokens'],
-                                                  run.runtime, label)
-            mean_entropy = of_heads.mean((0, 1))
-        else:
-            losses = run.runtime.over_windows(samples, s['batch_tokens'], called, label)
-            of_scale = losses.mean(0)
-        position, binned = bin_means(of_scale, L // 16)
+        losses, mean_entropy = losses_with(run, scale, samples, called, i in plotted)
+        position, binned = bin_means(losses, L // 16)
         loss.append(binned)
         entropy.append(mean_entropy)
-        loss_at_length.append([of_scale[max(0, n - s['tail']):n].mean() for n in lengths])
+        loss_at_length.append([losses[max(0, n - s['tail']):n].mean() for n in lengths])
     put_vectors(model, original)
 
     loss, loss_at_length, scales = np.array(loss), np.array(loss_at_length), np.array(scales)

@@ -1,6 +1,6 @@
 """
-Losses by position: with the whole context, and with the context cut to the last L tokens. The cut
-context is the baseline of every model that reads past L.
+Losses by position: with the whole context, and with the context cut to the last L0 tokens, as many
+as a window of pretraining has. The cut context is the baseline of every model that reads past L0.
 """
 
 import contextlib
@@ -64,7 +64,7 @@ def cut_windows(windows, L):
 def cut_losses(model, samples, end, tail, batch_tokens, runtime):
     """
     The mean loss of each sample over the last `tail` targets up to position `end`, (n,). The
-    context is cut by cut_windows(). samples: (n, T + 1) ids.
+    context is cut to L0 tokens by cut_windows(). samples: (n, T + 1) ids.
     """
     def of_piece(lo, hi, n):
         with vectors_for(model, hi - lo):
@@ -85,7 +85,7 @@ def doubled_lengths(L, T):
 def cut_curve(model, samples, L, tail, batch_tokens, runtime):
     """
     The baseline for a picture of losses by position. Positions: L, 2L, 4L ... and the end of the
-    samples. The loss at each is the mean of cut_losses() over the samples. Context: the number of
+    samples, where L is the model's block_size. The loss at each is the mean of cut_losses() over the samples. Context: the number of
     tokens that the context is cut to.
     """
     lengths = doubled_lengths(L, samples.shape[1] - 1)

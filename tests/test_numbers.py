@@ -259,11 +259,6 @@ def other_losses(x):
                 if 'gain at 8L' in row and row['row'] not in named)
 
 
-def largest_error(x):
-    """Of the gains of the convolution, untuned and with head scales."""
-    return max(past(x, 'conv untuned', 'errors, all') + past(x, 'conv head', 'errors, all'))
-
-
 def min_errors(x, name):
     """The least whole number of standard errors by which a gain at far repeats is above 0."""
     return math.floor(min(a / b for a, b in zip(gains(x, name), past(x, name, 'errors, all'))))
