@@ -267,11 +267,11 @@ class NoPE(nn.Module):
         Softmax attention, (B, H, T, D). q: already multiplied by head_scale; k, v: (B, n_kv_head,
         S, D).
         """
-        if self.is_plain:
-            return kernels.attention(q, k, v, i, j)
-        if self.overrides <= {'mask', 'bias'}:
+        if self.overrides - {'mask', 'bias'}:
+            return kernels.attention_over_scores(self, q, k, v, i, j)
+        if self.overrides or self.window:
             return kernels.attention_with_bias(self.masked_bias, q, k, v, i, j)
-        return kernels.attention_over_scores(self, q, k, v, i, j)
+        return kernels.attention(q, k, v, i, j)
 
     def masked_bias(self, i, j):
         """The bias, -inf at masked keys: (1 or B, 1 or H, T, S)."""

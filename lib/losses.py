@@ -85,8 +85,8 @@ def doubled_lengths(L, T):
 def cut_curve(model, samples, L, tail, batch_tokens, runtime):
     """
     The baseline for a picture of losses by position. Positions: L, 2L, 4L ... and the end of the
-    samples, where L is the model's block_size. The loss at each is the mean of cut_losses() over the samples. Context: the number of
-    tokens that the context is cut to.
+    samples, where L is the model's block_size. The loss at each is the mean of cut_losses() over
+    the samples. Context: the number of tokens that the context is cut to.
     """
     lengths = doubled_lengths(L, samples.shape[1] - 1)
     losses = [cut_losses(model, samples, T, tail, batch_tokens, runtime).mean() for T in lengths]
