@@ -103,9 +103,9 @@ def show_help(scope, known, declared=None):
     sys.exit()
 
 
-def arguments(scope, known):
+def arguments(scope, known, words):
     """Yield (source, name, [possible values]) for each setting that the command line gives."""
-    for argument in sorted(sys.argv[1:], key=lambda argument: '=' in argument):  # files first
+    for argument in sorted(words, key=lambda argument: '=' in argument):  # files first
         name, equals, text = argument.partition('=')
         if name.startswith('--') and equals:
             values = [text]
@@ -121,12 +121,13 @@ def arguments(scope, known):
             raise UserError(f"'{argument}' is neither config/FILE.py nor --key=value.")
 
 
-def configure(scope, declared=None):
+def configure(scope, declared=None, words=None):
     """
     Set the settings in a stage's globals() from its command line, and make report() show uncaught
     errors. declared: a dataclass whose fields are settings, too, such as position.Settings. If the
-    stage assigns a field itself, that default counts. Returns the names of the settings that the
-    user gave. Raises UserError with the file or key that is wrong.
+    stage assigns a field itself, that default counts. words: a command line, as a list; None: that
+    of the process. Returns the names of the settings that the user gave. Raises UserError with the
+    file or key that is wrong.
     """
     sys.excepthook = report
     if hasattr(sys.stdout, 'reconfigure'):  # prints file names that are not UTF-8
@@ -135,10 +136,10 @@ def configure(scope, declared=None):
     for field in dataclasses.fields(declared) if declared else ():
         scope.setdefault(field.name, field.default)
         kinds = {field.name: field.type} | kinds
-    known, given = settings(scope), set()
-    if {'-h', '--help'} & set(sys.argv):
+    known, given, words = settings(scope), set(), sys.argv[1:] if words is None else words
+    if {'-h', '--help'} & set(words):
         show_help(scope, known, declared)
-    for where, name, values in arguments(scope, known):
+    for where, name, values in arguments(scope, known, words):
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             advice = f"Did you mean '{near[0]}'?" if near else '--help lists the settings.'

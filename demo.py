@@ -12,8 +12,6 @@ them can also be run alone. Writes out_dir/report.json and .png; results/demo/RE
 fields.
 """
 
-import ast
-import contextlib
 import json
 import os
 import shlex
@@ -30,6 +28,7 @@ from threading import Event
 import numpy as np
 import torch
 
+import train
 from configurator import between, configure, settings
 from data.stdlib.prepare import library_files
 from eval_ppl import gain_of, summary
@@ -40,8 +39,9 @@ from lib.devices import setup
 from lib.errors import ROOT, UserError
 from lib.losses import by_position, cut_losses, doubled_lengths
 from lib.repeats import Targets, find_targets, losses_when_cut, repeat_summary
-from lib.runs import require_same_data
+from lib.runs import MODEL, OF_MACHINE, require_same_data
 from lib.tokens import Windows
+from position import Settings
 
 out_dir = 'out/demo_code'    # folder of the report; the trained models go there, too
 models = ''                  # folder of trained models to read; '': train them in out_dir
@@ -127,13 +127,24 @@ def is_made(path, arguments):
 
 
 def require_trained_with(folder, arguments):
-    """Raise UserError if the run in a folder was trained with other values of these settings."""
-    trained = read(Path(folder, 'config.json'))
-    for argument in arguments:
-        name, is_setting, text = argument.removeprefix('--').partition('=')
-        if is_setting and not is_value(trained.get(name), text):
-            raise UserError(f'{folder} was trained with {name}={trained.get(name)}, not with '
-                            f'{text}. Remove the folder, or choose another --out_dir=.')
+    """
+    Raise UserError if the run in a folder was trained with other settings than these arguments of
+    train.py give, or from a checkpoint that has changed since.
+    """
+    advice = 'Remove the folder, or choose another --out_dir=.'
+    trained, scope = read(Path(folder, 'config.json')), dict(vars(train))
+    given = configure(scope, Settings, arguments)
+    start = Path(scope['init_from'])
+    if start.is_file() and start.stat().st_mtime > Path(folder, 'loss.png').stat().st_mtime:
+        raise UserError(f'{folder} was trained from an older {start}. {advice}')
+    ignored = OF_MACHINE | {'log_interval', 'tracker', 'micro_batch_size'}
+    if trained.get('init_from', 'scratch') != 'scratch':  # the sizes are those of the checkpoint
+        ignored |= set(MODEL) - given
+    for name, value in settings(scope).items():
+        # config.json of an older version may lack a setting.
+        if name not in ignored and not is_value(trained.get(name, value), value):
+            raise UserError(f'{folder} was trained with {name}={trained[name]}, not with {value}. '
+                            f'{advice}')
 
 
 def scale_file(model, kind):
@@ -142,13 +153,10 @@ def scale_file(model, kind):
     return f'{models or out_dir}/{model}/scale_{name}.json'
 
 
-def is_value(value, text):
-    """Whether a command line that gives this text sets this value. auto may be any value."""
-    if text in (str(value), 'auto') or str(value).startswith(f'{text}:'):  # yarn became yarn:8
-        return True
-    with contextlib.suppress(ValueError, SyntaxError):
-        return ast.literal_eval(text) == value
-    return False
+def is_value(trained, wanted):
+    """Whether a run that wanted this value of a setting has the value that it was trained with."""
+    # auto became a dtype, yarn became yarn:8
+    return wanted in (trained, 'auto') or str(trained).startswith(f'{wanted}:')
 
 
 def training(model):
@@ -157,13 +165,13 @@ def training(model):
     UserError if the model was trained with other settings, such as max_iters.
     """
     folder, (arguments, share) = Path(out_dir, model), TRAIN[model]
-    arguments = [*arguments, '--batch_size=8', '--micro_batch_size=8',
+    arguments = ['config/code.py', *arguments, '--batch_size=8', '--micro_batch_size=8',
                  f'--max_iters={round(share * max_iters)}', *train_args]
     if (folder / 'loss.png').exists():  # train.py draws it last
         require_trained_with(folder, arguments)
         return []
     resume = ['--init_from=resume'] if (folder / 'last.pt').exists() else []
-    return [['train.py', 'config/code.py', *arguments, f'--out_dir={folder}', *resume]]
+    return [['train.py', *arguments, f'--out_dir={folder}', *resume]]
 
 
 def tunings(model):

@@ -16,7 +16,7 @@ from demo import read
 from lib import figures, plots
 from lib.answers import Busy, OnlyWriter, command, save_json
 from lib.devices import setup
-from lib.errors import UserError
+from lib.errors import UserError, report
 
 
 def require_known(names, known):
@@ -68,8 +68,16 @@ def train(folder, arguments):
 def measure_units(units):
     """
     Write the JSON of each unit that has none. units: {path of the JSON: (folder, function)}. Only
-    one process at a time works in a folder. Units that another process works on come last.
+    one process at a time works in a folder. Units that another process works on come last. Raises
+    UserError if there are no units.
     """
+    if not units:
+        raise UserError('This study has nothing to measure for these choices. Leave one out, or '
+                        'see the lists at the top of its file.')
+    made = [path for path in units if path.exists()]
+    if made:
+        print(f'{len(made)} of {len(units)} results are there already, such as {made[0]}. Remove '
+              'the file of a result to measure it again.')
     todo = {path: unit for path, unit in units.items() if not path.exists()}
     while todo:
         for path, (folder, result_of) in list(todo.items()):
@@ -158,3 +166,8 @@ def show(path, collect, print_result, scope, draw=None):
         write(path, result, scope, began, draw)
     elif draw:
         figures.save(draw(result), f'{path}.png')
+
+
+if __name__ == '__main__':  # train a model; see train.sh
+    sys.excepthook = report
+    train(sys.argv[1], ' '.join(sys.argv[2:]))

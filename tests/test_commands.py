@@ -40,6 +40,8 @@ def command_of(words):
     words = [*itertools.dropwhile(lambda word: word.startswith('--'), words[launched:])]
     if words[:1] == ['-m'] and '.' in words[1]:
         words = [words[1].replace('.', '/') + '.py', *words[2:]]
+    if words[:1] == ['results/study.py']:  # by results/train.sh
+        words = ['train.py', *words[2:], f'--out_dir={words[1]}']
     if words and words[0].endswith('.py'):
         return words[0], [word for word in words[1:] if word != '...']
 
@@ -90,7 +92,8 @@ def stage(program):
     assert path.is_file(), f'there is no {program}'
     scope = runpy.run_path(str(path))
     for node in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
-        if isinstance(node, ast.Call) and getattr(node.func, 'id', '') == 'configure':
+        if (isinstance(node, ast.Call) and getattr(node.func, 'id', '') == 'configure'
+                and ast.unparse(node.args[0]) == 'globals()'):
             given, *more = [eval(ast.unparse(argument), scope) for argument in node.args]
             return given | {'TABLES': scope.get('TABLES', ())}, more
     return scope, None
