@@ -32,7 +32,7 @@ import train
 from configurator import between, configure, settings
 from data.stdlib.prepare import library_files
 from eval_ppl import gain_of, summary
-from lib import plots
+from lib import checkpoints, plots
 from lib.answers import progress_bar
 from lib.checkpoints import open_model
 from lib.devices import setup
@@ -40,6 +40,7 @@ from lib.errors import ROOT, UserError
 from lib.losses import by_position, cut_losses, doubled_lengths
 from lib.repeats import Targets, find_targets, losses_when_cut, repeat_summary
 from lib.runs import MODEL, OF_MACHINE, require_same_data
+from lib.tokenizers import tokenizer_from_state
 from lib.tokens import Windows
 from position import Settings
 
@@ -126,25 +127,34 @@ def is_made(path, arguments):
                     for source in sources if source.is_file()))
 
 
+def training_settings(arguments):
+    """Of train.py with these arguments: {name: value}, and the names of those that they give."""
+    scope = dict(vars(train))
+    given = configure(scope, Settings, arguments)
+    return settings(scope), given
+
+
 def require_trained_with(folder, arguments):
     """
     Raise UserError if the run in a folder was trained with other settings than these arguments of
-    train.py give, or from a checkpoint that has changed since.
+    train.py give, or on a text or from a checkpoint that has changed since.
     """
     advice = 'Remove the folder, or choose another --out_dir=.'
-    trained, scope = read(Path(folder, 'config.json')), dict(vars(train))
-    given = configure(scope, Settings, arguments)
-    start = Path(scope['init_from'])
+    trained, (wanted, given) = read(Path(folder, 'config.json')), training_settings(arguments)
+    start = Path(wanted['init_from'])
     if start.is_file() and start.stat().st_mtime > Path(folder, 'loss.png').stat().st_mtime:
         raise UserError(f'{folder} was trained from an older {start}. {advice}')
     ignored = OF_MACHINE | {'log_interval', 'tracker', 'micro_batch_size'}
     if trained.get('init_from', 'scratch') != 'scratch':  # the sizes are those of the checkpoint
         ignored |= set(MODEL) - given
-    for name, value in settings(scope).items():
+    for name, value in wanted.items():
         # config.json of an older version may lack a setting.
         if name not in ignored and not is_value(trained.get(name, value), value):
             raise UserError(f'{folder} was trained with {name}={trained[name]}, not with {value}. '
                             f'{advice}')
+    state = checkpoints.load(Path(folder, 'last.pt'))
+    text = Windows(wanted['dataset'], 'train', wanted['block_size'])
+    require_same_data(folder, state['data'], text.checksums)
 
 
 def scale_file(model, kind):
@@ -191,8 +201,9 @@ def train_and_tune():
     the other. Returns {command: seconds}.
     """
     lanes = {model: training(model) + tunings(model) for model in TRAIN}
-    if any(lanes.values()):
-        print(f'Training and tuning take about {minutes_to_train()} minutes on this machine.',
+    steps = sum(steps_of(model, stage) for model, stages in lanes.items() for stage in stages)
+    if steps:
+        print(f'Training and tuning take about {minutes_for(steps)} minutes on this machine.',
               flush=True)
     run_one = partial(run_lane, threads=CORES // LANES, failed=Event())
     with ThreadPoolExecutor(LANES) as pool:  # after Ctrl-C this waits: train.py saves first
@@ -233,7 +244,16 @@ def windows_of_files(texts, tokenizer):
 
 def text_to_read():
     """The windows that all models read, and the far repeats in them."""
-    model, tokenizer = open_model(f'{models or out_dir}/none/last.pt')
+    if models:
+        model, tokenizer = open_model(f'{models}/none/last.pt')
+        L = model.config.L0
+    else:
+        s, _ = training_settings(['config/code.py', *train_args])
+        dataset, L = s['dataset'], s['block_size']
+        tokenizer = tokenizer_from_state(Windows(dataset, 'train', L).tokenizer_state)
+    if target_length < 4 * L:
+        raise UserError(f'target_length is {target_length}; it must be at least 4L = {4 * L}, so '
+                        'that there are far repeats.')
     if text:
         content = Path(text).read_text(encoding='utf-8', errors='replace')
         size = 4 * target_length  # characters; a token has 2.5 on average
@@ -243,16 +263,11 @@ def text_to_read():
         files = library_files(Path(sysconfig.get_paths()['stdlib']))
         source, windows = 'the standard library', windows_of_files(files.values(), tokenizer)
     else:
-        windows = Windows('code', 'test', target_length)
+        windows = Windows(dataset, 'test', target_length)
         # Without a network data/code is another text; see data/code/prepare.py.
-        require_same_data(f'{out_dir}/none', model.info['data'],
-                          Windows('code', 'train', model.config.L0).checksums)
-        source = f"data/code ({windows.data.meta.get('report', {}).get('source', '')}), test"
+        kind = windows.data.meta.get('report', {}).get('source', '')
+        source = f'{dataset} ({kind}), test' if kind else f'{dataset}, test'
         windows = windows.evenly_spaced(n_samples)
-    L = model.config.L0
-    if target_length < 4 * L:
-        raise UserError(f'target_length is {target_length}; it must be at least 4L = {4 * L}, so '
-                        'that there are far repeats.')
     return Text(source, windows, L, find_targets(windows, L, GRAM, targets))
 
 
@@ -381,8 +396,16 @@ def print_report(report):
     print('', *sentences(report), '', sep='\n')
 
 
-def minutes_to_train():
-    """About how long training and tuning take here, from a trial of a few seconds."""
+def steps_of(model, stage):
+    """How many training steps take as long as a stage."""
+    if stage[0] == 'train.py':
+        return max_iters * TRAIN[model][1]
+    # a step of tuning is as long as 8 of training
+    return 8 * tune_iters if f'--max_iters={tune_iters}' in stage else 0
+
+
+def minutes_for(steps):
+    """About how long so many training steps take here, from a trial of a few seconds."""
     torch.set_num_threads(CORES // LANES)
     model, _ = open_model(ROOT / 'lessons/models/conv/last.pt')
     model.requires_grad_(True)
@@ -391,14 +414,16 @@ def minutes_to_train():
         began = time.perf_counter()
         model(ids[:, :-1], ids[:, 1:]).mean().backward()
         seconds.append(time.perf_counter() - began)
-    steps = max_iters * sum(share for _, share in TRAIN.values())
-    steps += 2 * 8 * tune_iters  # of two models; a step of tuning is as long as 8 of training
     # The trial is not compiled. What compiled steps save is about what compiling takes.
     return round(min(seconds) * steps / LANES / 60)
 
 
-def require_files():
+def require_files(given):
     """Refuse, before any work, a text or scales that are not there."""
+    ignored = sorted({'train_args', 'tune_args', 'max_iters', 'tune_iters'} & {*given})
+    if models and ignored:
+        raise UserError(f'{ignored[0]} is for training and tuning, but models is {models}. Leave '
+                        'one of the two out.')
     if text and not Path(text).is_file():
         raise UserError(f"text is '{text}', which is not a file. Give a text file.")
     for model, kind in READINGS.values() if models else ():
@@ -408,17 +433,19 @@ def require_files():
                             'Choose another --target_length=, or tune it with tune_scale.py.')
 
 
-def main():
+def main(given=()):
+    """given: names of the settings that the user set."""
     began, earlier = time.perf_counter(), Path(out_dir, 'report.json')
     seconds = read(earlier).get('seconds_by_part', {}) if earlier.exists() else {}
-    require_files()
+    require_files(given)
     between(globals(), 1, 'target_length', 'targets', 'max_iters', 'tune_iters')
     between(globals(), 2, 'n_samples', why='the standard errors are over windows')
     if not models:
         run('data/code/prepare.py')
+    read_text = text_to_read()
+    if not models:
         seconds |= train_and_tune()
     start = time.perf_counter()
-    read_text = text_to_read()
     found, cut = read_all(read_text)
     seconds['reading'] = round(time.perf_counter() - start, 1)
     readings = {title: entry_of(read_text, *found[title], cut[model])
@@ -432,9 +459,9 @@ def main():
     plots.write_result(f'{out_dir}/report', report, settings(globals()), setup('cpu', 'float32'),
                        began)
     if models:
-        print(f'Now train your own: make demo (about {minutes_to_train()} minutes here)')
+        steps = max_iters * sum(share for _, share in TRAIN.values()) + 2 * 8 * tune_iters
+        print(f'Now train your own: make demo (about {minutes_for(steps)} minutes here)')
 
 
 if __name__ == '__main__':
-    configure(globals())
-    main()
+    main(configure(globals()))

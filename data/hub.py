@@ -196,13 +196,18 @@ def prepare(name, source, settings):
     encoding = get_tokenizer(settings['tokenizer'])
 
     # What the token files depend on. A file on the hub cannot change without its commit.
-    files = [[split, name, None if commit else Path(url).stat().st_size]
+    here = {} if commit else {url: Path(url).stat() for names in splits.values()
+                              for url in names.values()}
+    files = [[split, name, here[url].st_size if here else None]
              for split, names in splits.items() for name, url in names.items()]
+    built = folder / 'meta.json'
+    is_newer = built.exists() and any(one.st_mtime > built.stat().st_mtime
+                                      for one in here.values())
     report = {'source': source.repo, 'commit': commit, 'field': source.field,
               'where': source.where, 'max_tokens': settings['max_tokens'],
               'files': f'{stable_hash(*files):016x}',
               'tokenizer_digest': tokenizer_digest(tokenizer_state(encoding))}
-    if is_prepared(folder, splits, report):
+    if not is_newer and is_prepared(folder, splits, report):
         return
     for names in splits.values():  # a wrong file is refused before hours of work
         first = next(iter(names))

@@ -339,7 +339,8 @@ def draw_demo(result):
     position_axis(left, L, 'loss (nats per token)', f'Loss, mean of {result["tail"]} positions')
 
     gains = [row['far']['gain'] for row in readings.values()]
-    errors = [row['far']['gain_error'] for row in readings.values()]
+    # An error is None in the JSON if all far repeats are in one window.
+    errors = np.array([row['far']['gain_error'] for row in readings.values()], float)
     right.barh(list(readings), gains, xerr=errors, color=[color_of(title) for title in readings])
     right.axvline(0, color=BLACK, lw=1)
     right.invert_yaxis()

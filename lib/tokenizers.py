@@ -52,6 +52,9 @@ def get_tokenizer(name):
     if path.suffix not in ('.tiktoken', '.json'):
         raise UserError(f"There is no tokenizer '{name}'. Choose gpt2, bytes, FILE.tiktoken, "
                         'FILE.json or hf:ORG/NAME, or bpe:VOCABULARY to train one on your text.')
+    if not path.is_file():
+        raise UserError(f'There is no tokenizer file {path}. Check the name, or prepare the data '
+                        'set that makes it.')
     with fault_of(path, 'a tokenizer file', 'Check the name, or get it again.'):
         text = path.read_text(encoding='utf-8')
         if path.suffix == '.json':

@@ -18,6 +18,9 @@ from lib.answers import Busy, OnlyWriter, command, save_json
 from lib.devices import setup
 from lib.errors import UserError, report
 
+# Of readings and tunings. The default, auto, depends on the processor.
+PRECISION = '--dtype=float32'
+
 
 def require_known(names, known):
     """Raise UserError if one of the names is not known."""

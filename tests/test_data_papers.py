@@ -67,13 +67,14 @@ def pajama(folder):
 
 def test_slimpajama_leaves_out_github_and_refuses_rows_that_do_not_say(tmp_path):
     out, (train, local) = tmp_path / 'out', pajama(tmp_path / 'in')
-    write_rows(tmp_path / 'in/data/validation-00000.parquet', [
-        {'text': 'kept', 'meta': {'redpajama_set_name': 'RedPajamaArXiv'}},
-        {'text': 'code', 'meta': {'redpajama_set_name': GITHUB}}])
-    prepare('slimpajama', out, local)
-    assert sorted(texts(out, 'train')) == sorted(train) and texts(out, 'val') == ['kept']
-    assert not (out / UNFINISHED).exists()
-    assert 'prepared already' in prepare('slimpajama', out, local)
+    for text in 'kept', 'KEPT':  # the second file has the size of the first
+        write_rows(tmp_path / 'in/data/validation-00000.parquet', [
+            {'text': text, 'meta': {'redpajama_set_name': 'RedPajamaArXiv'}},
+            {'text': 'code', 'meta': {'redpajama_set_name': GITHUB}}])
+        prepare('slimpajama', out, local)
+        assert sorted(texts(out, 'train')) == sorted(train) and texts(out, 'val') == [text]
+        assert not (out / UNFINISHED).exists()
+        assert 'prepared already' in prepare('slimpajama', out, local)
 
     write_rows(tmp_path / 'bare/train.parquet', [{'text': 'may be code'}])
     bare = 'slimpajama', tmp_path / 'bare_out', f'--local={tmp_path}/bare'

@@ -19,8 +19,10 @@ from conftest import ROOT, mistake, near, read, refuses, stage_here
 
 import demo
 from lib import checkpoints
+from lib.answers import save_json
 from lib.checkpoints import open_model
 from lib.repeats import find_targets
+from lib.tokens import Windows
 from results.demo import table as seeds
 
 MODELS = ROOT / 'lessons/models'
@@ -91,25 +93,42 @@ def test_report_has_the_losses_of_the_models(look):
          [model.head_scale.min(), model.head_scale.max()], atol=1e-6)
 
 
-def test_the_demos_own_models_read_the_split_test_of_the_text_that_they_were_trained_on(
-        monkeypatch, tmp_path):
-    trained_on, ids = open_model(MODELS / 'none/last.pt')[0].info['data'], np.arange(1000)
-    text = np.concatenate((ids[:200], ids[:200], ids))[None, :demo.target_length + 1]
-    monkeypatch.setattr(demo, 'out_dir', str(MODELS))
-
-    def prepared(checksums):
-        def opened(*given):
-            assert given in (('code', 'test', demo.target_length), ('code', 'train', 128))
-            return SimpleNamespace(
-                data=SimpleNamespace(meta={'report': {'source': 'wheels'}}), checksums=checksums,
-                evenly_spaced=lambda n: text if given[1] == 'test' else None)
-        monkeypatch.setattr(demo, 'Windows', opened)
-
-    prepared(trained_on)
+def test_the_demos_own_models_read_the_split_test_of_the_text_that_they_are_trained_on(
+        monkeypatch, corpus_dir):
+    monkeypatch.setattr(demo, 'train_args', [f'--dataset={corpus_dir}', '--block_size=32'])
+    monkeypatch.setattr(demo, 'target_length', 128)
+    monkeypatch.setattr(demo, 'n_samples', 3)
     found = demo.text_to_read()
-    assert found.source == 'data/code (wheels), test' and found.windows is text
-    prepared({'code': 'another'})
-    refuses('dataset code has changed', demo.text_to_read)
+    assert found.L == 32 and found.source == f'{corpus_dir}, test'
+    assert np.array_equal(found.windows, Windows(str(corpus_dir), 'test', 128).evenly_spaced(3))
+    monkeypatch.setattr(demo, 'target_length', 127)
+    refuses('it must be at least 4L = 128', demo.text_to_read)
+
+
+def test_a_finished_model_is_refused_if_its_settings_text_or_base_have_changed(
+        monkeypatch, tmp_path, tiny_run, corpus_dir):
+    arguments = [f'--{name}={value}' for name, value in read(tiny_run / 'config.json').items()
+                 if name != 'out_dir' and value != [] and value is not None]
+    demo.require_trained_with(tiny_run, arguments)
+    refuses('was trained with seed=1337, not with 7', demo.require_trained_with, tiny_run,
+            [*arguments, '--seed=7'])
+    refuses('was trained with n_layer=2, not with 4', demo.require_trained_with, tiny_run,
+            [argument for argument in arguments if 'n_layer' not in argument])
+    base, tuned = tmp_path / 'base.pt', tmp_path / 'tuned'
+    shutil.copytree(tiny_run, tuned)
+    config = read(tiny_run / 'config.json') | {'init_from': str(base), 'n_layer': 9}
+    save_json(tuned / 'config.json', config)
+    base.touch()
+    os.utime(base, (1, 1))
+    of_base = [argument for argument in arguments if 'n_layer' not in argument]
+    of_base += [f'--init_from={base}']
+    demo.require_trained_with(tuned, of_base)  # n_layer is that of the base
+    refuses('n_layer=9, not with 2', demo.require_trained_with, tuned, [*of_base, '--n_layer=2'])
+    os.utime(base, (2e9, 2e9))
+    refuses(f'was trained from an older {base}', demo.require_trained_with, tuned, of_base)
+    monkeypatch.setattr(demo, 'Windows', lambda *_: SimpleNamespace(
+        checksums={str(corpus_dir): 'another'}))
+    refuses(f'dataset {corpus_dir} has changed', demo.require_trained_with, tiny_run, arguments)
 
 
 def test_lengths_of_the_report_end_with_the_windows():
@@ -129,6 +148,7 @@ def test_a_finished_model_has_the_settings_that_are_asked_for():
     ('--text=missing.txt', "text is 'missing.txt', which is not a file"),
     ('--text=LICENSE', 'the text has 0 windows of 1025 tokens'),
     ('--target_length=512', 'is not tuned for 512 tokens'),
+    ('--tune_iters=9', 'tune_iters is for training and tuning, but models is lessons/models'),
 ])
 def test_mistake_is_refused_before_work(tmp_path, arguments, said):
     assert said in mistake('demo', 'config/look.py', f'--out_dir={tmp_path}', arguments)

@@ -83,32 +83,14 @@ def test_a_stage_runs_again_only_for_another_command(monkeypatch, tmp_path):
     for command in 'che.py --seed=1', 'che.py  --seed=1 ', 'che.py --seed=2':
         study.made(path, command)
     assert ran == [('che.py', '--seed=1'), ('che.py', '--seed=2')]
-    for name, arguments in ('', ()), ('last.pt', ('--init_from=resume',)), ('loss.png', None):
-        ran.clear()
+    ran.clear()
+    monkeypatch.setattr(study.demo, 'require_trained_with', lambda *given: ran.append(given))
+    for name in '', 'last.pt', 'loss.png':
         (tmp_path / name).touch()
-        save_json(tmp_path / 'config.json', {'seed': 1, 'rope_scaling': 'yarn:8'})
-        study.train(tmp_path, 'config/code.py --seed=1 --rope_scaling=yarn')
-        assert ran == ([] if arguments is None else
-                       [('train.py', 'config/code.py', '--seed=1', '--rope_scaling=yarn',
-                         f'--out_dir={tmp_path}', *arguments)])
-    study.train(tmp_path, '--rope_scaling=yarn --seed=1 --seed=2 --seed=1')  # the last one counts
-    refuses('seed=1, not with 2', study.train, tmp_path, '--rope_scaling=yarn --seed=2')
-    # a setting that is no longer given
-    refuses('rope_scaling=yarn:8, not with ', study.train, tmp_path, '--seed=1')
-
-
-def test_a_model_is_refused_whose_checkpoint_was_trained_again(tmp_path):
-    base, tuned = tmp_path / 'base.pt', tmp_path / 'tuned'
-    tuned.mkdir()
-    save_json(tuned / 'config.json', {'init_from': str(base), 'n_layer': 9, 'seed': 1})
-    arguments = f'--seed=1 --init_from={base}'
-    for path in base, tuned / 'loss.png':
-        path.touch()
-    os.utime(base, (1, 1))
-    study.train(tuned, arguments)  # n_layer is that of the checkpoint
-    refuses('n_layer=9, not with 4', study.train, tuned, f'{arguments} --n_layer=4')
-    os.utime(base, (2e9, 2e9))
-    refuses(f'was trained from an older {base}', study.train, tuned, arguments)
+        study.train(tmp_path, 'config/code.py --seed=1')
+    train = 'train.py', 'config/code.py', '--seed=1', f'--out_dir={tmp_path}'
+    assert ran == [train, (*train, '--init_from=resume'),
+                   (tmp_path, ['config/code.py', '--seed=1'])]
 
 
 def test_a_study_says_what_it_does_not_measure(tmp_path, capsys):

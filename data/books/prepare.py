@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from configurator import configure
-from lib.errors import ROOT, UserError
+from lib.errors import ROOT, UserError, fault_of
 from lib.tokenizers import tokenizer_for
 from lib.tokens import SPLITS, only_dataset, write_corpus
 
@@ -45,8 +45,9 @@ def main():
     if len(paths) != 1 or not Path(paths[0]).is_dir():
         raise UserError(f'Name one folder, the one that holds the books, not {paths}.')
     folder, listing = Path(paths[0]), Path(manifest or ROOT / 'data/books/manifest.json')
-    books = json.loads(listing.read_text(encoding='utf-8'))
-    require_books(folder, books)
+    with fault_of(listing, 'a manifest like data/books/manifest.json', 'Correct it.'):
+        books = json.loads(listing.read_text(encoding='utf-8'))
+        require_books(folder, books)
     out = Path(out_dir or ROOT / 'data/books')
     digest = hashlib.sha256(listing.read_bytes()).hexdigest()
     with only_dataset(out):

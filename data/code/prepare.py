@@ -25,7 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from configurator import configure
 from data.stdlib.prepare import library_files
-from lib.errors import ROOT, UserError
+from lib.errors import ROOT, UserError, fault_of, require_kinds
 from lib.tokenizers import tokenizer_for, version_of
 from lib.tokens import (
     SPLITS,
@@ -163,9 +163,15 @@ def texts_of_library():
 
 
 def main():
-    folder, listing = Path(out_dir or ROOT / 'data/code'), ROOT / 'data/code/manifest.json'
-    listing = Path(manifest or listing).read_bytes()
-    wheels, cache = json.loads(listing), folder / 'wheels'
+    folder = Path(out_dir or ROOT / 'data/code')
+    path = Path(manifest or ROOT / 'data/code/manifest.json')
+    listing = path.read_bytes()
+    with fault_of(path, 'a manifest like data/code/manifest.json', 'Correct it.'):
+        wheels, cache = json.loads(listing), folder / 'wheels'
+        for wheel in wheels:
+            require_kinds(wheel, file=str, split=str, sha256=str)
+            if wheel['split'] not in SPLITS or wheel['file'].count('-') != 4:
+                raise ValueError(f'{wheel["file"]} in {wheel["split"]}')
     chosen = tokenizer or str(ROOT / 'data/code' / BPE)
     report = {'source': 'wheels', 'manifest_sha256': hashlib.sha256(listing).hexdigest(),
               'tokenizer': version_of(chosen)}

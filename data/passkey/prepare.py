@@ -13,7 +13,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from configurator import between, configure
-from lib.errors import ROOT
+from lib.errors import ROOT, UserError
 from lib.tokenizers import get_tokenizer
 from lib.tokens import write_corpus
 from passkey import build_prompt
@@ -41,6 +41,12 @@ def main():
     between(globals(), 1, 'min_length', most=max_length)
     between(globals(), 100, 'n_documents', most=2 ** 24)
     encoding = get_tokenizer(tokenizer)
+    try:
+        build_prompt(encoding, min_length, 0, 10000, 'exact')
+    except UserError:
+        raise UserError(f'min_length is {min_length}, but the question and its answer alone are '
+                        'longer in this tokenizer. Raise --min_length=, and --max_length= with '
+                        'it.') from None
     counts = {'train': n_documents, 'val': n_documents // 100, 'test': n_documents // 100}
     splits = {split: documents(encoding, n, i) for i, (split, n) in enumerate(counts.items())}
     write_corpus(out_dir or ROOT / 'data/passkey', encoding, splits)

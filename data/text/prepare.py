@@ -159,8 +159,10 @@ def main():
         files += in_shares(undecided[0], shares)
     for split in splits:
         if not any(itertools.chain.from_iterable(documents(files, split, shares))):
-            raise UserError(f'None of the text falls into {split}. Give more files or lines, set '
-                            f'--{split}_fraction=0, or name files with --{split}=["FILE"].')
+            advice = 'Give more files or lines'
+            if split != 'train':
+                advice += f', set --{split}_fraction=0, or name files: --{split}="[\'FILE\']"'
+            raise UserError(f'None of the text falls into {split}. {advice}.')
 
     folder = Path(out_dir or ROOT / 'data' / name)
     with only_dataset(folder):

@@ -5,7 +5,7 @@ the scales are tuned. These models are for looking and for lessons: one seed, an
 them.
 
 $ python data/code/prepare.py
-$ python -m lessons.models.make     # 2.5 hours of one core; goes on where it was stopped
+$ python -m lessons.models.make     # 2.5 hours of one core; a stopped training goes on
 """
 
 import shutil
@@ -41,7 +41,7 @@ def main():
         save_rounded(run, checkpoint)
         for name in names:
             study.run(f'tune_scale.py --init_from={checkpoint} --out_dir={run}/scales '
-                      f'--label={name} {TUNINGS[name]}')
+                      f'--label={name} {TUNINGS[name]} {study.PRECISION}')
             kind = 'uniform' if name == 'uniform' else 'head_1024'
             shutil.copy(run / f'scales/scale_{kind}_{name}.json',
                         checkpoint.with_name(f'scale_{kind}.json'))

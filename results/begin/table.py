@@ -23,14 +23,13 @@ from lib import figures
 from lib.checkpoints import open_model
 from results import study
 
-seeds = [1337]
+seeds = [1337]   # to measure; the table shows all that are measured
 work = True      # False: only show what was measured
 
 L = 128
 TOKENS = [2, 5, 10, 20, 40]  # million
 STEP_TOKENS = 2048           # of config/code.py
 FOLDER = Path('results/begin')
-PRECISION = '--dtype=float32'  # auto would depend on the processor
 COPY = 64                    # tokens of the random sequence that is repeated
 SEQUENCES = 64
 HOLD = 4                     # places that hold a token: as many as the convolution reads
@@ -88,14 +87,14 @@ def result_of(tokens, seed):
     scales = f'{branch}/scale_head_{8 * L}.json'
     study.made(scales, f'tune_scale.py --out_dir={branch} --target_length={8 * L} --max_iters=80 '
                        '--warmup_iters=10 --n_samples=32 --init_scale=1.0 --tune=scale:0.1 '
-                       f'--min_scale=None {PRECISION}')
+                       f'--min_scale=None {study.PRECISION}')
     readings = {}
     for name, how in ('untuned', ''), ('head', f'--scale={scales}'):
         found = study.evaluated(branch, 'repeat', name, f'--lengths=[{8 * L}] --gram=4 '
-                                f'--targets=1000 {PRECISION} {how}')
+                                f'--targets=1000 {study.PRECISION} {how}')
         readings[name] = found['rows']
     losses = study.evaluated(branch, 'position', 'untuned',
-                             f'--lengths=[{L},{8 * L}] {PRECISION}')
+                             f'--lengths=[{L},{8 * L}] {study.PRECISION}')
     model, _ = open_model(f'{branch}/last.pt')
     return {'tokens': tokens, 'seed': seed, 'text': losses['rows'], 'repeats': readings,
             'copying': {name: copying(model, gap) for name, gap in GAPS.items()},
@@ -159,11 +158,12 @@ def draw(result):
 
 def main():
     began = time.perf_counter()
-    units = [(tokens, seed) for seed in seeds for tokens in TOKENS]
     if work:
-        study.measure_units({file_of(*unit): (f'out/begin/{unit[1]}/trunk',
-                                              partial(result_of, *unit)) for unit in units})
-    found = [read(file_of(*unit)) for unit in units if file_of(*unit).exists()]
+        study.measure_units({file_of(tokens, seed): (f'out/begin/{seed}/trunk',
+                                                     partial(result_of, tokens, seed))
+                             for seed in seeds for tokens in TOKENS})
+    found = [read(path) for path in FOLDER.glob('*M_*.json')]
+    found.sort(key=lambda one: (one['seed'], one['tokens']))
     rows = [row_of(one) for one in found]
     study.print_table(rows, digits=2)
     last = {'tokens': found[-1]['tokens'], 'share': found[-1]['copying']['far']['share'],

@@ -55,7 +55,7 @@ def losses_of(folder, label, reading=''):
     """
     lengths = ','.join(map(str, LENGTHS))
     rows = study.evaluated(folder, 'position', label, f'--lengths=[{lengths}] '
-                           f'--n_samples={n_samples} {reading}')['rows']
+                           f'--n_samples={n_samples} {study.PRECISION} {reading}')['rows']
     return [row['loss'] for row in rows], [row.get('cut_loss', row['loss']) for row in rows]
 
 
@@ -75,7 +75,8 @@ def result_of(folder, seed):
         label = '_'.join(['study', *re.findall(r'=(\S+)', arguments)]).replace(',', '_')
         path = f'{folder}/scale_head_{target}_{label}.json'
         study.made(path, f'tune_scale.py --out_dir={folder} --target_length={target} '
-                         f'--label={label} --max_iters=120 --n_samples=16 {arguments}')
+                         f'--label={label} --max_iters=120 --n_samples=16 '
+                         f'{study.PRECISION} {arguments}')
         found[name] = losses_of(folder, f'channel_{label}', f'--scale={path}')
     return found
 

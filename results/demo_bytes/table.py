@@ -27,14 +27,15 @@ TUNED = {'head': 'scale', 'vectors': 'channel,norm'}  # {name: value of --tune}
 
 def tune(folder, lengths):
     """Find scales and vectors for these lengths. Returns {method: value of --scale}."""
-    study.run(f'tune_scale.py --out_dir={folder} --method=uniform --n_samples=32')
+    study.run(f'tune_scale.py --out_dir={folder} --method=uniform --n_samples=32 '
+              f'{study.PRECISION}')
     uniform = read(f'{folder}/scale_uniform.json')
     best = dict(zip(uniform['lengths'], uniform['best_by_length']))
     scales = {f'uniform {T}': best[T] for T in lengths}
     for (name, kinds), T in itertools.product(TUNED.items(), lengths):
         target = round(1.25 * T)
         study.run(f'tune_scale.py --out_dir={folder} --target_length={target} --tune={kinds} '
-                  f'--label={name} --max_iters=120')
+                  f'--label={name} --max_iters=120 {study.PRECISION}')
         scales[f'{name} {T}'] = f'{folder}/scale_head_{target}_{name}.json'
     return scales
 
@@ -52,7 +53,8 @@ def result_of(seed):
         chosen = '' if scale is None else f'--scale={scale}'
         result = study.evaluated(
             folder, 'position', name.replace(' ', '_'),
-            f"--lengths=[{','.join(map(str, lengths))}] --n_samples=600 --tail=64 {chosen}")
+            f"--lengths=[{','.join(map(str, lengths))}] --n_samples=600 --tail=64 "
+            f'{study.PRECISION} {chosen}')
         found[name] = {row['length']: {key: row[key] for key in ('loss', 'cut_loss', 'gain')
                                        if key in row} for row in result['rows']}
     return {'methods': found} | study.made_with(result, began)
@@ -93,8 +95,8 @@ def main():
     began = time.perf_counter()
     study.measure_units({Path(out_dir, str(seed), 'losses.json'):
                          (f'{out_dir}/{seed}/demo', partial(result_of, seed)) for seed in seeds})
-    runs = {path.parent.name: read(path)
-            for path in sorted(Path(out_dir).glob('*/losses.json'))}
+    files = {str(seed): Path(out_dir, str(seed), 'losses.json') for seed in SEEDS}
+    runs = {seed: read(path) for seed, path in files.items() if path.exists()}
     found = {seed: run['methods'] for seed, run in runs.items()}
     for methods in found.values():
         methods['cut'] = {T: {'loss': row.get('cut_loss', row['loss'])}

@@ -95,7 +95,6 @@ SERIES = {
     'size_5M': Series('Python source, 5M parameters', '--n_layer=6 --n_embd=256 --n_hidden=704',
                       {'conv': 3, 'none': 1, 'rope': 1}, ('untuned', 'head', 'vectors', 'yarn')),
 }
-PRECISION = '--dtype=float32'  # of readings and tunings; auto would depend on the processor
 AT_8L = f'--block_size={8 * L} --batch_size=2 --micro_batch_size=2'  # as many tokens as at L
 # Tune every weight, with as many windows as the vectors. The rate is a quarter of pretraining's
 # peak, as in config/finetune_8k.py.
@@ -158,7 +157,7 @@ def readings_of(model, seed):
             kind = 'uniform' if name == 'uniform' else f'head_{8 * L}'
             path = f'{run}/scale_{kind}_{name}.json'
             study.made(path, f'tune_scale.py --out_dir={run} --label={name} {arguments} '
-                             f'{PRECISION} {base}'.strip())
+                             f'{study.PRECISION} {base}'.strip())
             readings[name] = run, f'{base} --scale={path}'.strip(), ''
     name = 'yarn_weights' if base else 'weights'
     if is_read(name):
@@ -174,7 +173,7 @@ def result_of(model, seed):
     began, readings, text = time.perf_counter(), {}, SERIES[series].dataset
     for name, (run, how, baseline) in readings_of(model, seed).items():
         label = f'{name}_{text}' if text else name
-        how += f' {PRECISION} --dataset={text}' if text else f' {PRECISION}'
+        how += f' {study.PRECISION} --dataset={text}' if text else f' {study.PRECISION}'
         losses = study.evaluated(run, 'position', label,
                                  f"--lengths=[{','.join(map(str, LENGTHS))}] {how}")
         repeats = study.evaluated(run, 'repeat', label,
@@ -185,7 +184,8 @@ def result_of(model, seed):
                             f'--length={8 * L} {how}')['mean_entropy']
         readings[name] = {'text': losses['rows'], 'repeats': repeats['rows'],
                           'share': repeats['share'], 'copy_weight': repeats['copy_weight'],
-                          'entropy': [spread[len(spread) * T // (8 * L) - 1]  # bins to 8L
+                          # of the last bin up to T; a bin has a sixteenth of block_size positions
+                          'entropy': [spread[len(spread) * T // (8 * L) - 1]
                                       for T in LENGTHS[:-1]]}
     return {'model': model, 'seed': seed, 'train': recipe(model),
             'readings': readings} | study.made_with(losses, began)
@@ -278,7 +278,7 @@ def print_table(rows):
     columns = ['loss at 128', 'loss at 1024', 'gain at 1024', 'gain, all', 'R', 'headroom, near',
                'gain, other document, all']
     study.print_table([{'': row['title'], 'seeds': len(row['seeds'])}
-                       | {name: row[name] for name in columns} for row in rows], digits=2)
+                       | {name: row.get(name) for name in columns} for row in rows], digits=2)
 
 
 def draw(result):
@@ -305,6 +305,8 @@ def draw(result):
         for kind, color, name in (('all', figures.BLUE, 'the text itself'),
                                   ('other document, all', figures.ORANGE,
                                    "another document's text before the last L")):
+            if f'gain, {kind}' not in row:
+                continue
             right.errorbar(row[f'gain, {kind}']['values'], [n] * len(row['seeds']),
                            xerr=row[f'errors, {kind}'], fmt='o', color=color, alpha=0.7,
                            label=name if n == 0 else None)

@@ -69,7 +69,8 @@ class Row:
 
 
 ALL = tuple(SIZES)
-# The rate is a quarter of pretraining's peak, as in config/finetune_8k.py.
+# At SIZE=small the rate is a quarter of pretraining's peak, as in config/finetune_8k.py; at books a
+# third, at books_gpu a half.
 TUNE_8L = ('--block_size={T} --batch_size=8 --micro_batch_size=8 --max_iters={tune_iters} '
            '--warmup_iters=0.1 --learning_rate=5e-4 --min_lr=5e-5 --weight_decay=0.0')
 SHORT = '--position=none --max_iters={short_iters} --warmup_iters=0.1'
@@ -146,7 +147,7 @@ def train(row, seed, values):
 
 def tune(key, folder, s):
     """Tune what a row tunes. Returns how many numbers, and the arguments that use them."""
-    row, tuning = ROWS[key], f'tune_scale.py --out_dir={folder}'
+    row, tuning = ROWS[key], f'tune_scale.py --out_dir={folder} {study.PRECISION}'
     if not row.tune:
         return 0, ''
     study.made(f'{folder}/scale_uniform.json', f'{tuning} --method=uniform --n_samples=32')
@@ -167,7 +168,7 @@ def result_of(key, seed):
               'short_iters': round(0.15 * s.max_iters)}
     train(row, seed, values)
     numbers, reading = tune(key, folder, s)
-    reading += f' {row.read.format(**values)} --n_samples=96'
+    reading += f' {row.read.format(**values)} --n_samples=96 {study.PRECISION}'
     text = study.evaluated(folder, 'position', key,
                            f'{reading} --lengths=[{L},{4 * L},{8 * L},{16 * L}]')
     baseline = f'--baseline={folder_of(row.init, seed)}/last.pt' if row.init else ''
