@@ -31,7 +31,7 @@ import kernels
 import position as methods
 from configurator import between, configure, run_config, settings
 from lib import plots
-from lib.answers import optional, print_rows, result_path
+from lib.answers import note, optional, print_rows, result_path
 from lib.checkpoints import cast_matrices, config_of
 from lib.devices import can_compile, compiled, matmul_flops, setup, synchronize
 from lib.errors import UserError
@@ -405,6 +405,9 @@ def with_like(chosen, given):
     if unknown:
         raise UserError(f'like sets {min(unknown)}, which bench.py does not have. Leave it out of '
                         'the config, or measure another model.')
+    if 'vocab_size' not in given:  # a config sets none, because the vocabulary is that of the text
+        note(f"the model has a vocabulary of {chosen['vocab_size']:,}, whatever text the config "
+             'names. Set --vocab_size= to that of the text')
     names = chosen.keys() & {*MODEL, 'context'} & values.keys() - set(given)
     return chosen | {name: values[name] for name in names}
 

@@ -458,7 +458,8 @@ def test_leaks(student):
 def test_sliding_windows(student):
     for n, length, stride in (20, 8, 3), (20, 8, 8), (5, 8, 3), (8, 8, 2), (21, 4, 1):
         what, scored = f'sliding_windows({n}, {length}, {stride})', []
-        for lo, hi, count in call(student.sliding_windows, n, length, stride):
+        windows = call(student.sliding_windows, n, length, stride)
+        for lo, hi, count in windows:
             first = hi - count
             require(0 <= lo < hi <= min(n, lo + length) and max(lo, 1) <= first < hi,
                     f'{what}: the window ({lo}, {hi}, {count}) is not within 0 ... {n} and '
@@ -473,6 +474,11 @@ def test_sliding_windows(student):
                                'last window scores a whole stride again.')
             require(times, f'{what}: token {token} is never scored. Usual mistakes: the first '
                            'window scores only a stride; the rest at the end is dropped.')
+        steps = np.diff([lo for lo, _, _ in windows]).tolist()
+        wanted = [stride] * (len(steps) - 1)
+        require(steps[:-1] == wanted and all(0 < step <= stride for step in steps[-1:]),
+                f'{what}: the windows begin {steps} tokens after the one before; it should be '
+                f'{stride}, for the last window at most {stride}.')
 
 
 def plain_far_repeat_gain(tokens, g, L):

@@ -119,6 +119,11 @@ def test_commands_shown(path, check):
     check(commands_in(shell_lines(path)))
 
 
+def test_commands_are_found_on_the_pages():
+    found = {path: [*commands_in(shell_lines(path))] for path in [*PAGES, *CONFIGS, *STAGES]}
+    assert sum(map(len, found.values())) > 250 and len(found[ROOT / 'README.md']) > 20
+
+
 @pytest.mark.skipif(os.name == 'nt', reason='a study is run by bash')
 @pytest.mark.parametrize('path', RUNS, ids=name_of)
 def test_commands_of_run_sh(path, check, tmp_path):

@@ -227,6 +227,20 @@ def test_splits_that_are_named_are_taken_as_they_are(tmp_path):
         ['text of a', 'text of deep/c'], ['text of b']]
 
 
+@pytest.mark.parametrize(('name', 'arguments', 'said'), [
+    ('code', ['--manifest={manifest}'], "is not a manifest like data/code/manifest.json (KeyError"),
+    ('books', ['.', '--manifest={manifest}'], 'is not a manifest like data/books/manifest.json'),
+    ('passkey', ['--tokenizer=bytes', '--min_length=1'], 'min_length is 1'),
+    ('passkey', ['--tokenizer=missing.json'], 'There is no tokenizer file missing.json'),
+    ('text', ["--val=['{manifest}']"], 'None of the text falls into train. Give more files'),
+])
+def test_mistake_is_one_line_that_says_what_to_change(tmp_path, name, arguments, said):
+    manifest = tmp_path / 'manifest.json'
+    manifest.write_text('[{"sha256": "x"}]')
+    arguments = [argument.format(manifest=manifest) for argument in arguments]
+    assert said in refused(name, tmp_path / 'out', *arguments)
+
+
 @pytest.mark.parametrize('named', ['in/../in/b', 'link', 'folder_of_links', 'link_to_folder'])
 def test_file_named_for_val_goes_nowhere_else(tmp_path, named):
     write(tmp_path / 'in', 'a', 'b', 'c')

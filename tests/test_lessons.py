@@ -138,6 +138,8 @@ leaks | or of other rows | moved[i, :i + 1] | moved.tril()
 sliding_windows | the first window scores only a stride | end - 1)] | stride)]
 sliding_windows | the rest at the end is dropped | return windows | return windows[:-1]
 sliding_windows | token 1 is never scored. | return windows | return []
+sliding_windows | tokens after the one before | return windows | return windows[::-1]
+sliding_windows | tokens after the one before | windows = [(0 | stride = 1; windows = [(0
 sliding_windows | scores a whole stride again | end - before)) | stride))
 far_repeat_gain | the wrong sign | cut_losses - losses | losses - cut_losses
 far_repeat_gain | before 2L count | 2 * L | L

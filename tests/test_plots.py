@@ -101,6 +101,13 @@ def test_missing_and_constant_values_draw():
     plots.draw_ppl(result).draw_without_rendering()
 
 
+def test_a_demo_whose_far_repeats_are_in_one_window_draws():
+    result = read(ROOT / 'results/demo/look.json')
+    for row in result['readings'].values():
+        row['far']['gain_error'] = None
+    plots.draw_demo(result)
+
+
 def test_entropy_draws_its_heads_beside_it(tmp_path):
     path = tmp_path / 'entropy_x.json'
     path.write_text(json.dumps(RESULTS['entropy_4L/entropy_scale']))

@@ -37,9 +37,9 @@ table growth growth_1b "$big" "--contexts=[$L,$((4 * L)),$((9 * L))]"
 bench entropy_1b "$big" "--tasks=['entropy']" --read_context=$((8 * L))
 bench eval_1b "$big" "--tasks=['eval']" --context=$((8 * L)) --batch_size=1
 bench decode_1b "$big" "--tasks=['prefill','decode']" --read_context=$((2 * L))
-table time_cost time_cost_125m "$small"
-table time_cost time_cost_350m "$middle"
-largest train_350m_1x3 "$middle" "--tasks=['train']" --position=kerple --dape_kernel=3
+table time_cost time_cost_125m "$small" --vocab_size=50257
+table time_cost time_cost_350m "$middle" --vocab_size=50257
+largest train_350m_1x3 "$middle" --vocab_size=50257 "--tasks=['train']" --position=kerple --dape_kernel=3
 part tests python -m pytest -m '' $every
 
 # A model of 32M parameters on long books, its scales for 4L, and all of it read up to 8L.
