@@ -17,6 +17,7 @@ because nobody can answer a prompt that was cut.
 Writes out_dir/commonsense[_LABEL].json
 """
 
+import itertools
 import random
 from importlib.metadata import version
 
@@ -30,7 +31,7 @@ from lib.checkpoints import Run
 from lib.errors import UserError
 from lib.generate import Decoding, complete, read_prompts
 from lib.scales import vectors_for
-from lib.tokenizers import start_token
+from lib.tokenizers import known_ids, start_token
 
 try:
     from lm_eval.api.model import LM
@@ -164,20 +165,22 @@ class Harness(LM):
         prompts, rows = [self.prompt(request) for request in requests], []
         # A task may name these limits in several ways. max_gen_toks: tokens; until: strings.
         limits = [normalize_gen_kwargs(request.args[1], 256) for request in requests]
-        n_new = max(limit['max_gen_toks'] for limit in limits)
+        most = max(limit['max_gen_toks'] for limit in limits)
         how = Decoding((self.encoding.eot_token,), self.runtime.dtype)
-        todo = self.runtime.shard(prompts)
+        todo = self.runtime.shard([*zip(prompts, limits)])
         with progress_bar(len(todo), 'prompts', self.runtime.is_main) as bar:
-            for start in range(0, len(todo), self.batch_size):
-                batch = todo[start:start + self.batch_size]
-                with self.runtime.autocast():
-                    written = complete(self.model, batch, n_new, how)
-                rows += [ids + [-1] * (n_new - len(ids)) for ids in written]
-                bar.update(len(written))
+            for n_new, group in itertools.groupby(todo, lambda one: one[1]['max_gen_toks']):
+                batches = [prompt for prompt, _ in group]
+                for start in range(0, len(batches), self.batch_size):
+                    batch = batches[start:start + self.batch_size]
+                    with self.runtime.autocast():
+                        written = complete(self.model, batch, n_new, how)
+                    rows += [ids + [-1] * (most - len(ids)) for ids in written]
+                    bar.update(len(written))
         texts = []
         for row, limit in zip(self.runtime.gather(rows, len(requests)), limits):
             ids = row[row >= 0].astype(int).tolist()
-            text = self.encoding.decode(ids[:limit['max_gen_toks']])
+            text = self.encoding.decode(known_ids(self.encoding, ids))
             for end in limit['until']:
                 text = text.partition(end)[0]
             texts.append(text)

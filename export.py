@@ -167,7 +167,10 @@ def main():
         raise UserError(f"dtype is '{dtype}'. Choose {', '.join(DTYPES)}.")
     if format not in FORMATS:
         raise UserError(f"format is '{format}'. Choose {', '.join(FORMATS)}.")
+    if ids_only and format == 'hf':
+        raise UserError('ids_only is for --format=gguf. Leave it out.')
     run = Run(settings(globals()) | {'device': 'cpu', 'dtype': 'float32'})
+    _ = run.model.head_scale  # a model of the package transformers has none, and raises UserError
     length, target = tuned_length(run), folder or f'{out_dir}/{format}'
     tokenizer, precision = run.info['tokenizer'], DTYPES[dtype]
     with whole_folder(target) as part:

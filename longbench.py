@@ -32,7 +32,7 @@ from lib.answers import optional, paper_table, print_scores
 from lib.checkpoints import Run
 from lib.errors import ROOT, UserError
 from lib.generate import Decoding, complete
-from lib.tokenizers import start_token
+from lib.tokenizers import known_ids, start_token
 
 # which model, text and device
 out_dir = 'out/demo/nope'    # folder of the run to read; results go there, too
@@ -220,7 +220,7 @@ def answer_task(run, task, context, beams, batch_size):
         with run.runtime.autocast():
             new = complete(run.model, prompts, task.max_new_tokens, how)
         for i, ids, gold, prompt_tokens in zip(batch, new, golds, lengths):
-            prediction = encoding.decode(ids)
+            prediction = encoding.decode(known_ids(encoding, ids))
             answers.add(i, prediction=prediction, answers=gold,
                         score=score(task.name, prediction, gold, task.classes),
                         prompt_tokens=prompt_tokens)
@@ -236,7 +236,7 @@ def main():
         raise UserError(f"tasks is {tasks}. Choose from: {', '.join(TASKS)}.")
     if paper and paper not in table:
         raise UserError(f"Table 3 has no row '{paper}'. Choose from: {', '.join(table)}.")
-    between(globals(), 1, 'beams', 'batch_size', 'max_samples')
+    between(globals(), 1, 'beams', 'batch_size', 'max_samples', 'context')
     folder = Path(data) if Path(data).is_dir() else ROOT / data
     chosen = [read_task(folder, name) for name in TASKS if name in (tasks or TASKS)]
     run = Run(settings(globals()), 'longbench', decodes=True)

@@ -214,11 +214,15 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = nn.RMSNorm(config.n_embd, eps=config.norm_eps)
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        if config.tied:
+        self.share_weights()
+
+    def share_weights(self):
+        """Make one weight of those that are shared: a tied output matrix, T5's table."""
+        if self.config.tied:
             self.head.weight = self.embed.weight
         first = {}  # {name of a method: its instance in the first layer that uses this name}
         for layer, block in enumerate(self.blocks):
-            name, method = config.method_of(layer), block.attn.position
+            name, method = self.config.method_of(layer), block.attn.position
             first.setdefault(name, method)
             method.share_weights(first[name])
 

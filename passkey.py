@@ -21,7 +21,7 @@ from lib.checkpoints import Run
 from lib.errors import UserError
 from lib.generate import Decoding, complete
 from lib.scales import read_scale_file
-from lib.tokenizers import start_token
+from lib.tokenizers import known_ids, start_token
 
 # which model, text and device
 out_dir = 'out/demo/nope'    # folder of the run to read; results go there, too
@@ -51,8 +51,8 @@ QUESTION = '\nWhat is the pass key? The pass key is'
 
 def draw_cells(lengths, n_depths, n_keys, seed):
     """
-    [(length, depth, place, key), ...]. place: the index of the token at which the five-digit key
-    should stand. The draws have the order of the released code: from the longest length, from the
+    [(length, depth, place, key), ...]. place: the index of the token at which the line with the key
+    should begin. The draws have the order of the released code: from the longest length, from the
     smallest depth, and in each cell all places before all keys.
     """
     random, cells = np.random.RandomState(seed), []
@@ -128,13 +128,18 @@ def answer_cells(run, cells, answers, protocol, batch_tokens):
             length, _, place, key = cells[i]
             prompts.append(build_prompt(run.encoding, length, place, key, protocol))
         texts, wanted, starts = zip(*prompts)
-        with run.runtime.autocast():
-            new = complete(run.model, texts, max(map(len, wanted)), how)
+        new = [[]] * len(batch)
+        for n_new in {len(answer) for answer in wanted}:
+            chosen = [b for b, answer in enumerate(wanted) if len(answer) == n_new]
+            with run.runtime.autocast():
+                written = complete(run.model, [texts[b] for b in chosen], n_new, how)
+            for b, ids in zip(chosen, written):
+                new[b] = ids
         for i, prompt, answer, start, ids in zip(batch, texts, wanted, starts, new):
             length, depth, _, key = cells[i]
-            ids = ids[:len(answer)]
             answers.add(i, length=length, depth=depth, key=key, key_at=start, tokens=len(prompt),
-                        answer=run.encoding.decode(ids), correct=ids == answer)
+                        answer=run.encoding.decode(known_ids(run.encoding, ids)),
+                        correct=ids == answer)
     return answers.finish()
 
 

@@ -31,7 +31,7 @@ ones. The file is plain PyTorch. From the project it imports only kernels.py.
 
 Shapes: B sequences, T queries, S keys, H heads, D = head_dim. L is config.L0, the tokens in a
 window of pretraining: block_size, unless the model was fine-tuned. i is the position of a query and
-j <= i the position of a key; both start at 0. Formulas are from "DAPE V2" (2024), section 2 and
+j <= i the position of a key; both start at 0. Formulas are from "DAPE V2" (2024), section 3 and
 Appendix, unless another source is named.
 """
 

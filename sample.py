@@ -11,7 +11,7 @@ from configurator import between, configure, settings
 from lib.checkpoints import Run
 from lib.devices import can_compile
 from lib.generate import Decoding, generate
-from lib.tokenizers import start_token
+from lib.tokenizers import known_ids, start_token
 
 # which model, text and device
 out_dir = 'out/demo/nope'    # folder of the run to read; results go there, too
@@ -35,7 +35,7 @@ compile = False              # compile one graph for all tokens; pays for thousa
 def print_text(encoding, ids, new_ids):
     """Print the text of ids, then the text of new_ids, an iterator, as it comes."""
     def text_of(ids):
-        return encoding.decode_bytes(ids).decode(errors='replace')
+        return encoding.decode_bytes(known_ids(encoding, ids)).decode(errors='replace')
 
     text = shown = text_of(ids)
     print(shown, end='', flush=True)

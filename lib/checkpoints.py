@@ -97,7 +97,7 @@ def load(source, position=None):
     path = Path(source)
     if not path.is_file():
         raise UserError(f'{path} does not exist. Train that model first: run train.py with its '
-                        'config. Or name another model with --out_dir= or --init_from=.')
+                        'config. Or name another model.')
     advice = 'If a run has just replaced it, read it again. Or use best.pt or a kept step.'
     state = load_whole(path, advice)
     with fault_of(path, 'a checkpoint of this project', advice):
@@ -212,11 +212,11 @@ def load_model(init_from, out_dir, device, position=None, rope_scaling=None, dty
     with as_user_error(), torch.device('meta'), Uninitialized():
         model = Transformer(ModelConfig(**config))
     weights = fit_weights(model, state.pop('model'), source)
-    weights = {name: weight if weight.dtype == dtype else weight.float()
+    kept = matrices(model)
+    weights = {name: weight if name in kept and weight.dtype == dtype else weight.float()
                for name, weight in weights.items()}
     model.load_state_dict(weights, assign=True)
-    if model.config.tied:
-        model.head.weight = model.embed.weight
+    model.share_weights()
     cast_matrices(model, dtype)
     return model.to(device).eval().requires_grad_(False), state | {'path': source}
 

@@ -47,6 +47,10 @@ def require_exportable(model):
             if vector.fold or (p == vector.neutral).all():
                 known.add(name)
         odd += [name for name in model.state_dict() if name not in known]
+        # A scale per channel acts after RoPE's rotation. Folded into W_q it would act before.
+        if 'rope' in c.position and any(block.attn.head_scale.shape[1] > 1
+                                        for block in model.blocks):
+            odd.append('a scale per channel with RoPE')
     if odd:
         raise UserError(f"the model has {', '.join(odd[:3])}, which no model of transformers that "
                         'we know can hold, so the exported model would compute something else. '
@@ -55,8 +59,8 @@ def require_exportable(model):
 
 def rope_entries(c):
     """
-    The entries of a config.json about RoPE. They have the older form, because every version of
-    transformers reads it.
+    The entries of a config.json about RoPE. They have the older form, because newer versions of
+    transformers read it, too.
     """
     kind, factor = parse_scaling(c.rope_scaling)
     L, base, scaling = c.L0, c.rope_base, None
@@ -85,7 +89,7 @@ def their_config(c, dtype, length=0):
     # Dynamic NTK uses max_position_embeddings as L. For other types it is the longest context.
     longest = max(c.block_size, length, int(factor * c.L0))
     config['max_position_embeddings'] = c.L0 if kind == 'dynamic_ntk' else longest
-    if c.L0 < max(c.block_size, length):  # for our import: a cut context has the first L tokens
+    if c.L0 < config['max_position_embeddings']:  # for our import: the cut context has L0 tokens
         config['pretrained_length'] = c.L0
 
     if c.position == 'none':

@@ -187,7 +187,10 @@ def step_of(model, cache, compile):
     model itself, or a compiled graph for all steps if `compile` is set and the model can be
     compiled. On a GPU this is a CUDA graph. Compiling pays off after thousands of tokens.
     """
-    if not compile or hasattr(model, 'new_cache'):
+    if not compile:
+        return model
+    if hasattr(model, 'new_cache'):
+        note('decoding uncompiled: the model is read through transformers')
         return model
     if model.needs_equal_lengths:
         note('decoding uncompiled: with its scale sets or position method, the model computes '
@@ -217,6 +220,14 @@ class Decoding:
 GREEDY = Decoding()
 
 
+def require_finite(logits):
+    """Raise UserError if a logit is infinite or NaN, because any token would then be the best."""
+    if not logits.isfinite().all():
+        raise UserError('the logits of the model are not finite, so its text would mean nothing. '
+                        'Are the weights or scales damaged? Try another --init_from=, --scale= or '
+                        '--dtype=.')
+
+
 @torch.no_grad()
 def generate(model, prompt, max_new_tokens, how=GREEDY):
     """
@@ -232,6 +243,7 @@ def generate(model, prompt, max_new_tokens, how=GREEDY):
             logits = read(token, tail=1, cache=cache)[:, -1]  # (1, V)
         if read is model:
             read = step_of(model, cache, how.compile)
+        require_finite(logits)
         token = sample_token(logits, how.temperature, how.top_k, how.top_p, how.generator)
         new = token.item()  # the host waits for the device here, once per token
         if new in how.eos:
@@ -280,6 +292,7 @@ def greedy(model, prompts, max_new_tokens, how):
     read = step_of(model, cache, how.compile)
     new, unfinished = [[] for _ in prompts], set(range(len(prompts)))
     for step in range(max_new_tokens):
+        require_finite(logits)
         if step < how.min_new_tokens:
             logits[:, eos] = -math.inf
         token = logits.argmax(-1, keepdim=True)
@@ -314,6 +327,7 @@ def beam_search(model, prompts, max_new_tokens, how):
     finished, done = [[] for _ in prompts], [False] * B           # finished: [(score, ids)]
     for step in range(max_new_tokens):
         last_step = step + 1 == max_new_tokens
+        require_finite(logits)
         log_p = logits.float().log_softmax(-1)
         if step < how.min_new_tokens:
             log_p[:, eos] = -math.inf

@@ -3,6 +3,7 @@ Tokenizers: by name, from files, from a checkpoint, or a BPE trained on text.
 """
 
 import base64
+import contextlib
 import hashlib
 import itertools
 import json
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import tiktoken
 
-from lib.answers import optional, write_text
+from lib.answers import note, optional, write_text
 from lib.checksums import MIB
 from lib.errors import UserError, fault_of, require_kinds
 
@@ -92,6 +93,8 @@ def parse_ranks(text, where):
             raise ValueError('one of the 256 single bytes is missing')
         if len(set(ranks.values())) < len(ranks):
             raise ValueError('the file has a rank twice')
+        if not all(0 <= rank < 2 ** 32 - 1 for rank in ranks.values()):
+            raise ValueError('a rank is below 0, or at least 2^32 - 1')
     return ranks
 
 
@@ -118,22 +121,24 @@ class HFTokenizer:
         package = optional('tokenizers')
         try:
             self.tokenizer = package.Tokenizer.from_str(text)
+            self.tokenizer.encode_special_tokens = True  # '</s>' in a document is text, no end
+            self.tokenizer.no_truncation()
+            self.tokenizer.no_padding()
+            plain = self.tokenizer.encode('a', add_special_tokens=False).ids
+            first = self.tokenizer.encode('a').ids[0]
         except Exception as error:  # the package raises no narrower class
             raise UserError(f'{name} is not a tokenizer.json: {error}. Check the file.') from error
-        self.tokenizer.encode_special_tokens = True  # '</s>' in a document is text, not its end
-        self.tokenizer.no_truncation()
-        self.tokenizer.no_padding()
         vocab = self.tokenizer.get_vocab()
         self.n_vocab = max(vocab.values()) + 1  # not len(vocab), because some ids may be unused
-        usual = eos, '</s>', EOT, '<|end_of_text|>', '<eos>'
+        usual = [eos] if eos else ['</s>', EOT, '<|end_of_text|>', '<eos>']
         self.eos = next((token for token in usual if token in vocab), None)
         if self.eos is None:
-            raise UserError(f'{name} has no end-of-text token that we know. Set eos_token in '
-                            'tokenizer_config.json.')
+            raise UserError(f"{name} has no end-of-text token {eos or 'that we know'}. Set "
+                            'eos_token in tokenizer_config.json to one of its tokens.')
         self.eot_token = vocab[self.eos]
+        if self.eot_token in self.encode_ordinary(self.eos):
+            note(f'{name} reads {self.eos} in a document as the end of the document')
         # The token before a text, such as <s>. If the tokenizer has none: end-of-text.
-        plain = self.tokenizer.encode('a', add_special_tokens=False).ids
-        first = self.tokenizer.encode('a').ids[0]
         self.start_token = self.eot_token if first == plain[0] else first
 
     def encode_ordinary(self, text):
@@ -150,6 +155,17 @@ class HFTokenizer:
 
     def decode_bytes(self, ids):
         return self.tokenizer.decode(list(ids), skip_special_tokens=False).encode()
+
+
+def known_ids(encoding, ids):
+    """The ids that a tokenizer has. A model may have a larger vocabulary than its tokenizer."""
+    def is_known(ids):
+        with contextlib.suppress(KeyError):
+            encoding.decode_bytes(ids)
+            return True
+        return False
+
+    return ids if is_known(ids) else [token for token in ids if is_known([token])]
 
 
 def start_token(encoding):

@@ -168,7 +168,9 @@ def test_our_model_and_its_export_give_the_logits_of_transformers(tmp_path, row)
     export(tmp_path / 'out', model)
     assert_same_logits(model, reopened(tmp_path / 'out'))
     again = ours(tmp_path / 'out')
-    again.config.block_size = model.config.block_size  # an export states the longest context
+    assert again.config.L0 == model.config.L0
+    for name in 'block_size', 'pretrained_length':  # an export states the longest context and L0
+        setattr(again.config, name, getattr(model.config, name))
     assert again.config == model.config
     if (model.head_scale == 1).all():
         near(dict(again.state_dict()), dict(model.state_dict()))
