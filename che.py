@@ -34,7 +34,7 @@ import torch.nn.functional as F
 import position as methods
 from configurator import between, configure, settings
 from lib import checkpoints, figures, plots
-from lib.answers import OnlyWriter, paper_table, print_rows, progress_bar, result_path
+from lib.answers import OnlyWriter, note, paper_table, print_rows, progress_bar, result_path
 from lib.checksums import load_whole
 from lib.devices import setup
 from lib.errors import UserError, fault_of
@@ -284,6 +284,13 @@ def method_names(chosen):
         name, folder = f'DAPE 1x{kernel} {name}', f'{folder}_dape{kernel}'
     if chosen['random_positions']:
         name, folder = f'{name}, random', f'{folder}_random'
+    # Table 6 has no row for a method with other settings than these.
+    plain = METHOD | {'short_conv': 0, 'short_conv_at': 'AC'}
+    named = {'position', 'dape_kernel', 'random_positions'}
+    for setting, value in plain.items():
+        if setting not in named and chosen[setting] != value:
+            name = f'{name}, {setting} {chosen[setting]}'
+            folder = f'{folder}_{setting}_{chosen[setting]}'.replace(':', '')
     return name, folder
 
 
@@ -317,10 +324,14 @@ def print_results(rows, train_length, tested, each_length):
         print_rows(print, by_length)
 
 
-def main():
+def main(given=()):
+    """given: names of the settings that the user set."""
     began, runtime = time.perf_counter(), setup(device, 'float32', seed)
     chosen, paper = settings(globals()), paper_table('dape_table6')
     check_settings(chosen, runtime)
+    ignored = sorted({'test_length', 'eval_every'} & {*given})
+    if lengths and ignored:
+        note(f"lengths names every length, so this run does not read {', '.join(ignored)}")
     method, short_name = method_names(chosen)
     folder = Path(out_dir or f'out/che/{short_name}')
     tested = sorted(lengths) or [*range(1, train_length + 1, eval_every),
@@ -349,5 +360,4 @@ def main():
 
 
 if __name__ == '__main__':
-    configure(globals(), methods.Settings)
-    main()
+    main(configure(globals(), methods.Settings))

@@ -23,6 +23,9 @@ from pathlib import Path
 
 from lib.errors import ROOT, UserError, report
 
+# What ast.literal_eval() raises for text that is no Python value, such as {{}}
+UNREADABLE = ValueError, TypeError, SyntaxError, RecursionError, MemoryError
+
 
 def settings(scope):
     """{setting: present value} of a stage or config file, in source order."""
@@ -51,6 +54,14 @@ def between(scope, least, *names, most=2 ** 63 - 1, why=''):
             reason = f', {why}' if why else ''
             bound = f'at most {most}' if max(numbers) > most else f'at least {least}{reason}'
             raise UserError(f'{name} is {value}; it must be {bound}.')
+
+
+def ignored_settings(given, own, choice):
+    """
+    The settings that the user gave and that a choice does not read, sorted. own: {choice: the
+    settings that some other choice does not have}.
+    """
+    return sorted(({*given} & set().union(*own.values())) - own[choice])
 
 
 def fit(value, kind):
@@ -109,7 +120,7 @@ def arguments(scope, known, words):
         name, equals, text = argument.partition('=')
         if name.startswith('--') and equals:
             values = [text]
-            with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            with contextlib.suppress(*UNREADABLE):
                 values.insert(0, ast.literal_eval(text))  # keep the text, too: a str can be '123'
             yield 'the command line', name[2:], values
         elif 'paths' in known and not name.startswith('-'):
@@ -146,8 +157,10 @@ def configure(scope, declared=None, words=None):
             stage = Path(scope['__file__']).name
             raise UserError(f"{where} sets '{name}', which {stage} does not have. {advice}")
         kind = kinds.get(name, type(known[name]))
+        if kind is str:
+            values = values[::-1]  # the text itself, with its quotes
         for value in values:
-            with contextlib.suppress(TypeError):
+            with contextlib.suppress(TypeError, OverflowError):
                 scope[name] = fit(value, kind)
                 given.add(name)
                 break

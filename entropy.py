@@ -36,7 +36,8 @@ dtype = 'float32'            # auto, float32, bfloat16, float16; half precision 
 length: int | None = None    # tokens in a window; None: 8L
 n_samples = 64               # windows, evenly spaced over the split
 compare: list[str] = []      # JSON files of other results of this stage, drawn in the same picture
-bits = False                 # True: report bits, as the code of the paper does; False: nats
+bits = False                 # True: report entropies in bits, as the code of the paper does;
+                             # False: in nats. Losses are always in nats
 tail = 64                    # the loss in the cut context is a mean over this many tokens
 batch_tokens = 16384         # tokens in one forward pass; lower it when memory runs out
 

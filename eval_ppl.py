@@ -15,7 +15,7 @@ scores only its last L0 / 8 tokens, at far repeats only its last token. `cut_los
 the same model, with its scales, in the cut context. `gain` is cut_loss minus the loss in windows of
 T tokens, in nats. A gain above 0 means that the tokens beyond L0 help, a gain below 0 that they
 harm. A file of scale sets has sets only for lengths above L. Passes of at most L tokens, such as
-those of the cut context, use the model's own scales.
+those of the cut context if L0 = L, use the model's own scales.
 
 At far repeats two models are compared, and `gain` is another: the loss of the untuned model in the
 cut context, minus the loss of the evaluated model in the whole window. The untuned model is the
@@ -41,7 +41,7 @@ import math
 
 import numpy as np
 
-from configurator import between, configure, settings
+from configurator import between, configure, ignored_settings, settings
 from lib.answers import bin_means, note, print_rows
 from lib.checkpoints import Run, dataset_of, load_model, require_tokenizer
 from lib.errors import UserError
@@ -268,7 +268,7 @@ def losses_by_position(run, sizes):
     windows = run.windows(sizes[-1])
     # Windows may overlap, but their tails do not, so no row scores a token twice. The curve by
     # position may read a token more than once.
-    samples = windows.evenly_spaced(s['n_samples'], spacing=n_tail)
+    samples = windows.evenly_spaced(s['n_samples'], spacing=min(n_tail, sizes[-1]))
     called = run.compiled_for(len(samples), sizes[-1])
     losses = run.runtime.over_windows(
         samples, batch_tokens, lambda inputs, targets: by_position(called, inputs, targets)[0],
@@ -299,7 +299,8 @@ def tail_tokens(run, sizes):
     perplexity read after the rest of the window. Above 0, the earlier tokens help.
     """
     K, L = checked_tail(run.settings['tail'], run.L, sizes), run.L
-    tokens = run.windows(sizes[-1]).evenly_spaced(run.settings['n_samples'], spacing=K)
+    tokens = run.windows(sizes[-1]).evenly_spaced(run.settings['n_samples'],
+                                                  spacing=min(K, sizes[-1]))
 
     def losses_in(T):
         """Losses of the last max(K, L) tokens of each window of T, or of all if T is less."""
@@ -404,6 +405,9 @@ def far_repeats(run, sizes):
     chosen = {kind: find_targets(samples, L0, s['gram'], s['targets'], kind == 'near')
               for kind in kinds}
     of_val = {kind: targets_of_val(run, W, kind == 'near') for kind in kinds}
+    if 'token' in s['controls'] and len(chosen['far'].t) < 2:
+        raise UserError("controls has 'token', which needs two far repeats. Raise --targets=, "
+                        'lower --gram=, or give more text.')
 
     def losses_of(texts):
         return run.runtime.over_windows(
@@ -434,8 +438,8 @@ PROTOCOLS = {'sliding': sliding, 'position': losses_by_position, 'tail': tail_to
              'repeat': far_repeats}
 # {protocol: its settings that some other protocol does not have}
 OWN_SETTINGS = {
-    'sliding': {'rule', 'stride', 'max_windows'}, 'position': {'n_samples', 'tail'},
-    'tail': {'n_samples', 'tail'},
+    'sliding': {'rule', 'stride', 'max_windows', 'compile'},
+    'position': {'n_samples', 'tail', 'compile'}, 'tail': {'n_samples', 'tail', 'compile'},
     'repeat': {'n_samples', 'gram', 'targets', 'baseline', 'controls'}}
 
 
@@ -443,12 +447,11 @@ def main(given=()):
     """given: names of the settings that the user set."""
     if protocol not in PROTOCOLS:
         raise UserError(f"protocol is '{protocol}'. Choose {', '.join(PROTOCOLS)}.")
-    of_others = set().union(*OWN_SETTINGS.values()) - OWN_SETTINGS[protocol]
-    ignored = sorted(of_others & {*given})
-    if ignored:
-        name = ignored[0]
+    for name in ignored_settings(given, OWN_SETTINGS, protocol):
         raise UserError(f'protocol {protocol} does not read {name}. Leave {name} out, or choose a '
                         'protocol that has it: see --help.')
+    if protocol == 'repeat' and lengths and len(lengths) > 1:
+        raise UserError(f'lengths is {lengths}, but protocol repeat reads windows of one length.')
     between(globals(), 1, 'lengths', 'max_windows', 'n_samples', 'tail', 'gram', 'targets',
             'batch_tokens')
     kind = '' if protocol == 'sliding' else protocol

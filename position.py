@@ -108,6 +108,11 @@ class Settings:
         return names[layer % len(names)]
 
 
+def settings_of(position):
+    """The names of the settings of the methods in a setting `position`, such as 'rope,none'."""
+    return {name for method in position.split(',') for name in METHODS.get(method, NoPE).settings}
+
+
 def takes_random_positions(method):
     """
     True if a method's class can read random positions. Log-n and its relatives cannot: they compute
@@ -123,8 +128,7 @@ def defaults_of_unused(settings):
     chosen methods has it. settings: {name: value}; names outside Settings are ignored.
     """
     used = {'position', 'random_positions', 'dape_kernel'}
-    for name in settings['position'].split(','):
-        used |= set(METHODS.get(name, NoPE).settings)  # Settings refuses unknown names
+    used |= settings_of(settings['position'])  # Settings refuses unknown names
     if settings.get('dape_kernel'):
         used |= set(DAPE.settings)
     return {field.name: field.default for field in fields(Settings) if field.name not in used

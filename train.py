@@ -32,6 +32,7 @@ from lib.devices import (
     learning_rate_at,
     load_sharded,
     matmul_flops,
+    note_long_warmup,
     setup,
     sharded,
     unsharded,
@@ -43,6 +44,7 @@ from lib.runs import (
     Speed,
     StopSignal,
     checkpoint_to_start_from,
+    last_saved,
     require_resumable,
     resume_errors,
     settings_to_resume,
@@ -103,9 +105,14 @@ def check_settings(s, runtime):
     between(s, 0, 'learning_rate', 'min_lr', 'warmup_iters', 'weight_decay', 'grad_clip')
     between(s, 0, 'beta1', 'beta2', most=1 - 1e-9)
     out_dir, batch_size, micro = s['out_dir'], s['batch_size'], s['micro_batch_size']
-    if s['init_from'] != 'resume' and Path(out_dir, 'last.pt').exists():
-        raise UserError(f'{out_dir} already holds a run (last.pt). Resume it with '
-                        '--init_from=resume, choose another --out_dir=, or remove the run.')
+    if s['init_from'] != 'resume':
+        for name in 'last.pt', 'best.pt':
+            if Path(out_dir, name).exists():
+                raise UserError(f'{out_dir} already holds a run ({name}). Resume it with '
+                                '--init_from=resume, choose another --out_dir=, or remove the run.')
+    if s['min_lr'] > s['learning_rate']:
+        raise UserError(f"min_lr {s['min_lr']} is above learning_rate {s['learning_rate']}. Lower "
+                        '--min_lr=, for example to 0.')
     ranks = runtime.world_size
     if batch_size % (micro * ranks):
         advice = 'Choose another batch_size.'
@@ -284,6 +291,8 @@ def validate_and_save(recorder, t, windows, batch_tokens, step, best_val_loss, k
     # so that no checkpoint is overwritten.
     recorder.flush(step)
     val_loss = validate(t.model, windows, batch_tokens, step, recorder, t.runtime)
+    if not Path(recorder.folder, 'last.pt').exists():  # a best.pt without it could not go on
+        save_last(recorder, t, step, best_val_loss)
     if val_loss < best_val_loss:
         best_val_loss = val_loss
         recorder.save('best.pt', t.model, step, best_val_loss=best_val_loss)
@@ -314,7 +323,7 @@ def finish(recorder, stopped_by, runtime):
 
 def main(given=()):
     """given: names of the settings that the user set."""
-    state = None
+    state, saved = None, last_saved(out_dir)
     if init_from == 'resume':  # what the user did not set stays as it was
         state = stopped_run(out_dir)
         globals().update(settings_to_resume(state, globals(), given))
@@ -342,6 +351,8 @@ def main(given=()):
     tokens_per_step = batch_size * block_size
     recorder = Recorder(out_dir, runtime, chosen, tokens_per_step, windows.tokenizer_state,
                         data=windows.checksums)
+    if last_saved(out_dir) != saved:  # while this process did not yet hold the recorder's lock
+        raise UserError(f'another process has just saved {out_dir}/last.pt. Start again.')
     model, called = place_model(model, fsdp, compile, runtime)
 
     # optimizer
@@ -356,6 +367,7 @@ def main(given=()):
                 scaler.load_state_dict(state['scaler'])
     state = None  # free the file's copy of weights and optimizer
     warmup = warmup_iters if warmup_iters >= 1 else round(warmup_iters * max_iters)
+    note_long_warmup(warmup, max_iters)
     t = TrainState(model, called, optimizer, scaler, runtime.autocast(), runtime)
 
     recorder.begin(step)  # write config.json, and drop the log lines after this step

@@ -25,10 +25,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from configurator import between, configure, settings
+from configurator import between, configure, ignored_settings, settings
 from lib.answers import bin_means, note, print_rows, progress_bar
 from lib.checkpoints import Run, dataset_of
-from lib.devices import compiled, learning_rate_at
+from lib.devices import compiled, learning_rate_at, note_long_warmup
 from lib.errors import MALFORMED, UserError
 from lib.losses import cut_curve, loss_and_entropy
 from lib.scales import (
@@ -98,9 +98,10 @@ def candidates(candidate_range):
     """The scales of candidate_range, [first, last, step]. Raises UserError if it is not a range."""
     finite(candidate_range, (3,), f'candidate_range {candidate_range}')
     first, end, step = candidate_range
-    if not 0 < first < end <= first + 10_000 * step:
+    if not 0 < first < end <= first + 10_000 * step or min(first, step) < 1e-6:
         raise UserError(f'candidate_range is {candidate_range}; give first, last and step, such as '
-                        '[1.0, 2.0, 0.1], with 0 < first < last and at most 10,000 steps.')
+                        '[1.0, 2.0, 0.1], with 0 < first < last, at most 10,000 steps, and a first '
+                        'and a step of at least 1e-6.')
     n = math.floor((end - first) / step + 1e-6)
     return [round(first + i * step, 6) for i in range(n + 1)]
 
@@ -228,7 +229,8 @@ def rates_of(tune):
     for part in tune.split(','):
         kind, _, rate = part.partition(':')
         try:
-            rates[kind] = float(rate) if rate else KINDS[kind][1]
+            is_twice = kind in rates
+            rates[kind] = math.nan if is_twice else float(rate) if rate else KINDS[kind][1]
         except (KeyError, ValueError):
             rates[kind] = math.nan
         if not 0 <= rates[kind] < math.inf:
@@ -467,7 +469,16 @@ def check_settings(run, target_sizes):
         raise UserError(f"batch_size {s['batch_size']} must be a multiple of the {ranks} ranks.")
 
 
-def main():
+# {method: its settings that the other method does not have}
+OWN_SETTINGS = {
+    'uniform': {'candidate_range', 'compare'},
+    'head': {'target_lengths', 'tune', 'init_scale', 'min_scale', 'warmup_iters', 'max_iters',
+             'batch_size', 'micro_batch_size', 'beta1', 'beta2', 'grad_clip',
+             'checkpoint_activations', 'seed'}}
+
+
+def main(given=()):
+    """given: names of the settings that the user set."""
     run = Run(settings(globals()))
     run.label = label  # Run would replace an empty label by the RoPE extension, such as yarn4
     _ = run.model.head_scale  # a model of the package transformers has none, and raises UserError
@@ -475,6 +486,13 @@ def main():
     if method == 'head' and target_lengths:
         target_sizes = sorted(set(target_lengths))
     check_settings(run, target_sizes)
+    ignored = ignored_settings(given, OWN_SETTINGS, method)
+    if ignored:
+        note(f"method {method} does not read {', '.join(ignored)}")
+    if method == 'head':
+        note_long_warmup(warmup_iters, max_iters)
+        if 'min_scale' in given and 'scale' not in rates_of(tune):
+            note(f"min_scale is for tune=scale, but tune is '{tune}'")
     stem = 'scale_uniform'
     if method == 'head':
         stem = 'scale_sets' if target_lengths else f'scale_head_{target_sizes[-1]}'
@@ -490,5 +508,4 @@ def main():
 
 
 if __name__ == '__main__':
-    configure(globals())
-    main()
+    main(configure(globals()))

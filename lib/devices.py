@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
-from lib.answers import progress_bar
+from lib.answers import note, progress_bar
 from lib.errors import UserError
 
 # Compile a model for windows of one length if reading them takes more FLOP than this: (CPU, GPU).
@@ -304,6 +304,13 @@ def learning_rate_at(step, peak, floor, warmup, decay):
         return peak * (step + 1) / warmup
     share = min(1.0, (step - warmup) / max(1, decay - warmup))
     return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * share))
+
+
+def note_long_warmup(warmup, steps):
+    """Say so if a run ends before the learning rate has reached its peak."""
+    if warmup > steps:
+        note(f'warmup_iters is {warmup:g}, and the run has {steps} steps, so the learning rate '
+             'does not reach its peak')
 
 
 # ---------------------------------------------------------------------- speed

@@ -16,8 +16,9 @@ from lib import checkpoints
 from lib.answers import OnlyWriter, note, optional, read_lines, save_json, write_lines
 from lib.devices import unsharded
 from lib.errors import UserError, as_user_error, fault_of, require_kinds
+from lib.tokens import parse_part
 from model import ModelConfig
-from position import Settings, defaults_of_unused
+from position import Settings, defaults_of_unused, settings_of
 
 # Settings that a resumed run may not change: those of a ModelConfig that train.py has, too.
 MODEL = [field.name for field in dataclasses.fields(ModelConfig)
@@ -52,7 +53,8 @@ def require_own_settings(own, chosen, given, path, may_change=()):
     """
     for name in MODEL:
         if name in given and name not in may_change and chosen[name] != own[name]:
-            raise UserError(f'{name} is {chosen[name]}, but {path} was trained with {own[name]}. '
+            raise UserError(f'{name} is {chosen[name]!r}, but {path} was trained with '
+                            f'{own[name]!r}. '
                             f'Leave {name} out, because the model keeps its own settings.')
 
 
@@ -99,27 +101,50 @@ def require_resumable(state, chosen, given, windows):
     checkpoints.require_tokenizer(state, windows.tokenizer_state, chosen['dataset'])
     scaling = scaling_with_factor(chosen, own['pretrained_length'] or own['block_size'])
     require_own_settings(own, chosen | {'rope_scaling': scaling}, given, path)
-    if chosen['batch_size'] != was['batch_size']:
-        raise UserError(f"batch_size is {chosen['batch_size']}, but {path} was trained with "
-                        f"{was['batch_size']}. Leave it out, because which text a step reads "
-                        'depends on it. --micro_batch_size= may change.')
     require_same_data(chosen['out_dir'], state['data'], windows.checksums)
+    fixed = ['batch_size', 'seed']
+    # A folder may have moved: its name then differs, and its text does not.
+    if (weighted_texts(chosen['dataset'], windows.checksums)
+            != weighted_texts(was['dataset'], state['data'])):
+        fixed.append('dataset')
+    for name in fixed:
+        if chosen[name] != was[name]:
+            raise UserError(f'{name} is {chosen[name]}, but {path} was trained with {was[name]}. '
+                            'Leave it out, because which text a step reads depends on it.')
+    if 'keep_steps' in given:
+        past = [step for step in chosen['keep_steps'] if step <= state['step']]
+        if past:
+            note(f"keep_steps has {past}, but the run is already at step {state['step']}")
     for name, value in chosen.items():
         if name not in {*MODEL, 'init_from', 'out_dir'} and value != was.get(name, value):
             note(f'resuming with {name} = {value} (was {was[name]})')
 
 
+def weighted_texts(dataset, checksums):
+    """[(checksum, weight), ...] of the parts of a dataset, in order. checksums: {part: checksum}"""
+    return [(checksums[name], weight) for name, weight in map(parse_part, dataset.split(','))]
+
+
+def last_saved(folder):
+    """What changes with each save of folder/last.pt; None if there is none."""
+    path = Path(folder, 'last.pt')
+    return path.stat().st_mtime_ns if path.exists() else None
+
+
 def checkpoint_to_start_from(chosen, given, windows):
     """
     The checkpoint init_from, whose weights a new run starts from, with the ModelConfig for this
-    run. The length, the position method and rope_scaling may change; everything else stays the
-    model's own.
+    run. The length, the position method with its settings, rope_scaling and random positions may
+    change; everything else stays the model's own.
     """
     path = chosen['init_from']
     position = chosen['position'] if 'position' in given else None
     state = checkpoints.load(path, position) | {'path': path}
     checkpoints.require_tokenizer(state, windows.tokenizer_state, chosen['dataset'])
-    own, may_change = state['model_config'], ('position', 'rope_scaling', 'block_size')
+    own, may_change = state['model_config'], {'position', 'rope_scaling', 'block_size',
+                                              'random_positions'}
+    if position:  # the settings of methods that the model did not have
+        may_change |= settings_of(position) - settings_of(own['position'])
     require_own_settings(own, chosen, given, path, may_change)
     if 'block_size' not in given and chosen['block_size'] != own['block_size']:
         raise UserError(f"{path} was trained at {own['block_size']} tokens, and without "
@@ -127,13 +152,16 @@ def checkpoint_to_start_from(chosen, given, windows):
                         'the length that you want.')
     L = own['pretrained_length'] or own['block_size']
     new = own | {'block_size': chosen['block_size'], 'pretrained_length': L}
-    if 'position' in given:
-        new['position'] = chosen['position']
+    new |= {name: chosen[name] for name in may_change & {*given}}
     if 'rope_scaling' in given:
         new['rope_scaling'] = scaling_with_factor(chosen, L)
     new |= {name: default for name, default in defaults_of_unused(new).items() if name not in given}
     with as_user_error():
         config = ModelConfig(**new)
+    was, order = state['settings'], ('dataset', 'seed', 'block_size', 'batch_size')
+    if all(was.get(name) == chosen[name] for name in order):
+        note(f'this run reads the same text in the same order as {path} did; another --seed= reads '
+             'it in another order')
     note(f'starting from {path}, with '
          + ' '.join(f'{name}={getattr(config, name)}' for name in MODEL))
     return state, config
@@ -218,7 +246,8 @@ class Recorder:
         last_path, good = self.folder / 'last.pt', 'Start again'
         if last_path.exists():
             good = f'{last_path} holds the last good state: resume from it'
-        raise UserError(f'{what}. {good} with a lower learning_rate or grad_clip.')
+        raise UserError(f'{what}. {good} with a lower learning_rate, or a grad_clip that is lower '
+                        'and not 0.')
 
     def save(self, name, model, step, **more):
         """Write a checkpoint, or raise UserError if a weight is not finite. Call on every rank."""

@@ -174,11 +174,13 @@ def read_scale_file(path, model, info):
     {L': vectors}. Raises UserError if the file was tuned for another model.
     """
     if not Path(path).is_file():
-        raise UserError(f'scale file {path} does not exist. Make one with tune_scale.py, or give a '
+        raise UserError(f'there is no scale file {path}. Make one with tune_scale.py, or give a '
                         'number.')
     with fault_of(path, 'a scale file, which has head_scale, weights_digest and target_length',
                   'Make one with tune_scale.py.'):
         data = json.loads(Path(path).read_text(encoding='utf-8'))
+        if not {'head_scale', 'sets'} & data.keys():
+            raise KeyError('head_scale')
         found, sets = sets_of(data, path), {}
         require_same_weights(data, path, info)
         for one in found:

@@ -345,6 +345,8 @@ def mixture_slots(weights, dataset):
     How many of SLOTS samples each source gets. Shares are rounded down; the samples left over go to
     the largest remainders.
     """
+    if sum(weights) == math.inf:
+        raise UserError(f'dataset is {dataset}; its weights are too large. Choose smaller ones.')
     exact = np.array(weights) / sum(weights) * SLOTS
     slots = np.floor(exact).astype(int)
     missing = SLOTS - slots.sum()
@@ -377,6 +379,8 @@ class Windows:
         self.dataset, self.split, self.block_size, self.seed = dataset, split, block_size, seed
         parts = [parse_part(part) for part in dataset.split(',')]
         if split != 'train':
+            if len(parts) > 1:
+                note(f'the split {split} of {dataset} is that of {parts[0][0]} alone')
             parts = parts[:1]  # the other sources may lack this split
         sources = {name: open_tokens(name, split, check) for name, _ in parts}
         self.checksums = {name: data.checksum for name, data in sources.items()}

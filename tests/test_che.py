@@ -89,6 +89,14 @@ def run(tmp_path_factory):
     return out_dir, stage_here('che', *arguments(out_dir, tasks="'bucket_sort','even_pairs'"))
 
 
+def test_a_method_with_other_settings_than_table_6_has_another_name():
+    chosen = che.METHOD | {'short_conv': 0, 'short_conv_at': 'AC', 'position': 'alibi'}
+    assert che.method_names(chosen) == ('ALiBi', 'alibi')
+    name, folder = che.method_names(chosen | {'short_conv': 4})
+    assert (name, folder) == ('ALiBi, short_conv 4', 'alibi_short_conv_4')
+    assert name not in paper_table('dape_table6')['even_pairs']
+
+
 def test_result_has_all_lengths_by_value_and_the_papers_accuracy_beside_ours(run):
     out_dir, printed = run
     result, paper = read(out_dir / 'che.json'), paper_table('dape_table6')

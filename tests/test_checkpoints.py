@@ -102,6 +102,14 @@ def test_a_setting_or_a_small_vector_that_a_checkpoint_lacks_changes_nothing(tmp
     assert torch.equal(lacks(tokens(1, 20)), model(tokens(1, 20)))
 
 
+def test_layers_share_t5s_table_after_loading_too(tmp_path):
+    model = random_model(position='t5', vocab_size=257)
+    save_model(model, tmp_path / 'last.pt')
+    loaded, _ = load_model('last', tmp_path, 'cpu')
+    tables = {id(block.attn.position.table) for block in loaded.blocks}
+    assert len(tables) == 1 and loaded.n_params() == model.n_params()
+
+
 def test_opening_a_model_does_not_load_the_compiler(out_dir):
     """It would take a second of every start."""
     code = f"""

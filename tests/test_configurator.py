@@ -192,6 +192,8 @@ def test_what_is_no_setting_has_the_wrong_type_or_fails_is_refused_with_its_name
 --compile=False        | False
 --dataset=123          | '123'
 --dataset=a=b          | 'a=b'
+--dataset='a'          | "'a'"
+--dataset={{}}         | '{{}}'
 --dataset=             | ''
 --scale=2              | 2.0
 --scale=x.json         | 'x.json'

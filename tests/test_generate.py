@@ -5,11 +5,12 @@ $ python -m pytest tests/test_generate.py
 """
 
 import json
+import math
 import shutil
 
 import pytest
 import torch
-from conftest import EVERY, near, random_model, stage_here, tokens
+from conftest import EVERY, near, random_model, refuses, stage_here, tokens
 
 from lib.exports import save_folder
 from lib.generate import (
@@ -85,6 +86,14 @@ def test_the_prompt_is_read_once_and_then_one_token_a_beam_and_the_last_logits_a
     seen.clear()
     complete(model, [[1, 2, 3], [4]], 4, Decoding(beams=3))
     assert seen[::2] == [(2, 3)] + 3 * [(6, 1)]
+
+
+@pytest.mark.parametrize('beams', [1, 2])
+def test_logits_that_are_not_finite_are_refused(beams):
+    model = random_model()
+    model.norm.weight.data[0] = math.nan
+    refuses('logits of the model are not finite', complete, model, [[1, 2]], 3,
+            Decoding(beams=beams))
 
 
 def test_a_cache_that_is_too_short_is_refused():

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import json
 import random
+import shutil
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -386,6 +387,21 @@ def test_stock_transformers_computes_what_our_model_does(tmp_path, position, sca
     assert theirs.config.max_position_embeddings == longest
     for length in (32, 64, 128):  # L, 2L, 4L
         assert_same_logits(model, theirs, length)
+
+
+def test_an_export_says_how_long_pretraining_windows_were(tmp_path):
+    for scaling in '', 'pi:4', 'ntk:2.5', 'yarn:4', 'dynamic_ntk:2':
+        export(tmp_path / 'hf', random_model(vocab_size=257, position='rope',
+                                             rope_scaling=scaling))
+        assert ours(tmp_path / 'hf').config.L0 == 32
+        shutil.rmtree(tmp_path / 'hf')
+
+
+def test_a_scale_per_channel_with_rope_is_refused(tmp_path):
+    for position in 'rope', 'rope,none':
+        model = random_model(vocab_size=257, position=position).requires_grad_(False)
+        model.head_scale = torch.rand(2, 4, 8)
+        refuses('a scale per channel with RoPE', export, tmp_path / position, model)
 
 
 def test_folded_weights_are_rounded_once_and_vectors_are_not():

@@ -46,6 +46,7 @@ eval_ppl        NAN --protocol=tail --n_samples=2 | nan
 eval_ppl        NAN --protocol=position --n_samples=2 | nan
 entropy         NAN --n_samples=2 --length=64 | nan
 tune_scale      NAN --method=uniform --n_samples=2 --dataset={corpus} | nan
+sample          NAN --max_new_tokens=2 | logits of the model are not finite
 
 files that are damaged, of another kind, of another tokenizer, or not there
 sample          --out_dir={flipped_run} --device=cpu | flipped_run/last.pt
@@ -56,6 +57,10 @@ train           TRAIN --dataset={flipped_corpus} | val.bin
 train           TRAIN --dataset={corpus},{flipped_train} | train.bin
 train           TRAIN --init_from={flipped_run}/last.pt | last.pt
 train           TRAIN --init_from=resume | last.pt
+train           TRAIN --min_lr=0.1 | min_lr 0.1 is above learning_rate 0.002
+train           RESUME --seed=5 | seed is 5, but
+train           RESUME --dataset={corpus}:2 | dataset is
+train           FINETUNE --block_size=32 --rope_base=5000 | rope_base is 5000.0
 train           TRAIN --dataset=nowhere | nowhere
 train           TRAIN --dataset={corpus},{other} | th.tiktoken
 train           TRAIN --init_from={run}/last.pt --dataset={other} | th.tiktoken
@@ -72,6 +77,8 @@ entropy         WRITE --compare=["{run}/gap.json"] | gap.json has null in loss
 tune_scale      WRITE --method=head | scale_uniform.json
 eval_ppl        WRITE --scale=nowhere.json | nowhere.json
 eval_ppl        WRITE --scale=1,2 | scale
+eval_ppl        WRITE --scale={run}/passkey.json | is not a scale file
+eval_ppl        WRITE --protocol=repeat --lengths=[64,128] | windows of one length
 eval_ppl        WRITE --scale={run}/uneven.json | uneven.json
 entropy         GIVEN | x.json | {
 entropy         GIVEN | x.json | []
@@ -121,6 +128,7 @@ train           TRAIN --dataset={corpus}:1,{corpus}:-1 | NAME:WEIGHT
 train           TRAIN --dataset={corpus}:1,{corpus}:0 | NAME:WEIGHT
 train           TRAIN --dataset={corpus}:1,{corpus}:nan | NAME:WEIGHT
 train           TRAIN --dataset={corpus}:1,{corpus}:0.00001 | hardly any
+train           TRAIN --dataset={corpus}:1e308,{corpus}:1e308 | weights are too large
 
 position methods and their settings
 train           TRAIN --position=own | lessons.exercises
@@ -167,7 +175,7 @@ train           TRAIN --block_size=1000000 | 1,000,000
 train           TRAIN --out_dir={run} | --out_dir=
 train           TRAIN --out_dir={run} --init_from={run}/best.pt | --out_dir=
 train           RESUME --n_layer=3 | n_layer is 3
-train           RESUME --position=rope | position is rope
+train           RESUME --position=rope | position is 'rope'
 train           RESUME --block_size=16 | block_size is 16
 train           --out_dir={run} --init_from=resume --device=cpu --max_iters=1 | max_iters is 1
 train           RESUME --max_iters=99 --batch_size=32 | batch_size is 32
@@ -200,6 +208,7 @@ attention_maps  WRITE --head=-1 | head is -1
 tune_scale      WRITE --method=layer | method
 tune_scale      WRITE --init_scale=best | init_scale
 tune_scale      WRITE --init_scale=1.2 --tune=scale,gain | tune
+tune_scale      WRITE --init_scale=1.2 --tune=scale:0.05,scale:0.1 | tune
 tune_scale      WRITE --init_scale=1.2 --tune=scale,channel | tune
 tune_scale      WRITE --init_scale=1.2 --tune=channel --position=rope | channel
 tune_scale      WRITE --init_scale=1.2 --target_length=16 | target_length is 16
@@ -224,6 +233,7 @@ export          EXPORT --scale={run}/sets.json --target_length=129 | target_leng
 export          EXPORT --target_length=64 | --scale=None
 export          EXPORT --dtype=int8 | dtype is 'int8'
 export          EXPORT --format=onnx | format is 'onnx'
+export          EXPORT --ids_only=True | ids_only is for --format=gguf
 export          EXPORT --format=gguf --position=alibi | alibi
 export          EXPORT --format=gguf --position=rope,none | rope,none
 export          EXPORT --format=gguf --position=rope --rope_scaling=dynamic_ntk:2 | dynamic_ntk
@@ -259,6 +269,7 @@ tune_scale      WRITE --init_scale=1.2 --min_scale=1e39 | min_scale
 tune_scale      WRITE --method=uniform --candidate_range=[1.0,1e39,1e38] | candidate_range
 tune_scale      WRITE --method=uniform --candidate_range=[1.0,2.0,1e-9] | candidate_range
 tune_scale      WRITE --method=uniform --candidate_range=[0.0,1.0,0.1] | candidate_range
+tune_scale      WRITE --method=uniform --candidate_range=[1e-7,1.0,0.5] | candidate_range
 tune_scale      WRITE --method=uniform --candidate_range=[2.0,1.0,0.1] | candidate_range
 tune_scale      WRITE --method=uniform --candidate_range=[1.0,2.0,0.0] | candidate_range
 
@@ -296,6 +307,7 @@ results/extension_demo/table --max_windows=0 | max_windows is 0
 commonsense     READ --limit=0 | limit is 0
 commonsense     READ --tasks=["ruler_vt"] --read_length=1023 | prompts of ruler_vt.
 longbench       WRITE --beams=0 | beams is 0
+longbench       WRITE --context=0 | context is 0
 longbench       WRITE --max_samples=0 | max_samples is 0
 
 windows shorter than what is measured in them

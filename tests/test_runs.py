@@ -155,6 +155,30 @@ def test_a_step_to_keep_that_never_comes_is_named(runs):
     assert 'keep_steps has [13], but the run ends at max_iters 3' in runs.printed
 
 
+def test_a_step_to_keep_that_is_past_is_named(runs, plain):
+    runs.copy(plain, 'kept')
+    runs.train('kept', '--init_from=resume --max_iters=13 --keep_steps=[2,13]')
+    assert 'keep_steps has [2], but the run is already at step 12' in runs.printed
+
+
+def test_a_run_that_was_saved_by_another_process_meanwhile_does_not_go_on(runs, plain, monkeypatch):
+    out_dir = runs.copy(plain, 'raced')
+    init = Recorder.__init__
+
+    def saved_elsewhere(*given, **more):
+        os.utime(out_dir / 'last.pt', (1, 1))
+        init(*given, **more)
+
+    monkeypatch.setattr(Recorder, '__init__', saved_elsewhere)
+    line = runs.refused('raced', '--init_from=resume --max_iters=13')
+    assert f'another process has just saved {out_dir}/last.pt' in line
+
+
+def test_a_warm_up_that_is_longer_than_the_run_is_named(runs):
+    runs.train('cold', '--warmup_iters=9 --max_iters=3')
+    assert 'the learning rate does not reach its peak' in runs.printed
+
+
 def test_a_resumed_run_keeps_its_settings(runs, plain):
     with at_step_5(signal.raise_signal, signal.SIGTERM), pytest.raises(SystemExit):
         runs.train('bare')

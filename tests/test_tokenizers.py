@@ -18,6 +18,7 @@ from lib.tokenizers import (
     PATTERN,
     cut,
     get_tokenizer,
+    known_ids,
     parse_ranks,
     start_token,
     tiktoken_encoding,
@@ -121,6 +122,17 @@ def test_hugging_face_tokenizer_adds_and_cuts_nothing_and_reads_special_tokens_a
     for eos, config in (('<|end|>', '{"eos_token": "<|end|>"}'),
                         ('<|end|>', '{"eos_token": {"content": "<|end|>"}}'), ('<eos>', '{}')):
         assert get_tokenizer(hf_json(tmp_path, eos, config)).eot_token == 900
+
+
+def test_an_end_token_that_the_vocabulary_lacks_is_refused(tmp_path):
+    hf_json(tmp_path, config='{"eos_token": "<|im_end|>"}')
+    refuses('no end-of-text token <|im_end|>', get_tokenizer, str(tmp_path / 'tokenizer.json'))
+
+
+def test_ids_that_a_tokenizer_does_not_have_are_left_out():
+    encoding = get_tokenizer('bytes')
+    assert known_ids(encoding, [97, 98]) == [97, 98]
+    assert known_ids(encoding, [97, 300, 98]) == [97, 98]
 
 
 def test_tokenizer_is_rebuilt_from_a_checkpoint_without_its_files(bpe, tmp_path):

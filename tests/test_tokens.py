@@ -231,11 +231,12 @@ def test_mixture_holds_its_weights_exactly_and_reads_each_source_in_epochs(tmp_p
     assert (of_b[:400] != alone[:400]).any()  # and each source has an order of its own
 
 
-def test_a_mixture_is_evaluated_on_its_first_source_alone(tmp_path):
+def test_a_mixture_is_evaluated_on_its_first_source_alone(tmp_path, capsys):
     a = numbered(tmp_path / 'a', 50)
     write_corpus(tmp_path / 'b', get_tokenizer('bytes'), {'train': ['1000' * 50]})  # has no val
     windows = Windows(f'{a}:0.3,{tmp_path}/b:0.7', 'val', 3)
     assert numbers(windows.evenly_spaced(1000)) == list(range(50)) and [*windows.checksums] == [a]
+    assert f'is that of {a} alone' in capsys.readouterr().out
 
 
 def test_splits_and_orders_are_the_same_in_every_version(tmp_path):

@@ -247,6 +247,18 @@ def test_fine_tuning_starts_from_the_given_weights_at_another_block_size(runs, p
     assert load(out_dir)['model_config'] == vars(model.config) | longer
 
 
+def test_fine_tuning_with_another_method_takes_its_settings(runs, plain):
+    command = f'--init_from={plain}/last.pt --max_iters=1 '
+    changes = '--position=rope --rope_base=5000'
+    config = load(runs.train('to_rope', f'{command} {changes}'))['model_config']
+    assert (config['position'], config['rope_base']) == ('rope', 5000.0)
+    assert 'reads the same text in the same order' in runs.printed
+    again = f'--init_from={runs.folder}/to_rope/last.pt --max_iters=1 --rope_base=9000'
+    assert 'rope_base is 9000.0' in runs.refused('again', again)  # that of a model with RoPE
+    runs.train('random', f'{command} {changes} --random_positions=64 --seed=2')
+    assert 'same order' not in runs.printed
+
+
 def test_fine_tuning_extends_rope_by_the_ratio_of_the_lengths_and_resumes(runs, rope):
     yarn = '--rope_scaling=yarn --block_size=96 --max_iters='
     start = f'--init_from={rope}/last.pt {yarn}'
