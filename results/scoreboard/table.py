@@ -142,6 +142,9 @@ def train(row, seed, values):
     if row.init and not Path(folder, 'loss.png').exists():
         train(ROWS[row.init], seed, values)
         init = f'--init_from={folder_of(row.init, seed)}/last.pt'
+    # Another seed, because with that of `init` it would read the same text in the same order. The
+    # published rows of DroPE did so.
+    seed += 1000 if row.init else 0
     study.train(folder, f'{SIZES[size].config} {row.train.format(**values)} --seed={seed} {init}')
 
 
