@@ -39,8 +39,8 @@ lessons: $(LESSONS)
 	$(PYTHON) -m pytest --tb=short lessons/test_exercises.py
 
 .venv/ready: pyproject.toml
-	@test -x .venv/bin/python || python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo 'python3 must be 3.11 or newer. Make an environment of a newer one: NEWER -m venv .venv'; exit 1; }
-	test -x .venv/bin/python || python3 -m venv .venv
+	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo 'python3 must be 3.11 or newer. With a newer one, for example: python3.12 -m venv .venv; . .venv/bin/activate; pip install ".[dev]"'; exit 1; }
+	python3 -m venv .venv
 	.venv/bin/python -m pip install -q .
 	touch $@
 

@@ -39,7 +39,7 @@ from lib.devices import setup
 from lib.errors import ROOT, UserError
 from lib.losses import by_position, cut_losses, doubled_lengths
 from lib.repeats import Targets, find_targets, losses_when_cut, repeat_summary
-from lib.runs import MODEL, OF_MACHINE, require_same_data
+from lib.runs import MODEL, OF_MACHINE, weighted_texts
 from lib.tokenizers import tokenizer_from_state
 from lib.tokens import Windows
 from position import Settings
@@ -141,20 +141,25 @@ def require_trained_with(folder, arguments):
     """
     advice = 'Remove the folder, or choose another --out_dir=.'
     trained, (wanted, given) = read(Path(folder, 'config.json')), training_settings(arguments)
-    start = Path(wanted['init_from'])
+    base, start = trained.get('init_from', 'scratch'), Path(wanted['init_from'])
+    if Path(base).resolve() != start.resolve():
+        raise UserError(f'{folder} was trained from {base}, not from {start}. {advice}')
     if start.is_file() and start.stat().st_mtime > Path(folder, 'loss.png').stat().st_mtime:
-        raise UserError(f'{folder} was trained from an older {start}. {advice}')
-    ignored = OF_MACHINE | {'log_interval', 'tracker', 'micro_batch_size'}
-    if trained.get('init_from', 'scratch') != 'scratch':  # the sizes are those of the checkpoint
+        raise UserError(f'{start} is newer than {folder}, which was trained from it. {advice}')
+    ignored = OF_MACHINE | {'log_interval', 'tracker', 'micro_batch_size', 'dataset'}
+    if base != 'scratch':  # the sizes are those of the checkpoint
         ignored |= set(MODEL) - given
     for name, value in wanted.items():
         # config.json of an older version may lack a setting.
         if name not in ignored and not is_value(trained.get(name, value), value):
             raise UserError(f'{folder} was trained with {name}={trained[name]}, not with {value}. '
                             f'{advice}')
-    state = checkpoints.load(Path(folder, 'last.pt'))
+    # The folder of a text may have moved, so compare what the texts hold.
     text = Windows(wanted['dataset'], 'train', wanted['block_size'])
-    require_same_data(folder, state['data'], text.checksums)
+    if (weighted_texts(trained['dataset'], checkpoints.load(Path(folder, 'last.pt'))['data'])
+            != weighted_texts(wanted['dataset'], text.checksums)):
+        raise UserError(f"{folder} was trained on {trained['dataset']}, which is another text than "
+                        f"{wanted['dataset']} is now. {advice}")
 
 
 def scale_file(model, kind):

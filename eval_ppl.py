@@ -87,7 +87,8 @@ controls: list[str] = []     # repeat: near (repeats within the last L0 tokens),
                              # the L0 tokens before a target come from another document), token
                              # (only the token after the earlier occurrence is replaced)
 batch_tokens = 16384         # tokens in one forward pass; lower it when memory runs out
-compile = True               # torch.compile the model, if the stage reads enough for this to pay
+compile = True               # torch.compile the model, if the stage reads enough for this to pay;
+                             # never with protocol=repeat
 
 RULES = ('same', 'paper', 'classic')
 
@@ -385,12 +386,13 @@ def control_texts(controls, samples, far, others, L0):
 
 def far_repeats(run, sizes):
     """
-    Far repeats in windows of W tokens, where W is the longest length. find_targets() of
-    lib/repeats.py defines the targets; t is the position of a target in its window. Each control
-    adds rows. other: all tokens before t - L0 are replaced by those of another document; the gain
-    should then be 0 or below. token: only the token after the earlier occurrence is replaced, by
-    that of another target, which may by chance be the same; what is left of the gain does not come
-    from copying this token. near: near repeats, whose cut context holds the token to copy.
+    Far repeats in windows of W tokens: the length given, or the longest of the default lengths.
+    find_targets() of lib/repeats.py defines the targets; t is the position of a target in its
+    window. Each control adds rows. other: all tokens before t - L0 are replaced by those of another
+    document; the gain should then be 0 or below. token: only the token after the earlier occurrence
+    is replaced, by that of another target, which may by chance be the same; what is left of the
+    gain does not come from copying this token. near: near repeats, whose cut context holds the
+    token to copy.
     """
     s, W, L0 = run.settings, sizes[-1], run.model.config.L0
     check_repeats(s, W, L0)
@@ -438,8 +440,8 @@ PROTOCOLS = {'sliding': sliding, 'position': losses_by_position, 'tail': tail_to
              'repeat': far_repeats}
 # {protocol: its settings that some other protocol does not have}
 OWN_SETTINGS = {
-    'sliding': {'rule', 'stride', 'max_windows', 'compile'},
-    'position': {'n_samples', 'tail', 'compile'}, 'tail': {'n_samples', 'tail', 'compile'},
+    'sliding': {'rule', 'stride', 'max_windows'}, 'position': {'n_samples', 'tail'},
+    'tail': {'n_samples', 'tail'},
     'repeat': {'n_samples', 'gram', 'targets', 'baseline', 'controls'}}
 
 

@@ -318,8 +318,9 @@ class Transformer(nn.Module):
     def head_scale(self):
         """
         All softmax scales, (n_layer, H) float32, in units of 1 / sqrt(D). With one scale per
-        channel, each entry is the mean over the channels of a head: writing it back would lose
-        the others. The setter takes a number, or an array of shape (n_layer, H) or (n_layer, H, D).
+        channel, each entry is the mean over the channels of a head. To write it back replaces their
+        scales by this mean. The setter takes a number, or an array of shape (n_layer, H) or
+        (n_layer, H, D).
         """
         return torch.stack([block.attn.head_scale.detach().mean(1) for block in self.blocks])
 

@@ -106,10 +106,11 @@ def check_settings(s, runtime):
     between(s, 0, 'beta1', 'beta2', most=1 - 1e-9)
     out_dir, batch_size, micro = s['out_dir'], s['batch_size'], s['micro_batch_size']
     if s['init_from'] != 'resume':
-        for name in 'last.pt', 'best.pt':
+        advice = {'last.pt': 'Resume it with --init_from=resume, choose', 'best.pt': 'Choose'}
+        for name, begin in advice.items():
             if Path(out_dir, name).exists():
-                raise UserError(f'{out_dir} already holds a run ({name}). Resume it with '
-                                '--init_from=resume, choose another --out_dir=, or remove the run.')
+                raise UserError(f'{out_dir} already holds a run ({name}). {begin} another '
+                                '--out_dir=, or remove the run.')
     if s['min_lr'] > s['learning_rate']:
         raise UserError(f"min_lr {s['min_lr']} is above learning_rate {s['learning_rate']}. Lower "
                         '--min_lr=, for example to 0.')
@@ -291,7 +292,7 @@ def validate_and_save(recorder, t, windows, batch_tokens, step, best_val_loss, k
     # so that no checkpoint is overwritten.
     recorder.flush(step)
     val_loss = validate(t.model, windows, batch_tokens, step, recorder, t.runtime)
-    if not Path(recorder.folder, 'last.pt').exists():  # a best.pt without it could not go on
+    if best_val_loss == math.inf:  # so that there is no best.pt without a last.pt to go on from
         save_last(recorder, t, step, best_val_loss)
     if val_loss < best_val_loss:
         best_val_loss = val_loss

@@ -228,9 +228,10 @@ def rates_of(tune):
     rates = {}
     for part in tune.split(','):
         kind, _, rate = part.partition(':')
+        if kind in rates:
+            raise UserError(f"tune is '{tune}', which has {kind} twice. Leave one out.")
         try:
-            is_twice = kind in rates
-            rates[kind] = math.nan if is_twice else float(rate) if rate else KINDS[kind][1]
+            rates[kind] = float(rate) if rate else KINDS[kind][1]
         except (KeyError, ValueError):
             rates[kind] = math.nan
         if not 0 <= rates[kind] < math.inf:

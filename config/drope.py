@@ -6,4 +6,4 @@ out_dir = 'out/demo/drope'
 position = 'none'
 max_iters = 330
 warmup_iters = 0.1
-seed = 42  # other text than the first steps of the RoPE model, which has seed 1337
+seed = 42  # another order of the text than that of the RoPE model, which has seed 1337

@@ -217,9 +217,9 @@ def leaks(f, T):
 def sliding_windows(n, length, stride):
     """
     14. Perplexity of n tokens by sliding windows. Return a list of (lo, hi, scored), in order. A
-    window reads tokens lo ... hi - 1, at most `length` of them, and scores the last `scored`.
-    Token 0 has no token before it, so it is never scored. Score all other tokens, each once. Its
-    window must begin at 0 or hold at least length - stride tokens before it. Each window begins
+    window reads tokens lo ... hi - 1, at most `length` of them, and scores the last `scored`. Token
+    0 has no token before it, so it is never scored. Score all other tokens, each once. The window
+    of each must begin at 0 or hold at least length - stride tokens before it. Each window begins
     `stride` tokens after the one before; only the last may begin fewer tokens after it.
     """
     raise NotImplementedError('Begin with (0, length, length - 1). Where does the next window end? '

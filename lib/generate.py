@@ -245,7 +245,7 @@ def generate(model, prompt, max_new_tokens, how=GREEDY):
             read = step_of(model, cache, how.compile)
         require_finite(logits)
         token = sample_token(logits, how.temperature, how.top_k, how.top_p, how.generator)
-        new = token.item()  # the host waits for the device here, once per token
+        new = token.item()  # the host waits for the device here, as in require_finite()
         if new in how.eos:
             return
         yield new

@@ -54,8 +54,8 @@ def require_own_settings(own, chosen, given, path, may_change=()):
     for name in MODEL:
         if name in given and name not in may_change and chosen[name] != own[name]:
             raise UserError(f'{name} is {chosen[name]!r}, but {path} was trained with '
-                            f'{own[name]!r}. '
-                            f'Leave {name} out, because the model keeps its own settings.')
+                            f'{own[name]!r}. Leave {name} out, because the model keeps its own '
+                            'settings.')
 
 
 def scaling_with_factor(chosen, L):
@@ -112,7 +112,8 @@ def require_resumable(state, chosen, given, windows):
             raise UserError(f'{name} is {chosen[name]}, but {path} was trained with {was[name]}. '
                             'Leave it out, because which text a step reads depends on it.')
     if 'keep_steps' in given:
-        past = [step for step in chosen['keep_steps'] if step <= state['step']]
+        past = [step for step in chosen['keep_steps'] if step <= state['step']
+                and not path.with_name(f'step_{step}.pt').exists()]
         if past:
             note(f"keep_steps has {past}, but the run is already at step {state['step']}")
     for name, value in chosen.items():
@@ -158,8 +159,10 @@ def checkpoint_to_start_from(chosen, given, windows):
     new |= {name: default for name, default in defaults_of_unused(new).items() if name not in given}
     with as_user_error():
         config = ModelConfig(**new)
-    was, order = state['settings'], ('dataset', 'seed', 'block_size', 'batch_size')
-    if all(was.get(name) == chosen[name] for name in order):
+    was = state['settings']
+    if (all(was.get(name) == chosen[name] for name in ('seed', 'block_size', 'batch_size'))
+            and weighted_texts(was['dataset'], state['data'])
+            == weighted_texts(chosen['dataset'], windows.checksums)):
         note(f'this run reads the same text in the same order as {path} did; another --seed= reads '
              'it in another order')
     note(f'starting from {path}, with '

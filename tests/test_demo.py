@@ -125,10 +125,14 @@ def test_a_finished_model_is_refused_if_its_settings_text_or_base_have_changed(
     demo.require_trained_with(tuned, of_base)  # n_layer is that of the base
     refuses('n_layer=9, not with 2', demo.require_trained_with, tuned, [*of_base, '--n_layer=2'])
     os.utime(base, (2e9, 2e9))
-    refuses(f'was trained from an older {base}', demo.require_trained_with, tuned, of_base)
+    refuses(f'{base} is newer than {tuned}', demo.require_trained_with, tuned, of_base)
+    refuses(f'was trained from {base}, not from scratch', demo.require_trained_with, tuned,
+            of_base[:-1])
+    shutil.copytree(corpus_dir, tmp_path / 'moved')
+    demo.require_trained_with(tiny_run, [*arguments, f'--dataset={tmp_path}/moved'])
     monkeypatch.setattr(demo, 'Windows', lambda *_: SimpleNamespace(
         checksums={str(corpus_dir): 'another'}))
-    refuses(f'dataset {corpus_dir} has changed', demo.require_trained_with, tiny_run, arguments)
+    refuses('is another text than', demo.require_trained_with, tiny_run, arguments)
 
 
 def test_lengths_of_the_report_end_with_the_windows():
@@ -178,8 +182,8 @@ def test_models_are_trained_and_tuned_once(tmp_path, monkeypatch, corpus_dir, ca
     with pytest.raises(demo.UserError, match='conv was trained with max_iters=4, not with 40'):
         demo.train_and_tune()
     monkeypatch.setattr(demo, 'max_iters', 4)
-    monkeypatch.setattr(demo, 'train_args', [f'--dataset={corpus_dir}', '--n_layer=0'])
-    with pytest.raises(demo.UserError, match='conv was trained with .*, not with '):
+    monkeypatch.setattr(demo, 'train_args', [*SMALL, f'--dataset={corpus_dir}', '--n_layer=0'])
+    with pytest.raises(demo.UserError, match='conv was trained with n_layer=1, not with 0'):
         demo.train_and_tune()
     for model in demo.TRAIN:
         shutil.rmtree(tmp_path / model)

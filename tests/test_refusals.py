@@ -208,7 +208,7 @@ attention_maps  WRITE --head=-1 | head is -1
 tune_scale      WRITE --method=layer | method
 tune_scale      WRITE --init_scale=best | init_scale
 tune_scale      WRITE --init_scale=1.2 --tune=scale,gain | tune
-tune_scale      WRITE --init_scale=1.2 --tune=scale:0.05,scale:0.1 | tune
+tune_scale      WRITE --init_scale=1.2 --tune=scale:0.05,scale:0.1 | has scale twice
 tune_scale      WRITE --init_scale=1.2 --tune=scale,channel | tune
 tune_scale      WRITE --init_scale=1.2 --tune=channel --position=rope | channel
 tune_scale      WRITE --init_scale=1.2 --target_length=16 | target_length is 16

@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from configurator import configure
-from lib.errors import ROOT, UserError, fault_of
+from lib.errors import ROOT, UserError, fault_of, require_kinds
 from lib.tokenizers import tokenizer_for
 from lib.tokens import SPLITS, only_dataset, write_corpus
 
@@ -47,7 +47,9 @@ def main():
     folder, listing = Path(paths[0]), Path(manifest or ROOT / 'data/books/manifest.json')
     with fault_of(listing, 'a manifest like data/books/manifest.json', 'Correct it.'):
         books = json.loads(listing.read_text(encoding='utf-8'))
-        require_books(folder, books)
+        for book in books:
+            require_kinds(book, file=str, split=str, title=str, author=str, sha256=str, bytes=int)
+    require_books(folder, books)
     out = Path(out_dir or ROOT / 'data/books')
     digest = hashlib.sha256(listing.read_bytes()).hexdigest()
     with only_dataset(out):

@@ -171,7 +171,7 @@ def main():
         for wheel in wheels:
             require_kinds(wheel, file=str, split=str, sha256=str)
             if wheel['split'] not in SPLITS or wheel['file'].count('-') != 4:
-                raise ValueError(f'{wheel["file"]} in {wheel["split"]}')
+                raise ValueError(f'no split, or not the name of a wheel: {wheel}')
     chosen = tokenizer or str(ROOT / 'data/code' / BPE)
     report = {'source': 'wheels', 'manifest_sha256': hashlib.sha256(listing).hexdigest(),
               'tokenizer': version_of(chosen)}

@@ -6,12 +6,12 @@
 set -u
 end=$(($(date +%s) + 60 * ${1:-60}))
 if [ "${SIZE:-full}" = toy ]; then
-    out=out/gpu_toy models=out/gpu_toy/models L=64 batches='2 1' steps=2 samples=4 short=32 least=1 every=tests/test_gpu.py
+    out=out/gpu_toy models=out/gpu_toy/models L=64 batches='2 1' steps=2 samples=4 short=32 least=1 every=tests/test_gpu.py vocab=
     bench='--n_layer=2 --n_head=4 --n_kv_head=2 --n_embd=64 --n_hidden=128 --vocab_size=300 --rounds=2 --n_decode=4'
     train='--n_layer=2 --n_head=4 --n_kv_head=2 --n_embd=32 --n_hidden=64 --block_size=32 --max_iters=6 --eval_interval=3
         --eval_windows=4 --batch_size=4 --micro_batch_size=4'
 else
-    out=results/gpu models=out/gpu L=2048 batches='16 8 4 2 1' steps=150 samples=64 short=512 least=60 every=tests bench= train=
+    out=results/gpu models=out/gpu L=2048 batches='16 8 4 2 1' steps=150 samples=64 short=512 least=60 every=tests bench= train= vocab=--vocab_size=50257
 fi
 mkdir -p $out/log
 
@@ -37,9 +37,9 @@ table growth growth_1b "$big" "--contexts=[$L,$((4 * L)),$((9 * L))]"
 bench entropy_1b "$big" "--tasks=['entropy']" --read_context=$((8 * L))
 bench eval_1b "$big" "--tasks=['eval']" --context=$((8 * L)) --batch_size=1
 bench decode_1b "$big" "--tasks=['prefill','decode']" --read_context=$((2 * L))
-table time_cost time_cost_125m "$small" --vocab_size=50257
-table time_cost time_cost_350m "$middle" --vocab_size=50257
-largest train_350m_1x3 "$middle" --vocab_size=50257 "--tasks=['train']" --position=kerple --dape_kernel=3
+table time_cost time_cost_125m "$small" $vocab
+table time_cost time_cost_350m "$middle" $vocab
+largest train_350m_1x3 "$middle" $vocab "--tasks=['train']" --position=kerple --dape_kernel=3
 part tests python -m pytest -m '' $every
 
 # A model of 32M parameters on long books, its scales for 4L, and all of it read up to 8L.

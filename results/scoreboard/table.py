@@ -139,12 +139,13 @@ def untuned(key):
 def train(row, seed, values):
     """Train the model of a row, and first the model whose weights it starts from."""
     folder, init = folder_of(row.model, seed), ''
-    if row.init and not Path(folder, 'loss.png').exists():
-        train(ROWS[row.init], seed, values)
+    if row.init:
+        if not Path(folder, 'loss.png').exists():
+            train(ROWS[row.init], seed, values)
         init = f'--init_from={folder_of(row.init, seed)}/last.pt'
-    # Another seed, because with that of `init` it would read the same text in the same order. The
-    # published rows of DroPE did so.
-    seed += 1000 if row.init else 0
+        # At the length of `init`, the same seed would read the same text in the same order. The
+        # published rows of DroPE did so.
+        seed += 0 if '--block_size' in row.train else 1000
     study.train(folder, f'{SIZES[size].config} {row.train.format(**values)} --seed={seed} {init}')
 
 
