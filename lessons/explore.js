@@ -2,6 +2,7 @@
 'use strict';
 const data = JSON.parse(document.getElementById('data').textContent);
 const {L, n_layer, n_head} = data, MOST = 8 * L, HEADS = n_layer * n_head;
+const LONGEST = Math.max(...data.tokenizer.ranks.map(token => atob(token).length)); // bytes
 const byId = id => document.getElementById(id);
 const say = (id, text) => { byId(id).textContent = text; };
 const on = (id, kind, act) => byId(id).addEventListener(kind, act);
@@ -50,19 +51,20 @@ function toAddress() {
   if (!areEqual(state.scales, model().sets.own))
     parts.set('s', state.scales.map(scale => +scale.toFixed(4)).join('_'));
   if (state.text !== null) parts.set('t', state.text);
-  try { history.replaceState(null, '', `#${parts}`); } catch { /* too long or too often */ }
+  try { history.replaceState(null, '', `#${parts}`); } catch { return false; } // it is too long
+  return true;
 }
 
 function fromAddress() {
   const parts = new URLSearchParams(location.hash.slice(1));
-  const number = (name, least, most, otherwise) => {
+  const numberOf = (name, least, most, otherwise) => {
     const value = parts.has(name) ? Number(parts.get(name)) : NaN;
     return value >= least && value <= most ? value : otherwise;
   };
-  state.model = Math.floor(number('m', 0, data.models.length - 1, 0));
+  state.model = Math.floor(numberOf('m', 0, data.models.length - 1, 0));
   const gains = model().stored.heads;
-  state.factor = number('x', .4, 3, 1);
-  state.chosen = Math.floor(number('n', 0, HEADS - 1, gains.indexOf(Math.max(...gains))));
+  state.factor = numberOf('x', .4, 3, 1);
+  state.chosen = Math.floor(numberOf('n', 0, HEADS - 1, gains.indexOf(Math.max(...gains))));
   state.cut = parts.get('cut') === '1';
   const scales = (parts.get('s') ?? '').split('_').map(Number);
   state.scales = scales.length === HEADS && scales.every(scale => Math.abs(scale) < 100)
@@ -73,7 +75,10 @@ function fromAddress() {
 // ---------------------------------------------------------------------- panels of tokens
 function shown(id) {
   if (id === data.tokenizer.eot) return '';
-  return tokenizer.decode([id]).replace(/\r?\n/g, '⏎').replaceAll('\t', '⇥');
+  const text = tokenizer.decode([id]).replace(/\r?\n|\r/g, '⏎').replaceAll('\t', '⇥');
+  // One of the bytes of a rare character is no text.
+  return text.includes('\ufffd') ? tokenizer.bytes[id].replace(/[^]/g, byte =>
+    `<${byte.charCodeAt(0).toString(16).toUpperCase().padStart(2, '0')}>`) : text;
 }
 
 function percent(p) {
@@ -113,7 +118,8 @@ class Panel {
   }
 
   color(losses) {
-    losses.forEach((loss, n) => this.spans[n + 1].style.setProperty('--loss', loss));
+    this.spans.slice(1).forEach(({style}, n) => n < losses.length
+      ? style.setProperty('--loss', losses[n]) : style.removeProperty('--loss'));
   }
 
   key(event) {
@@ -127,7 +133,7 @@ class Panel {
 
   // Ask what was expected at token i, and what the chosen head attends to.
   look(i) {
-    if (this.ids.length < 2) return;
+    if (this.ids.length < 2) return open === this && closeDetail();
     open?.clear();
     open = this;
     this.at = Math.min(this.ids.length - 1, Math.max(1, i));
@@ -146,7 +152,9 @@ class Panel {
       element('code', shown(this.ids[i])), ` had a chance of ${percent(p)} (loss `
       + `${(-Math.log(p)).toFixed(2)} nats). ` + (i === 1 ? 'There is nothing before it.'
         : `${headName(state.chosen)} looks at about ${Math.round(Math.exp(entropy))} of ${seen} `
-          + `tokens (entropy ${entropy.toFixed(2)} of at most ${Math.log(seen).toFixed(2)}).`));
+          + `tokens (entropy ${entropy.toFixed(2)} of at most ${Math.log(seen).toFixed(2)}).`
+          + (from || attention[0] < .05 ? ''
+            : ` The start of the text, which is no token here, gets ${percent(attention[0])}.`)));
     byId('bars').replaceChildren(...likely.flatMap(([id, chance]) => {
       const name = shown(id).replaceAll(' ', '␣') || 'end of text', bar = element('i', '');
       bar.style.width = `${100 * chance}%`;
@@ -207,8 +215,11 @@ function fill(slot, asked, losses) {
 
 // Read the text with the settings, and as trained. Colors and curves fill in from the left.
 function read() {
-  ids = state.text === null ? data.ids
-    : [data.tokenizer.eot, ...tokenizer.encode(state.text.slice(0, 40 * MOST))].slice(0, MOST + 1);
+  if (ids.text !== state.text || !ids.length) {
+    ids = state.text === null ? [...data.ids]
+      : [data.tokenizer.eot, ...tokenizer.encode(state.text.slice(0, LONGEST * MOST), MOST)];
+    ids.text = state.text;
+  }
   if (measuring && measuring.text !== state.text) stopMeasuring();
   [phase, other] = ['', []];
   ask('guess');
@@ -227,7 +238,7 @@ function says() {
   if (!all) return 'No text yet.';
   if (after.length < all) return `Reading: ${after.length} of ${all} tokens so far.`;
   const parts = all > L ? [[0, L], [L]] : [[0]]; // up to L, and past it
-  const of = losses => parts.map(part => mean(losses.slice(...part)).toFixed(2));
+  const of = losses => parts.map(part => `${mean(losses.slice(...part)).toFixed(2)} nats`);
   return `${all} tokens: loss ${of(after).join(' up to L, ')} ${all > L ? 'past' : 'up to'} L`
     + (isTrained || before.length < all ? '' : ` (as trained ${of(before).join(', ')})`)
     + (all > L ? '' : `. ${needsMore()}`);
@@ -255,8 +266,10 @@ function drawCurves() {
     byId(`key-${name}`).hidden = !corners.length;
   }
   byId('points').hidden = phase !== 'guess';
+  byId('chart').classList.toggle('drawing', phase === 'guess');
   say('guess', phase === 'guess' ? 'Now show the curve' : 'Guess another model’s curve');
   mine.color(after);
+  byId('status').setAttribute('aria-busy', after.length < ids.length - 1);
   say('status', says());
 }
 
@@ -317,9 +330,10 @@ function drawHeads() {
   const one = ofText.findLast(fits) ?? ofText.at(-1);
   byId('heads').classList.toggle('old', one !== undefined && !fits(one));
   say('measured', !one ? 'Not measured for this text.'
-    : `Measured on: ${one.text === null ? 'first text' : 'your text'}, ${nameOf(one)}.`);
+    : `Measured on: ${one.text === null ? 'first text' : 'your text'}, ${one.half
+      ? 'its second half, ' : ''}${nameOf(one)}.`);
   say('measure', measuring ? `Stop (${measuring.gains.length} of ${HEADS} heads measured)`
-    : 'Measure (about 1 minute)');
+    : `Measure (about ${state.cut ? '3 minutes' : '1 minute'})`);
   buttons.forEach((button, n) => {
     const gain = one?.gains[n], isZero = gain === undefined || Math.abs(gain) < .005;
     button.className = isZero ? '' : gain > 0 ? 'wins' : 'loses';
@@ -356,8 +370,8 @@ on('measure', 'click', () => measuring ? stopMeasuring() : measureHeads());
 function measureHeads() {
   read(); // a changed text may be waiting for its turn
   if (ids.length < 4) return;
-  const first = ids.length > L + 8 ? L + 1 : Math.max(1, ids.length >> 1);
-  measured.push(measuring = {...settings(), text: state.text, gains: []});
+  const half = ids.length <= L + 8, first = half ? Math.max(1, ids.length >> 1) : L + 1;
+  measured.push(measuring = {...settings(), text: state.text, half, gains: []});
   ask('heads', 'heads', {...settings(), ids, first, factor: data.sharper}, answer => {
     if (answer.done) return stopMeasuring();
     measuring.gains[answer.head] = answer.gain;
@@ -396,6 +410,7 @@ function drawControls() {
 }
 
 function changed(milliseconds) {
+  say('copied', '');
   drawControls();
   clearTimeout(changed.timer);
   changed.timer = setTimeout(read, milliseconds);
@@ -417,8 +432,11 @@ for (const name in CHANGES)
     changed(name === 'text' ? 250 : 60);
   });
 on('close', 'click', closeDetail);
-on('copy', 'click', () => (navigator.clipboard?.writeText(location.href) ?? Promise.reject()).then(
-  () => say('copied', 'Copied.'), () => say('copied', 'Copy it from the address bar.')));
+on('copy', 'click', () => {
+  if (!toAddress()) return say('copied', 'This text is too long for a link.');
+  return (navigator.clipboard?.writeText(location.href) ?? Promise.reject()).then(
+    () => say('copied', 'Copied.'), () => say('copied', 'Copy it from the address bar.'));
+});
 addEventListener('keydown', event => { if (event.key === 'Escape') closeDetail(); });
 
 // ---------------------------------------------------------------------- write on, hide a key
@@ -432,14 +450,15 @@ on('write', 'click', () => {
     const slot = `write-${name}`, box = byId(`written-${name}`), written = [...start];
     ask(slot);
     if (!starts) continue;
+    say(`wrote-${name}`, ` (${nameOf({...settings(), cut: false})})`);
     const parts = ['span', 'span', 'b'].map(tag => element(tag, ''));
-    const mark = element('i', `L = ${L} here`, 'mark'), ends = [1, start.length, L, 4 * L];
+    const mark = element('i', `L = ${L} here`, 'mark'), ends = [1, start.length, L + 1, 4 * L];
     box.replaceChildren(...parts.slice(0, 2), mark, parts[2]);
     const draw = () => {
       parts.forEach((part, n) => {
         part.textContent = tokenizer.decode(written.slice(ends[n], ends[n + 1]));
       });
-      mark.hidden = written.length <= L;
+      mark.hidden = written.length <= L + 1;
       box.scrollTop = box.scrollHeight;
     };
     draw();
@@ -495,6 +514,6 @@ showQuestion();
 if (/\/lessons\/explore\.html$/.test(location.pathname))
   byId('study').innerHTML = '<a href="../results/past_L/README.md">results/past_L</a>';
 if (location.hash.length > 1) byId('play').scrollIntoView();
-const restore = () => { fromAddress(); changed(0); };
+const restore = () => { fromAddress(); changed(0); open?.look(open.at); };
 addEventListener('hashchange', restore);
 restore();

@@ -302,8 +302,9 @@ def sentences(found):
              'small differences mean nothing. Layers and heads are counted from 0.')
     names = [html.escape(one['name']) for one in found['models']]
     options = ''.join(f'<option value="{n}">{name}</option>' for n, name in enumerate(names))
-    hiders = ''.join(f'<option value="{n}" selected>{name}, as trained</option>'
-                     for n, name in enumerate(names))
+    *rest, last = [f'<option value="{n}">{name}, as trained</option>'
+                   for n, name in enumerate(names)]
+    hiders = ''.join([*rest, last.replace('">', '" selected>')])
     presets = ''.join(f'<option value="{method}"></option>' for method in found['titles'])
     points = ''.join(f'<label>at {n}L <input type="range" min="0" max="9" step="0.1" '
                      f'data-from="{before * L}" data-to="{n * L}"></label>'
@@ -371,7 +372,7 @@ def page_of(found):
     code = {'MODEL_OF_THE_PAGE': 'model.js', 'SCRIPT_OF_THE_PAGE': 'explore.js'}
     parts = sentences(found)
     parts |= {name: (folder / file).read_text(encoding='utf-8') for name, file in code.items()}
-    parts['DATA_OF_THE_PAGE'] = json.dumps(found, separators=(',', ':')).replace('</', '<\\/')
+    parts['DATA_OF_THE_PAGE'] = json.dumps(found, separators=(',', ':')).replace('<', '\\u003c')
     for name, part in parts.items():
         filled = filled.replace(name, part)
     return filled
@@ -381,7 +382,8 @@ def picture(found):
     """Loss by position of the readings of the first screen, as SVG. It needs no JavaScript."""
     L, top, parts = found['L'], 8, ''
     styles = {'as trained': 'stroke: var(--before)" stroke-dasharray="9 5',
-              'tuned': 'stroke: var(--mine)', 'looks back L': 'stroke: var(--cut)'}
+              'tuned': 'stroke: var(--mine)',
+              'looks back L': 'stroke: var(--cut)" stroke-dasharray="12 4 3 4'}
     for tick in range(0, top + 1, 2):
         y = 200 - 180 * tick / top
         parts += f'<path class="axis" d="M40 {y:g}H600"/><text x="20" y="{y + 6:g}">{tick}</text>'

@@ -17,34 +17,33 @@ const WORDS = new RegExp([
 class Tokenizer {
   // state: {kind: 'bpe' or 'bytes', ranks: [base64 of the bytes of each token], eot}
   constructor({kind, ranks, eot}) {
-    this.kind = kind;
-    this.eot = eot;
     // A string stands for bytes here: each of its characters is one byte.
-    this.bytes = ranks.map(text => atob(text));
+    Object.assign(this, {kind, eot, bytes: ranks.map(text => atob(text))});
     this.rank = new Map(this.bytes.map((bytes, id) => [bytes, id]));
   }
 
-  encode(text) {
+  encode(text, most = Infinity) {
     const ids = [];
     // A byte tokenizer has no merges, so where it cuts does not matter.
     for (const [word] of this.kind === 'bytes' ? [[text]] : text.matchAll(WORDS)) {
       const bytes = Array.from(new TextEncoder().encode(word), byte => String.fromCharCode(byte));
-      for (const token of this.kind === 'bytes' ? bytes : this.merge(bytes))
-        ids.push(this.rank.get(token));
+      const tokens = this.kind === 'bytes' ? bytes : this.merge(bytes);
+      ids.push(...tokens.map(token => this.rank.get(token)));
+      if (ids.length >= most) break;
     }
-    return ids;
+    return ids.slice(0, most);
   }
 
   // Join the two neighbors that make the token of the lowest rank, until no two make a token.
   merge(parts) {
+    const rankAt = n => n + 1 < parts.length ? this.rank.get(parts[n] + parts[n + 1]) : undefined;
+    const ranks = parts.map((_, n) => rankAt(n) ?? Infinity); // of n and n + 1 joined
     for (;;) {
-      let best = Infinity, place = -1;
-      for (let n = 0; n + 1 < parts.length; n++) {
-        const rank = this.rank.get(parts[n] + parts[n + 1]) ?? Infinity;
-        if (rank < best) { best = rank; place = n; }
-      }
-      if (place < 0) return parts;
+      const place = ranks.indexOf(Math.min(...ranks));
+      if (!(ranks[place] < Infinity)) return parts;
       parts.splice(place, 2, parts[place] + parts[place + 1]);
+      ranks.splice(place, 1);
+      for (const n of [place - 1, place]) if (n >= 0) ranks[n] = rankAt(n) ?? Infinity;
     }
   }
 
@@ -134,7 +133,7 @@ class Model {
 
   // What the model keeps of the tokens that it has read: keys, values, and what the page shows.
   newCache(capacity) {
-    const {n_layer, n_head: H, n_kv_head: G, n_embd: C} = this.config, {D} = this;
+    const {n_layer, n_head: H, n_kv_head: G, n_embd: C, short_conv} = this.config, {D} = this;
     const floats = n => new Float32Array(n * capacity);
     return {
       length: 0, capacity,
@@ -143,7 +142,7 @@ class Model {
         k: floats(G * D), v: floats(G * D),     // (G, capacity, D)
         q: floats(C),                           // (capacity, H, D), times scale / sqrt(D)
         entropy: floats(H),                     // (capacity, H), in nats
-        A: floats(C), C: floats(C),             // (capacity, C), inputs of the convolutions
+        ...short_conv && {A: floats(C), C: floats(C)}, // (capacity, C), convolutions read them
       })),
     };
   }
@@ -385,6 +384,7 @@ const JOBS = {
 
 // One job per slot: a newer one in a slot ends the older one. Only a Web Worker does jobs.
 if (typeof importScripts === 'function') {
+  addEventListener('unhandledrejection', ({reason}) => { throw reason; }); // to worker.onerror
   const newest = {}, pause = () => new Promise(resume => setTimeout(resume));
   onmessage = async ({data}) => {
     if (data.packed) models.push(new Model(data.packed));

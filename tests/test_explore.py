@@ -257,7 +257,7 @@ def test_page_is_small_calls_for_nothing_and_holds_the_present_scripts():
     text = PAGE.read_text(encoding='utf-8')
     assert len(text.encode()) <= 6e6
     assert not re.search(r'src="|href="(?!data:|\.\./results/)|@import|fetch\(|import\(', text)
-    for name, most in ('model.js', 400), ('explore.js', 500):
+    for name, most in ('model.js', 400), ('explore.js', 520):
         lines = (ROOT / 'lessons' / name).read_text(encoding='utf-8').splitlines()
         assert len(lines) <= most and max(map(len, lines)) <= 100, name
     again = explore.page_of(explore.data_of(PAGE))
@@ -473,7 +473,8 @@ def test_head_numbers_say_what_they_were_measured_on(chromium):
     assert '·' not in numbers and not chromium.value(old)
     move(chromium, 'scale', 1)
     assert chromium.value(old) and chromium.value(HEADS) == numbers
-    assert 'your text, NoPE, your own scales' in chromium.value(text_of('measured'))
+    assert 'your text, its second half, NoPE, your own scales' in chromium.value(
+        text_of('measured'))
     chromium.until(COMPARED)
     chromium.open(chromium.value('location.href'), 1280, 800)
     chromium.until(READ)
@@ -531,6 +532,54 @@ def test_odd_texts_and_chances_are_said_in_words(chromium):
     assert chromium.value(text_of('write-says')) == 'Write a few words first.'
     assert chromium.value(text_of('write')) == 'Write on'
     assert chromium.errors == []
+
+
+@pytest.mark.slow
+def test_nothing_of_an_older_text_or_model_stays_in_sight(chromium):
+    colored = "document.querySelectorAll('#mine span[style*=loss]').length"
+    chromium.open(PAGE.as_uri(), 1280, 800)
+    chromium.until(READ)
+    assert chromium.value(colored) == 1024
+    give = "document.getElementById('text').value = 'na\u00efve \ud83d\ude00'"
+    chromium.value(f"{give}, document.getElementById('text').dispatchEvent(new Event('input'))")
+    chromium.until(f'{READ} && !{STATUS}.startsWith("1024")')
+    shown = chromium.value("document.getElementById('mine').textContent")
+    assert '<F0>' in shown and '\ufffd' not in shown
+    chromium.value('mine.look(3)')
+    chromium.until(BARS)
+    chromium.click('#write')
+    chromium.until(f"{text_of('write')} === 'Write on'")
+    assert chromium.value(text_of('wrote-cut')) == ' (NoPE, as trained)'
+
+    # other settings: tokens have no color before they are read again
+    left = chromium.value("state.model = 1, read(), document.querySelectorAll("
+                          "'#mine span[style*=loss]').length")
+    assert left == 0
+    chromium.value("document.getElementById('text').select()")
+    chromium.key('Delete')
+    chromium.until(f"{STATUS} === 'No text yet.'")
+    assert chromium.value("document.getElementById('detail').hidden")
+    assert chromium.errors == []
+
+
+@pytest.mark.slow
+def test_an_error_of_the_model_is_shown(chromium):
+    chromium.open(PAGE.as_uri(), 1280, 800)
+    chromium.until(READ)
+    chromium.value("ask('mine', 'no such job', {}, () => {})")
+    chromium.until(f"{STATUS}.startsWith('The model stopped')")
+
+
+@pytest.mark.slow
+def test_one_long_word_does_not_stop_the_page(chromium):
+    chromium.open(PAGE.as_uri(), 1280, 800)
+    chromium.until(READ)
+    seconds = chromium.value("""(() => {
+        const began = performance.now();
+        tokenizer.encode('xyzw'.repeat(6000), MOST);
+        return (performance.now() - began) / 1000;
+    })()""")
+    assert seconds < 10
 
 
 @pytest.mark.slow
