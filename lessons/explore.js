@@ -2,7 +2,6 @@
 'use strict';
 const data = JSON.parse(document.getElementById('data').textContent);
 const {L, n_layer, n_head} = data, MOST = 8 * L, HEADS = n_layer * n_head;
-const LONGEST = Math.max(...data.tokenizer.ranks.map(token => atob(token).length)); // bytes
 const byId = id => document.getElementById(id);
 const say = (id, text) => { byId(id).textContent = text; };
 const on = (id, kind, act) => byId(id).addEventListener(kind, act);
@@ -51,8 +50,7 @@ function toAddress() {
   if (!areEqual(state.scales, model().sets.own))
     parts.set('s', state.scales.map(scale => +scale.toFixed(4)).join('_'));
   if (state.text !== null) parts.set('t', state.text);
-  try { history.replaceState(null, '', `#${parts}`); } catch { return false; } // it is too long
-  return true;
+  try { history.replaceState(null, '', `#${parts}`); return true; } catch { return false; }
 }
 
 function fromAddress() {
@@ -76,15 +74,12 @@ function fromAddress() {
 function shown(id) {
   if (id === data.tokenizer.eot) return '';
   const text = tokenizer.decode([id]).replace(/\r?\n|\r/g, '⏎').replaceAll('\t', '⇥');
-  // One of the bytes of a rare character is no text.
-  return text.includes('\ufffd') ? tokenizer.bytes[id].replace(/[^]/g, byte =>
-    `<${byte.charCodeAt(0).toString(16).toUpperCase().padStart(2, '0')}>`) : text;
+  const bytes = [...tokenizer.bytes[id]].map(byte => byte.charCodeAt(0).toString(16)).join(' ');
+  return text.includes('\ufffd') ? `<${bytes}>` : text; // some bytes of a character are no text
 }
 
-function percent(p) {
-  if (p < .001) return `1 in ${Number((1 / p).toPrecision(2)).toLocaleString('en')}`;
-  return p > .999 ? 'more than 99.9%' : `${(100 * p).toFixed(1)}%`;
-}
+const percent = p => p < .001 ? `1 in ${Number((1 / p).toPrecision(2)).toLocaleString('en')}`
+  : p > .999 ? 'more than 99.9%' : `${(100 * p).toFixed(1)}%`;
 
 // A panel shows ids, colored by their losses. `asked` returns the settings of its reading. The
 // panels in `twins` show the same ids. `open` is the one whose token the detail box shows.
@@ -95,9 +90,7 @@ class Panel {
     Object.assign(this, {box, text, asked, twins, ids: [], spans: [], at: 0});
     for (const kind of ['pointerover', 'click'])
       box.addEventListener(kind, ({target: {dataset}}) => dataset.i && this.look(+dataset.i));
-    box.addEventListener('focus', () => {
-      if (box.matches(':focus-visible')) this.look(this.at || 1);
-    });
+    box.addEventListener('focus', () => box.matches(':focus-visible') && this.look(this.at || 1));
     box.addEventListener('keydown', event => this.key(event));
   }
 
@@ -191,9 +184,7 @@ data.first.forEach(({losses, asked}, n) => {
   panel.show(data.ids);
   panel.color(losses);
   boxes[n].scrollTop = panel.mark.offsetTop - boxes[n].clientHeight / 4; // L is in sight
-  boxes[n].addEventListener('scroll', () => {
-    for (const box of boxes) box.scrollTop = boxes[n].scrollTop;
-  });
+  boxes[n].onscroll = () => boxes.forEach(box => { box.scrollTop = boxes[n].scrollTop; });
 });
 
 // ---------------------------------------------------------------------- the reader's text
@@ -215,11 +206,8 @@ function fill(slot, asked, losses) {
 
 // Read the text with the settings, and as trained. Colors and curves fill in from the left.
 function read() {
-  if (ids.text !== state.text || !ids.length) {
-    ids = state.text === null ? [...data.ids]
-      : [data.tokenizer.eot, ...tokenizer.encode(state.text.slice(0, LONGEST * MOST), MOST)];
-    ids.text = state.text;
-  }
+  ids = state.text === null ? data.ids
+    : [data.tokenizer.eot, ...tokenizer.encode(state.text.slice(0, 40 * MOST), MOST)];
   if (measuring && measuring.text !== state.text) stopMeasuring();
   [phase, other] = ['', []];
   ask('guess');
@@ -266,11 +254,9 @@ function drawCurves() {
     byId(`key-${name}`).hidden = !corners.length;
   }
   byId('points').hidden = phase !== 'guess';
-  byId('chart').classList.toggle('drawing', phase === 'guess');
   say('guess', phase === 'guess' ? 'Now show the curve' : 'Guess another model’s curve');
   mine.color(after);
-  byId('status').setAttribute('aria-busy', after.length < ids.length - 1);
-  say('status', says());
+  Object.assign(byId('status'), {textContent: says(), ariaBusy: after.length < ids.length - 1});
 }
 
 // The guess goes through points, which are sliders, and ends where the text ends.
@@ -319,7 +305,7 @@ for (const kind of ['pointerdown', 'pointermove'])
 // ---------------------------------------------------------------------- heads and controls
 // What sharpening each head wins, and for which text and settings: first what the page stores.
 const measured = data.models.map(({stored}, m) => (
-  {...asTrained(m), text: null, gains: stored.heads}));
+  {...asTrained(m), text: null, part: 'first text', gains: stored.heads}));
 const most = Math.max(...measured.flatMap(({gains}) => gains.map(Math.abs)));
 const buttons = [...byId('heads').querySelectorAll('button')];
 let measuring = null; // what is being measured now
@@ -330,8 +316,7 @@ function drawHeads() {
   const one = ofText.findLast(fits) ?? ofText.at(-1);
   byId('heads').classList.toggle('old', one !== undefined && !fits(one));
   say('measured', !one ? 'Not measured for this text.'
-    : `Measured on: ${one.text === null ? 'first text' : 'your text'}, ${one.half
-      ? 'its second half, ' : ''}${nameOf(one)}.`);
+    : `Measured on: ${one.part}, ${nameOf(one)}.`);
   say('measure', measuring ? `Stop (${measuring.gains.length} of ${HEADS} heads measured)`
     : `Measure (about ${state.cut ? '3 minutes' : '1 minute'})`);
   buttons.forEach((button, n) => {
@@ -371,7 +356,8 @@ function measureHeads() {
   read(); // a changed text may be waiting for its turn
   if (ids.length < 4) return;
   const half = ids.length <= L + 8, first = half ? Math.max(1, ids.length >> 1) : L + 1;
-  measured.push(measuring = {...settings(), text: state.text, half, gains: []});
+  const part = state.text === null ? 'first text' : `your text${half ? ', its second half' : ''}`;
+  measured.push(measuring = {...settings(), text: state.text, part, gains: []});
   ask('heads', 'heads', {...settings(), ids, first, factor: data.sharper}, answer => {
     if (answer.done) return stopMeasuring();
     measuring.gains[answer.head] = answer.gain;
@@ -432,11 +418,9 @@ for (const name in CHANGES)
     changed(name === 'text' ? 250 : 60);
   });
 on('close', 'click', closeDetail);
-on('copy', 'click', () => {
-  if (!toAddress()) return say('copied', 'This text is too long for a link.');
-  return (navigator.clipboard?.writeText(location.href) ?? Promise.reject()).then(
-    () => say('copied', 'Copied.'), () => say('copied', 'Copy it from the address bar.'));
-});
+on('copy', 'click', () => !toAddress() ? say('copied', 'This text is too long for a link.')
+  : (navigator.clipboard?.writeText(location.href) ?? Promise.reject()).then(
+    () => say('copied', 'Copied.'), () => say('copied', 'Copy it from the address bar.')));
 addEventListener('keydown', event => { if (event.key === 'Escape') closeDetail(); });
 
 // ---------------------------------------------------------------------- write on, hide a key
@@ -455,9 +439,8 @@ on('write', 'click', () => {
     const mark = element('i', `L = ${L} here`, 'mark'), ends = [1, start.length, L + 1, 4 * L];
     box.replaceChildren(...parts.slice(0, 2), mark, parts[2]);
     const draw = () => {
-      parts.forEach((part, n) => {
+      for (const [n, part] of parts.entries())
         part.textContent = tokenizer.decode(written.slice(ends[n], ends[n + 1]));
-      });
       mark.hidden = written.length <= L + 1;
       box.scrollTop = box.scrollHeight;
     };
@@ -490,10 +473,8 @@ on('hide', 'click', async () => {
   const cells = [nameOf(asked), byId('distance').value, '…', '…', '…'].map(text =>
     row.appendChild(element('td', text)));
   const lossOf = ({ids, n}, found = []) => new Promise(resolve => {
-    ask('key', 'read', {...asked, ids, text: 'key'}, answer => {
-      if (answer.done) resolve(mean(found.slice(-n)));
-      else found.push(...answer.losses);
-    });
+    ask('key', 'read', {...asked, ids, text: 'key'}, answer => answer.done
+      ? resolve(mean(found.slice(-n))) : found.push(...answer.losses));
   });
   byId('hide').disabled = byId('distance').disabled = true;
   for (const [word, another] of data.keys) {
