@@ -173,4 +173,6 @@ def show(path, collect, print_result, scope, draw=None):
 
 if __name__ == '__main__':  # train a model; see train.sh
     sys.excepthook = report
+    if len(sys.argv) < 2:
+        raise UserError('Name the folder of the run first, then the arguments of train.py.')
     train(sys.argv[1], ' '.join(sys.argv[2:]))
