@@ -7,7 +7,7 @@ from conftest import ROOT, near, read
 
 from lib.answers import save_json
 from lib.tokens import Windows
-from results.past_L import repeats, table
+from results.past_L import rates, repeats, table
 
 
 def unit(model, seed, readings):
@@ -105,3 +105,11 @@ def test_shares_of_repeats_against_a_search_of_each_token(corpus_dir, monkeypatc
             among += 1
     found = repeats.shares(str(corpus_dir), 64)
     assert found == {'repeats': follows / among, 'copied': copied / among} and 0 < copied < follows
+
+
+def test_rates_are_multiplied_and_defaults_written_out():
+    tunings = table.tunings_of('conv')[0]
+    assert rates.times(tunings['vectors'], 1) == tunings['vectors']
+    assert rates.times(tunings['vectors'], 3).endswith('--tune=channel:0.3,norm:0.03')
+    assert '--init_scale=1.0 --tune=scale:0.03 ' in rates.times(tunings['head'], 0.3)
+    assert '--learning_rate=0.003 --min_lr=0.0003 ' in rates.times(table.FINETUNE, 3)

@@ -137,34 +137,49 @@ def train(model, seed):
     return run, f'--baseline={train(TWINS[model], seed)[0]}/last.pt'
 
 
+def tunings_of(model):
+    """{what is tuned: arguments of tune_scale.py}, and the arguments that extend the model."""
+    if 'rope' not in model:
+        return TUNINGS, ''
+    # Scales per channel would break RoPE: the two channels of a pair need the same scale.
+    return {'yarn_head': TUNINGS['head'],
+            'yarn_vectors': TUNINGS['vectors'].replace('channel', 'scale')}, '--rope_scaling=yarn:8'
+
+
+def tuned(run, name, arguments, base):
+    """Tune a trained model, unless this is done. Returns the arguments that read it so."""
+    path = f'{run}/scale_{"uniform" if name == "uniform" else f"head_{8 * L}"}_{name}.json'
+    study.made(path, f'tune_scale.py --out_dir={run} --label={name} {arguments} {study.PRECISION} '
+                     f'{base}'.strip())
+    return f'{base} --scale={path}'.strip()
+
+
+def finetuned(model, seed, name, arguments=FINETUNE):
+    """Tune every weight of a trained model, unless this is done. Returns the folder."""
+    run = run_of(model, seed)
+    study.train(f'{run}_{name}', f'{recipe(model)} {arguments} --seed={seed} --init_from={run}/'
+                'last.pt' + (' --rope_scaling=yarn' if 'rope' in model else ''))
+    return f'{run}_{name}'
+
+
 def readings_of(model, seed):
     """
     {name: (folder, arguments of eval_ppl.py and entropy.py, arguments that name the untuned
     model)}. Trains the model, tunes its scales and fine-tunes it, as far as this is missing.
     """
     run, baseline = train(model, seed)
-    readings, tuned, base = {'untuned': (run, '', baseline)}, TUNINGS, ''
+    readings = {'untuned': (run, '', baseline)}
     if 'alibi' in model or model in TWINS:
         return readings
-    if 'rope' in model:
-        base = '--rope_scaling=yarn:8'
+    tunings, base = tunings_of(model)
+    if base:
         readings['yarn'] = run, base, ''
-        # Scales per channel would break RoPE: the two channels of a pair need the same scale.
-        tuned = {'yarn_head': TUNINGS['head'],
-                 'yarn_vectors': TUNINGS['vectors'].replace('channel', 'scale')}
-    for name, arguments in tuned.items():
+    for name, arguments in tunings.items():
         if is_read(name):
-            kind = 'uniform' if name == 'uniform' else f'head_{8 * L}'
-            path = f'{run}/scale_{kind}_{name}.json'
-            study.made(path, f'tune_scale.py --out_dir={run} --label={name} {arguments} '
-                             f'{study.PRECISION} {base}'.strip())
-            readings[name] = run, f'{base} --scale={path}'.strip(), ''
+            readings[name] = run, tuned(run, name, arguments, base), ''
     name = 'yarn_weights' if base else 'weights'
     if is_read(name):
-        last = f'{run}/last.pt'
-        study.train(f'{run}_{name}', f'{recipe(model)} {FINETUNE} --seed={seed} --init_from={last}'
-                    + (' --rope_scaling=yarn' if base else ''))
-        readings[name] = f'{run}_{name}', '', f'--baseline={last}'
+        readings[name] = finetuned(model, seed, name), '', f'--baseline={run}/last.pt'
     return readings
 
 
