@@ -240,6 +240,7 @@ def open_tokens(dataset, split, check=False):
     the split or is damaged.
     """
     folder = dataset_folder(dataset)
+    require_files(folder, 'tokenizer_state.json')
     with fault_of(f'{folder}: meta.json or tokenizer_state.json', 'whole', AGAIN):
         meta, state = [json.loads((folder / name).read_text(encoding='utf-8'))
                        for name in ('meta.json', 'tokenizer_state.json')]
@@ -252,6 +253,7 @@ def open_tokens(dataset, split, check=False):
         if split not in meta['splits']:
             raise UserError(f'Dataset {dataset} has no split {split}. It has '
                             f"{', '.join(meta['splits'])}.")
+        require_files(folder, *split_files(split))
         count, checksums = meta['splits'][split], meta['checksums']
         file, arrays = open(folder / f'{split}.bin', 'rb'), []
         opened = size_and_time(file)
@@ -259,6 +261,12 @@ def open_tokens(dataset, split, check=False):
                                   (count['tokens'], count['documents'])):
             arrays.append(open_array(folder / name, dtype, n, checksums[name], check))
     return TokenFile(*arrays, meta, state, checksums[f'{split}.bin'], file, opened)
+
+
+def require_files(folder, *names):
+    for name in names:
+        if not (folder / name).is_file():
+            raise UserError(f'{folder} has no {name}. {AGAIN}')
 
 
 def size_and_time(file):

@@ -19,6 +19,7 @@ from lib.tokens import (
     SplitWriter,
     Windows,
     documents,
+    is_prepared,
     open_tokens,
     parse_part,
     shuffled,
@@ -161,6 +162,13 @@ def test_a_damaged_json_file_is_refused(prepared, name):
     for text in whole[:-9], whole.replace('e', 'f'), '[]', '[' * 200_000:
         (prepared / name).write_text(text)
         refused(DAMAGED, prepared)
+
+
+@pytest.mark.parametrize('name', ['tokenizer_state.json', 'train.bin', 'train_starts.bin'])
+def test_a_missing_file_is_named_and_the_dataset_counts_as_not_prepared(prepared, name):
+    (prepared / name).unlink()
+    refuses(f'has no {name}. Prepare', Windows, str(prepared), 'train', 3)
+    assert not is_prepared(prepared, ['train'], {})
 
 
 def test_a_folder_that_is_not_prepared_is_told_what_to_run(prepared):
