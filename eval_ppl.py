@@ -336,14 +336,14 @@ def checked_tail(tail, L, sizes):
 
 # ---------------------------------------------------------------------- far repeats
 
-def check_repeats(s, W, L):
+def check_repeats(s, W, L0):
     """Refuse wrong settings of far repeats. s: {name: value}; W: tokens in a window."""
-    if W < 2 * L:
-        raise UserError(f'lengths is {W}; far repeats need windows of at least 2L = {2 * L} '
-                        'tokens.')
-    if s['gram'] > L:
-        raise UserError(f"gram is {s['gram']}; it must be at most L = {L}, because the cut context "
-                        'must hold the repeated tokens.')
+    if W < 2 * L0:
+        raise UserError(f'lengths is {W}; far repeats need windows of at least 2 L0 = {2 * L0} '
+                        'tokens, where L0 is the length of pretraining.')
+    if s['gram'] > L0:
+        raise UserError(f"gram is {s['gram']}; it must be at most L0 = {L0}, because the cut "
+                        'context must hold the repeated tokens.')
     unknown = set(s['controls']) - {'near', 'other', 'token'}
     if unknown:
         raise UserError(f"controls has '{min(unknown)}'. Choose from near, other, token.")

@@ -230,8 +230,11 @@ def attention_entropy(layer, attention, q, k, place):
     Entropy of each query's attention in nats, (B, H, T) float32: a probe for Transformer.probe().
     It handles every position method, and gradients. It calls entropy_without_matrix() if that is
     possible; otherwise it computes rows of the matrix. If the weights of a row sum to less than 1,
-    as with a sink, the row is first divided by its sum.
+    as with a sink, the row is first divided by its sum. Raises ValueError if the pass has a cache,
+    because a probe sees only the new keys.
     """
+    if place.j.shape[-1] != k.shape[2]:
+        raise ValueError('entropy needs a pass without a cache')
     method, (B, H) = attention.position, q.shape[:2]
     has_kernel = method.is_plain and q.device.type in MEAN_KEY
     with torch.autocast(q.device.type, enabled=False):  # entropy is always float32

@@ -329,7 +329,7 @@ class Transformer(nn.Module):
         scale = torch.as_tensor(scale, dtype=torch.float32, device=self.norm.weight.device)
         if scale.dim() < 3:
             scale = scale.expand(len(self.blocks), self.config.n_head)[..., None]
-        for block, row in zip(self.blocks, scale):
+        for block, row in zip(self.blocks, scale.expand(len(self.blocks), self.config.n_head, -1)):
             block.attn.head_scale.data = row.clone()
 
     def n_params(self):

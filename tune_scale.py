@@ -19,6 +19,7 @@ scale_head_TARGET.json, or scale_sets.json for target_lengths. Each file but the
 .png. The stages that use a model, such as eval_ppl.py, read such a file with --scale=FILE
 """
 
+import json
 import math
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from lib.devices import compiled, learning_rate_at, note_long_warmup
 from lib.errors import MALFORMED, UserError
 from lib.losses import cut_curve, loss_and_entropy
 from lib.scales import (
+    READ_WITH,
     finite,
     install_sets,
     put_vectors,
@@ -413,7 +415,8 @@ def run_head(run, target_sizes):
         put_vectors(model, original)
         install_sets(model, sets)
     after_tuning, loss_after, last_entropy = curves_of(run, samples)
-    if loss_after > loss_before:
+    is_worse = round(loss_after, 4) > round(loss_before, 4)  # not by rounding errors
+    if is_worse:
         run.runtime.print(f'the validation loss rose from {loss_before:.4f} to {loss_after:.4f}: '
                           'the tuned vectors are worse than the initial ones. Lower the learning '
                           'rate in tune.')
@@ -424,7 +427,7 @@ def run_head(run, target_sizes):
     more = {'init_scale': start, 'losses': losses, 'curve_length': longest,
             'position': bin_means(range(longest), L // 16)[0], 'curves': curves, 'cut': cut,
             'samples': len(samples), 'last_entropy': last_entropy,
-            'worse_than_start': loss_after > loss_before, 'tuned_numbers': n_tuned,
+            'worse_than_start': is_worse, 'tuned_numbers': n_tuned,
             'tuning_tokens': s['max_iters'] * s['batch_size'] * sum(target_sizes)}
     return sets, more
 
@@ -470,6 +473,20 @@ def check_settings(run, target_sizes):
         raise UserError(f"batch_size {s['batch_size']} must be a multiple of the {ranks} ranks.")
 
 
+def require_same_method(path, info):
+    """Refuse to overwrite a scale file that was tuned with another position or rope_scaling."""
+    try:
+        data = json.loads(Path(path).read_text(encoding='utf-8'))
+        tuned_with = {setting: data[key] for setting, key in READ_WITH.items()}
+    except (FileNotFoundError, *MALFORMED):
+        return  # there is nothing to lose
+    for setting, was in tuned_with.items():
+        now = info['model_config'][setting]
+        if was != now:
+            raise UserError(f"{path} was tuned with {setting} '{was}', and would be lost: this "
+                            f"model is read with '{now}'. Add --label=NAME to keep both.")
+
+
 # {method: its settings that the other method does not have}
 OWN_SETTINGS = {
     'uniform': {'candidate_range', 'compare'},
@@ -498,6 +515,7 @@ def main(given=()):
     if method == 'head':
         stem = 'scale_sets' if target_lengths else f'scale_head_{target_sizes[-1]}'
     run.claim(stem)
+    require_same_method(f'{run.path(stem)}.json', run.info)
 
     if method == 'uniform':
         sets, more = run_uniform(run, target_sizes[0])

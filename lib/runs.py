@@ -103,9 +103,7 @@ def require_resumable(state, chosen, given, windows):
     require_own_settings(own, chosen | {'rope_scaling': scaling}, given, path)
     require_same_data(chosen['out_dir'], state['data'], windows.checksums)
     fixed = ['batch_size', 'seed']
-    # A folder may have moved: its name then differs, and its text does not.
-    if (weighted_texts(chosen['dataset'], windows.checksums)
-            != weighted_texts(was['dataset'], state['data'])):
+    if not is_text_of(state, chosen['dataset'], windows):
         fixed.append('dataset')
     for name in fixed:
         if chosen[name] != was[name]:
@@ -119,6 +117,18 @@ def require_resumable(state, chosen, given, windows):
     for name, value in chosen.items():
         if name not in {*MODEL, 'init_from', 'out_dir'} and value != was.get(name, value):
             note(f'resuming with {name} = {value} (was {was[name]})')
+
+
+def is_text_of(state, dataset, windows):
+    """
+    True if a checkpoint was trained on this dataset: on parts with the same checksums and weights,
+    in this order. A folder may have moved, so names do not count, unless the checkpoint has no
+    checksums.
+    """
+    was, checksums = state['settings'].get('dataset'), state.get('data')
+    if not was or not checksums:
+        return was == dataset
+    return weighted_texts(was, checksums) == weighted_texts(dataset, windows.checksums)
 
 
 def weighted_texts(dataset, checksums):
@@ -161,8 +171,7 @@ def checkpoint_to_start_from(chosen, given, windows):
         config = ModelConfig(**new)
     was = state['settings']
     if (all(was.get(name) == chosen[name] for name in ('seed', 'block_size', 'batch_size'))
-            and weighted_texts(was['dataset'], state['data'])
-            == weighted_texts(chosen['dataset'], windows.checksums)):
+            and is_text_of(state, chosen['dataset'], windows)):
         note(f'this run reads the same text in the same order as {path} did; another --seed= reads '
              'it in another order')
     note(f'starting from {path}, with '

@@ -111,8 +111,8 @@ def finite(values, shape, what):
     except (TypeError, ValueError, OverflowError):
         odd, tensor = True, torch.empty(0)
     if odd or tensor.shape != shape or not tensor.isfinite().all():
-        size = ' x '.join(map(str, shape))
-        raise UserError(f'{what} must be {size} numbers that float32 can hold.')
+        size = f"{' x '.join(map(str, shape))} numbers" if shape else 'a number'
+        raise UserError(f'{what} must be {size} that float32 can hold.')
     return tensor
 
 
@@ -199,6 +199,10 @@ def read_scale_file(path, model, info):
     return data, sets
 
 
+# How a model is read: {setting: its entry in a scale file}
+READ_WITH = {'position': 'position_method', 'rope_scaling': 'rope_scaling'}
+
+
 def require_same_weights(data, path, info):
     """
     Refuse a scale file of other weights, or of the same weights with another position or
@@ -207,7 +211,7 @@ def require_same_weights(data, path, info):
     if data['weights_digest'] != info['digest']:
         raise UserError(f"{path} was tuned for other weights than {info['path']}. Tune it again "
                         'for this checkpoint.')
-    for setting, key in (('position', 'position_method'), ('rope_scaling', 'rope_scaling')):
+    for setting, key in READ_WITH.items():
         tuned_as, read_as = data[key], info['model_config'][setting]
         if tuned_as != read_as:
             raise UserError(f"{path} was tuned with {setting} '{tuned_as}', but {info['path']} is "
@@ -336,6 +340,7 @@ def apply_scale(model, scale, info, say=print):
         scales = finite(np.asarray(scale), shape[:max(2, np.ndim(scale))], 'scale')
         replace_scales(model, scales)
     else:
+        scale = np.asarray(scale).item()  # a number of Python, NumPy or PyTorch
         name, number = f'scale{scale:g}', finite(scale, (), f'scale {scale}')
         above_zero(number, f'scale {scale}')
         replace_scales(model, number.expand(config.n_layer, config.n_head))

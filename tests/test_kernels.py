@@ -17,6 +17,7 @@ from torch._dynamo.testing import CompileCounter
 import kernels
 from bench import peak_memory
 from kernels import attention_entropy
+from lib.generate import new_cache
 from position import NoPE, Place
 
 # ---------------------------------------------------------------------- attention
@@ -131,6 +132,14 @@ def test_entropy_of_every_method_and_its_gradient_are_those_of_the_float64_matri
         near(torch.stack(entropy), expected, atol=1e-3)
         found = torch.autograd.grad(torch.stack(entropy).mean(), scales)
         near(torch.stack(found)[..., 0], gradient, rtol=1e-3, atol=1e-6)
+
+
+def test_entropy_of_a_pass_with_a_cache_is_refused():
+    model, idx = random_model(), tokens(1, 9)
+    cache = new_cache(model, 1, 9)
+    model(idx[:, :5], cache=cache)
+    with pytest.raises(ValueError, match='cache'), model.probe(attention_entropy):
+        model(idx[:, 5:], cache=cache)
 
 
 # ---------------------------------------------------------------------- loss

@@ -111,6 +111,16 @@ def test_checkpointed_activations_give_the_same_loss_and_gradients(changes):
     near(found, gradients, atol=1e-6)
 
 
+def test_head_scales_are_given_to_every_layer_or_refused():
+    model = random_model()
+    n_layer, H = model.head_scale.shape
+    for scale in 2, torch.full((H,), 2), torch.full((1, H, 1), 2), torch.full((1, H, 8), 2):
+        model.head_scale = scale
+        assert (model.head_scale == 2).all()
+    with pytest.raises(RuntimeError):
+        model.head_scale = torch.ones(n_layer + 1, H, 1)
+
+
 def test_a_change_of_a_thousandth_in_a_scale_counts_under_bfloat16():
     model, logits = random_model(), []
     for scale in 1.6, 1.601:  # in bfloat16 they are equal

@@ -7,6 +7,7 @@ $ python -m pytest tests/test_scales.py
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 from conftest import near, random_model, read, refuses, save_model, scale_set
@@ -67,12 +68,14 @@ def test_scale_of_a_stage_is_nothing_a_number_or_a_file(tmp_path, loaded):
                 ((2 * ONES).numpy(), 'scales', 2 * ONES), (None, '', own * ONES)):
             assert apply_scale(model, scale, info) == label
             assert torch.equal(model.head_scale, expected)
-        for scale, expected in (2, 2 * ONES), (path, torch.tensor(SCALES)):
+        for scale, expected in ((2, 2 * ONES), (np.float32(2), 2 * ONES),
+                                (torch.tensor(2.0), 2 * ONES), (path, torch.tensor(SCALES))):
             apply_scale(model, scale, info, said.append)
             assert torch.equal(model.head_scale, expected)
-        assert len(said) == notes
+        assert len(said) == 2 * notes
         apply_scale(model, None, info)
-    assert said[0].startswith('scale2 ') and said[1].startswith('scale_head_64 ')
+    assert said[0].startswith('scale2 ') and said[3].startswith('scale_head_64 ')
+    refuses('scale 1e+39 must be a number that float32', apply_scale, model, 1e39, info)
     assert info['path'] not in said[0]  # the checkpoint's scales are 1
 
 

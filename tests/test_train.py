@@ -257,6 +257,11 @@ def test_fine_tuning_with_another_method_takes_its_settings(runs, plain):
     assert 'rope_base is 9000.0' in runs.refused('again', again)  # that of a model with RoPE
     runs.train('random', f'{command} {changes} --random_positions=64 --seed=2')
     assert 'same order' not in runs.printed
+    state = torch.load(plain / 'last.pt', weights_only=True)
+    del state['data']  # as in lessons/demo.pt
+    torch.save(state, plain / 'bare.pt')
+    runs.train('bare', f'--init_from={plain}/bare.pt --max_iters=1')
+    assert 'reads the same text in the same order' in runs.printed
 
 
 def test_fine_tuning_extends_rope_by_the_ratio_of_the_lengths_and_resumes(runs, rope):

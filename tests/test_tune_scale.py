@@ -23,6 +23,7 @@ import tune_scale
 from configurator import settings
 from lib import checkpoints
 from lib.devices import learning_rate_at
+from lib.errors import UserError
 from lib.scales import apply_scale, save_scale, vectors_for
 from lib.tokens import Windows
 from tune_scale import first_scale, fit_scale, search_uniform, tune_vectors
@@ -257,6 +258,15 @@ def test_tuning_that_raised_the_validation_loss_says_so(tuned):
         _, before, after = (np.mean(curve['loss']) for curve in data['curves'].values())
         assert data['worse_than_start'] == worse == bool(after > before)
         assert ('the validation loss rose' in text) == worse
+
+
+def test_scales_tuned_with_another_position_method_are_not_overwritten(tuned):
+    out_dir, kept = tuned[0], (tuned[0] / 'scale_head_64.json').read_bytes()
+    with pytest.raises(UserError, match="tuned with position 'none'.*--label="):
+        tune(out_dir, HEAD + '--position=llama4 --init_scale=1.2')
+    assert (out_dir / 'scale_head_64.json').read_bytes() == kept
+    tune(out_dir, HEAD + '--position=llama4 --init_scale=1.2 --label=llama4')
+    assert read(out_dir / 'scale_head_64_llama4.json')['position_method'] == 'llama4'
 
 
 def test_sets_are_tuned_one_from_the_other_and_read_back(tuned):
