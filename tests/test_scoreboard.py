@@ -41,8 +41,12 @@ def test_what_is_there_is_not_measured_again_and_what_another_process_has_comes_
         measured.append(key)
         return row_file(key, seed, 1.0)
 
+    def recall_of(key, seed):
+        measured.append(f'{key}, recall')
+        return {}
+
     for name, value in {'seeds': [1], 'methods': ['none', 'rope', 'yarn', 'alibi'],
-                        'result_of': result_of}.items():
+                        'result_of': result_of, 'recall_of': recall_of}.items():
         monkeypatch.setattr(table, name, value)
     board('none', 1, 2.0)
     other = contextlib.ExitStack()  # another process works on RoPE
@@ -55,7 +59,8 @@ def test_what_is_there_is_not_measured_again_and_what_another_process_has_comes_
 
     monkeypatch.setattr(study, 'time', SimpleNamespace(sleep=other_process_ends))
     study.measure_units(table.units())
-    assert measured == ['alibi', 'yarn']  # YaRN reads the RoPE model
+    recalls = ['none, recall', 'rope, recall']
+    assert measured == [*recalls, 'alibi', 'alibi, recall', 'yarn']  # YaRN reads the RoPE model
     assert read(table.result_file('none', 1))['text'][0]['loss'] == 2
     assert not list(tmp_path.glob('out/**/*.lock'))
 
@@ -126,6 +131,19 @@ def test_a_row_is_the_mean_and_the_spread_of_its_seeds(board, capsys):
     assert lines[2].startswith('| NoPE | 0 | 2 | 1.500 ± 0.707 |')
     assert lines[3].startswith('| T5 bias | 0 | 1 | 3.000 |')
     assert study.over_seeds([[1.0, 2.0], [3.0, 2.0]]) == {'mean': [2, 2], 'sd': [2 ** 0.5, 0]}
+
+
+def test_recall_has_a_file_of_its_own_that_older_files_lack(board):
+    for key in 'none', 'alibi':
+        board(key, 1, 1.0)
+    shares = {'accuracy': [0.9, 0.8, 0.7, 0.6, 0.5], 'exact': [0.5, 0.4, 0.3, 0.2, 0.1]}
+    older = read(table.result_file('none', 1)) | {'recall': {'accuracy': [0.1] * 4}}
+    save_json(table.result_file('none', 1), older)
+    table.recall_file('alibi', 1).parent.mkdir()
+    save_json(table.recall_file('alibi', 1), {'recall': shares, 'copy': shares})
+    none, alibi, _ = table.collect()
+    assert none['recall at L']['mean'] == 0.1 and 'recall at 64L' not in none
+    assert alibi['recall at 64L']['mean'] == alibi['copy at L']['mean'] == 0.5
 
 
 def test_a_gain_is_over_the_cut_context_of_the_model_that_was_not_tuned(board):

@@ -178,20 +178,31 @@ def result_of(key, seed):
     baseline = f'--baseline={folder_of(row.init, seed)}/last.pt' if row.init else ''
     repeats = study.evaluated(folder, 'repeat', key,
                               f'{reading} --lengths=[{8 * L}] --gram={s.gram} {baseline}')
-    found = {'row': key, 'seed': seed, **asdict(row), 'tuned_numbers': numbers,
-             'text': text['rows'], 'repeats': repeats['rows'], 'share': repeats['share']}
-    if row.recalls and size == 'small':
-        folder += '_recall'
-        result = study.made(f'{folder}/che_recall.json',
-                            f'che.py config/recall.py {row.train} --seed={seed} --out_dir={folder}')
-        for task, shares in result['tasks'].items():
-            found[task] = {'lengths': result['lengths'], 'exact': shares['exact'],
-                           'accuracy': shares['accuracy']}
-    return found | study.made_with(text, began)
+    return {'row': key, 'seed': seed, **asdict(row), 'tuned_numbers': numbers,
+            'text': text['rows'], 'repeats': repeats['rows'], 'share': repeats['share'],
+            } | study.made_with(text, began)
+
+
+def recall_of(key, seed):
+    """
+    The content of the file of recall and copy of one row and seed: {task: shares of right answers
+    by length}. Trains a model for both tasks, unless this is done.
+    """
+    began, folder = time.perf_counter(), f'{folder_of(ROWS[key].model, seed)}_recall'
+    result = study.made(f'{folder}/che_recall.json',
+                        f'che.py config/recall.py {ROWS[key].train} --seed={seed} '
+                        f'--out_dir={folder}')
+    found = {task: {'lengths': result['lengths'], 'exact': shares['exact'],
+                    'accuracy': shares['accuracy']} for task, shares in result['tasks'].items()}
+    return {'row': key, 'seed': seed, **found} | study.made_with(result, began)
 
 
 def result_file(key, seed):
     return Path(f'results/scoreboard/{size}/{key}_{seed}.json')
+
+
+def recall_file(key, seed):
+    return Path(f'results/scoreboard/recall/{key}_{seed}.json')
 
 
 def units():
@@ -199,11 +210,17 @@ def units():
     What to measure. Rows that start from one model have one folder, because each of them may train
     that model.
     """
-    chosen = [key for key in methods or ROWS if size in ROWS[key].sizes]
-    return {result_file(key, seed): (f'{folder_of(untuned(key), seed)}/scoreboard',
-                                     partial(result_of, key, seed))
-            for i, seed in enumerate(SEEDS) for key in chosen
-            if i < ROWS[key].seeds and seed in (seeds or SEEDS)}
+    chosen, found = [key for key in methods or ROWS if size in ROWS[key].sizes], {}
+    for i, seed in enumerate(SEEDS):
+        for key in chosen:
+            if i < ROWS[key].seeds and seed in (seeds or SEEDS):
+                folder = folder_of(untuned(key), seed)
+                found[result_file(key, seed)] = (f'{folder}/scoreboard',
+                                                 partial(result_of, key, seed))
+                if ROWS[key].recalls and size == 'small':
+                    found[recall_file(key, seed)] = (f'{folder}_recall/scoreboard',
+                                                     partial(recall_of, key, seed))
+    return found
 
 
 # ---------------------------------------------------------------------- the table
@@ -215,6 +232,9 @@ def with_gains(key, seed):
     the untuned model was not measured.
     """
     found, file = read(result_file(key, seed)), result_file(untuned(key), seed)
+    if size == 'small' and recall_file(key, seed).exists():  # older files hold recall themselves
+        recalled = read(recall_file(key, seed))
+        found |= {task: recalled[task] for task in ('recall', 'copy')}
     first = read(file) if file.exists() else None
     for part, gain, cut in (('text', 'gain', 'cut_loss'), ('repeats', 'own_gain', 'own_cut_loss')):
         for k, row in enumerate(found[part]):
