@@ -31,7 +31,7 @@ import kernels
 import position as methods
 from configurator import between, configure, run_config, settings
 from lib import plots
-from lib.answers import note, optional, print_rows, result_path
+from lib.answers import OnlyWriter, note, optional, print_rows, result_path
 from lib.checkpoints import cast_matrices, config_of
 from lib.devices import can_compile, compiled, matmul_flops, setup, synchronize
 from lib.errors import UserError
@@ -39,7 +39,7 @@ from lib.exports import their_config
 from lib.generate import new_cache, step_of, store_column_major
 from model import ModelConfig, Transformer
 
-tasks = ['train', 'scale', 'eval', 'entropy', 'prefill', 'decode']
+tasks: list[str] = ['train', 'scale', 'eval', 'entropy', 'prefill', 'decode']
 peer = ''                    # hf: transformers' Llama does the same work, in turns with ours
 out_dir = 'out/bench'        # folder of the result
 name = ''                    # name of the result; '': the device, cpu or cuda
@@ -417,6 +417,8 @@ def run_works(chosen, given, works):
     Measure each function of works, {name: function of s}, and write the results. chosen: all
     settings; given: the names of the settings that the user gave.
     """
+    if not works:
+        raise UserError('tasks is empty. Name at least one.')
     began, runtime = time.perf_counter(), setup(chosen['device'], chosen['dtype'], chosen['seed'])
     if chosen['peer'] not in ('', 'hf'):
         raise UserError(f"peer is '{chosen['peer']}'. Choose hf, or leave it empty.")
@@ -431,10 +433,11 @@ def run_works(chosen, given, works):
           f'{runtime.dtype}: a large matrix product does {flops / 1e12:.2f} TFLOP/s')
 
     s = SimpleNamespace(**chosen, runtime=runtime)
-    results = {name: work(s) for name, work in works.items()}
     path = result_path(s.out_dir, s.name or runtime.device.type)
-    plots.write_result(path, {'stage': 'bench', 'matmul_flops': flops, 'results': results}, chosen,
-                       runtime, began)
+    with OnlyWriter(f'{path}.json'):
+        results = {name: work(s) for name, work in works.items()}
+        plots.write_result(path, {'stage': 'bench', 'matmul_flops': flops, 'results': results},
+                           chosen, runtime, began)
 
 
 def main(given=()):

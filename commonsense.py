@@ -53,7 +53,8 @@ label = ''                   # name of the result; '': named after the scale
 device = 'auto'              # auto, cpu, cuda, mps
 dtype = 'auto'               # auto, float32, bfloat16, float16
 # questions
-tasks = ['arc_challenge', 'arc_easy', 'boolq', 'hellaswag', 'openbookqa', 'piqa', 'winogrande']
+tasks: list[str] = ['arc_challenge', 'arc_easy', 'boolq', 'hellaswag', 'openbookqa', 'piqa',
+                    'winogrande']
 task_folder = ''             # folder with more task files for lm_eval (.yaml), such as your own
 limit: int | None = None     # number of questions of each task, the first ones; None: all
 read_length: int | None = None  # longest text in tokens, and length of RULER's prompts; None: L
@@ -245,12 +246,18 @@ def main():
     harness = Harness(run.model, run.encoding, run.runtime, longest, batch_size, add_bos)
     source = init_from.removeprefix('hf:').partition('@')[0]
     metadata = {'tokenizer': tokenizer or source, 'max_seq_lengths': [longest]}
-    measured = simple_evaluate(harness, tasks=load_tasks(tasks, task_folder, metadata),
-                               num_fewshot=0, limit=limit, log_samples=False)
+    loaded = load_tasks(tasks, task_folder, metadata)
+    # What may be refused comes first, because lm_eval keeps nothing of what it measured before.
+    if any(task.OUTPUT_TYPE == 'loglikelihood_rolling' for task in loaded):
+        harness.loglikelihood_rolling([])
+    names = [task.config.task for task in loaded]
+    loaded.sort(key=lambda task: task.OUTPUT_TYPE != 'generate_until')
+    measured = simple_evaluate(harness, tasks=loaded, num_fewshot=0, limit=limit, log_samples=False)
     if measured is None:  # lm_eval gives the results to the first rank only
         run.close()
         return
     rows = task_scores(measured, longest)
+    rows = {name: rows[name] for name in names}
     scores = {task: row['score'] for task, row in rows.items()}
     print_scores(run.runtime.print, scores, paper_table('nope_table1'))
     run.write('commonsense', {

@@ -88,7 +88,13 @@ def run_config(name):
     if path is None:
         raise UserError(f'There is no {name} in {Path.cwd()} or in the project. Check the name.')
     try:
-        return settings(runpy.run_path(str(path)))
+        scope = runpy.run_path(str(path))
+        for other, value in scope.items():
+            is_mixed = not (other.islower() or other.isupper())
+            if other[0] != '_' and is_mixed and not callable(value):
+                raise ValueError(f"it sets '{other}'. Settings are lower-case, and names of helper "
+                                 'variables start with an underscore')
+        return settings(scope)
     except Exception as error:
         raise UserError(f'{name} stopped with {type(error).__name__}: {error}. '
                         'Correct the file.') from error

@@ -12,6 +12,7 @@ them can also be run alone. Writes out_dir/report.json and .png; results/demo/RE
 fields.
 """
 
+import contextlib
 import json
 import os
 import shlex
@@ -29,17 +30,18 @@ import numpy as np
 import torch
 
 import train
+import tune_scale
 from configurator import between, configure, settings
 from data.stdlib.prepare import library_files
 from eval_ppl import gain_of, summary
 from lib import checkpoints, plots
-from lib.answers import progress_bar
+from lib.answers import OnlyWriter, progress_bar
 from lib.checkpoints import open_model
 from lib.devices import setup
-from lib.errors import ROOT, UserError
+from lib.errors import MALFORMED, ROOT, UserError, fault_of
 from lib.losses import by_position, cut_losses, doubled_lengths
 from lib.repeats import Targets, find_targets, losses_when_cut, repeat_summary
-from lib.runs import MODEL, OF_MACHINE, weighted_texts
+from lib.runs import MODEL, OF_MACHINE, is_text_of
 from lib.tokenizers import tokenizer_from_state
 from lib.tokens import Windows
 from position import Settings
@@ -108,7 +110,12 @@ def run_lane(name, stages, threads, failed):
 
 
 def read(path):
-    return json.loads(Path(path).read_text())
+    """The JSON of a file that this project wrote."""
+    with fault_of(path, 'a whole JSON file', 'Remove it, so that it is made again.'):
+        result = json.loads(Path(path).read_text(encoding='utf-8'))
+        if not isinstance(result, dict):
+            raise TypeError(f'it holds a {type(result).__name__}')
+    return result
 
 
 def is_made(path, arguments):
@@ -122,7 +129,7 @@ def is_made(path, arguments):
     path, made = Path(path), ['python', *arguments]
     return (path.exists()
             # Older files hold the command without the quotes that a shell needs.
-            and read(path)['command'] in (shlex.join(made), ' '.join(made))
+            and read(path).get('command') in (shlex.join(made), ' '.join(made))
             and all(source.stat().st_mtime <= path.stat().st_mtime
                     for source in sources if source.is_file()))
 
@@ -156,8 +163,7 @@ def require_trained_with(folder, arguments):
                             f'{advice}')
     # The folder of a text may have moved, so compare what the texts hold.
     text = Windows(wanted['dataset'], 'train', wanted['block_size'])
-    if (weighted_texts(trained['dataset'], checkpoints.load(Path(folder, 'last.pt'))['data'])
-            != weighted_texts(wanted['dataset'], text.checksums)):
+    if not is_text_of(checkpoints.load(Path(folder, 'last.pt')), wanted['dataset'], text):
         raise UserError(f"{folder} was trained on {trained['dataset']}, which is another text than "
                         f"{wanted['dataset']} is now. {advice}")
 
@@ -181,7 +187,7 @@ def training(model):
     """
     folder, (arguments, share) = Path(out_dir, model), TRAIN[model]
     arguments = ['config/code.py', *arguments, '--batch_size=8', '--micro_batch_size=8',
-                 f'--max_iters={round(share * max_iters)}', *train_args]
+                 f'--max_iters={max(1, round(share * max_iters))}', *train_args]
     if (folder / 'loss.png').exists():  # train.py draws it last
         require_trained_with(folder, arguments)
         return []
@@ -243,7 +249,7 @@ def windows_of_files(texts, tokenizer):
             break
     if len(windows) < 2:
         raise UserError(f'the text has {len(windows)} windows of {size} tokens; the demo needs at '
-                        'least 2. Give a longer --text= or a shorter --target_length=.')
+                        'least 2. Give a longer --text=.')
     return np.array(windows)
 
 
@@ -260,7 +266,8 @@ def text_to_read():
         raise UserError(f'target_length is {target_length}; it must be at least 4L = {4 * L}, so '
                         'that there are far repeats.')
     if text:
-        content = Path(text).read_text(encoding='utf-8', errors='replace')
+        with fault_of(text, 'text in UTF-8', 'Name another file.'):
+            content = Path(text).read_text(encoding='utf-8')
         size = 4 * target_length  # characters; a token has 2.5 on average
         pieces = [content[i:i + size] for i in range(0, len(content), size)]
         source, windows = text, windows_of_files(pieces, tokenizer)
@@ -424,14 +431,19 @@ def minutes_for(steps):
 
 
 def require_files(given):
-    """Refuse, before any work, a text or scales that are not there."""
+    """Refuse, before any work, settings, a text or scales that are wrong or not there."""
     ignored = sorted({'train_args', 'tune_args', 'max_iters', 'tune_iters'} & {*given})
     if models and ignored:
         raise UserError(f'{ignored[0]} is for training and tuning, but models is {models}. Leave '
                         'one of the two out.')
     if text and not Path(text).is_file():
         raise UserError(f"text is '{text}', which is not a file. Give a text file.")
+    if not models:
+        training_settings(train_args)  # refuses what train.py does not have
+        configure(dict(vars(tune_scale)), None, tune_args)
     for model, kind in READINGS.values() if models else ():
+        if not Path(models, model, 'last.pt').is_file():
+            raise UserError(f'{models}/{model}/last.pt does not exist. Choose another --models=.')
         path = scale_file(model, kind)
         if kind and not (Path(path).exists() and read(path)['target_length'] == target_length):
             raise UserError(f'{path} does not exist, or is not tuned for {target_length} tokens. '
@@ -440,14 +452,19 @@ def require_files(given):
 
 def main(given=()):
     """given: names of the settings that the user set."""
-    began, earlier = time.perf_counter(), Path(out_dir, 'report.json')
-    seconds = read(earlier).get('seconds_by_part', {}) if earlier.exists() else {}
+    began, seconds = time.perf_counter(), {}
+    with contextlib.suppress(FileNotFoundError, *MALFORMED):  # of an earlier, stopped start
+        seconds = {**read(f'{out_dir}/report.json')['seconds_by_part']}
+    only = OnlyWriter(f'{out_dir}/report.json')
     require_files(given)
     between(globals(), 1, 'target_length', 'targets', 'max_iters', 'tune_iters')
     between(globals(), 2, 'n_samples', why='the standard errors are over windows')
     if not models:
         run('data/code/prepare.py')
     read_text = text_to_read()
+    if read_text.L < TAIL:
+        raise UserError(f'the models have L = {read_text.L}; it must be at least {TAIL}, because '
+                        'losses are means over so many positions.')
     if not models:
         seconds |= train_and_tune()
     start = time.perf_counter()
@@ -463,6 +480,7 @@ def main(given=()):
     print_report(report)
     plots.write_result(f'{out_dir}/report', report, settings(globals()), setup('cpu', 'float32'),
                        began)
+    only.close()
     if models:
         steps = max_iters * sum(share for _, share in TRAIN.values()) + 2 * 8 * tune_iters
         print(f'Now train your own: make demo (about {minutes_for(steps)} minutes here)')

@@ -12,6 +12,7 @@ get a model card, README.md.
 """
 
 import json
+import math
 from pathlib import Path
 
 from configurator import configure, settings
@@ -82,7 +83,7 @@ License of the weights: {{ license }}.
 |---|---|
 | training length L | {{ c.L0 }} tokens |
 | steps | {{ info.step or 'not known' }} |
-| best validation loss, nats per token | {{ info.best_val_loss or 'not known' }} |
+| best validation loss, nats per token | {{ best_val_loss }} |
 {%- for name in ('dataset', 'init_from', 'batch_size', 'learning_rate', 'weight_decay', 'seed')
     if name in info.settings %}
 | {{ name }} | {{ info.settings[name] }} |
@@ -155,10 +156,12 @@ def model_card(run, length, target):
     hub = optional('huggingface_hub')
     data = hub.ModelCardData(license=license, pipeline_tag='text-generation')
     low, high = run.model.head_scale.aminmax()
+    best = run.info['best_val_loss'] or math.inf  # inf before the first validation
     card = hub.ModelCard.from_template(
         data, template_str=CARD, name=Path(target).name, folder=repr(target), format=format,
         ids_only=ids_only, c=run.model.config, n_params=run.model.n_params(), info=run.info,
-        scale=scale, low=low, high=high, length=length, losses=measured_losses(run))
+        scale=scale, low=low, high=high, length=length, losses=measured_losses(run),
+        best_val_loss=best if math.isfinite(best) else 'not known')
     return f'{card}\n'
 
 
@@ -170,6 +173,8 @@ def main():
     if ids_only and format == 'hf':
         raise UserError('ids_only is for --format=gguf. Leave it out.')
     run = Run(settings(globals()) | {'device': 'cpu', 'dtype': 'float32'})
+    if run.runtime.world_size > 1:
+        raise UserError('export.py runs in one process. Start it without torchrun.')
     _ = run.model.head_scale  # a model of the package transformers has none, and raises UserError
     length, target = tuned_length(run), folder or f'{out_dir}/{format}'
     tokenizer, precision = run.info['tokenizer'], DTYPES[dtype]

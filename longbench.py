@@ -200,14 +200,14 @@ def prompt_ids(text, encoding, room):
 
 # ---------------------------------------------------------------------- the stage
 
-def answer_task(run, task, context, beams, batch_size):
+KINDS = {'prediction': str, 'score': int | float, 'prompt_tokens': int}  # of an answer
+
+
+def answer_task(run, task, answers, context, beams, batch_size):
     """
-    Answer and score the samples that have no answer yet. context: tokens of prompt and answer
-    together. Returns the task's entry in the result, the same on every rank.
+    Answer and score the samples that have no answer yet. answers: an AnswerLog; context: tokens of
+    prompt and answer together. Returns the task's entry in the result, the same on every rank.
     """
-    kinds = {'prediction': str, 'score': int | float, 'prompt_tokens': int}
-    answers = run.answers(f"{run.path('longbench')}/{task.name}", kinds, beams=beams,
-                          context=context, data=task.digest)
     encoding, n, room = run.encoding, len(task.samples), context - task.max_new_tokens
     eos, min_new_tokens = [encoding.eot_token], 0
     if task.name == 'samsum':  # the benchmark's only exception: a summary is one line
@@ -247,10 +247,13 @@ def main():
                             f'prompt, because its answers have up to {task.max_new_tokens} tokens. '
                             'Set a longer --context=, or leave this task out of --tasks=.')
 
+    # Open all files of answers first: one with other settings is refused before the work starts.
+    logs = [run.answers(f"{run.path('longbench')}/{task.name}", KINDS, beams=beams, context=length,
+                        data=task.digest) for task in chosen]
     results = {}
-    for task in chosen:
+    for task, answers in zip(chosen, logs):
         task.samples = task.samples[:max_samples]
-        results[task.name] = answer_task(run, task, length, beams, batch_size)
+        results[task.name] = answer_task(run, task, answers, length, beams, batch_size)
     scores = {name: result['score'] for name, result in results.items()}
     theirs = {paper: {name: table[paper][name] for name in scores}} if paper else {}
     print_scores(run.runtime.print, scores, theirs)

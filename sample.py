@@ -10,6 +10,7 @@ import torch
 from configurator import between, configure, settings
 from lib.checkpoints import Run
 from lib.devices import can_compile
+from lib.errors import UserError
 from lib.generate import Decoding, generate
 from lib.tokenizers import known_ids, start_token
 
@@ -55,6 +56,8 @@ def main():
     between(globals(), 0, 'top_p', most=1)
     run = Run(settings(globals()), decodes=True)
     encoding, runtime = run.encoding, run.runtime
+    if runtime.world_size > 1:
+        raise UserError('sample.py writes in one process. Start it without torchrun.')
     ids = [start_token(encoding), *encoding.encode_ordinary(prompt)]
     how = Decoding(eos=(encoding.eot_token,), cache_dtype=runtime.dtype,
                    compile=can_compile(runtime, compile),

@@ -106,11 +106,13 @@ def check_settings(s, runtime):
     between(s, 0, 'beta1', 'beta2', most=1 - 1e-9)
     out_dir, batch_size, micro = s['out_dir'], s['batch_size'], s['micro_batch_size']
     if s['init_from'] != 'resume':
-        advice = {'last.pt': 'Resume it with --init_from=resume, choose', 'best.pt': 'Choose'}
-        for name, begin in advice.items():
-            if Path(out_dir, name).exists():
-                raise UserError(f'{out_dir} already holds a run ({name}). {begin} another '
-                                '--out_dir=, or remove the run.')
+        kept = {path.name for path in Path(out_dir).glob('*.pt')}
+        if kept:
+            name, begin = min(kept), 'Choose'
+            if 'last.pt' in kept:
+                name, begin = 'last.pt', 'Resume it with --init_from=resume, choose'
+            raise UserError(f'{out_dir} already holds a run ({name}). {begin} another --out_dir=, '
+                            'or remove the run.')
     if s['min_lr'] > s['learning_rate']:
         raise UserError(f"min_lr {s['min_lr']} is above learning_rate {s['learning_rate']}. Lower "
                         '--min_lr=, for example to 0.')

@@ -1,6 +1,7 @@
 # 1.05M parameters on Python source, L = 128 tokens, for results/past_L: the whole recipe, so that
 # no default of train.py changes it. First: python data/code/prepare.py
 # NoPE with a short convolution: --short_conv=4
+out_dir = 'out/code'
 dataset = 'code'
 block_size = 128
 batch_size = 16

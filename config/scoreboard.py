@@ -1,5 +1,6 @@
 # 0.9M parameters on long books, for results/scoreboard: the whole recipe, so that no default of
 # train.py changes it. First: python data/books/prepare.py FOLDER
+out_dir = 'out/scoreboard/nope'
 dataset = 'books'
 block_size = 128             # L, in bytes
 batch_size = 16

@@ -141,6 +141,8 @@ def reading(name, source):
         yield
     except UserError:
         raise
+    except StopIteration as error:  # what `datasets` raises for an empty file
+        raise UserError(f'{name} of {source.repo} is empty. {source.advice}') from error
     except Exception as error:  # errors of terms, network and file share no class
         reason = f'{type(error).__name__}: {error}'[:300]
         raise UserError(f'{name} of {source.repo} could not be read ({reason}). {source.advice} '

@@ -74,7 +74,10 @@ def require_space(folder, n_bytes):
     Raise UserError unless `folder` has room for checkpoints of n_bytes in total. They may replace
     the checkpoints that are there.
     """
-    Path(folder).mkdir(parents=True, exist_ok=True)
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f'{folder} cannot be made ({error}). Choose another --out_dir=.') from error
     there = sum(file.stat().st_size for file in Path(folder).glob('*.pt*'))
     free = shutil.disk_usage(folder).free + there
     if free < n_bytes:

@@ -67,6 +67,8 @@ def report(kind, error, trace):
     if kind.__name__ == 'OutOfMemoryError':  # torch's class, by name: importing torch is slow
         error = ('out of GPU memory. Lower micro_batch_size, batch_tokens or batch_size, or set '
                  '--checkpoint_activations=True, as the stage has them; see --help.')
+    elif kind is RuntimeError and "can't allocate memory" in str(error):
+        error = f'out of memory. Use smaller sizes; see --help. ({error})'
     elif kind is KeyboardInterrupt:
         error = 'interrupted'
     elif not issubclass(kind, (UserError, OSError)):

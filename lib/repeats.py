@@ -61,8 +61,8 @@ def find_targets(samples, L, gram, most, near=False):
     n_found = len(position)
     if n_found == 0:
         raise UserError(f'no token of {len(samples)} windows of {samples.shape[1] - 1} tokens is a '
-                        f'{"near" if near else "far"} repeat of {gram} tokens. Lower --gram=, or '
-                        'give other text.')
+                        f'{"near" if near else "far"} repeat of {gram} tokens. Give '
+                        'other text. In eval_ppl.py you may also lower --gram=.')
     if n_found > most:
         drawn = np.sort(np.random.default_rng(0).choice(n_found, most, replace=False))
         window, position = window[drawn], position[drawn]

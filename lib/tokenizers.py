@@ -52,7 +52,8 @@ def get_tokenizer(name):
         path = from_hub(name, ['tokenizer*.json'], advice) / 'tokenizer.json'
     if path.suffix not in ('.tiktoken', '.json'):
         raise UserError(f"There is no tokenizer '{name}'. Choose gpt2, bytes, FILE.tiktoken, "
-                        'FILE.json or hf:ORG/NAME, or bpe:VOCABULARY to train one on your text.')
+                        'FILE.json or hf:ORG/NAME. data/text/prepare.py also takes bpe:VOCABULARY, '
+                        'and trains one.')
     if not path.is_file():
         raise UserError(f'There is no tokenizer file {path}. Check the name, or prepare the data '
                         'set that makes it.')

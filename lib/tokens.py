@@ -252,7 +252,8 @@ def open_tokens(dataset, split, check=False):
             raise ValueError(f"dtype is {meta['dtype']}")
         if split not in meta['splits']:
             raise UserError(f'Dataset {dataset} has no split {split}. It has '
-                            f"{', '.join(meta['splits'])}.")
+                            f"{', '.join(meta['splits'])}. Prepare it again, so that some of its "
+                            f'text goes to {split}.')
         require_files(folder, *split_files(split))
         count, checksums = meta['splits'][split], meta['checksums']
         file, arrays = open(folder / f'{split}.bin', 'rb'), []

@@ -173,6 +173,9 @@ def show(path, collect, print_result, scope, draw=None):
 
 if __name__ == '__main__':  # train a model; see train.sh
     sys.excepthook = report
-    if len(sys.argv) < 2:
+    if len(sys.argv) < 2 or sys.argv[1].startswith('-') or sys.argv[1].endswith('.py'):
         raise UserError('Name the folder of the run first, then the arguments of train.py.')
+    for argument in sys.argv[1:]:
+        if ' ' in argument:
+            raise UserError(f"'{argument}' has a space. Write it without.")
     train(sys.argv[1], ' '.join(sys.argv[2:]))

@@ -31,7 +31,7 @@ import numpy as np
 from configurator import between
 from eval_ppl import PROTOCOLS, checked_stride, checked_tail, perplexity
 from lib import plots
-from lib.answers import paper_table, print_rows, result_path
+from lib.answers import OnlyWriter, paper_table, print_rows, result_path
 from lib.checkpoints import Run, dataset_of, load_model
 from lib.devices import setup
 from lib.errors import UserError
@@ -214,7 +214,8 @@ def run_table(settings, rows):
         raise UserError(f"protocol is '{s.protocol}'. Choose {' or '.join(PAPER)}.")
     between(settings, 1, 'lengths', 'max_windows', 'n_samples', 'tail', 'batch_tokens')
     runtime = setup(s.device, s.dtype)
-    rows = rows_there(rows, runtime)
+    rows, path = rows_there(rows, runtime), result_path(s.out_dir, 'eval_ppl_table', s.label)
+    only = OnlyWriter(f'{path}.json')
     first = rows[0]
     info = load_model(first['init_from'], s.out_dir, 'cpu', first.get('position'))[1]
     L, data_name = info['model_config']['block_size'], first.get('dataset') or s.dataset
@@ -233,6 +234,6 @@ def run_table(settings, rows):
     result = {'stage': 'eval_ppl', 'protocol': s.protocol, 'label': s.label, 'block_size': L,
               'dataset': dataset_of(info, data_name), 'split': s.split, **how,
               'lengths': s.lengths, 'rows': rows}
-    plots.write_result(result_path(s.out_dir, 'eval_ppl_table', s.label), result, settings, runtime,
-                       began)
+    plots.write_result(path, result, settings, runtime, began)
+    only.close()
     runtime.close()

@@ -106,6 +106,11 @@ def test_config_file_is_code_and_only_its_plain_public_names_are_settings(projec
     assert found == DEFAULTS | {'learning_rate': 1.0, 'dataset': 'toy.py'}
 
 
+def test_a_setting_with_a_capital_is_refused(project):
+    (project / 'config/toy.py').write_text('Max_iters = 4\n')
+    refuses("it sets 'Max_iters'", values, project, 'config/toy.py')
+
+
 def test_configurator_needs_only_the_standard_library():
     code = 'import sys; sys.path.insert(0, "."); import configurator'
     subprocess.run([sys.executable, '-I', '-S', '-c', code], cwd=ROOT, check=True)

@@ -105,6 +105,16 @@ def test_the_demos_own_models_read_the_split_test_of_the_text_that_they_are_trai
     refuses('it must be at least 4L = 128', demo.text_to_read)
 
 
+def test_a_damaged_result_is_named(tmp_path):
+    path = tmp_path / 'scale.json'
+    for text in '{"command": "x', '[1]', '{"command": 5}':
+        path.write_text(text)
+        if text.endswith('5}'):
+            assert not demo.is_made(path, ['tune_scale.py'])
+        else:
+            refuses('scale.json is not a whole JSON file', demo.is_made, path, ['tune_scale.py'])
+
+
 def test_a_finished_model_is_refused_if_its_settings_text_or_base_have_changed(
         monkeypatch, tmp_path, tiny_run, corpus_dir):
     arguments = [f'--{name}={value}' for name, value in read(tiny_run / 'config.json').items()

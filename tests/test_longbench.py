@@ -216,6 +216,12 @@ def test_answers_to_other_records_are_refused(run, command, data, tmp_path):
     path = other / 'trec.jsonl'
     path.write_text(path.read_text().replace('Who?', 'Why?'))
     assert '(data)' in mistake('longbench', *more)
+    stage_here('longbench', *on(run, tmp_path, f'{command} --tasks=["lcc"] --max_samples=1'))
+    (tmp_path / 'longbench/trec.jsonl').unlink()
+    both = f'{command} --tasks=["trec","lcc"] --beams=1'
+    assert 'lcc.jsonl' in mistake('longbench', *on(run, tmp_path, both))
+    path = tmp_path / 'longbench/trec.jsonl'  # no answer was made
+    assert not path.exists() or not rows_of(tmp_path, 'trec')
 
 
 def test_a_context_without_room_for_a_prompt_is_refused(run, command, tmp_path):

@@ -115,7 +115,21 @@ data/text/prepare  TEXT --tokenizer={given}/x.tiktoken | x.tiktoken | \xff
 data/text/prepare  TEXT --tokenizer={given}/x.tiktoken | x.tiktoken | YQ== 0\nAAAA
 data/text/prepare  TEXT --tokenizer={given}/x.tiktoken | single bytes | YQ== 0
 data/text/prepare  {given}/x.txt {given}/x.jsonl --out_dir={tmp}/out | falls into | {"text": "x"}
-data/text/prepare  {given}/x.txt --out_dir={tmp}/out | _fraction=0 | all in one line
+data/text/prepare  {given}/x.txt --out_dir={tmp}/out | or name files: --val= | all in one line
+data/text/prepare  {given}/x.txt --out_dir={tmp}/out --val_fraction=0 | --test_fraction=0 | one
+data/text/prepare  {given}/x.txt --name= | name is '' | text
+data/text/prepare  {given}/x.txt --name=a:2 | name is 'a:2' | text
+data/stdlib/prepare --val_fraction=2 | val_fraction is 2
+data/stdlib/prepare --val_fraction=0.5 --test_fraction=0.5 | less than 1
+data/books/prepare {tmp} --manifest={tmp}/none.json | no manifest
+data/books/prepare {tmp} --manifest={given}/x.json | split is valid | [{"split": "valid"}]
+data/code/prepare --manifest={tmp}/none.json | no manifest
+demo            --train_args=["--n_sample=3"] | n_sample
+demo            --tune_args=["--n_sample=3"] | Did you mean 'n_samples'
+demo            config/look.py --out_dir={tmp} --text={given}/x.txt | not text in UTF-8 | fine\n\xe4
+results/study   --max_iters=4 | Name the folder
+results/study   config/code.py --max_iters=4 | Name the folder
+bench           --tasks=[] | tasks is empty
 data/text/prepare  {given}/x.txt --out_dir={tmp}/out | falls into | most in the first line\n or so
 data/books/prepare  --out_dir={tmp}/out | folder
 data/pg19/prepare   LOCAL --local={given}/x.txt | .parquet |
@@ -196,7 +210,7 @@ eval_ppl        WRITE --protocol=tail --gram=4 --tail=8 | protocol tail does not
 eval_ppl        WRITE --protocol=repeat --lengths=[63] | lengths is 63
 eval_ppl        WRITE --protocol=repeat --gram=0 | gram is 0
 eval_ppl        WRITE --protocol=repeat --gram=33 | gram is 33
-eval_ppl        WRITE --protocol=repeat --gram=32 --lengths=[65] --n_samples=1 | Lower --gram=
+eval_ppl        WRITE --protocol=repeat --gram=32 --lengths=[65] --n_samples=1 | lower --gram=
 eval_ppl        WRITE --protocol=repeat --controls=["far"] | controls has 'far'
 eval_ppl        WRITE --protocol=repeat --controls=["other"] --n_samples=1 | n_samples
 eval_ppl        WRITE --lengths=[32,40000] | 40000

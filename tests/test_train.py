@@ -232,6 +232,13 @@ def test_resuming_on_other_text_is_refused_and_on_a_copy_goes_on(runs, plain, co
         'text', f'--init_from=resume --dataset={copied} --max_iters=13')
 
 
+def test_a_run_that_lost_its_last_checkpoint_is_not_overwritten(runs, plain):
+    folder = runs.copy(plain, 'lost')
+    for name in 'last.pt', 'best.pt':
+        (folder / name).rename(folder / f'step_{len(name)}.pt')
+    assert 'already holds a run (step_' in runs.refused('lost', '--max_iters=3')
+
+
 # ---------------------------------------------------------------------- starting from other weights
 
 def test_fine_tuning_starts_from_the_given_weights_at_another_block_size(runs, plain):

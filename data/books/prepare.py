@@ -38,17 +38,24 @@ def texts(folder, books, split):
     """Yield the books of a split."""
     for book in books:
         if book['split'] == split:
-            yield (folder / book['file']).read_bytes().decode()
+            path = folder / book['file']
+            with fault_of(path, 'text in UTF-8', 'Convert it.'):
+                text = path.read_bytes().decode()
+            yield text
 
 
 def main():
     if len(paths) != 1 or not Path(paths[0]).is_dir():
         raise UserError(f'Name one folder, the one that holds the books, not {paths}.')
     folder, listing = Path(paths[0]), Path(manifest or ROOT / 'data/books/manifest.json')
+    if not listing.is_file():
+        raise UserError(f'There is no manifest {listing}. Check the path.')
     with fault_of(listing, 'a manifest like data/books/manifest.json', 'Correct it.'):
         books = json.loads(listing.read_text(encoding='utf-8'))
         for book in books:
-            require_kinds(book, file=str, split=str, title=str, author=str, sha256=str, bytes=int)
+            if book['split'] not in SPLITS:
+                raise ValueError(f"split is {book['split']}")
+            require_kinds(book, file=str, title=str, author=str, sha256=str, bytes=int)
     require_books(folder, books)
     out = Path(out_dir or ROOT / 'data/books')
     digest = hashlib.sha256(listing.read_bytes()).hexdigest()

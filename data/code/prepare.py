@@ -165,6 +165,8 @@ def texts_of_library():
 def main():
     folder = Path(out_dir or ROOT / 'data/code')
     path = Path(manifest or ROOT / 'data/code/manifest.json')
+    if not path.is_file():
+        raise UserError(f'There is no manifest {path}. Check the path.')
     listing = path.read_bytes()
     with fault_of(path, 'a manifest like data/code/manifest.json', 'Correct it.'):
         wheels, cache = json.loads(listing), folder / 'wheels'

@@ -31,8 +31,18 @@ def documents(encoding, n, stream):
     random = np.random.default_rng([seed, stream])
     for length in random.integers(min_length, max_length + 1, n).tolist():
         depth, key = int(random.integers(length)), int(random.integers(10000, 100000))
+        yield encoding.decode(ids_of(encoding, length, depth, key))
+
+
+def ids_of(encoding, length, depth, key):
+    """The ids of a prompt and its answer, without the start token."""
+    try:
         prompt, answer, _ = build_prompt(encoding, length, depth, key, 'exact')
-        yield encoding.decode(prompt[1:] + answer)
+    except UserError:
+        raise UserError(f'min_length is {min_length}, but the question for the key {key} and its '
+                        'answer alone are longer in this tokenizer. Raise --min_length=, and '
+                        '--max_length= with it.') from None
+    return prompt[1:] + answer
 
 
 def main():
@@ -41,12 +51,8 @@ def main():
     between(globals(), 1, 'min_length', most=max_length)
     between(globals(), 100, 'n_documents', most=2 ** 24)
     encoding = get_tokenizer(tokenizer)
-    try:
-        build_prompt(encoding, min_length, 0, 10000, 'exact')
-    except UserError:
-        raise UserError(f'min_length is {min_length}, but the question and its answer alone are '
-                        'longer in this tokenizer. Raise --min_length=, and --max_length= with '
-                        'it.') from None
+    for key in range(10000, 100000, 999):  # some keys have more tokens than others
+        ids_of(encoding, min_length, 0, key)
     counts = {'train': n_documents, 'val': n_documents // 100, 'test': n_documents // 100}
     splits = {split: documents(encoding, n, i) for i, (split, n) in enumerate(counts.items())}
     write_corpus(out_dir or ROOT / 'data/passkey', encoding, splits)

@@ -14,7 +14,7 @@ import sysconfig
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from configurator import configure
+from configurator import between, configure
 from lib.errors import ROOT, UserError
 from lib.tokenizers import tokenizer_for, version_of
 from lib.tokens import SPLITS, is_prepared, only_dataset, split_by_hash, stable_hash, write_corpus
@@ -41,6 +41,10 @@ def library_files(folder):
 
 
 def main():
+    between(globals(), 0, 'val_fraction', 'test_fraction', most=1)
+    if val_fraction + test_fraction >= 1:
+        raise UserError('val_fraction and test_fraction must sum up to less than 1, so that there '
+                        'is text to train on.')
     folder, library = Path(out_dir or ROOT / 'data/stdlib'), sysconfig.get_paths()['stdlib']
     texts = library_files(Path(library))
     if not texts:
@@ -52,9 +56,10 @@ def main():
               'tokenizer': version_of(tokenizer), 'val_fraction': val_fraction,
               'test_fraction': test_fraction}
     print(f'standard library of Python {report["python"]}: {len(texts)} files, sha256 {digest}')
-    if is_prepared(folder, SPLITS, report):
+    shares = {'train': 1, 'val': val_fraction, 'test': test_fraction}
+    splits = {split: [] for split in SPLITS if shares[split]}
+    if is_prepared(folder, splits, report):
         return
-    splits = {split: [] for split in SPLITS}
     for name, text in texts.items():
         splits[split_by_hash(name, val_fraction, test_fraction)].append(text)
     with only_dataset(folder):

@@ -104,7 +104,8 @@ def read(file):
             if not part:
                 return
             try:
-                yield part.decode()
+                text = part.decode()
+                yield text if offset else text.removeprefix('\ufeff')  # a byte order mark
             except UnicodeDecodeError as error:
                 where = f'byte {offset + error.start:,} is 0x{part[error.start]:02x}'
                 raise UserError(f'{file.path} is not UTF-8: {where}. Convert or unpack the '
@@ -142,6 +143,9 @@ def main():
     n_bytes = sum(file.path.stat().st_size for file in files)
     if not n_bytes:
         raise UserError('There is nothing to read. Name files or folders that hold text.')
+    if not out_dir and (not name or {':', ','} & {*name}):
+        raise UserError(f"name is '{name}'. It must not be empty, nor have : or , because "
+                        '--dataset= takes several names with weights.')
     named = {file.split for file in files}
     between(globals(), 0, 'val_fraction', 'test_fraction', most=1)
     shares = {'val': val_fraction, 'test': test_fraction}
@@ -160,8 +164,10 @@ def main():
     for split in splits:
         if not any(itertools.chain.from_iterable(documents(files, split, shares))):
             advice = 'Give more files or lines'
+            if split == 'test':
+                advice += ', set --test_fraction=0'
             if split != 'train':
-                advice += f', set --{split}_fraction=0, or name files: --{split}="[\'FILE\']"'
+                advice += f', or name files: --{split}="[\'FILE\']"'
             raise UserError(f'None of the text falls into {split}. {advice}.')
 
     folder = Path(out_dir or ROOT / 'data' / name)
