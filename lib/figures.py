@@ -56,7 +56,7 @@ COLORS = {
     r'log-?n': '#888888',
     r'every weight|full_': '#009E73',
     r'\bconv\b.*scale': '#117733',
-    r'\bconv\b': '#44AA99',
+    r'\bconv\b': '#EE3377',
     r'norm|vectors|\bout\b': SKY,
     r'uniform|scale\d': ORANGE,
     r'as loaded|scale 1$': BLACK,
@@ -83,7 +83,8 @@ def panels(title, n, columns, width=6.8, height=3.8):
     columns = min(n, columns)
     rows = math.ceil(n / columns)
     figure = Figure(figsize=(width * columns, height * rows), layout='constrained')
-    figure.suptitle(title)
+    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.08)
+    figure.suptitle(title[:1].upper() + title[1:])
     return figure, [figure.add_subplot(rows, columns, i + 1) for i in range(n)]
 
 

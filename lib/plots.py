@@ -329,19 +329,20 @@ def draw_demo(result):
     """The demo's picture: the loss by position, and the gain at far repeats."""
     lengths, readings = result['lengths'], result['readings']
     L, T = lengths[0], lengths[-1]
-    title = f"{result['settings']['out_dir']}: {result['windows']} windows of {result['source']}"
+    title = f"{result['windows']} windows of {result['source']}"
     figure, [left, right] = panels(title, 2, 2)
     for title, row in readings.items():
         curve(left, range(1, T + 1), row['curve'], title)
     name, best = list(readings.items())[-1]
     cut = [row.get('cut_loss', row['loss']) for row in best['at'].values()]
-    draw_cut(left, lengths, cut, f"{name.partition(',')[0]}, sees only the last L tokens")
+    draw_cut(left, lengths, cut, f"{name.partition(',')[0]}, context cut to L")
     position_axis(left, L, 'loss (nats per token)', f'Loss, mean of {result["tail"]} positions')
 
     gains = [row['far']['gain'] for row in readings.values()]
     # An error is None in the JSON if all far repeats are in one window.
     errors = np.array([row['far']['gain_error'] for row in readings.values()], float)
-    right.barh(list(readings), gains, xerr=errors, color=[color_of(title) for title in readings])
+    right.barh(list(readings), gains, xerr=errors, ecolor='#777777',
+               color=[color_of(title) for title in readings])
     right.axvline(0, color=BLACK, lw=1)
     right.invert_yaxis()
     right.set(xlabel='gain over seeing only the last L tokens (nats per token, ± standard error)',

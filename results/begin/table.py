@@ -130,12 +130,15 @@ def draw(result):
     """Gain at far repeats and losses of copies by tokens; tuned scales by what a head copies."""
     figure, axes = figures.panels('NoPE + conv, L = 128 tokens, 1.05M parameters', 3, 3, height=4)
     gains, copies, heads = axes
+    colors = {'gain untuned': figures.BLUE, 'gain head scales': figures.ORANGE,
+              'new loss': '#777777', 'copied loss near': '#117733', 'copied loss far': '#AA4499'}
     for seed in sorted({row['seed'] for row in result['rows']}):
         rows = [row for row in result['rows'] if row['seed'] == seed]
         x = [row['tokens (M)'] for row in rows]
-        for axis, names in ((gains, ('gain untuned', 'gain head scales')),
-                            (copies, ('new loss', 'copied loss near', 'copied loss far'))):
-            for name, color in zip(names, (figures.BLUE, figures.ORANGE, 'black')):
+        for axis, kind in (gains, 'gain'), (copies, 'loss'):
+            for name, color in colors.items():
+                if kind not in name:
+                    continue
                 axis.plot(x, [row[name] for row in rows], 'o-', color=color,
                           label=name if seed == result['rows'][0]['seed'] else None)
     for axis in gains, copies:

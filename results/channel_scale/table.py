@@ -10,7 +10,6 @@ $ python -m results.channel_scale.table --work=False   # table and picture of wh
 A stopped run continues where it was. Writes results/channel_scale/channel_scale.json and .png
 """
 
-import itertools
 import re
 from pathlib import Path
 
@@ -180,19 +179,22 @@ def print_result(result):
     study.print_lists(result['correlations'], layers, 2)
 
 
+SIX_COLORS = [figures.BLACK, figures.BLUE, figures.ORANGE, figures.SKY, '#117733', '#AA4499']
+
+
 def draw(result):
     """The loss of each tuned model by length, and what the channel scales correlate with."""
-    title = f"{result['settings']['out_dir']}, tuned at {result['target_length']} tokens " \
-            f"(bars: standard deviation of {len(result['seeds'])} seeds)"
+    title = f"{len(result['seeds'])} NoPE models of bytes, tuned at {result['target_length']} " \
+            'tokens (bars: standard deviation)'
     figure, (left, right) = figures.panels(title, 2, 2)
     for name, row in list(result['losses'].items())[:figures.MOST]:
         figures.curve(left, LENGTHS, row['mean'], name, row['sd'])
     figures.length_axis(left, LENGTHS, L)
-    left.set(xlabel='position (tokens)', ylabel='loss (nats per token)')
-    colors = itertools.cycle([figures.BLACK, figures.BLUE, figures.ORANGE, figures.SKY])
-    for (name, row), color in zip(result['correlations'].items(), colors):
-        layers = range(len(row['mean']))
-        figures.curve(right, layers, row['mean'], name, row['sd'], color)
+    left.set(xlabel='position (tokens)', ylabel='loss (nats per token)',
+             title='Loss')
+    layers = np.arange(len(next(iter(result['correlations'].values()))['mean']))
+    for n, (name, row) in enumerate(result['correlations'].items()):  # side by side
+        figures.curve(right, layers + 0.06 * n, row['mean'], name, row['sd'], SIX_COLORS[n])
     right.axhline(0, color=figures.BLACK, lw=1)
     right.set(xlabel='layer', xticks=layers, ylabel='rank correlation with the scale',
               title='Channels whose scale was raised')

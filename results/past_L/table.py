@@ -299,8 +299,9 @@ def print_table(rows):
 def draw(result):
     """Loss by length, with the cut context. Gain at far repeats, with the control."""
     rows = result['rows']
+    height = max(4.4, 0.27 * len(rows))
     figure, (left, right) = figures.panels(f'{SERIES[series].title}, L = 128 tokens', 2, 2,
-                                           height=max(4.4, 0.27 * len(rows)))
+                                           height=height)
     # The cut contexts of all models would hide the curves of a series that has many.
     cuts = {row['model'] for row in rows}
     cuts = cuts if len(cuts) == 1 else {'conv', 'none', 'rope'}
@@ -312,10 +313,10 @@ def draw(result):
         if row['reading'] == 'untuned' and row['model'] in cuts:
             cut = [losses[0], *(row[f'cut at {T}']['mean'] for T in LENGTHS[1:])]
             figures.draw_cut(left, LENGTHS, cut, f"{MODELS[row['model']][0]}, context cut to L")
-    figures.label_ends(left)
+    figures.label_ends(left, gap=0.24 / height)
     figures.length_axis(left, LENGTHS, L)
     left.set(xlabel='tokens in the window', ylabel='loss of the last 64 positions (nats)',
-             title='All tokens')
+             title='All tokens (means over seeds; some rows are left out)')
     for n, row in enumerate(rows):
         for kind, color, name in (('all', figures.BLUE, 'the text itself'),
                                   ('other document, all', figures.ORANGE,

@@ -35,6 +35,7 @@ SEEDS = [1337, 1338, 1339]   # of a row that has fewer: the first ones
 
 @dataclass
 class Size:
+    title: str               # of the picture
     config: str              # of train.py
     L: int
     max_iters: int           # of training
@@ -43,9 +44,9 @@ class Size:
 
 
 SIZES = {
-    'small': Size('config/scoreboard.py', 128, 2200, 60, 8),         # 0.9M parameters
-    'books': Size('config/books_nope.py', 256, 2800, 75, 8),         # 5M
-    'books_gpu': Size('config/books_gpu.py', 512, 1500, 150, 4),     # 32M, on a GPU
+    'small': Size('0.9M parameters, books as bytes', 'config/scoreboard.py', 128, 2200, 60, 8),
+    'books': Size('5M parameters, books as bytes', 'config/books_nope.py', 256, 2800, 75, 8),
+    'books_gpu': Size('32M parameters, books', 'config/books_gpu.py', 512, 1500, 150, 4),
 }
 
 
@@ -347,18 +348,19 @@ def draw_rows(axis, rows, key, edge):
 def draw(result):
     """What each method gains from tokens beyond L, and recalls at 4L, against its loss at L."""
     rows = result['rows']
-    views = {'gain at far repeats': 'gain from beyond L at far repeats (nats)',
-             'recall at 4L': 'recall at 4 times its training length (share right)'}
+    views = {'gain at far repeats': 'gain from beyond L at far repeats (nats, log-like scale)',
+             'recall at 4L': 'recall at 4L, L = 16 symbols (share right; a second model)'}
     measured = {key: [row for row in rows if key in row and 'loss at L' in row]
                 for key in views}
     views = {key: name for key, name in views.items() if measured[key]}
     figure, axes = figures.panels(
-        f"What reads past L = {result['L']}, size {result['label']} "
-        '(bars: standard deviation of seeds)', len(views), 2, width=6.2, height=7)
+        f"{SIZES[result['label']].title}, L = {result['L']} (bars: standard deviation of seeds)",
+        len(views), 2, width=6.2, height=7)
     edge = 1.4 * min(row['loss at L']['mean'] for row in rows if 'loss at L' in row)
     for axis, (key, name) in zip(axes, views.items()):
         draw_rows(axis, measured[key], key, edge)
-        axis.set(xlabel='loss at L (nats per token), better to the right', ylabel=name)
+        axis.set(xlabel='loss at L (nats per token), better to the right; ←: beyond the axis',
+                 ylabel=name)
         if 'gain' in key:  # gains span 0.01 nats to several nats
             axis.set_yscale('asinh', linear_width=0.1)
             low, ticks = axis.get_ylim()[0], [3, 1, 0.3, 0.1, 0, -0.1, -0.3, -1, -3, -10]
