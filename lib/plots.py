@@ -329,7 +329,7 @@ def draw_demo(result):
     """The demo's picture: the loss by position, and the gain at far repeats."""
     lengths, readings = result['lengths'], result['readings']
     L, T = lengths[0], lengths[-1]
-    title = f"{result['windows']} windows of {result['source']}"
+    title = f"{result['windows']} windows of {result['source']} ({result['settings']['out_dir']})"
     figure, [left, right] = panels(title, 2, 2)
     for title, row in readings.items():
         curve(left, range(1, T + 1), row['curve'], title)

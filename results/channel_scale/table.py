@@ -184,8 +184,8 @@ SIX_COLORS = [figures.BLACK, figures.BLUE, figures.ORANGE, figures.SKY, '#117733
 
 def draw(result):
     """The loss of each tuned model by length, and what the channel scales correlate with."""
-    title = f"{len(result['seeds'])} NoPE models of bytes, tuned at {result['target_length']} " \
-            'tokens (bars: standard deviation)'
+    title = f"{len(result['seeds'])} NoPE models of bytes ({result['settings']['out_dir']}), " \
+            f"tuned at {result['target_length']} tokens (bars: standard deviation)"
     figure, (left, right) = figures.panels(title, 2, 2)
     for name, row in list(result['losses'].items())[:figures.MOST]:
         figures.curve(left, LENGTHS, row['mean'], name, row['sd'])

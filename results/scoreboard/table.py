@@ -354,7 +354,8 @@ def draw(result):
                 for key in views}
     views = {key: name for key, name in views.items() if measured[key]}
     figure, axes = figures.panels(
-        f"{SIZES[result['label']].title}, L = {result['L']} (bars: standard deviation of seeds)",
+        f"{SIZES[result['label']].title} ({result['label']}), L = {result['L']} "
+        '(bars: standard deviation of seeds)',
         len(views), 2, width=6.2, height=7)
     edge = 1.4 * min(row['loss at L']['mean'] for row in rows if 'loss at L' in row)
     for axis, (key, name) in zip(axes, views.items()):
