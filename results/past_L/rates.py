@@ -4,7 +4,7 @@ its rates in results/past_L/table.py, with these rates, and with 3 times these r
 the lowest loss at 8L on the split val: the last 64 positions of 256 windows.
 
 $ python data/code/prepare.py
-$ python -m results.past_L.rates                 # 2 hours of one core; less if run.sh was run
+$ python -m results.past_L.rates                 # 2 to 3 hours of one core
 $ python -m results.past_L.rates --work=False    # the table of what was measured
 
 A stopped run continues where it was. Writes results/past_L/rates.json
@@ -25,6 +25,7 @@ from results.past_L.table import (
     tunings_of,
 )
 
+models = ['conv', 'rope', 'rope_conv', 'none']  # keys of MODELS in table.py
 work = True  # False: only show what was measured
 
 SEED = 1337
@@ -65,7 +66,8 @@ def rows_of(model):
 
 
 def collect():
-    rows = [row for model in ('conv', 'rope', 'rope_conv', 'none') for row in rows_of(model)]
+    study.require_known(models, MODELS)
+    rows = [row for model in models for row in rows_of(model)]
     return {'stage': 'past_L_rates', 'seed': SEED, 'rows': rows}
 
 
