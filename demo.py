@@ -452,7 +452,10 @@ def require_files(given):
 
 def main(given=()):
     """given: names of the settings that the user set."""
+    global models
     began, seconds = time.perf_counter(), {}
+    if models and not Path(models).is_dir():  # started from another folder
+        models = str(ROOT / models)
     with contextlib.suppress(FileNotFoundError, *MALFORMED):  # of an earlier, stopped start
         seconds = {**read(f'{out_dir}/report.json')['seconds_by_part']}
     only = OnlyWriter(f'{out_dir}/report.json')
