@@ -46,7 +46,8 @@ dtype = 'auto'               # auto, float32, bfloat16, float16
 # prompts and answers
 data = 'data/longbench'      # the folder that data/longbench/prepare.py wrote
 tasks: list[str] = []        # names of tasks; empty: all 16
-context: int | None = None   # tokens of prompt and longest answer together; None: L
+context: int | None = None   # tokens of prompt and longest answer together; None: the length that
+                             # the scale file is tuned for, without a file L
 beams = 5                    # sequences that beam search keeps; 1: greedy
 batch_size = 4               # samples that the model reads at once, each with all its beams
 max_samples: int | None = None  # number of samples of each task, the first ones; None: all
@@ -240,7 +241,7 @@ def main():
     folder = Path(data) if Path(data).is_dir() else ROOT / data
     chosen = [read_task(folder, name) for name in TASKS if name in (tasks or TASKS)]
     run = Run(settings(globals()), 'longbench', decodes=True)
-    length = context or run.L
+    length = context or run.reach()
     for task in chosen:
         if length < task.max_new_tokens + 2:  # a prompt has at least a first and a last token
             raise UserError(f'A context of {length} tokens leaves {task.name} no room for a '

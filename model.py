@@ -158,6 +158,8 @@ class ShortConv(nn.Module):
 
 
 class SwiGLU(nn.Module):
+    """The MLP: down(silu(gate x) * up x), each token by itself."""
+
     def __init__(self, config):
         super().__init__()
         self.gate_up = nn.Linear(config.n_embd, 2 * config.n_hidden, bias=False)  # gate and up
@@ -169,6 +171,11 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
+    """
+    A layer: attention, then the MLP, each after a norm and added to x. A short convolution may come
+    before either.
+    """
+
     def __init__(self, config, layer):
         super().__init__()
         self.attn_norm = nn.RMSNorm(config.n_embd, eps=config.norm_eps)
@@ -197,6 +204,8 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
+    """The whole model: embedding, blocks, norm, output matrix."""
+
     def __init__(self, config):
         super().__init__()
         self.config = config

@@ -20,7 +20,6 @@ from lib.answers import print_rows
 from lib.checkpoints import Run
 from lib.errors import UserError
 from lib.generate import Decoding, complete
-from lib.scales import read_scale_file
 from lib.tokenizers import known_ids, start_token
 
 # which model, text and device
@@ -148,10 +147,7 @@ def main():
         raise UserError(f"protocol is '{protocol}'. Choose exact or paper.")
     between(globals(), 1, 'max_length', 'n_lengths', 'n_depths', 'n_keys', 'batch_tokens')
     run = Run(settings(globals()), 'passkey', decodes=True)
-    reach = run.L
-    if isinstance(run.scale, str):  # the longest length that the file is tuned for
-        _, sets = read_scale_file(run.scale, run.model, run.info)
-        reach = max(sets)
+    reach = run.reach()
     longest = max_length or 2 * reach
     lengths = [longest * i // n_lengths for i in range(1, n_lengths + 1)]
     build_prompt(run.encoding, lengths[0], 0, 99999, protocol)  # UserError if too short

@@ -22,7 +22,7 @@ from lib.checksums import load_whole
 from lib.devices import compiled_for, setup
 from lib.errors import UserError, as_user_error, fault_of, require_kinds
 from lib.generate import require_positions, store_column_major
-from lib.scales import apply_scale, identity
+from lib.scales import apply_scale, identity, read_scale_file
 from lib.tokenizers import require_tokenizer_kinds, tokenizer_digest, tokenizer_from_state
 from lib.tokens import Windows
 from model import VECTORS, ModelConfig, Transformer, matrices, small_vectors, vector_of
@@ -325,6 +325,12 @@ class Run:
     def path(self, *kind):
         """The path OUT_DIR/KIND[_LABEL], without a suffix."""
         return result_path(self.settings['out_dir'], *kind, self.label)
+
+    def reach(self):
+        """The longest length in tokens that the scale file is tuned for; without a file L."""
+        if not isinstance(self.scale, str):
+            return self.L
+        return max(read_scale_file(self.scale, self.model, self.info)[1])
 
     def claim(self, stage, *kind):
         """

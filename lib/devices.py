@@ -21,10 +21,10 @@ from torch.utils._pytree import tree_map
 from lib.answers import note, progress_bar
 from lib.errors import UserError
 
-# Compile a model for windows of one length if reading them takes more FLOP than this: (CPU, GPU).
+# Compile a model for windows of one length if reading them takes more FLOP than this.
 # On a CPU, compiling took 33 to 101 s and saved 7% of the time, so it pays off if reading takes
 # half an hour. The GPU's number is a guess.
-WORTH_COMPILING = 2 ** 48, 2 ** 55
+WORTH_COMPILING = {'cpu': 2 ** 48, 'cuda': 2 ** 55}
 # {sys.platform: (the C++ compiler that torch.compile calls if CXX is not set, how to get it)}.
 COMPILERS = {
     'linux': ('g++', 'Debian, Ubuntu: apt-get install g++'),
@@ -237,7 +237,7 @@ def compiled_for(model, runtime, enabled, n, length):
     if not hasattr(model, 'flops_per_token') or model.scale_sets:
         return model
     flops = n * length * sum(model.flops_per_token(length))
-    pays = flops > WORTH_COMPILING[runtime.device.type == 'cuda']
+    pays = flops > WORTH_COMPILING.get(runtime.device.type, math.inf)  # mps: never compiled
     return compiled(model, runtime, enabled and pays)
 
 

@@ -136,7 +136,7 @@ def test_long_evaluations_are_compiled_once_per_length_and_their_losses_are_equa
 
     def losses(worth):
         """The loss of each window, and the number of graphs that were compiled for them."""
-        monkeypatch.setattr(devices, 'WORTH_COMPILING', (worth, worth))
+        monkeypatch.setattr(devices, 'WORTH_COMPILING', {'cpu': worth})
         before = stats['unique_graphs']
         # 200 tokens are more than the 128 queries of a block of attention.
         _, by_window = evaluate_sliding(model, cpu, data, [64, 200], stride=40, max_windows=11,

@@ -12,11 +12,13 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from conftest import mistake, near, on, read, refuses, save_model, stage_here
+import torch
+from conftest import mistake, near, on, read, refuses, save_model, scale_set, stage_here
 
 from lib.answers import paper_table
 from lib.checkpoints import load_model
 from lib.generate import Decoding, complete
+from lib.scales import save_scale
 from lib.tokenizers import get_tokenizer
 from longbench import TASKS, prompt_ids, read_task, rouge_l, score
 
@@ -222,6 +224,17 @@ def test_answers_to_other_records_are_refused(run, command, data, tmp_path):
     assert 'lcc.jsonl' in mistake('longbench', *on(run, tmp_path, both))
     path = tmp_path / 'longbench/trec.jsonl'  # no answer was made
     assert not path.exists() or not rows_of(tmp_path, 'trec')
+
+
+def test_the_context_is_the_length_that_the_scale_file_is_tuned_for(run, data, tmp_path):
+    model, info = load_model('last', run, 'cpu')
+    scale, heads = tmp_path / 'mine.json', model.head_scale
+    save_scale(scale, info, {70: scale_set(torch.full_like(heads, 1.1).tolist())}, 'head')
+    command = f'--data={data} --tasks=["trec"] --beams=1 --max_samples=1 --scale={scale}'
+    stage_here('longbench', *on(run, tmp_path, command))
+    result = read(tmp_path / 'longbench_mine.json')
+    assert result['context'] == 70
+    assert result['tasks']['trec']['max_prompt_tokens'] == 70 - LONGEST['trec']
 
 
 def test_a_context_without_room_for_a_prompt_is_refused(run, command, tmp_path):

@@ -24,8 +24,8 @@ NOPE = {'init_from': 'hf:AntNLP/TinyLlama-NoPE-1.1B', 'position': 'none'}
 
 
 def table():
-    dynamic_ntk = [f'dynamic_ntk:{s}' for s in (2, 4, 8, 16)]
-    yarn = [f'yarn:{s}' for s in (2, 4, 8, 16)]
+    dynamic_ntk = [f'dynamic_ntk:{s}' for s in (1, 2, 4, 8, 16)]
+    yarn = [f'yarn:{s}' for s in (1, 2, 4, 8, 16)]
     rows = [
         {'name': 'RoPE', 'init_from': TINYLLAMA, 'paper': 'RoPE'},
         {'name': 'RoPE, dynamic NTK', 'init_from': TINYLLAMA, 'rope_scaling': dynamic_ntk,
