@@ -347,7 +347,7 @@ def main(given=()):
     if state:
         chosen['init_from'] = state['settings']['init_from']
     chosen |= {name: getattr(model.config, name) for name in MODEL}
-    # A weight takes 4 bytes, and so does each of its two Adam moments. last.pt holds all three, and
+    # A weight takes 4 bytes, each of its two Adam moments 4 more. last.pt holds all three, and
     # the old last.pt stays until the new one is written. best.pt and step_N.pt hold only weights.
     copies = 2 * 3 + 1 + len(keep_steps)
     checkpoints.require_space(out_dir, 4 * model.n_params() * copies)

@@ -244,7 +244,7 @@ def compiled_for(model, runtime, enabled, n, length):
 def sharded(model, runtime, compile):
     """
     Split weights, gradients and optimizer state over the ranks (FSDP). A block's weights are whole
-    only while the block runs. All weights stay float32, and so do head scales; autocast lowers the
+    only while the block runs. All weights and head scales stay float32; autocast lowers the
     precision of products. With `compile`, each block is compiled separately.
     """
     from torch.distributed.fsdp import fully_shard  # imported here, because it takes a second

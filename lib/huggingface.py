@@ -327,6 +327,6 @@ def load_folder(source, position=None):
              'without position encoding says Llama, too: if its card says NoPE, add '
              '--position=none')
     if has_scales:
-        note(f'{source} has head scales of its own, which are used')
+        note(f'{source} has head scales, which are used')
     return {'tokenizer': tokenizer, 'model': our_state(tensors, c, config, source),
             'model_config': dataclasses.asdict(c), 'step': 0, 'settings': {}}

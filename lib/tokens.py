@@ -389,7 +389,7 @@ class Windows:
         parts = [parse_part(part) for part in dataset.split(',')]
         if split != 'train':
             if len(parts) > 1:
-                note(f'the split {split} of {dataset} is that of {parts[0][0]} alone')
+                note(f'the split {split} of {dataset} is only that of {parts[0][0]}')
             parts = parts[:1]  # the other sources may lack this split
         sources = {name: open_tokens(name, split, check) for name, _ in parts}
         self.checksums = {name: data.checksum for name, data in sources.items()}

@@ -244,7 +244,7 @@ def test_a_mixture_is_evaluated_on_its_first_source_alone(tmp_path, capsys):
     write_corpus(tmp_path / 'b', get_tokenizer('bytes'), {'train': ['1000' * 50]})  # has no val
     windows = Windows(f'{a}:0.3,{tmp_path}/b:0.7', 'val', 3)
     assert numbers(windows.evenly_spaced(1000)) == list(range(50)) and [*windows.checksums] == [a]
-    assert f'is that of {a} alone' in capsys.readouterr().out
+    assert f'is only that of {a}' in capsys.readouterr().out
 
 
 def test_splits_and_orders_are_the_same_in_every_version(tmp_path):
