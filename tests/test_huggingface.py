@@ -210,7 +210,7 @@ def test_head_scales_inside_a_checkpoint_are_read_and_not_taken_for_rope(tmp_pat
     edit_weights(tmp_path, **{name: row.bfloat16() for name, row in zip(names, scales)})
     unread('--position=none', tmp_path)
     assert torch.equal(ours(tmp_path, 'none').head_scale, scales)
-    assert 'head scales of its own' in capsys.readouterr().out
+    assert 'head scales, which are used' in capsys.readouterr().out
     edit_weights(tmp_path, **{names[1]: None})
     refuses(names[1], ours, tmp_path, 'none')
 
