@@ -39,6 +39,7 @@ PRINTED = {
     'past_L/mix_5M_on_books/past_L': past_table.print_table,
     'past_L/books/past_L': past_table.print_table,
     'past_L/books_40M/past_L': past_table.print_table,
+    'past_L/rates': study.print_table,
     'scoreboard/small': lambda rows: study.print_table(scoreboard_table.lines(rows)),
     'scoreboard/books': lambda rows: study.print_table(scoreboard_table.lines(rows)),
     'begin/begin': lambda rows: study.print_table(rows, digits=2),

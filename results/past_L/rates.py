@@ -4,7 +4,7 @@ its rates in results/past_L/table.py, with these rates, and with 3 times these r
 the lowest loss at 8L on the split val: the last 64 positions of 256 windows.
 
 $ python data/code/prepare.py
-$ python -m results.past_L.rates                 # 2 to 3 hours of one core
+$ python -m results.past_L.rates                 # 50 minutes of one core for a model
 $ python -m results.past_L.rates --work=False    # the table of what was measured
 
 A stopped run continues where it was. Writes results/past_L/rates.json
