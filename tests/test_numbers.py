@@ -254,7 +254,7 @@ def means(rows, heading):
 def other_losses(x):
     """What the rows that the scoreboard's findings do not name lose at 8L."""
     named = ('conv_head', 'dape3', 'kerple_dape1', 'ntk_8l', 'cope', 'alibi', 'nape', 'kerple',
-             'kerple_dape3', 'xl', 'yarn_8l', 'conv', 'swa_none')
+             'kerple_dape3', 'xl', 'yarn_8l', 'conv', 'swa_none', 'rope_conv', 'alibi_conv')
     return span(-row['gain at 8L']['mean'] for row in x['rows']
                 if 'gain at 8L' in row and row['row'] not in named)
 
