@@ -305,9 +305,8 @@ def draw(result):
     # The cut contexts of all models would hide the curves of a series that has many.
     cuts = {row['model'] for row in rows}
     cuts = cuts if len(cuts) == 1 else {'conv', 'none', 'rope'}
-    for row in rows:
-        if row['reading'] not in ('untuned', 'head', 'vectors', 'yarn'):
-            continue
+    drawn = [row for row in rows if row['reading'] in ('untuned', 'head', 'vectors', 'yarn')]
+    for row in drawn:
         losses = [row[f'loss at {T}']['mean'] for T in LENGTHS]
         figures.curve(left, LENGTHS, losses, row['title'])
         if row['reading'] == 'untuned' and row['model'] in cuts:
@@ -316,7 +315,8 @@ def draw(result):
     figures.label_ends(left, gap=0.24 / height)
     figures.length_axis(left, LENGTHS, L)
     left.set(xlabel='tokens in the window', ylabel='loss of the last 64 positions (nats)',
-             title='All tokens (means over seeds; some rows are left out)')
+             title='All tokens (means over seeds)' if drawn == rows else
+             'All tokens (means over seeds; some rows are left out)')
     for n, row in enumerate(rows):
         for kind, color, name in (('all', figures.BLUE, 'the text itself'),
                                   ('other document, all', figures.ORANGE,
