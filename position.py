@@ -49,7 +49,7 @@ from kernels import later
 
 @dataclass(kw_only=True)
 class Settings:
-    """The settings of all position methods. They are also settings of train.py and che.py."""
+    """The settings of all position methods. Stages that make a model take them, too."""
     position: str = 'none'      # none (NoPE), rope ...: a key of METHODS; a,b: layers alternate
     rope_base: float = 10000.0  # RoPE: pair k of a head turns by rope_base^(-2k/D) rad per token
     rope_scaling: str = ''      # RoPE: extension to longer texts, such as yarn:4; '': none
@@ -392,6 +392,10 @@ class RoPE(NoPE):
 class QueryFactor(NoPE):
     """A method that multiplies the query at position i by factor(i) and changes nothing else."""
 
+    def __init__(self, config):
+        super().__init__(config)
+        self.L0 = config.L0
+
     def factor(self, i):
         """
         i: (1, T), or (B, 1, T) if prompts differ in length. Returns factors of the same shape, or
@@ -409,10 +413,6 @@ class LogN(QueryFactor):
     Multiplies the query that sees n keys by ln n / ln L (Chiang 2022). The factor is 1 at n = L.
     Beyond L it grows, so that attention does not spread over the additional keys.
     """
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.L0 = config.L0
 
     def factor(self, i):
         return (i + 1).log() / math.log(self.L0)

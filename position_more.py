@@ -50,10 +50,6 @@ class Llama4(QueryFactor):
     its layers without RoPE. The method has no weights, so a trained NoPE model can use it.
     """
 
-    def __init__(self, config):
-        super().__init__(config)
-        self.L0 = config.L0
-
     def factor(self, i):
         return 1 + 0.1 * torch.log1p(((i + 1) / self.L0).floor())
 

@@ -25,7 +25,7 @@ from lib.errors import ROOT, UserError, fault_of
 from lib.figures import NAMES
 from lib.scales import read_scale_file
 from lib.tokenizers import PATTERN, parse_ranks, tokenizer_from_state
-from model import ModelConfig, matrices
+from model import ModelConfig, fold_gain, matrices
 from position import rope_frequencies
 
 # what to show
@@ -68,7 +68,7 @@ def round_weights(model):
         if name in rounded:
             weight = p.data
             if name in folded:  # the page has no gains, so the matrix takes them
-                weight = weight * folded[name].expand(-1, model.config.head_dim).flatten()
+                weight = fold_gain(weight, folded[name], model.config.head_dim)
             numbers, rows = in_8_bits(weight)
             p.data = numbers * rows
             entry |= {'numbers': in_base64(numbers), 'rows': in_base64(rows)}

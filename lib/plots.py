@@ -3,8 +3,9 @@ The picture of every stage. A picture is drawn only from the JSON of the stage.
 
 $ python -m lib.plots FILE.json [FILE.json ...]   # draws FILE.png next to each file
 
-A stage calls draw(path) after it has written its JSON, and train.py calls draw_log(). The programs
-in results/ draw the pictures of single studies. The code that pictures share is in lib/figures.py.
+write_result() draws the picture of the JSON that it wrote, and train.py calls draw_log(). The
+programs in results/ draw the pictures of single studies. The code that pictures share is in
+lib/figures.py.
 """
 
 import json

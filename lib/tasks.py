@@ -2,9 +2,9 @@
 The algorithmic tasks of the Chomsky hierarchy: random inputs, and their answers.
 
 A generator takes numpy's random generator, a number of samples B and a length n. It returns inputs
-(B, n) and answers (B, m), as int64 symbols counted from 0. The tasks are those of Deletang et al.
-2023, "Neural Networks and the Chomsky Hierarchy". Their alphabets are those of Ruoss et al. 2023,
-"Randomized Positional Encodings". In a docstring, INPUT -> ANSWER is an example.
+(B, n) and answers (B, m), as int64 symbols counted from 0. The tasks before recall() are those of
+Deletang et al. 2023, "Neural Networks and the Chomsky Hierarchy". Their alphabets are those of
+Ruoss et al. 2023, "Randomized Positional Encodings". In a docstring, INPUT -> ANSWER is an example.
 """
 
 import math

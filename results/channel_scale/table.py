@@ -19,6 +19,7 @@ import torch
 from configurator import configure
 from demo import read
 from entropy import spearman
+from kernels import repeat_heads
 from lib import figures
 from lib.checkpoints import load_model, open_windows
 from lib.errors import ROOT
@@ -99,7 +100,7 @@ def features(folder, n=8):
     i, j = torch.arange(3 * L, T)[:, None], torch.arange(T)          # the last queries, all keys
     is_near = (j <= i) & (j > i - L)
     for block, (q, k) in zip(model.blocks, seen):
-        k = k.repeat_interleave(H // k.shape[1], dim=1)              # (n, H, 4L, D)
+        k = repeat_heads(k, H)                                       # (n, H, 4L, D)
         w_q, w_k, _ = block.attn.qkv.weight.detach().split(
             [width * D for width in block.attn.head_counts])
         q, first, near, far = q[:, :, 3 * L:], k[:, :, :L], k[:, :, 3 * L:], k[:, :, :3 * L]
