@@ -137,7 +137,7 @@ def loss_and_accuracy(model, name, rng, batch, length, empty):
         is_end = targets == END
         before_end = is_end.cumsum(1) == 0
         counted = before_end | is_end
-    return loss, right[counted].float().mean(), (right | ~counted).all(1).float().mean()
+    return loss, (right & counted).sum() / counted.sum(), (right | ~counted).all(1).float().mean()
 
 
 # ---------------------------------------------------------------------- one run

@@ -15,6 +15,7 @@ Writes out_dir/last.pt, best.pt, step_N.pt, config.json, log.jsonl, loss.png
 import functools
 import math
 import sys
+import warnings
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,8 +173,11 @@ def place_model(model, fsdp, compile, runtime):
         model = sharded(model, runtime, compile)
         return model, model
     called = compiled(model.to(runtime.device), runtime, compile)
-    if runtime.world_size > 1:  # the bucket view avoids a second copy of all gradients
+    if runtime.world_size > 1:
+        # PyTorch 2.13 warns that this argument is old; 2.11 does not know the new one.
+        warnings.filterwarnings('ignore', message='.*broadcast_buffers')
         device_ids = [runtime.device] if runtime.device.type == 'cuda' else None
+        # The bucket view avoids a second copy of all gradients; see also train_step().
         called = DistributedDataParallel(called, gradient_as_bucket_view=True,
                                          broadcast_buffers=False, device_ids=device_ids)
     return model, called
@@ -245,7 +249,9 @@ def train_step(t, batch, fetch_next, micro_batch_size, grad_clip, seed=0):
         torch.nn.utils.clip_grad_norm_(t.model.parameters(), grad_clip)
     t.scaler.step(t.optimizer)
     t.scaler.update()
-    t.optimizer.zero_grad(set_to_none=True)
+    # DDP's gradients are views of its buckets. None would drop the views, and the next step's first
+    # micro-batch would allocate gradients beside the buckets.
+    t.optimizer.zero_grad(set_to_none=not isinstance(t.called, DistributedDataParallel))
 
     if t.runtime.world_size > 1:
         torch.distributed.all_reduce(step_loss)

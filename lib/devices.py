@@ -147,6 +147,8 @@ def setup(device='auto', dtype='auto', seed=1337):
     """
     rank, world_size = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
     device = choose_device(device, world_size)
+    if device.type == 'cuda':
+        torch.cuda.set_device(device.index or 0)
     # Sharp attention has weights below 1e-38. A CPU computes slowly with such numbers unless it
     # rounds them to 0: rounding cut a tuning step of the 5M model at scale 2.2 from 19 s to 7.5 s.
     # Set this before the first thread pool starts, because threads copy it when they are created.
@@ -161,8 +163,6 @@ def setup(device='auto', dtype='auto', seed=1337):
     if not 0 <= seed < 2 ** 32:
         raise UserError(f'seed is {seed}; it must be from 0 to 2^32 - 1.')
 
-    if device.type == 'cuda':
-        torch.cuda.set_device(device.index or 0)
     if world_size > 1 and not dist.is_initialized():
         # Saving a large checkpoint may take longer than NCCL's 10 minutes.
         backend = 'nccl' if device.type == 'cuda' else 'gloo'
@@ -293,7 +293,9 @@ def load_sharded(optimizer, state):
                 from torch.distributed.tensor import distribute_tensor
                 moments[name] = distribute_tensor(x.to(p.device), p.device_mesh, p.placements)
             else:
-                moments[name] = x.clone()  # copied, so that the mapped file can be closed
+                # Copied, so that the mapped file can be closed; to the weight's device, because
+                # copies of several ranks could fill the memory of the machine.
+                moments[name] = x.to(p.device, copy=True)
     own = optimizer.state_dict()['param_groups']
     optimizer.load_state_dict(state | {'param_groups': own})
 

@@ -215,7 +215,7 @@ def run_table(settings, rows):
     between(settings, 1, 'lengths', 'max_windows', 'n_samples', 'tail', 'batch_tokens')
     runtime = setup(s.device, s.dtype)
     rows, path = rows_there(rows, runtime), result_path(s.out_dir, 'eval_ppl_table', s.label)
-    only = OnlyWriter(f'{path}.json')
+    only = OnlyWriter(f'{path}.json', runtime.is_main)
     first = rows[0]
     info = load_model(first['init_from'], s.out_dir, 'cpu', first.get('position'))[1]
     L, data_name = info['model_config']['block_size'], first.get('dataset') or s.dataset

@@ -10,7 +10,7 @@ import importlib
 
 import numpy as np
 import pytest
-from conftest import ROOT, as_run, as_stage, near, read, refuses
+from conftest import ROOT, as_run, as_stage, near, read, refuses, stage
 from test_eval_ppl import evaluate_sliding
 
 from eval_ppl import tail_tokens
@@ -32,6 +32,20 @@ def run(tiny_run, tmp_path):
         return read(tmp_path / 'eval_ppl_table.json')['rows']
 
     return run
+
+
+@pytest.mark.slow
+def test_two_ranks_write_the_table_of_one(run, tiny_run, tmp_path):
+    row, chosen = {'name': 'NoPE'}, {'max_windows': 13, 'lengths': [32, 128]}
+    one, two = run(row, **chosen), tmp_path / 'two'
+    settings = dataclasses.asdict(Settings(device='cpu', dtype='float32', **chosen))
+    (tmp_path / 'program.py').write_text(
+        f'import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom results.table import run_table\n'
+        f"run_table({settings | {'out_dir': str(two)}},"
+        f" [{row | {'init_from': f'{tiny_run}/last.pt'}}])\n")
+    stage(tmp_path / 'program', ranks=2)
+    for key in 'ppl', 'cut_loss':
+        near(read(two / 'eval_ppl_table.json')['rows'][0][key][1], one[0][key][1], rtol=1e-5)
 
 
 def test_row_shows_the_best_of_its_candidates(run, tiny_run, corpus_dir, cpu, capsys):

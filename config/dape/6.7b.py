@@ -1,5 +1,5 @@
 # The 6.7B shape of DAPE V2, Table 7 (time only). Give it after config/dape/125m.py. No recipe is
-# published
+# published. Weights, gradients and AdamW's moments take 110 GB, so training needs --fsdp=True
 n_layer = 32
 n_head = 32
 n_kv_head = 32
