@@ -312,6 +312,7 @@ def draw(result):
         if row['reading'] == 'untuned' and row['model'] in cuts:
             cut = [losses[0], *(row[f'cut at {T}']['mean'] for T in LENGTHS[1:])]
             figures.draw_cut(left, LENGTHS, cut, f"{MODELS[row['model']][0]}, context cut to L")
+    left.set_ylim(top=min(left.get_ylim()[1], 7))  # higher losses would press the others together
     figures.label_ends(left, gap=0.24 / height)
     figures.length_axis(left, LENGTHS, L)
     left.set(xlabel='tokens in the window', ylabel='loss of the last 64 positions (nats)',
