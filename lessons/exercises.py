@@ -13,7 +13,8 @@ $ python -m lessons.exercises eval_ppl.py --out_dir=out/demo/own --protocol=posi
 
 Shapes: H heads of size D, T tokens. q, k and v are (H, T, D). Scores s_ij and attention weights
 a_ij are (H, T, T), with a row for each query i and a column for each key j, both from 0. The grader
-calls your code with float64 numbers, so make new tensors in the dtype of the inputs.
+calls your code with float64 numbers (positions and token ids are int64), so make new tensors in
+the dtype of the inputs.
 """
 
 import math
@@ -140,6 +141,7 @@ class OwnBias(position.Bias):
     - give a far key no more than a near key,
     - be finite for all positions below 64 L, where L = config.block_size,
     - pass a gradient to each of its parameters.
+    A learned slope may change its sign in training; F.softplus keeps it above 0.
     Values at j > i do not matter, but must be finite. Then train it by the command above, and
     compare it with NoPE: see lessons/README.md.
     """
@@ -155,8 +157,8 @@ class OwnBias(position.Bias):
         position.distances(i, j) works in both cases: it returns i - j, or 0 if j > i, of shape
         (1, T, S) or (B, 1, T, S).
         """
-        raise NotImplementedError('Begin with alibi(), then bend the line: a logarithm, a square '
-                                  'root, a horizon ...')
+        raise NotImplementedError('Begin with -slope * position.distances(i, j), then bend the '
+                                  'line: a logarithm, a square root, a horizon ...')
 
 
 # ---------------------------------------------------------------------- tuning
@@ -209,7 +211,7 @@ def leaks(f, T):
     Returns (T, T) bool: True at (i, j) if j > i and the score at (i, j) changes an output of row i
     at a key <= i. Give f random scores. If they were all 0, a product of two scores would stay 0.
     """
-    raise NotImplementedError('Begin with one score: change it a little. Which outputs change?')
+    raise NotImplementedError('Begin with one score: change it by 1. Which outputs change?')
 
 
 # ---------------------------------------------------------------------- reading beyond L
@@ -281,7 +283,10 @@ def short_conv(x, w, before=None):
 if __name__ == '__main__':
     if len(sys.argv) < 2 or not Path(sys.argv[1]).is_file():
         sys.exit(__doc__)
-    position.METHODS['own'] = OwnBias
+    # torch.compile looks for the names that a class uses in its module, and __main__ becomes the
+    # program that is run.
+    from lessons import exercises
+    position.METHODS['own'] = exercises.OwnBias
     answers.STARTER = '-m lessons.exercises'  # each result then names a command that works
     sys.argv = sys.argv[1:]
     runpy.run_path(sys.argv[0], run_name='__main__')

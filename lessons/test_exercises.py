@@ -107,6 +107,7 @@ def grade(student, plain, mistakes, *inputs, found=None, what=''):
 # ---------------------------------------------------------------------- the softmax scale
 
 def plain_causal_attention(q, k, v, scale):
+    D = q.shape[2]
     e = np.exp(scale[:, None, None] * q @ k.mT / math.sqrt(D))
     e = np.where(np.tri(T), e, 0)
     return e / e.sum(-1, keepdims=True) @ v
@@ -117,10 +118,14 @@ def test_causal_attention(student):
         scores are not divided by sqrt(D) | / math.sqrt(D) |
         scores are divided by D           | math.sqrt(D)   | D
         queries see later keys            | np.tri(T), e   | True, e
+        queries see one later key         | np.tri(T), e   | np.tri(T, k=1), e
+        queries do not see their own key  | np.tri(T), e   | np.tri(T, k=-1), e
         scores of later keys are 0, which exp makes 1: they should be -inf | e, 0 | e, 1
         the scale is left out             | scale[:, None, None] * q | q
         each channel has a scale: each head should have one | scale[:, None, None] | scale
         ''', *draw(3, H, T, D), SCALE)
+    grade(student, plain_causal_attention, 'scores are divided by sqrt(H) | math.sqrt(D) | 2',
+          *draw(3, H, T, 6), SCALE, what=', with 4 heads of 6 channels')
 
 
 def plain_scale_queries(q, scale):
@@ -135,7 +140,7 @@ def test_scale_queries(student):
 
 
 def plain_fold_scale(weight, scale):
-    factors = np.repeat(scale, D)
+    factors = np.repeat(scale, len(weight) // len(scale))
     return weight * factors[:, None]
 
 
@@ -144,6 +149,7 @@ def test_fold_scale(student):
         columns are scaled, which changes x | factors[:, None] | factors
         rows get the scales of other heads: use repeat_interleave, not repeat | repeat | tile
         ''', draw(H * D, H * D), SCALE)
+    grade(student, plain_fold_scale, '', draw(H * 6, 10), SCALE, what=', with W (24, 10)')
 
 
 def plain_fit_scale(position, best, L):
@@ -206,6 +212,9 @@ def test_entropy_without_matrix(student):
             the mean score is not divided by sqrt(D) | - (e | - math.sqrt(D) * (e
             the mean score is left out | - (e * s).sum(-1) / e.sum(-1) |
             queries see later keys | * np.tri(40) |
+            scores are not divided by sqrt(D) | / math.sqrt(D) |
+            0 times -inf gives nan: leave later keys out of the mean score \
+                | - (e * s) | - (e * np.where(np.tri(40), s, -np.inf))
             ''', *draw(2, 2, 40, D))
 
 
@@ -238,8 +247,10 @@ def plain_yarn_frequencies(size, base, s, L):
 
 
 def test_yarn_frequencies(student):
-    # low < 0 at 64; high = low at 4; high is past D/2 - 1 at 100000, and past D - 1 with base 10.
-    for base, L in (10000.0, 512), (10000.0, 64), (10000.0, 4), (10000.0, 100000), (10.0, 600):
+    # low < 0 at 64; high = low at 4; high < low at 1; high is past D/2 - 1 at 100000, and past
+    # D - 1 with base 10.
+    for base, L in ((10000.0, 512), (10000.0, 64), (10000.0, 4), (10000.0, 1), (10000.0, 100000),
+                    (10.0, 600)):
         grade(student, plain_yarn_frequencies, '''
             fast pairs are divided and slow ones stay \
                                        | 1 - share + share / s | share + (1 - share) / s
@@ -249,6 +260,7 @@ def test_yarn_frequencies(student):
                                        | max(high - low, 0.001) | (high - low)
             the share is not clamped to 0 ... 1 | , 0, 1) | , -np.inf, np.inf)
             low may be below 0         | max(0, | max(-99,
+            high - low is 0 or less    | max(high - low, 0.001) | (high - low)
             high ends at D/2 - 1 instead of D - 1 | size - 1 | size // 2 - 1
             high may be above D - 1    | size - 1 | 99
             ''', 16, base, 4.0, L, what=f'(16, {base}, 4.0, {L})')
@@ -284,11 +296,13 @@ def test_own_bias(student):
             f'OwnBias: it is not finite at j > i. {clamp}')
     try:
         shape = tuple(own.bias(j[:18].view(2, 9), j.expand(2, -1)).shape)
+        what = f'is {shape}'
     except (RuntimeError, IndexError) as error:
-        shape = error
+        shape, what = None, f'PyTorch says: {error}'
     require(shape == (2, H, 9, 512),
             f'OwnBias: for two sequences, i (2, 9) and j (2, 512), it should be (2, {H}, 9, 512), '
-            f'but is {shape}. Usual mistake: i[:, None] - j instead of position.distances().')
+            f'but {what}. Usual mistake: i[:, None] - j instead of position.distances().')
+    require(list(own.parameters()), 'OwnBias: it has no nn.Parameter, so nothing would be learned.')
     bias = own.bias(j[-9:], j)
     loss = (bias * torch.tensor(draw(H, 9, 512))).sum()
     loss = loss + 0 * sum(p.sum() for p in own.parameters())  # which takes part even if unused
@@ -325,7 +339,8 @@ def require_bound(model, *_):
 
 def tuned(student, batches, per_channel, rate=0.05):
     """A model that the student has tuned."""
-    model = untuned()
+    model, calls = untuned(), []
+    model.register_forward_pre_hook(lambda *_: calls.append(1))
     if not per_channel:
         model.register_forward_pre_hook(require_bound)
     try:
@@ -335,6 +350,9 @@ def tuned(student, batches, per_channel, rate=0.05):
             raise
         require(False, 'tune_scales: nothing requires a gradient. Usual mistake: the scales lack '
                        'requires_grad_(True) after model.requires_grad_(False).')
+    require(len(calls) == len(batches),
+            f'tune_scales: for {len(batches)} batches the model was called {len(calls)} times. '
+            'Take one step for each batch.')
     return model
 
 
@@ -382,7 +400,7 @@ def require_tuned(student, per_channel):
     mistake = 'the optimizer did not get this scale'
     if (clear & (slope * moved > 0)).any():
         mistake = 'the step goes up the gradient'
-    elif moved.any():
+    elif per_channel and (moved >= 0).all() and (moved[clear & (slope < 0)] > 0).all():
         mistake = 'the bound of 1 was kept for channels, too'
     for n in (clear & ~right).nonzero():
         require(False, f'{what}: the loss changes by {slope[n].item():.4f} per unit of scale '
@@ -390,8 +408,11 @@ def require_tuned(student, per_channel):
                        f'Usual mistake: {mistake}.')
 
     # At a rate of 0 each step has the same gradient. Twice as much after two steps is a sum.
-    one, two = ([p.grad for p in tuned(student, [batch] * steps, per_channel, 0.0).parameters()
-                 if p.grad is not None] for steps in (1, 2))
+    still = [tuned(student, [batch] * steps, per_channel, 0.0) for steps in (1, 2)]
+    require(all((scale == 1).all() for scale in scales_of(still[0])),
+            f'{what}: at a rate of 0 the scales changed. Usual mistake: the optimizer did not get '
+            'the rate.')
+    one, two = ([p.grad for p in model.parameters() if p.grad is not None] for model in still)
     summed = one and all(torch.allclose(p, 2 * q, 1e-3) for p, q in zip(two, one))
     require(not summed, f'{what}: the gradient of the second step includes that of the first. '
                         'Usual mistake: zero_grad() was left out.')
@@ -424,7 +445,9 @@ def test_dape(student):
     require(found.shape != (2, 6, 6) or np.isinf(found[:, np.tri(6) == 0]).all(),
             'dape: at j > i it should be -inf, so that softmax hides these keys.')
     grade(student, plain_dape, '''
-        f sees scores of later keys, which tell it the next token | * seen | | [0] | [0, 7]
+        f sees scores of later keys, which tell it the next token | * seen |
+        f sees scores of later keys, and the middle layer ends at the last one \
+            | * seen | | [0] | [0, 7]
         the middle layer ends at the last key | [0] | [0, 7]
         the middle layer begins at key -1: it should be 0 left of key 0 | *= 0 | *= 1
         S + B is not added to f | scores + bias + f | f
@@ -444,6 +467,8 @@ def test_leaks(student):
             ('s itself', lambda s: s, 0),
             ('sums over rows', lambda s: s.cumsum(0), 0),
             ('s - its mean over the row', lambda s: (s - s.mean(1, keepdim=True)).tril(), T),
+            ('the mean of the row, at key 0',
+             lambda s: s.mean(1, keepdim=True) * (torch.arange(T) == 0), T),
             ('s times the score after it', lambda s: (s * s.roll(-1, 1)).tril(), 1)):
         grade(student, plain_leaks, '''
             the past counts, too: only j > i should | later & ( | ~later + (
@@ -461,7 +486,9 @@ def test_sliding_windows(student):
         windows = call(student.sliding_windows, n, length, stride)
         for lo, hi, count in windows:
             first = hi - count
-            require(0 <= lo < hi <= min(n, lo + length) and max(lo, 1) <= first < hi,
+            require(first >= 1, f'{what}: the window ({lo}, {hi}, {count}) scores token {first}, '
+                                'which has no token before it.')
+            require(0 <= lo < hi <= min(n, lo + length) and lo <= first < hi,
                     f'{what}: the window ({lo}, {hi}, {count}) is not within 0 ... {n} and '
                     f'{length} tokens, with 1 or more to score.')
             require(lo == 0 or first - lo >= length - stride,
@@ -551,7 +578,7 @@ def test_gain_and_headroom(student):
 # ---------------------------------------------------------------------- local order
 
 def plain_short_conv(x, w, before=None):
-    edge = np.zeros((2, 3, D))
+    edge = np.zeros((2, 3, x.shape[2]))
     before = edge if before is None else before
     padded = np.concatenate((before, x, edge), axis=1)
     y = x.copy()
@@ -579,3 +606,4 @@ def test_short_conv(student):
                                                           | += term | += term.sum(-1, keepdims=True)
             w is transposed: it is (taps, C)              | w[tau] | w[:, tau]
             ''', *inputs, what=what)
+    grade(student, plain_short_conv, '', draw(2, T, 6), draw(4, 6), what=', with w (4, 6)')

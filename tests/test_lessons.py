@@ -8,16 +8,18 @@ $ python -m pytest tests/test_lessons.py
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import solutions
 import torch
-from conftest import ROOT, near, read, refuses, stage_here
+from conftest import ROOT, SIZES, near, read, refuses, stage_here
 
 import eval_ppl
 import kernels
@@ -83,6 +85,8 @@ WRONG = r'''
 causal_attention | not divided by sqrt(D) | / math.sqrt(q.shape[2]) |
 causal_attention | queries see later keys | .masked_fill(later, -math.inf) |
 causal_attention | scores of later keys are 0 | -math.inf | 0
+causal_attention | queries see one later key | triu(1) | triu(2)
+causal_attention | divided by sqrt(H) | q.shape[2] | q.shape[0]
 scale_queries | in place | q * scale[:, None, None] | q.mul_(scale[:, None, None])
 scale_queries | write scale[:, None, None] | scale[:, None, None] | scale
 fold_scale | repeat_interleave | repeat_interleave | repeat
@@ -91,6 +95,7 @@ fit_scale | fitted instead of fixed | x @ (y - 1) | (x - x.mean()) @ y \
     | x @ x | (x - x.mean()).square().sum()
 entropy | 0 ln 0 gives nan | torch.special.entr(attention) | -(attention * attention.log())
 entropy | of a itself | torch.special.entr(attention) | -(attention * (attention + 1e-9).log())
+entropy_without_matrix | scores are not divided | / math.sqrt(q.shape[2]) |
 entropy_without_matrix | the whole matrix | rows = [] | rows, all_scores = [], q @ k.mT
 rotate | neighbors are a pair | x.chunk(2, dim=-1) | x[..., ::2], x[..., 1::2] \
     | torch.cat | torch.stack | sin), dim=-1) | sin), dim=-1).flatten(2)
@@ -101,6 +106,7 @@ yarn_frequencies | high may be above D - 1 | D - 1 | 2 * D
 yarn_frequencies | n(32): 32 and 1 are swapped | n(32), n(1) | n(1), n(32)
 yarn_frequencies | and high - low is negative | n(32), n(1) | n(1), n(32) \
     | max(high - low, 0.001) | (high - low)
+yarn_frequencies | high - low is 0 or less | max(high - low, 0.001) | (high - low)
 alibi | far keys get more | -slopes | slopes
 alibi | a forgotten return | return -slopes | -slopes
 own_bias | a forgotten return | return -self | -self
@@ -108,6 +114,8 @@ own_bias | far key gets more | -self | self
 own_bias | Use the i and j given | position.distances(i, j) | i[:, None] - torch.arange(len(j))
 own_bias | not finite at j > i | position.distances(i, j) | i[:, None] - j
 own_bias | no gradient reaches p | self.p[ | self.p.detach()[
+own_bias | it has no nn.Parameter | nn.Parameter(torch.ones(config.n_head)) \
+    | torch.ones(config.n_head)
 own_bias | gradient of p is not finite | position.distances(i, j) | \
     i[..., None, :, None] - j[..., None, None, :] \
     | -self | torch.where(distance < 0, 0, -self | log1p(distance) | log1p(distance))
@@ -122,20 +130,26 @@ tune_scales | lack requires_grad_(True) | head_scale.requires_grad_() | head_sca
 tune_scales | zero_grad() was left out | optimizer.zero_grad() |
 tune_scales | the optimizer did not get this scale | optimizer.step() |
 tune_scales | goes up the gradient | loss.backward() | (-loss).backward()
+tune_scales | Take one step for each batch | in batches | in batches[:1]
+tune_scales | did not get the rate | Adam(scales, rate) | Adam(scales, 0.05)
+tune_scales | the optimizer did not get this scale | in model.blocks] | in model.blocks][:1]
 tune_scales_per_channel | the optimizer did not get this scale | optimizer.step() |
 tune_scales_per_channel | goes up the gradient | loss.backward() | (-loss).backward()
 tune_scales_per_channel | not expanded to one per channel | if per_channel | if False
 tune_scales_per_channel | the bound of 1 was kept | if not per_channel | if True
 dape | at j > i it should be -inf | .masked_fill(later, -math.inf) |
+dape | result if f sees scores of later keys | .tril() |
 dape | begins at key -1 | x[..., :K // 2] = 0 |
 dape | result if f sees scores of later keys | .tril() | | padding=K - 1 | padding=1 \
     | x[..., :K // 2] = 0 | | F.conv1d(x, second) | F.conv1d(x, second, padding=1)
 dape | ends at the last key | padding=K - 1 | padding=1 \
     | x[..., :K // 2] = 0 | | F.conv1d(x, second) | F.conv1d(x, second, padding=1)
+leaks | of the mean of the row, at key 0 | moved[i, :i + 1].any() | moved[i, i]
 leaks | nothing is found | randn | zeros
 leaks | outputs at keys after i | moved[i, :i + 1] | moved[i]
 leaks | or of other rows | moved[i, :i + 1] | moved.tril()
 sliding_windows | the first window scores only a stride | end - 1)] | stride)]
+sliding_windows | which has no token before it | end - 1)] | end)]
 sliding_windows | the rest at the end is dropped | return windows | return windows[:-1]
 sliding_windows | token 1 is never scored. | return windows | return []
 sliding_windows | tokens after the one before | return windows | return windows[::-1]
@@ -196,6 +210,27 @@ def test_each_mistake_that_the_grader_names_gives_another_result(monkeypatch, gr
     monkeypatch.setattr(grader, 'grade', compare)
     assert message(graded) == ''
     assert all(told_apart.values()), told_apart
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which('g++'), reason='torch.compile on a CPU needs g++')
+def test_own_bias_trains_compiled_by_the_command_of_the_lesson(tmp_path, corpus_dir):
+    text = Path(exercises.__file__).read_text(encoding='utf-8')
+    for old, new in ((r'self.n_head = .*', 'self.slope = nn.Parameter(torch.zeros(config.n_head))'),
+                     (r"raise NotImplementedError\('Begin with -slope(.|\n)*?'\)\n",
+                      'slope = F.softplus(self.slope)[:, None, None]\n'
+                      '        return -slope * position.distances(i, j)\n')):
+        text, found = re.subn(old, new, text)
+        assert found == 1
+    (tmp_path / 'lessons').mkdir()
+    (tmp_path / 'lessons/__init__.py').touch()
+    (tmp_path / 'lessons/exercises.py').write_text(text, encoding='utf-8')
+    command = (f'-m lessons.exercises {ROOT}/train.py --position=own --out_dir=own {SIZES} '
+               f'--dataset={corpus_dir} --max_iters=2 --device=cpu --dtype=float32 --compile=True')
+    run = subprocess.run([sys.executable, *command.split()], cwd=tmp_path, capture_output=True,
+                         text=True, env=os.environ | {'PYTHONPATH': str(ROOT)})
+    assert run.returncode == 0, run.stderr
+    assert (tmp_path / 'own/last.pt').exists()
 
 
 # ---------------------------------------------------------------------- from Python
