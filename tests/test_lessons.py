@@ -158,6 +158,7 @@ sliding_windows | scores a whole stride again | end - before)) | stride))
 far_repeat_gain | the wrong sign | cut_losses - losses | losses - cut_losses
 far_repeat_gain | before 2L count | 2 * L | L
 far_repeat_gain | the earliest of several places counts | places[-1] | places[0]
+far_repeat_gain | s is the first of the g equal tokens | places[-1] < | places[-1] - g <
 far_repeat_gain | None of the usual mistakes | .mean() | .mean() * len(tokens)
 far_repeat_gain | at [0], the first of 64 | (cut_losses - losses)[counted] | torch.tensor(0.1)
 gain_and_headroom | the gain is against the tuned model's | gain = cut | gain = own_cut
@@ -170,6 +171,8 @@ gain_and_headroom | so w is 0 | -p.log() | (1 - w) * loss - w * (copy + 1e-9).lo
 gain_and_headroom | the model keeps its whole p | -p.log() | torch.where(copy, -p.log(), loss)
 gain_and_headroom | with the losses of the whole window | mixed(cut, | mixed(losses,
 gain_and_headroom | w is found to two digits | torch.arange(10000) / 10000 | torch.arange(100) / 100
+gain_and_headroom | w is found to three digits | torch.arange(10000) / 10000 \
+    | torch.arange(1000) / 1000
 gain_and_headroom | the mean of ratios | gain.mean() / room.mean() | (gain / room).mean()
 gain_and_headroom | None of the usual mistakes | gain.mean() / room.mean() | 1
 short_conv | it looks ahead instead of back | w.flip(0) | w \
