@@ -124,8 +124,9 @@ def test_causal_attention(student):
         the scale is left out             | scale[:, None, None] * q | q
         each channel has a scale: each head should have one | scale[:, None, None] | scale
         ''', *draw(3, H, T, D), SCALE)
-    grade(student, plain_causal_attention, 'scores are divided by sqrt(H) | math.sqrt(D) | 2',
-          *draw(3, H, T, 6), SCALE, what=', with 4 heads of 6 channels')
+    grade(student, plain_causal_attention, '''
+        scores are divided by sqrt(H) | math.sqrt(D) | math.sqrt(len(q))
+        ''', *draw(3, H, T, 6), SCALE, what=', with 4 heads of 6 channels')
 
 
 def plain_scale_queries(q, scale):
