@@ -93,7 +93,7 @@ License of the weights: {{ license }}.
 
 {%- if scale is none and low == high == 1 %}
 
-All are 1: no scales were tuned.
+All are 1: this export adds no scales to the weights.
 {%- else %}
 
 Between {{ '%.3f' % low }} and {{ '%.3f' % high }}; a scale of 1 is as trained. The weights of q
@@ -156,7 +156,7 @@ def model_card(run, length, target):
     hub = optional('huggingface_hub')
     data = hub.ModelCardData(license=license, pipeline_tag='text-generation')
     low, high = run.model.head_scale.aminmax()
-    best = run.info['best_val_loss'] or math.inf  # inf before the first validation
+    best = run.info.get('best_val_loss') or math.inf  # inf before the first validation
     card = hub.ModelCard.from_template(
         data, template_str=CARD, name=Path(target).name, folder=repr(target), format=format,
         ids_only=ids_only, c=run.model.config, n_params=run.model.n_params(), info=run.info,

@@ -107,8 +107,11 @@ def build_prompt(encoding, length, place, key, protocol):
     if len(prompt_ids) > budget:
         raise UserError(f'a prompt without filler has {len(ids(prompt(0, 0)))} tokens and its '
                         f'answer has {length - budget}, so the length {length} is too short. '
-                        'Raise max_length or lower n_lengths.')
-    assert whole[:len(prompt_ids)] == prompt_ids, 'the answer changed the tokens of the prompt'
+                        'Raise max_length or lower n_lengths; for data/passkey/prepare.py raise '
+                        'min_length.')
+    if whole[:len(prompt_ids)] != prompt_ids:
+        raise UserError('in this tokenizer an answer changes the tokens of the text before it. '
+                        'Choose a tokenizer that starts a token at each space.')
 
     # Count bytes, because the key line may change the last tokens before it. The key line starts in
     # the first token that ends after the last byte of the text before it.

@@ -9,6 +9,7 @@ killed goes on from there and ends with the same bytes.
 
 import json
 import math
+import os
 import re
 import shutil
 from contextlib import closing, contextmanager
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from configurator import between
 from lib.answers import optional, progress_bar, save_json
-from lib.errors import ROOT, UserError
+from lib.errors import ROOT, UserError, fault_of
 from lib.tokenizers import get_tokenizer, tokenizer_digest, tokenizer_state
 from lib.tokens import (
     MIB,
@@ -26,6 +27,7 @@ from lib.tokens import (
     finish_dataset,
     is_prepared,
     only_dataset,
+    split_files,
     stable_hash,
 )
 
@@ -131,7 +133,11 @@ def text_of(row, source):
         is_value = meta[key] == value
         if is_value != (sign == '=='):
             return ''
-    return row[source.field] or ''
+    text = row[source.field] or ''
+    if not isinstance(text, str):
+        raise UserError(f"'{source.field}' of a row in {source.repo} is {text!r:.80}, not text. "
+                        'Take another copy.')
+    return text
 
 
 @contextmanager
@@ -170,7 +176,8 @@ def write_split(folder, split, files, source, encoding, max_tokens):
     """
     progress, place = folder / f'{split}.json', {'file': 0, 'stream': None, 'count': None}
     if progress.is_file():
-        place = json.loads(progress.read_text())
+        with fault_of(progress, 'the progress of this script', f'Remove {folder}.'):
+            place = json.loads(progress.read_text())
         print(f'{split}: goes on after {place["count"]["tokens"]:,} tokens')
     with (progress_bar(None, split) as bar,
           closing(SplitWriter(folder, split, encoding, bar, place['count'])) as writer):
@@ -223,6 +230,11 @@ def prepare(name, source, settings):
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
             save_json(begun, report)
+        for split in splits:  # a kill while finish_dataset() moved the files has left some there
+            for name in split_files(split):
+                if not built.exists() and not (unfinished / name).exists() and (
+                        folder / name).exists():
+                    os.replace(folder / name, unfinished / name)
         counts = {}
         for split, names in splits.items():
             counts[split] = write_split(unfinished, split, names, source, encoding,

@@ -27,7 +27,12 @@ class ForeignCache:
         return self.keys.get_seq_length()
 
     def repeat(self, n):
-        self.keys.batch_repeat_interleave(n)
+        try:
+            self.keys.batch_repeat_interleave(n)
+        except AttributeError as error:
+            raise UserError('transformers cannot copy the state of a layer of this model, as beams '
+                            'and multiple choice need. Choose a model whose layers are all '
+                            'attention.') from error
 
     def reorder(self, source, start):
         self.keys.reorder_cache(source)
@@ -105,11 +110,14 @@ def load_foreign(source, dtype=torch.float32):
         if report['missing_keys']:  # transformers would use random weights for them
             raise ValueError(f"it lacks {', '.join(sorted(report['missing_keys'])[:3])} ...")
         model, idx = Foreign(model.eval()), torch.tensor([[0, 1]])
-        # Some models change the logits after the output matrix. Foreign does not do this.
         with torch.no_grad():
-            if not torch.allclose(model(idx), model.model(idx).logits, rtol=1e-3, atol=1e-4):
-                raise ValueError(f'a {model.config.position} model changes its logits after the '
-                                 'output matrix, which we do not support.')
+            logits, kind = model(idx), f'a {model.config.position} model'
+            # Some models change the logits after the output matrix. Foreign does not do this.
+            if not torch.allclose(logits, model.model(idx).logits, rtol=1e-3, atol=1e-4):
+                raise ValueError(f'{kind} changes its logits after the output matrix, which we do '
+                                 'not support.')
+            if not torch.allclose(logits[:, 0], model(idx * 0)[:, 0], rtol=1e-3, atol=1e-5):
+                raise ValueError(f'{kind} reads later tokens: it is not causal.')
     except Exception as error:  # the loaders of transformers share no class of errors
         why = str(error).partition('\n')[0]
         raise UserError(f'transformers cannot read {source}: {why} Choose another checkpoint, or '

@@ -20,6 +20,7 @@ import torch
 
 from lib.answers import note, save_json
 from lib.errors import UserError, fault_of
+from lib.tokenizers import tokenizer_digest
 from model import VECTORS, small_vectors, vector_of
 
 # Entries that a scale file may have besides its vectors: those of any result, and of tune_scale.py.
@@ -352,12 +353,16 @@ def apply_scale(model, scale, info, say=print):
 def identity(model, scale, info):
     """
     What a model's answers depend on, as a dict. Its entry 'scale' is a SHA-256 of the model's
-    vectors and of the scale file. scale: as in apply_scale().
+    vectors and of the scale file, 'settings' one of the model's other settings and its tokenizer.
+    scale: as in apply_scale().
     """
     digest = hashlib.sha256(Path(scale).read_bytes() if isinstance(scale, str | Path) else b'')
     with vectors_for(model, 1):  # the model's own vectors, if it has scale sets
         for name, weight in model.state_dict().items():
             if weight.dim() < 2 or vector_of(name):
                 digest.update(weight.float().numpy(force=True).tobytes())
+    tokenizer = info['tokenizer'] and tokenizer_digest(info['tokenizer'])
+    rest = json.dumps([vars(model.config), tokenizer], sort_keys=True)
     return {'weights_digest': info['digest'], 'position': model.config.position,
-            'rope_scaling': model.config.rope_scaling, 'scale': digest.hexdigest()}
+            'rope_scaling': model.config.rope_scaling, 'scale': digest.hexdigest(),
+            'settings': hashlib.sha256(rest.encode()).hexdigest()}

@@ -320,9 +320,9 @@ def tokenizer_for(name, documents, total_bytes=0):
     kind, _, vocab_size = name.partition(':')
     if kind != 'bpe':
         return get_tokenizer(name)
-    if not vocab_size.isdecimal() or int(vocab_size) < 257:
+    if not vocab_size.isdecimal() or not 257 <= int(vocab_size) <= 2 ** 20:
         raise UserError(f"tokenizer is '{name}'. Write bpe: and the size of its vocabulary, as in "
-                        'bpe:8192: the 256 bytes, end-of-text, and more.')
+                        'bpe:8192: the 256 bytes, end-of-text, and more; at most 1,048,576.')
     print(f'training a BPE of {vocab_size} tokens')
     pieces = (piece for document in documents for piece, _ in cut(document, MIB))
     pieces = itertools.islice(pieces, 0, None, math.ceil(total_bytes / 2e8) or 1)

@@ -219,6 +219,12 @@ def test_splits_that_are_named_are_taken_as_they_are(tmp_path):
                                            ('train', 'validation', 'test')]
     assert f'2 files of {folder} are left out' in said and 'README' in said
     assert read(tmp_path / 'out/meta.json')['report']['files'] == 3
+    folder = write(tmp_path / 'files', 'train.txt', 'valid.txt', 'test.txt')
+    assert prepared('text', tmp_path / 'out1', folder) == [
+        [f'text of {name}.txt'] for name in ('train', 'valid', 'test')]
+    folder = write(tmp_path / 'half', *'abcdefgh', 'test/a', 'test.py')
+    shares = '--val_fraction=0.5', '--test_fraction=0'
+    assert 'but none for train' in prepare('text', tmp_path / 'out3', folder, *shares)
     folder, out = write(tmp_path / 'other', 'a', 'b', 'deep/c'), tmp_path / 'out2'
     test, val = f'--test=["{folder}/deep"]', f'--val=["{folder}/b"]'
     assert prepared('text', out, folder, test, val) == [
@@ -231,7 +237,7 @@ def test_splits_that_are_named_are_taken_as_they_are(tmp_path):
 @pytest.mark.parametrize(('name', 'arguments', 'said'), [
     ('code', ['--manifest={manifest}'], "is not a manifest like data/code/manifest.json (KeyError"),
     ('books', ['.', '--manifest={manifest}'], 'is not a manifest like data/books/manifest.json'),
-    ('passkey', ['--tokenizer=bytes', '--min_length=1'], 'min_length is 1'),
+    ('passkey', ['--tokenizer=bytes', '--min_length=1'], 'so the length 1 is too short'),
     ('passkey', ['--tokenizer=missing.json'], 'There is no tokenizer file missing.json'),
     ('text', ["--val=['{manifest}']"], 'None of the text falls into train. Give more files'),
 ])

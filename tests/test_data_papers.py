@@ -8,6 +8,7 @@ $ python -m pytest tests/test_data_papers.py
 import gzip
 import itertools
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -169,6 +170,39 @@ def test_a_run_that_was_stopped_anywhere_ends_with_the_same_bytes(tmp_path, monk
             n_stops += 1
     assert n_stops >= 4
     assert contents(killed) == contents(tmp_path / 'unbroken')
+
+
+@pytest.mark.parametrize('n_moved', range(4))
+def test_a_kill_while_the_finished_files_are_moved_loses_nothing(tmp_path, monkeypatch, n_moved):
+    local, killed = f'--local={tmp_path}/in', tmp_path / 'killed'
+    for name in 'train', 'test':
+        write_rows(tmp_path / f'in/{name}.jsonl', [{'text': f'{name} {i}'} for i in range(5)])
+    prepare('pg19', tmp_path / 'unbroken', local)
+    prepare('pg19', killed, local, '--max_tokens=9')  # an old dataset, which is replaced
+    replace, calls = os.replace, itertools.count()
+
+    def stopped(source, target):
+        if str(target).endswith('.bin') and next(calls) == n_moved:
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, 'replace', stopped)
+        with pytest.raises(KeyboardInterrupt):
+            prepare('pg19', killed, local)
+    prepare('pg19', killed, local)
+    assert contents(killed) == contents(tmp_path / 'unbroken')
+
+
+def test_a_column_that_holds_no_text_and_a_damaged_progress_are_named(tmp_path):
+    write_rows(tmp_path / 'in/train.jsonl', [{'text': 5}])
+    assert "'text' of a row" in refused('pg19', tmp_path / 'out', f'--local={tmp_path}/in')
+    write_rows(tmp_path / 'in/train.jsonl', [{'text': 'a'}])
+    write_rows(tmp_path / 'in/test.jsonl', [{'text': ''}])
+    line = refused('pg19', tmp_path / 'out', f'--local={tmp_path}/in')
+    assert 'No document is left for the test split' in line
+    (tmp_path / 'out' / UNFINISHED / 'train.json').write_text('')
+    assert 'train.json' in refused('pg19', tmp_path / 'out', f'--local={tmp_path}/in')
 
 
 def test_progress_counts_only_what_is_on_the_disk(tmp_path, monkeypatch):

@@ -152,6 +152,16 @@ def test_an_export_has_a_card_with_what_was_measured(tmp_path, tiny_run, measure
     assert (tmp_path / 'gguf/model.gguf').stat().st_size > 10000
 
 
+def test_a_model_that_does_not_know_its_training_is_exported_again(tmp_path, tiny_run):
+    on = f'--out_dir={tmp_path}', '--scale=1.5'
+    stage_here('export', f'--init_from={tiny_run}/last.pt', f'--folder={tmp_path}/a', *on)
+    stage_here('export', f'--init_from={tmp_path}/a', f'--folder={tmp_path}/b', on[0])
+    card = (tmp_path / 'b/README.md').read_text(encoding='utf-8')
+    assert 'nats per token | not known' in card and 'adds no scales to the weights' in card
+    first, second = (tmp_path / name / 'model.safetensors' for name in 'ab')
+    assert first.read_bytes() == second.read_bytes()
+
+
 def test_a_card_of_a_set_has_only_the_losses_of_its_length(tmp_path, tiny_run, tiny):
     path = tmp_path / 'sets.json'
     save_scale(path, tiny[1], {T: scale_set([[1.5] * 4] * 2) for T in (64, 128)}, 'head')

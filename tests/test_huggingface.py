@@ -57,8 +57,11 @@ SIZES = json.loads('''{
          "n_positions": 128},
 "OPT": {"vocab_size": 260, "eos_token_id": 256, "hidden_size": 64, "num_hidden_layers": 2,
         "num_attention_heads": 4, "ffn_dim": 96, "word_embed_proj_dim": 64,
-        "max_position_embeddings": 64}}''')
-for kind in 'GraniteMoeHybrid', 'SmolLM3', 'Cohere':
+        "max_position_embeddings": 64},
+"BertGeneration": {"vocab_size": 260, "hidden_size": 64, "num_hidden_layers": 2,
+                   "num_attention_heads": 4, "intermediate_size": 96},
+"Lfm2": {"layer_types": ["conv", "full_attention"]}}''')
+for kind in 'GraniteMoeHybrid', 'SmolLM3', 'Cohere', 'Lfm2':
     SIZES[kind] = SIZES['Llama'] | SIZES[kind]
 YARN = {'rope_type': 'yarn', 'rope_theta': 5000.0, 'factor': 4.0,
         'original_max_position_embeddings': 32}
@@ -538,6 +541,18 @@ def test_other_models_say_what_they_cannot_do(tmp_path):
         unread(str(tmp_path), tmp_path, load_foreign)
     stock(tmp_path, 'Cohere')  # it changes its logits after the output matrix
     unread('cohere model changes its logits', tmp_path, load_foreign)
+
+
+def test_a_model_that_reads_later_tokens_is_refused(tmp_path):
+    stock(tmp_path, 'BertGeneration')
+    unread('bert-generation model reads later tokens', tmp_path, load_foreign)
+
+
+def test_a_state_that_cannot_be_copied_for_beams_is_named(tmp_path):
+    theirs = stock(tmp_path, 'Lfm2')
+    model, _ = load_foreign(str(tmp_path))
+    assert_same_logits(model, theirs, 20)
+    refuses('cannot copy the state', complete, model, [[1, 2, 3]], 4, Decoding(beams=2))
 
 
 # ---------------------------------------------------------------------- by the stages

@@ -109,6 +109,7 @@ data/text/prepare  TEXT --val_fraction=0.6 --test_fraction=0.4 | sum
 data/text/prepare  TEXT --tokenizer=gpt-2 | gpt-2
 data/text/prepare  TEXT --tokenizer=bpe:256 | bpe:256
 data/text/prepare  TEXT --tokenizer=bpe:many | bpe:many
+data/text/prepare  TEXT --tokenizer=bpe:9999999999 | at most 1,048,576
 data/text/prepare  TEXT --tokenizer={given}/x.json | x.json | {}
 data/text/prepare  TEXT --tokenizer={given}/x.json | x.json | {"version": "\xff"}
 data/text/prepare  TEXT --tokenizer={given}/x.tiktoken | x.tiktoken | \xff

@@ -93,7 +93,11 @@ def test_answers_under_another_position_method_are_told_apart(tiny_run):
     for position, scaling in (None, None), ('llama4', None), ('rope', None), ('rope', 'pi:2'):
         model, info = load_model('last', tiny_run, 'cpu', position, scaling)
         seen.append(json.dumps(identity(model, None, info)))
-    assert len(set(seen)) == 4
+    model.config.rope_base = 50.0
+    seen.append(json.dumps(identity(model, None, info)))
+    info['tokenizer'] |= {'eot_token': 7}
+    seen.append(json.dumps(identity(model, None, info)))
+    assert len(set(seen)) == 6
 
 
 def test_a_scale_file_leaves_nothing_behind(tmp_path, loaded):

@@ -1,7 +1,7 @@
 """
 Long texts: 146 public-domain books in English. Each book is a document; val and test are whole
 books. manifest.json lists them with their SHA-256. Their text is not part of this project: FOLDER
-must hold exactly these files.
+must hold these files.
 
 $ python data/books/prepare.py FOLDER                        # bytes, 100 MB
 $ python data/books/prepare.py FOLDER --tokenizer=bpe:4096   # a BPE trained on the train split
@@ -25,7 +25,7 @@ out_dir = ''           # where the token files go; '' for data/books
 
 
 def require_books(folder, books):
-    """Raise UserError unless the folder holds exactly the books of the manifest."""
+    """Raise UserError unless the folder holds the books of the manifest."""
     for book in books:
         path = folder / book['file']
         if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != book['sha256']:

@@ -13,7 +13,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from configurator import between, configure
-from lib.errors import ROOT, UserError
+from lib.errors import ROOT
 from lib.tokenizers import get_tokenizer
 from lib.tokens import write_corpus
 from passkey import build_prompt
@@ -36,12 +36,7 @@ def documents(encoding, n, stream):
 
 def ids_of(encoding, length, depth, key):
     """The ids of a prompt and its answer, without the start token."""
-    try:
-        prompt, answer, _ = build_prompt(encoding, length, depth, key, 'exact')
-    except UserError:
-        raise UserError(f'min_length is {min_length}, but the question for the key {key} and its '
-                        'answer alone are longer in this tokenizer. Raise --min_length=, and '
-                        '--max_length= with it.') from None
+    prompt, answer, _ = build_prompt(encoding, length, depth, key, 'exact')
     return prompt[1:] + answer
 
 

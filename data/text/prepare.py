@@ -2,8 +2,8 @@
 Your own text: UTF-8 files of any kind, .jsonl files with a text field, and folders of them. A file,
 or a line of .jsonl, is a document. A hash of its path, or of the line, decides whether it goes to
 train, val or test. A single text file is cut by lines: val and test get its end. You may also name
-the splits: a folder with subfolders train/, val/ and test/, or --val="['FILE_OR_FOLDER']". A file
-that is named for val or test goes nowhere else.
+the splits: in a folder by subfolders train/, val/ and test/, or by files such as train.jsonl and
+val.txt; or by --val="['FILE_OR_FOLDER']". A file that is named for val or test goes nowhere else.
 
 $ python data/text/prepare.py book.txt                               # a token per byte
 $ python data/text/prepare.py corpus/ more.jsonl --name=mine --tokenizer=bpe:8192  # trains a BPE
@@ -14,12 +14,14 @@ import io
 import itertools
 import json
 import math
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from configurator import between, configure, settings
+from lib.answers import note
 from lib.errors import MALFORMED, ROOT, UserError
 from lib.tokenizers import tokenizer_for
 from lib.tokens import MIB, SPLITS, only_dataset, split_by_hash, write_corpus
@@ -35,7 +37,7 @@ field = 'text'         # the field to read in a .jsonl line
 out_dir = ''           # where the token files go; '' for data/NAME
 
 
-ALIASES = {'validation': 'val', 'valid': 'val', 'dev': 'val'}  # other names of a split's folder
+ALIASES = {'validation': 'val', 'valid': 'val', 'dev': 'val'}  # other names of a split
 
 
 @dataclass
@@ -47,6 +49,12 @@ class File:
     stop: float = math.inf   # and before stop
 
 
+def split_named(name):
+    """The split that a folder, a .jsonl or a .txt file is named after; else the whole name."""
+    stem = re.sub(r'\.(jsonl|txt)$', '', name)
+    return ALIASES.get(stem, stem)
+
+
 def list_files(paths, split=None):
     """The Files of files and folders, without hidden ones."""
     found = []
@@ -56,18 +64,22 @@ def list_files(paths, split=None):
             continue
         if not path.is_dir():
             raise UserError(f'There is no file or folder {path}. Check the path.')
-        has_splits, left_out = (path / 'train').is_dir() and not split, []
+        named, left_out = {split_named(inside.name) for inside in path.iterdir()}, []
+        has_splits = 'train' in named and not split
+        if not has_splits and not split and named & {'val', 'test'}:
+            note(f'{path} has files for val or test, but none for train. All of its files are '
+                 'shared out among the splits.')
         for file in sorted(path.rglob('*')):
             inside = file.relative_to(path)
-            own = ALIASES.get(inside.parts[0], inside.parts[0]) if has_splits else split
+            own = split_named(inside.parts[0]) if has_splits else split
             if file.is_file() and not any(part.startswith('.') for part in inside.parts):
                 if own in (None, *SPLITS):
                     found.append(File(own, inside.as_posix(), file))
                 else:
                     left_out.append(file)
         if left_out:
-            print(f'{len(left_out)} files of {path} are left out, because they are in none of '
-                  f'train/, val/ and test/, such as {left_out[0]}')
+            print(f'{len(left_out)} files of {path} are left out, because they are named for none '
+                  f'of train, val and test, such as {left_out[0]}')
     return found
 
 
