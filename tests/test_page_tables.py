@@ -58,6 +58,7 @@ def test_table_of_page_is_what_its_program_prints(name, capsys):
 # {row of the overview of past_L: its series}
 OVERVIEW = {
     'code, 10M tokens | code | 1.05M': '.',
+    'code, 40M tokens | code | 1.05M': 'tokens_40M',
     'code, 10M tokens | code | 5M': 'size_5M',
     'code, 10M tokens | books | 1.05M': 'code_on_books',
     'books, 10M tokens | books | 1.05M': 'books',
