@@ -30,7 +30,7 @@ from results.scoreboard import table as scoreboard_table
 SEEDS = '1337', '1338', '1339'
 FILES = {
     'BOTH': 'demo_bytes/seeds.json demo_bytes/seeds_epyc.json',
-    'CPUS': 'bench/cpu_sdpa.json',
+    'CPUS': 'bench/cpu_sdpa.json bench/cpu_sdpa_earlier.json',
     'BOOKS': 'scoreboard/books/channel_SEED.json scoreboard/books/head_SEED.json',
     'BRANCHES': ' '.join(f'begin/{n}M_1337.json' for n in (5, 10, 20, 40)),
     'ALL_BRANCHES': ' '.join(f'begin/{n}M_1337.json' for n in (2, 5, 10, 20, 40)),
