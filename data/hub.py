@@ -7,6 +7,7 @@ out_dir/tokens.part/SPLIT.json says how much is written and where the stream is,
 killed goes on from there and ends with the same bytes.
 """
 
+import itertools
 import json
 import math
 import os
@@ -230,10 +231,9 @@ def prepare(name, source, settings):
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
             save_json(begun, report)
-        for split in splits:  # a kill while finish_dataset() moved the files has left some there
-            for name in split_files(split):
-                if not built.exists() and not (unfinished / name).exists() and (
-                        folder / name).exists():
+        elif not built.exists():  # a kill while finish_dataset() moved files has left some there
+            for name in itertools.chain(*map(split_files, splits)):
+                if (folder / name).exists() and not (unfinished / name).exists():
                     os.replace(folder / name, unfinished / name)
         counts = {}
         for split, names in splits.items():
