@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import mistake, on, read, scale_set, stage, stage_here, written_elsewhere
+from conftest import mistake, on, read, refuses, scale_set, stage, stage_here, written_elsewhere
 
 from lib.scales import save_scale
 from lib.tokenizers import get_tokenizer, train_bpe
@@ -29,6 +29,18 @@ def encoding(request, tmp_path_factory):
     text = Path(email.message.__file__).read_text(encoding='utf-8')
     path = tmp_path_factory.mktemp('bpe') / 'small.tiktoken'
     return train_bpe([text, TASK, FILLER * 3, QUESTION], 600, path)
+
+
+def test_a_tokenizer_in_which_the_answer_changes_the_prompt_is_refused(tmp_path):
+    """A BPE without a pre-tokenizer merges the end of the question with the space after it."""
+    tokenizers = pytest.importorskip('tokenizers')
+    vocab = {token: i for i, token in enumerate(['</s>', '\n', *map(chr, range(32, 127)), 's '])}
+    merging = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [('s', ' ')]))
+    merging.decoder = tokenizers.decoders.Fuse()
+    merging.add_special_tokens(['</s>'])
+    merging.save(str(tmp_path / 'tokenizer.json'))
+    refuses('changes the tokens of the text before it', build_prompt,
+            get_tokenizer(str(tmp_path / 'tokenizer.json')), 900, 0, 12345, 'exact')
 
 
 def test_prompts_fill_the_length_asked_and_hold_the_key_at_the_place_asked(encoding):
