@@ -227,7 +227,9 @@ def prepare(name, source, settings):
     unfinished = folder / UNFINISHED
     with only_dataset(folder):
         begun = unfinished / 'report.json'
-        if not begun.is_file() or json.loads(begun.read_text()) != report:
+        with fault_of(begun, 'the report of this script', f'Remove {unfinished}.'):
+            goes_on = begun.is_file() and json.loads(begun.read_text()) == report
+        if not goes_on:
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
             save_json(begun, report)

@@ -203,6 +203,8 @@ def test_a_column_that_holds_no_text_and_a_damaged_progress_are_named(tmp_path):
     assert 'No document is left for the test split' in line
     (tmp_path / 'out' / UNFINISHED / 'train.json').write_text('')
     assert 'train.json' in refused('pg19', tmp_path / 'out', f'--local={tmp_path}/in')
+    (tmp_path / 'out' / UNFINISHED / 'report.json').write_text('')
+    assert 'report.json' in refused('pg19', tmp_path / 'out', f'--local={tmp_path}/in')
 
 
 def test_progress_counts_only_what_is_on_the_disk(tmp_path, monkeypatch):
