@@ -14,7 +14,7 @@ def unit(model, seed, readings):
     """A file of one model and seed. readings: {name: (loss, own cut, gain at far repeats)}."""
     found = {}
     for name, (loss, own_cut, gain) in readings.items():
-        text = [{'length': table.L * 2 ** n, 'loss': loss} for n in range(5)]
+        text = [{'length': T, 'loss': loss} for T in table.lengths()]
         for row in text[1:]:
             row['cut_loss'] = own_cut
         repeats = [{'kind': kind, 'loss': 2 - gain, 'cut_loss': 2.0, 'gain': gain, 'headroom': 0.5,

@@ -41,7 +41,7 @@ def main():
         save_rounded(run, checkpoint)
         for name in names:
             study.run(f'tune_scale.py --init_from={checkpoint} --out_dir={run}/scales '
-                      f'--label={name} {TUNINGS[name]} {study.PRECISION}')
+                      f'--label={name} {TUNINGS[name].format(far=1024)} {study.PRECISION}')
             kind = 'uniform' if name == 'uniform' else 'head_1024'
             shutil.copy(run / f'scales/scale_{kind}_{name}.json',
                         checkpoint.with_name(f'scale_{kind}.json'))

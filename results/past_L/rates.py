@@ -18,8 +18,8 @@ from results.past_L.table import (
     FINETUNE,
     MODELS,
     TITLES,
-    L,
     finetuned,
+    lengths,
     train,
     tuned,
     tunings_of,
@@ -44,7 +44,7 @@ def times(arguments, factor):
 
 def loss_of(run, name, how):
     """The loss at 8L on the split val."""
-    arguments = f'--split=val --lengths=[{8 * L}] {study.PRECISION} {how}'
+    arguments = f'--split=val --lengths=[{lengths()[3]}] {study.PRECISION} {how}'
     return study.evaluated(run, 'position', f'{name}_val', arguments)['rows'][0]['loss']
 
 

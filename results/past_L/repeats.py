@@ -17,7 +17,7 @@ from configurator import configure
 from lib.repeats import last_repeats
 from lib.tokens import Windows
 from results import study
-from results.past_L.table import L
+from results.past_L.table import SERIES
 
 datasets = ['code', 'books_1024', 'books_code']  # folders of data/
 n_tokens = 2 ** 20  # to look at, of each text and length
@@ -38,7 +38,7 @@ def shares(dataset, T):
 def main():
     began, rows = time.perf_counter(), []
     for dataset in datasets:
-        for T in L, 8 * L:
+        for T in SERIES['code'].L, 8 * SERIES['code'].L:
             rows.append({'dataset': dataset, 'length': T} | shares(dataset, T))
     study.print_table(rows, digits=4)
     study.write('results/past_L/repeats', {'stage': 'past_L_repeats', 'rows': rows}, globals(),

@@ -29,11 +29,7 @@ models: list[str] = []   # keys of MODELS; []: all
 seeds: list[int] = []    # of SEEDS, to measure; []: all. The table shows all that are measured
 work = True              # False: only show what was measured
 
-L = 128
 SEEDS = [1337, 1338, 1339, 1340, 1341]  # of a series that has fewer: the first ones
-LENGTHS = [L * 2 ** n for n in range(5)]
-KINDS = ['all', 'same token', 'near, all', 'other document, all', 'other token, all',
-         *(f'{T + 1} to {2 * T} back' for T in LENGTHS[:3])]  # of far repeats, by eval_ppl.py
 # {model: (its title, arguments of train.py)}
 MODELS = {
     'conv': ('NoPE + conv', '--short_conv=4'),
@@ -61,8 +57,13 @@ class Series:
     readings: tuple = ()  # keys of TITLES; (): all
     trained: str = ''     # the series whose trainings it reads; '': its own
     dataset: str = ''     # the text to read; '': the first one that it was trained on
+    L: int = 128          # tokens in a training window
+    tune: str = study.PRECISION  # more arguments of tune_scale.py
+    read: str = study.PRECISION  # more arguments of eval_ppl.py and entropy.py
 
 
+# A GPU tunes for seconds, and would compile for longer.
+GPU_TUNE, GPU_READ = '--dtype=bfloat16 --micro_batch_size=4 --compile=False', '--dtype=bfloat16'
 SERIES = {
     'code': Series('Python source, 1.05M parameters', '',
                    SIX | {'conv': 5, 'conv_8L': 1, 'rope_8L': 1}),
@@ -94,17 +95,28 @@ SERIES = {
                               '', {'conv': 3}, ('untuned', 'head'), 'mix_5M', 'books_code'),
     'size_5M': Series('Python source, 5M parameters', '--n_layer=6 --n_embd=256 --n_hidden=704',
                       {'conv': 3, 'none': 1, 'rope': 1}, ('untuned', 'head', 'vectors', 'yarn')),
+    # On a GPU, with L = 512.
+    'code_86M': Series('Python source, 86M parameters',
+                       'config/dape/125m.py --dataset=code --dtype=bfloat16 --batch_size=16 '
+                       '--micro_batch_size=16 --max_iters=2500 --learning_rate=1e-3 --min_lr=0.0 '
+                       '--warmup_iters=100 --eval_interval=1250', {'conv': 3, 'none': 1, 'rope': 1},
+                       ('untuned', 'head', 'yarn'), L=512, tune=GPU_TUNE, read=GPU_READ),
+    'books_28M': Series('books, 28M parameters',
+                        'config/books_gpu.py --dtype=bfloat16 --micro_batch_size=32 '
+                        '--max_iters=1000 --eval_interval=500', {'conv': 1, 'none': 1, 'rope': 1},
+                        ('untuned', 'head', 'yarn'), L=512, tune=GPU_TUNE, read=GPU_READ),
 }
-AT_8L = f'--block_size={8 * L} --batch_size=2 --micro_batch_size=2'  # as many tokens as at L
+AT_8L = '--block_size=1024 --batch_size=2 --micro_batch_size=2'  # as many tokens as at L
 # Tune every weight, with as many windows as the vectors. The rate is a quarter of pretraining's
 # peak, as in config/finetune_8k.py.
-FINETUNE = (f'--block_size={8 * L} --batch_size=8 --micro_batch_size=8 --max_iters=80 '
+FINETUNE = ('--block_size=1024 --batch_size=8 --micro_batch_size=8 --max_iters=80 '
             '--warmup_iters=10 --learning_rate=1e-3 --min_lr=1e-4 --weight_decay=0.0')
-TUNE = f'--target_length={8 * L} --max_iters=80 --warmup_iters=10 --n_samples=32 --init_scale=1.0'
-# {what is tuned: arguments of tune_scale.py}. The rate of head scales was chosen on seed 1337,
-# split val. That of channel scales is the better of two in results/channel_scale.
+TUNE = '--target_length={far} --max_iters=80 --warmup_iters=10 --n_samples=32 --init_scale=1.0'
+# {what is tuned: arguments of tune_scale.py}, where {far} stands for 8L. The rate of head scales
+# was chosen on seed 1337, split val. That of channel scales is the better of two in
+# results/channel_scale.
 TUNINGS = {
-    'uniform': f'--method=uniform --target_length={8 * L} --n_samples=32 '
+    'uniform': '--method=uniform --target_length={far} --n_samples=32 '
                '--candidate_range=[0.6,2.4,0.1]',
     'head': f'{TUNE} --tune=scale:0.1 --min_scale=None',
     'head_clamped': f'{TUNE} --tune=scale:0.1',
@@ -123,6 +135,11 @@ TITLES = {'untuned': 'untuned', 'uniform': 'uniform scale', 'head': 'head scales
 
 def is_read(name):
     return name in (SERIES[series].readings or TITLES)
+
+
+def lengths():
+    """L, 2L, 4L, 8L and 16L, in tokens."""
+    return [SERIES[series].L * 2 ** n for n in range(5)]
 
 
 def train(model, seed):
@@ -148,9 +165,10 @@ def tunings_of(model):
 
 def tuned(run, name, arguments, base):
     """Tune a trained model, unless this is done. Returns the arguments that read it so."""
-    path = f'{run}/scale_{"uniform" if name == "uniform" else f"head_{8 * L}"}_{name}.json'
-    study.made(path, f'tune_scale.py --out_dir={run} --label={name} {arguments} {study.PRECISION} '
-                     f'{base}'.strip())
+    far = lengths()[3]
+    path = f'{run}/scale_{"uniform" if name == "uniform" else f"head_{far}"}_{name}.json'
+    study.made(path, f'tune_scale.py --out_dir={run} --label={name} {arguments.format(far=far)} '
+                     f'{SERIES[series].tune} {base}'.strip())
     return f'{base} --scale={path}'.strip()
 
 
@@ -185,23 +203,23 @@ def readings_of(model, seed):
 
 def result_of(model, seed):
     """The content of the file of a model and seed. Trains and tunes what is missing."""
-    began, readings, text = time.perf_counter(), {}, SERIES[series].dataset
+    began, readings, text, far = time.perf_counter(), {}, SERIES[series].dataset, lengths()[3]
     for name, (run, how, baseline) in readings_of(model, seed).items():
         label = f'{name}_{text}' if text else name
-        how += f' {study.PRECISION} --dataset={text}' if text else f' {study.PRECISION}'
+        how += f' {SERIES[series].read} --dataset={text}' if text else f' {SERIES[series].read}'
         losses = study.evaluated(run, 'position', label,
-                                 f"--lengths=[{','.join(map(str, LENGTHS))}] {how}")
+                                 f"--lengths=[{','.join(map(str, lengths()))}] {how}")
         repeats = study.evaluated(run, 'repeat', label,
-                                  f'--lengths=[{8 * L}] --gram=4 --targets=1000 '
+                                  f'--lengths=[{far}] --gram=4 --targets=1000 '
                                   f"--controls=['near','other','token'] {how} {baseline}")
         spread = study.made(f'{run}/entropy_{label}.json',
                             f'entropy.py --out_dir={run} --label={label} '
-                            f'--length={8 * L} {how}')['mean_entropy']
+                            f'--length={far} {how}')['mean_entropy']
         readings[name] = {'text': losses['rows'], 'repeats': repeats['rows'],
                           'share': repeats['share'], 'copy_weight': repeats['copy_weight'],
                           # of the last bin up to T; a bin has a sixteenth of block_size positions
-                          'entropy': [spread[len(spread) * T // (8 * L) - 1]
-                                      for T in LENGTHS[:-1]]}
+                          'entropy': [spread[len(spread) * T // far - 1]
+                                      for T in lengths()[:-1]]}
     return {'model': model, 'seed': seed, 'train': recipe(model),
             'readings': readings} | study.made_with(losses, began)
 
@@ -253,14 +271,15 @@ def row_of(model, name, runs, twins):
     found = [one['readings'][name] for one in runs]
     row = {'model': model, 'reading': name, 'title': f'{MODELS[model][0]}, {TITLES[name]}',
            'seeds': [one['seed'] for one in runs]}
-    for n, T in enumerate(LENGTHS):
+    for n, T in enumerate(lengths()):
         losses = [one['text'][n]['loss'] for one in found]
         row[f'loss at {T}'] = over_seeds(losses)
-        if T > L:
+        if n > 0:
             cut = [one['readings']['untuned']['text'][n]['cut_loss'] for one in twins]
             row[f'cut at {T}'] = over_seeds(cut)
             row[f'gain at {T}'] = over_seeds([a - b for a, b in zip(cut, losses)])
-    for kind in KINDS:
+    kinds = ['all', 'same token', 'near, all', 'other document, all', 'other token, all']
+    for kind in [*kinds, *(f'{T + 1} to {2 * T} back' for T in lengths()[:3])]:
         repeats = of_kind(found, kind)
         if len(repeats) < len(found):
             continue  # an older file lacks this kind
@@ -290,31 +309,32 @@ def collect():
 
 def print_table(rows):
     """As the page has it."""
-    columns = ['loss at 128', 'loss at 1024', 'gain at 1024', 'gain, all', 'R', 'headroom, near',
-               'gain, other document, all']
+    L, *_, far, _ = sorted(int(key.split()[-1]) for key in rows[0] if key.startswith('loss at '))
+    columns = [f'loss at {L}', f'loss at {far}', f'gain at {far}', 'gain, all', 'R',
+               'headroom, near', 'gain, other document, all']
     study.print_table([{'': row['title'], 'seeds': len(row['seeds'])}
                        | {name: row.get(name) for name in columns} for row in rows], digits=2)
 
 
 def draw(result):
     """Loss by length, with the cut context. Gain at far repeats, with the control."""
-    rows = result['rows']
+    rows, sizes = result['rows'], lengths()
     height = max(4.4, 0.27 * len(rows))
-    figure, (left, right) = figures.panels(f'{SERIES[series].title}, L = 128 tokens', 2, 2,
+    figure, (left, right) = figures.panels(f'{SERIES[series].title}, L = {sizes[0]} tokens', 2, 2,
                                            height=height)
     # The cut contexts of all models would hide the curves of a series that has many.
     cuts = {row['model'] for row in rows}
     cuts = cuts if len(cuts) == 1 else {'conv', 'none', 'rope'}
     drawn = [row for row in rows if row['reading'] in ('untuned', 'head', 'vectors', 'yarn')]
     for row in drawn:
-        losses = [row[f'loss at {T}']['mean'] for T in LENGTHS]
-        figures.curve(left, LENGTHS, losses, row['title'])
+        losses = [row[f'loss at {T}']['mean'] for T in sizes]
+        figures.curve(left, sizes, losses, row['title'])
         if row['reading'] == 'untuned' and row['model'] in cuts:
-            cut = [losses[0], *(row[f'cut at {T}']['mean'] for T in LENGTHS[1:])]
-            figures.draw_cut(left, LENGTHS, cut, f"{MODELS[row['model']][0]}, context cut to L")
+            cut = [losses[0], *(row[f'cut at {T}']['mean'] for T in sizes[1:])]
+            figures.draw_cut(left, sizes, cut, f"{MODELS[row['model']][0]}, context cut to L")
     left.set_ylim(top=min(left.get_ylim()[1], 7))  # higher losses would press the others together
     figures.label_ends(left, gap=0.24 / height)
-    figures.length_axis(left, LENGTHS, L)
+    figures.length_axis(left, sizes, sizes[0])
     left.set(xlabel='tokens in the window', ylabel='loss of the last 64 positions (nats)',
              title='All tokens (means over seeds)' if drawn == rows else
              'All tokens (means over seeds; some rows are left out)')
@@ -348,7 +368,8 @@ def main():
                              if seed in seeds_of(model)})
     rows = collect()
     print_table(rows)
-    study.write(folder('results', series) / 'past_L', {'stage': 'past_L', 'L': L, 'rows': rows},
+    study.write(folder('results', series) / 'past_L', {'stage': 'past_L', 'L': lengths()[0],
+                                                        'rows': rows},
                 globals(), began, rows and draw)
 
 
