@@ -34,6 +34,8 @@ FILES = {
     'BOOKS': 'scoreboard/books/channel_SEED.json scoreboard/books/head_SEED.json',
     'BRANCHES': ' '.join(f'begin/{n}M_1337.json' for n in (5, 10, 20, 40)),
     'ALL_BRANCHES': ' '.join(f'begin/{n}M_1337.json' for n in (2, 5, 10, 20, 40)),
+    'UNTUNED': 'past_L/code_86M/conv_1337.json past_L/code_86M/conv_1338_untuned.json '
+               'past_L/code_86M/conv_1339_untuned.json',
     'SMALL': 'scoreboard/small/channel_SEED.json scoreboard/small/head_SEED.json',
 }
 CHANNEL = 'scale per channel'

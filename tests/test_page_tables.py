@@ -28,6 +28,8 @@ def page_of(name):
 PRINTED = {
     'past_L/past_L': past_table.print_table,
     'past_L/size_5M/past_L': past_table.print_table,
+    'past_L/code_86M/past_L': past_table.print_table,
+    'past_L/books_32M/past_L': past_table.print_table,
     'past_L/tokens_40M/past_L': past_table.print_table,
     'past_L/parts/past_L': past_table.print_table,
     'past_L/code_on_books/past_L': past_table.print_table,

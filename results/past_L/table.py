@@ -101,7 +101,7 @@ SERIES = {
                        '--micro_batch_size=16 --max_iters=2500 --learning_rate=1e-3 --min_lr=0.0 '
                        '--warmup_iters=100 --eval_interval=1250', {'conv': 3, 'none': 1, 'rope': 1},
                        ('untuned', 'head', 'yarn'), L=512, tune=GPU_TUNE, read=GPU_READ),
-    'books_28M': Series('books, 28M parameters',
+    'books_32M': Series('books, 32M parameters',
                         'config/books_gpu.py --dtype=bfloat16 --micro_batch_size=32 '
                         '--max_iters=1000 --eval_interval=500', {'conv': 1, 'none': 1, 'rope': 1},
                         ('untuned', 'head', 'yarn'), L=512, tune=GPU_TUNE, read=GPU_READ),
@@ -260,7 +260,7 @@ def over_seeds(values):
 
 def of_kind(readings, kind):
     """Of each reading the row of a kind of far repeats, such as 'all' or 'near, all'."""
-    return [row for one in readings for row in one['repeats'] if row['kind'] == kind]
+    return [row for one in readings for row in one.get('repeats', ()) if row['kind'] == kind]
 
 
 def row_of(model, name, runs, twins):
@@ -282,14 +282,15 @@ def row_of(model, name, runs, twins):
     for kind in [*kinds, *(f'{T + 1} to {2 * T} back' for T in lengths()[:3])]:
         repeats = of_kind(found, kind)
         if len(repeats) < len(found):
-            continue  # an older file lacks this kind
+            continue  # an older or unfinished file lacks this kind
         row[f'gain, {kind}'] = over_seeds([one['gain'] for one in repeats])
         row[f'errors, {kind}'] = [one['gain_error'] for one in repeats]
     if all('entropy' in one for one in found):
         row['entropy'] = over_seeds([one['entropy'] for one in found])
-    for key in 'loss', 'cut_loss', 'headroom', 'R', 'own_gain':
-        row[key] = over_seeds([one[key] for one in of_kind(found, 'all')])
-    row['headroom, near'] = over_seeds([one['headroom'] for one in of_kind(found, 'near, all')])
+    if 'gain, all' in row:
+        for key in 'loss', 'cut_loss', 'headroom', 'R', 'own_gain':
+            row[key] = over_seeds([one[key] for one in of_kind(found, 'all')])
+        row['headroom, near'] = over_seeds([one['headroom'] for one in of_kind(found, 'near, all')])
     return row
 
 
@@ -338,7 +339,8 @@ def draw(result):
     left.set(xlabel='tokens in the window', ylabel='loss of the last 64 positions (nats)',
              title='All tokens (means over seeds)' if drawn == rows else
              'All tokens (means over seeds; some rows are left out)')
-    for n, row in enumerate(rows):
+    shown = [row for row in rows if 'gain, all' in row]
+    for n, row in enumerate(shown):
         for kind, color, name in (('all', figures.BLUE, 'the text itself'),
                                   ('other document, all', figures.ORANGE,
                                    "another document's text before the last L")):
@@ -348,7 +350,7 @@ def draw(result):
                            xerr=row[f'errors, {kind}'], fmt='o', color=color, alpha=0.7,
                            label=name if n == 0 else None)
     right.axvline(0, color='black', linewidth=1)
-    right.set_yticks(range(len(rows)), [row['title'] for row in rows])
+    right.set_yticks(range(len(shown)), [row['title'] for row in shown])
     right.invert_yaxis()
     right.set(xlabel='gain over the context cut to L (nats, ± standard error over windows)',
               title='Far repeats, windows of 8L: one point a seed')
