@@ -377,7 +377,8 @@ def decode(s):
         works['compiled'] = decoding('ours', True)
     weights, c = ours.n_params() - ours.embed.weight.numel(), ours.config
     keys = 2 * c.n_layer * c.n_kv_head * c.head_dim * (T + n_decode / 2)
-    x = torch.ones(2 ** 26, device=s.runtime.device)  # 256 MB, to measure memory bandwidth
+    # To measure memory bandwidth: 256 MB, on a GPU 4 GB, which takes it far longer than the launch.
+    x = torch.ones(2 ** (30 if s.runtime.device.type == 'cuda' else 26), device=s.runtime.device)
     bandwidth = 4 * x.numel() / medians(s, {'sum': x.sum})['sum']
     limit = n_decode * s.runtime.dtype.itemsize * (weights + keys) / bandwidth
     return timings(s, f'decode, T = {T}', works, n_decode, limit)

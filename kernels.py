@@ -95,12 +95,15 @@ def row_chunks(T, S, n_maps, device, all_keys=False):
     Cut the T queries, which are the last T of S tokens, into chunks. Yields (rows, n_keys): a slice
     of the queries, and how many keys they need. n_maps: matrices of scores per chunk. All maps of a
     chunk have at most at_once(SCORES_AT_ONCE) scores together. A chunk has at most an eighth of the
-    rows (or 32), because early rows need no late keys. The number of keys is rounded up to whole
-    eighths of S, because a convolution makes a plan for each new shape.
+    rows (or 32), because early rows need no late keys. On a GPU few scores are one chunk. The
+    number of keys is rounded up to whole eighths of S, because a convolution makes a plan for each
+    new shape.
     """
     eighth = math.ceil(S / 8)
     most = at_once(SCORES_AT_ONCE, device)
     most_rows = max(32, T // 8)
+    if device.type == 'cuda' and n_maps * T * S <= SCORES_AT_ONCE:
+        most_rows = T  # a GPU computes so few scores in less time than it starts eight chunks
     n_rows = min(most_rows, most // (n_maps * S))
     n_rows = max(1, n_rows)
     for start in range(0, T, n_rows):

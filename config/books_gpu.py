@@ -1,4 +1,5 @@
-# The books study on one GPU: 32M parameters, BPE of 8,192, L = 512; not run yet
+# The books study on one GPU: 32M parameters, BPE of 8,192, L = 512. The series books_32M of
+# results/past_L trains it for 1,000 steps.
 # python data/books/prepare.py FOLDER --tokenizer=bpe:8192 --out_dir=data/books_bpe
 # python train.py config/books_gpu.py
 # python train.py config/books_gpu.py --position=rope --out_dir=out/books_gpu/rope

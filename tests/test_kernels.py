@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from conftest import EVERY, losses_and_gradients, near, random_model, tokens
 from plain import plain_entropy
 from torch._dynamo.testing import CompileCounter
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels
 from bench import peak_memory
@@ -44,6 +45,32 @@ def test_speed_changes_neither_logits_nor_losses_nor_gradients(monkeypatch, chan
         with torch.no_grad():  # takes a fused kernel if there is one
             near(model(windows), logits, atol=1e-4)
         near(losses_and_gradients(model, windows), (losses, gradients), atol=1e-5)
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations."""
+    n = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.n += 1
+        return operation(*args, **(kwargs or {}))
+
+
+def test_on_a_gpu_few_scores_are_one_chunk(monkeypatch):
+    gpu, row_chunks = torch.device('cuda'), kernels.row_chunks
+    assert [*row_chunks(512, 512, 12, gpu)] == [(slice(0, 512), 512)]
+    assert len([*row_chunks(512, 512, 12 * 32, gpu)]) == 8
+    assert len([*row_chunks(512, 512, 12, torch.device('cpu'))]) == 8
+
+    model, windows = random_model(position='kerple', block_size=512), tokens(1, 513)
+    counts, expected = [], losses_and_gradients(model, windows)
+    for _ in range(2):
+        with Operations() as operations:
+            near(losses_and_gradients(model, windows), expected, atol=1e-5)
+        counts.append(operations.n)
+        monkeypatch.setattr(kernels, 'row_chunks', lambda T, S, n_maps, _, all_keys=False:
+                            row_chunks(T, S, n_maps, gpu, all_keys))
+    assert counts[0] > 2.5 * counts[1]
 
 
 @pytest.mark.parametrize('position', ['none', 'kerple'])

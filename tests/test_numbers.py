@@ -21,10 +21,14 @@ from statistics import correlation, mean, stdev
 from unittest import mock
 
 import pytest
+import torch
 from conftest import ROOT
 from conftest import read as read_json
 
+from lib.checkpoints import config_of
 from lib.tasks import N_SYMBOLS  # noqa: F401 (an expression uses it)
+from model import Transformer
+from results.gpu.table import usual_flops  # noqa: F401 (an expression uses it)
 from results.scoreboard import table as scoreboard_table
 
 SEEDS = '1337', '1338', '1339'
@@ -36,6 +40,9 @@ FILES = {
     'ALL_BRANCHES': ' '.join(f'begin/{n}M_1337.json' for n in (2, 5, 10, 20, 40)),
     'UNTUNED': 'past_L/code_86M/conv_1337.json past_L/code_86M/conv_1338_untuned.json '
                'past_L/code_86M/conv_1339_untuned.json',
+    'GPU': ' '.join(f'gpu/{name}.json' for name in (
+        'train_1b', 'eval_1b', 'decode_1b', 'entropy_1b', 'growth_1b', 'peer_125m',
+        'time_cost_125m')),
     'SMALL': 'scoreboard/small/channel_SEED.json scoreboard/small/head_SEED.json',
 }
 CHANNEL = 'scale per channel'
@@ -348,6 +355,16 @@ def steps(xs, task, slow, fast):
     """The time of a step beside that of another, in the files that have the task."""
     found = [x['results'][task] for x in xs if task in x['results']]
     return [times[slow]['seconds'] / times[fast]['seconds'] for times in found]
+
+
+def decoding_bytes(x):
+    """Bytes of bfloat16 weights and keys that decoding reads for a token, on the average."""
+    s = x['settings']
+    with torch.device('meta'):
+        model = Transformer(config_of(s, block_size=s['read_context']))
+    weights, c = model.n_params() - model.embed.weight.numel(), model.config
+    keys = 2 * c.n_layer * c.n_kv_head * c.head_dim * (s['read_context'] + s['n_decode'] / 2)
+    return 2 * (weights + keys)
 
 
 def threads(x):

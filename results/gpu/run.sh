@@ -6,12 +6,12 @@
 set -u
 end=$(($(date +%s) + 60 * ${1:-60}))
 if [ "${SIZE:-full}" = toy ]; then
-    out=out/gpu_toy models=out/gpu_toy/models L=64 batches='2 1' steps=2 samples=4 short=32 least=1 every=tests/test_gpu.py vocab=
+    out=out/gpu_toy models=out/gpu_toy/models L=64 batches='2 1' peers=2 steps=2 samples=4 short=32 least=1 every=tests/test_gpu.py vocab=
     bench='--n_layer=2 --n_head=4 --n_kv_head=2 --n_embd=64 --n_hidden=128 --vocab_size=300 --rounds=2 --n_decode=4'
     train='--n_layer=2 --n_head=4 --n_kv_head=2 --n_embd=32 --n_hidden=64 --block_size=32 --max_iters=6 --eval_interval=3
         --eval_windows=4 --batch_size=4 --micro_batch_size=4'
 else
-    out=results/gpu models=out/gpu L=2048 batches='16 8 4 2 1' steps=150 samples=64 short=512 least=60 every=tests bench= train= vocab=--vocab_size=50257
+    out=results/gpu models=out/gpu L=2048 batches='16 8 4 2 1' peers=32 steps=150 samples=64 short=512 least=60 every=tests bench= train= vocab=--vocab_size=50257
 fi
 mkdir -p $out/log
 
@@ -33,20 +33,26 @@ big="--like=['config/nope_1b.py']" small="--like=['config/dape/125m.py']"
 middle="--like=['config/dape/125m.py','config/dape/350m.py']"
 part gpu_tests python -m pytest -m '' tests/test_gpu.py
 largest train_1b "$big" "--tasks=['train']" --context=$L
-table growth growth_1b "$big" "--contexts=[$L,$((4 * L)),$((9 * L))]"
+table growth growth_1b "$big" "--contexts=[$L,$((4 * L)),$((9 * L))]" --compile=False
 bench entropy_1b "$big" "--tasks=['entropy']" --read_context=$((8 * L))
 bench eval_1b "$big" "--tasks=['eval']" --context=$((8 * L)) --batch_size=1
+bench peer_125m "$small" $vocab --position=rope --peer=hf "--tasks=['train','prefill','decode']" --batch_size=$peers
 bench decode_1b "$big" "--tasks=['prefill','decode']" --read_context=$((2 * L))
-table time_cost time_cost_125m "$small" $vocab
-table time_cost time_cost_350m "$middle" $vocab
+table time_cost time_cost_125m "$small" $vocab --compile=False
+table time_cost time_cost_350m "$middle" $vocab --compile=False
 largest train_350m_1x3 "$middle" $vocab "--tasks=['train']" --position=kerple --dape_kernel=3
 part tests python -m pytest -m '' $every
+if [ "${SIZE:-full}" != toy ]; then
+    part data_code python data/code/prepare.py
+    part code_86M env SERIES=code_86M bash results/past_L/run.sh
+fi
 
 # A model of 32M parameters on long books, its scales for 4L, and all of it read up to 8L.
 # The text is part of each name, so that a start with BOOKS trains models of its own.
 if test -n "${BOOKS:-}"; then
     text=books_bpe
     part data_$text python data/books/prepare.py "$BOOKS" --tokenizer=bpe:8192 --out_dir=data/books_bpe
+    test "${SIZE:-full}" = toy || part books_32M env SERIES=books_32M bash results/past_L/run.sh
 else
     text=stdlib
     part data_$text python data/stdlib/prepare.py
