@@ -3,7 +3,8 @@
 #   MODELS=conv,none   only these models
 #   SERIES=books       on books, after: python data/books/prepare.py FOLDER --tokenizer=bpe:1024
 #                      --out_dir=data/books_1024. Other series: books_40M, tokens_40M,
-#                      size_5M, parts
+#                      size_5M, parts. On a GPU: code_86M, and books_32M, after: python
+#                      data/books/prepare.py FOLDER --tokenizer=bpe:8192 --out_dir=data/books_bpe
 #   SERIES=mix_20M     trained on both, after: python data/books/prepare.py FOLDER
 #                      --tokenizer=data/code/bpe_1024.tiktoken --out_dir=data/books_code.
 #                      mix_20M_on_books reads books; mix, mix_on_books: the same with 10M tokens;
