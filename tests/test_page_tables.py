@@ -137,7 +137,7 @@ def of_peer(result):
         pair = found['ours'], found['transformers']
         cells[task] = [f"{one['tokens_per_second']:.0f} tokens/s" if task == 'decode' else
                        f"{1000 * one['seconds']:.1f} ms" for one in pair]
-        cells[task].append(f"{pair[1]['times_ours']:.2f}")
+        cells[task].append(f"{pair[1]['times_ours']:.2f} times")
     return cells
 
 
