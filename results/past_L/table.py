@@ -1,9 +1,10 @@
 """
 What reads past L: NoPE, RoPE and ALiBi, each without and with a short convolution. Each model is
-trained at L = 128 tokens. Then it reads windows of up to 16L tokens. NoPE also reads them with
-small vectors tuned at 8L, and RoPE with YaRN, without and with such vectors. Both also read them
-after every weight was fine-tuned at 8L. Two more models are trained at 8L from their second step
-on. A series is a text to train on and one to read, a number of tokens and a size of the models.
+trained at L = 128 tokens, on a GPU at 512. Then it reads windows of up to 16L tokens. NoPE also
+reads them with small vectors tuned at 8L, and RoPE with YaRN, without and with such vectors. Both
+also read them after every weight was fine-tuned at 8L. Two more models are trained at 8L from their
+second step on. A series is a text to train on and one to read, a number of tokens and a size of the
+models.
 
 $ python data/code/prepare.py
 $ bash results/past_L/run.sh                    # measures what is missing
@@ -370,9 +371,8 @@ def main():
                              if seed in seeds_of(model)})
     rows = collect()
     print_table(rows)
-    study.write(folder('results', series) / 'past_L', {'stage': 'past_L', 'L': lengths()[0],
-                                                        'rows': rows},
-                globals(), began, rows and draw)
+    result = {'stage': 'past_L', 'L': lengths()[0], 'rows': rows}
+    study.write(folder('results', series) / 'past_L', result, globals(), began, rows and draw)
 
 
 if __name__ == '__main__':
