@@ -367,6 +367,12 @@ def decoding_bytes(x):
     return 2 * (weights + keys)
 
 
+def measured_bandwidth(x):
+    """Bytes per second that the limit of decoding rests on."""
+    limit = x['results']['decode']['limit_seconds']['ours']
+    return x['settings']['n_decode'] * decoding_bytes(x) / limit
+
+
 def threads(x):
     return int(re.search(r'(\d+) threads', x['device'])[1])
 

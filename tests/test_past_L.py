@@ -85,6 +85,24 @@ def test_gains_are_over_the_untuned_model_and_entropies_stand_at_their_lengths(m
     assert f'--baseline={run}/last.pt' in asked['repeat', 'untuned'][1]
 
 
+def test_a_series_of_another_length_tunes_and_reads_at_multiples_of_it(monkeypatch):
+    commands, made = [], dict.fromkeys(('commit', 'versions', 'device', 'dtype'))
+
+    def stage(path, command):
+        commands.append(command)
+        return made | {'rows': [], 'share': 0, 'copy_weight': {}, 'mean_entropy': [0] * 16}
+
+    monkeypatch.setattr(table, 'series', 'code_86M')
+    monkeypatch.setattr(table.study, 'made', stage)
+    monkeypatch.setattr(table.study, 'train', lambda *_: None)
+    assert table.result_of('conv', 1)['readings'].keys() == {'untuned', 'head'}
+    tunings = [one for one in commands if one.startswith('tune_scale.py')]
+    assert len(tunings) == 1 and '--target_length=4096 ' in tunings[0]
+    assert sum('--lengths=[512,1024,2048,4096,8192]' in one for one in commands) == 2
+    assert sum('--lengths=[4096]' in one for one in commands) == 2
+    assert all('--dtype=bfloat16' in one and '{' not in one for one in commands)
+
+
 def test_a_series_that_reads_another_text_uses_the_trainings_of_its_series(monkeypatch):
     for series, trainings in (('code', ''), ('code_on_books', ''), ('mix_on_books', 'mix/')):
         monkeypatch.setattr(table, 'series', series)
