@@ -1,7 +1,6 @@
 """
 Exact attention entropy per layer, head and position, computed without the T x T matrix. Section 2.3
 and Appendix D of "Length Generalization of Causal Transformers without Position Encoding".
-entropy_without_matrix() in kernels.py holds the formula.
 
 $ python entropy.py                                              # the demo model, windows of 8L
 $ python entropy.py --scale=out/demo/nope/scale_head_640.json    # with tuned scales
@@ -11,15 +10,25 @@ Writes out_dir/entropy[_LABEL].json and .png (Figures 1 and 5), and entropy_head
 """
 
 import math
+from functools import partial
+
+from configurator import UserError, configure, settings
 
 import numpy as np
+import torch
 
-from configurator import between, configure, settings
-from lib.answers import bin_means, print_rows, read_json
-from lib.checkpoints import Run
-from lib.errors import UserError, fault_of
-from lib.losses import cut_curve, loss_and_entropy
-from lib.scales import vectors_for
+from common import bin_means, setup
+from data import Windows
+from position import in_rows, repeat_heads
+from stage import (
+    cut_curve,
+    losses_by_position,
+    open_model,
+    print_rows,
+    result_path,
+    results_folder,
+    write_result,
+)
 
 # which model, text and device
 out_dir = 'out/demo/nope'    # folder of the run to read; results go there, too
@@ -28,91 +37,160 @@ position: str | None = None  # position method; None: the checkpoint's
 rope_scaling: str | None = None   # extension of RoPE, such as yarn:4; None: the checkpoint's
 scale: float | str | None = None  # softmax scale: a number for all heads, or a scale file
 label = ''                   # name of the result; '': named after the scale
-dataset: str | None = None   # a folder of data/; None: the text that the model was trained on
+dataset = ''                 # a folder of data/; '': the text that the model was trained on
 split = 'test'               # split of the dataset to read
 device = 'auto'              # auto, cpu, cuda, mps
 dtype = 'float32'            # auto, float32, bfloat16, float16; half precision rounds q and k
 # what to measure
 length: int | None = None    # tokens in a window; None: 8L
 n_samples = 64               # windows, evenly spaced over the split
-compare: list[str] = []      # JSON files of other results of this stage, drawn in the same picture
-bits = False                 # True: report entropies in bits, as the code of the paper does;
-                             # False: in nats. Losses are always in nats
-tail = 64                    # the loss in the cut context is a mean over this many tokens
+tail = 64                    # the loss with only the last L tokens is a mean over this many tokens
 batch_tokens = 16384         # tokens in one forward pass; lower it when memory runs out
 
 
+# ---------------------------------------------------------------------- the formula
+
+# Each kernel takes q, k, v: (B, H, T, D) float32. Given k as v, it returns sum_j a_ij k_j,
+# (B, H, T, D), and ln sum_j exp(s_ij), (B, H, T).
+MEAN_KEY = {
+    'cpu': torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+    'cuda': partial(torch.ops.aten._scaled_dot_product_efficient_attention, attn_bias=None,
+                    compute_log_sumexp=True),
+}
+
+
+def entropy_without_matrix(q, k):
+    """
+    Entropy of each query's causal attention over s = q.k / sqrt(D), in nats, without the T x T
+    matrix. Eq. (2) of arXiv:2404.12224 is H_i = ln sum_j exp(s_ij) - sum_j a_ij s_ij. The last sum
+    is q_i . (sum_j a_ij k_j) / sqrt(D). So one fused attention call with the keys as values gives
+    both terms, because the kernel also returns its log-sum-exp, which has no gradient.
+    q: (B, H, T, D) scaled queries; k: (B, n_kv_head, T, D). Returns (B, H, T) float32, from 0 to
+    ln(i + 1).
+    """
+    H, T, D = q.shape[1:]
+    # float32, because the two terms nearly cancel; contiguous, because the kernel assumes it
+    q, k = q.float().contiguous(), repeat_heads(k.float(), H).contiguous()
+    mean_k, log_sum_exp, *_ = MEAN_KEY[q.device.type](q, k, k, is_causal=True)
+    mean_score = (q * mean_k).sum(-1) / math.sqrt(D)
+    return (log_sum_exp[..., :T] - mean_score).clamp(min=0)  # the CUDA kernel pads rows
+
+
+def attention_entropy(method, q, k, place):
+    """
+    Entropy of each query's attention in nats, (B, H, T) float32, for any position method: by
+    entropy_without_matrix() where it can, otherwise from the weights of some rows at a time, which
+    has a gradient. If a row's weights sum to less than 1, as with a sink, it is first divided by
+    its sum. q, k: as entropy_without_matrix() takes them.
+    """
+    wants_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
+
+    def of_rows(q, k, v, i, j):
+        weights = method.softmax(method.scores(q, k, i, j))
+        smallest = torch.finfo(weights.dtype).tiny  # so that 0 ln 0 is 0 and has a gradient
+        terms = weights * weights.clamp(min=smallest).log()
+        total = weights.sum(-1).clamp(min=smallest)
+        return (total.log() - terms.sum(-1) / total).clamp(min=0)  # of p = weights / total
+
+    with torch.autocast(q.device.type, enabled=False):
+        if method.is_plain and q.device.type in MEAN_KEY and not wants_gradient:
+            return entropy_without_matrix(q, k)
+        return in_rows(of_rows, q.float(), k.float(), k.float(), place)
+
+
+def has_entropy(model):
+    """False if a position method has its own attend(), whose attention weights are not known."""
+    return not any(block.attn.position.changes('attend') for block in model.blocks)
+
+
+def entropies(model, inputs, targets):
+    """
+    The entropy of every head at each position, (n_layer, B, H, T) float32, and the loss of each
+    target, (B, T), both in nats. inputs, targets: (B, T) ids.
+    """
+    if not has_entropy(model):
+        raise UserError(f'{model.config.position} has its own attend(), so its attention weights '
+                        'are not known. Override scores() or softmax() instead.')
+    found = []
+
+    def measure(attention, arguments):
+        x, place = arguments[:2]
+        q, k, _ = attention.queries_keys_values(x, place)
+        found.append(attention_entropy(attention.position, q, k, place))
+
+    hooks = [block.attn.register_forward_pre_hook(measure) for block in model.blocks]
+    try:
+        with torch.compiler.set_stance('force_eager'):  # compiled code would leave hooks out
+            losses = losses_by_position(model, inputs, targets)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    # With scale sets there are several passes, each for the positions after those before it.
+    parts, first = [], 0
+    for i in range(0, len(found), len(hooks)):
+        layers = torch.stack(found[i:i + len(hooks)])
+        parts.append(layers[..., first:])
+        first = layers.shape[-1]
+    return torch.cat(parts, dim=-1), losses
+
+
+# ---------------------------------------------------------------------- over a text
+
+def entropy_and_loss(model, samples, width, batch_tokens, runtime, label=None):
+    """
+    Means over samples, in nats: the entropy of every head in bins of `width` positions, (n_layer,
+    n_head, bins), and the loss by position, (T,). samples: (n, T + 1) ids.
+    """
+    T, width = samples.shape[1] - 1, max(1, width)
+    bins = T // width
+
+    def measure(inputs, targets):
+        heads, losses = entropies(model, inputs, targets)
+        heads = heads[..., :bins * width].unflatten(-1, (bins, width)).mean(-1)
+        return torch.cat((losses, heads.transpose(0, 1).flatten(1)), dim=1)
+
+    means = runtime.over_windows(samples, batch_tokens, measure, label).mean(0)
+    return means[T:].reshape(-1, model.config.n_head, bins), means[:T]
+
+
 def spearman(x, y):
-    """
-    Rank correlation of two sequences. Ties share their mean rank. It is nan if a sequence is
-    constant.
-    """
+    """Rank correlation of two sequences. Ties share their mean rank."""
     ranks = []
     for values in (x, y):
         _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
         ranks.append((np.cumsum(counts) - (counts - 1) / 2)[inverse])
-    with np.errstate(invalid='ignore'):
+    with np.errstate(invalid='ignore'):  # nan if a sequence is constant
         return float(np.corrcoef(*ranks)[0, 1])
 
 
-def curves_of(path, unit):
-    """
-    The curves and names of another result, for the picture. Raises UserError if it is not in this
-    unit.
-    """
-    result = read_json(path, 'entropy')
-    curves, names = ['position', 'loss', 'mean_entropy'], ['position_method', 'label', 'unit']
-    with fault_of(path, 'a result of entropy.py', 'Give the .json that it wrote.'):
-        numbers = np.array([result[key] for key in curves], float)  # fails if lengths differ
-        for key, curve in zip(curves, numbers):
-            if not np.isfinite(curve).all():
-                raise UserError(f'{path} has null in {key}, because a number was not finite. '
-                                'Measure it again, or leave it out.')
-        found = {key: result[key] for key in curves + names}
-    if found['unit'] != unit:
-        raise UserError(f"{path} is in {found['unit']}. Give --bits={unit == 'nats'}, or measure "
-                        'that result again.')
-    return found
+def main(given):
+    runtime = setup(device, dtype)
+    model, info = open_model(init_from, out_dir, runtime, position, rope_scaling, scale)
+    path = result_path(results_folder(out_dir, init_from, given), 'entropy', label, info)
+    L = model.config.block_size
+    T = length or 8 * L
+    windows = Windows(dataset or info['settings'].get('dataset', ''), split, T, info=info)
+    samples = windows.evenly_spaced(n_samples)
 
-
-def main():
-    between(globals(), 1, 'length', 'n_samples', 'tail', 'batch_tokens')
-    unit = 'bits' if bits else 'nats'
-    others = [curves_of(path, unit) for path in compare]
-    run = Run(settings(globals()), 'entropy')
-    L, nats_per_unit = run.L, math.log(2) if bits else 1.0
-    between(globals(), L // 16, 'length', why='the width of a bin, L / 16')
-    windows = run.windows(length or 8 * L)
-    samples, T = windows.evenly_spaced(n_samples), windows.block_size
-
-    losses, entropy = loss_and_entropy(run.model, samples, L // 16, batch_tokens, run.runtime,
-                                       f'entropy at {T}')
+    heads, losses = entropy_and_loss(model, samples, L // 16, batch_tokens, runtime, f'{T} tokens')
     positions, loss = bin_means(losses, L // 16)
-    mean, bound = entropy.mean((0, 1)) / nats_per_unit, np.log(positions) / nats_per_unit
-    with vectors_for(run.model, T):
-        scales = run.model.head_scale.numpy(force=True)
-    result = {'dataset': windows.dataset, 'split': windows.split, 'unit': unit,
-              'position': positions, 'samples': len(samples), 'loss': loss, 'mean_entropy': mean,
-              'bound': bound, 'head_scale': scales, 'entropy': entropy / nats_per_unit}
-
-    rows = []
-    for end in (L // 2, L, 2 * L, 4 * L, 8 * L):
-        if end <= T:
-            i = np.searchsorted(positions, end, side='right') - 1  # the last bin up to `end`
-            rows.append({'position': positions[i], f'mean entropy ({unit})': mean[i],
-                         'bound': bound[i]})
-    print_rows(run.runtime.print, rows)
-    if len(np.unique(scales)) > 1:
-        result['spearman'] = [spearman(*layer) for layer in zip(scales, entropy[:, :, -1])]
-        for layer, correlation in enumerate(result['spearman']):
-            run.runtime.print(f'layer {layer}: Spearman correlation of scale and entropy '
-                              f'{correlation:+.2f}')
+    mean, bound, scales = heads.mean((0, 1)), np.log(positions), model.head_scale.numpy(force=True)
+    result = {'dataset': windows.dataset, 'split': split, 'unit': 'nats', 'position': positions,
+              'samples': len(samples), 'loss': loss, 'mean_entropy': mean, 'bound': bound,
+              'head_scale': scales, 'entropy': heads}
+    ends = [i for i, at in enumerate(positions)
+            if i + 1 == len(positions) or any(at <= n < positions[i + 1] for n in
+                                              (L // 2, L, 2 * L, 4 * L, 8 * L))]
+    print_rows(runtime.print, [{'position': positions[i], 'mean entropy (nats)': mean[i],
+                                'bound': bound[i]} for i in ends])
+    if scales.ndim == 2 and len(np.unique(scales)) > 1:
+        result['spearman'] = [spearman(*layer) for layer in zip(scales, heads[:, :, -1])]
+        runtime.print('Spearman correlation of scale and entropy by layer: '
+                      + '  '.join(f'{one:+.2f}' for one in result['spearman']))
     if T > L:
-        result['cut'] = cut_curve(run.model, samples, L, tail, batch_tokens, run.runtime)
-    run.write('entropy', result | {'compare': others})
-    run.close()
+        result['cut'] = cut_curve(model, samples, tail, batch_tokens, runtime)
+    write_result(path, result, settings(globals()), runtime, info)
 
 
 if __name__ == '__main__':
-    configure(globals())
-    main()
+    main(configure(globals()))

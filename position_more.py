@@ -10,8 +10,7 @@ import math
 import torch
 import torch.nn as nn
 
-from kernels import later
-from position import METHODS, ALiBi, NoPE, QueryFactor, Vector
+from position import METHODS, ALiBi, NoPE, QueryFactor, Vector, later
 
 # ---------------------------------------------------------------------- factors of the query
 
@@ -23,7 +22,7 @@ class SSMax(QueryFactor):
 
     def __init__(self, config):
         super().__init__(config)
-        self.s = nn.Parameter(torch.full((config.n_head,), 1 / math.log(config.L0)))
+        self.s = nn.Parameter(torch.full((config.n_head,), 1 / math.log(config.pretrained_length)))
 
     def factor(self, i):
         return self.s[:, None] * (i + 1).log()
@@ -51,7 +50,7 @@ class Llama4(QueryFactor):
     """
 
     def factor(self, i):
-        return 1 + 0.1 * torch.log1p(((i + 1) / self.L0).floor())
+        return 1 + 0.1 * torch.log1p(((i + 1) / self.L).floor())
 
 
 class Adaptive(NoPE):
@@ -90,14 +89,15 @@ class NAPE(ALiBi):
 
 class NAPESSMax(NAPE):
     """NAPE with SSMax on the heads without a slope (arXiv:2506.16640)."""
+    settings = ()  # no random positions, because a query counts its keys by its position
 
     def __init__(self, config):
         super().__init__(config)
         self.first = config.n_head // 2  # first head without a slope
         rest = config.n_head - self.first
-        self.s = nn.Parameter(torch.full((rest,), 1 / math.log(config.L0)))
+        self.s = nn.Parameter(torch.full((rest,), 1 / math.log(config.pretrained_length)))
 
-    def turn(self, q, k, place):
+    def encode(self, q, k, place):
         log_n = (place.i.float() + 1).log()[..., None, :, None]              # (1, T, 1)
         with_slope, without = q.split([self.first, len(self.s)], dim=1)
         without = without * self.s[:, None, None] * log_n
@@ -114,7 +114,7 @@ class Window(NoPE):
 
     def __init__(self, config):
         super().__init__(config)
-        self.window, self.sinks = config.L0, 4
+        self.window, self.sinks = config.pretrained_length, 4
 
 
 class Sink(NoPE):
@@ -123,7 +123,7 @@ class Sink(NoPE):
     starts at 0. The sink takes the attention that a head has no use for. At 0 it already takes
     some, so it changes a model that was trained without it.
     """
-    vectors = {'sink': Vector('.sink', neutral=0.0, pretrained=True)}
+    vectors = {'sink': Vector(neutral=0.0, pretrained=True)}
 
     def __init__(self, config):
         super().__init__(config)

@@ -12,48 +12,43 @@ $ torchrun --nproc_per_node=8 train.py config/nope_1b.py # the paper's model on 
 Writes out_dir/last.pt, best.pt, step_N.pt, config.json, log.jsonl, loss.png
 """
 
-import functools
+import importlib
+import json
 import math
+import os
+import signal
 import sys
-import warnings
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+import time
+from dataclasses import asdict, fields
 from pathlib import Path
 
+from configurator import UserError, configure, settings
+
+import filelock
 import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.nn.parallel import DistributedDataParallel
 
-from configurator import between, configure, settings
-from kernels import attention_entropy
-from lib import checkpoints, plots
-from lib.answers import note
-from lib.devices import (
-    Runtime,
-    compiled,
+from common import (
+    DTYPES,
+    can_compile,
     learning_rate_at,
-    load_sharded,
-    matmul_flops,
-    note_long_warmup,
+    load_weights,
+    model_config,
+    read_checkpoint,
+    save_checkpoint,
+    save_json,
     setup,
-    sharded,
-    unsharded,
 )
-from lib.errors import UserError
-from lib.runs import (
-    MODEL,
-    Recorder,
-    Speed,
-    StopSignal,
-    checkpoint_to_start_from,
-    last_saved,
-    require_resumable,
-    resume_errors,
-    settings_to_resume,
-    stopped_run,
-)
-from lib.tokens import Windows
+from data import Windows
 from model import ModelConfig, Transformer
-from position import Settings
+from position import Settings, unused_settings
 
 # output
 out_dir = 'out/demo/nope'    # folder for checkpoints, log and pictures
@@ -95,336 +90,299 @@ fsdp = False                 # split the model over the ranks of torchrun
 checkpoint_activations = False  # backward recomputes activations: less memory, more time
 seed = 1337                  # seed of initial weights and data order
 
-ENTROPY_WINDOWS = 4  # validation windows for attention entropy: it varies little between windows
+# Settings that a resumed run does not keep, because another machine may need others
+OF_MACHINE = {'out_dir', 'init_from', 'device', 'compile', 'fsdp', 'checkpoint_activations'}
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # tensors, not shards of FSDP
 
 
-def check_settings(s, runtime):
-    """Refuse wrong settings before work starts. s: {name: value}. Raises UserError."""
-    between(s, 1, 'max_iters', 'eval_interval', 'log_interval', 'eval_windows', 'block_size',
-            'lr_decay_iters', 'keep_steps')
-    between(s, 1, 'batch_size', 'micro_batch_size', most=2 ** 24)
-    between(s, 0, 'learning_rate', 'min_lr', 'warmup_iters', 'weight_decay', 'grad_clip')
-    between(s, 0, 'beta1', 'beta2', most=1 - 1e-9)
-    out_dir, batch_size, micro = s['out_dir'], s['batch_size'], s['micro_batch_size']
-    if s['init_from'] != 'resume':
-        kept = {path.name for path in Path(out_dir).glob('*.pt')}
-        if kept:
-            name, begin = min(kept), 'Choose'
-            if 'last.pt' in kept:
-                name, begin = 'last.pt', 'Resume it with --init_from=resume, choose'
-            raise UserError(f'{out_dir} already holds a run ({name}). {begin} another --out_dir=, '
-                            'or remove the run.')
-    if s['min_lr'] > s['learning_rate']:
-        raise UserError(f"min_lr {s['min_lr']} is above learning_rate {s['learning_rate']}. Lower "
-                        '--min_lr=, for example to 0.')
-    ranks = runtime.world_size
-    if batch_size % (micro * ranks):
-        advice = 'Choose another batch_size.'
-        if batch_size % ranks == 0:
-            advice = f'Set --micro_batch_size={math.gcd(micro, batch_size // ranks)}.'
-        raise UserError(f'batch_size {batch_size} must be a multiple of micro_batch_size {micro} x '
-                        f'{ranks} ranks. {advice}')
-    if s['fsdp'] and ranks == 1:
-        raise UserError('fsdp splits a model over several ranks, but there is only one. Start with '
-                        'torchrun --nproc_per_node=N, or leave --fsdp=True out.')
-    late = [step for step in s['keep_steps'] if step > s['max_iters']]
-    if late:
-        note(f"keep_steps has {late}, but the run ends at max_iters {s['max_iters']}")
+# ---------------------------------------------------------------------- where a run begins
 
-
-# ---------------------------------------------------------------------- data
-
-def rank_batch(windows, step, batch_size, runtime):
-    """This rank's rows of the global batch: inputs and targets, each (rows, block_size)."""
-    rows = slice(runtime.rank, None, runtime.world_size)
-    tokens = torch.from_numpy(windows.batch(step, batch_size, rows))
-    if runtime.device.type == 'cuda':  # copy while the GPU still computes the previous step
-        tokens = tokens.pin_memory()
-    tokens = tokens.to(runtime.device, non_blocking=True)
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-# ---------------------------------------------------------------------- model
-
-def starting_model(state, chosen, given, windows):
+def starting_point(given):
     """
-    The model that a run begins with: a new one, that of the stopped run `state`, or that of the
-    checkpoint init_from.
+    The checkpoint to start from, or {}, and the settings of its model, with the changes that this
+    run makes. A resumed run takes all settings but those of the machine and those given.
     """
-    if chosen['init_from'] == 'scratch':
-        config = checkpoints.config_of(chosen, vocab_size=windows.vocab_size)
-        return Transformer(config).init_weights()
-    if state:
-        require_resumable(state, chosen, given, windows)
-        config = ModelConfig(**state['model_config'])
+    scope = globals()
+    if init_from == 'scratch':
+        return {}, {}
+    if init_from == 'resume':
+        state = read_checkpoint(f'{out_dir}/last.pt')
+        kept = {name: value for name, value in state['settings'].items()
+                if name in settings(scope) and name not in OF_MACHINE}
+        for name in {'dataset', 'batch_size', 'seed'} & given:
+            if scope[name] != kept[name]:
+                raise UserError(f'{name} is {scope[name]}, but the run has {kept[name]}. Leave it '
+                                'out, because the text of each step depends on it.')
+        scope.update({name: value for name, value in kept.items() if name not in given})
+        if state['step'] >= max_iters:
+            raise UserError(f"{out_dir} is finished after {state['step']} steps. To go on, give "
+                            'more: --max_iters=N.')
+        may_change = set()
     else:
-        state, config = checkpoint_to_start_from(chosen, given, windows)
-    model = Transformer(config)
-    model.load_state_dict(checkpoints.fit_weights(model, state['model'], state['path']))
-    return model
+        if init_from.endswith('.pt'):
+            state = read_checkpoint(init_from)
+        else:
+            from extras import convert
+            state = convert.read(init_from, position if 'position' in given else None)
+        may_change = {one.name for one in fields(Settings)} | {'block_size'}
+
+    own = asdict(state['model_config'])
+    for name in given & own.keys() - may_change:
+        if scope[name] != own[name]:
+            raise UserError(f"{name} is {scope[name]!r}, but {state['path']} was trained with "
+                            f'{own[name]!r}. Leave it out.')
+    new = own | {name: scope[name] for name in given & may_change}
+    if new['rope_scaling'].isidentifier():  # 'yarn' means the factor from L to this length
+        new['rope_scaling'] += f":{new['block_size'] / own['pretrained_length']:g}"
+    new |= {name: value for name, value in unused_settings(new).items() if name not in given}
+    scope.update({name: value for name, value in new.items() if name in settings(scope)})
+    return state, new
 
 
-def place_model(model, fsdp, compile, runtime):
-    """
-    Put the model on its device. Returns (model, called). model holds the weights; fsdp shards them.
-    called is the model that training calls: compiled, and inside DDP if there are several ranks.
-    """
+# ---------------------------------------------------------------------- model and optimizer
+
+def wrap(model, runtime):
+    """The model that training calls: compiled, and with several ranks in DDP, or split by FSDP."""
+    compiles = can_compile(runtime, compile)
     if fsdp:
-        model = sharded(model, runtime, compile)
-        return model, model
-    called = compiled(model.to(runtime.device), runtime, compile)
+        if {'t5', 'fire'} & {*position.split(',')}:
+            raise UserError('fsdp can split neither the table that all layers of t5 share nor the '
+                            'single numbers of fire.')
+        from torch.distributed.fsdp import fully_shard
+        mesh = dist.init_device_mesh(runtime.device.type, (runtime.world_size,))
+        for block in model.blocks:
+            if compiles:
+                block.compile(dynamic=False)
+            fully_shard(block, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+    net = torch.compile(model, dynamic=False) if compiles else model
     if runtime.world_size > 1:
-        # PyTorch 2.13 warns that this argument is old; 2.11 does not know the new one.
-        warnings.filterwarnings('ignore', message='.*broadcast_buffers')
-        device_ids = [runtime.device] if runtime.device.type == 'cuda' else None
-        # The bucket view avoids a second copy of all gradients; see also train_step().
-        called = DistributedDataParallel(called, gradient_as_bucket_view=True,
-                                         broadcast_buffers=False, device_ids=device_ids)
-    return model, called
+        # The bucket view avoids a second copy of all gradients.
+        net = DistributedDataParallel(net, gradient_as_bucket_view=True, broadcast_buffers=False)
+    return net
 
 
-# ---------------------------------------------------------------------- training
-
-@dataclass
-class TrainState:
-    """What a training step needs: the model, the optimizer, the precision and the ranks."""
-    model: torch.nn.Module       # holds the weights; fsdp shards them
-    called: torch.nn.Module      # the model that training calls; see place_model()
-    optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler  # scales the loss so that float16 can hold the gradients
-    autocast: AbstractContextManager  # in which the loss is computed
-    runtime: Runtime
-
-
-def new_optimizer(model, settings):
+def new_optimizer(model):
     """
     AdamW over all trained weights. Short convolutions have no weight decay, because it would pull
     their few weights to 0, where the convolution does nothing.
     """
-    weights, convolutions = [], []
-    for name, p in model.named_parameters():
-        if p.requires_grad:  # the head scales are frozen
-            (convolutions if name.endswith('conv.w') else weights).append(p)
-    groups = [{'params': weights}]
-    if convolutions:
-        groups.append({'params': convolutions, 'weight_decay': 0.0})
-    return torch.optim.AdamW(groups, lr=settings['learning_rate'], fused=True,
-                             betas=(settings['beta1'], settings['beta2']),
-                             weight_decay=settings['weight_decay'])
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    groups = [{'params': [p for name, p in trained.items() if not name.endswith('conv.w')]}]
+    if short_conv:
+        groups.append({'params': [p for name, p in trained.items() if name.endswith('conv.w')],
+                       'weight_decay': 0.0})
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=(beta1, beta2),
+                             weight_decay=weight_decay, fused=True)
 
 
-def set_gradient_averaging(model, enabled):
-    """
-    Choose whether the next backward averages gradients over the ranks. Only the last micro-batch of
-    a step needs this.
-    """
-    if isinstance(model, DistributedDataParallel):
-        model.require_backward_grad_sync = enabled
-    elif hasattr(model, 'set_requires_gradient_sync'):  # FSDP
-        model.set_requires_gradient_sync(enabled)
+# ---------------------------------------------------------------------- a run
 
-
-def train_step(t, batch, fetch_next, micro_batch_size, grad_clip, seed=0):
-    """
-    One step on this rank's rows of the global batch, in micro-batches. t: a TrainState. The seed
-    determines the random positions. Returns the loss, averaged over the ranks, and the next batch,
-    which fetch_next() returns.
-    """
-    x, y = batch
-    step_loss = torch.zeros((), device=x.device)
-    parts = list(zip(x.split(micro_batch_size), y.split(micro_batch_size)))
-    for i, (inputs, targets) in enumerate(parts):
-        is_last = i + 1 == len(parts)
-        set_gradient_averaging(t.called, is_last)
-        torch.manual_seed(seed)  # all micro-batches draw the same random positions
-        with t.autocast:
-            loss = t.called(inputs, targets).mean() / len(parts)
-        if is_last:  # the device still computes, so copying the next batch costs no time
-            following = fetch_next()
-        t.scaler.scale(loss).backward()
-        step_loss += loss.detach()
-
-    if grad_clip:
-        t.scaler.unscale_(t.optimizer)
-        torch.nn.utils.clip_grad_norm_(t.model.parameters(), grad_clip)
-    t.scaler.step(t.optimizer)
-    t.scaler.update()
-    # DDP's gradients are views of its buckets. None would drop the views, and the next step's first
-    # micro-batch would allocate gradients beside the buckets.
-    t.optimizer.zero_grad(set_to_none=not isinstance(t.called, DistributedDataParallel))
-
-    if t.runtime.world_size > 1:
-        torch.distributed.all_reduce(step_loss)
-        step_loss /= t.runtime.world_size
-    return step_loss, following
-
-
-def mean_over(windows, batch_tokens, runtime, measure):
-    """Mean over all windows. measure(inputs, targets) returns one number per window."""
-    n = len(windows)
-    # Ranks that share a model (FSDP) run each pass together, so all need equally many windows.
-    # Repeat the first windows until the number of windows is a multiple of the ranks.
-    padded = windows.take(range(n + -n % runtime.world_size), axis=0, mode='wrap')
-    # finite=False: validate() checks the numbers, and its message names the step.
-    values = runtime.over_windows(padded, batch_tokens, measure, finite=False)
-    return float(values[:n].mean())
-
-
-def validate(model, windows, batch_tokens, step, recorder, runtime):
-    """Log the loss and the attention entropy, both in nats; print the loss. Returns the loss."""
-    def losses(inputs, targets):
-        return model(inputs, targets).mean(1)
-
-    def entropies(inputs, targets):
-        with model.probe(attention_entropy) as entropy:
-            model(inputs, tail=1)
-        return torch.stack(entropy).mean((0, 2, 3))  # over layers, heads and queries: (B,)
-
+def validate(model, windows, runtime):
+    """The mean loss on the windows, and the mean attention entropy on four of them, in nats."""
+    from entropy import entropies, has_entropy
     model.eval()
-    loss = mean_over(windows, batch_tokens, runtime, losses)
-    entropy = mean_over(windows[:ENTROPY_WINDOWS], batch_tokens, runtime, entropies)
+    tokens = micro_batch_size * block_size
+    measured = {'val_loss': runtime.over_windows(
+        windows, tokens, lambda inputs, targets: model(inputs, targets).mean(1))}
+    if has_entropy(model):
+        measured['entropy'] = runtime.over_windows(
+            windows[:4], tokens, lambda *ids: entropies(model, *ids)[0].mean((0, 2, 3)))
     model.train()
-    recorder.require_finite(loss, f'the validation loss became {loss} at step {step}')
-    recorder.require_finite(entropy, f'the attention entropy became {entropy} at step {step}')
-    recorder.log(step, val_loss=loss, entropy=entropy)
-    runtime.print(f'step {step:6d}  validation loss {loss:.4f}  ppl {math.exp(min(loss, 700)):.2f}')
-    return loss
+    return {name: float(of_windows.mean()) for name, of_windows in measured.items()}
 
 
-def validate_and_save(recorder, t, windows, batch_tokens, step, best_val_loss, keep):
-    """
-    Validate, and write the checkpoints of a step. keep: also write step_N.pt. Returns the lowest
-    validation loss so far.
-    """
-    # Log the pending losses before validation. This raises an error if one of them is not finite,
-    # so that no checkpoint is overwritten.
-    recorder.flush(step)
-    val_loss = validate(t.model, windows, batch_tokens, step, recorder, t.runtime)
-    if best_val_loss == math.inf:  # so that there is no best.pt without a last.pt to go on from
-        save_last(recorder, t, step, best_val_loss)
-    if val_loss < best_val_loss:
-        best_val_loss = val_loss
-        recorder.save('best.pt', t.model, step, best_val_loss=best_val_loss)
-    if keep:
-        recorder.save(f'step_{step}.pt', t.model, step, best_val_loss=best_val_loss)
-    # Save last.pt last. If the run is killed between two saves, the old last.pt is still there. The
-    # resumed run repeats the steps since then and saves all files again.
-    save_last(recorder, t, step, best_val_loss)
-    return best_val_loss
-
-
-def save_last(recorder, t, step, best_val_loss):
-    """Write last.pt. A resumed run starts from it."""
-    recorder.flush(step)
-    recorder.save('last.pt', t.model, step, best_val_loss=best_val_loss,
-                  scaler=t.scaler.state_dict(), optimizer=unsharded(t.optimizer.state_dict()))
-
-
-def finish(recorder, stopped_by, runtime):
-    """End a run. A finished run gets its picture. A stopped run exits with its signal's code."""
-    if runtime.is_main and not stopped_by:  # drawn last: if loss.png exists, the run has finished
-        plots.draw_log(recorder.log_path, Path(recorder.folder, 'loss.png'))
-    recorder.close()
-    runtime.close()
-    if stopped_by:  # exit as the signal would have, so that a calling shell script also stops
-        sys.exit(128 + stopped_by)
-
-
-def main(given=()):
-    """given: names of the settings that the user set."""
-    state, saved = None, last_saved(out_dir)
-    if init_from == 'resume':  # what the user did not set stays as it was
-        state = stopped_run(out_dir)
-        globals().update(settings_to_resume(state, globals(), given))
-    runtime = setup(device, dtype, seed)
-    # Record the dtype that `auto` chose, because another machine may choose a different one on
-    # resume.
-    chosen = settings(globals()) | {'dtype': str(runtime.dtype).removeprefix('torch.')}
-    check_settings(chosen, runtime)
+def main(given):
+    """given: the names of the settings that the user gave."""
+    runtime, folder = setup(device, dtype, seed), Path(out_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(folder / 'run.lock')
+    if runtime.is_main:
+        try:
+            lock.acquire(timeout=0.5)
+        except filelock.Timeout:
+            raise UserError(f'Another process trains in {out_dir}. Choose another --out_dir=.') \
+                from None
+    if init_from != 'resume' and any(folder.glob('*.pt')):
+        raise UserError(f'{out_dir} already holds a run. Resume it with --init_from=resume, choose '
+                        'another --out_dir=, or remove it.')
+    if batch_size % (micro_batch_size * runtime.world_size):
+        raise UserError(f'batch_size {batch_size} must be a multiple of micro_batch_size '
+                        f'{micro_batch_size} x {runtime.world_size} ranks.')
+    state, config = starting_point(given)
+    runtime.dtype = DTYPES.get(dtype, runtime.dtype)
 
     # data
-    windows = Windows(dataset, 'train', block_size, seed, check=runtime.is_main)
-    val_windows = Windows(dataset, 'val', block_size, seed, check=runtime.is_main)
-    val_windows = val_windows.evenly_spaced(eval_windows)
+    data = Windows(dataset, 'train', block_size, seed, info=state)
+    val_windows = Windows(dataset, 'val', block_size, info=state).evenly_spaced(eval_windows)
+    if init_from == 'resume' and state['n_tokens'] != len(data.tokens):
+        raise UserError(f'{dataset} has changed since the run began. Prepare it as it was.')
 
-    # model
-    model = starting_model(state, chosen, given, windows)
-    model.checkpoint_activations = checkpoint_activations
+    def batch_of(step):
+        """This rank's rows of the batch of a step: inputs and targets, each (rows, block_size)."""
+        rows = slice(runtime.rank, None, runtime.world_size)
+        tokens = torch.from_numpy(data.batch(step, batch_size, rows))
+        if runtime.device.type == 'cuda':  # copied while the GPU computes
+            tokens = tokens.pin_memory()
+        tokens = tokens.to(runtime.device, non_blocking=True)
+        return tokens[:, :-1], tokens[:, 1:]
+
+    # model and optimizer
+    if not state:
+        config = {one.name: globals()[one.name] for one in fields(ModelConfig)
+                  if one.name in globals()} | {'vocab_size': data.meta['vocab_size']}
+    model = Transformer(model_config(config)).init_weights()
     if state:
-        chosen['init_from'] = state['settings']['init_from']
-    chosen |= {name: getattr(model.config, name) for name in MODEL}
-    # A weight takes 4 bytes, each of its two Adam moments 4 more. last.pt holds all three, and
-    # the old last.pt stays until the new one is written. best.pt and step_N.pt hold only weights.
-    copies = 2 * 3 + 1 + len(keep_steps)
-    checkpoints.require_space(out_dir, 4 * model.n_params() * copies)
-    tokens_per_step = batch_size * block_size
-    recorder = Recorder(out_dir, runtime, chosen, tokens_per_step, windows.tokenizer_state,
-                        data=windows.checksums)
-    if last_saved(out_dir) != saved:  # while this process did not yet hold the recorder's lock
-        raise UserError(f'another process has just saved {out_dir}/last.pt. Start again.')
-    model, called = place_model(model, fsdp, compile, runtime)
-
-    # optimizer
-    optimizer = new_optimizer(model, chosen)
+        load_weights(model, state['model'], state['path'])
+    model.checkpoint_activations = checkpoint_activations
+    model.to(runtime.device)
+    net = wrap(model, runtime)
+    is_ddp = isinstance(net, DistributedDataParallel)
+    optimizer = new_optimizer(model)
     scaler = torch.amp.GradScaler(runtime.device.type, enabled=runtime.dtype == torch.float16)
     step, best_val_loss = 0, math.inf
-    if state:
+    if init_from == 'resume':
         step, best_val_loss = state['step'], state['best_val_loss']
-        with resume_errors(out_dir):
-            load_sharded(optimizer, state['optimizer'])
-            if state['scaler']:  # empty if the run so far did not use float16
-                scaler.load_state_dict(state['scaler'])
-    state = None  # free the file's copy of weights and optimizer
+        groups = [{name: group[name] for name in ('betas', 'weight_decay')}
+                  for group in optimizer.param_groups]
+        set_optimizer_state_dict(model, optimizer, state['optimizer'], options=WHOLE)
+        for group, values in zip(optimizer.param_groups, groups):
+            group.update(values)
+        scaler.load_state_dict(state['scaler'])
+    state = None  # frees the file's copy of weights and optimizer
+
+    # files
+    chosen = settings(globals()) | {'dtype': str(runtime.dtype).removeprefix('torch.')}
+    log_path, track, pending = folder / 'log.jsonl', None, []
+    if runtime.is_main:
+        save_json(folder / 'config.json', chosen)
+        (folder / 'loss.png').unlink(missing_ok=True)  # it means that the run has finished
+        lines = log_path.read_text().splitlines(True) if step else []
+        log_path.write_text(''.join(line for line in lines if json.loads(line)['step'] <= step))
+        if tracker:
+            track = importlib.import_module(tracker)  # trackio and wandb share these functions
+            track.init(project='nope-length', name=out_dir, config=chosen)
+
+    def log(step, **row):
+        row = {'tokens': step * batch_size * block_size, **row}
+        if runtime.is_main:
+            with open(log_path, 'a') as file:
+                file.write(json.dumps({'step': step, **row}) + '\n')
+            if track:
+                track.log(row, step=step)
+
+    def save(name, **more):
+        """Write a checkpoint. All ranks must call it, because FSDP collects the weights."""
+        weights = get_model_state_dict(model, options=WHOLE)
+        if runtime.is_main:
+            if not all(weight.isfinite().all() for weight in weights.values()):
+                raise UserError(f'a weight is not finite at step {step}. {folder}/last.pt holds '
+                                'the last good state: resume from it with a lower learning_rate.')
+            save_checkpoint(folder / name, weights, model.config, tokenizer=data.tokenizer,
+                            step=step, settings=chosen, n_tokens=len(data.tokens),
+                            best_val_loss=best_val_loss, **more)
+
+    # Ctrl-C and SIGTERM finish the step and save; a second one stops at once.
+    signals = []
+
+    def on_signal(number, frame):
+        signals.append(number)
+        signal.signal(number, signal.SIG_DFL)
+        os.write(2, b'\nfinishing this step, then saving; once more stops at once\n')
+
+    for number in signal.SIGTERM, signal.SIGINT:
+        signal.signal(number, on_signal)
+
+    runtime.print(f'{model.n_params():,} parameters, position={position}, {runtime.device.type}, '
+                  f'{runtime.dtype}; training from step {step} to {max_iters}, '
+                  f'{batch_size * block_size:,} tokens per step; writing to {out_dir}')
     warmup = warmup_iters if warmup_iters >= 1 else round(warmup_iters * max_iters)
-    note_long_warmup(warmup, max_iters)
-    t = TrainState(model, called, optimizer, scaler, runtime.autocast(), runtime)
-
-    recorder.begin(step)  # write config.json, and drop the log lines after this step
-    runtime.print(f"{model.n_params():,} parameters, position={chosen['position']}, "
-                  f'{runtime.device.type}, {runtime.dtype}; training from step {step} to '
-                  f'{max_iters}, {tokens_per_step:,} tokens per step; writing to {out_dir}')
-
-    # loop
-    flops = 3 * sum(model.flops_per_token(block_size))  # backward costs as much as two forwards
-    # FLOP/s that all devices can reach. MFU is the share of it that training reaches.
-    peak_flops = matmul_flops(runtime.device, runtime.dtype) * runtime.world_size
-    speed = Speed(step, max_iters, tokens_per_step, flops, peak_flops)
-    stop, stopped_by = StopSignal(runtime), None
-    first_step = step
-    batch = rank_batch(windows, step, batch_size, runtime)
-    while step < max_iters and not stopped_by:
+    x, y = batch_of(step)
+    began, began_at, stopped, first = time.perf_counter(), step, False, step
+    while step < max_iters and not stopped:
+        # one step
         lr = learning_rate_at(step, learning_rate, min_lr, warmup, lr_decay_iters or max_iters)
         for group in optimizer.param_groups:
             group['lr'] = lr
-        fetch_next = functools.partial(rank_batch, windows, step + 1, batch_size, runtime)
-        loss, batch = train_step(t, batch, fetch_next, micro_batch_size, grad_clip, seed + step)
-        recorder.pending.append(loss)
+        micro_batches = list(zip(x.split(micro_batch_size), y.split(micro_batch_size)))
+        step_loss = torch.zeros((), device=runtime.device)
+        for i, (inputs, targets) in enumerate(micro_batches):
+            is_last = i + 1 == len(micro_batches)
+            if is_ddp:  # only the last micro-batch averages gradients over the ranks
+                net.require_backward_grad_sync = is_last
+            elif fsdp:
+                net.set_requires_gradient_sync(is_last)
+            torch.manual_seed(seed + step)  # all micro-batches draw the same random positions
+            with runtime.autocast():
+                loss = net(inputs, targets).mean() / len(micro_batches)
+            scaler.scale(loss).backward()
+            step_loss += loss.detach()
         step += 1
-
-        if step % log_interval == 0 or step == max_iters:
-            recorder.flush(step)  # writes the pending losses to the log
-            runtime.print(f'step {step:6d}  loss {recorder.mean_loss():.4f}  lr {lr:.2e}  '
-                          f'{speed.line(step)}')
-
-        if step % eval_interval == 0 or step == max_iters or step in keep_steps:
-            best_val_loss = validate_and_save(
-                recorder, t, val_windows, micro_batch_size * block_size, step, best_val_loss,
-                step in keep_steps)
-            speed.restart(step)  # leave validation and saving out of the tokens per second
-        if step == first_step + 1:
-            speed.restart(step)  # the first step compiles
-
         if step < max_iters:
-            stopped_by = stop.on_any_rank(step % log_interval == 0)
+            x, y = batch_of(step)  # while a GPU still computes
+        if grad_clip:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
+        scaler.step(optimizer)
+        scaler.update()
+        # DDP's gradients are views of its buckets, which None would drop.
+        optimizer.zero_grad(set_to_none=not is_ddp)
+        if runtime.world_size > 1:
+            dist.all_reduce(step_loss, dist.ReduceOp.SUM)
+            step_loss /= runtime.world_size
+        pending.append(step_loss)  # on the device, because to read it would wait for the step
 
-    if stopped_by:
-        save_last(recorder, t, step, best_val_loss)
-        runtime.print(f'{stopped_by.name}: saved step {step}; resume with '
-                      f'--out_dir={out_dir} --init_from=resume')
-    finish(recorder, stopped_by, runtime)
+        is_log_step = step % log_interval == 0 or step == max_iters
+        is_eval_step = step % eval_interval == 0 or step == max_iters or step in keep_steps
+        # Ranks stop together. GPUs ask each other only at log steps, because they wait for it.
+        stopped = bool(signals)
+        if runtime.world_size > 1 and (is_log_step or runtime.device.type == 'cpu'):
+            received = torch.tensor(len(signals), device=runtime.device)
+            dist.all_reduce(received)
+            stopped = bool(received)
+        elif runtime.world_size > 1:
+            stopped = False
+
+        if is_log_step or is_eval_step or stopped:
+            losses, pending = torch.stack(pending).tolist(), []
+            for at, loss in enumerate(losses, step - len(losses) + 1):
+                if not math.isfinite(loss):
+                    raise UserError(f'the loss became {loss} at step {at}. {folder}/last.pt, if it '
+                                    'exists, holds the last good state: resume from it with a '
+                                    'lower learning_rate or grad_clip.')
+                log(at, loss=loss)
+            seconds = (time.perf_counter() - began) / (step - began_at)
+            left = time.strftime('%H:%M:%S', time.gmtime(seconds * (max_iters - step)))
+            runtime.print(f'step {step:6d}  loss {sum(losses) / len(losses):.4f}  lr {lr:.2e}  '
+                          f'{batch_size * block_size / seconds:9,.0f} tokens/s  {left} left')
+        if is_eval_step:
+            measured = validate(model, val_windows, runtime)
+            log(step, **measured)
+            runtime.print(f"step {step:6d}  validation loss {measured['val_loss']:.4f}  "
+                          f"ppl {math.exp(min(measured['val_loss'], 700)):.2f}")
+            is_best = measured['val_loss'] < best_val_loss
+            best_val_loss = min(best_val_loss, measured['val_loss'])
+            if is_best:
+                save('best.pt')
+            if step in keep_steps:
+                save(f'step_{step}.pt')
+        if is_eval_step or stopped:  # last: a run that is killed before goes on from the one before
+            save('last.pt', scaler=scaler.state_dict(),
+                 optimizer=get_optimizer_state_dict(model, optimizer, options=WHOLE))
+        if is_log_step or is_eval_step or step == first + 1:  # the first step compiles
+            began, began_at = time.perf_counter(), step
+
+    if runtime.is_main and step == max_iters:
+        import plots
+        plots.draw_log(log_path, folder / 'loss.png')
+    if runtime.world_size > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+    if step < max_iters:
+        runtime.print(f'saved step {step}; go on with --out_dir={out_dir} --init_from=resume')
+        sys.exit(128 + (signals or [signal.SIGTERM])[0])
 
 
 if __name__ == '__main__':
     # configure() adds the fields of position.Settings, such as rope_base, to this file's globals.
-    # It returns the names of the settings that the user gave.
     main(configure(globals(), Settings))

@@ -36,19 +36,15 @@ def modular_arithmetic_simple(rng, B, n):
     even, the input has n - 1 symbols.
     """
     n_digits = (n + 1) // 2
-    digits = rng.integers(0, 5, (B, n_digits))
-    operators = rng.integers(5, 8, (B, n_digits - 1))
     x = np.empty((B, 2 * n_digits - 1), np.int64)
-    x[:, ::2] = digits
-    x[:, 1::2] = operators
+    x[:, ::2] = rng.integers(0, 5, (B, n_digits))
+    x[:, 1::2] = rng.integers(5, 8, (B, n_digits - 1))
 
-    total = np.zeros(B, np.int64)
-    term = digits[:, 0]  # the product that is not yet in the total
-    for operator, digit in zip(operators.T, digits[:, 1:].T):
+    total, term = 0, x[:, 0]  # term: the product that is not yet in the total
+    for operator, digit in zip(x[:, 1::2].T, x[:, 2::2].T):
         total = np.where(operator == 7, total, total + term)
         term = np.choose(operator - 5, (digit, -digit, term * digit)) % 5
-    total = (total + term) % 5
-    return x, total[:, None]
+    return x, (total + term)[:, None] % 5
 
 
 def parity_check(rng, B, n):
@@ -63,8 +59,7 @@ def cycle_navigation(rng, B, n):
     step, 2 is a step forward. 20222 -> 3.
     """
     x = rng.integers(0, 3, (B, n))
-    steps = x - 1
-    return x, steps.sum(1, keepdims=True) % 5
+    return x, (x - 1).sum(1, keepdims=True) % 5
 
 
 # ---------------------------------------------------------------------- deterministic context-free
@@ -110,10 +105,10 @@ def expressions(rng, B, n, n_operators):
     operator between them, in brackets. Each round of the loop writes all parts of one depth, in all
     texts.
     """
-    text = np.zeros(B * n, np.int64)   # all texts, one after the other
-    value = np.zeros(B * n, np.int64)  # the value of each part, at the index of its first symbol
-    start = np.arange(B) * n           # the first symbol of each part
-    end = start + n - 1                # the last symbol of each part
+    # text: all texts, one after the other; value: of each part, at the index of its first symbol
+    text, value = np.zeros((2, B * n), np.int64)
+    start = np.arange(B) * n  # the first symbol of each part
+    end = start + n - 1       # the last symbol of each part
     operations = []
     while len(start):
         size = end - start + 1
@@ -123,7 +118,7 @@ def expressions(rng, B, n, n_operators):
 
         # short parts: a digit, perhaps with a minus before it
         short = size <= 4
-        place = np.where(in_brackets, end - 1, end)[short]
+        place = (end - in_brackets)[short]
         negative = size[short] % 2 == 0
         digit = rng.integers(0, 5, len(place))
         text[place] = digit
@@ -141,8 +136,8 @@ def expressions(rng, B, n, n_operators):
 
     # the innermost operations first
     for start, middle, operator in reversed(operations):
-        left, right = value[start + 1], value[middle + 1]
-        value[start] = np.choose(operator, (left + right, left - right, left * right)) % 5
+        a, b = value[start + 1], value[middle + 1]
+        value[start] = np.choose(operator, (a + b, a - b, a * b)) % 5
     return text.reshape(B, n), value[::n, None].copy()
 
 
@@ -160,14 +155,12 @@ def solve_equation(rng, B, n):
     if n < 3:
         return np.zeros((B, n), np.int64), answers
     x, value = expressions(rng, B, n - 2, n_operators=2)
-    places = rng.integers(0, n - 2, B)
-    for row, place in enumerate(places):
+    for row, place in enumerate(rng.integers(0, n - 2, B)):
         while x[row, place] >= 5:  # find the next digit; after the end, go on from the start
             place = (place + 1) % (n - 2)
         answers[row] = x[row, place]
         x[row, place] = 9
-    equals = np.full((B, 1), 10)
-    return np.concatenate((x, equals, value), axis=1), answers
+    return np.concatenate((x, np.full((B, 1), 10), value), axis=1), answers
 
 
 # ---------------------------------------------------------------------- context-sensitive
@@ -189,10 +182,9 @@ def missing_duplicate(rng, B, n):
     half = n // 2
     x = np.full((B, n), 3)
     x[:, :2 * half] = np.tile(random_bits(rng, B, half), 2)
-    rows = np.arange(B)
-    hidden = rng.integers(0, 2 * half, B)
-    answers = x[rows, hidden]
-    x[rows, hidden] = 2
+    hidden = np.arange(B), rng.integers(0, 2 * half, B)
+    answers = x[hidden]
+    x[hidden] = 2
     return x, answers[:, None]
 
 
@@ -208,10 +200,8 @@ def bits_without(refused, rng, B, n):
     -> (B,) bool.
     """
     x = random_bits(rng, B, n)
-    again = refused(x)
-    while again.any():
+    while (again := refused(x)).any():
         x[again] = random_bits(rng, B, n)[again]
-        again = refused(x)
     return x
 
 
@@ -231,17 +221,13 @@ def binary_addition(rng, B, n):
     have the lowest bit first. 001201101 -> 0101120000, which is 4 + 22. If n < 3, the input is one
     number, and its bits are not all ones.
     """
-    two_numbers = n > 2
-    between = np.full((B, 1), n)
-    if two_numbers:
+    place, between = np.arange(n), np.full((B, 1), n)
+    if n > 2:
         between = rng.integers(1, n - 1, (B, 1))
-    place = np.arange(n)
 
     def refused(x):
-        if not two_numbers:
-            return x.all(1)
         first, second = x * (place < between), x * (place > between)
-        return ~(first.any(1) & second.any(1))
+        return x.all(1) if n < 3 else ~(first.any(1) & second.any(1))
 
     x = bits_without(refused, rng, B, n)
     answers = np.zeros((B, n + 1), np.int64)
@@ -257,15 +243,9 @@ def compute_sqrt(rng, B, n):
     The square root of a number above 0, rounded down. Both have the highest bit first.
     100101 (37) -> 110 (6).
     """
-    def is_zero(x):
-        return ~x.any(1)
-
-    x = bits_without(is_zero, rng, B, n)
-    answers = []
-    for row in x.tolist():
-        root = math.isqrt(to_number(reversed(row)))
-        answers.append(to_bits(root, (n + 1) // 2)[::-1])
-    return x, np.array(answers)
+    x = bits_without(lambda x: ~x.any(1), rng, B, n)
+    roots = [math.isqrt(to_number(reversed(row))) for row in x.tolist()]
+    return x, np.array([to_bits(root, (n + 1) // 2)[::-1] for root in roots])
 
 
 def bucket_sort(rng, B, n):
@@ -296,12 +276,11 @@ def recall(rng, B, n):
     x = rng.integers(2 * N_SYMBOLS, 3 * N_SYMBOLS, (B, n))             # noise
     # Before the queries there are n - 2 n_pairs places, where a pair counts as one place. Choose
     # the places of the pairs, in order.
-    n_places = n - 2 * n_pairs
-    places = np.sort(rng.random((B, n_places)).argsort(1)[:, :n_pairs], axis=1)
-    starts = places + np.arange(n_pairs)
+    places = rng.random((B, n - 2 * n_pairs)).argsort(1)[:, :n_pairs]
+    starts = np.sort(places, axis=1) + np.arange(n_pairs)
     np.put_along_axis(x, starts, N_SYMBOLS + keys, axis=1)
     np.put_along_axis(x, starts + 1, values, axis=1)
-    x[:, n - n_pairs:] = N_SYMBOLS + np.take_along_axis(keys, order, axis=1)
+    x[:, -n_pairs:] = N_SYMBOLS + np.take_along_axis(keys, order, axis=1)
     return x, np.take_along_axis(values, order, axis=1)
 
 
@@ -323,13 +302,12 @@ def flip_flop(rng, B, n):
     instructions = rng.choice([2, 3, 4], (B, n_pairs), p=[0.1, 0.1, 0.8])
     instructions[:, 0] = 2
     bits = random_bits(rng, B, n_pairs)
-    places = np.where(instructions == 2, np.arange(n_pairs), 0)
-    last_write = np.maximum.accumulate(places, axis=1)
+    writes = np.where(instructions == 2, np.arange(n_pairs), 0)
+    last_write = np.maximum.accumulate(writes, axis=1)
     held = np.take_along_axis(bits, last_write, axis=1)                # after each instruction
-    bits = np.where(instructions == 3, held, bits)
     x = np.full((B, 2 * n_pairs + 1), 3)
     x[:, :-1:2] = instructions
-    x[:, 1::2] = bits
+    x[:, 1::2] = np.where(instructions == 3, held, bits)
     return x, held[:, -1:].copy()
 
 
@@ -346,36 +324,34 @@ class Task:
     because both make the same first mistake.
     """
     generate: Callable  # (rng, B, n) -> inputs, answers
-    level: str          # R: regular, DCF: deterministic context-free, CS: context-sensitive
     n_in: int           # number of different symbols in the inputs
     n_out: int          # number of different symbols in the answers
     ends: bool = False  # True if the answers finish with END
     read: str = 'slots'
 
-    @property
-    def chance(self):
-        """The accuracy of a random guess among the symbols of the answers."""
-        return 1 / self.n_out
 
-
-# in the order of Table 6 of "DAPE V2"
-TASKS = {
-    'even_pairs': Task(even_pairs, 'R', 2, 2),
-    'modular_arithmetic_simple': Task(modular_arithmetic_simple, 'R', 9, 5),
-    'parity_check': Task(parity_check, 'R', 2, 2),
-    'cycle_navigation': Task(cycle_navigation, 'R', 3, 5),
-    'stack_manipulation': Task(stack_manipulation, 'DCF', 5, 3, ends=True),
-    'reverse_string': Task(reverse_string, 'DCF', 2, 2),
-    'modular_arithmetic': Task(modular_arithmetic, 'DCF', 11, 5),
-    'solve_equation': Task(solve_equation, 'DCF', 11, 5),
-    'duplicate_string': Task(duplicate_string, 'CS', 2, 2),
-    'missing_duplicate': Task(missing_duplicate, 'CS', 4, 2),
-    'odds_first': Task(odds_first, 'CS', 2, 2),
-    'binary_addition': Task(binary_addition, 'CS', 3, 3, ends=True),
-    'compute_sqrt': Task(compute_sqrt, 'CS', 2, 2),
-    'bucket_sort': Task(bucket_sort, 'CS', 5, 5),
+# In the order of Table 6 of "DAPE V2". Its levels: R, regular; DCF, deterministic context-free; CS,
+# context-sensitive.
+TASKS = {task.generate.__name__: task for task in (
+    # R
+    Task(even_pairs, 2, 2),
+    Task(modular_arithmetic_simple, 9, 5),
+    Task(parity_check, 2, 2),
+    Task(cycle_navigation, 3, 5),
+    # DCF
+    Task(stack_manipulation, 5, 3, ends=True),
+    Task(reverse_string, 2, 2),
+    Task(modular_arithmetic, 11, 5),
+    Task(solve_equation, 11, 5),
+    # CS
+    Task(duplicate_string, 2, 2),
+    Task(missing_duplicate, 4, 2),
+    Task(odds_first, 2, 2),
+    Task(binary_addition, 3, 3, ends=True),
+    Task(compute_sqrt, 2, 2),
+    Task(bucket_sort, 5, 5),
     # tasks that Table 6 does not have
-    'flip_flop': Task(flip_flop, 'R', 5, 2),
-    'recall': Task(recall, 'CS', 3 * N_SYMBOLS, N_SYMBOLS, read='queries'),
-    'copy': Task(copy, 'CS', N_SYMBOLS, N_SYMBOLS, read='generated'),
-}
+    Task(flip_flop, 5, 2),
+    Task(recall, 3 * N_SYMBOLS, N_SYMBOLS, read='queries'),
+    Task(copy, N_SYMBOLS, N_SYMBOLS, read='generated'),
+)}

@@ -1,0 +1,289 @@
+"""
+What all stages share: device, precision and ranks; means over windows; checkpoints; JSON files.
+"""
+
+import contextlib
+import ctypes
+import dataclasses
+import datetime
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import sys
+import sysconfig
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from configurator import UserError
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from model import ModelConfig, Transformer, small_vectors, vector_kind, vector_of
+
+DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
+# A model is compiled for reading if this takes more FLOP. On a CPU, compiling took 33 to 101 s and
+# saved 7% of the time, so it pays if reading takes half an hour. The GPU's number is a guess.
+WORTH_COMPILING = {'cpu': 2 ** 48, 'cuda': 2 ** 55}
+
+
+# ---------------------------------------------------------------------- where a stage runs
+
+@dataclass
+class Runtime:
+    """Where this process runs: its device, its precision and its place among the ranks."""
+    device: torch.device
+    dtype: torch.dtype   # of activations; head scales and trained weights stay float32
+    rank: int = 0
+    world_size: int = 1
+
+    @property
+    def is_main(self):
+        return self.rank == 0
+
+    def autocast(self):
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+
+    def print(self, *args):
+        if self.is_main:
+            print(*args, flush=True)
+
+    @torch.no_grad()
+    def over_windows(self, windows, batch_tokens, measure, label=None):
+        """
+        Measure every window, in batches of at most batch_tokens tokens that the ranks share.
+        windows: (n, T + 1) int64 ids. measure(inputs, targets) gets two (B, T) tensors and returns
+        a tensor of B rows. Returns the rows of all windows in order, (n, ...) float64, on every
+        rank. label: text of a progress bar. Raises UserError if a number is not finite.
+        """
+        n, windows = len(windows), torch.as_tensor(windows)
+        # Equal batches for all ranks, because each new size would be compiled, and because ranks
+        # that share a model (FSDP) run each pass together. First windows fill up the last batches.
+        most = max(1, batch_tokens // (windows.shape[1] - 1)) * self.world_size
+        n_batches = math.ceil(n / most)
+        size = math.ceil(n / n_batches / self.world_size)
+        rows, starts = [], range(self.rank * size, n_batches * size * self.world_size,
+                                 size * self.world_size)
+        for start in tqdm(starts, label, disable=None if label and self.is_main else True):
+            batch = windows[torch.arange(start, start + size) % n].to(self.device)
+            with self.autocast():
+                rows.append(measure(batch[:, :-1], batch[:, 1:]).double().cpu().numpy())
+        parts = [np.stack(rows)]                          # each (n_batches, size, ...)
+        if self.world_size > 1:
+            parts = [None] * self.world_size
+            dist.all_gather_object(parts, np.stack(rows))
+        rows = np.stack(parts, axis=1)                    # (n_batches, ranks, size, ...)
+        rows = rows.reshape(-1, *rows.shape[3:])[:n]
+        if not np.isfinite(rows).all():
+            raise UserError('a measured number is not finite, so nothing was written. Are weights '
+                            'or scales damaged? Try another checkpoint, --scale= or --dtype=.')
+        return rows
+
+
+def setup(device='auto', dtype='auto', seed=1337):
+    """
+    The Runtime of this process. device: auto, cpu, cuda, cuda:1, mps. dtype: float32, bfloat16,
+    float16, or auto: bfloat16 where it is fast, else float16 on a GPU and float32 on a CPU.
+    """
+    rank, world_size = 0, 1
+    if dist.is_torchelastic_launched():  # by torchrun; others may leave RANK in the environment
+        rank, world_size = int(os.environ['RANK']), int(os.environ['WORLD_SIZE'])
+    if device == 'auto':
+        found = torch.accelerator.current_accelerator(check_available=True)
+        device = found.type if found else 'cpu'
+    if device == 'cuda' and world_size > 1:
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+    device = torch.device(device)
+    # Sharp attention has weights below 1e-38, with which a CPU computes slowly unless it rounds
+    # them to 0: a tuning step took 7.5 s instead of 19 s. Set before the first thread starts.
+    torch.set_flush_denormal(True)
+    if dtype == 'auto':
+        if device.type == 'cuda':
+            fast = torch.cuda.is_bf16_supported(including_emulation=False)
+            dtype = 'bfloat16' if fast else 'float16'
+        else:
+            fast = device.type == 'cpu' and torch.cpu._is_amx_tile_supported()
+            dtype = 'bfloat16' if fast else 'float32'
+    if dtype not in DTYPES or dtype == 'float16' and device.type == 'cpu':
+        raise UserError(f"dtype is '{dtype}'. Choose auto, float32, bfloat16, or on a GPU float16.")
+    if device.type == 'cuda':
+        torch.cuda.set_device(device)
+    if world_size > 1 and not dist.is_initialized():
+        # Saving a large checkpoint may take longer than NCCL's 10 minutes.
+        dist.init_process_group('nccl' if device.type == 'cuda' else 'gloo',
+                                timeout=datetime.timedelta(hours=2))
+    torch.manual_seed(seed)
+    if device.type == 'cpu':
+        keep_freed_memory()
+        # Else compiled code sums the gradients of embeddings in another order in each run.
+        torch.set_deterministic_debug_mode('error')
+        torch.utils.deterministic.fill_uninitialized_memory = False
+    return Runtime(device, DTYPES[dtype], rank, world_size)
+
+
+def keep_freed_memory(largest=2 ** 30):
+    """
+    Make the C library, if it is glibc, keep freed blocks of up to `largest` bytes for the next
+    step, instead of paying for their pages again: a step of the demo model took 64 ms, not 86 ms.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL('libc.so.6').mallopt
+        for option in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, in bytes
+            mallopt(option, largest)
+
+
+def can_compile(runtime, wanted):
+    """True if torch.compile is wanted and can work here; else, if it is wanted, says what lacks."""
+    if not wanted or runtime.device.type == 'mps':  # torch.compile for mps is too new
+        return False
+    compiler = os.environ.get('CXX', {'darwin': 'clang++', 'win32': 'cl'}.get(sys.platform, 'g++'))
+    header = Path(sysconfig.get_paths()['include'], 'Python.h')
+    if not shutil.which(compiler) or not header.exists():
+        runtime.print(f'torch.compile needs {compiler} and {header} (Debian, Ubuntu: apt-get '
+                      'install g++ python3-dev); going on uncompiled, which is slower.')
+        return False
+    if runtime.device.type == 'cpu':
+        torch.use_deterministic_algorithms(True)
+    torch._dynamo.config.recompile_limit = 64  # shapes; beyond it a call would run uncompiled
+    return True
+
+
+def compiled_to_read(model, runtime, wanted, n, length):
+    """The model, compiled if n windows of `length` tokens are enough work for this to pay."""
+    if not isinstance(model, Transformer) or model.scale_sets:
+        return model
+    pays = 2 * model.n_params() * n * length > WORTH_COMPILING.get(runtime.device.type, math.inf)
+    return torch.compile(model, dynamic=False) if can_compile(runtime, wanted and pays) else model
+
+
+def learning_rate_at(step, peak, floor, warmup, decay):
+    """The learning rate at a step: linear warm-up, then a cosine from peak to floor until decay."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    share = min(1.0, (step - warmup) / max(1, decay - warmup))
+    return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * share))
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+def weights_digest(weights):
+    """
+    SHA-256 of a state dict: over the name, the shape and up to 4,096 evenly spaced values of each
+    weight matrix. Small vectors (head scales, norms) are left out, so that a scale file still fits
+    the checkpoint after they are tuned.
+    """
+    digest = hashlib.sha256()
+    for name, weight in sorted(weights.items()):
+        if weight.dim() >= 2 and not vector_kind(name):
+            n = weight.numel()
+            places = torch.linspace(0, n - 1, min(n, 4096), dtype=torch.float64).long()
+            values = weight.flatten()[places.to(weight.device)].float().cpu().numpy()
+            digest.update(f'{name} {tuple(weight.shape)}'.encode() + values.tobytes())
+    return digest.hexdigest()
+
+
+def save_checkpoint(path, model_weights, config, **state):
+    """Write a checkpoint whole or not at all: a kill or a full disk leaves the file before it."""
+    state |= {'model': model_weights, 'model_config': dataclasses.asdict(config),
+              'digest': weights_digest(model_weights)}
+    part = Path(f'{path}.part')
+    with open(part, 'wb') as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+
+
+def read_checkpoint(path):
+    """The entries of a checkpoint, tensors memory-mapped, and `model_config` as a ModelConfig."""
+    if not Path(path).is_file():
+        raise UserError(f'{path} does not exist. Train that model first, by train.py and its '
+                        'config, or name another model.')
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if archive.testzip():  # torch.load() does not compare the checksums
+                raise ValueError('a checksum is wrong')
+        state = torch.load(path, 'cpu', weights_only=True, mmap=True)
+        config = state['model_config']
+        state['model'], state['digest'], state['step'], state['settings']
+    except Exception as error:  # errors of zip and unpickling share no class
+        raise UserError(f'{path} is damaged, cut short or of another program '
+                        f'({type(error).__name__}). Take another checkpoint.') from error
+    return state | {'model_config': model_config(config), 'path': str(path)}
+
+
+def model_config(values):
+    """
+    A ModelConfig of {setting: value}, from settings or from a checkpoint. Refuses a setting that
+    this version does not have, unless it is off.
+    """
+    known = {one.name for one in dataclasses.fields(ModelConfig)}
+    odd = {name: value for name, value in values.items() if name not in known and value}
+    try:
+        if odd:
+            raise ValueError(f'the model has {odd}, which this version does not have.')
+        return ModelConfig(**{name: values[name] for name in known & values.keys()})
+    except (ValueError, TypeError) as error:
+        raise UserError(str(error)) from error
+
+
+def load_weights(model, weights, path, **options):
+    """
+    Load a checkpoint's weights. A small vector that it lacks gets its neutral value; the model's
+    own vectors take the checkpoint's shapes, one number per head or one per channel.
+    """
+    weights = dict(weights)
+    for name, p in small_vectors(model).items():
+        if name not in weights:
+            weights[name] = torch.full(p.shape, vector_of(name).neutral, device='cpu')
+        if p.dim() == weights[name].dim() == 2:
+            p.data = p.data.new_empty(weights[name].shape)
+    try:
+        model.load_state_dict(weights, **options)
+    except RuntimeError as error:
+        what = ' '.join(str(error).split())[:300]
+        raise UserError(f'{path} does not fit a model with position {model.config.position}: '
+                        f'{what}') from error
+
+
+# ---------------------------------------------------------------------- numbers and files
+
+def json_value(value, digits=17):
+    """A value in JSON's types. Arrays become lists with 6 digits; NaN and infinity become None."""
+    if isinstance(value, np.ndarray | np.generic):
+        return json_value(value.tolist(), digits=6)
+    if torch.is_tensor(value):
+        return json_value(value.numpy(force=True))
+    if isinstance(value, dict):
+        return {str(key): json_value(one) for key, one in value.items()}
+    if isinstance(value, list | tuple | range):
+        return [json_value(one, digits) for one in value]
+    if isinstance(value, float):
+        return float(f'{value:.{digits}g}') if math.isfinite(value) else None
+    return value
+
+
+def save_json(path, data):
+    """Write JSON that a person can read, each list of numbers on one line; whole or not at all."""
+    text = json.dumps(json_value(data), indent=1)
+    text = re.sub(r'\[\n[^][{}"]*\]', lambda numbers: re.sub(r'\s+', ' ', numbers[0]), text)
+    part = Path(f'{path}.part')
+    part.write_text(text.replace('[ ', '[').replace(' ]', ']') + '\n', encoding='utf-8')
+    part.replace(path)
+
+
+def bin_means(values, width):
+    """
+    Means over bins of `width` positions. values: (..., T). Returns the mean position of each bin,
+    counted from 1, (bins,), and the means, (..., bins).
+    """
+    values, width = np.asarray(values), max(1, width)
+    bins = values.shape[-1] // width
+    means = values[..., :bins * width].reshape(*values.shape[:-1], bins, width).mean(-1)
+    return np.arange(bins) * width + (width + 1) / 2, means

@@ -1,0 +1,125 @@
+"""
+Windows of tokenized text, for training and evaluation.
+
+A prepared dataset is a folder, data/NAME, that is complete by itself:
+    train.bin, val.bin, test.bin  the tokens of a split, one flat array; each document is followed
+                                  by end-of-text
+    train_starts.bin, ...         where the documents of the split start, int64
+    meta.json                     tokenizer, vocabulary, dtype, counts of tokens and documents;
+                                  written last: if it is there, the other files are whole
+tokenizer.py writes it.
+"""
+
+import functools
+import hashlib
+import json
+import os
+import re
+from pathlib import Path
+
+from configurator import ROOT, UserError
+
+import numpy as np
+
+SLOTS = 10_000  # samples in a cycle; each cycle has the same number of samples from each source
+
+
+def stable_hash(*parts):
+    """A 64-bit hash of the parts' texts. Unlike hash(), it is the same in every process."""
+    text = '/'.join(map(str, parts)).encode(errors='surrogatepass')
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], 'big')
+
+
+@functools.lru_cache(maxsize=8)
+def shuffled(n, *key):
+    """
+    range(n), shuffled, (n,) int64. The order depends only on key, because numpy never changes the
+    raw numbers of Philox.
+    """
+    return np.random.Philox(key=stable_hash(*key)).random_raw(n).argsort(kind='stable')
+
+
+def open_split(dataset, split):
+    """The tokens and document starts of a split, memory-mapped, and the content of meta.json."""
+    folder = ROOT / 'data' / dataset
+    folder = folder if folder.is_dir() else Path(dataset)
+    if not (folder / 'meta.json').is_file():
+        raise UserError(f'Dataset {dataset} is not prepared. Run: python '
+                        f'{os.path.relpath(folder)}/prepare.py (--help says what it takes).')
+    meta = json.loads((folder / 'meta.json').read_text(encoding='utf-8'))
+    if split not in meta['splits']:
+        raise UserError(f"Dataset {dataset} has no split {split}, but {', '.join(meta['splits'])}.")
+    tokens = np.memmap(folder / f'{split}.bin', meta['dtype'], 'r')
+    if len(tokens) != meta['splits'][split]['tokens']:
+        raise UserError(f'{folder}/{split}.bin is not as it was prepared. Prepare it again.')
+    return tokens, np.fromfile(folder / f'{split}_starts.bin', np.int64), meta
+
+
+class Windows:
+    """
+    Windows of a dataset, or of a weighted mixture such as 'slimpajama:0.694,starcoder:0.306'; val
+    and test are those of its first source. A window is block_size + 1 consecutive tokens, which
+    gives block_size predictions. info: about a model that shall read them; its tokenizer must be
+    the dataset's. Attributes: tokens, starts and meta of the first source, and tokenizer, a state.
+    """
+
+    def __init__(self, dataset, split, block_size, seed=0, info=None):
+        self.dataset, self.split, self.block_size, self.seed = dataset, split, block_size, seed
+        parts = [re.fullmatch(r'(.+?)(?::([\d.e-]+))?', part).groups()
+                 for part in dataset.split(',')]
+        opened = [open_split(name, split) for name, _ in (parts if split == 'train' else parts[:1])]
+        self.tokens, self.starts, self.meta = opened[0]
+        self.tokenizer = self.meta['tokenizer']
+        tokenizers = [meta['tokenizer'] for _, _, meta in opened]
+        if info and info['tokenizer']:
+            tokenizers.append(info['tokenizer'])
+        if any(one | {'name': ''} != self.tokenizer | {'name': ''} for one in tokenizers):
+            raise UserError(f'The parts of {dataset}, or it and the model, have different '
+                            'tokenizers. Prepare the text with one, or name other text.')
+        size = block_size + 1
+        self.blocks = [tokens[:len(tokens) // size * size].reshape(-1, size)
+                       for tokens, _, _ in opened]
+        if not all(map(len, self.blocks)):
+            raise UserError(f'The split {split} of {dataset} has fewer than {size:,} tokens. '
+                            'Choose shorter windows, or prepare more text.')
+        # How many of SLOTS samples each source gets: rounded down, the rest to the largest rests.
+        weights = np.array([float(weight or 1) for _, weight in parts[:len(opened)]])
+        exact = weights / weights.sum() * SLOTS
+        self.slots = np.floor(exact).astype(int)
+        missing = SLOTS - self.slots.sum()
+        self.slots[np.argsort(self.slots - exact, kind='stable')[:missing]] += 1
+
+    def batch(self, step, batch_size, rows=slice(None)):
+        """
+        The windows of a step, (n_rows, block_size + 1) int64. They depend only on (seed, split,
+        step). rows: the slice of the batch for this rank or micro-batch. Each source is read epoch
+        after epoch. Each epoch reads each block once, in a new order.
+        """
+        windows = []
+        for sample in range(step * batch_size, (step + 1) * batch_size)[rows]:
+            cycle, slot = divmod(sample, SLOTS)
+            order = shuffled(SLOTS, self.seed, self.split, 'cycle', cycle)
+            sources = np.repeat(np.arange(len(self.slots)), self.slots)[order]
+            s = int(sources[slot])
+            before = int((sources[:slot] == s).sum())  # samples of this source in the cycle
+            epoch, i = divmod(cycle * self.slots[s] + before, len(self.blocks[s]))
+            order = shuffled(len(self.blocks[s]), self.seed, self.split, s, epoch)
+            windows.append(self.blocks[s][order[i]])
+        return np.array(windows, np.int64).reshape(-1, self.block_size + 1)
+
+    def evenly_spaced(self, n, spacing=None):
+        """
+        Windows for evaluation, evenly spaced over the split, in order, (n, block_size + 1) int64.
+        There are fewer than n if n would start less than `spacing` tokens apart. spacing None: they
+        do not overlap.
+        """
+        starts = self.evenly_spaced_starts(n, spacing)
+        return self.tokens[starts[:, None] + np.arange(self.block_size + 1)].astype(np.int64)
+
+    def evenly_spaced_starts(self, n, spacing=None):
+        """Where the windows of evenly_spaced() start in the split, (n,)."""
+        size = self.block_size + 1
+        spacing = spacing or size
+        places = (self.blocks[0].size - size) // spacing + 1
+        n = min(n, places)
+        return np.arange(n) * places // n * spacing

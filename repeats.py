@@ -1,0 +1,228 @@
+"""
+What does a model gain from text beyond L? Look at far repeats: places where the text repeats
+something from more than L tokens ago, and ask how much the loss falls when the model may see that
+far. In "... def parse(text): ... 500 other lines ... def parse(" the next token, `text`, can be
+copied, but only by a model that sees the first definition.
+
+A target is a token x_t whose `gram` tokens before it also stand before an earlier token x_s, with
+s < t - L, and before no s in [t - L, t). So x_s is not among the last L tokens. The cut context
+is the L tokens before the target. L is the length of pretraining.
+
+gain = loss of the untuned model in the cut context - loss of this model in the whole window. Above
+0 a model reads past L. own_gain is the same with this model, and its scales, in both places.
+headroom is the gain of the copy cache (Grave et al. 2017, arXiv:1612.04426, in its simplest form):
+it gives the target the probability (1 - w) p + w c, where p is the untuned model's in the cut
+context, and c is 1 if x_s equals the target, else 0. The weight w is fitted on the split val.
+R = gain / headroom.
+
+$ python repeats.py                                              # windows of 8L
+$ python repeats.py --scale=out/demo/nope/scale_head_640.json    # with tuned scales
+$ python repeats.py --control=True   # also with another document's text before the last L tokens
+
+Writes out_dir/repeats[_LABEL].json and .png
+"""
+
+from functools import partial
+
+from configurator import UserError, configure, settings
+
+import numpy as np
+
+from common import setup
+from data import Windows
+from stage import (
+    losses_by_position,
+    open_model,
+    print_rows,
+    result_path,
+    results_folder,
+    write_result,
+)
+
+# which model, text and device
+out_dir = 'out/demo/nope'    # folder of the run to read; results go there, too
+init_from = 'last'           # last, best (of out_dir), a checkpoint file, a folder, hf:ORG/NAME
+position: str | None = None  # position method; None: the checkpoint's
+rope_scaling: str | None = None   # extension of RoPE, such as yarn:4; None: the checkpoint's
+scale: float | str | None = None  # softmax scale: a number for all heads, or a scale file
+label = ''                   # name of the result; '': named after the scale
+dataset = ''                 # a folder of data/; '': the text that the model was trained on
+split = 'test'               # split of the dataset to read
+device = 'auto'              # auto, cpu, cuda, mps
+dtype = 'auto'               # auto, float32, bfloat16, float16
+# what to read
+length: int | None = None    # tokens in a window; None: 8L
+n_samples = 256              # windows, evenly spaced over the split
+gram = 8                     # this many tokens before a target also occur earlier
+targets = 1500               # targets to score, drawn at random from those found
+baseline = ''                # checkpoint of the untuned model; '': this one, without its scales
+control = False              # also replace all but the last L tokens by another document's: without
+                             # the text that a target repeats, a gain must vanish
+batch_tokens = 16384         # tokens in one forward pass; lower it when memory runs out
+
+
+def last_repeats(tokens, g):
+    """
+    For each position t the latest s < t with tokens[s-g:s] equal to tokens[t-g:t], or -1 if there
+    is none. tokens: (n, T) ids; each row is a separate window. Returns (n, T).
+    """
+    found = np.full(tokens.shape, -1)
+    for row, of_row in zip(tokens, found):
+        latest = {}  # {g tokens: the position after their latest occurrence}
+        for t in range(g, len(row)):
+            before = row[t - g:t].tobytes()
+            of_row[t] = latest.get(before, -1)
+            latest[before] = t
+    return found
+
+
+def find_targets(samples, L, g, most):
+    """
+    Targets t >= 2L in windows (n, W + 1): window, t, s, whether x_s equals the target, each (n,),
+    and how many were found. If these are more than `most`, the same random ones are always drawn.
+    """
+    s = last_repeats(samples, g)
+    t = np.arange(samples.shape[1])
+    window, at = np.nonzero((s >= 0) & (s < t - L) & (t >= 2 * L))
+    n_found = len(at)
+    if n_found == 0:
+        raise UserError(f'No token of {len(samples)} windows is a far repeat of {g} tokens. Give '
+                        'longer windows, other text, or a lower --gram=.')
+    if n_found > most:
+        drawn = np.sort(np.random.default_rng(0).choice(n_found, most, replace=False))
+        window, at = window[drawn], at[drawn]
+    s = s[window, at]
+    return window, at, s, samples[window, at] == samples[window, s], n_found
+
+
+def cut_target_losses(model, samples, window, t, batch_tokens, runtime):
+    """The losses of targets, (n,), if the model sees only the L tokens before each."""
+    L = model.config.pretrained_length
+    contexts = samples[window[:, None], t[:, None] + np.arange(-L, 1)]
+    return runtime.over_windows(contexts, batch_tokens, lambda inputs, targets:
+                                model(inputs, targets[:, -1:])[:, 0], f'only the last {L}')
+
+
+def copy_losses(losses, same, weight):
+    """The losses with the copy cache, -ln((1 - weight) e^-loss + weight [same]), (n,)."""
+    with np.errstate(divide='ignore'):  # ln 0 is -inf, where the copied token is wrong
+        return -np.logaddexp(np.log1p(-weight) - losses, np.log(weight * same))
+
+
+def fit_copy_weight(losses, same):
+    """
+    The weight in [0, 1) with the smallest mean of copy_losses(). The mean is convex in the weight,
+    so bisection finds where its slope is 0.
+    """
+    p, low, high = np.exp(-losses), 0.0, 1.0
+    for _ in range(50):
+        weight = (low + high) / 2
+        rise = np.where(same, (1 - p) / (p + weight * (1 - p)), -1 / (1 - weight))
+        low, high = (weight, high) if rise.sum() > 0 else (low, weight)
+    return low
+
+
+def ratio_over_windows(a, b, window):
+    """
+    sum(a) / sum(b) and its standard error. a, b: one number per target. Targets of one window, such
+    as those of a long repeat, are not independent, so the error is that of a ratio over windows.
+    """
+    n = len(np.unique(window))
+    ratio = a.sum() / b.sum()
+    sums = np.bincount(window, a - ratio * b)  # one per window; 0 if it has no target
+    variance = (sums ** 2).sum() * n / (n - 1) if n > 1 else np.nan
+    return ratio, variance ** 0.5 / abs(b.sum())
+
+
+def row_of(kind, which, window, losses, cut, own_cut=None, copied=None):
+    """A row of the result for the targets `which`, (n,) bool. The losses have one per target."""
+    window, losses, cut = window[which], losses[which], cut[which]
+    one = np.ones(len(window))
+    row = {'kind': kind, 'loss': losses.mean(), 'cut_loss': cut.mean()}
+    row['gain'], row['gain_error'] = ratio_over_windows(cut - losses, one, window)
+    if own_cut is not None:
+        row['own_gain'], row['own_gain_error'] = ratio_over_windows(own_cut[which] - losses, one,
+                                                                    window)
+    if copied is not None:
+        headroom = cut - copied[which]
+        row['headroom'] = headroom.mean()
+        row['R'], row['R_error'] = ratio_over_windows(cut - losses, headroom, window)
+    return row | {'targets': len(window), 'windows': len(np.unique(window))}
+
+
+def other_windows(starts, T, document_starts):
+    """For each window that starts at starts[w]: one that shares no document with it, (n,)."""
+    n, others = len(starts), []
+    first = np.searchsorted(document_starts, starts, side='right')
+    last = np.searchsorted(document_starts, starts + T, side='right')
+    for w in range(n):
+        further = (w + n // 2 + np.arange(n)) % n
+        is_other = (last[further] < first[w]) | (first[further] > last[w])
+        if not is_other.any():
+            raise UserError('Every window shares a document with one of the others, so there is no '
+                            'control. Raise --n_samples=, or give other text.')
+        others.append(further[is_other.argmax()])
+    return np.array(others)
+
+
+def main(given):
+    runtime = setup(device, dtype)
+    opened = partial(open_model, out_dir=out_dir, runtime=runtime)
+    model, info = opened(init_from, position=position, rope_scaling=rope_scaling, scale=scale)
+    path = result_path(results_folder(out_dir, init_from, given), 'repeats', label, info)
+    L, W = model.config.pretrained_length, length or 8 * model.config.block_size
+    name = dataset or info['settings'].get('dataset', '')
+    data = Windows(name, split, W, info=info)
+    samples = data.evenly_spaced(n_samples)
+    window, t, s, same, n_found = find_targets(samples, L, gram, targets)
+    untuned, untuned_info = model, info
+    if baseline or any(one is not None for one in (position, rope_scaling, scale)):
+        trained = None if baseline else info['trained_position']
+        untuned, untuned_info = opened(baseline or init_from, position=trained)
+    if untuned.config.pretrained_length != L:
+        raise UserError(f'baseline was pretrained at {untuned.config.pretrained_length} tokens, '
+                        f'the model at {L}. Name the checkpoint that it was fine-tuned from.')
+
+    def cut_with(one, samples, window, t):
+        return cut_target_losses(one, samples, window, t, batch_tokens, runtime)
+
+    def whole(texts):
+        return runtime.over_windows(texts, batch_tokens, partial(losses_by_position, model),
+                                    f'{W} tokens')
+
+    losses = whole(samples)[window, t - 1]
+    cut = cut_with(untuned, samples, window, t)
+    own_cut = cut if untuned is model else cut_with(model, samples, window, t)
+    val = Windows(name, 'val', W, info=info).evenly_spaced(n_samples)
+    val_window, val_t, _, val_same, _ = find_targets(val, L, gram, targets)
+    weight = fit_copy_weight(cut_with(untuned, val, val_window, val_t), val_same)
+    measured = window, losses, cut, own_cut, copy_losses(cut, same, weight)
+
+    all_targets = np.full(len(t), True)
+    rows = [row_of('all', all_targets, *measured), row_of('same token', same, *measured)]
+    far = L
+    while far < W:  # by distance: from L to 2L, to 4L ... to W
+        near, far = far, min(2 * far, W)
+        between = (near < t - s) & (t - s <= far)
+        if between.any():
+            rows.append(row_of(f'{near + 1} to {far} back', between, *measured))
+    if control:
+        starts = data.evenly_spaced_starts(n_samples)
+        others = other_windows(starts, W, data.starts)
+        is_far = np.arange(W + 1) < t[:, None] - L
+        texts = np.where(is_far, samples[others[window]], samples[window])
+        rows.append(row_of('other document', all_targets, window,
+                           whole(texts)[np.arange(len(t)), t - 1], *measured[2:]))
+    share = n_found / (len(samples) * (W + 1 - 2 * L))
+    runtime.print(f'found {n_found:,} far repeats of {gram} tokens, {share:.1%} of the tokens from '
+                  f'position {2 * L} on; scored {len(t):,} of them')
+    print_rows(runtime.print, rows)
+    write_result(path, {
+        'dataset': name, 'split': split, 'length': W, 'gram': gram, 'rows': rows,
+        'samples': len(samples), 'found': n_found, 'share': share, 'copy_weight': weight,
+        'untuned': {'checkpoint': untuned_info['path'], 'weights_digest': untuned_info['digest']}},
+        settings(globals()), runtime, info)
+
+
+if __name__ == '__main__':
+    main(configure(globals()))

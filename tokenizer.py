@@ -1,0 +1,294 @@
+"""
+Text to token files: tokenizers, and the writer that data/NAME/prepare.py calls. data.py reads what
+it writes.
+"""
+
+import base64
+import itertools
+import json
+import math
+import os
+import re
+import sys
+import sysconfig
+from pathlib import Path
+
+from configurator import UserError
+
+import numpy as np
+import tiktoken
+from tqdm import tqdm
+
+from common import save_json
+from data import stable_hash
+
+EOT = '<|endoftext|>'
+# This pattern cuts text into words before BPE merges bytes. Every .tiktoken file uses it. It is
+# GPT-4's pattern, written so that both tiktoken and tokenizers can read it. It matches
+# contractions, words, up to 3 digits, punctuation, line ends, and other white space.
+PATTERN = (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+           r'|\s*[\r\n]+|\s+(?!\S)|\s+')
+SPLITS = 'train', 'val', 'test'
+
+
+# ---------------------------------------------------------------------- tokenizers
+
+class HFTokenizer:
+    """A tokenizer.json of Hugging Face under the names that tiktoken.Encoding uses."""
+
+    def __init__(self, name, text, eos=None):
+        """text: of tokenizer.json. eos: the token that ends a text; None: a usual one."""
+        self.name, self.text = name, text
+        try:
+            from tokenizers import Tokenizer
+            self.tokenizer = Tokenizer.from_str(text)
+            self.tokenizer.encode_special_tokens = True  # '</s>' in a document is text, no end
+            self.tokenizer.no_truncation()
+            self.tokenizer.no_padding()
+            first, plain = self.tokenizer.encode('a').ids[0], self.encode_ordinary('a')[0]
+        except BaseException as error:  # panics of the library share no class with its errors
+            raise UserError(f'The package tokenizers (pip install ".[hf]") cannot use {name} as a '
+                            f'tokenizer.json: {error}') from error
+        vocab = self.tokenizer.get_vocab()
+        usual = [eos] if eos else ['</s>', EOT, '<|end_of_text|>', '<|im_end|>', '<eos>']
+        self.eos = next((token for token in usual if token in vocab), None)
+        if self.eos is None:
+            raise UserError(f'{name} has no end-of-text token. Set eos_token in the '
+                            'tokenizer_config.json beside it.')
+        self.eot_token = vocab[self.eos]
+        self.n_vocab = max(vocab.values()) + 1  # not len(vocab), because some ids may be unused
+        # The token before a text, such as <s>. If the tokenizer has none: end-of-text.
+        self.start_token = self.eot_token if first == plain else first
+
+    def encode_ordinary(self, text):
+        return self.encode_ordinary_batch([text])[0]
+
+    def encode_ordinary_batch(self, texts):
+        # JSON can hold half a surrogate pair, which this library cannot.
+        texts = [re.sub('[\ud800-\udfff]', '\N{REPLACEMENT CHARACTER}', text) for text in texts]
+        encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [one.ids for one in encoded]
+
+    def decode(self, ids):
+        return self.tokenizer.decode(list(ids))
+
+    def decode_bytes(self, ids):
+        return self.tokenizer.decode(list(ids), skip_special_tokens=False).encode()
+
+
+def tokenizer_state(encoding):
+    """The whole tokenizer as a dict of str and int, from which get_tokenizer() rebuilds it."""
+    if isinstance(encoding, HFTokenizer):
+        return {'kind': 'hf', 'name': encoding.name, 'text': encoding.text, 'eos': encoding.eos}
+    text = ''.join(f'{base64.b64encode(token).decode()} {rank}\n'
+                   for token, rank in encoding._mergeable_ranks.items())
+    return {'kind': 'tiktoken', 'name': encoding.name, 'text': text, 'pattern': encoding._pat_str,
+            'eot_token': encoding.eot_token}
+
+
+def parse_ranks(text):
+    """{token: rank} of a .tiktoken file: each line has a token in base64 and its rank."""
+    return {base64.b64decode(token): int(rank) for token, rank in map(str.split, text.splitlines())}
+
+
+def get_tokenizer(source):
+    """
+    A tiktoken.Encoding, or an HFTokenizer, which has the same methods as far as we use them.
+    source: a state of tokenizer_state(), or a name:
+    bytes         256 bytes and end-of-text
+    gpt2          downloaded once by tiktoken
+    FILE.tiktoken end-of-text is the highest rank + 1
+    FILE.json     a tokenizer.json; hf:ORG/NAME or hf:ORG/NAME@REVISION: one from the hub
+    data/NAME     that of a prepared dataset
+    """
+    if source is None:
+        raise UserError('The model came without a tokenizer. Put its tokenizer.json into its '
+                        'folder.')
+    if isinstance(source, dict):
+        if source['kind'] == 'hf':
+            return HFTokenizer(source['name'], source['text'], source['eos'])
+        return tiktoken.Encoding(source['name'], pat_str=source['pattern'],
+                                 mergeable_ranks=parse_ranks(source['text']),
+                                 special_tokens={EOT: source['eot_token']})
+    if source == 'gpt2':
+        return tiktoken.get_encoding('gpt2')
+    path = Path(source)
+    if source.startswith('hf:'):
+        from huggingface_hub import snapshot_download
+        repo, _, revision = source[3:].partition('@')
+        path = Path(snapshot_download(repo, revision=revision or None,
+                                      allow_patterns=['tokenizer*.json']), 'tokenizer.json')
+    if (path / 'meta.json').is_file():
+        return get_tokenizer(json.loads((path / 'meta.json').read_text())['tokenizer'])
+    if source != 'bytes' and not path.is_file():
+        raise UserError(f"There is no tokenizer '{source}'. Choose bytes, gpt2, FILE.tiktoken, "
+                        'FILE.json, hf:ORG/NAME or a prepared dataset.')
+    if path.suffix == '.json':
+        beside = path.with_name('tokenizer_config.json')
+        eos = json.loads(beside.read_text()).get('eos_token') if beside.is_file() else None
+        return HFTokenizer(source, path.read_text(encoding='utf-8'),
+                           eos['content'] if isinstance(eos, dict) else eos)
+    ranks, pattern = {bytes([byte]): byte for byte in range(256)}, r'[\s\S]{1,64}'
+    if source != 'bytes':
+        ranks, pattern = parse_ranks(path.read_text()), PATTERN
+    return tiktoken.Encoding(path.name, pat_str=pattern, mergeable_ranks=ranks,
+                             special_tokens={EOT: max(ranks.values()) + 1})
+
+
+def start_token(encoding):
+    """The token before a text: <s> of some Hugging Face tokenizers, else end-of-text."""
+    return getattr(encoding, 'start_token', encoding.eot_token)
+
+
+def train_bpe(documents, vocab_size):
+    """A byte-level BPE of vocab_size tokens, with end-of-text, trained on an iterable of str."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    trained = Tokenizer(models.BPE())
+    words = pre_tokenizers.Split(Regex(PATTERN), 'isolated')
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    trained.pre_tokenizer = pre_tokenizers.Sequence([words, byte_level])
+    trained.decoder = decoders.ByteLevel()
+    pieces = itertools.chain.from_iterable(map(cut, documents))
+    trained.train_from_iterator(pieces, trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[EOT], show_progress=False,
+        initial_alphabet=byte_level.alphabet()))
+    return HFTokenizer(f'bpe_{vocab_size}', trained.to_str(), EOT)
+
+
+def tokenizer_for(name, documents):
+    """get_tokenizer(name), or for 'bpe:8192' a BPE of that vocabulary, trained on the documents."""
+    kind, _, vocab_size = name.partition(':')
+    return train_bpe(documents, int(vocab_size)) if kind == 'bpe' else get_tokenizer(name)
+
+
+# ---------------------------------------------------------------------- writing token files
+
+# Where a long document may be cut into pieces: before a space that follows a non-space, and after
+# a single line end. No word of PATTERN or of gpt2's crosses such a place, so the tokens stay the
+# same. A stretch without one is cut anywhere, because tiktoken fails on 1,000,000 blanks.
+CUT = re.compile(r'(?<=\S)(?= )|(?<=\S\n)(?=\S)')
+
+
+def cut(document, limit=2 ** 17):
+    """Consecutive pieces of a document, each of `limit` to 2 * limit characters."""
+    start = 0
+    while len(document) - start > 2 * limit:
+        place = CUT.search(document, start + limit, start + 2 * limit)
+        end = place.start() if place else start + 2 * limit
+        yield document[start:end]
+        start = end
+    yield document[start:]
+
+
+def batches(documents, size=2 ** 23):
+    """Lists of texts with `size` characters or a little more, of an iterable of str or {'text'}."""
+    texts, n = [], 0
+    for document in documents:
+        texts.append(document if isinstance(document, str) else document['text'])
+        n += len(texts[-1])
+        if n > size:
+            yield texts
+            texts, n = [], 0
+    yield texts
+
+
+def encode_documents(encoding, texts):
+    """The ids of each text that is not empty, end-of-text included. Pieces share the threads."""
+    # Another tokenizer.json may put a space before each text, and so before each piece.
+    in_pieces = json.dumps(PATTERN) in getattr(encoding, 'text', json.dumps(PATTERN))
+    documents = [list(cut(text)) if in_pieces else [text] for text in texts if text]
+    ids = iter(encoding.encode_ordinary_batch(list(itertools.chain(*documents))))
+    for pieces in documents:
+        yield [*itertools.chain(*itertools.islice(ids, len(pieces))), encoding.eot_token]
+
+
+def write_split(folder, split, encoding, documents, max_tokens, made_of):
+    """
+    Write FILE.part of a split, up to the document that reaches max_tokens. documents: an iterable
+    of str, or of {'text': str} as a stream of the package datasets. A stream goes on where a killed
+    run was, if that was made of the same. Returns the counts {'tokens', 'documents'}.
+    """
+    dtype = np.dtype(token_type(encoding))
+    progress, count, mode = folder / f'{split}_progress.part', {'tokens': 0, 'documents': 0}, 'wb'
+    is_stream = hasattr(documents, 'load_state_dict')
+    if is_stream and progress.exists():
+        saved = json.loads(progress.read_text())
+        if saved['made_of'] == made_of:
+            documents.load_state_dict(saved['stream'])
+            count, mode = saved['count'], 'r+b'
+            print(f"{split}: goes on after {count['tokens']:,} tokens")
+    with (open(folder / f'{split}.bin.part', mode) as tokens,
+          open(folder / f'{split}_starts.bin.part', mode) as starts):
+        tokens.truncate(tokens.seek(count['tokens'] * dtype.itemsize))
+        starts.truncate(starts.seek(count['documents'] * 8))
+        for texts in batches(tqdm(documents, split, disable=None, unit=' documents')):
+            for ids in encode_documents(encoding, texts):
+                if count['tokens'] < max_tokens:
+                    starts.write(np.int64(count['tokens']).tobytes())
+                    tokens.write(np.array(ids, dtype).tobytes())
+                    count['tokens'] += len(ids)
+                    count['documents'] += 1
+            if is_stream:
+                for file in tokens, starts:
+                    file.flush()
+                    os.fsync(file.fileno())
+                save_json(progress, {'made_of': made_of, 'count': count,
+                                     'stream': documents.state_dict()})
+            if count['tokens'] >= max_tokens:
+                break
+    return count
+
+
+def token_type(encoding):
+    return 'uint16' if encoding.n_vocab <= 2 ** 16 else 'uint32'
+
+
+def write_dataset(folder, encoding, splits, max_tokens=math.inf, **report):
+    """
+    Tokenize {split: documents}, as write_split() takes them, into a folder. Its old files stay
+    until all new ones are whole. report: more entries of meta.json.
+    """
+    folder, counts, state = Path(folder), {}, tokenizer_state(encoding)
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, documents in splits.items():
+        counts[split] = write_split(folder, split, encoding, documents, max_tokens,
+                                    stable_hash(state, max_tokens, report))
+        if not counts[split]['tokens']:
+            raise UserError(f'No text is left for the split {split} of {folder}. Give more text.')
+    for name in 'meta.json', *(f'{split}_progress.part' for split in splits):
+        (folder / name).unlink(missing_ok=True)  # first, so that no kill leaves what looks whole
+    for split, count in counts.items():
+        for name in f'{split}.bin', f'{split}_starts.bin':
+            os.replace(folder / f'{name}.part', folder / name)
+        print(f"{folder}/{split}.bin: {count['tokens']:,} tokens, {count['documents']:,} documents")
+    save_json(folder / 'meta.json', {'tokenizer': state, 'vocab_size': encoding.n_vocab,
+                                     'dtype': token_type(encoding), 'splits': counts, **report})
+
+
+# Leave out packages that some distributions do not install, tests, and tables made by programs.
+SKIP = {'distutils', 'encodings', 'ensurepip', 'idlelib', 'lib2to3', 'pydoc_data', 'tkinter',
+        'turtle', 'turtledemo', '__phello__', 'test', 'tests'}
+
+
+def library_files():
+    """{path: text} of the sources of Python's standard library, in the order of a hash."""
+    folder, texts = Path(sysconfig.get_paths()['stdlib']), {}
+    for name in sys.stdlib_module_names:
+        for path in [folder / f'{name}.py', *(folder / name).rglob('*.py')]:
+            relative = path.relative_to(folder)
+            if path.is_file() and not SKIP & {name, *relative.parts}:
+                texts[relative.as_posix()] = path.read_text(encoding='utf-8')
+    return {name: texts[name] for name in sorted(texts, key=stable_hash)}
+
+
+def split_of(identity, val_fraction, test_fraction):
+    """
+    train, val or test, by a hash of the identity: a document stays in its split when others are
+    added or removed.
+    """
+    u = stable_hash(identity) / 2 ** 64
+    if u < val_fraction:
+        return 'val'
+    return 'test' if u < val_fraction + test_fraction else 'train'
+
+
