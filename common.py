@@ -43,9 +43,8 @@ class Runtime:
     rank: int = 0
     world_size: int = 1
 
-    @property
-    def is_main(self):
-        return self.rank == 0
+    def __post_init__(self):
+        self.is_main = self.rank == 0
 
     def autocast(self):
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
@@ -120,22 +119,15 @@ def setup(device='auto', dtype='auto', seed=1337):
                                 timeout=datetime.timedelta(hours=2))
     torch.manual_seed(seed)
     if device.type == 'cpu':
-        keep_freed_memory()
+        # Make the C library, if it is glibc, keep freed blocks of up to 1 GB for the next step,
+        # instead of paying for their pages again: a step of the demo model took 64 ms, not 86 ms.
+        with contextlib.suppress(OSError, AttributeError):
+            for option in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+                ctypes.CDLL('libc.so.6').mallopt(option, 2 ** 30)
         # Else compiled code sums the gradients of embeddings in another order in each run.
         torch.set_deterministic_debug_mode('error')
         torch.utils.deterministic.fill_uninitialized_memory = False
     return Runtime(device, DTYPES[dtype], rank, world_size)
-
-
-def keep_freed_memory(largest=2 ** 30):
-    """
-    Make the C library, if it is glibc, keep freed blocks of up to `largest` bytes for the next
-    step, instead of paying for their pages again: a step of the demo model took 64 ms, not 86 ms.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        mallopt = ctypes.CDLL('libc.so.6').mallopt
-        for option in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, in bytes
-            mallopt(option, largest)
 
 
 def can_compile(runtime, wanted):

@@ -46,7 +46,7 @@ def fit(value, kind):
             return float(value)
         if isinstance(member, types.GenericAlias) and type(value) is list:
             return [fit(element, member.__args__[0]) for element in value]
-    raise TypeError(f'it must be of type {getattr(kind, "__name__", kind)}')
+    raise TypeError(f'it must be of type {kind.__name__ if isinstance(kind, type) else kind}')
 
 
 def parse(text, kind):

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import position_more  # noqa: F401, adds its methods to METHODS
-from position import METHODS, Place, Settings, Vector, for_kernel, position_method
+from position import METHODS, Place, Settings, Vector, position_method, repeat_heads
 
 
 @dataclass(kw_only=True)
@@ -44,6 +44,7 @@ class ModelConfig(Settings):
     def __post_init__(self):
         super().__post_init__()
         self.pretrained_length = self.pretrained_length or self.block_size
+        self.head_dim = self.n_embd // self.n_head
         if self.n_embd % (2 * self.n_head):  # RoPE rotates pairs of channels
             raise ValueError(f'n_embd {self.n_embd} must be a multiple of twice n_head '
                              f'{self.n_head}.')
@@ -52,10 +53,6 @@ class ModelConfig(Settings):
                              f'{self.n_kv_head}.')
         if self.short_conv_at not in ('A', 'C', 'AC'):
             raise ValueError(f'short_conv_at is {self.short_conv_at!r}; it must be A, C or AC.')
-
-    @property
-    def head_dim(self):
-        return self.n_embd // self.n_head
 
 
 class Attention(nn.Module):
@@ -69,9 +66,10 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.n_embd, config.n_embd, bias=False)
         # head_scale is lambda in the paper. It multiplies the scores q.k / sqrt(D) of each head;
         # tuned per channel, its shape is (H, D). head_gain multiplies the output of each head.
-        # Both are always float32, because 1.6 + 0.001 is still 1.6 in bfloat16.
-        self.head_scale = nn.Parameter(torch.ones(config.n_head, 1))
-        self.head_gain = nn.Parameter(torch.ones(config.n_head, 1))
+        # Both are always float32, because 1.6 + 0.001 is still 1.6 in bfloat16, and frozen until
+        # they are tuned.
+        self.head_scale = nn.Parameter(torch.ones(config.n_head, 1), requires_grad=False)
+        self.head_gain = nn.Parameter(torch.ones(config.n_head, 1), requires_grad=False)
         self.position = position_method(config, layer)
 
     def queries_keys_values(self, x, place):
@@ -91,8 +89,9 @@ class Attention(nn.Module):
         """x: (B, T, C). cache: the keys and values of earlier tokens, a KVCache of generate.py."""
         q, k, v = self.queries_keys_values(x, place)
         if cache is None and self.position.is_plain:  # NoPE, RoPE, log-n ...
-            y = F.scaled_dot_product_attention(q, *for_kernel(q, k, v), is_causal=True,
-                                               enable_gqa=not q.is_cuda)
+            if q.is_cuda:  # only some of its fused kernels let query heads share a key head
+                k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=not q.is_cuda)
         else:
             if cache is not None:
                 k, v = cache.append(self.layer, k, v)        # (B, n_kv_head, S, D)
@@ -183,18 +182,13 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = nn.RMSNorm(config.n_embd, eps=config.norm_eps)
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.share_weights()
-        for name, p in small_vectors(self).items():  # head scales are frozen until they are tuned
-            p.requires_grad_(vector_of(name).pretrained)
-
-    def share_weights(self):
-        """Make one weight of those that are shared: a tied output matrix, T5's table."""
-        if self.config.tied:
+        if config.tied:
             self.head.weight = self.embed.weight
-        first = {}  # {name of a method: its instance in the first layer that uses this name}
-        for layer, block in enumerate(self.blocks):
-            name, method = self.config.method_of(layer), block.attn.position
-            method.share_weights(first.setdefault(name, method))
+        first = {}  # {class of a position method: its instance in the first layer that has it}
+        for block in self.blocks:
+            method = block.attn.position
+            for name in method.shared:
+                setattr(method, name, getattr(first.setdefault(type(method), method), name))
 
     def init_weights(self, generator=None):
         """
@@ -270,8 +264,8 @@ class Transformer(nn.Module):
 
     def n_params(self):
         """Number of weights that pretraining changes: without head scales and head gains."""
-        frozen = [p for name, p in small_vectors(self).items() if not vector_of(name).pretrained]
-        return sum(p.numel() for p in self.parameters()) - sum(p.numel() for p in frozen)
+        return sum(p.numel() for name, p in self.named_parameters()
+                   if not name.endswith(('head_scale', 'head_gain')))
 
 
 # ---------------------------------------------------------------------- loss

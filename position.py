@@ -108,6 +108,8 @@ class NoPE(nn.Module):
     settings = ()                # names of its settings in Settings
     vectors = {}                 # its parameters that tune_scale.py can tune
     window, sinks = 0, 0         # see mask()
+    shared = ()                  # names of parameters that all layers of this method share
+    is_plain = False             # True: attention is only a causal softmax of q.k / sqrt(D)
     needs_equal_lengths = False  # True: prompts of different lengths cannot share a pass
 
     def __init__(self, config):
@@ -118,12 +120,6 @@ class NoPE(nn.Module):
     def changes(self, *steps):
         """True if the class overrides one of these steps of NoPE."""
         return any(getattr(type(self), step) is not getattr(NoPE, step) for step in steps)
-
-    @property
-    def is_plain(self):
-        """True if attention is only a causal softmax of q.k / sqrt(D), a fused kernel's work."""
-        own = self.changes('similarity', 'bias', 'mask', 'scores', 'softmax', 'attend')
-        return not own and not self.window and self.dape is None
 
     def prepare(self, place):
         """
@@ -159,14 +155,11 @@ class NoPE(nn.Module):
             hidden = hidden | old & (j[..., None, None, :] >= self.sinks)
         return hidden
 
-    def hidden(self, i, j):
-        """True for each key that a query does not see: the later ones, and those of mask()."""
-        return self.mask(i, j) | later(i, j)
-
     def scores(self, q, k, i, j):
         """The input of softmax, (B, H, T, S): -inf at keys that the query does not see."""
-        scores, bias, hidden = self.similarity(q, k, i, j), self.bias(i, j), self.hidden(i, j)
-        if self.dape is not None:
+        hidden = self.mask(i, j) | later(i, j)  # whatever a class's own mask() says
+        scores, bias = self.similarity(q, k, i, j), self.bias(i, j)
+        if self.dape:
             scores = self.dape(scores, bias, hidden)
         elif bias is not None:
             scores = scores + bias
@@ -183,7 +176,7 @@ class NoPE(nn.Module):
         """
         if self.is_plain:
             return fused_attention(q, k, v, place)
-        if self.dape is not None or self.changes('similarity', 'scores', 'softmax'):
+        if self.dape or self.changes('similarity', 'scores', 'softmax'):
             return in_rows(self.attend_by_scores, q, k, v, place)
         return in_rows(self.attend_by_bias, q, k, v, place)
 
@@ -197,12 +190,9 @@ class NoPE(nn.Module):
         bias = self.bias(i, j)
         if bias is None:
             bias = torch.zeros((), device=i.device)
-        bias = bias.masked_fill(self.hidden(i, j), -math.inf)
+        bias = bias.masked_fill(self.mask(i, j) | later(i, j), -math.inf)
         return F.scaled_dot_product_attention(q, *for_kernel(q, k, v), bias.to(q.dtype),
                                               enable_gqa=not q.is_cuda)
-
-    def share_weights(self, first):
-        """Use weights of `first`, the same method in the first layer that has it. NoPE: none."""
 
 
 def later(i, j):
@@ -222,7 +212,7 @@ def repeat_heads(x, n_head):
 
 # ---------------------------------------------------------------------- changes of q and k
 
-SCALINGS = ('pi', 'ntk', 'dynamic_ntk', 'yarn')
+SCALINGS = ('pi', 'ntk', 'dynamic_ntk', 'yarn', 'llama3')
 
 
 def split_scaling(text):
@@ -248,6 +238,9 @@ def rope_frequencies(D, base, scaling, L, total):
     yarn         treats pairs that rotate less than once in L tokens as pi does, pairs that rotate
                  more than 32 times as plain RoPE, and blends linearly between them, with a ramp in
                  float32. It multiplies scores by (1 + 0.1 ln s)^2 (Peng et al. 2024, section 3).
+    llama3       treats pairs that rotate less than once in L tokens as pi does, pairs that rotate
+                 more than 4 times as plain RoPE, and blends linearly in the number of rotations
+                 between them (Llama 3.1; its s is 8, that of Llama 3.2 is 32, and L is 8192).
     """
     kind, s = split_scaling(scaling)
     if kind == 'dynamic_ntk':
@@ -268,6 +261,10 @@ def rope_frequencies(D, base, scaling, L, total):
         ramp = (k.float() - low) / max(high - low, 0.001)
         ramp = ramp.clamp(0, 1)
         frequency = frequency * (1 - ramp + ramp / s)
+    if kind == 'llama3':
+        rotations = L * frequency / (2 * math.pi)
+        kept = ((rotations - 1) / (4 - 1)).clamp(0, 1)
+        frequency = frequency * (kept + (1 - kept) / s)
     return frequency, 1 + 0.1 * math.log(s) if kind == 'yarn' else 1.0
 
 
@@ -434,17 +431,14 @@ class T5Bias(Bias):
     """
     Bias sqrt(D) table[bucket(i - j), h] (Raffel et al. 2020). The factor sqrt(D) is from DAPE's
     released code. There are 32 buckets. Each distance up to 15 has its own bucket. The next buckets
-    grow wider, up to distance 128. The last bucket also holds all longer distances. All layers
-    share one table.
+    grow wider, up to distance 128. The last bucket also holds all longer distances.
     """
+    shared = ('table',)
 
     def __init__(self, config):
         super().__init__(config)
         self.table = nn.Parameter(nn.init.xavier_normal_(torch.empty(32, config.n_head)))
         self.factor = math.sqrt(config.head_dim)
-
-    def share_weights(self, first):
-        self.table = first.table
 
     def bias(self, i, j):
         distance = distances(i, j)
@@ -564,8 +558,7 @@ METHODS = {
     'cope': CoPE,
     'xl': TransformerXL,
 }
-STEPS = ('prepare', 'encode', 'similarity', 'bias', 'mask', 'scores', 'softmax', 'attend',
-         'share_weights')
+STEPS = 'prepare', 'encode', 'similarity', 'bias', 'mask', 'scores', 'softmax', 'attend'
 
 
 def position_method(config, layer):
@@ -584,6 +577,10 @@ def position_method(config, layer):
         draws = torch.rand(config.n_layer, config.random_positions, generator=random, device='cpu')
         method.draws = draws[layer]
         method.needs_equal_lengths = True
+    for vector, its in method.vectors.items():
+        method.get_parameter(vector).requires_grad_(its.pretrained)
+    own = method.changes('similarity', 'bias', 'mask', 'scores', 'softmax', 'attend')
+    method.is_plain = not (own or method.window or config.dape_kernel)
 
     name = type(method).__name__
     for step in STEPS:

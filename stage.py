@@ -82,7 +82,8 @@ def open_model(init_from, out_dir, runtime, position=None, rope_scaling=None, sc
         with torch.device('meta'), Uninitialized():
             model = Transformer(info['model_config'])
         load_weights(model, weights, path, assign=True)
-        model.share_weights()
+        if config.tied:
+            model.head.weight = model.embed.weight
         half = matrices(model)
         for name, p in model.named_parameters():
             p.data = p.data.to(runtime.dtype if name in half else torch.float32)

@@ -4,13 +4,13 @@ it writes.
 """
 
 import base64
-import itertools
 import json
 import math
 import os
 import re
 import sys
 import sysconfig
+from itertools import chain, islice
 from pathlib import Path
 
 from configurator import UserError
@@ -45,16 +45,14 @@ class HFTokenizer:
             self.tokenizer.encode_special_tokens = True  # '</s>' in a document is text, no end
             self.tokenizer.no_truncation()
             self.tokenizer.no_padding()
+            vocab = self.tokenizer.get_vocab()
+            usual = [eos] if eos else ['</s>', EOT, '<|end_of_text|>', '<|im_end|>', '<eos>']
+            self.eos = [token for token in usual if token in vocab][0]
             first, plain = self.tokenizer.encode('a').ids[0], self.encode_ordinary('a')[0]
         except BaseException as error:  # panics of the library share no class with its errors
-            raise UserError(f'The package tokenizers (pip install ".[hf]") cannot use {name} as a '
-                            f'tokenizer.json: {error}') from error
-        vocab = self.tokenizer.get_vocab()
-        usual = [eos] if eos else ['</s>', EOT, '<|end_of_text|>', '<|im_end|>', '<eos>']
-        self.eos = next((token for token in usual if token in vocab), None)
-        if self.eos is None:
-            raise UserError(f'{name} has no end-of-text token. Set eos_token in the '
-                            'tokenizer_config.json beside it.')
+            raise UserError(f'{name} cannot be used ({error!r}). Is it a tokenizer.json? Does it '
+                            'lack the eos_token of the tokenizer_config.json beside it? Is the '
+                            'package tokenizers missing (pip install ".[hf]")?') from error
         self.eot_token = vocab[self.eos]
         self.n_vocab = max(vocab.values()) + 1  # not len(vocab), because some ids may be unused
         # The token before a text, such as <s>. If the tokenizer has none: end-of-text.
@@ -64,8 +62,6 @@ class HFTokenizer:
         return self.encode_ordinary_batch([text])[0]
 
     def encode_ordinary_batch(self, texts):
-        # JSON can hold half a surrogate pair, which this library cannot.
-        texts = [re.sub('[\ud800-\udfff]', '\N{REPLACEMENT CHARACTER}', text) for text in texts]
         encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [one.ids for one in encoded]
 
@@ -80,10 +76,10 @@ def tokenizer_state(encoding):
     """The whole tokenizer as a dict of str and int, from which get_tokenizer() rebuilds it."""
     if isinstance(encoding, HFTokenizer):
         return {'kind': 'hf', 'name': encoding.name, 'text': encoding.text, 'eos': encoding.eos}
-    text = ''.join(f'{base64.b64encode(token).decode()} {rank}\n'
-                   for token, rank in encoding._mergeable_ranks.items())
-    return {'kind': 'tiktoken', 'name': encoding.name, 'text': text, 'pattern': encoding._pat_str,
-            'eot_token': encoding.eot_token}
+    lines = [f'{base64.b64encode(token).decode()} {rank}\n'
+             for token, rank in encoding._mergeable_ranks.items()]
+    return {'kind': 'tiktoken', 'name': encoding.name, 'text': ''.join(lines),
+            'pattern': encoding._pat_str, 'eot_token': encoding.eot_token}
 
 
 def parse_ranks(text):
@@ -105,13 +101,15 @@ def get_tokenizer(source):
         raise UserError('The model came without a tokenizer. Put its tokenizer.json into its '
                         'folder.')
     if isinstance(source, dict):
+        name, text = source['name'], source['text']
         if source['kind'] == 'hf':
-            return HFTokenizer(source['name'], source['text'], source['eos'])
-        return tiktoken.Encoding(source['name'], pat_str=source['pattern'],
-                                 mergeable_ranks=parse_ranks(source['text']),
-                                 special_tokens={EOT: source['eot_token']})
+            return HFTokenizer(name, text, source['eos'])
+        return byte_pairs(name, parse_ranks(text), source['pattern'], source['eot_token'])
+    if source == 'bytes':
+        ranks = {bytes([byte]): byte for byte in range(256)}
+        return byte_pairs(source, ranks, r'[\s\S]{1,64}', 256)
     if source == 'gpt2':
-        return tiktoken.get_encoding('gpt2')
+        return tiktoken.get_encoding(source)
     path = Path(source)
     if source.startswith('hf:'):
         from huggingface_hub import snapshot_download
@@ -120,19 +118,21 @@ def get_tokenizer(source):
                                       allow_patterns=['tokenizer*.json']), 'tokenizer.json')
     if (path / 'meta.json').is_file():
         return get_tokenizer(json.loads((path / 'meta.json').read_text())['tokenizer'])
-    if source != 'bytes' and not path.is_file():
+    if not path.is_file():
         raise UserError(f"There is no tokenizer '{source}'. Choose bytes, gpt2, FILE.tiktoken, "
                         'FILE.json, hf:ORG/NAME or a prepared dataset.')
+    text = path.read_text(encoding='utf-8')
     if path.suffix == '.json':
         beside = path.with_name('tokenizer_config.json')
         eos = json.loads(beside.read_text()).get('eos_token') if beside.is_file() else None
-        return HFTokenizer(source, path.read_text(encoding='utf-8'),
-                           eos['content'] if isinstance(eos, dict) else eos)
-    ranks, pattern = {bytes([byte]): byte for byte in range(256)}, r'[\s\S]{1,64}'
-    if source != 'bytes':
-        ranks, pattern = parse_ranks(path.read_text()), PATTERN
-    return tiktoken.Encoding(path.name, pat_str=pattern, mergeable_ranks=ranks,
-                             special_tokens={EOT: max(ranks.values()) + 1})
+        return HFTokenizer(source, text, eos['content'] if isinstance(eos, dict) else eos)
+    ranks = parse_ranks(text)
+    return byte_pairs(path.name, ranks, PATTERN, max(ranks.values()) + 1)
+
+
+def byte_pairs(name, ranks, pattern, eot_token):
+    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks,
+                             special_tokens={EOT: eot_token})
 
 
 def start_token(encoding):
@@ -148,7 +148,7 @@ def train_bpe(documents, vocab_size):
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     trained.pre_tokenizer = pre_tokenizers.Sequence([words, byte_level])
     trained.decoder = decoders.ByteLevel()
-    pieces = itertools.chain.from_iterable(map(cut, documents))
+    pieces = chain.from_iterable(map(cut, documents))
     trained.train_from_iterator(pieces, trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[EOT], show_progress=False,
         initial_alphabet=byte_level.alphabet()))
@@ -157,8 +157,8 @@ def train_bpe(documents, vocab_size):
 
 def tokenizer_for(name, documents):
     """get_tokenizer(name), or for 'bpe:8192' a BPE of that vocabulary, trained on the documents."""
-    kind, _, vocab_size = name.partition(':')
-    return train_bpe(documents, int(vocab_size)) if kind == 'bpe' else get_tokenizer(name)
+    kind, _, size = name.partition(':')
+    return train_bpe(documents, int(size)) if kind == 'bpe' else get_tokenizer(name)
 
 
 # ---------------------------------------------------------------------- writing token files
@@ -181,7 +181,7 @@ def cut(document, limit=2 ** 17):
 
 
 def batches(documents, size=2 ** 23):
-    """Lists of texts with `size` characters or a little more, of an iterable of str or {'text'}."""
+    """Lists of texts with `size` characters or a little more. documents: see write_split()."""
     texts, n = [], 0
     for document in documents:
         texts.append(document if isinstance(document, str) else document['text'])
@@ -197,50 +197,45 @@ def encode_documents(encoding, texts):
     # Another tokenizer.json may put a space before each text, and so before each piece.
     in_pieces = json.dumps(PATTERN) in getattr(encoding, 'text', json.dumps(PATTERN))
     documents = [list(cut(text)) if in_pieces else [text] for text in texts if text]
-    ids = iter(encoding.encode_ordinary_batch(list(itertools.chain(*documents))))
+    ids = iter(encoding.encode_ordinary_batch(list(chain(*documents))))
     for pieces in documents:
-        yield [*itertools.chain(*itertools.islice(ids, len(pieces))), encoding.eot_token]
+        yield [*chain(*islice(ids, len(pieces))), encoding.eot_token]
 
 
-def write_split(folder, split, encoding, documents, max_tokens, made_of):
+def write_split(folder, split, encoding, dtype, documents, max_tokens, made_of):
     """
     Write FILE.part of a split, up to the document that reaches max_tokens. documents: an iterable
     of str, or of {'text': str} as a stream of the package datasets. A stream goes on where a killed
-    run was, if that was made of the same. Returns the counts {'tokens', 'documents'}.
+    run was, if that was made of the same. Returns how many tokens and documents there are.
     """
-    dtype = np.dtype(token_type(encoding))
-    progress, count, mode = folder / f'{split}_progress.part', {'tokens': 0, 'documents': 0}, 'wb'
+    progress, n_tokens, n_documents = folder / f'{split}_progress.part', 0, 0
     is_stream = hasattr(documents, 'load_state_dict')
     if is_stream and progress.exists():
         saved = json.loads(progress.read_text())
         if saved['made_of'] == made_of:
             documents.load_state_dict(saved['stream'])
-            count, mode = saved['count'], 'r+b'
-            print(f"{split}: goes on after {count['tokens']:,} tokens")
-    with (open(folder / f'{split}.bin.part', mode) as tokens,
-          open(folder / f'{split}_starts.bin.part', mode) as starts):
-        tokens.truncate(tokens.seek(count['tokens'] * dtype.itemsize))
-        starts.truncate(starts.seek(count['documents'] * 8))
+            n_tokens, n_documents = saved['tokens'], saved['documents']
+            print(f'{split}: goes on after {n_tokens:,} tokens')
+    with (open(folder / f'{split}.bin.part', 'ab') as tokens,
+          open(folder / f'{split}_starts.bin.part', 'ab') as starts):
+        tokens.truncate(n_tokens * np.dtype(dtype).itemsize)
+        starts.truncate(n_documents * 8)
         for texts in batches(tqdm(documents, split, disable=None, unit=' documents')):
             for ids in encode_documents(encoding, texts):
-                if count['tokens'] < max_tokens:
-                    starts.write(np.int64(count['tokens']).tobytes())
+                if n_tokens < max_tokens:
+                    starts.write(np.int64(n_tokens).tobytes())
                     tokens.write(np.array(ids, dtype).tobytes())
-                    count['tokens'] += len(ids)
-                    count['documents'] += 1
+                    n_tokens += len(ids)
+                    n_documents += 1
             if is_stream:
                 for file in tokens, starts:
                     file.flush()
-                    os.fsync(file.fileno())
-                save_json(progress, {'made_of': made_of, 'count': count,
-                                     'stream': documents.state_dict()})
-            if count['tokens'] >= max_tokens:
+                    os.fsync(file)
+                save_json(progress, {'made_of': made_of, 'tokens': n_tokens,
+                                     'documents': n_documents, 'stream': documents.state_dict()})
+            if n_tokens >= max_tokens:
                 break
-    return count
-
-
-def token_type(encoding):
-    return 'uint16' if encoding.n_vocab <= 2 ** 16 else 'uint32'
+    return {'tokens': n_tokens, 'documents': n_documents}
 
 
 def write_dataset(folder, encoding, splits, max_tokens=math.inf, **report):
@@ -249,20 +244,24 @@ def write_dataset(folder, encoding, splits, max_tokens=math.inf, **report):
     until all new ones are whole. report: more entries of meta.json.
     """
     folder, counts, state = Path(folder), {}, tokenizer_state(encoding)
+    dtype = 'uint16' if encoding.n_vocab <= 2 ** 16 else 'uint32'
+    made_of = stable_hash(state, max_tokens, report)
     folder.mkdir(parents=True, exist_ok=True)
+    if not splits:
+        raise UserError('There is no text to read. Check the names of files and folders.')
     for split, documents in splits.items():
-        counts[split] = write_split(folder, split, encoding, documents, max_tokens,
-                                    stable_hash(state, max_tokens, report))
-        if not counts[split]['tokens']:
+        count = write_split(folder, split, encoding, dtype, documents, max_tokens, made_of)
+        if not count['tokens']:
             raise UserError(f'No text is left for the split {split} of {folder}. Give more text.')
+        counts[split] = count
     for name in 'meta.json', *(f'{split}_progress.part' for split in splits):
-        (folder / name).unlink(missing_ok=True)  # first, so that no kill leaves what looks whole
+        (folder / name).unlink(missing_ok=True)  # first, so that a kill leaves nothing half new
     for split, count in counts.items():
         for name in f'{split}.bin', f'{split}_starts.bin':
             os.replace(folder / f'{name}.part', folder / name)
         print(f"{folder}/{split}.bin: {count['tokens']:,} tokens, {count['documents']:,} documents")
     save_json(folder / 'meta.json', {'tokenizer': state, 'vocab_size': encoding.n_vocab,
-                                     'dtype': token_type(encoding), 'splits': counts, **report})
+                                     'dtype': dtype, 'splits': counts, **report})
 
 
 # Leave out packages that some distributions do not install, tests, and tables made by programs.
@@ -273,11 +272,11 @@ SKIP = {'distutils', 'encodings', 'ensurepip', 'idlelib', 'lib2to3', 'pydoc_data
 def library_files():
     """{path: text} of the sources of Python's standard library, in the order of a hash."""
     folder, texts = Path(sysconfig.get_paths()['stdlib']), {}
-    for name in sys.stdlib_module_names:
-        for path in [folder / f'{name}.py', *(folder / name).rglob('*.py')]:
-            relative = path.relative_to(folder)
-            if path.is_file() and not SKIP & {name, *relative.parts}:
-                texts[relative.as_posix()] = path.read_text(encoding='utf-8')
+    for path in folder.rglob('*.py'):
+        name = path.relative_to(folder)
+        module = name.parts[0].removesuffix('.py')
+        if module in sys.stdlib_module_names and not SKIP & {module, *name.parts}:
+            texts[name.as_posix()] = path.read_text(encoding='utf-8')
     return {name: texts[name] for name in sorted(texts, key=stable_hash)}
 
 

@@ -19,6 +19,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -43,7 +44,6 @@ from common import (
     model_config,
     read_checkpoint,
     save_checkpoint,
-    save_json,
     setup,
 )
 from data import Windows
@@ -149,6 +149,8 @@ def wrap(model, runtime):
             raise UserError('fsdp can split neither the table that all layers of t5 share nor the '
                             'single numbers of fire.')
         from torch.distributed.fsdp import fully_shard
+        # Nothing changes the losses in place.
+        warnings.filterwarnings('ignore', message='.*returned a view tensor')
         mesh = dist.init_device_mesh(runtime.device.type, (runtime.world_size,))
         for block in model.blocks:
             if compiles:
@@ -206,11 +208,11 @@ def main(given):
     if init_from != 'resume' and any(folder.glob('*.pt')):
         raise UserError(f'{out_dir} already holds a run. Resume it with --init_from=resume, choose '
                         'another --out_dir=, or remove it.')
+    state, config = starting_point(given)
+    runtime.dtype = DTYPES.get(dtype, runtime.dtype)
     if batch_size % (micro_batch_size * runtime.world_size):
         raise UserError(f'batch_size {batch_size} must be a multiple of micro_batch_size '
                         f'{micro_batch_size} x {runtime.world_size} ranks.')
-    state, config = starting_point(given)
-    runtime.dtype = DTYPES.get(dtype, runtime.dtype)
 
     # data
     data = Windows(dataset, 'train', block_size, seed, info=state)
@@ -255,7 +257,7 @@ def main(given):
     chosen = settings(globals()) | {'dtype': str(runtime.dtype).removeprefix('torch.')}
     log_path, track, pending = folder / 'log.jsonl', None, []
     if runtime.is_main:
-        save_json(folder / 'config.json', chosen)
+        (folder / 'config.json').write_text(json.dumps(chosen, indent=1) + '\n')
         (folder / 'loss.png').unlink(missing_ok=True)  # it means that the run has finished
         lines = log_path.read_text().splitlines(True) if step else []
         log_path.write_text(''.join(line for line in lines if json.loads(line)['step'] <= step))
@@ -375,6 +377,8 @@ def main(given):
     if runtime.is_main and step == max_iters:
         import plots
         plots.draw_log(log_path, folder / 'loss.png')
+    if track:
+        track.finish()
     if runtime.world_size > 1:
         dist.barrier()
         dist.destroy_process_group()

@@ -230,7 +230,7 @@ def fit_scale(position, best, L):
     """
     position, best = np.asarray(position, float), np.asarray(best, float)
     x, y = np.log(position[position > L] / L), best[position > L]
-    a = x @ (y - 1) / (x @ x)
+    a = float(x @ (y - 1) / (x @ x))
     rest, spread = y - 1 - a * x, y - y.mean()
     return a, 1 - rest @ rest / (spread @ spread) if spread.any() else math.nan
 

@@ -140,10 +140,10 @@ def open_run(path, names):
     if not path.exists():
         return model, {'step': 0, 'settings': chosen}
     state = read_checkpoint(path)
-    if state['settings'] != chosen or state['step'] > max_iters:
-        old = {name: value for name, value in state['settings'].items() if value != chosen[name]}
-        raise UserError(f"{path} is a run of {state['step']} steps with other settings: {old}. "
-                        'Choose another --out_dir=, or remove it.')
+    others = dict(state['settings'].items() - chosen.items())
+    if others or state['step'] > max_iters:
+        raise UserError(f"{path} is a run of {state['step']} steps with {others or 'the same'} "
+                        'settings. Choose another --out_dir=, or remove it.')
     load_weights(model, state['model'], path)
     return model, {name: state[name] for name in ('step', 'settings', 'test', 'optimizer')}
 
@@ -259,7 +259,7 @@ def main():
             if row['paper']:
                 rows[-1]['Table 6'] = f"{row['paper']:.1f}%"
             if lengths:
-                rows[-1] |= {length: f'{one:.1%}' for length, one in zip(tested, right)}
+                rows[-1] |= {str(length): f'{one:.1%}' for length, one in zip(tested, right)}
 
     print_rows(print, rows)
     path = folder / '_'.join(filter(None, ('che', label)))

@@ -1,132 +1,198 @@
 """
-The transformer, against a second implementation in float64 and against hand calculations.
+The transformer: its size and start, its scales, and the speedups that must change no number.
+test_position.py compares the whole model with a float64 program.
 
 $ python -m pytest tests/test_model.py
 """
 
 import math
+import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import EVERY, TINY, losses_and_gradients, near, random_model, tokens
-from plain import plain_losses, plain_transformer
+from plain import plain_transformer
 
-from configurator import run_config
-from model import ModelConfig, Transformer, vector_of
+from model import Attention, ModelConfig, Transformer, small_vectors, token_losses
+from position import METHODS, NoPE, Vector
+from stage import Uninitialized
 
 TINYLLAMA = dict(vocab_size=32000, block_size=2048, n_layer=22, n_head=32, n_kv_head=4,
                  n_embd=2048, n_hidden=5632)
 
 
-def without_weights(**config):
-    with torch.device('meta'):
-        return Transformer(ModelConfig(**config))
-
-
-# ---------------------------------------------------------------------- size
+# ---------------------------------------------------------------------- size and start
 
 def test_model_of_the_paper_has_1_100_048_384_weights_and_704_scales():
     for position in 'none', 'rope':
-        model = without_weights(**TINYLLAMA, position=position)
+        with torch.device('meta'), Uninitialized():
+            model = Transformer(ModelConfig(**TINYLLAMA, position=position))
         assert (model.n_params(), model.head_scale.numel()) == (1_100_048_384, 704)
-        # There are as many head gains as head scales.
-        assert sum(p.numel() for p in model.parameters()) == model.n_params() + 2 * 704
 
 
-@pytest.mark.parametrize('size', ['125m', '350m', '2.7b', '6.7b'])
-def test_models_of_dape_v2_have_as_many_weights_as_the_papers_block(size):
-    """GPT-NeoX's block: 4 C^2 in attention, 8 C^2 in the MLP, 13 C in vectors. Output is untied."""
-    c = run_config('config/dape/125m.py') | run_config(f'config/dape/{size}.py')
-    sizes, C = {name: c[name] for name in TINYLLAMA.keys() & c.keys()}, c['n_embd']
-    model = without_weights(**sizes | {'vocab_size': 50304})
-    by_hand = 2 * 50304 * C + c['n_layer'] * (12 * C ** 2 + 13 * C)
-    assert model.n_params() == pytest.approx(by_hand, rel=2e-3)
-
-
-def test_flops_per_token_match_hand_arithmetic():
-    layer = 2048 * (2048 + 2 * 256) + 2048 * 2048 + 3 * 2048 * 5632
-    multiplied, norms = 22 * layer + 32000 * 2048, (2 * 22 + 1) * 2048
-    matmul, attention = without_weights(**TINYLLAMA).flops_per_token(2048)
-    assert 0 <= matmul - 2 * multiplied <= 2 * norms
-    assert attention == 22 * 1024 * 2048 * (2 + 2)  # keys, channels; q.k and the sum of values
-
-
-def test_flops_of_dape_are_those_of_its_kernels_at_every_key():
-    plain = random_model(position='kerple').flops_per_token(100)
-    dape = random_model(position='kerple', dape_kernel=3, dape_width=8).flops_per_token(100)
-    by_kernel = 3 * 8 * 8 + 3 * 8 * 4 + 8 + 4  # from 2H to 8 to H channels, plus offsets
-    assert dape == (plain[0], plain[1] + 2 * (100 / 2) * 2 * by_kernel)
-
-
-def test_initial_weights_have_tinyllamas_spread_and_scales_are_frozen():
+def test_matrices_start_with_tinyllamas_spread_and_vectors_at_1():
     sizes = dict(vocab_size=512, n_layer=5, n_embd=256, n_hidden=512, short_conv=256)
-    torch.manual_seed(0)  # short convolutions take their numbers from it
-    model = Transformer(ModelConfig(**TINY | sizes)).init_weights(torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    model = Transformer(ModelConfig(**TINY | sizes)).init_weights()
     for name, p in model.named_parameters():
-        assert p.requires_grad == (vector_of(name) not in ('head_scale', 'head_gain')), name
-        if vector_of(name):
-            assert (p == 1).all(), name
-            continue
         std = math.sqrt(2 / (5 * 256))
         if name.endswith('out.weight'):
             std = 1 / (16 * 5)
         if name.endswith('conv.w'):
             std = 1 / math.sqrt(12)  # uniform from -1/2 to 1/2
-            assert p.abs().max() <= 0.5
-        near([p.mean().item(), p.std().item()], [0, std], atol=0.02 * std)
-
-
-# ---------------------------------------------------------------------- what it computes
-
-@pytest.mark.parametrize('n_kv_head, T', [(1, 2), (4, 45), (2, 300)])
-def test_logits_and_losses_equal_those_of_a_plain_float64_transformer(n_kv_head, T):
-    model, idx = random_model(n_kv_head=n_kv_head, n_layer=3).double(), tokens(2, T)
-    expected, attention = plain_transformer(model, idx)
-    near(model(idx), expected, atol=1e-10)
-    assert attention[..., -1, :].amax() > 1.5 / T, 'attention is uniform'
-    near(model(idx[:, :-1], idx[:, 1:]), plain_losses(model, idx), atol=1e-5)  # in float32
+        if name in small_vectors(model):
+            assert (p == 1).all(), name
+        else:
+            near([p.mean().item(), p.std().item()], [0, std], atol=0.02 * std)
 
 
 @pytest.mark.parametrize('changes', EVERY, ids=str)
-def test_logits_and_losses_of_the_last_positions_equal_those_of_a_full_pass(changes):
-    model, idx, seen = random_model(**changes), tokens(2, 21), []
-    for tail in 1, 21, 30:
-        near(model(idx, tail=tail), model(idx)[:, -tail:], atol=1e-5)
-    losses = model(idx[:, :-1], idx[:, 1:])
-    for block in model.blocks:  # the last layer computes only the last positions
-        block.mlp.register_forward_hook(lambda mlp, inputs, y: seen.append(y.shape[1]))
-    near(model(idx[:, :-1], idx[:, -3:]), losses[:, -3:], atol=1e-5)
-    assert seen == [20, 3]
+def test_other_weights_start_the_same_whichever_method_a_model_has(changes):
+    starts = []
+    for more in changes, {'n_layer': changes.get('n_layer', 2), 'tied': changes.get('tied', False)}:
+        torch.manual_seed(5)
+        model = Transformer(ModelConfig(vocab_size=61, **TINY | more)).init_weights()
+        starts.append(dict(model.named_parameters()))
+    near({name: starts[0][name] for name in starts[1]}, starts[1])
 
 
-@pytest.mark.parametrize('changes', EVERY[::3], ids=str)
-def test_checkpointed_activations_give_the_same_loss_and_gradients(changes):
-    model, windows, calls = random_model(**changes), tokens(2, 31), []
-    losses, gradients = losses_and_gradients(model, windows)
-    model.blocks[0].attn.register_forward_hook(lambda *_: calls.append(1))
-    model.checkpoint_activations = True
-    again, found = losses_and_gradients(model, windows)
-    assert len(calls) == 2  # forward, and once more in backward
-    near(again, losses)
-    near(found, gradients, atol=1e-6)
+class Own(NoPE):
+    vectors = {'later': Vector(0.0), 'now': Vector(0.0, pretrained=True)}
+
+    def __init__(self, config):
+        super().__init__(config)
+        for name in self.vectors:
+            setattr(self, name, torch.nn.Parameter(torch.zeros(4, 1)))
 
 
-def test_head_scales_are_given_to_every_layer_or_refused():
-    model = random_model()
-    n_layer, H = model.head_scale.shape
-    for scale in 2, torch.full((H,), 2), torch.full((1, H, 1), 2), torch.full((1, H, 8), 2):
-        model.head_scale = scale
-        assert (model.head_scale == 2).all()
+def test_pretraining_leaves_scales_gains_and_vectors_of_ones_own_method_alone(monkeypatch):
+    monkeypatch.setitem(METHODS, 'own', Own)
+    model = random_model(position='own')
+    frozen = {name.split('.')[-1] for name, p in model.named_parameters() if not p.requires_grad}
+    assert frozen == {'head_scale', 'head_gain', 'later'}
+
+
+def test_a_methods_vector_has_a_name_that_no_vector_of_the_model_has(monkeypatch):
+    monkeypatch.setitem(METHODS, 'own', Own)
+    monkeypatch.setattr(Own, 'vectors', {'head_scale': Vector(1.0)})
+    model = Transformer(ModelConfig(vocab_size=61, **TINY, position='own'))
+    with pytest.raises(ValueError, match='head_scale'):
+        small_vectors(model)
+
+
+# ---------------------------------------------------------------------- scales
+
+def test_a_scale_multiplies_the_queries_of_its_head():
+    model, idx = random_model(), tokens(2, 40)
+    model.head_scale = 1
+    baseline, scale = model(idx), torch.tensor([[0.5, 1, 1.7, 3], [1, 1, 2, 1]])
+    model.head_scale = scale
+    scaled = model(idx)
+    assert (scaled - baseline).abs().max() > 0.05
+    for block, row in zip(model.blocks, scale):
+        block.attn.qkv.weight.data.unflatten(0, (-1, 8))[:4].mul_(row[:, None, None])
+    model.head_scale = 1
+    near(model(idx), scaled, atol=1e-5)
+
+
+def test_a_scale_may_be_per_channel_and_every_layer_needs_its_own():
+    model, idx = random_model(position='rope', n_kv_head=1), tokens(2, 30)
+    scale = 0.5 + torch.rand(2, 4, 8)
+    model.head_scale = scale
+    near(model.head_scale, scale)
+    near(model(idx), plain_transformer(model, idx)[0], atol=1e-4)
     with pytest.raises(RuntimeError):
-        model.head_scale = torch.ones(n_layer + 1, H, 1)
+        model.head_scale = torch.ones(3, 4)
 
 
 def test_a_change_of_a_thousandth_in_a_scale_counts_under_bfloat16():
     model, logits = random_model(), []
     for scale in 1.6, 1.601:  # in bfloat16 they are equal
         model.head_scale = scale
-        with torch.no_grad(), torch.autocast('cpu', torch.bfloat16):
+        with torch.autocast('cpu', torch.bfloat16):
             logits.append(model(tokens(1, 40)))
     assert logits[0].dtype == torch.bfloat16 and not torch.equal(*logits)
 
 
+def test_between_two_lengths_scales_of_sets_are_linear_in_the_logarithm_of_the_length():
+    model, name = random_model(), 'blocks.1.attn.head_scale'
+    model.scale_sets = {length: {name: torch.full((4, 1), scale)}
+                        for length, scale in ((32, 1.0), (128, 3.0), (512, 4.0))}
+    other = model.head_scale[0]
+    for T, scale in (5, 1), (32, 1), (64, 2), (128, 3), (181, 3.25), (512, 4), (600, 4):
+        model(tokens(1, T))
+        near(model.head_scale[1], [scale] * 4, atol=1e-3)
+        near(model.head_scale[0], other)
+
+
+# ---------------------------------------------------------------------- speed changes no number
+
+@pytest.mark.parametrize('position, n_layer', [('none', 2), ('rope,logn', 3)])
+def test_attention_is_one_causal_kernel_in_attention_forward(monkeypatch, position, n_layer):
+    calls, kernel = [], F.scaled_dot_product_attention
+
+    def called(q, k, v, mask=None, **options):
+        calls.append((sys._getframe(1).f_code, mask, options['is_causal']))
+        return kernel(q, k, v, mask, **options)
+
+    model = random_model(position=position, n_layer=n_layer)
+    monkeypatch.setattr(F, 'scaled_dot_product_attention', called)
+    model(tokens(1, 20))
+    assert calls == [(Attention.forward.__code__, None, True)] * n_layer
+
+
+@pytest.mark.parametrize('changes', EVERY[::5], ids=str)
+def test_the_last_positions_are_those_of_a_full_pass(changes):
+    model, idx = random_model(**changes), tokens(2, 21)
+    near(model(idx, tail=4), model(idx)[:, -4:])
+    losses = model(idx[:, :-1], idx[:, 1:])
+    near(model(idx[:, :-1], idx[:, -3:]), losses[:, -3:], atol=1e-5)
+
+
+@pytest.mark.parametrize('changes', EVERY[::3], ids=str)
+def test_checkpointed_activations_give_the_same_loss_and_gradients(changes):
+    model, windows, calls = random_model(**changes), tokens(2, 31), []
+    expected = losses_and_gradients(model, windows)
+    model.blocks[0].attn.register_forward_hook(lambda *_: calls.append(1))
+    model.checkpoint_activations = True
+    near(losses_and_gradients(model, windows), expected, atol=1e-6)
+    assert len(calls) == 2  # forward, and once more in backward
+
+
+class WideHead(torch.nn.Module):
+    """An output matrix that token_losses() takes for one of so many rows."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.linear, self.weight = torch.nn.Linear(16, 61, bias=False), torch.empty(rows, 0)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+@pytest.mark.parametrize('rows, compiled', [(61, False), (2 ** 20, False), (61, True),
+                                            (2 ** 26, True)])
+def test_losses_in_chunks_are_those_of_cross_entropy(rows, compiled):
+    """2^20 or, compiled, 2^26 rows of an output matrix leave 8 of the 42 tokens for a chunk."""
+    x, targets, head, calls = torch.randn(2, 21, 16), tokens(2, 21), WideHead(rows), []
+    weights = 1 + torch.rand(2, 21)  # a gradient of its own for each loss
+    logits = head.linear(x)
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction='none')
+    expected = expected.view(2, 21)
+    gradient, = torch.autograd.grad((weights * expected).sum(), head.linear.weight)
+    head.linear.register_forward_hook(lambda *_: calls.append(1))
+    compute = token_losses
+    if compiled:
+        compute = torch.compile(token_losses, backend='eager', dynamic=False)
+    losses = compute(x, head, targets)
+    near(losses, expected, atol=1e-5)
+    found, = torch.autograd.grad((weights * losses).sum(), head.linear.weight)
+    near(found, gradient, atol=1e-4)
+    assert len(calls) == (1 if rows == 61 else 2 * 6)  # backward computes each chunk again
+
+
+def test_tied_weights_are_one_matrix():
+    model = random_model(tied=True)
+    assert model.head.weight is model.embed.weight
+    assert model.n_params() == random_model().n_params() - 61 * 32

@@ -1,76 +1,90 @@
-"""
-Repeats and the copy cache, by plain searches and hand calculations.
-
-$ python -m pytest tests/test_repeats.py
-"""
-
-import math
+"""Far repeats, the copy cache and their errors, against brute force."""
 
 import numpy as np
 import pytest
-from conftest import near, plain_copy_loss
+import torch
+from conftest import mistake, on, read, stage
 
-from lib.repeats import (
-    copy_losses,
-    find_targets,
-    fit_copy_weight,
-    last_repeats,
-    ratio_over_windows,
-)
+import repeats
+from common import setup
+from data import Windows
+from stage import open_model
 
 
-@pytest.mark.parametrize('g, n_symbols', [(1, 3), (2, 3), (5, 2), (8, 1)])
-def test_last_repeats_equal_a_plain_search(g, n_symbols):
-    tokens = np.random.default_rng(g).integers(0, n_symbols, (4, 60)) + 50_000
-    found = last_repeats(tokens, g)
-    for x, of_row in zip(tokens.tolist(), found.tolist(), strict=True):
-        for t, latest in enumerate(of_row):
-            places = [s for s in range(g, t) if x[s - g:s] == x[t - g:t]]
-            assert latest == max(places, default=-1)
-    assert (found >= 0).any() and (found < 0).any()
+def test_a_far_repeat_is_what_its_definition_says():
+    tokens, L, g = np.random.default_rng(0).integers(0, 3, (4, 90)), 10, 3
+    wanted = []
+    for window, row in enumerate(tokens):
+        for t in range(2 * L, 90):
+            found = [s for s in range(g, t) if (row[s - g:s] == row[t - g:t]).all()]
+            if found and max(found) < t - L:
+                wanted.append((window, t, max(found), row[max(found)] == row[t]))
+    window, t, s, same, n = repeats.find_targets(tokens, L, g, 1000)
+    assert n == len(wanted) and list(zip(window, t, s, same)) == wanted
+    drawn = repeats.find_targets(tokens, L, g, 5)
+    assert len(drawn[0]) == 5 and drawn[4] == n
+    assert all(np.array_equal(a, b) for a, b in zip(drawn, repeats.find_targets(tokens, L, g, 5)))
 
 
-def test_targets_are_drawn_from_those_found():
-    samples = np.random.default_rng(0).integers(0, 3, (4, 60))
-    every, some = (find_targets(samples, 8, 2, most) for most in (9999, 7))
-    drawn, found = ({*zip(one.window, one.t)} for one in (some, every))
-    assert len(drawn) == 7 and drawn < found and some.found == every.found == len(found)
+def test_the_copy_cache_has_the_best_weight():
+    random = np.random.default_rng(1)
+    losses, same = random.exponential(2, 300), random.random(300) < 0.4
+    p = np.exp(-losses)
+    mixed = repeats.copy_losses(losses, same, 0.3)
+    assert mixed == pytest.approx(-np.log(0.7 * p + 0.3 * same))
+    weight = repeats.fit_copy_weight(losses, same)
+    means = [repeats.copy_losses(losses, same, w).mean() for w in np.arange(0.001, 1, 0.001)]
+    assert weight == pytest.approx(0.001 + 0.001 * np.argmin(means), abs=0.001)
+    assert repeats.fit_copy_weight(losses, np.zeros(300, bool)) < 1e-9  # nothing to copy
 
 
-def test_standard_error_of_a_gain_is_over_windows():
-    # Of windows of equal size it is that of their means; targets of a window may be alike.
-    of_window, one = np.random.default_rng(0).normal(size=5), np.ones(100)
-    _, error = ratio_over_windows(np.repeat(of_window, 20), one, np.repeat(np.arange(5), 20))
-    near(error, of_window.std(ddof=1) / 5 ** 0.5, rtol=1e-9)
-    # Of unequal ones: the mean is 1/4, deviations sum to 3/4 and -3/4; (2 (9/16 + 9/16))^(1/2) / 4.
-    found = ratio_over_windows(np.eye(4)[0], np.ones(4), np.array([0, 1, 1, 1]))
-    assert found == (0.25, 0.375)
-    # Of a ratio: 6 / 3 = 2, and 2 - 2 · 2 = -2, 4 - 2 · 1 = 2; (2 (4 + 4))^(1/2) / 3.
-    found = ratio_over_windows(np.array([2., 4]), np.array([2., 1]), np.arange(2))
-    assert found == (2, pytest.approx(4 / 3))
-    none = ratio_over_windows(np.ones(2), np.zeros(2), np.arange(2))  # no headroom, no share of it
-    assert np.isnan(none).all()
+def test_the_error_of_a_ratio_is_over_windows():
+    a, b, window = np.array([1.0, 3, 2, 4]), np.array([1.0, 1, 2, 2]), np.array([0, 0, 5, 7])
+    ratio, error = repeats.ratio_over_windows(a, b, window)
+    rests = np.array([a[:2].sum() - ratio * 2, 2 - ratio * 2, 4 - ratio * 2])
+    assert ratio == 10 / 6
+    assert error == pytest.approx(np.sqrt((rests ** 2).sum() * 3 / 2) / 6)
 
 
-@pytest.mark.parametrize('share', [0.0, 0.3, 0.9, 1.0])
-@pytest.mark.parametrize('spread', [0.1, 3.0])
-def test_weight_of_the_copy_is_the_best_of_a_grid(share, spread):
-    random = np.random.default_rng(int(10 * share))
-    losses, same = random.exponential(spread, 200), random.random(200) < share
-    weight = fit_copy_weight(losses, same)
-    near(copy_losses(losses, same, weight).mean(), plain_copy_loss(losses, same, weight),
-         rtol=1e-9, atol=1e-15)
-    grid = np.linspace(0, 1, 1000, endpoint=False)
-    values = [plain_copy_loss(losses, same, each) for each in grid]
-    best = grid[np.argmin(values)]
-    assert abs(weight - best) <= 1e-3 + 1e-9
-    assert copy_losses(losses, same, weight).mean() <= min(values) + 1e-12
-    assert 0 <= weight < 1 and (weight == 0) == (best == 0)
+def test_the_gain_is_the_cut_loss_of_the_untuned_model_minus_the_loss(tiny_run, corpus_dir,
+                                                                      tmp_path):
+    stage('repeats', *on(tiny_run, tmp_path), '--scale=1.3', '--length=128', '--n_samples=6',
+               '--targets=20', '--gram=4', '--control=True')
+    found = read(tmp_path / 'repeats_scale1.3.json')
+    data = Windows(str(corpus_dir), 'test', 128)
+    x = data.evenly_spaced(6)
+    window, t, _, same, _ = repeats.find_targets(x, 32, 4, 20)
+    runtime = setup('cpu', 'float32')
+    plain, scaled = (open_model('last', tiny_run, runtime, scale=one)[0] for one in (None, 1.3))
+
+    def loss(model, ids):
+        ids = torch.from_numpy(ids)[None]
+        return model(ids[:, :-1], ids[:, 1:])[0, -1].item()
+
+    whole = [loss(scaled, x[w, :at + 1]) for w, at in zip(window, t)]
+    cut, own = ([loss(model, x[w, at - 32:at + 1]) for w, at in zip(window, t)]
+                for model in (plain, scaled))
+    row = found['rows'][0]
+    assert row['gain'] == pytest.approx(np.mean(cut) - np.mean(whole), abs=1e-5)
+    assert row['own_gain'] == pytest.approx(np.mean(own) - np.mean(whole), abs=1e-5)
+    copied = repeats.copy_losses(np.array(cut), same, found['copy_weight'])
+    assert row['headroom'] == pytest.approx(np.mean(cut) - copied.mean(), abs=1e-5)
+    assert row['R'] == pytest.approx(row['gain'] / row['headroom'], rel=1e-3)
+
+    starts = data.evenly_spaced_starts(6)
+    others = repeats.other_windows(starts, 128, data.starts)
+    control = []
+    for w, at in zip(window, t):
+        text = x[w, :at + 1].copy()
+        text[:at - 32] = x[others[w], :at - 32]
+        control.append(loss(scaled, text))
+    assert found['rows'][-1]['kind'] == 'other document'
+    assert found['rows'][-1]['loss'] == pytest.approx(np.mean(control), abs=1e-5)
+    document = np.searchsorted(data.starts, [starts, starts + 128], side='right')
+    assert all(set(range(*document[:, w] + [0, 1])).isdisjoint(range(*document[:, o] + [0, 1]))
+               for w, o in enumerate(others))
 
 
-def test_copy_cache_takes_probabilities_that_no_float_holds():
-    losses, same = np.array([800.0, 800.0, 0.0]), np.array([True, False, False])
-    assert np.isfinite(fit_copy_weight(losses, same))
-    near(copy_losses(losses, same, 0.25), [math.log(4), 800 + math.log(4 / 3), math.log(4 / 3)],
-         rtol=1e-12)
-    near(copy_losses(losses, same, 0.0), losses)
+def test_text_without_far_repeats_ends_in_one_line(tiny_run, tmp_path):
+    line = mistake('repeats', *on(tiny_run, tmp_path), '--length=128', '--gram=60', '--n_samples=4')
+    assert 'gram' in line

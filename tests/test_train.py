@@ -1,304 +1,186 @@
-"""
-Training: what it computes and writes, how it starts from other weights, and what it refuses.
+"""Training: its loop, and that stops, kills, ranks and mistakes lose nothing."""
 
-$ python -m pytest tests/test_train.py
-"""
-
+import gc
+import json
 import math
-import shutil
-import zlib
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
 
+import filelock
 import pytest
 import torch
-from conftest import (
-    TINY,
-    assert_same,
-    assert_steps,
-    load,
-    log_rows,
-    losses_and_gradients,
-    mistake,
-    near,
-    read,
-)
-from plain import plain_entropy, plain_losses
-from torch.utils._python_dispatch import TorchDispatchMode
+from conftest import ROOT, SIZES, mistake, stage
 
-from configurator import run_config
-from lib import checkpoints
-from lib.devices import learning_rate_at
-from lib.tokenizers import get_tokenizer
-from lib.tokens import Windows, write_corpus
-from model import ModelConfig, Transformer
-from position import RoPE, Settings, random_places
+import train
+from common import learning_rate_at, model_config, read_checkpoint
+from model import Transformer
+
+RUN = SIZES + ('--max_iters=8 --eval_interval=4 --log_interval=2 --batch_size=4 --warmup_iters=2 '
+               '--micro_batch_size=2 --eval_windows=4 --device=cpu --dtype=float32 '
+               '--compile=False').split()
+
+
+def trained(corpus_dir, out_dir, *more):
+    """What train.py printed; it ran for 8 steps, in this process."""
+    return stage('train', f'--dataset={corpus_dir}', f'--out_dir={out_dir}', *RUN, *more)
+
+
+def resumed(out_dir, *more):
+    return stage('train', '--init_from=resume', f'--out_dir={out_dir}', '--device=cpu',
+                      '--compile=False', *more)
+
+
+def largest_difference(one, other):
+    a, b = read_checkpoint(one / 'last.pt')['model'], read_checkpoint(other / 'last.pt')['model']
+    assert a.keys() == b.keys()
+    return max((a[name] - b[name]).abs().max().item() for name in a)
 
 
 @pytest.fixture(scope='module')
-def rope(runs):
-    return runs.train('rope', '--position=rope --max_iters=3 --eval_interval=1')
+def whole(corpus_dir, tmp_path_factory):
+    """The folder of a run of 8 steps that nothing interrupted."""
+    out_dir = tmp_path_factory.mktemp('whole') / 'run'
+    trained(corpus_dir, out_dir)
+    return out_dir
 
 
-# ---------------------------------------------------------------------- the recipe
-
-def test_learning_rate_warms_up_to_its_peak_and_falls_to_its_floor():
-    schedule = [learning_rate_at(step, 1.0, 0.1, warmup=4, decay=24) for step in range(30)]
-    assert schedule[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
-    quarter = 0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2  # cos 45 degrees
-    near([schedule[i] for i in (9, 14, 24)], [quarter, 0.55, 0.1], atol=1e-9)
-    assert learning_rate_at(10, 1.0, 0.1, warmup=10, decay=10) == 1.0  # no room for a cosine
+def test_the_learning_rate_warms_up_then_falls_along_a_cosine():
+    rates = [learning_rate_at(step, 1.0, 0.1, 4, 12) for step in (0, 3, 4, 8, 12, 99)]
+    assert rates == pytest.approx([0.25, 1.0, 1.0, 0.55, 0.1, 0.1])
 
 
-@pytest.mark.parametrize('files, warmup, steps', [
-    ('finetune_8k', 20, 200),
-    ('finetune_8k pi raw', 100, 1000),
-    ('finetune_8k yarn raw', 20, 1000),
-    ('finetune_8k raw yarn', 20, 1000),
-])
-def test_the_papers_recipes_compose_in_any_order(files, warmup, steps):
-    recipe = {}
-    for file in files.split():
-        recipe |= run_config(f'config/{file}.py')
-    assert recipe['max_iters'] == steps and recipe['warmup_iters'] * steps == warmup
+def test_the_optimizer_decays_all_weights_but_convolutions_and_leaves_out_scales(monkeypatch):
+    monkeypatch.setattr(train, 'short_conv', 4)
+    model = Transformer(model_config(dict(vocab_size=9, block_size=8, n_layer=1, n_head=2, n_embd=8,
+                                          n_kv_head=2, n_hidden=8, short_conv=4)))
+    decayed, convolutions = train.new_optimizer(model).param_groups
+    assert (decayed['weight_decay'], convolutions['weight_decay']) == (0.1, 0)
+    assert [p.shape for p in convolutions['params']] == [(4, 8), (4, 8)]
+    n_scales = 2 * 2  # head_scale and head_gain of two heads
+    n = sum(p.numel() for group in (decayed, convolutions) for p in group['params'])
+    assert n == sum(p.numel() for p in model.parameters()) - n_scales == model.n_params()
 
 
-def test_the_papers_model_still_learns_at_99_7_percent_of_its_peak_when_it_stops():
-    """Section 4.1: TinyLlama's schedule over 3T tokens, stopped after 50K steps of 2M."""
-    c = run_config('config/nope_1b.py')
-    peak, warmup, decay = c['learning_rate'], c['warmup_iters'], c['lr_decay_iters']
-    last = learning_rate_at(c['max_iters'], peak, c['min_lr'], warmup, decay)
-    assert round(last / peak, 3) == 0.997
-    assert c['max_iters'] * c['batch_size'] * c['block_size'] == 50_000 * 2 ** 21
-
-
-def test_warm_up_below_1_is_a_share_of_the_steps(runs, plain):
-    assert_same(plain, runs.train('share', '--warmup_iters=0.35'))  # of 12 steps: 4
-
-
-# ---------------------------------------------------------------------- what a run computes
-
-def test_a_run_leaves_its_log_settings_picture_and_kept_steps(runs, plain, corpus_dir):
-    assert_steps(plain, 12)
-    assert list(log_rows(plain, 'val_loss')) == [3, 4, 6, 9, 12]  # each third and the kept one
-    assert '"tokens": 1536' in (plain / 'log.jsonl').read_text()  # 12 steps of 4 x 32
-    assert (plain / 'loss.png').exists()
-    last, kept, config = load(plain), load(plain, 'step_4.pt'), read(plain / 'config.json')
-    assert config == last['settings'] == config | TINY | {'grad_clip': 1.0}
-    checksum = zlib.crc32((corpus_dir / 'train.bin').read_bytes())
-    assert last['data'] == kept['data'] == {str(corpus_dir): f'{checksum:08x}'}
-    stopped = load(runs.train('four', '--max_iters=4'))
-    near(kept['model'], stopped['model'])
-    assert kept['digest'] == stopped['digest'] != last['digest']
-
-
-def test_the_log_has_loss_and_attention_entropy_of_validation_windows(tiny_run, corpus_dir):
-    """The loss is the mean of 8 windows, the entropy that of the first 4."""
-    entropy = log_rows(tiny_run, 'entropy')
-    assert list(entropy) == list(log_rows(tiny_run, 'val_loss')) == [20]
-    model, _ = checkpoints.load_model('last', tiny_run, 'cpu')
-    windows = torch.from_numpy(Windows(str(corpus_dir), 'val', 32).evenly_spaced(8))
-    near(log_rows(tiny_run, 'val_loss')[20], plain_losses(model, windows).mean(), rtol=1e-5)
-    near(entropy[20], plain_entropy(model, windows[:4, :-1]).mean(), atol=1e-4)
-
-
-def test_training_equals_adamw_written_by_hand(runs):
-    """Short convolutions have no weight decay."""
-    found = load(runs.train('by_hand', '--short_conv=3 --max_iters=5 --grad_clip=0.5 '
-                                       '--weight_decay=0.3 --beta1=0.8'))
+def test_a_step_is_adamw_on_the_mean_loss_of_its_batch(corpus_dir, whole):
+    """The first two steps, computed without train.py."""
+    from data import Windows
+    state = read_checkpoint(whole / 'last.pt')
     torch.manual_seed(1337)
-    model = Transformer(ModelConfig(**found['model_config'])).init_weights()
-    windows, m, v, clips = Windows(str(runs.dataset), 'train', 32, 1337), {}, {}, []
-    for step in range(5):
-        _, gradients = losses_and_gradients(model, torch.from_numpy(windows.batch(step, 4)))
-        clips.append(min(1, 0.5 / torch.stack([g.norm() for g in gradients.values()]).norm()))
-        lr = learning_rate_at(step, 1e-2, 1e-3, 4, 12)
-        for name, g in gradients.items():
-            p, g = model.get_parameter(name).data, clips[-1] * g
-            m[name] = 0.8 * m.get(name, 0) + 0.2 * g
-            v[name] = 0.95 * v.get(name, 0) + 0.05 * g * g
-            m_hat, v_hat = m[name] / (1 - 0.8 ** (step + 1)), v[name] / (1 - 0.95 ** (step + 1))
-            decay = 0 if name.endswith('conv.w') else 0.3
-            p -= lr * (m_hat / (v_hat.sqrt() + 1e-8) + decay * p)
-    near(found['model'], dict(model.state_dict()), atol=1e-4)
-    assert min(clips) < 1
+    model = Transformer(state['model_config']).init_weights()
+    weights = [p for p in model.parameters() if p.requires_grad]
+    optimizer, losses = torch.optim.AdamW(weights, betas=(0.9, 0.95), weight_decay=0.1), []
+    for step, rate in enumerate([1e-3, 2e-3]):
+        optimizer.param_groups[0]['lr'] = rate
+        x = torch.from_numpy(Windows(str(corpus_dir), 'train', 32, seed=1337).batch(step, 4))
+        loss = model(x[:, :-1], x[:, 1:]).mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    rows = [json.loads(line) for line in (whole / 'log.jsonl').read_text().splitlines()]
+    assert [row['loss'] for row in rows if 'loss' in row][:2] == pytest.approx(losses, rel=1e-5)
+    assert [row['step'] for row in rows if 'val_loss' in row] == [4, 8]
+    assert all(0 < row['entropy'] < math.log(32) for row in rows if 'entropy' in row)
 
 
-def test_best_pt_holds_the_lowest_validation_loss(runs, plain):
-    loss = log_rows(plain)
-    assert loss[1] == pytest.approx(math.log(257), abs=0.5)  # it knows nothing of 257 tokens yet
-    assert loss[12] < loss[1] - 0.5, 'training does not lower the loss'
-    out_dir = runs.copy(plain, 'worse')
-    runs.resume('worse', '--max_iters=24 --learning_rate=0.5 --min_lr=0.5')
-    val_loss, best = log_rows(out_dir, 'val_loss'), load(out_dir, 'best.pt')
-    assert best['best_val_loss'] == min(val_loss.values()) == val_loss[best['step']]
-    assert best['step'] < 24 and load(out_dir)['best_val_loss'] == best['best_val_loss']
+def test_a_resumed_run_ends_bit_for_bit_like_one_that_was_not_stopped(corpus_dir, whole, tmp_path):
+    out_dir = tmp_path / 'run'
+    trained(corpus_dir, out_dir, '--max_iters=4', '--lr_decay_iters=8')
+    with open(out_dir / 'log.jsonl', 'a') as file:
+        file.write('{"step": 5, "loss": 1.0}\n')  # as a killed run may leave
+    resumed(out_dir, '--max_iters=8')
+    assert largest_difference(whole, out_dir) == 0
+    assert (out_dir / 'log.jsonl').read_text() == (whole / 'log.jsonl').read_text()
+    a, b = (read_checkpoint(run / 'last.pt')['optimizer']['state'] for run in (whole, out_dir))
+    assert all(torch.equal(a[name]['exp_avg_sq'], b[name]['exp_avg_sq']) for name in a)
 
 
-@pytest.mark.parametrize('more', ['', '--position=rope --random_positions=64'])
-def test_micro_batches_cannot_change_training(runs, more):
-    """With random positions, all micro-batches of a step have the same ones."""
-    one, *others = (runs.train(f'micro_{size}{len(more)}',
-                               f'{more} --max_iters=3 --micro_batch_size={size}')
-                    for size in (1, 2, 4))
-    for other in others:
-        for key in 'loss', 'val_loss':
-            assert log_rows(other, key) == pytest.approx(log_rows(one, key), rel=1e-5)
+@pytest.mark.slow
+@pytest.mark.parametrize('how', [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_stopped_or_killed_process_goes_on_where_it_was(corpus_dir, tmp_path, how):
+    command = [sys.executable, ROOT / 'train.py', f'--dataset={corpus_dir}', *RUN,
+               '--max_iters=100000', '--lr_decay_iters=8', '--eval_interval=50']
+    process = subprocess.Popen([*command, f'--out_dir={tmp_path}/run'])
+    while not (tmp_path / 'run/last.pt').exists():
+        time.sleep(0.05)
+    process.send_signal(how)
+    assert process.wait() == (-9 if how == signal.SIGKILL else 128 + how)
+    step = read_checkpoint(tmp_path / 'run/last.pt')['step']
+    assert step % 50 == 0 or how != signal.SIGKILL
+    resumed(tmp_path / 'run', f'--max_iters={step + 3}')
+    trained(corpus_dir, tmp_path / 'twin', f'--max_iters={step + 3}', '--lr_decay_iters=8')
+    assert largest_difference(tmp_path / 'run', tmp_path / 'twin') == 0
 
 
-def test_each_step_draws_other_random_positions(runs, monkeypatch):
-    draws = []
-    monkeypatch.setattr('model.random_places',
-                        lambda place, drawn: draws.append(drawn) or random_places(place, drawn))
-    runs.train('draws', '--position=rope --random_positions=64 --max_iters=2 --micro_batch_size=4')
-    assert not torch.equal(draws[0], draws[1])
+@pytest.mark.slow
+@pytest.mark.parametrize('more', [[], ['--fsdp=True'], ['--fsdp=True', '--compile=True']])
+def test_two_ranks_train_like_one_and_resume_exactly(corpus_dir, whole, tmp_path, more):
+    def on_two(name, *arguments):
+        stage('train', f'--out_dir={tmp_path / name}', *arguments, *more, ranks=2)
+
+    on_two('once', f'--dataset={corpus_dir}', *RUN, '--micro_batch_size=1')
+    assert largest_difference(whole, tmp_path / 'once') < 2e-4  # AdamW magnifies rounding errors
+    on_two('twice', f'--dataset={corpus_dir}', *RUN, '--micro_batch_size=1', '--max_iters=4',
+           '--lr_decay_iters=8')
+    on_two('twice', '--init_from=resume', '--max_iters=8', '--device=cpu', '--compile=False')
+    assert largest_difference(tmp_path / 'once', tmp_path / 'twice') == 0
 
 
-def test_evaluation_cannot_change_training_but_another_seed_does(runs, plain):
-    often = runs.train('often', '--eval_interval=1 --eval_windows=9')
-    assert log_rows(often) == log_rows(plain)
-    assert log_rows(runs.train('seed', '--seed=1 --max_iters=1'))[1] != log_rows(plain)[1]
+def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_file(corpus_dir, tmp_path):
+    trained(corpus_dir, tmp_path / 'run', '--max_iters=4', '--lr_decay_iters=8')
+    good = (tmp_path / 'run/last.pt').read_bytes()
+    line = mistake('train', '--init_from=resume', f'--out_dir={tmp_path}/run', '--max_iters=20',
+                   '--device=cpu', '--learning_rate=1e30', '--grad_clip=0.0', '--compile=False')
+    assert 'last.pt' in line and 'learning_rate' in line
+    assert (tmp_path / 'run/last.pt').read_bytes() == good
 
 
-class Casts(TorchDispatchMode):
-    """Lists the shapes of what is cast to bfloat16."""
-    shapes = ()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and out.dtype == torch.bfloat16:
-            self.shapes += (tuple(out.shape),)
-        return out
-
-
-def test_each_weight_is_cast_once_a_pass_and_stays_float32(runs):
-    with Casts() as casts:
-        out_dir = runs.train('casts', '--dtype=bfloat16 --micro_batch_size=4 --max_iters=3 '
-                                      '--eval_windows=1 --block_size=47 --keep_steps=[]')
-    weights = load(out_dir)['model']
-    assert {weight.dtype for weight in weights.values()} == {torch.float32}
-    qkv = tuple(weights['blocks.0.attn.qkv.weight'].shape)
-    # in each of 2 layers: 3 steps, a validation, and its entropies
-    assert casts.shapes.count(qkv) == 2 * (3 + 2)
+@pytest.mark.parametrize('words, named', [
+    ('--n_layer=2', 'holds a run'),
+    ('--init_from=resume --max_iters=8', 'finished after 8 steps'),
+    ('--init_from=resume --max_iters=9 --batch_size=8', 'batch_size is 8'),
+    ('--init_from=resume --max_iters=9 --n_layer=3', 'n_layer is 3'),
+    ('--init_from=resume --max_iters=9 --position=rope', 'position'),
+    ('--position=ropy --out_dir=other', 'kerple'),
+    ('--rope_base=500.0 --out_dir=other', 'rope_base'),
+    ('--micro_batch_size=3 --out_dir=other', 'micro_batch_size'),
+    ('--n_kv_head=3 --out_dir=other', 'n_kv_head')])
+def test_a_mistake_ends_in_one_line_that_names_it(corpus_dir, whole, tmp_path, words, named):
+    words = words.replace('out_dir=other', f'out_dir={tmp_path}/other').split()
+    start = [] if '--init_from=resume' in words else [f'--dataset={corpus_dir}', *RUN]
+    gc.collect()  # frees the lock of a run that was refused before, in this process
+    assert named in mistake('train', f'--out_dir={whole}', *start, *words)
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(runs, plain):
-    explode, out_dir = '--learning_rate=1e9 --min_lr=1e9 ', runs.copy(plain, 'exploding')
-    more = explode + '--init_from=resume --max_iters=60 --log_interval=20 --eval_interval=60'
-    line = mistake('train', *runs.arguments('exploding', more))
-    assert 'loss became' in line and f'{out_dir}/last.pt' in line
-    assert (out_dir / 'last.pt').read_bytes() == (plain / 'last.pt').read_bytes()
-    assert all(math.isfinite(loss) for loss in log_rows(out_dir).values())
-    line = mistake('train', *runs.arguments('early', explode + '--warmup_iters=0'))
-    assert 'loss became' in line and 'last.pt' not in line  # there is none to go on from
+def test_two_processes_never_share_a_run(corpus_dir, tmp_path):
+    (tmp_path / 'run').mkdir()
+    with filelock.FileLock(tmp_path / 'run/run.lock'):
+        assert 'Another process' in mistake('train', f'--out_dir={tmp_path}/run')
 
 
-def test_a_validation_loss_too_large_for_a_perplexity_is_no_crash(runs):
-    """exp(710) is more than a float holds; the loss itself is finite."""
-    out_dir = runs.train('huge', '--learning_rate=20 --min_lr=20 --warmup_iters=0 --max_iters=6')
-    assert max(log_rows(out_dir, 'val_loss').values()) > 710
+def test_fine_tuning_keeps_L_and_takes_the_factor_of_yarn_from_the_lengths(corpus_dir, tmp_path):
+    trained(corpus_dir, tmp_path / 'rope', '--position=rope', '--max_iters=2')
+    trained(corpus_dir, tmp_path / 'long', f'--init_from={tmp_path}/rope/last.pt', '--max_iters=1',
+            '--block_size=128', '--rope_scaling=yarn')
+    c = read_checkpoint(tmp_path / 'long/last.pt')['model_config']
+    assert (c.block_size, c.pretrained_length, c.rope_scaling) == (128, 32, 'yarn:4')
+    trained(corpus_dir, tmp_path / 'none', f'--init_from={tmp_path}/rope/last.pt', '--max_iters=1',
+            '--position=none')
+    assert read_checkpoint(tmp_path / 'none/last.pt')['model_config'].position == 'none'
 
 
-# ---------------------------------------------------------------------- resuming
-
-@pytest.mark.parametrize('more', ['--position=rope', '--position=rope --random_positions=64',
-                                  '--short_conv=3'])
-def test_runs_in_two_parts_equal_unbroken_ones(runs, more):
-    whole = runs.train(f'whole{len(more)}', f'{more} --max_iters=6')
-    runs.train(f'parts{len(more)}', f'{more} --max_iters=3')
-    for _ in range(2):  # the second time it had ended
-        assert_same(whole, runs.resume(f'parts{len(more)}', f'{more} --max_iters=6'))
-
-
-def test_resume_names_the_settings_that_changed_and_uses_them(runs, plain):
-    runs.copy(plain, 'changed')
-    out_dir = runs.resume('changed', '--weight_decay=0.2 --max_iters=13')
-    assert 'weight_decay = 0.2 (was 0.1)' in runs.printed
-    assert 'learning_rate =' not in runs.printed
-    group, = load(out_dir)['optimizer']['param_groups']
-    assert group['weight_decay'] == 0.2
-
-
-def test_resuming_on_other_text_is_refused_and_on_a_copy_goes_on(runs, plain, corpus_dir):
-    other = runs.folder / 'other'
-    write_corpus(other, get_tokenizer('bytes'), {'train': ['other ' * 500], 'val': ['o ' * 500]})
-    mixture = f'--dataset={corpus_dir}:0.7,{other}:0.3'
-    assert_steps(runs.train('mixture', f'{mixture} --max_iters=2'), 2)
-    for dataset in f'--dataset={other}', mixture:
-        assert f'dataset {other}' in runs.refused('plain', f'--init_from=resume {dataset}')
-    runs.copy(plain, 'text')
-    copied = runs.copy(corpus_dir, 'copied')
-    assert_steps(runs.resume('text', f'--dataset={copied} --max_iters=13'), 13)
-    shutil.copytree(other, copied, dirs_exist_ok=True)  # the same folder, prepared anew
-    assert f'dataset {copied}' in runs.refused(
-        'text', f'--init_from=resume --dataset={copied} --max_iters=13')
-
-
-def test_a_run_that_lost_its_last_checkpoint_is_not_overwritten(runs, plain):
-    folder = runs.copy(plain, 'lost')
-    for name in 'last.pt', 'best.pt':
-        (folder / name).rename(folder / f'step_{len(name)}.pt')
-    assert 'already holds a run (step_' in runs.refused('lost', '--max_iters=3')
-
-
-# ---------------------------------------------------------------------- starting from other weights
-
-def test_fine_tuning_starts_from_the_given_weights_at_another_block_size(runs, plain):
-    """The sizes come from the checkpoint; n_layer = 4 is only train.py's default."""
-    command = f'--init_from={plain}/best.pt --max_iters=3 --block_size=64'
-    out_dir = runs.train('fine', command, sizes='')
-    model, _ = checkpoints.load_model(plain / 'best.pt', None, 'cpu')
-    windows = torch.from_numpy(Windows(str(runs.dataset), 'train', 64, 1337).batch(0, 4))
-    near(log_rows(out_dir)[1], plain_losses(model, windows).mean(), rtol=1e-5)
-    config = read(out_dir / 'config.json')
-    assert config == config | TINY | {'block_size': 64}
-    longer = {'block_size': 64, 'pretrained_length': 32}
-    assert load(out_dir)['model_config'] == vars(model.config) | longer
-
-
-def test_fine_tuning_with_another_method_takes_its_settings(runs, plain):
-    command = f'--init_from={plain}/last.pt --max_iters=1 '
-    changes = '--position=rope --rope_base=5000'
-    config = load(runs.train('to_rope', f'{command} {changes}'))['model_config']
-    assert (config['position'], config['rope_base']) == ('rope', 5000.0)
-    assert 'reads the same text in the same order' in runs.printed
-    again = f'--init_from={runs.folder}/to_rope/last.pt --max_iters=1 --rope_base=9000'
-    assert 'rope_base is 9000.0' in runs.refused('again', again)  # that of a model with RoPE
-    runs.train('random', f'{command} {changes} --random_positions=64 --seed=2')
-    assert 'same order' not in runs.printed
-    state = torch.load(plain / 'last.pt', weights_only=True)
-    del state['data']  # as in lessons/demo.pt
-    torch.save(state, plain / 'bare.pt')
-    runs.train('bare', f'--init_from={plain}/bare.pt --max_iters=1')
-    assert 'reads the same text in the same order' in runs.printed
-
-
-def test_fine_tuning_extends_rope_by_the_ratio_of_the_lengths_and_resumes(runs, rope):
-    yarn = '--rope_scaling=yarn --block_size=96 --max_iters='
-    start = f'--init_from={rope}/last.pt {yarn}'
-    whole, part = runs.train('yarn', start + '4'), runs.train('yarn_in_two', start + '2')
-    runs.resume('yarn_in_two', yarn + '4')
-    assert log_rows(part) == log_rows(whole)
-    assert load(whole)['model_config']['rope_scaling'] == 'yarn:3'
-    for i, (more, scaling) in enumerate((('--rope_scaling=pi:2.5 --block_size=64', 'pi:2.5'),
-                                         ('--rope_scaling=', ''), ('--position=none', ''))):
-        run = runs.train(f'yarn_{i}', f'--init_from={whole}/last.pt --max_iters=1 {more}')
-        config = load(run)['model_config']
-        assert config['rope_scaling'] == scaling and config['pretrained_length'] == 32
-
-
-def test_a_model_goes_on_without_rope_and_without_rope_settings(runs, rope):
-    start = runs.train('windowed', '--position=rope,none --rope_window=8 --rope_share=0.5 '
-                                   '--max_iters=1')
-    for i, (run, how) in enumerate(((rope, 'config/drope.py'), (start, '--position=none'))):
-        drope = runs.train(f'drope_{i}', f'{how} --init_from={run}/last.pt --max_iters=2')
-        config = load(drope)['model_config']
-        assert config['position'] == 'none'
-        assert all(config[name] == getattr(Settings, name) for name in RoPE.settings)
-    model, _ = checkpoints.load_model('last', start, 'cpu', position='llama4')
-    assert model.config.rope_window == 0
-
-
-# ---------------------------------------------------------------------- what it refuses
-
-def test_disk_too_small_is_refused_before_the_first_step(runs, monkeypatch):
-    monkeypatch.setattr(shutil, 'disk_usage', lambda _: shutil._ntuple_diskusage(10, 9, 1))
-    assert 'GB are free' in runs.refused('no_room')
+def test_kept_steps_and_a_tracker_get_what_the_log_gets(corpus_dir, tmp_path, monkeypatch):
+    rows, started = [], []
+    module = SimpleNamespace(init=lambda **about: started.append(about['name']),
+                             log=lambda row, step: rows.append({'step': step} | row),
+                             finish=lambda: started.append('finished'))
+    monkeypatch.setitem(sys.modules, 'trackio', module)
+    trained(corpus_dir, tmp_path / 'run', '--tracker=trackio', '--keep_steps=[3]', '--max_iters=4')
+    log = [json.loads(line) for line in (tmp_path / 'run/log.jsonl').read_text().splitlines()]
+    assert rows == log and started == [f'{tmp_path}/run', 'finished']
+    assert read_checkpoint(tmp_path / 'run/step_3.pt')['step'] == 3
+    assert (tmp_path / 'run/loss.png').exists()

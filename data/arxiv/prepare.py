@@ -3,35 +3,34 @@ The ArXiv papers of the Pile, one of the two corpora of DAPE V2. They come from 
 without its withdrawn text. Sources: Gao et al. 2020, arXiv:2101.00027; monology/pile-uncopyrighted.
 
 $ python data/arxiv/prepare.py                  # reads the whole Pile to find them; needs zstandard
-$ python data/arxiv/prepare.py --held_out=True  # only val and test
-$ python data/arxiv/prepare.py --local=FOLDER   # train/*.jsonl.zst, val.jsonl.zst, test.jsonl.zst
+$ python data/arxiv/prepare.py --held_out=True  # only val and test, from suolyer/pile_arxiv
+$ python data/arxiv/prepare.py --local=FOLDER   # train/*.jsonl.zst, val.jsonl.zst, test.jsonl.zst;
+                                                # with --held_out=True: val.json, test.json
 """
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from configurator import configure, settings
-from data.hub import Source, prepare
+sys.path[:0] += map(str, Path(__file__).resolve().parents[1:3])
+from configurator import configure
 
-held_out = False               # True: only val and test, from suolyer/pile_arxiv
+from hub import prepare
+
+held_out = False               # True: only val and test, of which every row is ArXiv's
 revision = 'main'              # not pinned, because we knew no commit
-max_tokens: int | None = None  # of each split, to the end of a document; None: all
 local = ''                     # a folder of such files, or one file; '': read the hub's
-out_dir = ''                   # where the token files go; '' for data/NAME
 tokenizer = 'gpt2'             # DAPE V2's; or bytes, FILE.tiktoken, tokenizer.json, hf:ORG/NAME
+max_tokens: int | None = None  # of each split, to the end of a document; None: all
+out_dir = ''                   # where the token files go; '' for data/NAME
 
 
 def main():
+    settings = revision, local, tokenizer, max_tokens, out_dir
     if held_out:
-        source = Source('suolyer/pile_arxiv', revision, splits=['val', 'test'], advice=(
-            'Give your own files: --local=FOLDER with val.json and test.json.'))
+        prepare('arxiv', 'suolyer/pile_arxiv', *settings, splits=['val', 'test'])
     else:
-        source = Source('monology/pile-uncopyrighted', revision, advice=(
-            'Give your own files: --local=FOLDER with train/*.jsonl.zst, val.jsonl.zst and '
-            'test.jsonl.zst of the Pile; or take only val and test with --held_out=True.'))
-        source.where = ['pile_set_name', '==', 'ArXiv']
-    prepare('arxiv', source, settings(globals()))
+        prepare('arxiv', 'monology/pile-uncopyrighted', *settings,
+                where=('pile_set_name', 'ArXiv', True))
 
 
 if __name__ == '__main__':

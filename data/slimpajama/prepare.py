@@ -6,33 +6,30 @@ scripts/prepare_slimpajama.py of jzhang38/TinyLlama.
 $ python data/slimpajama/prepare.py --repo=DKYoon/SlimPajama-6B \
       --revision=b5f90f419b7489cdba26fdbc8c022fcb5562f968   # a sample, enough to tune scales with
 $ python data/slimpajama/prepare.py                  # all of it
-$ python data/slimpajama/prepare.py --local=FOLDER   # your own files: train*, validation*, test*
+$ python data/slimpajama/prepare.py --local=FOLDER   # your own files: train*, validation*, test*,
+                                                     # .parquet or .jsonl
 """
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from configurator import configure, settings
-from data.hub import Source, prepare
+sys.path[:0] += map(str, Path(__file__).resolve().parents[1:3])
+from configurator import configure
+
+from hub import prepare
 
 repo = 'gmongaras/SlimPajama-627B_Reupload'  # the publisher's copy is gone
 revision = 'c34c22dbb10ae6b264a2f357a909d1a537141b36'  # its commit
+local = ''                     # a folder of such files, or one file; '': read the hub's
 tokenizer = 'hf:TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T'
 max_tokens: int | None = None  # of each split, to the end of a document; None: all
-local = ''                     # a folder of such files, or one file; '': read the hub's
 out_dir = ''                   # where the token files go; '' for data/NAME
 keep_github = False            # True: every row; needs no column that says which are GitHub's
 
 
 def main():
-    source = Source(repo, revision, advice=(
-        'Take the sample DKYoon/SlimPajama-6B (see --help), or your own files: --local=FOLDER with '
-        'train*, validation* and test*, .parquet or .jsonl.'))
-    if not keep_github:
-        source.where = ['redpajama_set_name', '!=', 'RedPajamaGithub']
-        source.where_advice = 'Take a copy that has it, or keep every row with --keep_github=True.'
-    prepare('slimpajama', source, settings(globals()))
+    where = None if keep_github else ('redpajama_set_name', 'RedPajamaGithub', False)
+    prepare('slimpajama', repo, revision, local, tokenizer, max_tokens, out_dir, where=where)
 
 
 if __name__ == '__main__':

@@ -6,31 +6,26 @@ scripts/prepare_starcoder.py of jzhang38/TinyLlama.
 
 $ hf auth login && python data/starcoder/prepare.py
 $ python data/starcoder/prepare.py --local=FOLDER --max_tokens=10_000_000   # part of your own
+                                      # files, .parquet or .jsonl, with a column `content`
 """
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from configurator import configure, settings
-from data.hub import Source, prepare
+sys.path[:0] += map(str, Path(__file__).resolve().parents[1:3])
+from configurator import configure
+
+from hub import prepare
 
 repo = 'bigcode/starcoderdata'  # on the hub
 revision = 'main'              # not pinned, because we knew no commit
+local = ''                     # a folder of such files, or one file; '': read the hub's
 tokenizer = 'hf:TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T'
 max_tokens: int | None = None  # of each split, to the end of a document; None: all
-local = ''                     # a folder of such files, or one file; '': read the hub's
 out_dir = ''                   # where the token files go; '' for data/NAME
-
-
-def main():
-    source = Source(repo, revision, splits=['train'], field='content', advice=(
-        'It is gated: accept its terms on huggingface.co/datasets/bigcode/starcoderdata and run '
-        'hf auth login; or give your own files: --local=FOLDER with .parquet or .jsonl with a '
-        'column content.'))
-    prepare('starcoder', source, settings(globals()))
 
 
 if __name__ == '__main__':
     configure(globals())
-    main()
+    prepare('starcoder', repo, revision, local, tokenizer, max_tokens, out_dir, ['train'],
+            'content')

@@ -13,6 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from configurator import ROOT, configure
+
 from tokenizer import SPLITS, library_files, split_of, tokenizer_for, write_dataset
 
 tokenizer = 'bytes'   # bytes, gpt2, bpe:VOCABULARY, FILE.tiktoken, tokenizer.json, hf:ORG/NAME

@@ -1,0 +1,133 @@
+"""
+Pictures of one attention head: its scores, the position bias, what DAPE adds, and the attention, at
+several lengths. Figures 8-22 of "DAPE V2". The stage also measures how much each head attends to
+the first key, which Appendix K calls the sink.
+
+$ python -m extras.attention_maps                 # the demo model, windows of L, 4L and 16L
+$ python -m extras.attention_maps --out_dir=out/dape/kerple_1x3 --layer=2 --head=3
+
+Writes out_dir/attention[_LABEL].json and .png
+"""
+
+import math
+
+from configurator import UserError, configure, settings
+
+import torch
+import torch.nn.functional as F
+
+from common import setup
+from data import Windows
+from entropy import has_entropy
+from position import in_rows
+from stage import open_model, result_path, results_folder, write_result
+
+# which model, text and device
+out_dir = 'out/demo/nope'    # folder of the run to read; results go there, too
+init_from = 'last'           # last, best (of out_dir), a checkpoint file, a folder, hf:ORG/NAME
+position: str | None = None  # position method; None: the checkpoint's
+rope_scaling: str | None = None   # extension of RoPE, such as yarn:4; None: the checkpoint's
+scale: float | str | None = None  # softmax scale: a number for all heads, or a scale file
+label = ''                   # name of the result; '': named after the scale
+dataset = ''                 # a folder of data/; '': the text that the model was trained on
+split = 'test'               # split of the dataset to read
+device = 'auto'              # auto, cpu, cuda, mps
+# what to draw
+layer: int | None = None     # counted from 0; None: the middle layer
+head = 0                     # counted from 0
+lengths: list[int] = []      # tokens in a window; one row of pictures each; []: L, 4L, 16L
+n_samples = 4                # windows of each length, evenly spaced; the pictures show their mean
+
+CELLS = 64  # most cells per side of a map, so that the JSON of three lengths is below 300 KB
+
+
+def parts_of(method, q, k, i, j):
+    """
+    {part: (B, H, rows, keys)} of some query rows. The parts are score: q.k / sqrt(D), plus what
+    CoPE or Transformer-XL add; bias: B; dape: f([S; B]) of Eq. (3); attention: the weights; pairs:
+    1 where the query sees the key.
+    """
+    parts = {'score': method.similarity(q, k, i, j)}
+    scores, bias = method.scores(q, k, i, j), method.bias(i, j)
+    if bias is not None:
+        parts['bias'] = bias.expand(scores.shape)
+    if method.dape:
+        others = sum(parts.values()) if method.dape.residual else parts['score']
+        parts['dape'] = scores - others
+    return parts | {'attention': method.softmax(scores), 'pairs': scores.isfinite().float()}
+
+
+def head_maps(method, q, k, place, head):
+    """
+    {part: (n, n) map} of one head: a row per cell of queries, a column per cell of keys. Each
+    number is the mean over windows, and over the pairs of query and key that the method does not
+    mask. For attention it is the sum over a cell's keys, because a single weight shrinks with T.
+    q: (B, H, T, D) scaled queries; k: (B, n_kv_head, T, D).
+    """
+    token, names = torch.arange(q.shape[2], device=q.device), []
+    # in_cell (T, n) is 1 where a token lies in a cell. in_cell.T @ x @ in_cell sums x over cells.
+    in_cell = F.one_hot(token // math.ceil(len(token) / CELLS)).float()
+
+    def of_rows(q, k, v, i, j):
+        parts = parts_of(method, q, k, i, j)
+        names[:] = parts
+        values = torch.stack([part[:, head] for part in parts.values()], dim=1)
+        seen = values[:, -1:] > 0
+        return values.masked_fill(~seen, 0) @ in_cell[:len(j)]  # (B, parts, rows, n)
+
+    sums = in_cell.T @ in_rows(of_rows, q, k, k, place).sum(0)
+    maps = dict(zip(names, sums / sums[-1].clamp(min=1)))
+    maps['attention'] = sums[-2] / (len(q) * in_cell.sum(0)[:, None])
+    maps.pop('pairs')
+    return maps
+
+
+def maps_and_first_key(model, tokens, layer, head):
+    """
+    head_maps() of one head over windows, (B, T) ids, and the share of attention that each head
+    gives to the first key, (n_layer, H): the mean over windows and the queries of the second half.
+    """
+    if not has_entropy(model):
+        raise UserError(f'{model.config.position} has its own attend(), so its attention weights '
+                        'are not known.')
+    maps, shares = {}, []
+
+    def look(attention, arguments):
+        x, place = arguments[:2]
+        q, k, _ = attention.queries_keys_values(x, place)
+        first = torch.zeros_like(k)
+        first[:, :, 0] = 1  # with these values, attention returns the share of the first key
+        share = attention.position.attend(q, k, first, place)[:, :, x.shape[1] // 2:, 0]
+        shares.append(share.mean((0, 2)))
+        if attention.layer == layer:
+            maps.update(head_maps(attention.position, q, k, place, head))
+
+    hooks = [block.attn.register_forward_pre_hook(look) for block in model.blocks]
+    model(tokens, tail=1)
+    for hook in hooks:
+        hook.remove()
+    return maps, torch.stack(shares)
+
+
+@torch.no_grad()
+def main(given):
+    runtime = setup(device, 'float32')
+    model, info = open_model(init_from, out_dir, runtime, position, rope_scaling, scale)
+    path = result_path(results_folder(out_dir, init_from, given), 'attention', label, info)
+    L, at = model.config.block_size, len(model.blocks) // 2 if layer is None else layer
+    rows = []
+    for T in lengths or [L, 4 * L, 16 * L]:
+        windows = Windows(dataset or info['settings'].get('dataset', ''), split, T, info=info)
+        samples = torch.from_numpy(windows.evenly_spaced(n_samples)[:, :-1]).to(runtime.device)
+        maps, share = maps_and_first_key(model, samples, at, head)
+        runtime.print(f'{T:8,d} tokens: {share[at, head]:.1%} on the first key; '
+                      f'mean of all heads {share.mean():.1%}')
+        for part, cells in maps.items():  # without the keys after the query
+            maps[part] = [row[:r + 1] for r, row in enumerate(cells)]
+        rows.append({'length': T, 'n_windows': len(samples), 'first_key': share, 'maps': maps})
+    write_result(path, {'stage': 'attention', 'dataset': windows.dataset, 'layer': at,
+                        'head': head, 'lengths': rows}, settings(globals()), runtime, info)
+
+
+if __name__ == '__main__':
+    main(configure(globals()))
