@@ -1,9 +1,5 @@
-# make look, demo, test, test-all, bench, lessons: each sets up what it needs. An active virtual
-# environment, or PYTHON=..., is used as it is.
-
-# How often a thread of PyTorch looks whether the others are done before it sleeps. By the default,
-# 300000, one other busy process makes training on a CPU 20 times slower (results/bench/README.md).
-export GOMP_SPINCOUNT ?= 10000
+# make look, demo, test, test-all, bench, lessons: each sets up what it needs in .venv. An active
+# virtual environment, or PYTHON=..., is used as it is, but tools that it lacks are installed there.
 
 ifdef PYTHON
   SETUP :=
@@ -14,8 +10,8 @@ else
   PYTHON := .venv/bin/python
   SETUP := .venv/ready
 endif
-DEV := $(if $(SETUP),.venv/ready-dev)
-LESSONS := $(if $(SETUP),.venv/ready-lessons)
+# $(call need,MODULE,EXTRA): where the module is missing, install its extra of pyproject.toml
+need = @$(PYTHON) -c 'import $(1)' 2> /dev/null || $(PYTHON) -m pip install -q '.[$(2)]'
 
 .PHONY: look demo test test-all bench lessons
 look: $(SETUP)
@@ -24,26 +20,26 @@ look: $(SETUP)
 demo: $(SETUP)
 	$(PYTHON) demo.py
 
-bench: $(DEV)
-	$(PYTHON) bench.py --peer=hf
+bench: $(SETUP)
+	$(call need,transformers,hf)
+	$(PYTHON) -m extras.bench --peer=hf
 
-test: $(DEV)
+test: $(SETUP)
+	$(call need,xdist,dev)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m pytest -n 2 --dist loadfile
 
-test-all: $(DEV)
+test-all: $(SETUP)
+	$(call need,xdist,dev)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m pytest -n 2 --dist loadfile -m ''
 
-lessons: $(LESSONS)
+lessons: $(SETUP)
+	$(call need,pytest,lessons)
 	$(PYTHON) -m pytest --tb=short lessons/test_exercises.py
 
 .venv/ready: pyproject.toml
 	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo 'python3 must be 3.11 or newer. With a newer one, for example: python3.12 -m venv .venv; . .venv/bin/activate; pip install ".[dev]"'; exit 1; }
 	python3 -m venv .venv
 	.venv/bin/python -m pip install -q .
-	touch $@
-
-.venv/ready-%: .venv/ready
-	.venv/bin/python -m pip install -q '.[$*]'
 	touch $@

@@ -42,9 +42,7 @@ class Runtime:
     dtype: torch.dtype   # of activations; head scales and trained weights stay float32
     rank: int = 0
     world_size: int = 1
-
-    def __post_init__(self):
-        self.is_main = self.rank == 0
+    is_main: bool = True  # the first rank: it prints and writes
 
     def autocast(self):
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
@@ -60,10 +58,12 @@ class Runtime:
         windows: (n, T + 1) int64 ids. measure(inputs, targets) gets two (B, T) tensors and returns
         a tensor of B rows. Returns the rows of all windows in order, (n, ...) float64, on every
         rank. label: text of a progress bar. Raises UserError if a number is not finite.
+        With 2 ranks and batches of 2, five windows are read as 01|23 and then 40|12: the first
+        rank reads what stands left of the bar, and the second 1 and 2 only fill up.
         """
         n, windows = len(windows), torch.as_tensor(windows)
-        # Equal batches for all ranks, because each new size would be compiled, and because ranks
-        # that share a model (FSDP) run each pass together. First windows fill up the last batches.
+        # Batches have one size, because each new size would be compiled, and all ranks have equally
+        # many, because ranks that share a model (FSDP) run each pass together.
         most = max(1, batch_tokens // (windows.shape[1] - 1)) * self.world_size
         n_batches = math.ceil(n / most)
         size = math.ceil(n / n_batches / self.world_size)
@@ -80,8 +80,8 @@ class Runtime:
         rows = np.stack(parts, axis=1)                    # (n_batches, ranks, size, ...)
         rows = rows.reshape(-1, *rows.shape[3:])[:n]
         if not np.isfinite(rows).all():
-            raise UserError('a measured number is not finite, so nothing was written. Are weights '
-                            'or scales damaged? Try another checkpoint, --scale= or --dtype=.')
+            raise UserError('a measured number is not finite, so nothing was written. Did training '
+                            'diverge, or is the checkpoint or scale file damaged?')
         return rows
 
 
@@ -127,7 +127,7 @@ def setup(device='auto', dtype='auto', seed=1337):
         # Else compiled code sums the gradients of embeddings in another order in each run.
         torch.set_deterministic_debug_mode('error')
         torch.utils.deterministic.fill_uninitialized_memory = False
-    return Runtime(device, DTYPES[dtype], rank, world_size)
+    return Runtime(device, DTYPES[dtype], rank, world_size, is_main=rank == 0)
 
 
 def can_compile(runtime, wanted):

@@ -65,6 +65,9 @@ class Windows:
 
     def __init__(self, dataset, split, block_size, seed=0, info=None):
         self.dataset, self.split, self.block_size, self.seed = dataset, split, block_size, seed
+        if not dataset:
+            raise UserError('The model does not name its training text. Give one: --dataset=NAME.')
+        # 'a:0.7,b' is [('a', '0.7'), ('b', None)].
         parts = [re.fullmatch(r'(.+?)(?::([\d.e-]+))?', part).groups()
                  for part in dataset.split(',')]
         opened = [open_split(name, split) for name, _ in (parts if split == 'train' else parts[:1])]
@@ -73,7 +76,8 @@ class Windows:
         tokenizers = [meta['tokenizer'] for _, _, meta in opened]
         if info and info['tokenizer']:
             tokenizers.append(info['tokenizer'])
-        if any(one | {'name': ''} != self.tokenizer | {'name': ''} for one in tokenizers):
+        # Names do not count: a tokenizer may have been read from another file.
+        if any(state | {'name': ''} != self.tokenizer | {'name': ''} for state in tokenizers):
             raise UserError(f'The parts of {dataset}, or it and the model, have different '
                             'tokenizers. Prepare the text with one, or name other text.')
         size = block_size + 1
@@ -82,7 +86,8 @@ class Windows:
         if not all(map(len, self.blocks)):
             raise UserError(f'The split {split} of {dataset} has fewer than {size:,} tokens. '
                             'Choose shorter windows, or prepare more text.')
-        # How many of SLOTS samples each source gets: rounded down, the rest to the largest rests.
+        # How many of SLOTS samples each source gets. Shares are rounded down; what is left over
+        # goes to the largest remainders.
         weights = np.array([float(weight or 1) for _, weight in parts[:len(opened)]])
         exact = weights / weights.sum() * SLOTS
         self.slots = np.floor(exact).astype(int)
@@ -93,7 +98,8 @@ class Windows:
         """
         The windows of a step, (n_rows, block_size + 1) int64. They depend only on (seed, split,
         step). rows: the slice of the batch for this rank or micro-batch. Each source is read epoch
-        after epoch. Each epoch reads each block once, in a new order.
+        after epoch. Each epoch reads each block once, in a new order. In a mixture the samples come
+        in cycles of SLOTS: each cycle has the same number from each source, in a new order.
         """
         windows = []
         for sample in range(step * batch_size, (step + 1) * batch_size)[rows]:

@@ -52,7 +52,7 @@ batch_tokens = 16384         # tokens in one forward pass; lower it when memory 
 
 # Each kernel takes q, k, v: (B, H, T, D) float32. Given k as v, it returns sum_j a_ij k_j,
 # (B, H, T, D), and ln sum_j exp(s_ij), (B, H, T).
-MEAN_KEY = {
+FUSED_KERNEL = {
     'cpu': torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
     'cuda': partial(torch.ops.aten._scaled_dot_product_efficient_attention, attn_bias=None,
                     compute_log_sumexp=True),
@@ -71,7 +71,7 @@ def entropy_without_matrix(q, k):
     H, T, D = q.shape[1:]
     # float32, because the two terms nearly cancel; contiguous, because the kernel assumes it
     q, k = q.float().contiguous(), repeat_heads(k.float(), H).contiguous()
-    mean_k, log_sum_exp, *_ = MEAN_KEY[q.device.type](q, k, k, is_causal=True)
+    mean_k, log_sum_exp, *_ = FUSED_KERNEL[q.device.type](q, k, k, is_causal=True)
     mean_score = (q * mean_k).sum(-1) / math.sqrt(D)
     return (log_sum_exp[..., :T] - mean_score).clamp(min=0)  # the CUDA kernel pads rows
 
@@ -93,7 +93,7 @@ def attention_entropy(method, q, k, place):
         return (total.log() - terms.sum(-1) / total).clamp(min=0)  # of p = weights / total
 
     with torch.autocast(q.device.type, enabled=False):
-        if method.is_plain and q.device.type in MEAN_KEY and not wants_gradient:
+        if method.is_plain and q.device.type in FUSED_KERNEL and not wants_gradient:
             return entropy_without_matrix(q, k)
         return in_rows(of_rows, q.float(), k.float(), k.float(), place)
 
@@ -167,27 +167,31 @@ def main(given):
     runtime = setup(device, dtype)
     model, info = open_model(init_from, out_dir, runtime, position, rope_scaling, scale)
     path = result_path(results_folder(out_dir, init_from, given), 'entropy', label, info)
-    L = model.config.block_size
-    T = length or 8 * L
+    block_size = model.config.block_size
+    T = length or 8 * block_size
     windows = Windows(dataset or info['settings'].get('dataset', ''), split, T, info=info)
     samples = windows.evenly_spaced(n_samples)
 
-    heads, losses = entropy_and_loss(model, samples, L // 16, batch_tokens, runtime, f'{T} tokens')
-    positions, loss = bin_means(losses, L // 16)
+    width = block_size // 16
+    heads, losses = entropy_and_loss(model, samples, width, batch_tokens, runtime, f'{T} tokens')
+    positions, loss = bin_means(losses, width)
     mean, bound, scales = heads.mean((0, 1)), np.log(positions), model.head_scale.numpy(force=True)
     result = {'dataset': windows.dataset, 'split': split, 'unit': 'nats', 'position': positions,
               'samples': len(samples), 'loss': loss, 'mean_entropy': mean, 'bound': bound,
               'head_scale': scales, 'entropy': heads}
-    ends = [i for i, at in enumerate(positions)
-            if i + 1 == len(positions) or any(at <= n < positions[i + 1] for n in
-                                              (L // 2, L, 2 * L, 4 * L, 8 * L))]
-    print_rows(runtime.print, [{'position': positions[i], 'mean entropy (nats)': mean[i],
-                                'bound': bound[i]} for i in ends])
+    rows = []
+    for factor in (1, 2, 4, 8, 16):
+        end = factor * block_size // 2
+        if end <= T:
+            i = np.searchsorted(positions, end, side='right') - 1  # the last bin up to `end`
+            rows.append({'position': positions[i], 'mean entropy (nats)': mean[i],
+                         'bound': bound[i]})
+    print_rows(runtime.print, rows)
     if scales.ndim == 2 and len(np.unique(scales)) > 1:
         result['spearman'] = [spearman(*layer) for layer in zip(scales, heads[:, :, -1])]
         runtime.print('Spearman correlation of scale and entropy by layer: '
                       + '  '.join(f'{one:+.2f}' for one in result['spearman']))
-    if T > L:
+    if T > block_size:
         result['cut'] = cut_curve(model, samples, tail, batch_tokens, runtime)
     write_result(path, result, settings(globals()), runtime, info)
 

@@ -3,10 +3,10 @@ Perplexity of a checkpoint at and beyond its training length L, with any softmax
 and Table 2 of "Length Generalization of Causal Transformers without Position Encoding"; the last
 tokens of each length and Delta P as in Figures 1 to 6 and Table 1 of "DAPE V2".
 
-Beside each loss past L stands the loss of the same tokens if the model sees only the last L tokens
-before them (cut_loss, in short windows that score L / 8 tokens each). The gain is cut_loss minus
-the loss, in nats: above 0 the tokens beyond L help, below 0 they harm. L is block_size, the length
-of the last training; the cut context has as many tokens as the model was pretrained with.
+L is the length of pretraining. Beside each loss past L stands the loss of the same tokens if the
+model sees only the last L tokens (cut_loss, in short windows that score L / 8 tokens each). The
+gain is cut_loss minus the loss, in nats: above 0 the tokens beyond L help, below 0 they harm. If a
+model was fine-tuned at another length, block_size, the default lengths are multiples of that one.
 
 $ python eval_ppl.py                                             # sliding windows of L ... 8L
 $ python eval_ppl.py --scale=out/demo/nope/scale_head_640.json   # the same with tuned scales
@@ -52,14 +52,14 @@ dtype = 'auto'               # auto, float32, bfloat16, float16
 # how to read it
 protocol = 'sliding'         # sliding: sliding windows; position: every position of one pass; tail:
                              # last tokens of each length. repeats.py reads far repeats
-lengths: list[int] = []      # window lengths in tokens; []: L, 2L, 4L and 8L
+lengths: list[int] = []      # window lengths in tokens; []: 1, 2, 4 and 8 times block_size
 rule = 'same'                # sliding: same, paper or classic; see sliding_windows()
-stride: int | None = None    # sliding: tokens scored per window; None: 256, or L/8 if L < 2048
+stride: int | None = None    # sliding: tokens scored per window; None: block_size / 8, at most 256
 max_windows = 1024           # sliding: windows per length; rule same spaces them evenly, the other
                              # rules take the first ones
 n_samples = 256              # position, tail: windows of the longest length, evenly spaced
 tail: int | None = None      # position, tail: tokens scored at the end of each length; None: 64 for
-                             # position, min(256, L) for tail
+                             # position, min(256, block_size) for tail
 batch_tokens = 16384         # tokens in one forward pass; lower it when memory runs out
 compile = True               # torch.compile the model, if there is enough to read for this to pay
 
@@ -114,7 +114,8 @@ def score_windows(model, tokens, windows, runtime):
     for (T, n), group in groups.items():
         net = compiled_to_read(model, runtime, compile, len(group), T)
         # The last token of a window has no target in it. It is read all the same, because position
-        # methods may depend on the number of tokens; its target is 0 and its loss is dropped.
+        # methods may depend on the number of tokens; its target is 0 and its loss is dropped. Of a
+        # window a b c d that scores c d, the targets are b c d 0, and the last 3 are asked for.
         texts = np.zeros((len(group), T + 1), np.int64)
         for text, i in zip(texts, group):
             text[:T] = tokens[windows[i][0]:windows[i][1]]
@@ -127,8 +128,8 @@ def score_windows(model, tokens, windows, runtime):
 
 def sliding(model, data, sizes, runtime):
     """Sliding windows: a row per length, and the mean loss of each window."""
-    L, cut_length, longest = model.config.block_size, model.config.pretrained_length, sizes[-1]
-    step = min(256, max(1, L // 8)) if stride is None else stride
+    L, longest = model.config.pretrained_length, sizes[-1]
+    step = min(256, max(1, model.config.block_size // 8)) if stride is None else stride
     if not 0 < step < sizes[0] or rule not in ('same', 'paper', 'classic'):
         raise UserError(f'stride is {step} and rule {rule}. Give a stride below the shortest '
                         f'length, {sizes[0]}, and rule same, paper or classic.')
@@ -153,9 +154,10 @@ def sliding(model, data, sizes, runtime):
         n_scored = np.array([n for _, _, n in windows])
         losses = sums_of(windows) / n_scored
         row = {'length': length, **summary(losses, n_scored), 'scored_tokens': n_scored.sum()}
-        if length > cut_length:
-            pieces = [cut_windows(*window, cut_length) for window in windows]
+        if length > L:
+            pieces = [cut_windows(*window, L) for window in windows]
             owner = np.repeat(range(len(windows)), [len(own) for own in pieces])
+            # The pieces of a window score its tokens, so their sums add up to the window's.
             cut = np.bincount(owner, sums_of(tuple(itertools.chain(*pieces))))
             row |= gain_of(losses, cut / n_scored, n_scored)
         rows.append(row)
@@ -167,7 +169,7 @@ def sliding(model, data, sizes, runtime):
 
 def by_position(model, data, sizes, runtime):
     """The loss at every position of the longest windows, and of the tail of each length."""
-    L, T, n_tail = model.config.block_size, sizes[-1], tail or 64
+    T, n_tail = sizes[-1], tail or 64
     # Windows may overlap, but their tails do not, so no row scores a token twice.
     samples = data.evenly_spaced(n_samples, spacing=min(n_tail, T))
     net = compiled_to_read(model, runtime, compile, len(samples), T)
@@ -180,7 +182,7 @@ def by_position(model, data, sizes, runtime):
         if length > model.config.pretrained_length:
             row |= gain_of(own, cut_losses(model, samples, length, n_tail, batch_tokens, runtime))
         rows.append(row)
-    middle, binned = bin_means(losses.mean(0), L // 16)
+    middle, binned = bin_means(losses.mean(0), model.config.block_size // 16)
     return {'rows': rows, 'tail': n_tail, 'samples': len(losses), 'position': middle,
             'loss': binned, 'loss_at_by_window': by_window}
 
@@ -188,30 +190,31 @@ def by_position(model, data, sizes, runtime):
 def last_tokens(model, data, sizes, runtime):
     """
     The protocol of DAPE V2: the perplexity of the last K tokens of windows of each length, which
-    all end at the same tokens. For T > L the row also has Delta P, Eq. (6): the perplexity of the
-    last L tokens read alone, minus that of the same tokens read after the rest of the window. Above
-    0, the earlier tokens help.
+    all end at the same tokens. Past block_size the row also has Delta P, Eq. (6): the perplexity of
+    the last block_size tokens read alone, minus that of the same tokens read after the rest of the
+    window. Above 0, the earlier tokens help.
     """
-    L = model.config.block_size
-    K = tail or min(256, L)
-    if any(L < T < K for T in sizes):
-        raise UserError(f'tail is {K}; it must be at most the lengths past L, {sizes}.')
+    block_size = model.config.block_size
+    K = tail or min(256, block_size)
+    if any(block_size < T < K for T in sizes):
+        raise UserError(f'tail is {K}; it must be at most each length past {block_size}, {sizes}.')
     samples = data.evenly_spaced(n_samples, spacing=min(K, sizes[-1]))
 
     @functools.cache
     def losses_in(T):
-        """Losses of the last max(K, L) tokens of each window of T tokens."""
+        """Losses of the last max(K, block_size) tokens of each window of T tokens."""
         net = compiled_to_read(model, runtime, compile, len(samples), T)
         return runtime.over_windows(samples[:, -T - 1:], batch_tokens, lambda inputs, targets:
-                                    net(inputs, targets[:, -max(K, L):]), f'length {T}')
+                                    net(inputs, targets[:, -max(K, block_size):]), f'length {T}')
 
     rows = []
     for T in sizes:
         losses = losses_in(T)
         row = {'length': T, **summary(losses[:, -K:].mean(1)),
                'scored_tokens': len(losses) * min(K, T)}
-        if T > L:
-            alone, with_all = (math.exp(min(losses_in(n)[:, -L:].mean(), 700)) for n in (L, T))
+        if T > block_size:
+            alone, with_all = (math.exp(min(losses_in(n)[:, -block_size:].mean(), 700))
+                               for n in (block_size, T))
             row |= {'ppl_alone': alone, 'ppl_with_all': with_all, 'delta_p': alone - with_all}
         rows.append(row)
     return {'rows': rows, 'tail': K, 'samples': len(samples)}
@@ -227,8 +230,7 @@ def main(given):
     model, info = open_model(init_from, out_dir, runtime, position, rope_scaling, scale)
     name = 'eval_ppl' if protocol == 'sliding' else f'eval_ppl_{protocol}'
     path = result_path(results_folder(out_dir, init_from, given), name, label, info)
-    L = model.config.block_size
-    sizes = sorted(lengths) or [L, 2 * L, 4 * L, 8 * L]
+    sizes = sorted(lengths) or [n * model.config.block_size for n in (1, 2, 4, 8)]
     # Sliding windows of rule classic also read documents that are shorter than a window.
     data = Windows(dataset or info['settings'].get('dataset', ''), split,
                    1 if protocol == 'sliding' else sizes[-1], info=info)

@@ -47,7 +47,7 @@ class KVCache:
     def place(self, T):
         """A Place: the positions of the next T tokens, and of all keys including theirs."""
         is_fixed = torch.is_tensor(self.length)
-        self.new = self.length[None] if is_fixed else slice(self.length, self.length + T)
+        self.new = self.length if is_fixed else slice(self.length, self.length + T)
         self.end = self.max_length if is_fixed else self.length + T
         if self.end > self.max_length:  # the slice would silently drop tokens
             raise ValueError(f'the cache holds {self.max_length} tokens, but {self.end} are needed')
@@ -91,7 +91,7 @@ class KVCache:
         of the same shapes, so that a compiler makes one graph of a step. A step reads all slots;
         empty slots have later positions than the query, so the query does not see them.
         """
-        self.length = torch.tensor(self.length, device=self.device)
+        self.length = torch.tensor([self.length], device=self.device)
         for x in self.length, *self.stored.values():
             torch._dynamo.mark_static_address(x, guard=False)  # for CUDA graphs
 
@@ -153,14 +153,14 @@ def read_prompts(model, prompts, max_new_tokens):
     causal model does not see this padding. Returns the logits after each prompt, (B, V), and the
     cache, which has room for max_new_tokens more.
     """
-    sizes, device = [len(prompt) for prompt in prompts], model.head.weight.device
-    total = max(sizes) + max_new_tokens
-    if hasattr(model, 'new_cache'):  # a model read through transformers
+    sizes = [len(prompt) for prompt in prompts]
+    total, device = max(sizes) + max_new_tokens, next(model.parameters()).device
+    padded = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True).to(device)
+    if hasattr(model, 'new_cache'):  # read through transformers: one length, see complete()
         cache = model.new_cache(total)
-    else:
-        cache = KVCache(model, total, sizes)
-    padded = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
-    x = model.hidden(padded.to(device), cache)                               # (B, T, C)
+        return model(padded, tail=1, cache=cache)[:, -1], cache
+    cache = KVCache(model, total, sizes)
+    x = model.hidden(padded, cache)                                          # (B, T, C)
     return model.head(x[range(len(sizes)), [n - 1 for n in sizes]]), cache
 
 
@@ -327,8 +327,8 @@ def answer_all(path, about, sizes, batch_tokens, answer, runtime):
         if not file.tell():
             file.write(json.dumps(about))
         for batch in tqdm(batches, path, disable=None if runtime.is_main else True):
-            for item, row in zip(batch, answer(batch)):  # after a line end, in case one is missing
-                file.write('\n' + json.dumps({'item': item} | row, ensure_ascii=False))
+            for i, row in zip(batch, answer(batch)):  # after a line end, in case one is missing
+                file.write('\n' + json.dumps({'item': i} | row, ensure_ascii=False))
             file.flush()
     if runtime.world_size > 1:
         dist.barrier()

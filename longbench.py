@@ -5,7 +5,7 @@ Position Encoding".
 
 $ python data/longbench/prepare.py                                 # the data
 $ python longbench.py --out_dir=out/nope_1b --paper='NoPE 2K'      # also prints the paper's row
-$ python longbench.py --init_from=hf:AntNLP/TinyLlama-NoPE-1.1B --position=none --out_dir=out/hf
+$ python longbench.py --init_from=hf:AntNLP/TinyLlama-NoPE-1.1B --position=none
 $ torchrun --nproc_per_node=8 longbench.py --out_dir=out/nope_1b --tasks="['trec']" --max_samples=20
 
 Two things differ from the benchmark's own code. This stage uses 5 beams, as in the paper; that code
@@ -16,7 +16,6 @@ Writes out_dir/longbench[_LABEL].json, and out_dir/longbench[_LABEL]/TASK.jsonl 
 sample. A stopped run continues from the .jsonl files
 """
 
-import hashlib
 import inspect
 import json
 import re
@@ -24,15 +23,30 @@ import string
 import sys
 import warnings
 from collections import Counter
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from configurator import between, configure, settings
-from lib.answers import optional, paper_table, print_scores
-from lib.checkpoints import Run
-from lib.errors import ROOT, UserError
-from lib.generate import Decoding, complete
-from lib.tokenizers import known_ids, start_token
+from configurator import ROOT, UserError, configure, settings
+
+from common import setup
+from data import stable_hash
+from generate import answer_all, complete, identity, store_column_major
+from stage import (
+    open_model,
+    print_rows,
+    read_scale_file,
+    result_path,
+    results_folder,
+    write_result,
+)
+from tokenizer import get_tokenizer, start_token
+
+try:
+    import rouge
+    with warnings.catch_warnings(action='ignore'):  # it recommends python-Levenshtein for speed
+        from fuzzywuzzy import fuzz
+except ImportError as error:
+    raise UserError('LongBench needs rouge and fuzzywuzzy: pip install ".[tasks]"') from error
 
 # which model, text and device
 out_dir = 'out/demo/nope'    # folder of the run to read; results go there, too
@@ -75,13 +89,13 @@ def rouge_l(prediction, gold):
     as in the benchmark. The package fails on an empty text, and on a text so long that the package
     recurses deeper than Python allows.
     """
-    package, limit = optional('rouge'), sys.getrecursionlimit()
+    limit = sys.getrecursionlimit()
     # Python allows 1000 nested calls, and the benchmark calls the package from the third call. Give
     # the package the same depth here. The present limit may be higher, because torch's compiler
     # raises it.
     sys.setrecursionlimit(len(inspect.stack(0)) + 997)
     try:
-        scores = package.Rouge(['rouge-l']).get_scores([prediction], [gold], avg=True)
+        scores = rouge.Rouge(['rouge-l']).get_scores([prediction], [gold], avg=True)
     except (ValueError, RecursionError):
         return 0.0
     finally:
@@ -115,9 +129,6 @@ def code_similarity(prediction, gold):
     package `fuzzywuzzy` computes it. If python-Levenshtein is also installed, the similarity can
     differ by a point.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter('ignore')  # The package recommends python-Levenshtein for speed.
-        fuzz = optional('fuzzywuzzy.fuzz')
     lines = prediction.lstrip('\n').split('\n')
     code = [line for line in lines if not re.search('`|#|//', line)]
     return fuzz.ratio(code[0] if code else '', gold) / 100
@@ -146,39 +157,21 @@ def score(name, prediction, answers, classes=None):
 
 # ---------------------------------------------------------------------- prompts
 
-@dataclass
-class Task:
-    name: str
-    max_new_tokens: int
-    samples: list[tuple[str, list[str]]]  # prompt, right answers
-    classes: list[str] | None  # of a classification
-    digest: str                # checksum of everything that is read from the files
-
-
 def read_task(folder, name):
-    """Read a Task. Raises UserError if the files differ from the benchmark's format."""
-    def read(file):
-        return (folder / file).read_text(encoding='utf-8')
-
+    """
+    The samples of a task, [(prompt, right answers)], the names of its classes, and the most tokens
+    of an answer. The benchmark takes the classes of the last record.
+    """
     try:
-        text = read(f'{name}.jsonl')
-        template = json.loads(read('dataset2prompt.json'))[name]
-        max_new_tokens = int(json.loads(read('dataset2maxlen.json'))[name])
-        records = [json.loads(line) for line in text.split('\n') if line]
-        samples = [(template.format(**record), record['answers']) for record in records]
-        if not samples:
-            raise ValueError('no samples')
-        classes = records[-1]['all_classes']  # The benchmark uses the last record's.
-        for _, answers in samples:
-            score(name, 'any', answers, classes)  # Fail now if a sample cannot be scored.
-    except UserError:  # The package of a metric is missing.
-        raise
-    except Exception as error:  # Files, JSON and fields fail in many ways.
-        raise UserError(f'{name} of LongBench cannot be read in {folder} ({type(error).__name__}: '
-                        f'{error}). Run data/longbench/prepare.py, or name its folder with '
-                        '--data=.') from error
-    digest = hashlib.sha256(f'{template}{max_new_tokens}{text}'.encode()).hexdigest()
-    return Task(name, max_new_tokens, samples, classes, digest)
+        text, templates, longest = [(folder / file).read_text(encoding='utf-8') for file in (
+            f'{name}.jsonl', 'dataset2prompt.json', 'dataset2maxlen.json')]
+    except OSError as error:
+        raise UserError(f'{name} of LongBench is missing ({error}). Run data/longbench/prepare.py, '
+                        f"or choose from these tasks: {', '.join(TASKS)}.") from error
+    template = json.loads(templates)[name]
+    records = [json.loads(line) for line in text.split('\n') if line]
+    samples = [(template.format(**record), record['answers']) for record in records]
+    return samples, records[-1]['all_classes'], json.loads(longest)[name]
 
 
 def prompt_ids(text, encoding, room):
@@ -199,71 +192,63 @@ def prompt_ids(text, encoding, room):
     return cut, len(whole)
 
 
-# ---------------------------------------------------------------------- the stage
-
-KINDS = {'prediction': str, 'score': int | float, 'prompt_tokens': int}  # of an answer
-
-
-def answer_task(run, task, answers, context, beams, batch_size):
-    """
-    Answer and score the samples that have no answer yet. answers: an AnswerLog; context: tokens of
-    prompt and answer together. Returns the task's entry in the result, the same on every rank.
-    """
-    encoding, n, room = run.encoding, len(task.samples), context - task.max_new_tokens
-    eos, min_new_tokens = [encoding.eot_token], 0
-    if task.name == 'samsum':  # the benchmark's only exception: a summary is one line
-        eos.append(encoding.encode_ordinary('\n')[-1])
-        min_new_tokens = 1
-    how = Decoding(tuple(eos), run.runtime.dtype, beams=beams, min_new_tokens=min_new_tokens)
-    for batch in answers.batches(range(n), lambda i: 1, batch_size):
-        texts, golds = zip(*[task.samples[i] for i in batch])
-        prompts, lengths = zip(*[prompt_ids(text, encoding, room) for text in texts])
-        with run.runtime.autocast():
-            new = complete(run.model, prompts, task.max_new_tokens, how)
-        for i, ids, gold, prompt_tokens in zip(batch, new, golds, lengths):
-            prediction = encoding.decode(known_ids(encoding, ids))
-            answers.add(i, prediction=prediction, answers=gold,
-                        score=score(task.name, prediction, gold, task.classes),
-                        prompt_tokens=prompt_tokens)
-    rows = answers.finish()
-    return {'score': round(100 * sum(row['score'] for row in rows) / n, 2), 'samples': n,
-            'cut': sum(row['prompt_tokens'] > room for row in rows),
-            'max_prompt_tokens': room, 'max_new_tokens': task.max_new_tokens}
-
-
-def main():
-    table = paper_table('nope_table3')
-    if not set(tasks) <= set(TASKS):
-        raise UserError(f"tasks is {tasks}. Choose from: {', '.join(TASKS)}.")
-    if paper and paper not in table:
-        raise UserError(f"Table 3 has no row '{paper}'. Choose from: {', '.join(table)}.")
-    between(globals(), 1, 'beams', 'batch_size', 'max_samples', 'context')
+def main(given):
+    table = json.loads((ROOT / 'results/papers/tables.json').read_text())['nope_table3']
+    if paper and paper not in table['rows']:
+        raise UserError(f"Table 3 has no row '{paper}'. Choose from: {', '.join(table['rows'])}.")
+    theirs = dict(zip(table['columns'], table['rows'].get(paper, [])))
     folder = Path(data) if Path(data).is_dir() else ROOT / data
-    chosen = [read_task(folder, name) for name in TASKS if name in (tasks or TASKS)]
-    run = Run(settings(globals()), 'longbench', decodes=True)
-    length = context or run.reach()
-    for task in chosen:
-        if length < task.max_new_tokens + 2:  # a prompt has at least a first and a last token
-            raise UserError(f'A context of {length} tokens leaves {task.name} no room for a '
-                            f'prompt, because its answers have up to {task.max_new_tokens} tokens. '
-                            'Set a longer --context=, or leave this task out of --tasks=.')
+    chosen = {name: read_task(folder, name) for name in tasks or TASKS}
+    runtime = setup(device, dtype)
+    model, info = open_model(init_from, out_dir, runtime, position, rope_scaling, scale)
+    store_column_major(model)
+    encoding = get_tokenizer(info['tokenizer'])
+    path = result_path(results_folder(out_dir, init_from, given), 'longbench', label, info)
+    length = context or model.config.block_size
+    if isinstance(scale, str) and not context:
+        length = max(read_scale_file(scale, model, info)[1])  # the longest that it is tuned for
+    about = {'model': identity(model, info, scale), 'dtype': str(runtime.dtype), 'beams': beams,
+             'context': length}
 
-    # Open all files of answers first: one with other settings is refused before the work starts.
-    logs = [run.answers(f"{run.path('longbench')}/{task.name}", KINDS, beams=beams, context=length,
-                        data=task.digest) for task in chosen]
-    results = {}
-    for task, answers in zip(chosen, logs):
-        task.samples = task.samples[:max_samples]
-        results[task.name] = answer_task(run, task, answers, length, beams, batch_size)
-    scores = {name: result['score'] for name, result in results.items()}
-    theirs = {paper: {name: table[paper][name] for name in scores}} if paper else {}
-    print_scores(run.runtime.print, scores, theirs)
-    average = round(sum(scores.values()) / len(scores), 2)
-    run.write('longbench', {'context': length, 'beams': beams, 'tasks': results,
-                            'average': average, 'paper': theirs.get(paper, {})})
-    run.close()
+    def answer(name, items):
+        """Answer some samples of a task and score the answers."""
+        samples, classes, longest = chosen[name]
+        eos = [encoding.eot_token]
+        if name == 'samsum':  # the benchmark's only exception: a summary is one line, not empty
+            eos.append(encoding.encode_ordinary('\n')[-1])
+        prompts, sizes = zip(*(prompt_ids(samples[i][0], encoding, length - longest)
+                               for i in items))
+        with runtime.autocast():
+            new = complete(model, prompts, longest, eos, beams, min_new_tokens=len(eos) - 1)
+        rows = []
+        for i, ids, size in zip(items, new, sizes):
+            prediction, right = encoding.decode(ids), samples[i][1]
+            rows.append({'prediction': prediction, 'answers': right, 'prompt_tokens': size,
+                         'score': score(name, prediction, right, classes)})
+        return rows
+
+    results, table = {}, []
+    for name, (samples, _, longest) in chosen.items():
+        n, room = len(samples[:max_samples]), length - longest
+        if room < 2:
+            raise UserError(f'A context of {length} tokens leaves {name} no room for a prompt, '
+                            f'because its answers have up to {longest} tokens. Set a longer '
+                            '--context=, or leave this task out of --tasks=.')
+        rows = answer_all(f'{path}/{name}', about | {'data': stable_hash(chosen[name])}, [1] * n,
+                          batch_size, partial(answer, name), runtime)
+        mean = round(100 * sum(row['score'] for row in rows) / n, 2)
+        results[name] = {'score': mean, 'samples': n, 'max_prompt_tokens': room,
+                         'cut': sum(row['prompt_tokens'] > room for row in rows),
+                         'max_new_tokens': longest}
+        table.append({'here': mean} | ({'paper': theirs[name]} if paper else {}))
+    average = {column: sum(row[column] for row in table) / len(table) for column in table[0]}
+    print_rows(runtime.print, [{'task': name} | row for name, row in zip(
+        [*results, 'average'], [*table, average])])
+    write_result(path, {
+        'context': length, 'beams': beams, 'tasks': results, 'average': round(average['here'], 2),
+        'paper': {name: theirs[name] for name in results if paper},
+    }, settings(globals()), runtime, info)
 
 
 if __name__ == '__main__':
-    configure(globals())
-    main()
+    main(configure(globals()))

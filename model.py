@@ -106,14 +106,14 @@ class ShortConv(nn.Module):
     y_t = x_t + sum_tau w_tau x_(t - tau), tau = 0 ... short_conv - 1.
     It is depthwise: each channel has its own weights. Before the first token it reads zeros.
     It tells attention which tokens come just before each token. Without it, NoPE must infer them
-    from the causal mask. Source: Canon layers, arXiv:2512.17351. The two convolutions of a layer
-    start with the same weights.
+    from the causal mask. Source: Canon layers, arXiv:2512.17351.
     """
 
     def __init__(self, config, name):
         super().__init__()
         self.name = name  # the cache stores the inputs of this convolution under this name
         # Fork the random state, so that all other weights start as in a model without convolutions.
+        # As a consequence the two convolutions of a layer start with the same weights.
         with torch.random.fork_rng(devices=[]):
             self.w = nn.Parameter(torch.empty(config.short_conv, config.n_embd).uniform_(-0.5, 0.5))
 
@@ -187,8 +187,9 @@ class Transformer(nn.Module):
         first = {}  # {class of a position method: its instance in the first layer that has it}
         for block in self.blocks:
             method = block.attn.position
-            for name in method.shared:
-                setattr(method, name, getattr(first.setdefault(type(method), method), name))
+            leader = first.setdefault(type(method), method)
+            for name in method.shared:  # such as T5's table
+                setattr(method, name, getattr(leader, name))
 
     def init_weights(self, generator=None):
         """
@@ -212,7 +213,7 @@ class Transformer(nn.Module):
         """
         x = self.hidden(idx, cache)
         if targets is None:
-            return self.head(x[:, -tail:])
+            return self.head(x[:, -tail:] if tail else x)
         return token_losses(x[:, -targets.shape[1]:], self.head, targets)
 
     def hidden(self, idx, cache=None):

@@ -4,6 +4,7 @@ stage measures accuracy by length of the text and by depth of the key. Section 4
 and 9 of "Length Generalization of Causal Transformers without Position Encoding". The task is from
 Mohtashami and Jaggi (2023). The texts are from the released run_pass.py of AntNLP/nope_head_scale.
 
+$ python train.py config/passkey_nope.py                              # a model that finds passkeys
 $ python passkey.py --out_dir=out/passkey/nope --max_length=1024 --n_lengths=8
 $ python passkey.py --out_dir=out/nope_1b --scale=out/nope_1b/scale_head_8192.json
 
@@ -13,14 +14,21 @@ stopped run continues from it
 
 import bisect
 
+from configurator import UserError, configure, settings
+
 import numpy as np
 
-from configurator import between, configure, settings
-from lib.answers import print_rows
-from lib.checkpoints import Run
-from lib.errors import UserError
-from lib.generate import Decoding, complete
-from lib.tokenizers import known_ids, start_token
+from common import setup
+from generate import answer_all, complete, identity, store_column_major
+from stage import (
+    open_model,
+    print_rows,
+    read_scale_file,
+    result_path,
+    results_folder,
+    write_result,
+)
+from tokenizer import get_tokenizer, start_token
 
 # which model, text and device
 out_dir = 'out/demo/nope'    # folder of the run to read; results go there, too
@@ -97,8 +105,7 @@ def build_prompt(encoding, length, place, key, protocol):
     budget = length - (answered - question)
     place = min(max(place, task), budget - key_line - question)
     before = max(0, (place - task) // filler)
-    room = budget - task - before * filler - key_line - question
-    after = max(0, room // filler)
+    after = max(0, (budget - task - before * filler - key_line - question) // filler)
     if protocol == 'exact':  # the sums of the pieces are only a first guess
         before = most(before, lambda n: len(ids(TASK + FILLER * n)) <= place)
         after = most(after, lambda n: len(ids(prompt(before, n))) <= budget)
@@ -106,9 +113,7 @@ def build_prompt(encoding, length, place, key, protocol):
     prompt_ids, whole = ids(text), ids(f'{text} {key}')
     if len(prompt_ids) > budget:
         raise UserError(f'a prompt without filler has {len(ids(prompt(0, 0)))} tokens and its '
-                        f'answer has {length - budget}, so the length {length} is too short. '
-                        'Raise max_length or lower n_lengths; for data/passkey/prepare.py raise '
-                        'min_length.')
+                        f'answer {length - budget}, so the length {length} is too short.')
     if whole[:len(prompt_ids)] != prompt_ids:
         raise UserError('in this tokenizer an answer changes the tokens of the text before it. '
                         'Choose a tokenizer that starts a token at each space.')
@@ -121,62 +126,56 @@ def build_prompt(encoding, length, place, key, protocol):
     return prompt_ids, whole[len(prompt_ids):], start
 
 
-def answer_cells(run, cells, answers, protocol, batch_tokens):
-    """Ask the model for the key of each cell that `answers` does not hold yet."""
-    how = Decoding(cache_dtype=run.runtime.dtype)
-    for batch in answers.batches(range(len(cells)), lambda i: cells[i][0], batch_tokens):
-        prompts = []
-        for i in batch:
-            length, _, place, key = cells[i]
-            prompts.append(build_prompt(run.encoding, length, place, key, protocol))
-        texts, wanted, starts = zip(*prompts)
-        new = [[]] * len(batch)
-        for n_new in {len(answer) for answer in wanted}:
-            chosen = [b for b, answer in enumerate(wanted) if len(answer) == n_new]
-            with run.runtime.autocast():
-                written = complete(run.model, [texts[b] for b in chosen], n_new, how)
-            for b, ids in zip(chosen, written):
-                new[b] = ids
-        for i, prompt, answer, start, ids in zip(batch, texts, wanted, starts, new):
-            length, depth, _, key = cells[i]
-            answers.add(i, length=length, depth=depth, key=key, key_at=start, tokens=len(prompt),
-                        answer=run.encoding.decode(known_ids(run.encoding, ids)),
-                        correct=ids == answer)
-    return answers.finish()
-
-
-def main():
+def main(given):
     if protocol not in ('exact', 'paper'):
         raise UserError(f"protocol is '{protocol}'. Choose exact or paper.")
-    between(globals(), 1, 'max_length', 'n_lengths', 'n_depths', 'n_keys', 'batch_tokens')
-    run = Run(settings(globals()), 'passkey', decodes=True)
-    reach = run.reach()
-    longest = max_length or 2 * reach
+    runtime = setup(device, dtype)
+    model, info = open_model(init_from, out_dir, runtime, position, rope_scaling, scale)
+    store_column_major(model)
+    encoding = get_tokenizer(info['tokenizer'])
+    path = result_path(results_folder(out_dir, init_from, given), 'passkey', label, info)
+    window = model.config.block_size
+    if isinstance(scale, str):
+        window = max(read_scale_file(scale, model, info)[1])  # the longest that it is tuned for
+    longest = max_length or 2 * window
     lengths = [longest * i // n_lengths for i in range(1, n_lengths + 1)]
-    build_prompt(run.encoding, lengths[0], 0, 99999, protocol)  # UserError if too short
-    between(globals(), 1, 'n_depths', most=lengths[0])
-
+    build_prompt(encoding, lengths[0], 0, 99999, protocol)  # now, if this is too short
     cells = draw_cells(lengths, n_depths, n_keys, seed)
-    kinds = dict.fromkeys(('length', 'depth', 'key', 'key_at', 'tokens'), int)
-    answers = run.answers(run.path('passkey'), kinds | {'answer': str, 'correct': bool},
-                          protocol=protocol, seed=seed, lengths=lengths, n_depths=n_depths,
-                          n_keys=n_keys)
-    rows = answer_cells(run, cells, answers, protocol, batch_tokens)
+
+    def answer(items):
+        """Ask the model for the keys of some cells."""
+        rows, prompts = {}, {}
+        for i in items:
+            length, _, place, key = cells[i]
+            prompts[i] = build_prompt(encoding, length, place, key, protocol)
+        for n in {len(right) for _, right, _ in prompts.values()}:
+            chosen = [i for i in items if len(prompts[i][1]) == n]
+            with runtime.autocast():
+                written = complete(model, [prompts[i][0] for i in chosen], n)
+            for i, ids in zip(chosen, written):
+                (length, depth, _, key), (prompt, right, start) = cells[i], prompts[i]
+                rows[i] = {'length': length, 'depth': depth, 'key': key, 'key_at': start,
+                           'tokens': len(prompt), 'answer': encoding.decode(ids),
+                           'correct': ids == right}
+        return [rows[i] for i in items]
+
+    about = {'model': identity(model, info, scale), 'dtype': str(runtime.dtype), 'seed': seed,
+             'protocol': protocol, 'lengths': lengths, 'n_depths': n_depths, 'n_keys': n_keys}
+    rows = answer_all(path, about, [length for length, *_ in cells], batch_tokens, answer, runtime)
 
     correct = np.array([row['correct'] for row in rows], float)
     accuracy = correct.reshape(n_lengths, n_depths, n_keys)[::-1].mean(-1)
-    inside = [row['correct'] for row in rows if row['length'] <= reach]
-    print_rows(run.runtime.print, [{'length': length, 'accuracy': row.mean()}
-                                   for length, row in zip(lengths, accuracy)])
-    run.runtime.print(f'of all {accuracy.mean():.1%}')
-    run.write('passkey', {
-        'window': reach, 'lengths': lengths, 'n_depths': n_depths, 'accuracy': accuracy,
-        'accuracy_inside': float(np.mean(inside)) if inside else None,
+    inside = accuracy[np.array(lengths) <= window]
+    print_rows(runtime.print, [{'length': length, 'accuracy': row.mean()}
+                               for length, row in zip(lengths, accuracy)])
+    runtime.print(f'of all {accuracy.mean():.1%}')
+    write_result(path, {
+        'window': window, 'lengths': lengths, 'n_depths': n_depths, 'accuracy': accuracy,
+        'accuracy_inside': inside.mean() if len(inside) else None,
         'accuracy_of_all': accuracy.mean(),
-        'answers': {'columns': list(rows[0]), 'rows': [list(row.values()) for row in rows]}})
-    run.close()
+        'answers': {'columns': list(rows[0]), 'rows': [list(row.values()) for row in rows]},
+    }, settings(globals()), runtime, info)
 
 
 if __name__ == '__main__':
-    configure(globals())
-    main()
+    main(configure(globals()))

@@ -2,8 +2,7 @@
 The picture of every stage, drawn only from the JSON that the stage wrote.
 
 $ python plots.py out/demo/nope/eval_ppl.json              # draws eval_ppl.png beside it again
-$ python plots.py out/a/entropy.json out/b/entropy.json    # both in one: entropy_and_entropy.png
-$ python plots.py A.json B.json C.json --out=seeds.png     # results of one stage, in one picture
+$ python plots.py out/a/entropy.json out/b/entropy_x.json  # both in out/a/entropy_and_entropy_x.png
 
 A method has the same color in every picture. A dotted line marks L, the length of training.
 """
@@ -152,9 +151,9 @@ def draw_log(log_path, png_path):
     """Losses and attention entropy by tokens read, from the log.jsonl of train.py."""
     rows = [json.loads(line) for line in Path(log_path).read_text().splitlines()]
     figure, [axis] = panels(f'Training: {Path(log_path).parent}', 1)
-    for key in 'loss', 'val_loss', 'entropy':
+    for key, color in ('loss', SKY), ('val_loss', BLUE), ('entropy', GRAY):
         measured = [row for row in rows if key in row]
-        axis.plot(column(measured, 'tokens'), column(measured, key), label=key)
+        curve(axis, column(measured, 'tokens'), column(measured, key), key, color)
     axis.set(xlabel='tokens read', ylabel='loss per token, attention entropy (nats)')
     axis.legend()
     figure.savefig(png_path)
@@ -169,10 +168,12 @@ def draw_uniform(*results):
     """
     figure, axes = panels(f'Uniform scales of {name_of(results[0])}', 3)
     search = results[0].search
-    draw_both(axes, [(f'scale {scale:g}', search.position, loss, entropy,
-                      colormaps['viridis'](scale / search.candidates[-1]))
-                     for scale, loss, entropy in zip(search.candidates, search.loss, search.entropy)
-                     if entropy], results[:1])  # it is measured for six scales
+    curves, scales = [], search.candidates
+    for i, entropy in enumerate(search.entropy):
+        if entropy:  # it is measured for six scales
+            curves.append((f'scale {scales[i]:g}', search.position, search.loss[i], entropy,
+                           colormaps['viridis'](i / len(scales))))
+    draw_both(axes, curves, results[:1])
     for i, result in enumerate(results):
         search, position = result.search, np.array(result.search.position)
         fit = 1 + search.fit_a * np.log(position / result.block_size).clip(0)
@@ -219,7 +220,7 @@ def draw_ppl(*results):
     if error not in results[0].rows[-1]:
         error, of = 'standard_error', 'over windows'
     figure, [axis] = panels(f'{results[0].dataset}, protocol {results[0].protocol}\n'
-                            f'bars: standard error {of}', 1)
+                            f'bars: standard error {of}', 1, width=10)
     for result in results:
         name, rows = name_of(result), result.rows
         lengths = column(rows, 'length')
@@ -261,7 +262,7 @@ def draw_entropy(*results):
                      for result in results], results)
     for axis, result in zip(axes[2:], scaled):
         scatter_heads(axis, result.head_scale, np.array(result.entropy)[..., -1],
-                      f'Rank correlation by layer: {np.round(result.spearman, 2)}')
+                      f'Rank correlation by layer: {np.array(result.spearman, float).round(2)}')
     return figure
 
 

@@ -129,6 +129,9 @@ class NoPE(nn.Module):
         """
         if self.draws is None:
             return place
+        if place.total > len(self.draws):
+            raise ValueError(f'random_positions is {len(self.draws)}, so {place.total} tokens '
+                             'cannot be read.')
         draws = torch.rand_like(self.draws) if self.training else self.draws
         positions = draws.topk(place.total).indices.sort().values            # (total,)
         return Place(positions[place.i], positions[place.j], place.total)
@@ -142,12 +145,14 @@ class NoPE(nn.Module):
         return q @ repeat_heads(k, q.shape[1]).mT / math.sqrt(q.shape[-1])
 
     def bias(self, i, j):
-        """What to add to the scores: (H, T, S), or (B, H, T, S) if i and j have a B axis."""
+        """What to add to the scores, (H, T, S), or (B, H, T, S) if i and j have a B axis."""
+        return None  # no bias
 
     def mask(self, i, j):
         """
-        True for each key that a query does not see, (1 or B, 1, T, S), besides later keys, which
-        no query sees. With a window, a query sees the newest `window` keys and the first `sinks`.
+        True for each key that a query does not see, (1 or B, 1, T, S): later keys, and with a
+        window all but the newest `window` keys and the first `sinks` of the text. Whatever a class
+        says here, attention hides later keys, too.
         """
         hidden = later(i, j)
         if self.window:
@@ -157,7 +162,7 @@ class NoPE(nn.Module):
 
     def scores(self, q, k, i, j):
         """The input of softmax, (B, H, T, S): -inf at keys that the query does not see."""
-        hidden = self.mask(i, j) | later(i, j)  # whatever a class's own mask() says
+        hidden = self.mask(i, j) | later(i, j)
         scores, bias = self.similarity(q, k, i, j), self.bias(i, j)
         if self.dape:
             scores = self.dape(scores, bias, hidden)
@@ -253,7 +258,7 @@ def rope_frequencies(D, base, scaling, L, total):
         frequency = frequency / s
     if kind == 'yarn':
         def pair_that_rotates(times):
-            """The index of the pair that rotates so often in L tokens; it may be fractional."""
+            """The index of the pair that makes so many turns in L tokens; a fraction."""
             return D * math.log(L / (times * 2 * math.pi)) / (2 * math.log(base))
 
         low = max(0, math.floor(pair_that_rotates(32)))
@@ -579,17 +584,17 @@ def position_method(config, layer):
         method.needs_equal_lengths = True
     for vector, its in method.vectors.items():
         method.get_parameter(vector).requires_grad_(its.pretrained)
-    own = method.changes('similarity', 'bias', 'mask', 'scores', 'softmax', 'attend')
-    method.is_plain = not (own or method.window or config.dape_kernel)
+    changed = method.changes('similarity', 'bias', 'mask', 'scores', 'softmax', 'attend')
+    method.is_plain = not (changed or method.window or config.dape_kernel)
 
     name = type(method).__name__
     for step in STEPS:
         if step in vars(method):
             raise ValueError(f'{name} sets {step} on the object. Make it a method of the class.')
-    for own in vars(type(method)):
-        near = difflib.get_close_matches(own, STEPS, n=1, cutoff=0.8)
-        if near and own not in STEPS:
-            raise ValueError(f'{name} has {own}(), which is no step. Did you mean {near[0]}()?')
+    for function in vars(type(method)):
+        near = difflib.get_close_matches(function, STEPS, n=1, cutoff=0.8)
+        if near and function not in STEPS:
+            raise ValueError(f'{name} has {function}(), but a step is called {near[0]}().')
     if config.dape_kernel and method.changes('scores', 'attend'):
         raise ValueError(f'{name} has its own scores() or attend(), so DAPE would not be used. '
                          'Leave dape_kernel out.')

@@ -271,7 +271,7 @@ def result_path(folder, stage, label, info):
     return str(path)
 
 
-def provenance(settings, runtime):
+def provenance(chosen, runtime):
     """How a result was made: command, settings, commit, versions, device, dtype, seconds."""
     describe = ['git', '-C', ROOT, 'describe', '--always', '--exclude=*', '--dirty= with changes']
     commit = ''
@@ -281,7 +281,7 @@ def provenance(settings, runtime):
     if runtime.device.type == 'cuda':
         device = torch.cuda.get_device_name(runtime.device)
     return {'command': shlex.join(['python', Path(sys.argv[0]).name, *sys.argv[1:]]),
-            'settings': settings, 'commit': commit or None,
+            'settings': chosen, 'commit': commit or None,
             'versions': {'python': platform.python_version(), 'torch': torch.__version__,
                          'numpy': np.__version__},
             'device': f'{runtime.device.type} ({device}, {torch.get_num_threads()} threads, '
@@ -290,22 +290,22 @@ def provenance(settings, runtime):
             'seconds': round(time.perf_counter() - BEGAN, 1)}
 
 
-def write_result(path, result, settings, runtime, info=None):
+def write_result(path, result, chosen, runtime, info=None):
     """
     Write PATH.json, on the first rank, and its pictures. The file holds the result, how the model
-    was read, and what is needed to measure it again.
+    was read, and what is needed to measure it again. chosen: settings(globals()) of the stage.
     """
     if not runtime.is_main:
         return
-    about = {'stage': Path(sys.argv[0]).stem, 'label': settings.get('label', '')}
+    about = {'stage': Path(sys.argv[0]).stem, 'label': chosen.get('label', '')}
     if info:
         c = info['model_config']
         about |= {'label': about['label'] or info['label'], 'position_method': c.position,
                   'short_conv': c.short_conv, 'dape_kernel': c.dape_kernel,
                   'block_size': c.block_size, 'pretrained_length': c.pretrained_length,
                   'rope_scaling': c.rope_scaling, 'checkpoint': info['path'],
-                  'weights_digest': info['digest'], 'scale': settings.get('scale')}
-    save_json(f'{path}.json', about | result | provenance(settings, runtime))
+                  'weights_digest': info['digest'], 'scale': chosen.get('scale')}
+    save_json(f'{path}.json', about | result | provenance(chosen, runtime))
     import plots  # matplotlib takes a second
     print('wrote', f'{path}.json', *plots.draw(f'{path}.json'))
 

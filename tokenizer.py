@@ -180,16 +180,15 @@ def cut(document, limit=2 ** 17):
     yield document[start:]
 
 
-def batches(documents, size=2 ** 23):
-    """Lists of texts with `size` characters or a little more. documents: see write_split()."""
-    texts, n = [], 0
-    for document in documents:
-        texts.append(document if isinstance(document, str) else document['text'])
-        n += len(texts[-1])
-        if n > size:
-            yield texts
-            texts, n = [], 0
-    yield texts
+def next_texts(rows, size=2 ** 22):
+    """The texts of the next rows, `size` characters or a little more; [] at the end."""
+    texts = []
+    for row in rows:
+        texts.append(row if isinstance(row, str) else row['text'])
+        size -= len(texts[-1])
+        if size < 0:
+            break
+    return texts
 
 
 def encode_documents(encoding, texts):
@@ -216,11 +215,12 @@ def write_split(folder, split, encoding, dtype, documents, max_tokens, made_of):
             documents.load_state_dict(saved['stream'])
             n_tokens, n_documents = saved['tokens'], saved['documents']
             print(f'{split}: goes on after {n_tokens:,} tokens')
+    rows = iter(tqdm(documents, split, disable=None, unit=' documents'))
     with (open(folder / f'{split}.bin.part', 'ab') as tokens,
           open(folder / f'{split}_starts.bin.part', 'ab') as starts):
         tokens.truncate(n_tokens * np.dtype(dtype).itemsize)
         starts.truncate(n_documents * 8)
-        for texts in batches(tqdm(documents, split, disable=None, unit=' documents')):
+        while n_tokens < max_tokens and (texts := next_texts(rows)):
             for ids in encode_documents(encoding, texts):
                 if n_tokens < max_tokens:
                     starts.write(np.int64(n_tokens).tobytes())
@@ -233,35 +233,33 @@ def write_split(folder, split, encoding, dtype, documents, max_tokens, made_of):
                     os.fsync(file)
                 save_json(progress, {'made_of': made_of, 'tokens': n_tokens,
                                      'documents': n_documents, 'stream': documents.state_dict()})
-            if n_tokens >= max_tokens:
-                break
     return {'tokens': n_tokens, 'documents': n_documents}
 
 
 def write_dataset(folder, encoding, splits, max_tokens=math.inf, **report):
     """
     Tokenize {split: documents}, as write_split() takes them, into a folder. Its old files stay
-    until all new ones are whole. report: more entries of meta.json.
+    until all new ones are whole. A split without text is left out. report: more of meta.json.
     """
     folder, counts, state = Path(folder), {}, tokenizer_state(encoding)
     dtype = 'uint16' if encoding.n_vocab <= 2 ** 16 else 'uint32'
-    made_of = stable_hash(state, max_tokens, report)
     folder.mkdir(parents=True, exist_ok=True)
-    if not splits:
-        raise UserError('There is no text to read. Check the names of files and folders.')
     for split, documents in splits.items():
-        count = write_split(folder, split, encoding, dtype, documents, max_tokens, made_of)
-        if not count['tokens']:
-            raise UserError(f'No text is left for the split {split} of {folder}. Give more text.')
-        counts[split] = count
+        count = write_split(folder, split, encoding, dtype, documents, max_tokens,
+                            stable_hash(state, max_tokens, report))
+        if count['tokens']:
+            counts[split] = count
+    if not counts:
+        raise UserError(f'There is no text for {folder}. Check the names of files and folders.')
     for name in 'meta.json', *(f'{split}_progress.part' for split in splits):
         (folder / name).unlink(missing_ok=True)  # first, so that a kill leaves nothing half new
-    for split, count in counts.items():
+    for split in splits:
         for name in f'{split}.bin', f'{split}_starts.bin':
             os.replace(folder / f'{name}.part', folder / name)
-        print(f"{folder}/{split}.bin: {count['tokens']:,} tokens, {count['documents']:,} documents")
     save_json(folder / 'meta.json', {'tokenizer': state, 'vocab_size': encoding.n_vocab,
                                      'dtype': dtype, 'splits': counts, **report})
+    for split, count in counts.items():
+        print(f"{folder}/{split}.bin: {count['tokens']:,} tokens, {count['documents']:,} documents")
 
 
 # Leave out packages that some distributions do not install, tests, and tables made by programs.

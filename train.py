@@ -92,51 +92,65 @@ seed = 1337                  # seed of initial weights and data order
 
 # Settings that a resumed run does not keep, because another machine may need others
 OF_MACHINE = {'out_dir', 'init_from', 'device', 'compile', 'fsdp', 'checkpoint_activations'}
+OF_MODEL = [one.name for one in fields(ModelConfig) if one.name not in ('vocab_size', 'tied')]
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # tensors, not shards of FSDP
 
 
 # ---------------------------------------------------------------------- where a run begins
 
-def starting_point(given):
+def stopped_run(given):
     """
-    The checkpoint to start from, or {}, and the settings of its model, with the changes that this
-    run makes. A resumed run takes all settings but those of the machine and those given.
+    out_dir/last.pt, and the settings that a resumed run takes from it: all but those of the machine
+    and those that the user gave.
     """
-    scope = globals()
-    if init_from == 'scratch':
-        return {}, {}
-    if init_from == 'resume':
-        state = read_checkpoint(f'{out_dir}/last.pt')
-        kept = {name: value for name, value in state['settings'].items()
-                if name in settings(scope) and name not in OF_MACHINE}
-        for name in {'dataset', 'batch_size', 'seed'} & given:
-            if scope[name] != kept[name]:
-                raise UserError(f'{name} is {scope[name]}, but the run has {kept[name]}. Leave it '
-                                'out, because the text of each step depends on it.')
-        scope.update({name: value for name, value in kept.items() if name not in given})
-        if state['step'] >= max_iters:
-            raise UserError(f"{out_dir} is finished after {state['step']} steps. To go on, give "
-                            'more: --max_iters=N.')
-        may_change = set()
-    else:
-        if init_from.endswith('.pt'):
-            state = read_checkpoint(init_from)
-        else:
-            from extras import convert
-            state = convert.read(init_from, position if 'position' in given else None)
-        may_change = {one.name for one in fields(Settings)} | {'block_size'}
+    state = read_checkpoint(f'{out_dir}/last.pt')
+    was = {name: value for name, value in state['settings'].items()
+           if name in globals() and name not in OF_MACHINE}
+    for name in given & {'dataset', 'batch_size', 'seed', *OF_MODEL}:
+        if globals()[name] != was[name]:
+            raise UserError(f'{name} is {globals()[name]!r}, but the run has {was[name]!r}. Leave '
+                            'it out: the model, or the order of the text, depends on it.')
+    if state['step'] >= (max_iters if 'max_iters' in given else was['max_iters']):
+        raise UserError(f"{out_dir} is finished after {state['step']} steps. To go on, give more: "
+                        '--max_iters=N.')
+    return state, {name: value for name, value in was.items() if name not in given}
 
+
+def model_to_fine_tune(given):
+    """
+    The checkpoint init_from, and the settings of its model with the changes that the user gave: the
+    length, the position method and its settings. Everything else stays the model's own.
+    """
+    if init_from.endswith('.pt'):
+        state = read_checkpoint(init_from)
+    else:
+        from extras import convert
+        state = convert.read(init_from, position if 'position' in given else None)
     own = asdict(state['model_config'])
-    for name in given & own.keys() - may_change:
-        if scope[name] != own[name]:
-            raise UserError(f"{name} is {scope[name]!r}, but {state['path']} was trained with "
+    may_change = {'block_size'} | {one.name for one in fields(Settings)}
+    for name in given & own.keys():
+        if name not in may_change and globals()[name] != own[name]:
+            raise UserError(f'{name} is {globals()[name]!r}, but {init_from} was trained with '
                             f'{own[name]!r}. Leave it out.')
-    new = own | {name: scope[name] for name in given & may_change}
-    if new['rope_scaling'].isidentifier():  # 'yarn' means the factor from L to this length
+    new = own | {name: globals()[name] for name in given & may_change}
+    if new['rope_scaling'] and ':' not in new['rope_scaling']:  # 'yarn': stretch L to block_size
         new['rope_scaling'] += f":{new['block_size'] / own['pretrained_length']:g}"
     new |= {name: value for name, value in unused_settings(new).items() if name not in given}
-    scope.update({name: value for name, value in new.items() if name in settings(scope)})
-    return state, new
+    return state, {name: value for name, value in new.items() if name in globals()}
+
+
+def only_run(folder):
+    """A lock that this process holds while it lives, so that no other one trains in the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(folder / 'run.lock')
+    try:
+        lock.acquire(timeout=0.5)
+    except filelock.Timeout:
+        raise UserError(f'Another process trains in {folder}. Choose another --out_dir=.') from None
+    if init_from != 'resume' and any(folder.glob('*.pt')):
+        raise UserError(f'{folder} already holds a run. Resume it with --init_from=resume, choose '
+                        'another --out_dir=, or remove it.')
+    return lock
 
 
 # ---------------------------------------------------------------------- model and optimizer
@@ -180,9 +194,19 @@ def new_optimizer(model):
 
 # ---------------------------------------------------------------------- a run
 
+def rank_batch(data, step, runtime):
+    """This rank's rows of the batch of a step: inputs and targets, each (rows, block_size)."""
+    rows = slice(runtime.rank, None, runtime.world_size)
+    tokens = torch.from_numpy(data.batch(step, batch_size, rows))
+    if runtime.device.type == 'cuda':  # pinned, so that it is copied while the GPU computes
+        tokens = tokens.pin_memory()
+    tokens = tokens.to(runtime.device, non_blocking=True)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
 def validate(model, windows, runtime):
     """The mean loss on the windows, and the mean attention entropy on four of them, in nats."""
-    from entropy import entropies, has_entropy
+    from entropy import entropies, has_entropy  # as a stage it imports what training does not need
     model.eval()
     tokens = micro_batch_size * block_size
     measured = {'val_loss': runtime.over_windows(
@@ -194,72 +218,82 @@ def validate(model, windows, runtime):
     return {name: float(of_windows.mean()) for name, of_windows in measured.items()}
 
 
+def catch_signals():
+    """The list to which Ctrl-C and SIGTERM add their number; a second one ends the process."""
+    received = []
+
+    def on_signal(number, frame):
+        received.append(number)
+        signal.signal(number, signal.SIG_DFL)
+        os.write(2, b'\nfinishing this step, then saving; once more stops at once\n')
+
+    for number in signal.SIGTERM, signal.SIGINT:
+        signal.signal(number, on_signal)
+    return received
+
+
+def shall_stop(signals, runtime, is_log_step):
+    """
+    True if any rank got a signal. All ranks stop at the same step; GPUs ask each other only at log
+    steps, because to ask waits for them.
+    """
+    if runtime.world_size == 1:
+        return bool(signals)
+    if runtime.device.type != 'cpu' and not is_log_step:
+        return False
+    count = torch.tensor(len(signals), device=runtime.device)
+    dist.all_reduce(count)
+    return bool(count)
+
+
 def main(given):
     """given: the names of the settings that the user gave."""
-    runtime, folder = setup(device, dtype, seed), Path(out_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = filelock.FileLock(folder / 'run.lock')
-    if runtime.is_main:
-        try:
-            lock.acquire(timeout=0.5)
-        except filelock.Timeout:
-            raise UserError(f'Another process trains in {out_dir}. Choose another --out_dir=.') \
-                from None
-    if init_from != 'resume' and any(folder.glob('*.pt')):
-        raise UserError(f'{out_dir} already holds a run. Resume it with --init_from=resume, choose '
-                        'another --out_dir=, or remove it.')
-    state, config = starting_point(given)
-    runtime.dtype = DTYPES.get(dtype, runtime.dtype)
+    runtime, folder, state = setup(device, dtype, seed), Path(out_dir), {}
+    lock = only_run(folder) if runtime.is_main else None  # noqa: F841, held until the end
+    if init_from != 'scratch':
+        state, values = (stopped_run if init_from == 'resume' else model_to_fine_tune)(given)
+        globals().update(values)
     if batch_size % (micro_batch_size * runtime.world_size):
         raise UserError(f'batch_size {batch_size} must be a multiple of micro_batch_size '
                         f'{micro_batch_size} x {runtime.world_size} ranks.')
+    runtime.dtype = DTYPES.get(dtype, runtime.dtype)  # a resumed run keeps its own
 
     # data
     data = Windows(dataset, 'train', block_size, seed, info=state)
     val_windows = Windows(dataset, 'val', block_size, info=state).evenly_spaced(eval_windows)
-    if init_from == 'resume' and state['n_tokens'] != len(data.tokens):
+    n_tokens = len(data.tokens)
+    if state.get('n_tokens', n_tokens) != n_tokens and init_from == 'resume':
         raise UserError(f'{dataset} has changed since the run began. Prepare it as it was.')
 
-    def batch_of(step):
-        """This rank's rows of the batch of a step: inputs and targets, each (rows, block_size)."""
-        rows = slice(runtime.rank, None, runtime.world_size)
-        tokens = torch.from_numpy(data.batch(step, batch_size, rows))
-        if runtime.device.type == 'cuda':  # copied while the GPU computes
-            tokens = tokens.pin_memory()
-        tokens = tokens.to(runtime.device, non_blocking=True)
-        return tokens[:, :-1], tokens[:, 1:]
-
     # model and optimizer
-    if not state:
-        config = {one.name: globals()[one.name] for one in fields(ModelConfig)
-                  if one.name in globals()} | {'vocab_size': data.meta['vocab_size']}
+    config = asdict(state['model_config']) if state else {'vocab_size': data.meta['vocab_size']}
+    config |= {name: globals()[name] for name in OF_MODEL if name in globals()}
     model = Transformer(model_config(config)).init_weights()
     if state:
         load_weights(model, state['model'], state['path'])
     model.checkpoint_activations = checkpoint_activations
     model.to(runtime.device)
-    net = wrap(model, runtime)
+    net, optimizer = wrap(model, runtime), new_optimizer(model)
     is_ddp = isinstance(net, DistributedDataParallel)
-    optimizer = new_optimizer(model)
     scaler = torch.amp.GradScaler(runtime.device.type, enabled=runtime.dtype == torch.float16)
     step, best_val_loss = 0, math.inf
     if init_from == 'resume':
         step, best_val_loss = state['step'], state['best_val_loss']
-        groups = [{name: group[name] for name in ('betas', 'weight_decay')}
-                  for group in optimizer.param_groups]
         set_optimizer_state_dict(model, optimizer, state['optimizer'], options=WHOLE)
-        for group, values in zip(optimizer.param_groups, groups):
-            group.update(values)
         scaler.load_state_dict(state['scaler'])
+        for group in optimizer.param_groups:  # the user may have given others
+            group['betas'] = beta1, beta2
+            group['weight_decay'] = weight_decay if group['weight_decay'] else 0.0
     state = None  # frees the file's copy of weights and optimizer
 
     # files
     chosen = settings(globals()) | {'dtype': str(runtime.dtype).removeprefix('torch.')}
-    log_path, track, pending = folder / 'log.jsonl', None, []
+    log_path, track = folder / 'log.jsonl', None
     if runtime.is_main:
         (folder / 'config.json').write_text(json.dumps(chosen, indent=1) + '\n')
         (folder / 'loss.png').unlink(missing_ok=True)  # it means that the run has finished
         lines = log_path.read_text().splitlines(True) if step else []
+        # A killed run may have logged steps that its last checkpoint does not hold.
         log_path.write_text(''.join(line for line in lines if json.loads(line)['step'] <= step))
         if tracker:
             track = importlib.import_module(tracker)  # trackio and wandb share these functions
@@ -273,7 +307,7 @@ def main(given):
             if track:
                 track.log(row, step=step)
 
-    def save(name, **more):
+    def save(name, step, **more):
         """Write a checkpoint. All ranks must call it, because FSDP collects the weights."""
         weights = get_model_state_dict(model, options=WHOLE)
         if runtime.is_main:
@@ -281,71 +315,53 @@ def main(given):
                 raise UserError(f'a weight is not finite at step {step}. {folder}/last.pt holds '
                                 'the last good state: resume from it with a lower learning_rate.')
             save_checkpoint(folder / name, weights, model.config, tokenizer=data.tokenizer,
-                            step=step, settings=chosen, n_tokens=len(data.tokens),
+                            step=step, settings=chosen, n_tokens=n_tokens,
                             best_val_loss=best_val_loss, **more)
 
-    # Ctrl-C and SIGTERM finish the step and save; a second one stops at once.
-    signals = []
-
-    def on_signal(number, frame):
-        signals.append(number)
-        signal.signal(number, signal.SIG_DFL)
-        os.write(2, b'\nfinishing this step, then saving; once more stops at once\n')
-
-    for number in signal.SIGTERM, signal.SIGINT:
-        signal.signal(number, on_signal)
-
+    # loop
     runtime.print(f'{model.n_params():,} parameters, position={position}, {runtime.device.type}, '
                   f'{runtime.dtype}; training from step {step} to {max_iters}, '
                   f'{batch_size * block_size:,} tokens per step; writing to {out_dir}')
     warmup = warmup_iters if warmup_iters >= 1 else round(warmup_iters * max_iters)
-    x, y = batch_of(step)
-    began, began_at, stopped, first = time.perf_counter(), step, False, step
-    while step < max_iters and not stopped:
-        # one step
+    signals, stops, pending = catch_signals(), False, []  # pending: losses that are not logged yet
+    x, y = rank_batch(data, step, runtime)
+    timed_step, time_then = step, time.perf_counter()
+    is_first = True
+    while step < max_iters and not stops:
         lr = learning_rate_at(step, learning_rate, min_lr, warmup, lr_decay_iters or max_iters)
         for group in optimizer.param_groups:
             group['lr'] = lr
-        micro_batches = list(zip(x.split(micro_batch_size), y.split(micro_batch_size)))
         step_loss = torch.zeros((), device=runtime.device)
+        micro_batches = list(zip(x.split(micro_batch_size), y.split(micro_batch_size)))
         for i, (inputs, targets) in enumerate(micro_batches):
-            is_last = i + 1 == len(micro_batches)
-            if is_ddp:  # only the last micro-batch averages gradients over the ranks
+            is_last = i + 1 == len(micro_batches)  # only then average gradients over the ranks
+            if is_ddp:
                 net.require_backward_grad_sync = is_last
             elif fsdp:
                 net.set_requires_gradient_sync(is_last)
-            torch.manual_seed(seed + step)  # all micro-batches draw the same random positions
+            torch.manual_seed(seed + step)  # random positions: the same in all micro-batches
             with runtime.autocast():
                 loss = net(inputs, targets).mean() / len(micro_batches)
             scaler.scale(loss).backward()
             step_loss += loss.detach()
         step += 1
         if step < max_iters:
-            x, y = batch_of(step)  # while a GPU still computes
+            x, y = rank_batch(data, step, runtime)  # while a GPU still computes
         if grad_clip:
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
         scaler.step(optimizer)
         scaler.update()
-        # DDP's gradients are views of its buckets, which None would drop.
-        optimizer.zero_grad(set_to_none=not is_ddp)
+        optimizer.zero_grad(set_to_none=not is_ddp)  # DDP's gradients are views of its buckets
         if runtime.world_size > 1:
-            dist.all_reduce(step_loss, dist.ReduceOp.SUM)
+            dist.all_reduce(step_loss)
             step_loss /= runtime.world_size
-        pending.append(step_loss)  # on the device, because to read it would wait for the step
+        pending.append(step_loss)  # still on the device, because to read it would wait for the step
 
         is_log_step = step % log_interval == 0 or step == max_iters
         is_eval_step = step % eval_interval == 0 or step == max_iters or step in keep_steps
-        # Ranks stop together. GPUs ask each other only at log steps, because they wait for it.
-        stopped = bool(signals)
-        if runtime.world_size > 1 and (is_log_step or runtime.device.type == 'cpu'):
-            received = torch.tensor(len(signals), device=runtime.device)
-            dist.all_reduce(received)
-            stopped = bool(received)
-        elif runtime.world_size > 1:
-            stopped = False
-
-        if is_log_step or is_eval_step or stopped:
+        stops = shall_stop(signals, runtime, is_log_step)
+        if is_log_step or is_eval_step or stops:
             losses, pending = torch.stack(pending).tolist(), []
             for at, loss in enumerate(losses, step - len(losses) + 1):
                 if not math.isfinite(loss):
@@ -353,7 +369,7 @@ def main(given):
                                     'exists, holds the last good state: resume from it with a '
                                     'lower learning_rate or grad_clip.')
                 log(at, loss=loss)
-            seconds = (time.perf_counter() - began) / (step - began_at)
+            seconds = (time.perf_counter() - time_then) / (step - timed_step)
             left = time.strftime('%H:%M:%S', time.gmtime(seconds * (max_iters - step)))
             runtime.print(f'step {step:6d}  loss {sum(losses) / len(losses):.4f}  lr {lr:.2e}  '
                           f'{batch_size * block_size / seconds:9,.0f} tokens/s  {left} left')
@@ -362,17 +378,16 @@ def main(given):
             log(step, **measured)
             runtime.print(f"step {step:6d}  validation loss {measured['val_loss']:.4f}  "
                           f"ppl {math.exp(min(measured['val_loss'], 700)):.2f}")
-            is_best = measured['val_loss'] < best_val_loss
-            best_val_loss = min(best_val_loss, measured['val_loss'])
-            if is_best:
-                save('best.pt')
+            if measured['val_loss'] < best_val_loss:
+                best_val_loss = measured['val_loss']
+                save('best.pt', step)
             if step in keep_steps:
-                save(f'step_{step}.pt')
-        if is_eval_step or stopped:  # last: a run that is killed before goes on from the one before
-            save('last.pt', scaler=scaler.state_dict(),
+                save(f'step_{step}.pt', step)
+        if is_eval_step or stops:  # last: a run that is killed before resumes from the one before
+            save('last.pt', step, scaler=scaler.state_dict(),
                  optimizer=get_optimizer_state_dict(model, optimizer, options=WHOLE))
-        if is_log_step or is_eval_step or step == first + 1:  # the first step compiles
-            began, began_at = time.perf_counter(), step
+        if is_log_step or is_eval_step or is_first:  # do not time compilation and validation
+            timed_step, time_then, is_first = step, time.perf_counter(), False
 
     if runtime.is_main and step == max_iters:
         import plots

@@ -1,5 +1,5 @@
 """
-Find the softmax scales that make a NoPE model trained at L = block_size read longer contexts.
+Find the softmax scales that make a NoPE model read longer contexts than it was trained on.
 Sections 2.4 and 3, Appendices A and B of "Length Generalization of Causal Transformers without
 Position Encoding".
 
@@ -58,7 +58,8 @@ device = 'auto'              # auto, cpu, cuda, mps
 dtype = 'auto'               # auto, float32, bfloat16, float16
 # what to tune
 method = 'head'              # uniform or head
-target_length: int | None = None  # L', the context to extend to; None: 8L for uniform, 4L for head
+target_length: int | None = None  # L', the context to extend to; None: 8 times block_size for
+                                  # uniform, 4 times for head
 target_lengths: list[int] = []  # head: tune a set per length; each starts from the set before it
 tail = 64                    # the loss at T tokens is the mean over the last `tail` of them
 # uniform: each candidate is used for the whole model
@@ -67,7 +68,7 @@ candidate_range: list[float] = [1.0, 2.4, 0.1]  # first, last, step, in units of
 tune = 'head_scale'          # head_scale, channel, head_gain, norm ..., several with commas;
                              # NAME:RATE sets a learning rate
 init_scale: float | str = 'uniform'  # a number, or uniform: the best one in scale_uniform.json
-min_scale: float | None = 1.0   # head_scale: least scale after each step, Eq. (6); None: no limit
+min_scale: float | None = 1.0   # head_scale: least value after each step, Eq. (6); None: no limit
 warmup_iters = 20            # steps in which the learning rate rises linearly
 max_iters = 200              # steps; a cosine lowers the learning rate to a tenth of its peak
 batch_size = 8               # sequences of target_length per step, all devices together
@@ -108,12 +109,12 @@ def tune_vectors(model, data, runtime):
     """
     HeadScale (Appendix A): minimize the mean loss, Eq. (5), over a few numbers, with every matrix
     frozen. AdamW without weight decay; linear warm-up, then a cosine to a tenth of the rate; after
-    each step no scale is below min_scale, Eq. (6). Gradients flow back through all layers, but no
-    gradient of a matrix is computed. Returns the loss of each step.
+    each step no head_scale is below min_scale, Eq. (6). Gradients flow back through all layers, but
+    no gradient of a matrix is computed. Returns the loss of each step.
     """
-    groups, model.checkpoint_activations = [], checkpoint_activations
-    for _, rate, parameters in vectors_to_tune(model):
-        groups.append({'params': [*parameters.values()], 'peak': rate})
+    model.checkpoint_activations = checkpoint_activations
+    groups = [{'params': [*parameters.values()], 'peak': rate, 'kind': kind}
+              for kind, rate, parameters in vectors_to_tune(model)]
     vectors = [p.requires_grad_(True) for group in groups for p in group['params']]
     optimizer = torch.optim.AdamW(groups, betas=(beta1, beta2), weight_decay=0.0, fused=True)
     scaler = torch.amp.GradScaler(runtime.device.type, enabled=runtime.dtype == torch.float16)
@@ -143,9 +144,10 @@ def tune_vectors(model, data, runtime):
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
-        if min_scale is not None and 'head_scale' in tune:
-            for block in model.blocks:
-                block.attn.head_scale.data.clamp_(min=min_scale)  # Eq. (6)
+        for group in optimizer.param_groups:
+            if group['kind'] == 'head_scale' and min_scale is not None:
+                for p in group['params']:
+                    p.data.clamp_(min=min_scale)  # Eq. (6)
 
         losses.append(step_loss.item())
         if not math.isfinite(losses[-1]):
@@ -159,7 +161,7 @@ def tune_vectors(model, data, runtime):
 def first_scale(folder, length, model, info):
     """The initial scale of every head: a number, or the best uniform one, linear in ln T."""
     if init_scale != 'uniform':
-        return init_scale
+        return float(init_scale)
     path = f'{result_path(folder, "scale_uniform", "", info)}.json'
     if not Path(path).exists():
         raise UserError(f'{path} does not exist. Run tune_scale.py --method=uniform first, or give '
@@ -238,29 +240,30 @@ def fit_scale(position, best, L):
 def search_uniform(model, info, T, name, runtime):
     """
     Read windows of T tokens with each candidate scale. Returns the best scale at each length and a
-    result: the loss in bins of L / 16 positions with each candidate, the best candidate per bin and
-    per length, the fit of Appendix B, and the loss of the model as loaded with only the last L
-    tokens. The picture shows the entropy of six candidates.
+    result: the loss in bins of block_size / 16 positions with each candidate, the best candidate
+    per bin and per length, the fit of Appendix B, and the loss of the model as loaded with only the
+    last L tokens. The picture shows the entropy of six candidates.
     """
     first, last, step = candidate_range
     n = math.floor((last - first) / step + 1e-6)
     scales = [round(first + i * step, 6) for i in range(n + 1)]
     plotted = np.linspace(0, n, 6).round().astype(int)
-    L = model.config.block_size
+    block_size = model.config.block_size
+    width = block_size // 16
     samples = Windows(name, 'val', T, info=info).evenly_spaced(n_samples)
     net = compiled_to_read(model, runtime, compile, len(samples) * len(scales), T)
     cut = cut_curve(model, samples, tail, batch_tokens, runtime)
-    lengths, own = cut['position'], model.head_scale  # L, 2L, 4L ... T
-    loss, entropy, at_length = [], [], []
+    lengths = cut['position']  # block_size, twice as many, four times ... T
+    own, loss, entropy, at_length = model.head_scale, [], [], []
     for i, scale in enumerate(scales):
         model.head_scale, heads = scale, None
         if i in plotted:
-            heads, losses = entropy_and_loss(model, samples, L // 16, batch_tokens, runtime,
+            heads, losses = entropy_and_loss(model, samples, width, batch_tokens, runtime,
                                              f'scale {scale}')
             heads = heads.mean((0, 1))
         else:
             losses = runtime.over_windows(samples, batch_tokens, net, f'scale {scale}').mean(0)
-        position, binned = bin_means(losses, L // 16)
+        position, binned = bin_means(losses, width)
         loss.append(binned)
         entropy.append(heads)
         at_length.append([losses[max(0, n - tail):n].mean() for n in lengths])
@@ -268,13 +271,13 @@ def search_uniform(model, info, T, name, runtime):
 
     loss, at_length, scales = np.array(loss), np.array(at_length), np.array(scales)
     best, best_at_length = scales[loss.argmin(0)], scales[at_length.argmin(0)]
-    a, r2 = fit_scale(position, best, L)
+    a, r2 = fit_scale(position, best, block_size)
     rows = zip(lengths, best_at_length, at_length.min(0), at_length[0], cut['loss'])
     print_rows(runtime.print, [
         {'length': n, 'best scale': scale, 'loss': lowest, f'with scale {scales[0]}': with_first,
          f'only the last {cut["context"]}': of_cut}
         for n, scale, lowest, with_first, of_cut in rows])
-    runtime.print(f'scale = 1 + {a:.4f} ln(i / {L}), R2 {r2:.4f}')
+    runtime.print(f'scale = 1 + {a:.4f} ln(i / {block_size}), R2 {r2:.4f}')
     return best_at_length, {
         'lengths': lengths, 'best_by_length': best_at_length, 'fit_a': a, 'search': {
             'position': position, 'candidates': scales.tolist(), 'loss': loss, 'entropy': entropy,
@@ -300,38 +303,42 @@ def set_entry(length, vectors):
     return {'target_length': length} | entry
 
 
+def same_scale(length, scale, config):
+    """A set with the same scale for every head."""
+    return {'target_length': length, 'head_scale': [[scale] * config.n_head] * config.n_layer}
+
+
 def main(given):
     runtime = setup(device, dtype, seed)
     model, info = open_model(init_from, out_dir, runtime, position, rope_scaling)
-    folder, L = results_folder(out_dir, init_from, given), model.config.block_size
+    folder, config = results_folder(out_dir, init_from, given), model.config
     name = dataset or info['settings'].get('dataset', '')
-    lengths = sorted(target_lengths) or [target_length or (8 if method == 'uniform' else 4) * L]
-    if method not in ('uniform', 'head') or min(lengths) < L or batch_size % runtime.world_size:
-        raise UserError(f'method is {method}, the shortest length {min(lengths)}, batch_size '
-                        f'{batch_size}. Give uniform or head, at least L = {L} tokens, and a '
-                        f'multiple of the {runtime.world_size} ranks.')
-    stem = 'scale_sets' if target_lengths else f'scale_head_{lengths[0]}'
-    path = result_path(folder, 'scale_uniform' if method == 'uniform' else stem, label, info)
-    about = {'method': method, 'dataset': name, 'position_method': model.config.position,
-             'rope_scaling': model.config.rope_scaling, 'weights_digest': info['digest'],
-             'block_size': L}
-    if method == 'head':
+    lengths = [target_length or (8 if method == 'uniform' else 4) * config.block_size]
+    lengths = sorted(target_lengths) or lengths
+    least = config.block_size + (method == 'uniform' or bool(target_lengths))
+    if method not in ('uniform', 'head') or min(lengths) < least:
+        raise UserError(f'method is {method}, for {min(lengths)} tokens. Give uniform or head, and '
+                        f'at least {least} tokens.')
+    if batch_size % runtime.world_size:
+        raise UserError(f'batch_size {batch_size} must be a multiple of the '
+                        f'{runtime.world_size} ranks.')
+    about = {'method': method, 'dataset': name, 'position_method': config.position,
+             'rope_scaling': config.rope_scaling, 'weights_digest': info['digest']}
+    if method == 'uniform':
+        path = result_path(folder, 'scale_uniform', label, info)
+        best, result = search_uniform(model, info, lengths[0], name, runtime)
+        entry = same_scale(lengths[0], float(best[-1]), config)
+        # The fit as a scale file, with one uniform scale per length
+        fit = [same_scale(n, 1 + result['fit_a'] * math.log(n / config.block_size), config)
+               for n in result['lengths'] if n > config.block_size]
+        if runtime.is_main:
+            save_json(f'{path}_fit.json', about | {'sets': fit, 'fit_a': result['fit_a']})
+    else:
+        stem = 'scale_sets' if target_lengths else f'scale_head_{lengths[0]}'
+        path = result_path(folder, stem, label, info)
         sets, result = tune_heads(model, info, folder, lengths, name, runtime)
         entries = [set_entry(length, vectors) for length, vectors in sets.items()]
         entry = {'sets': entries} if target_lengths else entries[0]
-    else:
-        def all_heads(length, scale):
-            """A set with the same scale for every head."""
-            return {'target_length': length,
-                    'head_scale': [[scale] * model.config.n_head] * model.config.n_layer}
-
-        best, result = search_uniform(model, info, lengths[0], name, runtime)
-        entry = all_heads(lengths[0], float(best[-1]))
-        # The fit as a scale file, with one uniform scale per length
-        fit = [all_heads(n, 1 + result['fit_a'] * math.log(n / L))
-               for n in result['lengths'] if n > L]
-        if runtime.is_main:
-            save_json(f'{path}_fit.json', about | {'sets': fit, 'fit_a': result['fit_a']})
     write_result(path, about | entry | result, settings(globals()), runtime, info)
 
 

@@ -1,7 +1,7 @@
 # Associative recall and copying: one NoPE model of 0.8M parameters that learns both from inputs of
 # up to 16 symbols, tested at 1 to 64 times that.
-# python che.py config/recall.py
-# python che.py config/recall.py --position=alibi
+# python -m extras.che config/recall.py
+# python -m extras.che config/recall.py --position=alibi
 tasks = ['recall+copy']
 label = 'recall'
 n_layer = 4

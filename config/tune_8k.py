@@ -6,7 +6,7 @@
 out_dir = 'out/nope_1b'
 target_length = 8192
 init_scale = 1.6                  # the released script's; the paper's rule for 4L gives 1.5
-tune = 'scale:0.1'
+tune = 'head_scale:0.1'
 micro_batch_size = 1
 checkpoint_activations = True
 batch_tokens = 32768

@@ -14,6 +14,7 @@ bandwidth. Writes out_dir/NAME.json
 import functools
 import itertools
 import math
+import os
 import statistics
 import time
 from dataclasses import fields
@@ -363,10 +364,11 @@ TASKS = {'train': train, 'scale': scale, 'eval': sliding_windows, 'entropy': ent
 
 
 def main():
+    os.environ.setdefault('KINETO_LOG_LEVEL', '6')  # else each profile prints messages
     runtime = setup(device, dtype, seed)
     flops = matmul_flops(runtime.device, runtime.dtype)
-    print(f'{runtime.device.type}, {torch.get_num_threads()} threads, torch {torch.__version__}, '
-          f'{runtime.dtype}: a large matrix product does {flops / 1e12:.2f} TFLOP/s')
+    print(f'{runtime.device}, {runtime.dtype}: a large matrix product does {flops / 1e12:.2f} '
+          'TFLOP/s')
     results = {task: TASKS[task](runtime) for task in tasks}
     path = Path(out_dir, name or runtime.device.type)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -109,10 +109,9 @@ def loss_and_accuracy(model, name, rng, batch, length, empty):
     logits = model(tokens, tail=targets.shape[1])[..., :TASKS[name].n_out]         # (B, m, n_out)
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-    right, counted = logits.argmax(-1) == targets, torch.ones_like(targets, dtype=torch.bool)
-    if TASKS[name].ends:  # zeros after END do not belong to the answer
-        is_end = targets == END
-        counted = (is_end.cumsum(1) == 0) | is_end
+    is_end = (targets == END) & TASKS[name].ends
+    counted = is_end.cumsum(1) - is_end.int() == 0  # zeros after END do not belong to the answer
+    right = logits.argmax(-1) == targets
     return loss, (right & counted).sum() / counted.sum(), (right | ~counted).all(1).float().mean()
 
 

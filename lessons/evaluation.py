@@ -7,9 +7,11 @@ $ python -m lessons.evaluation --lengths=[128,512]
 Writes out_dir/accuracy[_LABEL].json
 """
 
-from configurator import between, configure, settings
-from lib.checkpoints import Run
-from lib.scales import vectors_for
+from configurator import configure, settings
+
+from common import setup
+from data import Windows
+from stage import open_model, print_rows, result_path, results_folder, write_result
 
 # which model, text and device
 out_dir = 'out/demo/nope'    # folder of the run to read; results go there, too
@@ -18,36 +20,39 @@ position: str | None = None  # position method; None: the checkpoint's
 rope_scaling: str | None = None   # extension of RoPE, such as yarn:4; None: the checkpoint's
 scale: float | str | None = None  # softmax scale: a number for all heads, or a scale file
 label = ''                   # name of the result; '': named after the scale
-dataset: str | None = None   # a folder of data/; None: the text that the model was trained on
+dataset = ''                 # a folder of data/; '': the text that the model was trained on
 split = 'test'               # split of the dataset to read
 device = 'auto'              # auto, cpu, cuda, mps
 dtype = 'auto'               # auto, float32, bfloat16, float16
 # what to measure
-lengths = [128, 256, 512]    # tokens in a window
+lengths: list[int] = [128, 256, 512]  # tokens in a window
 n_samples = 64               # windows of each length, evenly spaced over the split
+tail = 64                    # tokens to predict at the end of each window
+batch_tokens = 16384         # tokens in one forward pass; lower it when memory runs out
 
 
 def accuracy(model, inputs, targets):
-    """The share of the last 64 tokens that are predicted, (B,). inputs, targets: (B, T) ids."""
-    logits = model(inputs, tail=64)                                # (B, 64, V)
-    right = logits.argmax(-1) == targets[:, -64:]
+    """The share of the last tokens that are predicted, (B,). inputs, targets: (B, T) ids."""
+    logits = model(inputs, tail=tail)                              # (B, tail, V)
+    right = logits.argmax(-1) == targets[:, -tail:]
     return right.float().mean(1)
 
 
-def main():
-    between(globals(), 1, 'lengths', 'n_samples')
-    run, rows = Run(settings(globals()), 'accuracy'), []
-    longest = run.windows(max(lengths)).evenly_spaced(n_samples)
+def main(given):
+    runtime = setup(device, dtype)
+    model, info = open_model(init_from, out_dir, runtime, position, rope_scaling, scale)
+    path = result_path(results_folder(out_dir, init_from, given), 'accuracy', label, info)
+    name, rows = dataset or info['settings'].get('dataset', ''), []
+    longest = Windows(name, split, max(lengths), info=info).evenly_spaced(n_samples)
     for T in lengths:
         samples = longest[:, -T - 1:]  # the same last tokens at every length
-        with vectors_for(run.model, T):
-            shares = run.runtime.over_windows(samples, 16384, lambda *x: accuracy(run.model, *x))
-        run.runtime.print(f'{T:8d} tokens: {shares.mean():.1%}')
-        rows.append({'length': T, 'accuracy': shares.mean()})
-    run.write('accuracy', {'rows': rows})
-    run.close()
+        shares = runtime.over_windows(samples, batch_tokens, lambda *ids: accuracy(model, *ids))
+        error = shares.std(ddof=1) / len(shares) ** 0.5  # over windows
+        rows.append({'length': T, 'accuracy': shares.mean(), 'standard_error': error})
+    print_rows(runtime.print, rows)
+    write_result(path, {'dataset': name, 'split': split, 'rows': rows}, settings(globals()),
+                 runtime, info)
 
 
 if __name__ == '__main__':
-    configure(globals())
-    main()
+    main(configure(globals()))

@@ -20,14 +20,14 @@ the dtype of the inputs.
 import math
 import runpy
 import sys
-from pathlib import Path
+
+from configurator import ROOT
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import position
-from lib import answers
 
 # ---------------------------------------------------------------------- the softmax scale
 
@@ -281,12 +281,11 @@ def short_conv(x, w, before=None):
 
 
 if __name__ == '__main__':
-    if len(sys.argv) < 2 or not Path(sys.argv[1]).is_file():
+    if len(sys.argv) < 2:
         sys.exit(__doc__)
     # torch.compile looks for the names that a class uses in its module, and __main__ becomes the
     # program that is run.
     from lessons import exercises
     position.METHODS['own'] = exercises.OwnBias
-    answers.STARTER = '-m lessons.exercises'  # each result then names a command that works
     sys.argv = sys.argv[1:]
-    runpy.run_path(sys.argv[0], run_name='__main__')
+    runpy.run_path(str(ROOT / sys.argv[0]), run_name='__main__')

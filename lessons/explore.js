@@ -1,12 +1,16 @@
 // The script of lessons/explore.html. model.js computes, in a Web Worker; this file asks and draws.
 'use strict';
 const data = JSON.parse(document.getElementById('data').textContent);
-const {L, n_layer, n_head} = data, MOST = 8 * L, HEADS = n_layer * n_head;
+const {L} = data, {n_layer, n_head} = data.models[0].packed.config;
+const MOST = 8 * L, HEADS = n_layer * n_head;
 const byId = id => document.getElementById(id);
 const say = (id, text) => { byId(id).textContent = text; };
 const on = (id, kind, act) => byId(id).addEventListener(kind, act);
 const element = (tag, textContent, className = '') =>
   Object.assign(document.createElement(tag), {textContent, className});
+const offer = (id, options) =>
+  byId(id).append(...options.map(([value, text]) => new Option(text, value)));
+const range = n => [...Array(n).keys()];
 const mean = values => values.reduce((a, b) => a + b, 0) / values.length;
 const tokenizer = new Tokenizer(data.tokenizer);
 const worker = new Worker(URL.createObjectURL(
@@ -25,6 +29,80 @@ function ask(slot, job, asked, take) {
   worker.postMessage({slot, job, number, capacity: MOST + 3 * L, ...asked});
 }
 
+// ---------------------------------------------------------------------- what the page offers
+const METHODS = {none: 'NoPE', rope: 'RoPE'};
+const TITLES = {own: 'as trained', uniform: 'one scale for all heads, tuned',
+                head: 'tuned head scales', mine: 'your own scales'};
+const titleOf = method => TITLES[method] ?? `tuned: ${method}`;
+// Passwords to hide, each with another word that takes its place.
+const KEYS = [['river', 'tiger'], ['window', 'garden'], ['silver', 'castle'], ['yellow', 'coffee'],
+              ['winter', 'planet']];
+for (const one of data.models)
+  one.name = one.position.split(',').map(name => METHODS[name]).join('/')
+    + (one.packed.config.short_conv ? ' + convolution' : '');
+
+// [title, text]. The repeated paragraph returns after more than L tokens.
+const prose = tokenizer.encode(data.prose, MOST);
+const paragraph = tokenizer.decode(prose.slice(0, 3 * L >> 1));
+const EXAMPLES = [['The first text (code)', null], ['Prose', tokenizer.decode(prose)],
+                  ['A repeated paragraph', Array(6).fill(paragraph).join('\n\n')]];
+
+offer('model', data.models.map(({name}, n) => [n, name]));
+offer('preset', [...new Set(data.models.flatMap(({sets}) => Object.keys(sets))), 'mine'].map(
+  method => [method, titleOf(method)]));
+offer('example', [...EXAMPLES.map(([title], n) => [n, title]), [-1, 'Your own']]);
+byId('example').lastChild.disabled = true;
+offer('hider', [...data.models.map(({name}, n) => [n, `${name}, as trained`]),
+               ['mine', 'your settings']]);
+byId('hider').selectedIndex = data.models.length - 1;
+offer('distance', [1, 2, 4, 8, 16, 28].map(n => [n * L >> 2, `${n * L >> 2} tokens = ${n / 4}L`]));
+byId('heads').style.gridTemplateColumns = `1rem repeat(${n_head}, 1fr)`;
+byId('heads').append(element('span', ''), ...range(n_head).map(n => element('span', n)));
+for (const layer of range(n_layer))
+  byId('heads').append(element('span', layer), ...range(n_head).map(() => element('button', '')));
+[1, 2, 3, 4, 6, 8].forEach((n, k, ends) => {
+  const slider = Object.assign(element('input', ''), {type: 'range', max: 9, step: .1});
+  Object.assign(slider.dataset, {from: k ? ends[k - 1] * L : 0, to: n * L});
+  const label = element('label', `at ${n}L `);
+  label.append(slider);
+  byId('points').append(label);
+});
+// The link is alive only if the page lies in the project.
+if (/\/lessons\/explore\.html$/.test(location.pathname))
+  byId('study').href = '../results/past_L/README.md';
+
+// The first screen: [title, losses, settings] of three readings by the first model.
+function firstReadings() {
+  const {sets, stored: {losses}} = data.models[0], tuned = Object.keys(sets).at(-1);
+  const row = (title, method, kind, cut) => [title, losses[kind],
+                                             {model: 0, scales: sets[method], cut}];
+  const title = titleOf(tuned)[0].toUpperCase() + titleOf(tuned).slice(1);
+  return [row('As trained', 'own', 'own', false),
+          ...tuned === 'own' ? [] : [row(title, tuned, tuned, false)],
+          row(`Looks back only ${L - (L >> 3) + 1} to ${L} tokens`, 'own', 'own cut', true)];
+}
+
+function sayFirst(rows) {
+  const [{parameters, stored}] = data.models, upTo = mean(rows[0][1].slice(0, L));
+  const past = rows.map(([, losses]) => mean(losses.slice(L))), cut = past.at(-1);
+  const [trained, tuned] = past, than = loss => loss > cut ? 'worse' : 'better';
+  say('point', `This small model (${(parameters / 1e6).toFixed(1)} million parameters, trained on `
+    + `${data.dataset === 'code' ? 'Python code' : `data set ${data.dataset}`}) only ever saw `
+    + `texts of L = ${L} tokens. Here it reads ${MOST}. The redder a token, the worse it was `
+    + `predicted. The text itself is ${cut > upTo ? 'harder' : 'easier'} past token ${L}: even if `
+    + `the model may look back only about ${L} tokens, its loss there is ${cut.toFixed(2)} nats; `
+    + `up to token ${L} it is ${upTo.toFixed(2)}. If it looks at everything, it is `
+    + `${than(trained)}: ${trained.toFixed(2)}.` + (past.length < 3 ? '' : ' With other softmax '
+      + `scales, tuned for long texts, it is ${tuned.toFixed(2)}, which is still ${than(tuned)} `
+      + `than looking back only ${L} tokens.`) + ' Point at any token.');
+  say('best', headName(stored.heads.indexOf(Math.max(...stored.heads))).toLowerCase());
+  const sizes = data.models.map(({name, parameters: n}) =>
+    `${name}: ${n.toLocaleString('en')} parameters`);
+  say('about', `The first text is the beginning of ${data.source} of this project. `
+    + `${sizes.join('; ')}. Weights have 8 bits here. One model of each kind and one text: small `
+    + 'differences mean nothing. Layers and heads are counted from 0.');
+}
+
 // ---------------------------------------------------------------------- state
 // Set by fromAddress(). scales: of all heads, before the factor. text: null for the first text.
 const state = {};
@@ -40,7 +118,7 @@ function methodOf({model: m, scales}) {
   return Object.keys(sets).find(method => areEqual(sets[method], scales)) ?? 'mine';
 }
 
-const nameOf = asked => `${data.models[asked.model].name}, ${data.titles[methodOf(asked)]}`
+const nameOf = asked => `${data.models[asked.model].name}, ${titleOf(methodOf(asked))}`
   + (asked.cut ? ', looking back only L tokens' : '');
 
 // Everything that can be shared stands in the address.
@@ -178,14 +256,25 @@ function closeDetail() {
 }
 const headName = n => `Layer ${Math.floor(n / n_head)}, head ${n % n_head}`;
 
-const boxes = [...byId('first').querySelectorAll('.tokens')], firstPanels = [];
-data.first.forEach(({losses, asked}, n) => {
-  const panel = new Panel(boxes[n], 'first', () => asked, firstPanels);
+const boxes = [], firstPanels = [], firstRows = firstReadings();
+for (const [title, losses, asked] of firstRows) {
+  const says = `${mean(losses.slice(0, L)).toFixed(2)} nats up to L, `
+    + `${mean(losses.slice(L)).toFixed(2)} past L`;
+  const figure = element('figure', ''), caption = element('figcaption', '');
+  const box = Object.assign(element('div', '', 'tokens'), {tabIndex: 0, role: 'group',
+    ariaLabel: `${title}: ${says}. Left and right move through the tokens.`});
+  caption.append(element('b', title), element('br', ''), says);
+  figure.append(caption, box);
+  byId('first').append(figure);
+  boxes.push(box);
+  const panel = new Panel(box, 'first', () => asked, firstPanels);
   panel.show(data.ids);
   panel.color(losses);
-  boxes[n].scrollTop = panel.mark.offsetTop - boxes[n].clientHeight / 4; // L is in sight
-  boxes[n].onscroll = () => boxes.forEach(box => { box.scrollTop = boxes[n].scrollTop; });
-});
+  box.onscroll = () => boxes.forEach(other => { other.scrollTop = box.scrollTop; });
+}
+for (const {box, mark} of firstPanels) // L is in sight
+  box.scrollTop = mark.offsetTop - box.clientHeight / 4;
+sayFirst(firstRows);
 
 // ---------------------------------------------------------------------- the reader's text
 // Losses of the reader's text: as trained, with the settings, and of the model in the guess.
@@ -377,7 +466,7 @@ function stopMeasuring() {
 function drawControls() {
   const {sets, name} = model(), now = methodOf(settings());
   for (const option of byId('preset').options) {
-    const {value} = option, title = data.titles[value];
+    const {value} = option, title = titleOf(value);
     option.disabled = !(value in sets) && value !== now;
     option.text = value in sets || value === 'mine' ? title : `${title}: not tuned for ${name}`;
   }
@@ -391,7 +480,7 @@ function drawControls() {
   say('scale-says', state.scales[state.chosen].toFixed(2));
   say('head-name', headName(state.chosen));
   byId('text').value = state.text ?? tokenizer.decode(data.ids.slice(1));
-  byId('example').value = data.examples.findIndex(([, text]) => text === state.text);
+  byId('example').value = EXAMPLES.findIndex(([, text]) => text === state.text);
   drawHeads();
 }
 
@@ -410,7 +499,7 @@ const CHANGES = {
   factor: ({value}) => ({factor: +value}),
   scale: ({value}) => ({scales: state.scales.with(state.chosen, +value)}),
   text: ({value}) => ({text: value}),
-  example: ({value}) => ({text: data.examples[value][1]}),
+  example: ({value}) => ({text: EXAMPLES[value][1]}),
 };
 for (const name in CHANGES)
   on(name, 'input', ({target}) => {
@@ -463,7 +552,7 @@ function question(word, answer) {
                ...data.ids.slice(1, 1 + between), ...asks];
   return {ids: [...ids, ...said], n: said.length, text: tokenizer.decode(ids.slice(1))};
 }
-const showQuestion = () => say('asked', `${question(...data.keys[0]).text}█`);
+const showQuestion = () => say('asked', `${question(...KEYS[0]).text}█`);
 
 // To tell copying from guessing, the model reads each text twice: with the password in its first
 // line, and with another word there.
@@ -477,11 +566,11 @@ on('hide', 'click', async () => {
       ? resolve(mean(found.slice(-n))) : found.push(...answer.losses));
   });
   byId('hide').disabled = byId('distance').disabled = true;
-  for (const [word, another] of data.keys) {
+  for (const [word, another] of KEYS) {
     losses.push(await lossOf(question(word, word)));
     others.push(await lossOf(question(another, word)));
     [losses, others].forEach((found, n) => { cells[n + 2].textContent = mean(found).toFixed(2); });
-    cells[4].textContent = `${losses.length} of ${data.keys.length} …`;
+    cells[4].textContent = `${losses.length} of ${KEYS.length} …`;
   }
   const wins = losses.filter((loss, n) => loss < others[n]).length;
   const isRead = wins === losses.length && mean(others) - mean(losses) >= .1;
@@ -491,9 +580,6 @@ on('hide', 'click', async () => {
 
 on('distance', 'input', showQuestion);
 showQuestion();
-// The link is alive only if the page lies in the project.
-if (/\/lessons\/explore\.html$/.test(location.pathname))
-  byId('study').innerHTML = '<a href="../results/past_L/README.md">results/past_L</a>';
 if (location.hash.length > 1) byId('play').scrollIntoView();
 const restore = () => { fromAddress(); changed(0); open?.look(open.at); };
 addEventListener('hashchange', restore);

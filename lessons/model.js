@@ -7,7 +7,7 @@
 
 // ---------------------------------------------------------------------- tokenizer
 
-// The pattern that cuts text into words, lib/tokenizers.py's PATTERN in JavaScript's notation. In
+// The pattern that cuts text into words, tokenizer.py's PATTERN in JavaScript's notation. In
 // JavaScript, \s would lack the character U+0085 and include U+FEFF. Ignoring case, s is also ſ.
 const WORDS = new RegExp([
   "'(?:[sSſdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])", '[^\\r\\n\\p{L}\\p{N}]?\\p{L}+', '\\p{N}{1,3}',

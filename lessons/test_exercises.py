@@ -534,7 +534,8 @@ def test_far_repeat_gain(student):
             the target at 2L does not count           | t >= | t >
             s = t - L counts as far                   | < t - L | <= t - L
             places within the last L count, too       | < t - L | < t
-            the earliest of several places counts, not the latest | max( | min(
+            a far place counts although there is a later one: s is the latest of all before t \
+                                                      | max( | min(
             s is the first of the g equal tokens: it comes after them | max(same) | max(same) - g
             ''', tokens, g, L, found=found,
             what=f' with g={g} and L={L}, where only token t gains 1 nat, for each t')

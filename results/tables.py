@@ -59,28 +59,8 @@ def print_tables(measured, text=cell):
             print(f"| {row} | {len(seeds)} | {' | '.join(cells)} |")
 
 
+# Each function below yields (table, row, {column: number}), once for each seed.
 # ---------------------------------------------------------------------- what stages write
-
-def stages(*folders):
-    """Of the JSON of stages, and of older tables of perplexities. Files of one name are seeds."""
-    for path in files(*(f'{folder}/*.json' for folder in folders)):
-        result, name = read(path), path.stem
-        rows, lengths = result.get('rows', []), [str(T) for T in result.get('lengths', ())]
-        for row in rows:
-            for run in row.get('runs', [row]) if 'name' in row else ():
-                yield name, row['name'], dict(zip(lengths, run['ppl'])) | {
-                    'delta P': run.get('delta_p', [None])[-1]}
-        for key in 'loss', 'ppl', 'cut_loss', 'gain', 'own_gain', 'R':
-            numbers = {str(row.get('length') or row['kind']): row[key] for row in rows
-                       if key in row and 'name' not in row}
-            if numbers:
-                yield key, name, numbers
-        if 'accuracy' in result:  # of passkey.py
-            yield 'keys found', name, dict(zip(lengths, map(mean, result['accuracy'])))
-        if 'mean_entropy' in result:  # in bins of block_size / 16 positions
-            last = result['mean_entropy'][-1024 // result['block_size']:]
-            yield 'entropy', name, {'last 64 positions': mean(last)}
-
 
 def plain(table, rows):
     """Rows of a JSON as they are. What has no decimals names a row."""
@@ -89,22 +69,43 @@ def plain(table, rows):
         yield table, ', '.join(str(row[name]) for name in row if name not in numbers), numbers
 
 
+TIMED = 'seconds', 'tokens_per_second', 'of_limit', 'times_ours', 'peak_memory'
+
+
+def timed(table, one):
+    if 'limit_seconds' not in one:
+        yield from plain(table, [one])
+    for who in one.get('limit_seconds', ()):
+        yield table, f"{one['task']}, {who}", {name: one[who].get(name) for name in TIMED}
+
+
+def stages(*folders):
+    """Of stages, and of older tables of perplexities. Files of one name are seeds."""
+    for path in files(*(f'{folder}/*.json' for folder in folders)):
+        result, name = read(path), path.stem
+        rows, lengths = result.get('rows', []), [str(T) for T in result.get('lengths', ())]
+        for row in rows:
+            for run in row.get('runs', [row]) if 'name' in row else ():
+                yield name, row['name'], dict(zip(lengths, run['ppl'])) | {
+                    'delta P': run.get('delta_p', [None])[-1]}
+        at = 'length' if rows and 'length' in rows[0] else 'kind'
+        for key in 'loss', 'ppl', 'cut_loss', 'gain', 'own_gain', 'R':
+            numbers = {str(row[at]): row[key] for row in rows if {at, key} <= row.keys()}
+            if numbers:
+                yield f'{key} by {at}', name, numbers
+        if 'accuracy' in result:  # of passkey.py
+            yield 'keys found', name, dict(zip(lengths, map(mean, result['accuracy'])))
+        for found in result.get('results', {}).values():  # of extras/bench.py
+            for one in found if isinstance(found, list) else [found]:
+                yield from timed(f'{path.parent.name}/{name}', one)
+        if 'mean_entropy' in result:  # in bins of block_size / 16 positions
+            last = result['mean_entropy'][-1024 // result['block_size']:]
+            yield 'entropy', name, {'last 64 positions': mean(last)}
+
+
 def rows_of(*names):
     for name in names:
         yield from plain(name, read(f'{name}.json')['rows'])
-
-
-def speed():
-    """Of extras/bench.py."""
-    for path in files('bench/*.json', 'gpu/*.json'):
-        table = f'{path.parent.name}/{path.stem}'
-        for found in read(path)['results'].values():
-            for one in found if isinstance(found, list) else [found]:
-                if 'limit_seconds' not in one:
-                    yield from plain(table, [one])
-                for who in one.get('limit_seconds', ()):
-                    yield table, f"{one['task']}, {who}", {key: one[who].get(key) for key in (
-                        'seconds', 'tokens_per_second', 'of_limit', 'times_ours', 'peak_memory')}
 
 
 # ---------------------------------------------------------------------- studies
@@ -120,35 +121,45 @@ def past_L():
             for row in reading.get('repeats', ()):
                 far[row['kind'].removesuffix(', all')] = row
             yield path.parent.name, f'{path.stem[:-5]}, {name}', {
-                'loss at L': at_L['loss'], 'loss at 8L': at_8L['loss'],
+                'loss at L': at_L['loss'],
+                'loss at 8L': at_8L['loss'],
                 'gain, all tokens': cut - at_8L['loss'],
-                'gain, far repeats': far['all'].get('gain'), 'R': far['all'].get('R'),
+                'gain, far repeats': far['all'].get('gain'),
+                'R': far['all'].get('R'),
                 'left within L': far['near'].get('headroom'),
-                'gain, far part of another document': far['other document'].get('gain')}
+                'gain, far part of another document': far['other document'].get('gain'),
+            }
 
 
 def scoreboard():
     """Gains are over the cut context of the untuned model, own gains over that of the row."""
     for path in files('scoreboard/small/*.json', 'scoreboard/books/*.json'):
-        run, size, row = read(path), path.parent.name, path.stem[:-5]
+        run, size = read(path), path.parent.name
         untuned = read(path.with_name(f"{run['init'] or run['model']}_{run['seed']}.json"))
         at_L, at_4L, at_8L, at_16L = run['text']
-        far, untuned_far = run['repeats'][0], untuned['repeats'][0]
-        worse = untuned['text'][2]['cut_loss'] - at_8L['cut_loss']
+        far = run['repeats'][0]
+        # Tuning may make the cut context of a model worse.
+        worse_at_8L = untuned['text'][2]['cut_loss'] - at_8L['cut_loss']
+        worse_far = untuned['repeats'][0]['own_cut_loss'] - far['own_cut_loss']
         numbers = {
-            'tuned': 'all' if run['init'] else run['tuned_numbers'], 'loss at L': at_L['loss'],
-            'loss at 4L': at_4L['loss'], 'loss at 16L': at_16L['loss'],
-            'cut at 8L': at_8L['cut_loss'], 'gain at 8L': at_8L['gain'] + worse,
-            'own gain at 8L': at_8L['gain'], 'gain, far repeats':
-                far['own_gain'] + untuned_far['own_cut_loss'] - far['own_cut_loss'],
-            'own gain, far repeats': far['own_gain'], 'R': far.get('R')}
+            'tuned': 'all' if run['init'] else run['tuned_numbers'],
+            'loss at L': at_L['loss'],
+            'loss at 4L': at_4L['loss'],
+            'loss at 16L': at_16L['loss'],
+            'cut at 8L': at_8L['cut_loss'],
+            'gain at 8L': at_8L['gain'] + worse_at_8L,
+            'own gain at 8L': at_8L['gain'],
+            'gain, far repeats': far['own_gain'] + worse_far,
+            'own gain, far repeats': far['own_gain'],
+            'R': far.get('R'),
+        }
         recalled = RESULTS / 'scoreboard/recall' / path.name
         run |= read(recalled) if size == 'small' and recalled.exists() else {}
         for task, share in ('recall', 'accuracy'), ('copy', 'exact'):
             right = (run.get(task) or {}).get(share, ())
             for length, number in zip(('L', '2L', '4L', '16L', '64L'), right):
                 numbers[f'{task} at {length}'] = number
-        yield size, row, numbers
+        yield size, path.stem[:-5], numbers
     for row, ratio in read('scoreboard/small_steps.json')['ratios'].items():
         yield 'time of a training step', row, {"of NoPE's": ratio}
 
@@ -208,23 +219,23 @@ def che_small():
 
 
 def main(names):
-    two, one = partial(cell, digits=2), partial(cell, digits=1)
+    tenths, hundredths = partial(cell, digits=1), partial(cell, digits=2)
     studies = {  # {study: its tables, each with the text of a cell}
-        'past_L': [(past_L(), two), (rows_of('past_L/rates', 'past_L/repeats'), cell)],
+        'past_L': [(past_L(), hundredths), (rows_of('past_L/rates', 'past_L/repeats'), cell)],
         'scoreboard': [(scoreboard(), cell)],
-        'begin': [(rows_of('begin/begin'), two)],
-        'demo': [(demo(), two), (rows_of('demo/levers'), cell)],
+        'begin': [(rows_of('begin/begin'), hundredths)],
+        'demo': [(demo(), hundredths), (rows_of('demo/levers'), cell)],
         'demo_bytes': [(demo_bytes(), cell)],
-        'extension_demo': [(stages('extension_demo'), two)],
-        'vectors_demo': [(stages('vectors_demo', 'vectors_demo/entropy'), two)],
-        'channel_scale': [(channel_scale(), cell), (channel_task('recall', 'right'), two),
+        'extension_demo': [(stages('extension_demo'), hundredths)],
+        'vectors_demo': [(stages('vectors_demo', 'vectors_demo/entropy'), hundredths)],
+        'channel_scale': [(channel_scale(), cell), (channel_task('recall', 'right'), hundredths),
                           (channel_task('passkey', 'found'), percent)],
-        'books': [(stages('books', 'books/entropy_4L'), two)],
-        'dape_small': [(stages('dape_small'), two)],
-        'che_small': [(che_small(), one)],
+        'books': [(stages('books', 'books/entropy_4L'), hundredths)],
+        'dape_small': [(stages('dape_small'), hundredths)],
+        'che_small': [(che_small(), tenths)],
         'passkey_demo': [(stages('passkey_demo', 'passkey_demo/*'), percent)],
-        'ablation_passkey': [(stages('ablation_passkey'), two)],
-        'speed': [(speed(), cell)],
+        'ablation_passkey': [(stages('ablation_passkey'), hundredths)],
+        'speed': [(stages('bench', 'gpu'), cell)],
     }
     for name in names or studies:
         for measured, text in studies.get(name, ()):

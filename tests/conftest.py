@@ -45,20 +45,19 @@ def stage(name, *arguments, ranks=0):
         launcher = ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={ranks}']
         program = ['-m', name] if name.startswith('extras.') else [str(path)]
         command = [sys.executable, *(launcher if ranks > 1 else []), *program, *arguments]
-        where = {'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1', 'PYTHONUTF8': '1'}
-        run = subprocess.run(command, capture_output=True, text=True, env=os.environ | where)
+        run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT,
+                             env=os.environ | {'OMP_NUM_THREADS': '1'})
         assert run.returncode == 0, run.stdout + run.stderr
         return run.stdout
-    out, numbers = io.StringIO(), (signal.SIGTERM, signal.SIGINT)
-    handlers = [signal.getsignal(number) for number in numbers]
+    out = io.StringIO()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
         patch.setattr(sys, 'argv', [str(path), *arguments])
-        patch.setattr(sys, 'path', sys.path.copy())
         try:
             runpy.run_path(str(path), run_name='__main__')
         finally:
             torch.use_deterministic_algorithms(False)  # setup() had set it
-            for number, handler in zip(numbers, handlers):
+            for number, handler in handlers.items():
                 signal.signal(number, handler)
     return out.getvalue()
 
@@ -74,13 +73,13 @@ def mistake(name, *arguments):
 
 def on(run, out_dir, command=''):
     """The arguments of a stage that reads last.pt of a run, as a list."""
-    where = f'--init_from={run}/last.pt --out_dir={out_dir} --device=cpu --dtype=float32'
-    return [*where.split(), *command.split()]
+    where = f'--init_from={run}/last.pt --out_dir={out_dir} --device=cpu --dtype=float32 '
+    return (where + command).split()
 
 
 def read(path):
     """The JSON in a file."""
-    return json.loads(Path(path).read_text(encoding='utf-8'))
+    return json.loads(Path(path).read_text())
 
 
 # ---------------------------------------------------------------------- a text and a run
@@ -126,10 +125,7 @@ def tiny(tiny_run, cpu):
 @pytest.fixture(scope='session')
 def windows(corpus_dir):
     """windows(n, T): n windows of the test split, (n, T + 1) ids."""
-    def windows(n, T, spacing=None):
-        return torch.from_numpy(Windows(str(corpus_dir), 'test', T).evenly_spaced(n, spacing))
-
-    return windows
+    return lambda n, T: torch.from_numpy(Windows(str(corpus_dir), 'test', T).evenly_spaced(n))
 
 
 # ---------------------------------------------------------------------- random models

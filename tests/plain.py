@@ -115,7 +115,7 @@ def plain_rotated(c, x, at):
     s, factor, k = float(s or 1), 1, np.arange(D // 2)
     if kind == 'dynamic_ntk':
         s = max(1, s * len(x) / L - (s - 1))
-    if kind in ('ntk', 'dynamic_ntk'):
+    if kind.endswith('ntk'):
         base *= s ** (D / (D - 2))
     frequency = base ** (-2 * k / D)
     if kind == 'pi':
@@ -197,15 +197,3 @@ def plain_losses(model, tokens, head_scale=None):
     logits = plain_transformer(model, tokens[:, :-1], head_scale)[0]
     target = np.take_along_axis(logits, np.asarray(tokens)[:, 1:, None], axis=-1)[..., 0]
     return np.log(np.exp(logits).sum(-1)) - target
-
-
-def plain_cut(model, tokens, T, tail, head_scale=None):
-    """
-    The losses of the `tail` targets up to position T, (B, tail). Each block of L / 8 targets is
-    read from the L tokens before its end. tokens: (B, T + 1) ids or more.
-    """
-    L, blocks = model.config.pretrained_length, []
-    for end in range(T - tail + L // 8, T + 1, L // 8):
-        piece = tokens[:, max(0, end - L):end + 1]
-        blocks.append(plain_losses(model, piece, head_scale)[:, -L // 8:])
-    return np.concatenate(blocks, axis=1)

@@ -1,5 +1,5 @@
 """
-Likelihoods of choices against a plain pass for each, and a whole run through lm_eval.
+Likelihoods of choices against a plain pass for each, and whole runs through lm_eval.
 
 $ python -m pytest tests/test_commonsense.py
 """
@@ -11,25 +11,20 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import near, on, random_model, read, refuses, stage, stage_here
+from conftest import near, on, random_model, read, stage
 
-import commonsense
-from lib.generate import Decoding, complete, generate
-from lib.tokenizers import get_tokenizer
+from generate import complete
+from tokenizer import get_tokenizer
+
+tasks = pytest.importorskip('lm_eval.tasks')
+from extras import commonsense  # noqa: E402, needs lm_eval
 
 L = 32  # of the tiny models
 BYTES = get_tokenizer('bytes')
 
 
-def harness(model, runtime, batch_size=16, add_bos=False):
-    return commonsense.Harness(model, BYTES, runtime, L, batch_size, add_bos)
-
-
-def questions(model):
-    """Nine contexts, each with two continuations and the greedy one, not neighbours."""
-    random = np.random.default_rng(0)
-    ids = [random.integers(0, 61, n).tolist() for n in random.integers(1, 20, 18)]
-    return list(zip(ids[:9] * 3, [row[:6] for row in ids] + complete(model, ids[:9], 5)))
+def harness(model, runtime, folder):
+    return commonsense.Harness(model, BYTES, runtime, folder / 'answers', {}, L)
 
 
 @torch.no_grad()
@@ -41,60 +36,52 @@ def alone(model, context, continuation):
     return log_p.item(), bool((logits.argmax(-1) == ids[0, -n:]).all())
 
 
-# With dynamic NTK or random positions, contexts of different lengths cannot share a pass, because
-# both depend on the number of tokens that the pass will hold.
-@pytest.mark.parametrize('size', [2, 100])
+# With dynamic NTK and random positions, scores depend on the number of tokens that a pass holds.
 @pytest.mark.parametrize('changes', [
-    {}, {'position': 'rope'}, {'position': 'alibi'}, {'position': 'logn'},
-    {'position': 'rope', 'rope_scaling': 'dynamic_ntk:2', 'block_size': 8},
+    {}, {'position': 'rope', 'rope_scaling': 'dynamic_ntk:2', 'block_size': 8},
     {'position': 'rope', 'random_positions': 200}])
-@torch.no_grad()
-def test_scores_of_two_ranks_are_those_of_a_plain_pass_for_each_choice(cpu, changes, size):
-    class Rank(type(cpu)):
-        def gather(self, rows, n):  # what this rank alone has
-            return np.array(rows)
-
-    model = random_model(**changes)
-    pairs = questions(model)
-    one, two = (harness(model, Rank(cpu.device, cpu.dtype, rank, 2), batch_size=size).scores(pairs)
-                for rank in (0, 1))
-    near(one + two, [alone(model, *pair) for pair in pairs], atol=1e-4)
-    assert (one.any(1) != two.any(1)).all()
-    assert 0 < (one + two)[:, 1].sum() < len(pairs)
+def test_scores_are_those_of_a_plain_pass_for_each_choice(cpu, changes, tmp_path, monkeypatch):
+    monkeypatch.setattr(commonsense, 'batch_tokens', 60)
+    model, random = random_model(**changes), np.random.default_rng(0)
+    ids = [random.integers(0, 61, n).tolist() for n in random.integers(1, 20, 18)]
+    pairs = list(zip(ids[:9] * 3, [row[:6] for row in ids] + complete(model, ids[:9], 5)))
+    found = harness(model, cpu, tmp_path)._loglikelihood_tokens([('', *pair) for pair in pairs])
+    near(found, [alone(model, *pair) for pair in pairs], atol=1e-4)
+    assert 0 < sum(greedy for _, greedy in found) < len(pairs)
 
 
-@torch.no_grad()
-def test_a_context_is_read_once_for_all_its_choices(cpu):
-    model, read = random_model(), []
-    model.embed.register_forward_hook(lambda module, ids, out: read.append(ids[0].numel()))
-    pairs = [(list(range(20)), [i, i]) for i in range(5)]
-    harness(model, cpu).scores(pairs)
-    assert read == [20, 5 * 1]  # not 5 * 21
-
-
-@pytest.mark.parametrize('add_bos', [False, True])
-def test_a_text_becomes_question_and_choice_as_in_lm_eval(cpu, add_bos):
-    api = pytest.importorskip('lm_eval.api.model').TemplateLM
-    theirs = SimpleNamespace(backend='causal', tok_encode=BYTES.encode_ordinary)
-    for texts in ('Question: a?\nAnswer:', ' b'), ('ends  ', 'b'), ('é ', 'ü'):
-        context, choice = api._encode_pair(theirs, *texts)
-        found = harness(None, cpu, add_bos=add_bos).encode(*texts)
-        assert found == ([256] * add_bos + context, choice)
-
-
-def test_a_question_that_is_too_long_loses_its_start_and_a_choice_is_never_cut(cpu,
-                                                                              other_tokenizer):
-    ours = harness(None, cpu)
-    assert ours.encode('', 'c') == ([256], [99])  # after end-of-text
-    assert ours.encode('x', 'y' * 99) == ([120], [121] * 99)
-    assert ours.n_cut == 0
-    assert ours.encode('x' + 'y' * 99, 'abc') == ([121] * (L - 2), [97, 98, 99])
+def test_a_question_that_is_too_long_loses_its_start_and_a_choice_is_never_cut(cpu, tmp_path):
+    model = random_model(vocab_size=257)
+    ours = harness(model, cpu, tmp_path)
+    texts = ('', 'c'), ('x', 'y' * 99), ('x' + 'y' * 99, 'abc')
+    found = ours.loglikelihood([SimpleNamespace(args=pair) for pair in texts])
+    near(found, [alone(model, *pair) for pair in (
+        ([256], [99]), ([120], [121] * 99), ([121] * (L - 2), [97, 98, 99]))], atol=1e-3)
     assert ours.n_cut == 1
-    th = get_tokenizer(str(other_tokenizer.parent / 'th.tiktoken'))
-    joins = commonsense.Harness(None, th, cpu, L, 16, False)
-    refuses("'h' has no token of its own", joins.encode, 't', 'h')
-    wordy = SimpleNamespace(args=['x' * 33], task_name='wordy')  # which the model would write on
-    refuses('wordy has 33 tokens, but read_length is 32.', ours.prompt, wordy)
+    with pytest.raises(SystemExit, match='no token of its own'):
+        ours._loglikelihood_tokens([('th', [116], [])])
+    wordy = SimpleNamespace(args=('x' * 33, {}), task_name='wordy')  # the model would write on
+    with pytest.raises(SystemExit, match='wordy has 33 tokens, but read_length is 32'):
+        ours.generate_until([wordy])
+
+
+def test_a_whole_text_is_scored_once_in_windows_of_read_length(cpu, tmp_path):
+    model, text = random_model(vocab_size=257), 'import sys, os ' * 3
+    ids = [256, *text.encode()]  # 45 tokens after end-of-text, read as 32 and 13
+    first = alone(model, ids[:1], ids[1:33])[0]
+    second = alone(model, ids[13:33], ids[33:])[0]
+    found = harness(model, cpu, tmp_path).loglikelihood_rolling(
+        [SimpleNamespace(args=(text,)), SimpleNamespace(args=('',))])
+    near(found, [first + second, 0], atol=1e-3)
+
+
+def test_a_text_ends_before_the_first_string_that_its_task_names(cpu, tmp_path):
+    model, ours = random_model(vocab_size=257), harness(random_model(vocab_size=257), cpu, tmp_path)
+    texts = [BYTES.decode(complete(model, [[120]], n, [BYTES.eot_token])[0]) for n in (9, 4)]
+    asked = [('x', {'until': ['never', texts[0][5]], 'max_new_tokens': 9}),
+             ('x', {'until': 'never', 'max_gen_toks': 4})]
+    found = ours.generate_until([SimpleNamespace(args=one) for one in asked])
+    assert found == [texts[0].partition(texts[0][5])[0], texts[1]]
 
 
 TASK = """
@@ -104,31 +91,38 @@ dataset_kwargs: {data_files: {test: FILE}}
 test_split: test
 doc_to_text: "{{q}}"
 """
-CHOICE = """
+CHOICE = TASK + """
 output_type: multiple_choice
 doc_to_target: answer
 doc_to_choice: "{{choices}}"
 metric_list: [{metric: acc}, {metric: acc_norm}]
 """
-WRITING = """
+WRITING = TASK + """
 output_type: generate_until
 doc_to_target: "{{answer}}"
-generation_kwargs: {do_sample: false, max_gen_toks: MOST, until: [e]}
+generation_kwargs: {do_sample: false, max_gen_toks: 9, until: ["!!"]}
 metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+filter_list:
+  - {name: whole, filter: [{function: take_first}]}
+  - {name: none, filter: [{function: regex, regex_pattern: "#(x)"}, {function: take_first}]}
 """
+SCORING = TASK + """
+output_type: loglikelihood
+doc_to_target: answer
+metric_list: [{metric: perplexity, aggregation: perplexity, higher_is_better: false}]
+"""
+TASKS = {'piqa': CHOICE, 'writing': WRITING, 'scoring': SCORING}
 
 
 @pytest.fixture
-def tasks(monkeypatch):
-    """lm_eval's tasks without its own, which take 10 s to find."""
-    tasks = pytest.importorskip('lm_eval.tasks')
-    few = partial(tasks.TaskManager, include_defaults=False)
-    monkeypatch.setattr(tasks, 'TaskManager', few)
+def of_lm_eval(monkeypatch):
+    """lm_eval without its own tasks, which take 10 s to find."""
+    monkeypatch.setattr(tasks, 'TaskManager', partial(tasks.TaskManager, include_defaults=False))
 
 
-def test_a_run_scores_choices_and_writes_text_as_a_plain_loop_does(tmp_path, tiny_run, tiny, tasks):
-    """Half of the answers are wrong. Some texts end early, at an `e`."""
-    model, length, n_cut, lines = tiny[0], 36, 0, {'choice': [], '9': [], '4': []}
+def test_a_run_reports_each_metric_and_filter_as_lm_eval_does(tmp_path, tiny_run, tiny, of_lm_eval):
+    """Half of the answers are wrong."""
+    model, length, n_cut, lines = tiny[0], 36, 0, {name: [] for name in TASKS}
     model.head_scale = 1.3
     questions = ['def f(self', 'import os', 'x', 'for i in range(', 'return ', 'class A:']
     words = ['if', 'self', 'return value', 'the', 'import everything here', 'a', 'def'] * 2
@@ -137,101 +131,34 @@ def test_a_run_scores_choices_and_writes_text_as_a_plain_loop_does(tmp_path, tin
         for choice in choices:
             ids, n = list(f'{question} {choice}'.encode()), len(choice)
             n_cut += len(ids) > length + 1  # The last token is only predicted.
-            log_p, _ = alone(model, ids[-length - 1:-n - 1], ids[-n - 1:])
-            scores.append(log_p / n)  # acc_norm
+            scores.append(alone(model, ids[-length - 1:-n - 1], ids[-n - 1:])[0] / n)  # acc_norm
         answer = (np.argmax(scores).item() + i % 2) % len(choices)
-        lines['choice'].append({'q': question, 'choices': choices, 'answer': answer})
-        for n_new in 9, 4:
-            how = Decoding((BYTES.eot_token,))
-            ids = list(generate(model, list(question.encode()), n_new, how))
-            text = bytes(ids).decode(errors='replace').split('e')[0]
-            lines[str(n_new)].append({'q': question, 'answer': text + '!' * (i % 2)})
-    assert {len(line['answer']) < 4 for line in lines['4']} == {True, False} and n_cut
+        lines['piqa'].append({'q': question, 'choices': choices, 'answer': answer})
+        [written] = complete(model, [list(question.encode())], 9, [BYTES.eot_token])
+        text = BYTES.decode(written) + '!' * (i % 2)
+        lines['writing'].append({'q': question, 'answer': text})
+        lines['scoring'].append({'q': question.strip(), 'answer': f' {words[i % 2]}'})
 
     for name, rows in lines.items():
-        data, task = tmp_path / f'{name}.jsonl', CHOICE if name == 'choice' else WRITING
+        data = tmp_path / f'{name}.jsonl'
         data.write_text('\n'.join(map(json.dumps, rows * 2)))
-        task = f'{TASK}{task}'.replace('NAME', f'my_{name}').replace('FILE', str(data))
-        (tmp_path / f'{name}.yaml').write_text(task.replace('MOST', name))
-    stage_here('commonsense', *on(tiny_run, tmp_path, (
-        f'--scale=1.3 --tasks=["my_choice","my_9","my_4"] --task_folder={tmp_path} --limit=24 '
-        f'--read_length={length} --batch_size=5')))
+        task = TASKS[name].replace('NAME', name).replace('FILE', str(data))
+        (tmp_path / f'{name}.yaml').write_text(task)
+    arguments = on(tiny_run, tmp_path, (
+        f'--scale=1.3 --tasks=["piqa","writing","scoring"] --task_folder={tmp_path} --limit=24 '
+        f'--read_length={length} --batch_tokens=150'))
+    out = stage('extras.commonsense', *arguments)
     result = read(tmp_path / 'commonsense_scale1.3.json')
-    assert (result['average'], result['choices_cut']) == (50, n_cut)
-    assert [(row['metric'], row['score'], row['questions'])
-            for row in result['tasks'].values()] == [
-        ('acc_norm', 50, 24), ('exact_match', 50, 24), ('exact_match', 50, 24)]
-
-
-DRAWN = """
-task: drawn
-custom_dataset: !function drawn.documents
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{q}}"
-doc_to_choice: "{{choices}}"
-doc_to_target: answer
-metric_list: [{metric: acc}]
-"""
-DOCUMENTS = """
-import random
-import numpy
-from datasets import Dataset
-
-def documents(**_):
-    return {'test': Dataset.from_list([
-        {'q': f'{random.random()} {numpy.random.rand()}', 'choices': ['self', 'return'],
-         'answer': i % 2} for i in range(12)])}
-"""
-
-
-@pytest.fixture
-def drawn(tmp_path):
-    """A folder with a task that draws its questions, as RULER's tasks do."""
-    (tmp_path / 'drawn.yaml').write_text(DRAWN)
-    (tmp_path / 'drawn.py').write_text(DOCUMENTS)
-    return tmp_path
-
-
-def test_every_run_draws_the_same_questions(drawn, tasks):
-    def questions():
-        [task] = commonsense.load_tasks(['drawn'], str(drawn), {})
-        return [task.doc_to_text(doc) for doc in task.test_docs()]
-
-    assert len(set(questions())) == 12 and questions() == questions()
-
-
-@pytest.mark.slow
-def test_two_ranks_write_the_result_of_one(drawn, tiny_run, tasks):
-    options = f'--tasks=["drawn"] --task_folder={drawn} --batch_size=5 --label='
-    stage_here('commonsense', *on(tiny_run, drawn, f'{options}one'))
-    stage('commonsense', *on(tiny_run, drawn, f'{options}two'), ranks=2)
-    one, two = (read(drawn / f'commonsense_{ranks}.json')['tasks'] for ranks in ('one', 'two'))
-    assert one == two and one['drawn']['questions'] == 12 and one['drawn']['dataset'] is None
-
-
-@pytest.mark.parametrize('how', [{'until': ['e'], 'max_gen_toks': 9},
-                                 {'until': 'e', 'max_new_tokens': 9}])
-def test_a_task_names_the_limits_of_a_text_in_any_of_lm_evals_ways(cpu, how):
-    pytest.importorskip('lm_eval')
-    model, prompt = random_model(vocab_size=257), 'x'
-    ids = complete(model, [[120]], 9, Decoding((BYTES.eot_token,)))[0]
-    end = chr(ids[5])
-    asked = SimpleNamespace(args=[prompt, how | {'until': end if how['until'] == 'e' else [end]}],
-                            task_name='')
-    [text] = harness(model, cpu).generate_until([asked])
-    assert text == BYTES.decode(ids).partition(end)[0]
-
-
-def test_rulers_score_is_that_of_the_length_asked_for():
-    row = {'sample_len': 3, '4096,none': -1, '8192,none': 0.25, '8192_stderr,none': 'N/A'}
-    measured = {'results': {'niah': row}, 'versions': {'niah': 1},
-                'configs': {'niah': {'dataset_path': ''}}}
-    found = commonsense.task_scores(measured, 8192)['niah']
-    assert (found['score'], found['standard_error'], found['metric']) == (25, None, '8192')
-    row['8192_stderr,none'] = 0.02
-    assert commonsense.task_scores(measured, 8192)['niah']['standard_error'] == 2
-
-
-def test_an_unknown_task_is_named(tasks):
-    refuses('pika', commonsense.load_tasks, ['pika'], '', {})
+    writing, piqa = result['tasks']['writing'], result['tasks']['piqa']
+    assert (writing['exact_match,whole'], writing['exact_match,none']) == (0.5, 0)
+    assert (piqa['acc_norm,none'], result['choices_cut']) == (0.5, n_cut)
+    near(piqa['acc_norm_stderr,none'], 0.5 / 23 ** 0.5, rtol=1e-6)
+    log_p = [alone(model, [*line['q'].encode()], [*line['answer'].encode()])[0]
+             for line in lines['scoring']]
+    near(result['tasks']['scoring']['perplexity,none'], np.exp(-np.mean(log_p)), rtol=1e-4)
+    assert result['accuracy'] == {'piqa': 50, 'average': 50}
+    assert 'average  50.0000      67.3000      68.4000' in out
+    kept = (tmp_path / 'commonsense_scale1.3_texts.jsonl').read_text()
+    stage('extras.commonsense', *arguments)  # asks nothing again
+    assert (tmp_path / 'commonsense_scale1.3_texts.jsonl').read_text() == kept
+    assert read(tmp_path / 'commonsense_scale1.3.json')['tasks'] == result['tasks']

@@ -1,26 +1,92 @@
 """
-Attention entropy of a whole model against the matrix in float64, and rank correlation against its
-definition. The formula of one layer is tested in test_kernels.py.
+Attention entropy against the matrix in float64: of one layer, of every method, and as run.
 
 $ python -m pytest tests/test_entropy.py
 """
 
+import json
 import math
 
 import numpy as np
 import pytest
-from conftest import mistake, near, on, read, scale_set, stage_here
-from plain import plain_cut, plain_entropy, plain_losses
+import torch
+from conftest import EVERY, near, on, random_model, read, stage, tokens
+from plain import plain_entropy, plain_losses
 
-from entropy import spearman
-from lib.scales import save_scale
+from entropy import attention_entropy, entropies, entropy_without_matrix, spearman
+from position import NoPE, Place
 
 SCALES = [[0.5, 1, 2, 4], [1, 1, 1, 1]]
 
 
+# ---------------------------------------------------------------------- the formula
+
+LAYOUTS = {
+    'contiguous': lambda x: x,
+    'tokens before heads': lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    'channels before tokens': lambda x: x.mT.contiguous().mT,
+    'every second number': lambda x: torch.stack((x, -x), dim=-1)[..., 0],
+}
+
+
+@pytest.mark.parametrize('layout', LAYOUTS)
+@pytest.mark.parametrize('n_kv_head, D, size', [(1, 16, 1), (2, 2, 5), (4, 64, 50)])
+def test_entropy_without_a_matrix_is_exact_however_q_and_k_are_stored(layout, n_kv_head, D, size):
+    q, k, i = size * torch.randn(2, 4, 70, D), torch.randn(2, n_kv_head, 70, D), torch.arange(70)
+    attention = NoPE(None).scores(q.double(), k.double(), i, i).softmax(-1)
+    found = entropy_without_matrix(*map(LAYOUTS[layout], (q, k)))
+    assert found.dtype == torch.float32 and found.min() >= 0
+    near(found, torch.special.entr(attention).sum(-1), atol=2e-5 * size)
+
+
+def test_uniform_attention_has_the_logarithm_of_the_number_of_keys():
+    q, k = torch.zeros(1, 2, 300, 8), torch.randn(1, 2, 300, 8)
+    near(entropy_without_matrix(q, k)[0, 0], np.log(np.arange(1, 301)), atol=1e-5)
+
+
+@pytest.mark.parametrize('position', ['none', 'kerple'])
+def test_entropy_is_float32_also_where_the_rest_is_not(position):
+    method, i = random_model(position=position).blocks[0].attn.position, torch.arange(50)
+    given = 4 * torch.randn(1, 4, 50, 8), torch.randn(1, 2, 50, 8), Place(i, i, 50)
+    expected = attention_entropy(method, *given)
+    with torch.autocast('cpu', torch.bfloat16):
+        near(attention_entropy(method, *given), expected)
+
+
+@pytest.mark.parametrize('changes', EVERY, ids=str)
+def test_entropy_of_every_method_and_its_gradient_are_those_of_the_float64_matrix(changes):
+    model, windows = random_model(**changes), tokens(2, 51)
+    idx, scale = windows[:, :-1], model.head_scale.double().numpy()
+    with torch.no_grad():
+        found, losses = entropies(model, idx, windows[:, 1:])
+    near(found, plain_entropy(model, idx), atol=1e-4)
+    near(losses, model(idx, windows[:, 1:]), atol=1e-5)
+
+    scales = [block.attn.head_scale.requires_grad_() for block in model.blocks]
+    with_gradient, _ = entropies(model, idx, windows[:, 1:])
+    near(with_gradient, found, atol=1e-4)
+    gradients = torch.autograd.grad(with_gradient.mean(), scales)
+    direction = np.random.default_rng(0).normal(size=scale.shape)
+    ahead, behind = (plain_entropy(model, idx, scale + step * direction).mean()
+                     for step in (1e-5, -1e-5))
+    slope = (torch.stack(gradients)[..., 0].double().numpy() * direction).sum()
+    assert slope == pytest.approx((ahead - behind) / 2e-5, rel=2e-3, abs=1e-5)
+
+
+def test_with_scale_sets_each_position_is_read_by_the_shortest_pass_that_contains_it():
+    model, windows, name = random_model(), tokens(2, 81), 'blocks.1.attn.head_scale'
+    model.scale_sets = {32: {name: torch.ones(4, 1)}, 64: {name: torch.full((4, 1), 3.0)}}
+    with torch.no_grad():
+        found, losses = entropies(model, windows[:, :-1], windows[:, 1:])
+    scales = model.head_scale
+    for first, end, scales[1] in (0, 32, 1), (32, 64, 3), (64, 80, 3):
+        expected = plain_entropy(model, windows[:, :end], scales)
+        near(found[..., first:end], expected[..., first:], atol=1e-4)
+        expected = plain_losses(model, windows[:, :end + 1], scales)
+        near(losses[:, first:end], expected[:, first:], atol=1e-4)
+
+
 def test_spearman_of_hand_worked_examples():
-    assert spearman([1, 2, 3, 4], [10, 20, 30, 40]) == pytest.approx(1)
-    assert spearman([1, 2, 3], [9, 4, 1]) == pytest.approx(-1)
     # ranks 1 2 3 4 5 and 2 1 4 3 5: 1 - 6 * (1 + 1 + 1 + 1 + 0) / (5 * 24) = 0.8
     assert spearman([1, 2, 3, 4, 5], [20, 10, 40, 30, 50]) == pytest.approx(0.8)
     # ties: ranks 1.5 1.5 3 and 1 2 3: deviations (-.5 -.5 1) . (-1 0 1) = 1.5, over sqrt(1.5 * 2)
@@ -30,40 +96,18 @@ def test_spearman_of_hand_worked_examples():
 
 # ---------------------------------------------------------------------- as run
 
-def test_run_in_bits_reports_the_float64_matrix_over_ln_2(tiny_run, tiny, windows, tmp_path):
-    """In float32 where no dtype is given: bfloat16 would be tenths of a nat off."""
+def test_run_with_tuned_scales_reports_the_float64_matrix(tiny_run, tiny, windows, tmp_path):
     model, info = tiny
-    save_scale(tmp_path / 'mine.json', info, {256: scale_set(SCALES)}, 'head')
-    command = f'--scale={tmp_path}/mine.json --bits=True --length=128 --n_samples=3 --tail=16'
-    command = [word for word in on(tiny_run, tmp_path, command) if '--dtype' not in word]
-    out, result = stage_here('entropy', *command), read(tmp_path / 'entropy_mine.json')
+    file = {'weights_digest': info['digest'], 'position_method': 'none', 'rope_scaling': '',
+            'target_length': 128, 'head_scale': SCALES}
+    (tmp_path / 'mine.json').write_text(json.dumps(file))
+    command = f'--scale={tmp_path}/mine.json --length=128 --n_samples=3 --tail=16'
+    stage('entropy', *on(tiny_run, tmp_path, command))
+    result, ids = read(tmp_path / 'entropy_mine.json'), windows(3, 128)
 
-    model.head_scale, tokens = SCALES, windows(3, 128)
-    bits = plain_entropy(model, tokens[:, :-1]).mean(1).unflatten(-1, (64, 2)).mean(-1)
-    bits = bits / math.log(2)
-    losses = plain_losses(model, tokens).mean(0).view(64, 2).mean(1)  # in nats
-    for key, expected in {'entropy': bits, 'mean_entropy': bits.mean((0, 1)), 'loss': losses,
-                          'bound': np.log2(result['position'])}.items():
-        near(result[key], expected, rtol=1e-4, atol=1e-4)
-    cut = [plain_cut(model, tokens, T, 16).mean() for T in (32, 64, 128)]
-    assert result['cut']['position'] == [32, 64, 128]
-    near(result['cut']['loss'], cut, rtol=1e-5)
-    assert (result['unit'], result['head_scale']) == ('bits', SCALES)
-    assert result['weights_digest'] == info['digest']
-    assert result['spearman'] == [pytest.approx(spearman(SCALES[0], bits[0, :, -1])), None]
-    row = next(line.split() for line in out.splitlines() if line.split()[0][:4] == '63.5')
-    near(float(row[1]), result['mean_entropy'][31], atol=6e-4)  # of positions 63 and 64
-
-
-def test_run_without_a_scale_reads_8L_in_nats_and_another_run_may_show_its_curve(tiny_run,
-                                                                                 tmp_path):
-    stage_here('entropy', *on(tiny_run, tmp_path, '--n_samples=3'))
-    result = read(tmp_path / 'entropy.json')
-    assert result['unit'] == 'nats' and 'spearman' not in result
-    assert 8 * 32 - 8 < result['position'][-1] <= 8 * 32
-    command = f'--compare=["{tmp_path}/entropy.json"] --label=two --length=64'
-    stage_here('entropy', *on(tiny_run, tmp_path, command))
-    other, = read(tmp_path / 'entropy_two.json')['compare']
-    assert other['mean_entropy'] == result['mean_entropy']
-    line = mistake('entropy', *on(tiny_run, tmp_path, f'{command} --bits=True'))
-    assert f'{tmp_path}/entropy.json is in nats' in line
+    nats = plain_entropy(model, ids[:, :-1], SCALES).mean(1).reshape(2, 4, 64, 2).mean(-1)
+    near(result['entropy'], nats, atol=1e-4)
+    near(result['mean_entropy'], nats.mean((0, 1)), atol=1e-4)
+    near(result['loss'], plain_losses(model, ids, SCALES).mean(0).reshape(64, 2).mean(1), atol=1e-4)
+    assert result['head_scale'] == SCALES
+    assert result['spearman'] == [pytest.approx(spearman(SCALES[0], nats[0, :, -1])), None]

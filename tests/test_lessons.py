@@ -1,37 +1,34 @@
 """
 Lessons: the grader accepts right solutions, and those of the project. It refuses blank exercises
-and the usual mistakes. Each message says what to look at.
+and the usual mistakes, and each message says what to look at. The notebook runs.
 
-$ python -m pytest tests/test_lessons.py
+$ python -m pytest tests/test_lessons.py -m ''
 """
 
-import math
 import os
 import re
-import shutil
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 from types import SimpleNamespace
+
+from configurator import ROOT
 
 import numpy as np
 import pytest
 import solutions
-import torch
-from conftest import ROOT, SIZES, near, read, refuses, stage_here
+from conftest import SIZES, near, read, stage
 
+import entropy
 import eval_ppl
-import kernels
-import lib.generate
 import position
 import tune_scale
 from lessons import exercises
 from lessons import test_exercises as grader
-from lib.checkpoints import load_model, open_model
-from lib.scales import apply_scale, save_scale
 
 GRADED = [name.removeprefix('test_') for name in vars(grader) if name.startswith('test_')]
+# Exercises that are not named as their test is
+EXERCISES = {'own_bias': 'OwnBias', 'tune_scales_per_channel': 'tune_scales'}
 
 
 def message(graded, student=solutions, **others):
@@ -51,16 +48,9 @@ def test_a_blank_exercise_fails_and_says_how_to_begin_and_a_right_one_passes(gra
     assert message(graded) == ''
 
 
-def test_each_exercise_is_graded_and_has_a_wrong_solution():
-    of_file = re.findall(r'^ {4}(\d+)\. ', open(exercises.__file__, encoding='utf-8').read(), re.M)
-    assert of_file == [str(n + 1) for n in range(len(of_file))]
-    assert len(GRADED) == len(of_file) + 1  # tune_scales() is graded twice
-    assert {row.partition(' | ')[0] for row in WRONG} == set(GRADED)
-
-
 PROJECT = dict(
     fit_scale=lambda *inputs: tune_scale.fit_scale(*inputs)[0],
-    entropy_without_matrix=lambda q, k: kernels.entropy_without_matrix(q[None], k[None])[0],
+    entropy_without_matrix=lambda q, k: entropy.entropy_without_matrix(q[None], k[None])[0],
     yarn_frequencies=lambda D, base, s, L: (
         position.rope_frequencies(D, base, f'yarn:{s}', L, L)[0]),
     alibi=lambda H, i, j: position.ALiBi(SimpleNamespace(n_head=H)).bias(i, j),
@@ -71,13 +61,10 @@ PROJECT = dict(
 
 @pytest.mark.parametrize('graded', PROJECT)
 def test_what_the_project_computes_passes(graded):
-    exercise = EXERCISES.get(graded, graded)
-    assert message(graded, **{exercise: PROJECT[graded]}) == ''
+    assert message(graded, **{EXERCISES.get(graded, graded): PROJECT[graded]}) == ''
 
 
 # ---------------------------------------------------------------------- wrong
-
-EXERCISES = {'own_bias': 'OwnBias', 'tune_scales_per_channel': 'tune_scales'}  # others as graded
 
 # A test of the grader | what its message says | what tests/solutions.py holds | what a student
 # wrote instead | perhaps more of both.
@@ -157,7 +144,8 @@ sliding_windows | tokens after the one before | windows = [(0 | stride = 1; wind
 sliding_windows | scores a whole stride again | end - before)) | stride))
 far_repeat_gain | the wrong sign | cut_losses - losses | losses - cut_losses
 far_repeat_gain | before 2L count | 2 * L | L
-far_repeat_gain | the earliest of several places counts | places[-1] | places[0]
+far_repeat_gain | s is the latest of all before t | places[-1] | places[0]
+far_repeat_gain | s is the latest of all before t | range(g, t) | range(g, t - L)
 far_repeat_gain | s is the first of the g equal tokens | places[-1] < | places[-1] - g <
 far_repeat_gain | None of the usual mistakes | .mean() | .mean() * len(tokens)
 far_repeat_gain | at [0], the first of 64 | (cut_losses - losses)[counted] | torch.tensor(0.1)
@@ -198,25 +186,24 @@ def test_a_usual_mistake_is_refused_with_its_message(row):
 
 @pytest.mark.parametrize('graded', GRADED)
 def test_each_mistake_that_the_grader_names_gives_another_result(monkeypatch, graded):
-    told_apart, grade = {}, grader.grade
+    told_apart = {}
 
     @np.errstate(all='ignore')
     def compare(student, plain, mistakes, *inputs, **_):
-        expected = np.asarray(plain(*inputs))
         for line in mistakes.strip().splitlines():
             mistake, *edits = [cell.strip() for cell in line.split('|')]
             wrong = grader.changed(plain, *edits)(*inputs)
-            told_apart[mistake] = told_apart.get(mistake) or not grader.close(wrong, expected).all()
-        with pytest.raises(pytest.fail.Exception, match='None of the usual mistakes'):
-            grade(student, plain, mistakes, *inputs, found=1.7 * expected + 0.123)
+            told_apart[mistake] = told_apart.get(mistake) or not grader.close(
+                wrong, plain(*inputs)).all()
 
     monkeypatch.setattr(grader, 'grade', compare)
     assert message(graded) == ''
     assert all(told_apart.values()), told_apart
 
 
+# ---------------------------------------------------------------------- what students run
+
 @pytest.mark.slow
-@pytest.mark.skipif(not shutil.which('g++'), reason='torch.compile on a CPU needs g++')
 def test_own_bias_trains_compiled_by_the_command_of_the_lesson(tmp_path, corpus_dir):
     text = Path(exercises.__file__).read_text(encoding='utf-8')
     for old, new in ((r'self.n_head = .*', 'self.slope = nn.Parameter(torch.zeros(config.n_head))'),
@@ -228,83 +215,28 @@ def test_own_bias_trains_compiled_by_the_command_of_the_lesson(tmp_path, corpus_
     (tmp_path / 'lessons').mkdir()
     (tmp_path / 'lessons/__init__.py').touch()
     (tmp_path / 'lessons/exercises.py').write_text(text, encoding='utf-8')
-    command = (f'-m lessons.exercises {ROOT}/train.py --position=own --out_dir=own {SIZES} '
-               f'--dataset={corpus_dir} --max_iters=2 --device=cpu --dtype=float32 --compile=True')
-    run = subprocess.run([sys.executable, *command.split()], cwd=tmp_path, capture_output=True,
-                         text=True, env=os.environ | {'PYTHONPATH': str(ROOT)})
-    assert run.returncode == 0, run.stderr
+    command = (f'-m lessons.exercises train.py --position=own --out_dir=own --max_iters=2 '
+               f'--dataset={corpus_dir} --device=cpu')
+    subprocess.run([sys.executable, *command.split(), *SIZES], cwd=tmp_path, check=True,
+                   env=os.environ | {'PYTHONPATH': str(ROOT)})
     assert (tmp_path / 'own/last.pt').exists()
 
 
-# ---------------------------------------------------------------------- from Python
-
-MODEL, SCALES = ROOT / 'lessons/demo.pt', ROOT / 'lessons/scale_head_640.json'
-
-
-def test_docstring_of_open_model_runs(monkeypatch, capsys):
-    monkeypatch.chdir(ROOT)
-    names = {'open_model': open_model, 'torch': torch, 'kernels': kernels, 'lib': lib}
-    exec(textwrap.dedent(open_model.__doc__.split('\n\n')[1]), names)
-    assert names['losses'].shape == (1, 512) and names['losses'].mean() < math.log(256)
-    assert torch.stack(names['entropy']).shape == (4, 1, 8, 513)
-    assert len(capsys.readouterr().out.strip()) > 10
-    assert (names['model'].head_scale == torch.tensor(1.3)).all()
-
-
-def test_open_model_takes_a_number_an_array_or_a_file():
-    head, channel = np.linspace(1, 2, 32).reshape(4, 8), torch.linspace(1, 2, 512).view(4, 8, 16)
-    for scale, expected in ((None, np.ones((4, 8))), (2, np.full((4, 8), 2)), (head, head),
-                            (head.tolist(), head), (channel, channel.mean(2)),
-                            (SCALES, read(SCALES)['head_scale'])):
-        near(open_model(MODEL, scale)[0].head_scale, expected, 1e-6)
-    for scale in head[:3], head * math.nan, channel[None]:
-        refuses('4 x 8', open_model, MODEL, scale)
-
-
-def test_scales_of_an_opened_model_are_saved_from_python(tmp_path):
-    (model, _), tuned = open_model(MODEL), 1 + np.arange(32).reshape(4, 8) / 32
-    apply_scale(model, tuned, model.info)
-    vectors = {name: p for name, p in model.named_parameters() if name.endswith('head_scale')}
-    save_scale(tmp_path / 'mine.json', model.info, {640: vectors}, 'head')
-    near(open_model(MODEL, str(tmp_path / 'mine.json'))[0].head_scale, tuned, 1e-6)
-
-
-def test_the_example_of_an_evaluation_reads_scale_sets_by_length(tmp_path, corpus_dir, tiny_run,
-                                                                 windows):
-    model, info = load_model('last', tiny_run, 'cpu')
-    vectors = {name: p for name, p in model.named_parameters() if name.endswith('head_scale')}
-    sets = {T: {name: torch.full_like(p, 3.0) for name, p in vectors.items()} for T in (64, 128)}
-    save_scale(tmp_path / 'sets.json', info, sets, 'head')
-    shares = []
-    for length, scale in (32, '--scale=1.0'), (64, '--scale=3.0'):  # a pass of L tokens uses no set
-        for of_scale in scale, f'--scale={tmp_path}/sets.json':
-            stage_here('lessons/evaluation', f'--init_from={tiny_run}/last.pt', of_scale,
-                       f'--out_dir={tmp_path}', f'--dataset={corpus_dir}', '--device=cpu',
-                       f'--lengths=[{length}]', '--dtype=float32', '--label=one')
-            shares.append(read(tmp_path / 'accuracy_one.json')['rows'][0]['accuracy'])
-    assert shares[0] == shares[1] > 0 and shares[2] == shares[3] > 0
-    text = windows(64, 32)
-    model.head_scale = 1.0
-    near(shares[0], (model(text[:, :-1]).argmax(-1) == text[:, 1:]).float().mean(), atol=1e-3)
-    stage_here('lessons/evaluation', f'--init_from={tiny_run}/last.pt', f'--out_dir={tmp_path}',
-               f'--dataset={corpus_dir}', '--device=cpu', '--lengths=[32,64]', '--dtype=float32')
-    text = windows(64, 64)[:, -33:]  # every length scores the same tokens
-    near(read(tmp_path / 'accuracy.json')['rows'][0]['accuracy'],
-         (model(text[:, :-1]).argmax(-1) == text[:, 1:]).float().mean(), atol=1e-3)
+def test_the_example_of_an_evaluation_counts_right_predictions(tmp_path, corpus_dir, tiny_run, tiny,
+                                                               windows):
+    stage('lessons.evaluation', f'--out_dir={tmp_path}', f'--init_from={tiny_run}', '--tail=20',
+          '--lengths=[32,64]', '--device=cpu', '--dtype=float32')
+    rows, text = read(tmp_path / 'accuracy.json')['rows'], windows(64, 64)
+    for row, samples in zip(rows, (text[:, -33:], text)):  # all lengths score the same tokens
+        right = tiny[0](samples[:, :-1]).argmax(-1)[:, -20:] == samples[:, -20:]
+        near(row['accuracy'], right.float().mean(), atol=1e-3)
 
 
 @pytest.mark.slow
-def test_tour_runs_from_top_to_bottom_within_a_minute_of_two_cores():
-    resource = pytest.importorskip('resource')  # not on Windows
-    assert MODEL.stat().st_size < 3.5e6
+def test_tour_runs_from_top_to_bottom():
     cells = [cell for cell in read(ROOT / 'lessons/tour.ipynb')['cells']
              if cell['cell_type'] == 'code']
-    assert not any(cell['outputs'] for cell in cells)
     program = '\n'.join(''.join(cell['source']) for cell in cells)
-    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-    run = subprocess.run([sys.executable, '-c', program], cwd=ROOT / 'lessons', text=True,
-                         capture_output=True, timeout=1800, env=os.environ | {'MPLBACKEND': 'agg'})
-    seconds = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
-    assert run.returncode == 0, run.stderr
-    assert seconds < 120  # of two cores, whatever else they do
-    assert 'to 4L' in run.stdout
+    run = subprocess.run([sys.executable, '-c', program], cwd=ROOT / 'lessons', check=True,
+                         capture_output=True, text=True, env=os.environ | {'MPLBACKEND': 'agg'})
+    assert 'to 4L' in run.stdout and not any(cell['outputs'] for cell in cells)

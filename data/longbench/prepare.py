@@ -1,13 +1,13 @@
 """
 LongBench (Bai et al. 2024, arXiv:2308.14508), the 16 English and code tasks of the paper's Table 3.
 Its records, prompts and output lengths are not part of this project. They are downloaded, or taken
-from a FOLDER with dataset2prompt.json, dataset2maxlen.json, and data.zip or the TASK.jsonl files.
+from a FOLDER with dataset2prompt.json, dataset2maxlen.json and data.zip.
 
 $ python data/longbench/prepare.py            # downloads 0.11 GB
 $ python data/longbench/prepare.py FOLDER     # no network
 
-Writes data/longbench/TASK.jsonl, dataset2prompt.json, dataset2maxlen.json. Downloads are compared
-with their SHA-256. longbench.py checks what the files hold.
+Writes data/longbench/TASK.jsonl, dataset2prompt.json and dataset2maxlen.json, if all three files
+have their SHA-256. longbench.py also reads such files from another folder, by --data=.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from configurator import ROOT, UserError, configure
 
 from longbench import TASKS
 
-paths: list[str] = []  # a folder that holds the files; none: download them
+paths: list[str] = []  # the folder that holds the files; none: download them
 out_dir = ''           # where the files go; '' for data/longbench
 
 CONFIG = ('https://raw.githubusercontent.com/THUDM/LongBench/'
@@ -38,38 +38,25 @@ SOURCES = {  # {address: SHA-256}
 }
 
 
-def download():
-    """{name: bytes} of the three files."""
-    files = {}
-    for address, digest in SOURCES.items():
-        print(f'downloading {address}')
-        try:
-            files[Path(address).name] = content = urllib.request.urlopen(address).read()
-        except OSError as error:
-            raise UserError(f'{address} could not be downloaded ({error}). Get these by other '
-                            f'means and name their folder: {" ".join(SOURCES)}') from error
-        if hashlib.sha256(content).hexdigest() != digest:
-            raise UserError(f'{address} has another SHA-256 than it had. Nothing was written.')
-    return files
-
-
 def main():
-    names = [f'{task}.jsonl' for task in TASKS] + ['dataset2prompt.json', 'dataset2maxlen.json']
     files, folder = {}, Path(out_dir or ROOT / 'data/longbench')
-    if not paths:
-        files = download()
-    for path in Path(*paths).iterdir() if paths else ():
-        if path.name in [*names, 'data.zip']:
-            files[path.name] = path.read_bytes()
-    try:
-        for name in set(names) - files.keys():
-            files[name] = zipfile.ZipFile(io.BytesIO(files['data.zip'])).read(f'data/{name}')
-    except (KeyError, zipfile.BadZipFile) as error:
-        raise UserError(f'{name} is missing, or data.zip is not whole. Get these again: '
-                        f'{" ".join(SOURCES)}') from error
+    for address, digest in SOURCES.items():
+        name = Path(address).name
+        try:
+            print(f'reading {name}')
+            file = open(Path(paths[0], name), 'rb') if paths else urllib.request.urlopen(address)
+            with file:
+                files[name] = file.read()
+        except OSError as error:
+            raise UserError(f'{name} cannot be read ({error}). Get these by other means and name '
+                            f'their folder: {" ".join(SOURCES)}') from error
+        if hashlib.sha256(files[name]).hexdigest() != digest:
+            raise UserError(f'{name} has another SHA-256 than {address} had. Nothing was written.')
+    archive = zipfile.ZipFile(io.BytesIO(files.pop('data.zip')))
+    files |= {f'{task}.jsonl': archive.read(f'data/{task}.jsonl') for task in TASKS}
     folder.mkdir(parents=True, exist_ok=True)
-    for name in names:
-        (folder / name).write_bytes(files[name])
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
     print(f'wrote LongBench to {folder}')
 
 

@@ -27,11 +27,7 @@ out_dir = ''                   # where the token files go; '' for data/NAME
 keep_github = False            # True: every row; needs no column that says which are GitHub's
 
 
-def main():
-    where = None if keep_github else ('redpajama_set_name', 'RedPajamaGithub', False)
-    prepare('slimpajama', repo, revision, local, tokenizer, max_tokens, out_dir, where=where)
-
-
 if __name__ == '__main__':
     configure(globals())
-    main()
+    where = None if keep_github else ('redpajama_set_name', 'RedPajamaGithub', False)
+    prepare('slimpajama', repo, revision, local, tokenizer, max_tokens, out_dir, where=where)

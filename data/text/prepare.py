@@ -90,17 +90,16 @@ def main():
     named = [split for split, _ in files.values()]
     fractions = [0 if split in named else fraction
                  for split, fraction in (('val', val_fraction), ('test', test_fraction))]
-    splits = {split: [] for split in SPLITS}
+    splits, is_alone = {split: [] for split in SPLITS}, named.count('any') == 1
     for path, (split, file_name) in files.items():
         for identity, text in read(path, file_name):
-            if identity == file_name and split == 'any' and named.count('any') == 1:
+            if split == 'any' and is_alone and identity == file_name:  # no line of .jsonl
                 for split, part in zip(SPLITS, cut_by_lines(text, fractions)):
                     splits[split].append(part)
             else:
                 splits[split_of(identity, *fractions) if split == 'any' else split].append(text)
     write_dataset(out_dir or ROOT / 'data' / name, tokenizer_for(tokenizer, splits['train']),
-                  {split: texts for split, texts in splits.items() if any(texts)},
-                  paths=paths, val=val, test=test)
+                  splits, paths=paths, val=val, test=test)
 
 
 if __name__ == '__main__':

@@ -1,2 +1,2 @@
-# What results/attention_demo shows, after results/demo_bytes/run.sh. Run it from the project's root.
-python attention_maps.py --lengths=[128,512,2048]
+# What one head sees past L, after results/demo_bytes/run.sh
+python -m extras.attention_maps --lengths=[128,512,2048]
