@@ -183,10 +183,10 @@ def sample_token(logits, temperature=0, top_k=None, top_p=None, generator=None):
         return logits.argmax(-1, keepdim=True)
     # stable: of equal logits the first comes first, as in argmax
     ordered, order = (logits.float() / temperature).sort(descending=True, stable=True)
-    if top_k:
+    if top_k is not None:
         ordered[:, top_k:] = -math.inf
     p = ordered.softmax(-1)
-    if top_p:
+    if top_p is not None:
         p[p.cumsum(-1) - p >= top_p] = 0  # the likelier tokens already sum to p
     p = torch.zeros_like(p).scatter(-1, order, p)
     return torch.multinomial(p, 1, generator=generator)

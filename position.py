@@ -74,7 +74,7 @@ def unused_settings(settings):
     """
     used = {'position', 'dape_kernel'}
     for name in settings['position'].split(','):
-        used.update(METHODS[name].settings)
+        used.update(METHODS.get(name, NoPE).settings)
     if settings.get('dape_kernel'):
         used.update(DAPE.settings)
     return {f.name: f.default for f in fields(Settings)
@@ -594,7 +594,7 @@ def position_method(config, layer):
     for function in vars(type(method)):
         near = difflib.get_close_matches(function, STEPS, n=1, cutoff=0.8)
         if near and function not in STEPS:
-            raise ValueError(f'{name} has {function}(), but a step is called {near[0]}().')
+            raise ValueError(f'{name} has {function}(): did you mean {near[0]}()?')
     if config.dape_kernel and method.changes('scores', 'attend'):
         raise ValueError(f'{name} has its own scores() or attend(), so DAPE would not be used. '
                          'Leave dape_kernel out.')

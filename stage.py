@@ -87,6 +87,8 @@ def open_model(init_from, out_dir, runtime, position=None, rope_scaling=None, sc
         half = matrices(model)
         for name, p in model.named_parameters():
             p.data = p.data.to(runtime.dtype if name in half else torch.float32)
+    elif position or rope_scaling is not None or scale is not None:
+        model.refuse()
     model = model.to(runtime.device).eval().requires_grad_(False)
     info['label'] = set_scale(model, scale, info, trained)
     return model, info
@@ -177,8 +179,6 @@ def set_scale(model, scale, info, trained=None):
         label += [c.rope_scaling.replace(':', '')] if c.rope_scaling else []
     if scale is None:
         return '_'.join(label)
-    if not isinstance(model, Transformer):
-        raise UserError(f"{info['path']} is read through transformers, so it takes no --scale.")
     if isinstance(scale, str | Path):
         data, sets = read_scale_file(scale, model, info)
         if 'sets' in data:
@@ -280,7 +280,9 @@ def provenance(chosen, runtime):
     device = platform.machine()
     if runtime.device.type == 'cuda':
         device = torch.cuda.get_device_name(runtime.device)
-    return {'command': shlex.join(['python', Path(sys.argv[0]).name, *sys.argv[1:]]),
+    module = sys.modules['__main__'].__spec__  # None, unless the program was run with -m
+    program = ['-m', module.name] if module else [Path(sys.argv[0]).name]
+    return {'command': shlex.join(['python', *program, *sys.argv[1:]]),
             'settings': chosen, 'commit': commit or None,
             'versions': {'python': platform.python_version(), 'torch': torch.__version__,
                          'numpy': np.__version__},

@@ -126,6 +126,8 @@ def model_to_fine_tune(given):
     else:
         from extras import convert
         state = convert.read(init_from, position if 'position' in given else None)
+    if not isinstance(state['model'], dict):
+        state['model'].refuse()
     own = asdict(state['model_config'])
     may_change = {'block_size'} | {one.name for one in fields(Settings)}
     for name in given & own.keys():

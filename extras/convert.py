@@ -222,8 +222,8 @@ def read(source, position=None, dtype=torch.float32):
     try:
         from transformers import AutoConfig
         path = folder_of(source)
+        kind = json.loads((path / 'config.json').read_text(encoding='utf-8')).get('model_type')
         config = AutoConfig.from_pretrained(path, **LOCAL)
-        kind = config.model_type
         ours = kind in ('llama', 'smollm3', GRANITE) and read_ours(path, config, position)
         if not ours and position:
             raise ValueError('transformers runs it, with its own position method')
@@ -435,9 +435,10 @@ def main(given):
                             'these lengths, or one in between: --target_length=N.')
         model.take_set(target_length)
     path.mkdir(parents=True, exist_ok=True)
-    (path / 'README.md').write_text(card(model, info), encoding='utf-8')
+    text = card(model, info)
     fold(model)
     write(path, model, info['tokenizer'])
+    (path / 'README.md').write_text(text, encoding='utf-8')
     print(f"{info['path']} is now {folder}, in {dtype}. Its README.md says how to run it.")
 
 

@@ -79,6 +79,12 @@ def timed(table, one):
         yield table, f"{one['task']}, {who}", {name: one[who].get(name) for name in TIMED}
 
 
+def demo_rows(table, report):
+    for row, one in report['readings'].items():
+        losses = {f'loss at {T}': at['loss'] for T, at in one['at'].items()}
+        yield table, row, losses | {'gain, far repeats': one['far']['gain']}
+
+
 def stages(*folders):
     """Of stages, and of older tables of perplexities. Files of one name are seeds."""
     for path in files(*(f'{folder}/*.json' for folder in folders)):
@@ -98,6 +104,8 @@ def stages(*folders):
         for found in result.get('results', {}).values():  # of extras/bench.py
             for one in found if isinstance(found, list) else [found]:
                 yield from timed(f'{path.parent.name}/{name}', one)
+        if result.get('stage') == 'demo':
+            yield from demo_rows(name, result)
         if 'mean_entropy' in result:  # in bins of block_size / 16 positions
             last = result['mean_entropy'][-1024 // result['block_size']:]
             yield 'entropy', name, {'last 64 positions': mean(last)}
@@ -167,9 +175,7 @@ def scoreboard():
 def demo():
     for name in 'seeds', 'seeds_3000':
         for report in read(f'demo/{name}.json')['reports'].values():
-            for row, one in report['readings'].items():
-                losses = {f'loss at {T}': at['loss'] for T, at in one['at'].items()}
-                yield name, row, losses | {'gain, far repeats': one['far']['gain']}
+            yield from demo_rows(name, report)
 
 
 def losses_of(at, untuned):
@@ -224,7 +230,7 @@ def main(names):
         'past_L': [(past_L(), hundredths), (rows_of('past_L/rates', 'past_L/repeats'), cell)],
         'scoreboard': [(scoreboard(), cell)],
         'begin': [(rows_of('begin/begin'), hundredths)],
-        'demo': [(demo(), hundredths), (rows_of('demo/levers'), cell)],
+        'demo': [(demo(), hundredths), (stages('demo'), hundredths)],
         'demo_bytes': [(demo_bytes(), cell)],
         'extension_demo': [(stages('extension_demo'), hundredths)],
         'vectors_demo': [(stages('vectors_demo', 'vectors_demo/entropy'), hundredths)],

@@ -8,13 +8,11 @@ import shutil
 
 import pytest
 import torch
-from conftest import read, save_model, stage
+from conftest import read, stage
 from torch.utils.flop_counter import FlopCounterMode
 
-from common import Runtime
 from extras import bench
 from position import Settings
-from stage import open_model
 
 SIZES = {'n_layer': 2, 'n_head': 4, 'n_kv_head': 2, 'n_embd': 32, 'n_hidden': 48, 'vocab_size': 61,
          'batch_size': 2, 'context': 32, 'read_context': 64, 'n_decode': 3, 'rounds': 1,
@@ -42,12 +40,10 @@ def test_every_task_is_timed_beside_its_alternative_and_its_limit(tmp_path, cpu)
         assert row['tokens'] == tokens and row['limit_seconds'].keys() == {'ours', other}
         for who, limit in row['limit_seconds'].items():
             timed = row[who]
-            rates = timed['tokens_per_second'], timed['of_limit']
-            assert rates == close((tokens / timed['seconds'], limit / timed['seconds']), rel=1e-4)
+            rates = [timed[name] * timed['seconds'] for name in ('tokens_per_second', 'of_limit')]
+            assert rates == close([tokens, limit], rel=1e-4)
             assert timed['times_ours'] == close(timed['seconds'] / row['ours']['seconds'], rel=1e-4)
             assert limit > 0 and timed['peak_memory'] > 0
-    flops = found['results']['train']['limit_seconds']['ours'] * found['matmul_flops']
-    assert flops == close(3 * 64 * sum(bench.flops_per_token(bench.new_model(32, cpu), 32)))
 
 
 def test_flop_of_reading_are_those_of_the_products_that_are_needed(cpu):
@@ -57,14 +53,6 @@ def test_flop_of_reading_are_those_of_the_products_that_are_needed(cpu):
     products = counter.get_flop_counts()['Global'][torch.ops.aten.mm]
     attention = 2 * sum(4 * 32 * i for i in range(T))  # q.k and a.v in two layers
     assert bench.reading_flops(model, T, tail) == close(products + attention, rel=0.03)
-
-
-def test_dape_reads_every_key_with_all_its_weights(cpu):
-    c = {'position': 'alibi', 'dape_kernel': 3, 'dape_width': 5}
-    without, attention = bench.flops_per_token(bench.new_model(16, cpu, position='alibi'), 16)
-    same, more = bench.flops_per_token(bench.new_model(16, cpu, **c), 16)
-    weights = 2 * (8 * 3 * 5 + 5 + 5 * 3 * 4 + 4)  # of two layers; half of the keys, 2 FLOP each
-    assert (same, more) == (without, attention + 16 * weights)
 
 
 def test_limits_are_those_counted_by_hand(cpu, monkeypatch):
@@ -77,29 +65,14 @@ def test_limits_are_those_counted_by_hand(cpu, monkeypatch):
     weights = model.n_params() - 61 * 32
     keys = 2 * 2 * 2 * 8 * (64 + 1.5)  # in 2 layers of 2 key heads of 8 channels, halfway
     for task, expected in {
+            'train': 3 * 64 * (matmul + attention),
             'prefill': bench.reading_flops(model, 64, 1),
             'eval': 8 * bench.reading_flops(model, 32, 4),
             'entropy': 2 * 32 * 64 ** 2,
             'decode': 3 * 4 * (weights + keys) / 2 ** 28,
             'scale': 2 * 32 * (2 * matmul + 3 * attention)}.items():
         assert bench.TASKS[task](cpu)['limit_seconds']['ours'] == close(expected), task
-    whole = bench.scale(cpu)['limit_seconds']['whole step']
-    assert whole == close(2 * 32 * 3 * (matmul + attention))
-
-
-def test_in_bfloat16_a_frozen_model_has_the_precision_of_a_stage(tmp_path, cpu):
-    runtime = Runtime(torch.device('cpu'), torch.bfloat16)
-    save_model(bench.new_model(16, cpu), tmp_path / 'last.pt')
-    model, _ = open_model('last', tmp_path, runtime)
-    ours = bench.both(16, runtime, frozen=True)['ours']
-    assert {name: p.dtype for name, p in ours.named_parameters()} == {
-        name: p.dtype for name, p in model.named_parameters()}
-    idx = torch.randint(61, (2, 9))
-    with runtime.autocast(), torch.no_grad():
-        assert torch.equal(ours(idx), model(idx))
-    bench.only_scales(ours, runtime)
-    assert {name.split('.')[-1] for name, p in ours.named_parameters() if p.requires_grad} == {
-        'head_scale'}
+    assert bench.scale(cpu)['limit_seconds']['whole step'] == close(192 * (matmul + attention))
 
 
 def test_peak_memory_is_that_of_the_tensors_held_at_once(cpu):

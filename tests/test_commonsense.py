@@ -85,33 +85,29 @@ def test_a_text_ends_before_the_first_string_that_its_task_names(cpu, tmp_path):
 
 
 TASK = """
-task: NAME
 dataset_path: json
 dataset_kwargs: {data_files: {test: FILE}}
 test_split: test
 doc_to_text: "{{q}}"
 """
-CHOICE = TASK + """
+TASKS = {'piqa': """
 output_type: multiple_choice
 doc_to_target: answer
 doc_to_choice: "{{choices}}"
 metric_list: [{metric: acc}, {metric: acc_norm}]
-"""
-WRITING = TASK + """
+""", 'writing': """
 output_type: generate_until
-doc_to_target: "{{answer}}"
+doc_to_target: "{{written}}"
 generation_kwargs: {do_sample: false, max_gen_toks: 9, until: ["!!"]}
 metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
 filter_list:
   - {name: whole, filter: [{function: take_first}]}
   - {name: none, filter: [{function: regex, regex_pattern: "#(x)"}, {function: take_first}]}
-"""
-SCORING = TASK + """
+""", 'scoring': """
 output_type: loglikelihood
-doc_to_target: answer
+doc_to_target: word
 metric_list: [{metric: perplexity, aggregation: perplexity, higher_is_better: false}]
-"""
-TASKS = {'piqa': CHOICE, 'writing': WRITING, 'scoring': SCORING}
+"""}
 
 
 @pytest.fixture
@@ -122,27 +118,25 @@ def of_lm_eval(monkeypatch):
 
 def test_a_run_reports_each_metric_and_filter_as_lm_eval_does(tmp_path, tiny_run, tiny, of_lm_eval):
     """Half of the answers are wrong."""
-    model, length, n_cut, lines = tiny[0], 36, 0, {name: [] for name in TASKS}
+    model, length, n_cut, log_p, lines = tiny[0], 36, 0, [], []
     model.head_scale = 1.3
-    questions = ['def f(self', 'import os', 'x', 'for i in range(', 'return ', 'class A:']
-    words = ['if', 'self', 'return value', 'the', 'import everything here', 'a', 'def'] * 2
+    questions = 'def f(self', 'import os', 'x', 'for i in range(', 'return', 'class A:'
+    words = ['if', 'self', 'return value', 'the', 'import everything here', 'a', 'def']
     for i in range(24):
-        question, choices, scores = questions[i // 2 % 6], words[i % 7:i % 7 + 2 + i % 3], []
+        q, choices, scores = questions[i // 2 % 6], words[i % 4:i % 4 + 2 + i % 3], []
         for choice in choices:
-            ids, n = list(f'{question} {choice}'.encode()), len(choice)
+            ids, n = list(f'{q} {choice}'.encode()), len(choice)
             n_cut += len(ids) > length + 1  # The last token is only predicted.
             scores.append(alone(model, ids[-length - 1:-n - 1], ids[-n - 1:])[0] / n)  # acc_norm
-        answer = (np.argmax(scores).item() + i % 2) % len(choices)
-        lines['piqa'].append({'q': question, 'choices': choices, 'answer': answer})
-        [written] = complete(model, [list(question.encode())], 9, [BYTES.eot_token])
-        text = BYTES.decode(written) + '!' * (i % 2)
-        lines['writing'].append({'q': question, 'answer': text})
-        lines['scoring'].append({'q': question.strip(), 'answer': f' {words[i % 2]}'})
+        [written] = complete(model, [[*q.encode()]], 9, [BYTES.eot_token])
+        log_p.append(alone(model, [*q.encode()], [*b' if'])[0])
+        lines.append({'q': q, 'choices': choices, 'word': ' if',
+                      'answer': (np.argmax(scores).item() + i % 2) % len(choices),
+                      'written': BYTES.decode(written) + '!' * (i % 2)})
 
-    for name, rows in lines.items():
-        data = tmp_path / f'{name}.jsonl'
-        data.write_text('\n'.join(map(json.dumps, rows * 2)))
-        task = TASKS[name].replace('NAME', name).replace('FILE', str(data))
+    (tmp_path / 'data.json').write_text('\n'.join(map(json.dumps, lines * 2)))
+    for name, task in TASKS.items():
+        task = f'task: {name}{TASK}{task}'.replace('FILE', str(tmp_path / 'data.json'))
         (tmp_path / f'{name}.yaml').write_text(task)
     arguments = on(tiny_run, tmp_path, (
         f'--scale=1.3 --tasks=["piqa","writing","scoring"] --task_folder={tmp_path} --limit=24 '
@@ -153,12 +147,6 @@ def test_a_run_reports_each_metric_and_filter_as_lm_eval_does(tmp_path, tiny_run
     assert (writing['exact_match,whole'], writing['exact_match,none']) == (0.5, 0)
     assert (piqa['acc_norm,none'], result['choices_cut']) == (0.5, n_cut)
     near(piqa['acc_norm_stderr,none'], 0.5 / 23 ** 0.5, rtol=1e-6)
-    log_p = [alone(model, [*line['q'].encode()], [*line['answer'].encode()])[0]
-             for line in lines['scoring']]
     near(result['tasks']['scoring']['perplexity,none'], np.exp(-np.mean(log_p)), rtol=1e-4)
     assert result['accuracy'] == {'piqa': 50, 'average': 50}
     assert 'average  50.0000      67.3000      68.4000' in out
-    kept = (tmp_path / 'commonsense_scale1.3_texts.jsonl').read_text()
-    stage('extras.commonsense', *arguments)  # asks nothing again
-    assert (tmp_path / 'commonsense_scale1.3_texts.jsonl').read_text() == kept
-    assert read(tmp_path / 'commonsense_scale1.3.json')['tasks'] == result['tasks']

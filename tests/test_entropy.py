@@ -70,7 +70,7 @@ def test_entropy_of_every_method_and_its_gradient_are_those_of_the_float64_matri
     ahead, behind = (plain_entropy(model, idx, scale + step * direction).mean()
                      for step in (1e-5, -1e-5))
     slope = (torch.stack(gradients)[..., 0].double().numpy() * direction).sum()
-    assert slope == pytest.approx((ahead - behind) / 2e-5, rel=2e-3, abs=1e-5)
+    assert slope == pytest.approx((ahead - behind) / 2e-5, rel=1e-3, abs=1e-6)
 
 
 def test_with_scale_sets_each_position_is_read_by_the_shortest_pass_that_contains_it():

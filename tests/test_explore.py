@@ -5,12 +5,12 @@ model or a scale file is called does not become part of the page's code.
 $ python -m pytest tests/test_explore.py -m ''
 """
 
-import itertools
 import json
 import os
 import random
 import shutil
 import subprocess
+import time
 
 from configurator import ROOT, UserError
 
@@ -181,34 +181,67 @@ def test_page_holds_the_present_scripts_and_the_losses_that_they_compute(cpu):
 # ---------------------------------------------------------------------- in a browser
 
 @pytest.fixture
-def browser(tmp_path):
-    """value(expression): what a JavaScript expression is in a page of a headless Chromium."""
-    (to_them, to), (back, from_them) = os.pipe(), os.pipe()
+def chromium(tmp_path):
+    """
+    chromium(method, ...): a command of the DevTools protocol to a page in a headless Chromium.
+    Commands and answers are JSON that ends with a zero byte. chromium.events: all that came between
+    answers.
+    """
+    (read_commands, commands), (answers, write_answers) = os.pipe(), os.pipe()
     process = subprocess.Popen(
-        ['sh', '-c', f'exec {BROWSER} --headless --no-sandbox --disable-gpu --user-data-dir='
-         f'{tmp_path}/user --remote-debugging-pipe 3<&{to_them} 4>&{from_them}'],
-        pass_fds=(to_them, from_them), stderr=subprocess.DEVNULL)
-    answers, numbers, session = os.fdopen(back, 'rb'), itertools.count(), {}
+        ['bash', '-c', f'exec {BROWSER} --headless --no-sandbox --remote-debugging-pipe '
+         f'--user-data-dir={tmp_path}/user 3<&{read_commands} 4>&{write_answers}'],
+        pass_fds=(read_commands, write_answers), stderr=subprocess.DEVNULL)
+    of_page = {}
 
     def command(method, **params):
-        number = next(numbers)
-        message = {'id': number, 'method': method, 'params': params, **session}
-        os.write(to, json.dumps(message).encode() + b'\0')
+        message = json.dumps({'id': 1, 'method': method, 'params': params, **of_page})
+        os.write(commands, message.encode() + b'\0')
         while True:
             line = b''
             while not line.endswith(b'\0'):
-                line += answers.read(1)
+                line += os.read(answers, 1)
             answer = json.loads(line[:-1])
-            if answer.get('id') == number:
+            if 'id' in answer:
                 return answer['result']
+            command.events.append(answer)
 
+    command.events = []
     target = command('Target.createTarget', url='about:blank')['targetId']
-    session |= command('Target.attachToTarget', targetId=target, flatten=True)
-    session.pop('targetInfo', None)
+    of_page['sessionId'] = command('Target.attachToTarget', targetId=target,
+                                   flatten=True)['sessionId']
     yield command
     process.terminate()
     process.wait()
 
 
-def test_x(browser):
-    print(browser('Runtime.evaluate', expression='1+1'))
+@pytest.mark.slow
+@pytest.mark.skipif(not BROWSER, reason='needs Chromium: apt-get install chromium')
+def test_page_runs_its_models_and_takes_names_as_text(chromium, tmp_path):
+    found, name = data_of(PAGE), '</script><img src=x onerror="hacked = 1"><b id="b">'
+    found['dataset'] = found['source'] = name
+    sets, stored = found['models'][0]['sets'], found['models'][0]['stored']['losses']
+    sets[name], stored[name] = sets.pop('head'), stored.pop('head')
+    (tmp_path / 'page.html').write_text(explore.page_of(found), encoding='utf-8')
+
+    def value(expression):
+        answer = chromium('Runtime.evaluate', expression=expression, returnByValue=True)
+        return answer['result'].get('value')
+
+    for domain in 'Runtime', 'Log':
+        chromium(f'{domain}.enable')
+    chromium('Page.navigate', url=f'file://{tmp_path}/page.html#x=1.4&m=2')
+    status, began = "document.getElementById('status').textContent", time.monotonic()
+    while 'as trained' not in str(value(f"document.getElementById('status') && {status}")):
+        assert time.monotonic() - began < 120
+    assert value(status).startswith('1024 tokens: loss')
+    assert value("document.getElementById('preset').textContent").count(name) == 1
+    assert name in value("document.getElementById('about').textContent")
+    assert value("typeof hacked + document.querySelectorAll('#b, img').length") == 'undefined0'
+    wrong = [event for event in chromium.events
+             if event['method'] in ('Runtime.exceptionThrown', 'Log.entryAdded')]
+    assert wrong == []
+    # a script that is not the page's does not run
+    value("""document.body.append(Object.assign(document.createElement('script'),
+                                                {textContent: 'hacked = 1'}))""")
+    assert value('typeof hacked') == 'undefined'

@@ -93,7 +93,7 @@ def test_a_scale_multiplies_the_queries_of_its_head():
     for block, row in zip(model.blocks, scale):  # H heads of q, each of D rows
         block.attn.qkv.weight.data[:32] *= row.repeat_interleave(8)[:, None]
     model.head_scale = 1
-    near(model(idx), scaled, atol=1e-5)
+    near(model(idx), scaled, atol=1e-4)
 
 
 def test_a_scale_may_be_one_per_channel():

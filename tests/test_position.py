@@ -173,7 +173,7 @@ def test_dape_whose_f_is_0_is_its_method(name):
     for block in dape.blocks:
         for p in block.attn.position.dape.second.parameters():
             p.data.zero_()
-    near(dape(idx), model(idx), atol=1e-5)
+    near(dape(idx), model(idx), atol=1e-4)
 
 
 @every
@@ -193,7 +193,7 @@ def test_some_rows_at_a_time_are_the_whole_matrix_forward_and_backward(monkeypat
             near(model(windows[:, :-1], windows[:, 1:]), expected[0], atol=1e-4)
         with torch.autograd.graph.saved_tensors_hooks(
                 lambda x: saved.append(x.numel()) or x, lambda x: x):
-            near(losses_and_gradients(model, windows), expected, atol=1e-5)
+            near(losses_and_gradients(model, windows), expected, atol=5e-5)
         if at_once == 8000:  # 10 chunks
             assert max(saved) < 2 * 100 * 100, 'backward keeps scores'
         saved.clear()

@@ -29,9 +29,10 @@ done
 for kernel in 1 3; do
     bench step_125m_kerple_1x$kernel $step --position=kerple --dape_kernel=$kernel
 done
-python data/code/prepare.py
+once data/code/meta.json python data/code/prepare.py
 SERIES=code_86M bash results/past_L/run.sh
 if test -n "$BOOKS"; then
-    python data/books/prepare.py "$BOOKS" --tokenizer=bpe:8192 --out_dir=data/books_bpe
+    once data/books_bpe/meta.json python data/books/prepare.py "$BOOKS" --tokenizer=bpe:8192 \
+        --out_dir=data/books_bpe
     SERIES=books_32M SEEDS=1337 bash results/past_L/run.sh
 fi
