@@ -34,8 +34,8 @@ from tokenizer import get_tokenizer, library_files
 out_dir = 'out/demo_code'    # folder of the report; the trained models go there, too
 models = ''                  # folder of trained models, to read Python's standard library with;
                              # '': train them in out_dir, and read the split test of data/code
-lengths = [128, 256, 512]    # where to look at the loss, from L on; the last is the length of the
-                             # windows, for which the scales are tuned
+lengths: list[int] = [128, 256, 512]  # where to look at the loss, from L on; the last is that of
+                             # the windows, and the scales are tuned for it
 n_samples = 40               # windows to read
 targets = 400                # far repeats to score
 train_args = ''              # more settings for train.py, such as '--seed=1338 --n_layer=2'
@@ -98,7 +98,7 @@ def text_to_read(info):
     T = lengths[-1]
     if not models:
         data = Windows(info['settings']['dataset'], 'test', T, info=info)
-        return data.evenly_spaced(n_samples), f"{data.dataset} ({data.meta['source']}), test"
+        return data.evenly_spaced(n_samples), f"{data.dataset} ({data.meta.get('source')}), test"
     encoded = map(get_tokenizer(info['tokenizer']).encode_ordinary, library_files().values())
     long = (ids for ids in encoded if len(ids) > T)
     middles = [ids[(len(ids) - T - 1) // 2:][:T + 1] for ids in islice(long, n_samples)]

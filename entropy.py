@@ -100,7 +100,7 @@ def attention_entropy(method, q, k, place):
 
 def has_entropy(model):
     """False if a position method has its own attend(), whose attention weights are not known."""
-    return not any(block.attn.position.changes('attend') for block in model.blocks)
+    return not any('attend' in block.attn.position.changed for block in model.blocks)
 
 
 def entropies(model, inputs, targets):

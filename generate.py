@@ -187,7 +187,7 @@ def sample_token(logits, temperature=0, top_k=None, top_p=None, generator=None):
         ordered[:, top_k:] = -math.inf
     p = ordered.softmax(-1)
     if top_p is not None:
-        p[p.cumsum(-1) - p >= top_p] = 0  # the likelier tokens already sum to p
+        p[:, 1:][p.cumsum(-1)[:, :-1] >= top_p] = 0  # the likelier tokens already sum to p
     p = torch.zeros_like(p).scatter(-1, order, p)
     return torch.multinomial(p, 1, generator=generator)
 
@@ -307,7 +307,8 @@ def answer_all(path, about, sizes, batch_tokens, answer, runtime):
         """{number of a question: its answer}"""
         rows = {}
         for file in glob.glob(f'{path}.jsonl') + glob.glob(f'{path}.rank*.jsonl'):
-            first, *lines = Path(file).read_text(encoding='utf-8').split('\n')
+            text = Path(file).read_text(encoding='utf-8', errors='replace')
+            first, *lines = text.split('\n')
             if first and json.loads(first) != about:
                 raise UserError(f'{file} holds answers of other settings, {first}. Remove it, or '
                                 'give this run another --label=.')

@@ -21,7 +21,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-import position_more  # noqa: F401, adds its methods to METHODS
 from position import METHODS, Place, Settings, Vector, position_method, repeat_heads
 
 

@@ -17,8 +17,9 @@ one or a few of its steps changed. A step is a function of the class NoPE:
 
 attend() looks which steps a class changes, and takes the fastest way that still runs them all.
 A new method is a class and an entry in METHODS. A new setting of a method is a line in Settings,
-and its name in the class's `settings`. This file holds the methods that "DAPE V2" (Zheng et al.
-2024, arXiv:2410.04798) compares, and log-n scaling; position_more.py holds later ones.
+and its name in the class's `settings`. This file holds NoPE, RoPE with its extensions, log-n
+scaling, two biases, and DAPE of "DAPE V2" (Zheng et al. 2024, arXiv:2410.04798). All other methods
+stand in position_more.py, which is read only if one of them is named.
 
 Shapes: B sequences, T queries, S keys, H heads, D = head size. i is the position of a query and
 j <= i that of a key; both start at 0. L is the number of tokens in a window of pretraining.
@@ -50,14 +51,15 @@ class Settings:
 
     def __post_init__(self):
         for name in self.position.split(','):
-            if name not in METHODS:
+            if method_class(name) is None:
                 raise ValueError(f"position is '{name}', which is unknown. Choose from "
                                  f'{", ".join(METHODS)}, or several with commas.')
         for name, default in unused_settings(vars(self)).items():
             raise ValueError(f'{name} is {getattr(self, name)!r}, but position {self.position} '
                              f'does not use it. Leave it at {default!r}, or choose a method that '
                              'has it.')
-        split_scaling(self.rope_scaling)
+        if self.rope_scaling:
+            split_scaling(self.rope_scaling)
         if self.dape_kernel and self.dape_kernel % 2 == 0:
             raise ValueError(f'dape_kernel is {self.dape_kernel}; it must be odd, or 0.')
 
@@ -74,7 +76,7 @@ def unused_settings(settings):
     """
     used = {'position', 'dape_kernel'}
     for name in settings['position'].split(','):
-        used.update(METHODS.get(name, NoPE).settings)
+        used.update((method_class(name) or NoPE).settings)
     if settings.get('dape_kernel'):
         used.update(DAPE.settings)
     return {f.name: f.default for f in fields(Settings)
@@ -109,6 +111,7 @@ class NoPE(nn.Module):
     vectors = {}                 # its parameters that tune_scale.py can tune
     window, sinks = 0, 0         # see mask()
     shared = ()                  # names of parameters that all layers of this method share
+    changed = frozenset()        # the steps that the class overrides; set by position_method()
     is_plain = False             # True: attention is only a causal softmax of q.k / sqrt(D)
     needs_equal_lengths = False  # True: prompts of different lengths cannot share a pass
 
@@ -116,10 +119,6 @@ class NoPE(nn.Module):
         super().__init__()
         self.dape = None                                        # a DAPE on top of the method
         self.register_buffer('draws', None, persistent=False)  # (N,), with random_positions
-
-    def changes(self, *steps):
-        """True if the class overrides one of these steps of NoPE."""
-        return any(getattr(type(self), step) is not getattr(NoPE, step) for step in steps)
 
     def prepare(self, place):
         """
@@ -181,7 +180,7 @@ class NoPE(nn.Module):
         """
         if self.is_plain:
             return fused_attention(q, k, v, place)
-        if self.dape or self.changes('similarity', 'scores', 'softmax'):
+        if self.dape or self.changed & {'similarity', 'scores', 'softmax'}:
             return in_rows(self.attend_by_scores, q, k, v, place)
         return in_rows(self.attend_by_bias, q, k, v, place)
 
@@ -406,105 +405,6 @@ def at_least(x, least):
     return clamped[:, None, None]
 
 
-def over_heads(x):
-    """A bias (..., H, T, S) from one number per head in the last axis, (..., 1, T, S, H)."""
-    return x.movedim(-1, -4).squeeze(-3)
-
-
-class FIRE(Bias):
-    """
-    Bias f(ln(1 + c (i - j)) / ln(1 + c max(i, mu M)))_h (Li et al. 2024). f is a network that maps
-    one number to one number per head. c and mu are learned. M is L / 2, as in DAPE's released code.
-    The input of f is at most 1 at any length, so f sees no larger input than in training.
-    """
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.c, self.mu = nn.Parameter(torch.tensor(0.1)), nn.Parameter(torch.tensor(1.0))
-        self.M = config.pretrained_length // 2
-        self.f = nn.Sequential(nn.Linear(1, 32), nn.ReLU(), nn.Linear(32, config.n_head))
-
-    def bias(self, i, j):
-        longest = torch.maximum(i.float(), (self.mu * self.M).abs())[..., None, :, None]
-        near = torch.log1p((self.c * distances(i, j)).abs())
-        far = torch.log1p((self.c * longest).abs())
-        share = near / (far + 1e-6)                                          # (1, T, S)
-        return over_heads(self.f(share[..., None]))
-
-
-class T5Bias(Bias):
-    """
-    Bias sqrt(D) table[bucket(i - j), h] (Raffel et al. 2020). The factor sqrt(D) is from DAPE's
-    released code. There are 32 buckets. Each distance up to 15 has its own bucket. The next buckets
-    grow wider, up to distance 128. The last bucket also holds all longer distances.
-    """
-    shared = ('table',)
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.table = nn.Parameter(nn.init.xavier_normal_(torch.empty(32, config.n_head)))
-        self.factor = math.sqrt(config.head_dim)
-
-    def bias(self, i, j):
-        distance = distances(i, j)
-        wider = torch.log(distance.clamp(min=1) / 16) / math.log(128 / 16)
-        wider = 16 + (16 * wider).long()
-        bucket = torch.where(distance < 16, distance, wider.clamp(max=31))
-        return self.factor * over_heads(self.table[bucket])
-
-
-# ---------------------------------------------------------------------- scores of other kinds
-
-class CoPE(NoPE):
-    """
-    Contextual position encoding (Golovneva et al. 2024): adds q_i . e[p_ij] to the scores.
-    p_ij = sum_{k=j..i} sigmoid(s_ik), where s is the score, counts the keys from j to i that
-    matter to the query, up to 63. Between whole counts, q_i . e[p_ij] is interpolated linearly.
-    All heads share e.
-    """
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.e = nn.Parameter(torch.zeros(64, config.head_dim))
-
-    def similarity(self, q, k, i, j):
-        scores = super().similarity(q, k, i, j)
-        most = len(self.e) - 1
-        # float32, because bfloat16 counts only in quarters from 32 on
-        gates = scores.float().sigmoid().masked_fill(later(i, j), 0)
-        count = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=most)           # (B, H, T, S)
-        below = count.floor().long()
-        at_count = q @ self.e.to(q.dtype).T                                  # (B, H, T, 64)
-        low = at_count.gather(-1, below)
-        high = at_count.gather(-1, (below + 1).clamp(max=most))
-        return scores + (low + (high - low) * (count - below).to(low.dtype))
-
-
-class TransformerXL(NoPE):
-    """
-    Scores ((q_i + u) . k_j + (q_i + v) . W r_{i-j}) / sqrt(D) (Dai et al. 2019). r is sinusoidal in
-    the distance i - j. u, v and W are learned. Head scales multiply q only, not u and v.
-    """
-
-    def __init__(self, config):
-        super().__init__(config)
-        shape = config.n_head, config.head_dim
-        self.u = nn.Parameter(0.02 * torch.randn(shape))
-        self.v = nn.Parameter(0.02 * torch.randn(shape))
-        self.W = nn.Linear(config.n_embd, config.n_embd, bias=False)
-
-    def similarity(self, q, k, i, j):
-        scores, S, (H, D) = super().similarity(q, k, i, j), k.shape[2], self.u.shape
-        pair = torch.arange(0, H * D, 2, device=k.device)
-        angle = torch.arange(S, device=k.device)[:, None] * 10000 ** (-pair / (H * D))
-        r = torch.cat((angle.sin(), angle.cos()), dim=-1)                    # (S, C)
-        projected = self.W(r).view(S, H, D).permute(1, 2, 0).to(k.dtype)     # (H, D, distance)
-        by_distance = (q + self.v[:, None].to(q.dtype)) @ projected          # (B, H, T, distance)
-        position_term = by_distance.gather(-1, distances(i, j).expand(scores.shape))
-        key_term = repeat_heads(k, H) @ self.u[..., None].to(k.dtype)        # (B, H, S, 1)
-        return scores + (position_term + key_term.mT) / math.sqrt(D)
-
-
 # ---------------------------------------------------------------------- DAPE
 
 class DAPE(nn.Module):
@@ -552,18 +452,15 @@ class DAPE(nn.Module):
 
 # ---------------------------------------------------------------------- all of them
 
-METHODS = {
-    'none': NoPE,
-    'rope': RoPE,
-    'logn': LogN,
-    'alibi': ALiBi,
-    'kerple': Kerple,
-    'fire': FIRE,
-    't5': T5Bias,
-    'cope': CoPE,
-    'xl': TransformerXL,
-}
+METHODS = {'none': NoPE, 'rope': RoPE, 'logn': LogN, 'alibi': ALiBi, 'kerple': Kerple}
 STEPS = 'prepare', 'encode', 'similarity', 'bias', 'mask', 'scores', 'softmax', 'attend'
+
+
+def method_class(name):
+    """The class of a method, or None. Those that are not in this file are in position_more.py."""
+    if name not in METHODS:
+        import position_more  # noqa: F401, adds its methods to METHODS
+    return METHODS.get(name)
 
 
 def position_method(config, layer):
@@ -571,10 +468,12 @@ def position_method(config, layer):
     The method of one layer. All other weights of the model start the same, whichever it is. Raises
     ValueError for a class whose steps would not all be used: see CONTRIBUTING.md.
     """
+    its_class = method_class(config.method_of(layer))
+    changed = {step for step in STEPS if getattr(its_class, step) is not getattr(NoPE, step)}
     with torch.random.fork_rng(devices=[]):
-        method = METHODS[config.method_of(layer)](config)
+        method = its_class(config)
         if config.dape_kernel:
-            method.dape = DAPE(config, method.changes('bias'))
+            method.dape = DAPE(config, 'bias' in changed)
             # A wide kernel reads neighboring slots of a cache, and padding may lie between them.
             method.needs_equal_lengths |= config.dape_kernel > 1
     if config.random_positions:
@@ -584,18 +483,18 @@ def position_method(config, layer):
         method.needs_equal_lengths = True
     for vector, its in method.vectors.items():
         method.get_parameter(vector).requires_grad_(its.pretrained)
-    changed = method.changes('similarity', 'bias', 'mask', 'scores', 'softmax', 'attend')
-    method.is_plain = not (changed or method.window or config.dape_kernel)
+    method.changed = changed
+    method.is_plain = not (changed - {'prepare', 'encode'} or method.window or method.dape)
 
-    name = type(method).__name__
+    name = its_class.__name__
     for step in STEPS:
         if step in vars(method):
             raise ValueError(f'{name} sets {step} on the object. Make it a method of the class.')
-    for function in vars(type(method)):
+    for function in vars(its_class):
         near = difflib.get_close_matches(function, STEPS, n=1, cutoff=0.8)
         if near and function not in STEPS:
             raise ValueError(f'{name} has {function}(): did you mean {near[0]}()?')
-    if config.dape_kernel and method.changes('scores', 'attend'):
+    if method.dape and changed & {'scores', 'attend'}:
         raise ValueError(f'{name} has its own scores() or attend(), so DAPE would not be used. '
                          'Leave dape_kernel out.')
     return method

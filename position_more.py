@@ -1,6 +1,7 @@
 """
-More position methods: those that came after the methods of the two papers. Each is one class over
-those of position.py, and an entry in METHODS at the end of this file.
+More position methods: the others that "DAPE V2" compares (FIRE, T5's bias, CoPE, Transformer-XL),
+and later ones. Each is one class over those of position.py, and an entry in METHODS at the end of
+this file.
 
 Shapes are as in position.py. The source of each formula stands in its class.
 """
@@ -10,7 +11,7 @@ import math
 import torch
 import torch.nn as nn
 
-from position import METHODS, ALiBi, NoPE, QueryFactor, Vector, later
+from position import METHODS, ALiBi, Bias, NoPE, QueryFactor, Vector, distances, later, repeat_heads
 
 # ---------------------------------------------------------------------- factors of the query
 
@@ -76,6 +77,53 @@ class Adaptive(NoPE):
 
 # ---------------------------------------------------------------------- biases
 
+def over_heads(x):
+    """A bias (..., H, T, S) from one number per head in the last axis, (..., 1, T, S, H)."""
+    return x.movedim(-1, -4).squeeze(-3)
+
+
+class FIRE(Bias):
+    """
+    Bias f(ln(1 + c (i - j)) / ln(1 + c max(i, mu M)))_h (Li et al. 2024). f is a network that maps
+    one number to one number per head. c and mu are learned. M is L / 2, as in DAPE's released code.
+    The input of f is at most 1 at any length, so f sees no larger input than in training.
+    """
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.c, self.mu = nn.Parameter(torch.tensor(0.1)), nn.Parameter(torch.tensor(1.0))
+        self.M = config.pretrained_length // 2
+        self.f = nn.Sequential(nn.Linear(1, 32), nn.ReLU(), nn.Linear(32, config.n_head))
+
+    def bias(self, i, j):
+        longest = torch.maximum(i.float(), (self.mu * self.M).abs())[..., None, :, None]
+        near = torch.log1p((self.c * distances(i, j)).abs())
+        far = torch.log1p((self.c * longest).abs())
+        share = near / (far + 1e-6)                                          # (1, T, S)
+        return over_heads(self.f(share[..., None]))
+
+
+class T5Bias(Bias):
+    """
+    Bias sqrt(D) table[bucket(i - j), h] (Raffel et al. 2020). The factor sqrt(D) is from DAPE's
+    released code. There are 32 buckets. Each distance up to 15 has its own bucket. The next buckets
+    grow wider, up to distance 128. The last bucket also holds all longer distances.
+    """
+    shared = ('table',)
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.table = nn.Parameter(nn.init.xavier_normal_(torch.empty(32, config.n_head)))
+        self.factor = math.sqrt(config.head_dim)
+
+    def bias(self, i, j):
+        distance = distances(i, j)
+        wider = torch.log(distance.clamp(min=1) / 16) / math.log(128 / 16)
+        wider = 16 + (16 * wider).long()
+        bucket = torch.where(distance < 16, distance, wider.clamp(max=31))
+        return self.factor * over_heads(self.table[bucket])
+
+
 class NAPE(ALiBi):
     """
     ALiBi with slopes 1, 1/2, 1/3 ... on half of the heads (arXiv:2506.16640). The other heads are
@@ -102,6 +150,58 @@ class NAPESSMax(NAPE):
         with_slope, without = q.split([self.first, len(self.s)], dim=1)
         without = without * self.s[:, None, None] * log_n
         return torch.cat((with_slope, without.to(q.dtype)), dim=1), k
+
+
+# ---------------------------------------------------------------------- scores of other kinds
+
+class CoPE(NoPE):
+    """
+    Contextual position encoding (Golovneva et al. 2024): adds q_i . e[p_ij] to the scores.
+    p_ij = sum_{k=j..i} sigmoid(s_ik), where s is the score, counts the keys from j to i that
+    matter to the query, up to 63. Between whole counts, q_i . e[p_ij] is interpolated linearly.
+    All heads share e.
+    """
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.e = nn.Parameter(torch.zeros(64, config.head_dim))
+
+    def similarity(self, q, k, i, j):
+        scores = super().similarity(q, k, i, j)
+        most = len(self.e) - 1
+        # float32, because bfloat16 counts only in quarters from 32 on
+        gates = scores.float().sigmoid().masked_fill(later(i, j), 0)
+        count = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=most)           # (B, H, T, S)
+        below = count.floor().long()
+        at_count = q @ self.e.to(q.dtype).T                                  # (B, H, T, 64)
+        low = at_count.gather(-1, below)
+        high = at_count.gather(-1, (below + 1).clamp(max=most))
+        return scores + (low + (high - low) * (count - below).to(low.dtype))
+
+
+class TransformerXL(NoPE):
+    """
+    Scores ((q_i + u) . k_j + (q_i + v) . W r_{i-j}) / sqrt(D) (Dai et al. 2019). r is sinusoidal in
+    the distance i - j. u, v and W are learned. Head scales multiply q only, not u and v.
+    """
+
+    def __init__(self, config):
+        super().__init__(config)
+        shape = config.n_head, config.head_dim
+        self.u = nn.Parameter(0.02 * torch.randn(shape))
+        self.v = nn.Parameter(0.02 * torch.randn(shape))
+        self.W = nn.Linear(config.n_embd, config.n_embd, bias=False)
+
+    def similarity(self, q, k, i, j):
+        scores, S, (H, D) = super().similarity(q, k, i, j), k.shape[2], self.u.shape
+        pair = torch.arange(0, H * D, 2, device=k.device)
+        angle = torch.arange(S, device=k.device)[:, None] * 10000 ** (-pair / (H * D))
+        r = torch.cat((angle.sin(), angle.cos()), dim=-1)                    # (S, C)
+        projected = self.W(r).view(S, H, D).permute(1, 2, 0).to(k.dtype)     # (H, D, distance)
+        by_distance = (q + self.v[:, None].to(q.dtype)) @ projected          # (B, H, T, distance)
+        position_term = by_distance.gather(-1, distances(i, j).expand(scores.shape))
+        key_term = repeat_heads(k, H) @ self.u[..., None].to(k.dtype)        # (B, H, S, 1)
+        return scores + (position_term + key_term.mT) / math.sqrt(D)
 
 
 # ---------------------------------------------------------------------- mask and softmax
@@ -135,6 +235,10 @@ class Sink(NoPE):
 
 
 METHODS.update({
+    'fire': FIRE,
+    't5': T5Bias,
+    'cope': CoPE,
+    'xl': TransformerXL,
     'ssmax': SSMax,
     'logbeta': LogBeta,
     'llama4': Llama4,

@@ -271,27 +271,6 @@ def result_path(folder, stage, label, info):
     return str(path)
 
 
-def provenance(chosen, runtime):
-    """How a result was made: command, settings, commit, versions, device, dtype, seconds."""
-    describe = ['git', '-C', ROOT, 'describe', '--always', '--exclude=*', '--dirty= with changes']
-    commit = ''
-    if shutil.which('git') and (ROOT / '.git').exists():  # not that of a surrounding repository
-        commit = subprocess.run(describe, capture_output=True, text=True).stdout.strip()
-    device = platform.machine()
-    if runtime.device.type == 'cuda':
-        device = torch.cuda.get_device_name(runtime.device)
-    module = sys.modules['__main__'].__spec__  # None, unless the program was run with -m
-    program = ['-m', module.name] if module else [Path(sys.argv[0]).name]
-    return {'command': shlex.join(['python', *program, *sys.argv[1:]]),
-            'settings': chosen, 'commit': commit or None,
-            'versions': {'python': platform.python_version(), 'torch': torch.__version__,
-                         'numpy': np.__version__},
-            'device': f'{runtime.device.type} ({device}, {torch.get_num_threads()} threads, '
-                      f'{runtime.world_size} ranks)',
-            'dtype': str(runtime.dtype).removeprefix('torch.'),
-            'seconds': round(time.perf_counter() - BEGAN, 1)}
-
-
 def write_result(path, result, chosen, runtime, info=None):
     """
     Write PATH.json, on the first rank, and its pictures. The file holds the result, how the model
@@ -299,7 +278,12 @@ def write_result(path, result, chosen, runtime, info=None):
     """
     if not runtime.is_main:
         return
-    about = {'stage': Path(sys.argv[0]).stem, 'label': chosen.get('label', '')}
+    module, git = sys.modules['__main__'].__spec__, shutil.which('git')
+    program = ['-m', module.name] if module else [Path(sys.argv[0]).name]
+    about, commit = {'stage': Path(sys.argv[0]).stem, 'label': chosen.get('label', '')}, ''
+    if git and (ROOT / '.git').exists():  # not that of a surrounding repository
+        commit = subprocess.run([git, '-C', ROOT, 'describe', '--always', '--exclude=*',
+                                 '--dirty= with changes'], capture_output=True, text=True).stdout
     if info:
         c = info['model_config']
         about |= {'label': about['label'] or info['label'], 'position_method': c.position,
@@ -307,7 +291,15 @@ def write_result(path, result, chosen, runtime, info=None):
                   'block_size': c.block_size, 'pretrained_length': c.pretrained_length,
                   'rope_scaling': c.rope_scaling, 'checkpoint': info['path'],
                   'weights_digest': info['digest'], 'scale': chosen.get('scale')}
-    save_json(f'{path}.json', about | result | provenance(chosen, runtime))
+    cuda = runtime.device.type == 'cuda'
+    save_json(f'{path}.json', about | result | {
+        'command': shlex.join(['python', *program, *sys.argv[1:]]), 'settings': chosen,
+        'commit': commit.strip() or None, 'versions': {
+            'python': platform.python_version(), 'torch': torch.__version__},
+        'device': torch.cuda.get_device_name() if cuda else platform.machine(),
+        'threads': torch.get_num_threads(), 'ranks': runtime.world_size,
+        'dtype': str(runtime.dtype).removeprefix('torch.'),
+        'seconds': round(time.perf_counter() - BEGAN, 1)})
     import plots  # matplotlib takes a second
     print('wrote', f'{path}.json', *plots.draw(f'{path}.json'))
 

@@ -321,14 +321,14 @@ def main(given):
                             best_val_loss=best_val_loss, **more)
 
     # loop
-    runtime.print(f'{model.n_params():,} parameters, position={position}, {runtime.device.type}, '
+    n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    runtime.print(f'{n_trained:,} parameters, position={position}, {runtime.device.type}, '
                   f'{runtime.dtype}; training from step {step} to {max_iters}, '
                   f'{batch_size * block_size:,} tokens per step; writing to {out_dir}')
     warmup = warmup_iters if warmup_iters >= 1 else round(warmup_iters * max_iters)
     signals, stops, pending = catch_signals(), False, []  # pending: losses that are not logged yet
     x, y = rank_batch(data, step, runtime)
-    timed_step, time_then = step, time.perf_counter()
-    is_first = True
+    timed_step, time_then, is_first, autocast = step, time.perf_counter(), True, runtime.autocast()
     while step < max_iters and not stops:
         lr = learning_rate_at(step, learning_rate, min_lr, warmup, lr_decay_iters or max_iters)
         for group in optimizer.param_groups:
@@ -342,7 +342,7 @@ def main(given):
             elif fsdp:
                 net.set_requires_gradient_sync(is_last)
             torch.manual_seed(seed + step)  # random positions: the same in all micro-batches
-            with runtime.autocast():
+            with autocast:
                 loss = net(inputs, targets).mean() / len(micro_batches)
             scaler.scale(loss).backward()
             step_loss += loss.detach()

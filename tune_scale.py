@@ -33,7 +33,6 @@ from tqdm import tqdm
 
 from common import bin_means, can_compile, compiled_to_read, learning_rate_at, save_json, setup
 from data import Windows
-from entropy import entropy_and_loss
 from model import small_vectors, vector_kind, vector_of
 from stage import (
     cut_curve,
@@ -171,11 +170,15 @@ def first_scale(folder, length, model, info):
 
 
 def measure(model, samples, runtime):
-    """Loss and entropy by position, the mean loss, and the entropy of each head at the end."""
+    """
+    Over the samples, in nats: the curves of a picture (loss and entropy in bins of block_size / 16
+    positions), the loss by position, (T,), and the entropy of each head in the last bin.
+    """
+    from entropy import entropy_and_loss  # a stage of its own, needed only for pictures
     width = model.config.block_size // 16
     heads, losses = entropy_and_loss(model, samples, width, batch_tokens, runtime)
     curves = {'loss': bin_means(losses, width)[1], 'entropy': heads.mean((0, 1))}
-    return curves, float(losses.mean()), heads[..., -1]
+    return curves, losses, heads[..., -1]
 
 
 def tune_heads(model, info, folder, lengths, name, runtime):
@@ -183,7 +186,14 @@ def tune_heads(model, info, folder, lengths, name, runtime):
     start = first_scale(folder, lengths[0], model, info)
     samples = Windows(name, 'val', lengths[-1], info=info).evenly_spaced(n_samples)
     cut = cut_curve(model, samples, tail, batch_tokens, runtime)
-    as_loaded, _, _ = measure(model, samples, runtime)
+    curves, rows = {}, []
+
+    def measure_as(what):
+        curves[what], losses, last_entropy = measure(model, samples, runtime)
+        rows.append({'scales': what, 'mean loss': losses.mean()})
+        return last_entropy
+
+    measure_as('as loaded')
     parts = vectors_to_tune(model)
     # A scale file holds the head scales in any case.
     saved = {key: p for key, p in small_vectors(model).items() if vector_kind(key) == 'head_scale'}
@@ -193,7 +203,7 @@ def tune_heads(model, info, folder, lengths, name, runtime):
     model.head_scale = start
     if 'channel' in [kind for kind, _, _ in parts]:
         model.head_scale = model.head_scale[..., None].expand(-1, -1, model.config.head_dim)
-    at_start, loss_before, _ = measure(model, samples, runtime)
+    measure_as(f'uniform {start:.2f}')
 
     sets, losses = {}, []
     n_tuned = sum(p.numel() for _, _, vectors in parts for p in vectors.values())
@@ -202,23 +212,18 @@ def tune_heads(model, info, folder, lengths, name, runtime):
                       f'({max_iters * batch_size * length:,} tokens in all)')
         losses += tune_vectors(model, Windows(name, 'train', length, seed, info), runtime)
         sets[length] = {key: p.detach().clone() for key, p in saved.items()}
-    if target_lengths:  # measured as other stages will read them
-        put_vectors(model, original)
-        use_sets(model, sets)
-    after_tuning, loss_after, last_entropy = measure(model, samples, runtime)
-    is_worse = round(loss_after, 4) > round(loss_before, 4)
-    if is_worse:
-        runtime.print(f'the validation loss rose from {loss_before:.4f} to {loss_after:.4f}: lower '
-                      'the learning rate in --tune=')
     for kind, _, vectors in parts:
         values = torch.cat([p.flatten() for p in vectors.values()])
         runtime.print(f'{kind} {values.min():.3f} to {values.max():.3f}, mean {values.mean():.3f}')
-    curves = {'as loaded': as_loaded, f'uniform {start:.2f}': at_start, tune: after_tuning}
+    if target_lengths:  # measured as other stages will read them
+        put_vectors(model, original)
+        use_sets(model, sets)
+    last_entropy = measure_as(tune)
+    print_rows(runtime.print, rows)
     return sets, {'init_scale': start, 'losses': losses, 'curve_length': lengths[-1],
                   'position': bin_means(range(lengths[-1]), model.config.block_size // 16)[0],
-                  'curves': curves, 'cut': cut, 'samples': len(samples),
-                  'last_entropy': last_entropy, 'worse_than_start': is_worse, 'tuned': tune,
-                  'tuned_numbers': n_tuned,
+                  'curves': curves, 'cut': cut, 'samples': len(samples), 'tuned': tune,
+                  'last_entropy': last_entropy, 'tuned_numbers': n_tuned,
                   'tuning_tokens': max_iters * batch_size * sum(lengths)}
 
 
@@ -249,23 +254,20 @@ def search_uniform(model, info, T, name, runtime):
     scales = [round(first + i * step, 6) for i in range(n + 1)]
     plotted = np.linspace(0, n, 6).round().astype(int)
     block_size = model.config.block_size
-    width = block_size // 16
     samples = Windows(name, 'val', T, info=info).evenly_spaced(n_samples)
     net = compiled_to_read(model, runtime, compile, len(samples) * len(scales), T)
     cut = cut_curve(model, samples, tail, batch_tokens, runtime)
     lengths = cut['position']  # block_size, twice as many, four times ... T
     own, loss, entropy, at_length = model.head_scale, [], [], []
     for i, scale in enumerate(scales):
-        model.head_scale, heads = scale, None
+        model.head_scale, curves = scale, {}
         if i in plotted:
-            heads, losses = entropy_and_loss(model, samples, width, batch_tokens, runtime,
-                                             f'scale {scale}')
-            heads = heads.mean((0, 1))
+            curves, losses, _ = measure(model, samples, runtime)
         else:
             losses = runtime.over_windows(samples, batch_tokens, net, f'scale {scale}').mean(0)
-        position, binned = bin_means(losses, width)
+        position, binned = bin_means(losses, block_size // 16)
         loss.append(binned)
-        entropy.append(heads)
+        entropy.append(curves.get('entropy'))
         at_length.append([losses[max(0, n - tail):n].mean() for n in lengths])
     model.head_scale = own
 

@@ -147,7 +147,8 @@ class Harness(TemplateLM):
         """The greedy text after each prompt, up to the first string that ends it."""
         prompts, ends = [], []
         for request in requests:
-            ids, how = self.tok_encode(request.args[0]), normalize_gen_kwargs(request.args[1], 256)
+            ids = self.tok_encode(request.args[0]) or [self.eot_token_id]
+            how = normalize_gen_kwargs(request.args[1], 256)
             if len(ids) > self.length:
                 raise UserError(f'a prompt of {request.task_name} has {len(ids)} tokens, but '
                                 f'read_length is {self.length}. Raise it, or leave that task out.')
@@ -201,7 +202,7 @@ def main(given):
         print_rows(print, [{'accuracy (%)': task} | {
             name: scores[task] for name, scores in columns.items()} for task in [*here, 'average']])
     print(f'{harness.n_cut} questions have more than {length} tokens and lost their start')
-    write_result(path, {'add_bos': add_bos, 'read_length': length, 'choices_cut': harness.n_cut,
+    write_result(path, {'read_length': length, 'choices_cut': harness.n_cut,
                         'tasks': found, 'accuracy': columns['here'],
                         'lm_eval': measured['lm_eval_version'], 'versions': measured['versions'],
                         'questions': measured['n-samples']}, settings(globals()), runtime, info)

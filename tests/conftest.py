@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 
+import position_more  # noqa: F401, adds its methods to METHODS
 from common import Runtime, save_checkpoint
 from data import Windows
 from model import ModelConfig, Transformer, vector_of

@@ -51,7 +51,6 @@ def test_a_batch_depends_only_on_seed_split_and_step_however_ranks_share_it(tmp_
                 assert (windows.batch(step, 15, rows) == whole[rows]).all()
         assert (np.concatenate([new.batch(3 * step + i, 5) for i in range(3)]) == whole).all()
     assert whole.dtype == np.int64 and whole.shape == (15, 4)
-    assert windows.batch(0, 15, slice(15, None)).shape == (0, 4)
 
 
 def test_a_mixture_holds_its_shares_exactly_and_reads_each_source_in_epochs(tmp_path):
@@ -60,7 +59,6 @@ def test_a_mixture_holds_its_shares_exactly_and_reads_each_source_in_epochs(tmp_
     seen = np.array(numbers(Windows(f'{a}:0.694,{b}:0.306', 'train', 3, 1).batch(0, 2 * SLOTS)))
     for cycle in seen.reshape(2, SLOTS):
         assert (cycle < 1000).sum() == 6940
-        assert (cycle[:1000] < 1000).mean() == pytest.approx(0.694, abs=0.05)
     of_a, of_b = seen[seen < 1000], seen[seen >= 1000] - 1000
     counts = np.bincount(of_a)
     assert len(counts) == 400 and np.ptp(counts) == 1  # 34.7 epochs of 400 blocks
@@ -76,7 +74,6 @@ def test_windows_for_evaluation_are_evenly_spaced_over_the_first_source(tmp_path
         assert numbers(windows.evenly_spaced(4)) == [0, 12, 25, 37]
         assert numbers(windows.evenly_spaced(1000)) == list(range(50))
         assert windows.evenly_spaced_starts(1000, 2).tolist() == list(range(0, 197, 2))
-    assert len(Windows(a, 'train', 201).evenly_spaced(5)) == 1
 
 
 def test_a_dataset_that_does_not_fit_is_refused(tmp_path):

@@ -1,208 +1,212 @@
 """
-Decoding, compared with repeated full passes and with probabilities computed by hand; and sample.py.
+Decoding against full passes, beam search against all continuations, draws against probabilities by
+hand; answers that survive a stop.
 
-$ python -m pytest tests/test_generate.py
+$ python -m pytest tests/test_generate.py -m ''
 """
 
 import json
 import math
 import shutil
+from itertools import product
 
+from configurator import UserError
+
+import filelock
 import pytest
 import torch
-from conftest import EVERY, near, random_model, refuses, stage_here, tokens
+from conftest import EVERY, near, random_model, stage, tokens
 
-from lib.exports import save_folder
-from lib.generate import (
-    Decoding,
+from generate import (
+    answer_all,
     complete,
     generate,
-    new_cache,
+    identity,
+    needs_equal_lengths,
     read_prompts,
     sample_token,
 )
-from lib.tokenizers import get_tokenizer, tokenizer_state
 
-P = torch.tensor([0.05, 0.4, 0.1, 0.25, 0.2])  # of five tokens
-
-
-# ---------------------------------------------------------------------- one token
-
-@pytest.mark.parametrize('settings', [{'temperature': 0}, {'temperature': 1e-46}, {'top_k': 1}],
-                         ids=str)
-def test_temperature_0_and_top_k_1_take_the_likeliest_and_the_first_of_equals(settings):
-    logits = torch.randn(8, 50)
-    logits[:2, 7:9] = 9.0
-    assert torch.equal(sample_token(logits, **settings), logits.argmax(-1, keepdim=True))
+every = pytest.mark.parametrize('changes', EVERY, ids=str)
 
 
-# The cumulative probabilities, likeliest first, are 0.4, 0.65, 0.85, 0.95, 1. Of the two likeliest
-# only: 0.615, 1. Squared and normalized again: 0.587, 0.817, 0.963 ...
+def sharp(seed=0, **changes):
+    """A random model, some of whose next tokens are much likelier than others."""
+    model = random_model(seed, **changes)
+    model.head.weight.data *= 4
+    return model
+
+
+# ---------------------------------------------------------------------- the cache
+
+@every
+@pytest.mark.parametrize('fixed', [False, True])
+@torch.no_grad()
+def test_steps_with_a_cache_give_the_logits_of_full_passes_over_each_text_alone(changes, fixed):
+    """The texts differ in length where the method allows it."""
+    model = random_model(**changes)
+    texts = [tokens(n, seed=n) for n in (46, 46 if needs_equal_lengths(model) else 9)]
+    logits, cache = read_prompts(model, [text[:-6].tolist() for text in texts], 6)
+    found, new = [logits[:, None]], torch.stack([text[-6:] for text in texts])
+    if fixed:
+        cache.fix()
+    for ids in new.split(1 if fixed else [1, 3, 1, 1], dim=1):
+        found.append(model(ids, cache=cache))
+    for text, its in zip(texts, torch.cat(found, 1)):
+        near(its, model(text[None])[0, -7:], atol=1e-4)
+
+
+@every
+@pytest.mark.parametrize('beams', [1, 3])
+def test_a_batch_completes_as_each_prompt_would_alone(changes, beams):
+    model, prompts = sharp(**changes), [tokens(n).tolist() for n in (40, 3, 40)]
+    how = 7, (5, 6, 7), beams
+    together = complete(model, prompts, *how)
+    assert together == [complete(model, [prompt], *how)[0] for prompt in prompts]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which('g++'), reason='torch.compile on a CPU needs g++')
+@pytest.mark.parametrize('position', ['none', 'rope', 't5', 'cope'])
+def test_compiled_steps_are_one_graph_that_writes_what_growing_steps_write(position):
+    model, stats = sharp(position=position), torch._dynamo.utils.counters['stats']
+    before = stats['unique_graphs']
+    for seed in 1, 2:
+        prompts = [tokens(n, seed=seed).tolist() for n in (40, 3)]
+        grown, compiled = (list(generate(model, prompts, 20, compile=on)) for on in (False, True))
+        assert compiled == grown and stats['unique_graphs'] == before + 1
+
+
+# ---------------------------------------------------------------------- greedy and beam search
+
+@torch.no_grad()
+def test_beam_search_with_enough_beams_finds_the_best_of_all_continuations():
+    """The score of a text is its mean log-probability, with that of its end token."""
+    lengths = set()
+    for seed, least in product(range(5), (0, 2)):
+        model, prompt, scores = sharp(seed, vocab_size=5), [seed, 2, 4], {}
+        for text in product(range(5), repeat=3):
+            n = next((n for n, token in enumerate(text, 1) if token < 2), 3)
+            log_p = model(torch.tensor([[*prompt, *text]]))[0, 2:].log_softmax(-1)
+            if n > least:
+                own = [log_p[i, token] for i, token in enumerate(text[:n])]
+                scores[text[:n - (text[n - 1] < 2)]] = sum(own) / n
+        best = max(scores, key=scores.get)
+        assert complete(model, [prompt], 3, [0, 1], 25, least) == [[*best]]
+        lengths.add(len(best))
+    assert lengths == {0, 1, 2, 3}
+
+
+def test_completions_are_those_of_transformers(tmp_path):
+    from test_convert import written
+    model, ended = sharp(position='rope', vocab_size=257), 0
+    theirs, eos = written(tmp_path, model), list(range(0, 257, 9))
+    for n, beams, least in product((1, 31), (1, 2, 5), (0, 4)):
+        prompt = 1 + 4 * tokens(1, n)
+        found = theirs.generate(prompt, max_new_tokens=12, min_new_tokens=least, num_beams=beams,
+                                do_sample=False, pad_token_id=0, eos_token_id=eos)[0, n:].tolist()
+        [ours] = complete(model, prompt.tolist(), 12, eos, beams, least)
+        assert ours == [token for token in found if token not in eos]
+        ended += len(ours) < 12
+    assert 0 < ended < 12
+
+
+@pytest.mark.parametrize('beams', [1, 2])
+def test_logits_that_are_not_finite_and_more_tokens_than_random_positions_are_refused(beams):
+    model = random_model(position='rope', random_positions=9)
+    with pytest.raises(UserError, match='9 random positions, so it cannot read 10'):
+        complete(model, [[1] * 8], 2, beams=beams)
+    model.norm.weight.data[0] = math.nan
+    with pytest.raises(UserError, match='logits of the model are not finite'):
+        complete(model, [[1] * 8], 1, beams=beams)
+
+
+# ---------------------------------------------------------------------- drawn tokens
+
+# Of the tokens 0 to 4, the likeliest are 1 and 3, then come 2, 4 and 0. Cumulative probabilities:
+# 0.35, 0.7, 0.85, 0.95, 1; squared and normalized again 0.44, 0.875, 0.955 ...
 @pytest.mark.parametrize('row', '''
-{"temperature": 0.5}                | 01234
-{"temperature": 2.0}                | 01234
-{"top_k": 2}                        | 13
-{"top_k": 9}                        | 01234
-{"top_p": 0.01}                     | 1
-{"top_p": 0.64}                     | 13
-{"top_p": 0.66}                     | 134
-{"top_k": 2, "top_p": 0.6}          | 1
-{"top_k": 2, "top_p": 0.62}         | 13
-{"temperature": 0.5, "top_p": 0.58} | 1
-{"temperature": 0.5, "top_p": 0.6}  | 13
+1     {"temperature": 0}
+01234 {"temperature": 0.5}
+01234 {"temperature": 2.0}
+1     {"top_k": 1}
+13    {"top_k": 2}
+01234 {"top_k": 9}
+1     {"top_p": 0.0}
+1     {"top_p": 0.34}
+13    {"top_p": 0.36}
+13    {"top_p": 0.69}
+123   {"top_p": 0.71}
+1     {"top_p": 0.49, "top_k": 2}
+1     {"top_p": 0.43, "temperature": 0.5}
+13    {"top_p": 0.86, "temperature": 0.5}
 '''.strip().splitlines())
 def test_top_k_and_top_p_keep_exactly_the_right_tokens_in_proportion(row):
-    settings, kept = row.split('|')
-    settings, kept = json.loads(settings), [int(digit) for digit in kept.strip()]
+    kept, how = row.split(maxsplit=1)
+    kept, how = [*map(int, kept)], {'temperature': 1} | json.loads(how)
+    p, expected = torch.tensor([0.05, 0.35, 0.15, 0.35, 0.1]), torch.zeros(5)
+    expected[kept] = p[kept] ** (1 / (how['temperature'] or 1))
     generator = torch.Generator().manual_seed(0)
-    drawn = sample_token(P.log().expand(20_000, 5), generator=generator, **settings)
-    expected = torch.zeros(5)
-    expected[kept] = P[kept] ** (1 / settings.get('temperature', 1.0))
+    drawn = sample_token(p.log().expand(20_000, 5), generator=generator, **how)
     shares = torch.bincount(drawn[:, 0], minlength=5) / 20_000
     assert shares.nonzero()[:, 0].tolist() == kept
     near(shares, expected / expected.sum(), atol=0.015)
 
 
-# ---------------------------------------------------------------------- many tokens
+def test_sample_prints_the_prompt_and_draws_as_it_is_told(tiny_run, tiny):
+    def sample(*how):
+        return stage('sample', f'--out_dir={tiny_run}', '--device=cpu', '--dtype=float32',
+                     '--prompt=def ï(', '--max_new_tokens=20', *how)
 
-@pytest.mark.parametrize('position', ['none', 'rope'])
-@torch.no_grad()
-def test_greedy_equals_argmax_of_repeated_full_forwards(position):
-    model, ids = random_model(position=position), tokens(20).tolist()
-    for _ in range(40):  # past block_size
-        ids.append(model(torch.tensor([ids]))[0, -1].argmax().item())
-    prompt, expected = ids[:20], ids[20:]
-    assert list(generate(model, prompt, 40)) == complete(model, [prompt], 40)[0] == expected
-    first = expected.index(expected[4])
-    assert list(generate(model, prompt, 40, Decoding((expected[4],)))) == expected[:first]
-
-
-def test_the_prompt_is_read_once_and_then_one_token_a_beam_and_the_last_logits_are_computed():
-    model, seen = random_model(), []
-    for module in model.embed, model.head:
-        module.register_forward_hook(lambda _, inputs, y: seen.append(tuple(y.shape[:2])))
-    list(generate(model, list(range(20)), 3))
-    assert seen == [(1, 20), (1, 1)] + 2 * [(1, 1), (1, 1)]  # read, logits of
-    seen.clear()
-    complete(model, [[1, 2, 3], [4]], 4, Decoding(beams=3))
-    assert seen[::2] == [(2, 3)] + 3 * [(6, 1)]
-
-
-@pytest.mark.parametrize('beams', [1, 2])
-def test_logits_that_are_not_finite_are_refused(beams):
-    model = random_model()
-    model.norm.weight.data[0] = math.nan
-    refuses('logits of the model are not finite', complete, model, [[1, 2]], 3,
-            Decoding(beams=beams))
-
-
-def test_a_cache_that_is_too_short_is_refused():
-    model = random_model()
-    cache = new_cache(model, 1, 10)
-    model(tokens(1, 8), cache=cache)
-    with pytest.raises(ValueError, match='KV cache holds 10'):
-        model(tokens(1, 3), cache=cache)
-
-
-# ---------------------------------------------------------------------- completions
-
-@pytest.mark.parametrize('position, beams', [('none', 1), ('none', 5), ('rope', 2)])
-def test_completions_equal_those_of_transformers(tmp_path, position, beams):
-    transformers = pytest.importorskip('transformers')
-    model = random_model(position=position, vocab_size=257)
-    model.head.weight.data *= 4  # so that some continuations are much likelier than others
-    save_folder(tmp_path, model, tokenizer_state(get_tokenizer('bytes')), torch.float32)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, attn_implementation='eager').eval()
-    prompts, n_ended = [(7 * tokens(n) % 257).tolist() for n in (1, 7, 31)], 0
-    often = tuple(range(0, 257, 9))
-    for eos, least in ((), 0), ((256,), 0), (often, 0), (often, 4):
-        how = Decoding(eos, beams=beams, min_new_tokens=least)
-        found_here = complete(model, prompts, 12, how)
-        for prompt, ours in zip(prompts, found_here):
-            idx = torch.tensor([prompt])
-            found = theirs.generate(idx, attention_mask=torch.ones_like(idx), max_new_tokens=12,
-                                    min_new_tokens=least, num_beams=beams, do_sample=False,
-                                    pad_token_id=0, eos_token_id=list(eos) or None)
-            found = found[0, len(prompt):].tolist()
-            end = next((i for i, token in enumerate(found) if token in eos), 12)
-            assert ours == found[:end]
-            n_ended += end < 12
-    assert n_ended > 0
-
-
-@pytest.mark.parametrize('beams', [1, 3])
-@pytest.mark.parametrize('changes', EVERY, ids=str)
-def test_a_batch_of_unequal_prompts_completes_as_each_would_alone(changes, beams):
-    model = random_model(**changes)
-    model.head.weight.data *= 4
-    prompts = [tokens(n).tolist() for n in (40, 3, 17, 40)]
-    how = Decoding((5, 6, 7), beams=beams)
-    together = complete(model, prompts, 10, how)
-    assert together == [complete(model, [one], 10, how)[0] for one in prompts]
-
-
-@pytest.mark.parametrize('changes', EVERY, ids=str)
-@torch.no_grad()
-def test_steps_of_equal_shapes_give_the_logits_of_steps_that_grow(changes):
-    """The steps of equal shapes are those that are compiled. The two prompts differ in length."""
-    model, found = random_model(**changes), []
-    lengths, new = [9, 9 if model.needs_equal_lengths else 4], tokens(2, 6)
-    for fixed in False, True:
-        _, cache = read_prompts(model, [list(range(n)) for n in lengths], 8)
-        if fixed:
-            cache.fix()
-        found.append([model(new[:, t:t + 1], tail=1, cache=cache) for t in range(6)])
-        assert int(cache.length) == 15
-    for grown, fixed in zip(*found):
-        near(fixed, grown, atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which('g++'), reason='torch.compile on a CPU needs g++')
-@pytest.mark.parametrize('position', ['none', 'rope'])
-def test_compiled_steps_are_one_graph_that_completes_as_the_model_does(position):
-    model, stats = random_model(position=position), torch._dynamo.utils.counters['stats']
-    model.head.weight.data *= 4
-    before = stats['unique_graphs']
-    for seed in 1, 2:  # two sets of prompts with the same lengths
-        prompts = [tokens(n, seed=seed).tolist() for n in (40, 3, 17)]
-        expected = complete(model, prompts, 20)
-        assert complete(model, prompts, 20, Decoding(compile=True)) == expected
-        assert stats['unique_graphs'] == before + 1
-    expected = list(generate(model, prompts[0], 20))
-    assert list(generate(model, prompts[0], 20, Decoding(compile=True))) == expected
-
-
-# ---------------------------------------------------------------------- sample.py
-
-def sample(folder, *arguments):
-    return stage_here('sample', f'--out_dir={folder}', '--device=cpu', '--dtype=float32',
-                      *arguments)
-
-
-def test_sample_prints_the_prompt_and_goes_on(tiny_run):
-    prompt = '--prompt=def naïve('
-    out = sample(tiny_run, prompt, '--max_new_tokens=40', '--n_samples=2', '--seed=3')
-    one, two = out.split('\n---\n')
-    assert one.startswith('def naïve(') and two.startswith('def naïve(') and one != two
-    assert 10 + 10 < len(one) <= 10 + 40  # 40 bytes; several may be one character
-    assert sample(tiny_run, prompt, '--max_new_tokens=0') == 'def naïve(\n'
+    [ids] = complete(tiny[0], [[256, *'def ï('.encode()]], 20, [256])
+    likeliest = 'def ï(' + bytes(ids).decode(errors='replace') + '\n'
+    assert sample('--temperature=0') == sample('--top_k=1') == sample('--top_p=0') == likeliest
+    one = sample('--seed=3')
+    assert one != sample('--seed=4')
+    assert sample('--seed=3', '--n_samples=2').startswith(f'{one}---\ndef ï(')
 
 
 def test_characters_of_several_bytes_are_printed_whole_and_broken_ones_marked(tiny_run,
                                                                               monkeypatch):
     broken = '東'.encode()[:2] + b'a' + 'ʼn'.encode()[:1]  # inside the text, and at its end
-    ids = 'Zoë→🙂'.encode() + broken
-    monkeypatch.setattr('lib.generate.generate', lambda *given: iter(ids))
-    assert sample(tiny_run, '--prompt=x') == 'xZoë→🙂�a�\n'
+    ids = [[byte] for byte in 'Zoë→🙂'.encode() + broken]
+    monkeypatch.setattr('generate.generate', lambda *given, **how: ids)
+    assert stage('sample', f'--out_dir={tiny_run}', '--prompt=x') == 'xZoë→🙂�a�\n'
 
 
-def test_sample_draws_as_it_is_told(tiny_run, tiny):
-    def drawn(*how):
-        return sample(tiny_run, '--prompt=def ', '--max_new_tokens=20', *how)
+# ---------------------------------------------------------------------- answers
 
-    ids = generate(tiny[0], [256, *b'def '], 20, Decoding((256,)))
-    likeliest = 'def ' + bytes(ids).decode(errors='replace') + '\n'
-    assert drawn('--temperature=0') == drawn('--top_k=1') == drawn('--top_p=0') == likeliest
-    assert drawn('--seed=3') == drawn('--seed=3') != drawn('--seed=4')
+def test_answers_survive_a_stop_and_do_not_mix_with_others(tmp_path, cpu):
+    asked, rows = [], [{'item': i, 'text': f'{i} ä'} for i in range(6)]
+
+    def answers(**about):
+        def answer(items):
+            asked.append(items)
+            return [{'text': rows[i]['text']} for i in items]
+
+        asked.clear()
+        return answer_all(tmp_path / 'new/x', about, [9, 9, 4, 4, 4, 2], 10, answer, cpu)
+
+    assert answers() == rows and asked == [[0], [1], [2, 3], [4, 5]]  # at most 10 tokens
+    file = tmp_path / 'new/x.jsonl'
+    lines = file.read_bytes().split(b'\n')
+    for cut in 1, 3, 4:  # the last line ends in ä"}, and ä has two bytes
+        file.write_bytes(b'\n'.join(lines)[:-cut])
+        assert answers() == rows and asked == [[5]]
+    file.write_bytes(b'\n'.join(lines[:4]))
+    (tmp_path / 'new/x.rank1.jsonl').write_bytes(b'\n'.join(lines[::5]))  # has item 4
+    assert answers() == rows and asked == [[3, 5]]
+    with filelock.FileLock(f'{file}.lock'), pytest.raises(UserError, match='Another process'):
+        answers()
+    with pytest.raises(UserError, match='x.*jsonl holds answers of other settings'):
+        answers(seed=2)
+
+
+def test_the_identity_of_a_model_tells_its_vectors_scale_file_weights_and_settings(tmp_path):
+    found, file = set(), tmp_path / 'scale.json'
+    for seed, text, digest, config in (0, '', 0, 0), (1, '', 0, 0), (0, '1', 0, 0), (
+            0, '', 1, 0), (0, '', 0, 1):
+        file.write_text(text)
+        info = {'digest': digest, 'model_config': config}
+        found.add(identity(random_model(seed), info, str(file)))
+    assert len(found) == 5

@@ -1,125 +1,118 @@
-"""Pictures: every result in the repository draws one, which names its run and what it hides."""
+"""
+Pictures show the numbers of the JSON that they are drawn from, and are drawn for every stage.
 
-import copy
+$ python -m pytest tests/test_plots.py
+"""
+
 import json
 import math
 import warnings
-from pathlib import Path
 
+import numpy as np
 import pytest
-from conftest import ROOT, read
 
-from lib import figures, plots
-from results.channel_scale import table as channels
-from results.scoreboard import table as scoreboard
+import plots
 
-PICTURES = plots.PICTURES | {'channel_scale': channels.draw, 'scoreboard': scoreboard.draw}
-RESULTS = {}
-for path in sorted(ROOT.glob('results/**/*.json')):
-    result = read(path)
-    if plots.kind_of(result) in PICTURES:
-        RESULTS[f'{path.parent.name}/{path.stem}'] = result
+ALL = '''{
+"position_method": "rope", "short_conv": 4, "label": "$x_$", "checkpoint": "a/b/c/last.pt",
+"block_size": 4, "pretrained_length": 4, "dataset": "books", "protocol": "position",
+"position": [1, 2, 3, 4, 5, 6, 7, 8, 16], "loss": [9, 1, 1, 1, 1, 1, 1, 1, 17],
+"cut": {"context": 4, "position": [8, 16], "loss": [6, 7]}, "head_scale": [[1, 2]]}'''
+EACH = '''{
+"eval_ppl": {"rows": [{"length": 4, "loss": 2, "standard_error": 0.1}, {"length": 8, "loss": 3,
+    "standard_error": 0.1, "cut_loss": 2.5, "gain_error": 0.2}]},
+"entropy": {"spearman": [-1], "mean_entropy": [0, 1, 1, 1, 1, 1, 1, 1, 2],
+    "entropy": [[[0, 1, 1, 1, 1, 1, 1, 1, 3], [0, 1, 1, 1, 1, 1, 1, 1, 1]]]},
+"uniform": {"stage": "tune_scale", "method": "uniform", "search": {"candidates": [1, 1.5, 2],
+    "position": [1, 2, 3, 4, 5, 6, 7, 8, 16], "fit_a": 0.5, "fit_r2": 0.9,
+    "loss": [[], [9, 1, 1, 1, 1, 1, 1, 1, 17], []], "best_by_position": [1, 1, 1, 1, 1, 1, 1, 1, 2],
+    "entropy": [null, [0, 1, 1, 1, 1, 1, 1, 1, 2], null]}},
+"head": {"stage": "tune_scale", "method": "head", "settings": {"tune": "norm:0.1,head_scale"},
+    "norm": {"norm.weight": [3, 4]}, "last_entropy": [[5, 6]], "target_length": 16,
+    "curves": {"tuned": {"loss": [9, 1, 1, 1, 1, 1, 1, 1, 17],
+                         "entropy": [0, 1, 1, 1, 1, 1, 1, 1, 2]}}},
+"repeats": {"rows": [{"kind": "all", "gain": 0.5, "gain_error": 0.1}]},
+"passkey": {"lengths": [4, 8], "accuracy": [[1, 0.5, 1], [0, 0.5, 0]]},
+"che": {"method": "RoPE", "lengths": [4, 9], "tasks": {"copy": {"accuracy": [1, 0.5],
+    "exact": [1, 0], "chance": 0.125}}},
+"attention": {"layer": 0, "head": 1, "lengths": [{"length": 8, "maps": {"score": [[1], [2, 3]],
+    "attention": [[1], [0.25, 0.75]]}}]},
+"demo": {"tail": 3, "lengths": [4, 5], "source": "books", "windows": 2, "readings": {"NoPE": {
+    "curve": [9, 9, 3, 2, 1], "at": {"4": {}, "5": {"cut_loss": 4}},
+    "far": {"gain": 0.5, "gain_error": null}}}}}'''
+RESULTS = {name: {'stage': name, **json.loads(ALL), **result}
+           for name, result in json.loads(EACH).items()}
+
+# stage | panel | curve | x:y ... The mean of the first 8 losses is 16 / 8, of the last 8 24 / 8.
+CURVES = '''
+eval_ppl | 0 | NAME | 4:2 8:3
+eval_ppl | 0 | NAME, cut to 4 | 4:nan 8:2.5
+eval_ppl | 0 | NAME, each position | 1:9 2:1 3:1 4:1 5:1 6:1 7:1 8:1 16:17
+entropy | 0 | NAME | 4.5:2 6.375:3
+entropy | 0 | NAME, cut to 4 | 8:6 16:7
+entropy | 1 | NAME | 1:0 2:1 3:1 4:1 5:1 6:1 7:1 8:1 16:2
+uniform | 0 | scale 1.5 | 4.5:2 6.375:3
+uniform | 1 | scale 1.5 | 1:0 2:1 3:1 4:1 5:1 6:1 7:1 8:1 16:2
+uniform | 1 | upper bound: ln i | 1:0 2:.69 3:1.1 4:1.39 5:1.61 6:1.79 7:1.95 8:2.08 16:2.77
+uniform | 2 | NAME, a = 0.500, R² = 0.9 | 1:1 2:1 3:1 4:1 5:1.11 6:1.2 7:1.28 8:1.35 16:1.69
+head | 0 | tuned | 4.5:2 6.375:3
+head | 1 | tuned | 1:0 2:1 3:1 4:1 5:1 6:1 7:1 8:1 16:2
+che | 0 | RoPE | 4:1 9:0.5
+che | 0 | RoPE, whole answers | 4:1 9:0
+demo | 0 | NoPE | 3:3 4:2 5:1
+demo | 0 | NoPE, cut to L | 4:nan 5:4
+'''
+
+
+def panels(name, **changes):
+    text = json.dumps(RESULTS[name] | changes)
+    return plots.PICTURES[name](json.loads(text, object_hook=plots.Entry)).axes
+
+
+@pytest.mark.parametrize('row', CURVES.strip().splitlines())
+def test_a_curve_has_the_numbers_of_the_json(row):
+    name, panel, curve, points = row.split(' | ')
+    axis = panels(name)[int(panel)]
+    found = {bars.get_label().replace('\n', ', '): bars[0].get_xydata() for bars in axis.containers}
+    expected = np.array([point.split(':') for point in points.split()], float)
+    curve = curve.replace('NAME', 'RoPE + conv, $x_$ (b/c/last.pt)')
+    assert found[curve] == pytest.approx(expected, abs=0.006, nan_ok=True)
+    assert 'L = 4' in axis.get_legend_handles_labels()[1]
+
+
+def test_bars_images_and_points_have_the_numbers_of_the_json():
+    [axis] = panels('eval_ppl')
+    assert axis.collections[0].get_segments()[1].tolist() == [[8, 2.8], [8, 3.2]]
+    assert axis.yaxis.get_major_formatter()(math.log(20), 0) == '20'
+    assert [bar.get_width() for bar in panels('repeats')[0].patches] == [0.5]
+    assert panels('passkey')[0].images[0].get_array().tolist() == [[1, 0], [0.5, 0.5], [1, 0]]
+    score, attention = (axis.images[0].get_array() for axis in panels('attention')[:2])
+    assert score.tolist() == [[1, None], [2, 3]] and attention.tolist()[1] == [0.25, 0.75]
+    for name, points in ('entropy', [[1, 3], [2, 1]]), ('head', [[1, 5], [2, 6]]):
+        assert panels(name)[2].collections[0].get_offsets().tolist() == points
+    assert panels('head')[3].images[0].get_array().tolist() == [[3, 4]]
 
 
 @pytest.mark.parametrize('name', RESULTS)
-def test_every_result_draws_without_a_warning_and_names_its_run(name):
-    result = RESULTS[name]
-    with warnings.catch_warnings():
-        warnings.simplefilter('error')
-        figure = PICTURES[plots.kind_of(result)](result)
-        figure.draw_without_rendering()
-    for axis in figure.axes:
-        curves = [line for line in figures.named_lines(axis) if len(line.get_xdata()) > 1]
-        assert len([line for line in curves if ', cut to ' not in line.get_label()]) <= 8
-        assert axis.get_legend() is None
-    if result.get('compare'):
-        run = f"{1 + len(result['compare'])} runs"
-    elif 'checkpoint' in result and 'name' not in result.get('rows', [{}])[0]:
-        run = Path(result['checkpoint']).parent.name
-    else:
-        run = result.get('method', result['settings'].get('out_dir', result.get('label')))
-    assert run in figure.get_suptitle()
+def test_pictures_of_all_stages_are_drawn_beside_their_json_without_a_warning(tmp_path, name):
+    files = [tmp_path / f'{stem}.json' for stem in (name, 'b')]
+    for file in files:
+        file.write_text(json.dumps(RESULTS[name]))
+    several = name in 'eval_ppl entropy uniform repeats passkey che'
+    with warnings.catch_warnings(action='error'):
+        drawn = plots.draw(*files[:1 + several])
+    pictures = [f'{name}_and_b' if several else name] + ['entropy_heads'] * (name == 'entropy')
+    assert [path.name for path in drawn] == [f'{picture}.png' for picture in pictures]
+    assert all(path.read_bytes().startswith(b'\x89PNG') for path in drawn)
 
 
-def test_panels_of_a_table_show_their_familys_cut_context_and_write_what_lies_above_them():
-    result = RESULTS['books/eval_ppl_table']
-    axes = plots.draw_ppl(result).axes
-    drawn = {line.get_label(): tuple(line.get_ydata()) for axis in axes
-             for line in figures.named_lines(axis) if ', cut to ' in line.get_label()}
-    at_L = {row['name']: row['ppl'][0] for row in result['rows']}
-    assert drawn == {f'{name}, cut to 256': 4 * (at_L[name],)
-                     for name in ('RoPE', 'NoPE', 'ALiBi, trained so')}
-    # A value above the panel is written at its edge.
-    assert 'NoPE  ↑ up to 1,480' in [text.get_text() for axis in axes for text in axis.texts]
+def test_every_stage_with_a_picture_is_here_and_others_draw_none(tmp_path):
+    assert RESULTS.keys() == plots.PICTURES.keys()
+    (tmp_path / 'bench.json').write_text('{"stage": "bench"}')
+    assert plots.draw(tmp_path / 'bench.json') == []
 
 
-@pytest.mark.parametrize('lengths, stride, drawn', [
-    ([64], 16, {}),
-    ([64, 128, 256], 16, {128: 5.0, 256: 5.0}),                       # those of L score the same
-    ([64, 128, 256], 17, {256: math.exp(1.25)}),                      # in a shorter context
-    ([256, 512], 16, {256: math.exp(1.25), 512: math.exp(1.5)})])     # L was not measured
-def test_a_models_cut_context_begins_at_L(lengths, stride, drawn):
-    rows = [{'length': T, 'ppl': 5.0 if T == 128 else 7.0} for T in lengths]
-    for row in rows:
-        if row['length'] > 128:
-            row['cut_loss'] = 1 + row['length'] / 1024
-    result = {'rows': rows, 'lengths': lengths, 'rule': 'same', 'stride': stride,
-              'protocol': 'sliding', 'label': '', 'dataset': 'books', 'position_method': 'none',
-              'checkpoint': 'out/nope/last.pt', 'block_size': 512, 'pretrained_length': 128}
-    [axis] = plots.draw_ppl(result).axes
-    low, high = axis.get_ylim()
-    assert all(low < ppl < high for ppl in drawn.values())
-    cut = [line.get_xydata() for line in figures.named_lines(axis) if 'cut to 128' in
-           line.get_label()]
-    assert dict(cut[0] if cut else []) == pytest.approx(drawn)
-
-
-def test_bars_of_a_perplexity_are_the_standard_error_of_the_loss_times_it():
-    result = copy.deepcopy(RESULTS['extension_demo/eval_ppl_table'])
-    result['rows'] = result['rows'][:1]
-    row, = result['rows']
-    row['standard_error'] = [0.1] * len(row['ppl'])
-    bars = [collection for collection in plots.draw_ppl(result).axes[0].collections
-            if hasattr(collection, 'get_segments')]
-    heights = [(high - low) / 2 for (_, low), (_, high) in bars[0].get_segments()]
-    assert heights == pytest.approx([0.1 * ppl for ppl in row['ppl']])
-
-
-def test_bound_and_running_mean_are_by_hand():
-    _, [axis] = figures.panels('', 1, 1)
-    for unit, at_8 in ('nats', math.log(8)), ('bits', 3):
-        figures.draw_bound(axis, [2, 8], unit)
-        assert axis.get_lines()[-1].get_ydata()[-1] == pytest.approx(at_8)
-    assert figures.running_mean([8.0] * 16 + [0.0] * 8)[[0, 8, -1]].tolist() == [8, 8, 0]
-
-
-def test_missing_and_constant_values_draw():
-    result = copy.deepcopy(RESULTS['extension_demo/eval_ppl_table'])
-    result['lengths'] = result['lengths'][:1]
-    for i, row in enumerate(result['rows']):
-        row['ppl'] = [3.0 if i else None]
-    plots.draw_ppl(result).draw_without_rendering()
-
-
-def test_a_demo_whose_far_repeats_are_in_one_window_draws():
-    result = read(ROOT / 'results/demo/look.json')
-    for row in result['readings'].values():
-        row['far']['gain_error'] = None
-    plots.draw_demo(result)
-
-
-def test_entropy_draws_its_heads_beside_it(tmp_path):
-    path = tmp_path / 'entropy_x.json'
-    path.write_text(json.dumps(RESULTS['entropy_4L/entropy_scale']))
-    drawn = plots.draw(path)
-    assert drawn == [tmp_path / 'entropy_x.png', tmp_path / 'entropy_heads_x.png']
-    assert all(picture.read_bytes().startswith(b'\x89PNG') for picture in drawn)
-
-
-def test_a_log_draws_with_and_without_validation(tmp_path):
-    rows = [{'step': 1, 'tokens': 64, 'loss': 5.0}, {'step': 1, 'tokens': 64, 'val_loss': 4.9}]
-    for n in 0, 1, 2:
-        log = tmp_path / 'log.jsonl'
-        log.write_text(''.join(json.dumps(row) + '\n' for row in rows[:n]))
-        plots.draw_log(log, tmp_path / f'loss{n}.png')
-        assert (tmp_path / f'loss{n}.png').exists()
+def test_a_log_is_drawn_before_the_first_validation(tmp_path):
+    (tmp_path / 'log.jsonl').write_text('{"step": 1, "tokens": 64, "loss": 5.0}')
+    plots.draw_log(tmp_path / 'log.jsonl', tmp_path / 'loss.png')
+    assert (tmp_path / 'loss.png').exists()

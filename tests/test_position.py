@@ -122,12 +122,12 @@ def test_kerples_parameters_act_as_positive_numbers_and_can_recover():
 
 
 def test_cope_counts_in_float32_where_its_scores_are_bfloat16():
-    cope, i = method('cope'), torch.arange(60)
+    cope, i = method('cope'), torch.arange(120)
     cope.e.data[:] = 8 * (torch.arange(64) % 2)[:, None]     # 0 at even counts, 8 at odd ones
-    q = torch.full((1, 4, 60, 8), 1 / 64).bfloat16()         # q.e is 0 or 1
-    k = 16 * torch.randn(1, 2, 60, 8).bfloat16()
+    q = torch.full((1, 4, 120, 8), 1 / 64).bfloat16()        # q.e is 0 or 1
+    k = 16 * torch.randn(1, 2, 120, 8).bfloat16()
     expected = cope.similarity(q.float(), k.float(), i, i)
-    near(cope.similarity(q, k, i, i).tril(), expected.tril(), atol=0.1)
+    near(cope.similarity(q, k, i, i).tril(), expected.tril(), atol=0.04)
 
 
 def test_random_positions_are_a_sorted_uniform_subset_that_only_training_draws_anew():

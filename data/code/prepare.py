@@ -61,7 +61,7 @@ def download(wheels, folder):
             return False
         if not is_whole(path, wheel['sha256']):
             raise UserError(f'{path} could not be downloaded, or its SHA-256 is not that of the '
-                            f'manifest; if it is there, remove it. {done.stderr[-300:]}')
+                            f'manifest; if it is there, remove it. {done.stderr[-300:]!r}')
     return True
 
 
