@@ -207,6 +207,11 @@ def main(given):
     length = context or model.config.block_size
     if isinstance(scale, str) and not context:
         length = max(read_scale_file(scale, model, info)[1])  # the longest that it is tuned for
+    for name, (_, _, longest) in chosen.items():
+        if length - longest < 2:
+            raise UserError(f'A context of {length} tokens leaves {name} no room for a prompt, '
+                            f'because its answers have up to {longest} tokens. Set a longer '
+                            '--context=, or leave this task out of --tasks=.')
     about = {'model': identity(model, info, scale), 'dtype': str(runtime.dtype), 'beams': beams,
              'context': length}
 
@@ -230,10 +235,6 @@ def main(given):
     results, table = {}, []
     for name, (samples, _, longest) in chosen.items():
         n, room = len(samples[:max_samples]), length - longest
-        if room < 2:
-            raise UserError(f'A context of {length} tokens leaves {name} no room for a prompt, '
-                            f'because its answers have up to {longest} tokens. Set a longer '
-                            '--context=, or leave this task out of --tasks=.')
         rows = answer_all(f'{path}/{name}', about | {'data': stable_hash(chosen[name])}, [1] * n,
                           batch_size, partial(answer, name), runtime)
         mean = round(100 * sum(row['score'] for row in rows) / n, 2)

@@ -26,8 +26,9 @@ def tuned(tiny_run, tmp_path_factory):
     """A folder with the scale files of a few searches of tiny_run."""
     folder = tmp_path_factory.mktemp('tuned')
     stage('tune_scale', *on(tiny_run, folder), '--method=uniform', '--n_samples=4',
-               '--candidate_range=[0.5,2.0,0.5]', '--target_length=128')
-    for more in ([], ['--min_scale=None', '--label=no_min', '--tune=head_scale:0.5', '--init_scale=1.0'],
+          '--candidate_range=[0.5,2.0,0.5]', '--target_length=128')
+    for more in ([], ['--min_scale=None', '--label=no_min', '--tune=head_scale:0.5',
+                      '--init_scale=1.0'],
                  ['--tune=channel', '--label=channel'],
                  ['--tune=head_scale,head_gain,norm', '--label=all'],
                  ['--target_lengths=[64,128]']):

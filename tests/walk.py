@@ -1,9 +1,9 @@
 """
 The reader's load: what somebody opens who wants to understand a command.
 
-$ python tests/walk.py       # prints files and tokens that each main stage imports at its start, and
-                             # the functions from main() of train.py to the first forward pass, and
-                             # those of one step of its loop
+$ python tests/walk.py     # prints files and tokens that the main stages import at their start, the
+                           # functions from main() of train.py to the first forward pass, and those
+                           # of one step of its loop
 
 A token is one of Python's own tokenizer, without comments and docstrings.
 """
@@ -55,8 +55,9 @@ def training_calls():
     of two steps of a tiny model. Lambdas and comprehensions are part of what holds them.
     """
     sys.path.insert(0, str(ROOT))
-    import train
     from configurator import configure
+
+    import train
     from position import Settings
     from tokenizer import get_tokenizer, write_dataset
     calls = []
