@@ -266,6 +266,7 @@ def save_json(path, data):
     text = json.dumps(json_value(data), indent=1)
     text = re.sub(r'\[\n[^][{}"]*\]', lambda numbers: re.sub(r'\s+', ' ', numbers[0]), text)
     part = Path(f'{path}.part')
+    part.parent.mkdir(parents=True, exist_ok=True)
     part.write_text(text.replace('[ ', '[').replace(' ]', ']') + '\n', encoding='utf-8')
     part.replace(path)
 

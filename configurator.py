@@ -68,11 +68,12 @@ def run_config(name):
 def show_help(scope, known, declared):
     """Print a stage's docstring and the source lines of its settings, comments included."""
     lines = Path(scope['__file__']).read_text(encoding='utf-8').splitlines()
-    own = [i for i, line in enumerate(lines) if line.partition(' =')[0].partition(':')[0] in known]
+    places = {line.partition(' =')[0].partition(':')[0]: i for i, line in enumerate(lines)}
+    own = sorted(places[name] for name in known.keys() & places)
     shown = lines[own[0] - 1:own[-1] + 1] if own else []
     if declared:
         shown += [line.strip() for line in inspect.getsource(declared).splitlines()
-                  if line.strip().partition(':')[0] in known]
+                  if line.strip().partition(':')[0] in known.keys() - places]
     print(scope['__doc__'].strip(), '\n'.join(shown), sep='\n\n')
     sys.exit()
 

@@ -230,7 +230,7 @@ def draw_ppl(*results):
                   f'{name}, cut to {result.pretrained_length}', width=0.8)
         if result.position:
             curve(axis, result.position, result.loss, f'{name}, each position', width=0.5)
-    axis.yaxis.set_major_formatter(lambda loss, _: f'{math.exp(loss):.4g}')
+    axis.yaxis.set_major_formatter(lambda loss, _: f'{math.exp(loss):.3g}')
     finish(axis, results, 'perplexity', '', 'tokens')
     return figure
 

@@ -87,9 +87,10 @@ def test_a_setting_of_another_version_is_refused_unless_it_is_off():
 
 
 def test_json_has_six_digits_and_null_for_what_is_no_number(tmp_path):
-    common.save_json(tmp_path / 'x.json', {'a': np.array([[1 / 3, np.nan]]), 'b': 1 / 3,
+    path = tmp_path / 'new/x.json'
+    common.save_json(path, {'a': np.array([[1 / 3, np.nan]]), 'b': 1 / 3,
                                            'c': torch.tensor([2]), 'd': float('inf')})
-    text = (tmp_path / 'x.json').read_text(encoding='utf-8')
+    text = path.read_text(encoding='utf-8')
     assert json.loads(text) == {'a': [[0.333333, None]], 'b': 1 / 3, 'c': [2], 'd': None}
     assert '[0.333333, null]' in text  # numbers of a list stand on one line
 

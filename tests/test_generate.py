@@ -98,7 +98,7 @@ def test_completions_are_those_of_transformers(tmp_path):
     from test_convert import written
     model, eos = sharp(position='rope', vocab_size=257), list(range(0, 257, 9))
     theirs = written(tmp_path, model)
-    for n, beams, least in product(range(27, 32), (1, 2, 5), (0, 4)):
+    for n, beams, least in product((12, 15, 24), (1, 2, 5), (0, 4)):
         prompt = 1 + 4 * tokens(1, n)
         found = theirs.generate(prompt, max_new_tokens=12, min_new_tokens=least, num_beams=beams,
                                 do_sample=False, pad_token_id=0, eos_token_id=eos)
@@ -138,11 +138,11 @@ def test_logits_that_are_not_finite_and_more_tokens_than_random_positions_are_re
 '''.strip().splitlines())
 def test_top_k_and_top_p_keep_exactly_the_right_tokens_in_proportion(row):
     kept, how = row.split(maxsplit=1)
-    kept, how = [*map(int, kept)], {'temperature': 1} | json.loads(how)
-    p, expected = torch.tensor([0.05, 0.35, 0.15, 0.35, 0.1]), torch.zeros(5)
-    expected[kept] = p[kept] ** (1 / (how['temperature'] or 1))
+    how = {'temperature': 1} | json.loads(how)
+    p = torch.tensor([0.05, 0.35, 0.15, 0.35, 0.1])
     generator = torch.Generator().manual_seed(0)
     drawn = sample_token(p.log().expand(20_000, 5), generator=generator, **how)
+    expected = p ** (1 / (how['temperature'] or 1)) * torch.tensor([str(i) in kept for i in range(5)])
     near(drawn.flatten().bincount(minlength=5) / 20_000, expected / expected.sum(), atol=0.015)
 
 
