@@ -59,7 +59,7 @@ class Runtime:
         a tensor of B rows. Returns the rows of all windows in order, (n, ...) float64, on every
         rank. label: text of a progress bar. Raises UserError if a number is not finite.
         With 2 ranks and batches of 2, five windows are read as 01|23 and then 40|12: the first
-        rank reads what stands left of the bar, and the second 1 and 2 only fill up.
+        rank reads what stands left of the bar; the second 0, 1 and 2 only fill up the batches.
         """
         n, windows = len(windows), torch.as_tensor(windows)
         # Batches have one size, because each new size would be compiled, and all ranks have equally

@@ -4,9 +4,10 @@ and Table 2 of "Length Generalization of Causal Transformers without Position En
 tokens of each length and Delta P as in Figures 1 to 6 and Table 1 of "DAPE V2".
 
 L is the length of pretraining. Beside each loss past L stands the loss of the same tokens if the
-model sees only the last L tokens (cut_loss, in short windows that score L / 8 tokens each). The
-gain is cut_loss minus the loss, in nats: above 0 the tokens beyond L help, below 0 they harm. If a
-model was fine-tuned at another length, block_size, the default lengths are multiples of that one.
+same model sees only the last L tokens (cut_loss, in short windows that score L / 8 tokens each).
+Scales of one set apply there, too, and cost something; repeats.py compares with the untuned model.
+The gain is cut_loss minus the loss, in nats: above 0 the tokens beyond L help, below 0 they harm.
+If a model was fine-tuned at another length, block_size, the default lengths are multiples of it.
 
 $ python eval_ppl.py                                             # sliding windows of L ... 8L
 $ python eval_ppl.py --scale=out/demo/nope/scale_head_640.json   # the same with tuned scales

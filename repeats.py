@@ -4,9 +4,9 @@ something from more than L tokens ago, and ask how much the loss falls when the 
 far. In "... def parse(text): ... 500 other lines ... def parse(" the next token, `text`, can be
 copied, but only by a model that sees the first definition.
 
-A target is a token x_t whose `gram` tokens before it also stand before an earlier token x_s, with
-s < t - L, and before no s in [t - L, t). So x_s is not among the last L tokens. The cut context
-is the L tokens before the target. L is the length of pretraining.
+A target is a token x_t, t >= 2L, whose `gram` tokens before it also stand before an earlier token
+x_s, with s < t - L, and before no s in [t - L, t). So x_s is not among the last L tokens. The cut
+context is the L tokens before the target. L is the length of pretraining.
 
 gain = loss of the untuned model in the cut context - loss of this model in the whole window. Above
 0 a model reads past L. own_gain is the same with this model, and its scales, in both places.

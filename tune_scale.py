@@ -318,6 +318,8 @@ def main(given):
     lengths = [target_length or (8 if method == 'uniform' else 4) * config.block_size]
     lengths = sorted(target_lengths) or lengths
     least = config.block_size + (method == 'uniform' or bool(target_lengths))
+    if target_lengths and (target_length or method == 'uniform'):
+        raise UserError('target_lengths is for --method=head, without target_length.')
     if method not in ('uniform', 'head') or min(lengths) < least:
         raise UserError(f'method is {method}, for {min(lengths)} tokens. Give uniform or head, and '
                         f'at least {least} tokens.')

@@ -118,23 +118,23 @@ def test_logits_that_are_not_finite_and_more_tokens_than_random_positions_are_re
 
 # ---------------------------------------------------------------------- drawn tokens
 
-# Of the tokens 0 to 4, the likeliest are 1 and 3, then come 2, 4 and 0. Cumulative probabilities:
-# 0.35, 0.7, 0.85, 0.95, 1; squared and normalized again 0.44, 0.875, 0.955 ...
+# Which of five tokens may come. The likeliest are 1 and 3, then follow 2, 4 and 0. Cumulative
+# probabilities: 0.35, 0.7, 0.85, 0.95, 1; squared and normalized again 0.44, 0.875, 0.955 ...
 @pytest.mark.parametrize('row', '''
-1     {"temperature": 0}
-01234 {"temperature": 0.5}
-01234 {"temperature": 2.0}
-1     {"top_k": 1}
-13    {"top_k": 2}
-01234 {"top_k": 9}
-1     {"top_p": 0.0}
-1     {"top_p": 0.34}
-13    {"top_p": 0.36}
-13    {"top_p": 0.69}
-123   {"top_p": 0.71}
-1     {"top_p": 0.49, "top_k": 2}
-1     {"top_p": 0.43, "temperature": 0.5}
-13    {"top_p": 0.86, "temperature": 0.5}
+01000 {"temperature": 0}
+11111 {"temperature": 0.5}
+11111 {"temperature": 2.0}
+01000 {"top_k": 1}
+01010 {"top_k": 2}
+11111 {"top_k": 9}
+01000 {"top_p": 0.0}
+01000 {"top_p": 0.34}
+01010 {"top_p": 0.36}
+01010 {"top_p": 0.69}
+01110 {"top_p": 0.71}
+01000 {"top_p": 0.49, "top_k": 2}
+01000 {"top_p": 0.43, "temperature": 0.5}
+01010 {"top_p": 0.86, "temperature": 0.5}
 '''.strip().splitlines())
 def test_top_k_and_top_p_keep_exactly_the_right_tokens_in_proportion(row):
     kept, how = row.split(maxsplit=1)
@@ -142,7 +142,7 @@ def test_top_k_and_top_p_keep_exactly_the_right_tokens_in_proportion(row):
     p = torch.tensor([0.05, 0.35, 0.15, 0.35, 0.1])
     generator = torch.Generator().manual_seed(0)
     drawn = sample_token(p.log().expand(20_000, 5), generator=generator, **how)
-    expected = p ** (1 / (how['temperature'] or 1)) * torch.tensor([str(i) in kept for i in range(5)])
+    expected = p ** (1 / (how['temperature'] or 1)) * torch.tensor([*map(int, kept)])
     near(drawn.flatten().bincount(minlength=5) / 20_000, expected / expected.sum(), atol=0.015)
 
 

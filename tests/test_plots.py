@@ -94,7 +94,7 @@ def test_bars_images_and_points_have_the_numbers_of_the_json():
 
 @pytest.mark.parametrize('name', RESULTS)
 def test_pictures_of_all_stages_are_drawn_beside_their_json_without_a_warning(tmp_path, name):
-    files = [tmp_path / f'{stem}.json' for stem in (name, 'b')]
+    files = tmp_path / f'{name}.json', tmp_path / 'b.json'
     for file in files:
         file.write_text(json.dumps(RESULTS[name]))
     several = name in 'eval_ppl entropy uniform repeats passkey che'
