@@ -90,7 +90,7 @@ def test_beam_search_with_enough_beams_finds_the_best_of_all_continuations():
         for ids, its in zip(texts.tolist(), log_p):
             n = ids.index(0) if 0 in ids else 5              # 0 is the end token
             if n >= least:
-                scored.append((its[:n + 1].mean().item(), ids[:n]))
+                scored.append((its[:n + 1].mean(), ids[:n]))
         assert complete(model, [[seed % 4]], 5, [0], 256, least) == [max(scored)[1]]
 
 
@@ -98,7 +98,7 @@ def test_completions_are_those_of_transformers(tmp_path):
     from test_convert import written
     model, eos = sharp(position='rope', vocab_size=257), list(range(0, 257, 9))
     theirs = written(tmp_path, model)
-    for n, beams, least in product((12, 15, 24), (1, 2, 5), (0, 4)):
+    for n, beams, least in product((12, 15, 17), (1, 2, 5), (0, 4)):
         prompt = 1 + 4 * tokens(1, n)
         found = theirs.generate(prompt, max_new_tokens=12, min_new_tokens=least, num_beams=beams,
                                 do_sample=False, pad_token_id=0, eos_token_id=eos)

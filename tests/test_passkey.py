@@ -35,7 +35,8 @@ def test_prompts_fill_the_length_asked_and_hold_the_key_at_the_place_asked(encod
     for length, _, place, key in draw_cells([310, 777, 2048], 10, 2, seed=1):
         prompt, answer, start = build_prompt(encoding, length, place, key, 'exact')
         text, line = encoding.decode(prompt[1:]), KEY.format(key=key)
-        ids, more = (encoding.encode_ordinary(f'{one} {key}') for one in (text, FILLER + text))
+        ids, more = (encoding.encode_ordinary(f'{one} {key}')
+                     for one in (text, text.replace(line, line + FILLER)))
         assert [encoding.eot_token, *ids] == prompt + answer
         assert len(ids) < length <= len(more)
         before, after = (part.count(FILLER) for part in text.split(line))
