@@ -329,8 +329,9 @@ def draw_demo(result):
     for name, row in result.readings.items():
         curve(left, range(tail, T + 1), row.curve[tail - 1:], name)
         draw_gain(right, name, row.far)
-    curve(left, result.lengths, column(row.at.values(), 'cut_loss'), f'{name}, cut to L',
-          width=0.8)
+    model = name.partition(',')[0]  # of the last reading, as trained
+    curve(left, result.lengths, column(row.at.values(), 'cut_loss'),
+          f'{model}, only the last L tokens', width=0.8)
     finish(left, [result], f'loss (nats per token, mean of {tail})')
     return figure
 

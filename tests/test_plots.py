@@ -60,7 +60,7 @@ head | 1 | tuned | 1:0 2:1 3:1 4:1 5:1 6:1 7:1 8:1 16:2
 che | 0 | RoPE | 4:1 9:0.5
 che | 0 | RoPE, whole answers | 4:1 9:0
 demo | 0 | NoPE | 3:3 4:2 5:1
-demo | 0 | NoPE, cut to L | 4:nan 5:4
+demo | 0 | NoPE, only the last L tokens | 4:nan 5:4
 '''
 
 
