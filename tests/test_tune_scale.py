@@ -31,7 +31,7 @@ def tuned(tiny_run, tmp_path_factory):
                       '--init_scale=1.0'],
                  ['--tune=channel', '--label=channel'],
                  ['--tune=head_scale,head_gain,norm', '--label=all'],
-                 ['--target_lengths=[64,128]']):
+                 ['--target_lengths=[64,128]', '--target_length=None']):
         stage('tune_scale', *on(tiny_run, folder), *HEAD, *more)
     return folder
 
