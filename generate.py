@@ -306,7 +306,8 @@ def answer_all(path, about, sizes, batch_tokens, answer, runtime):
     def read():
         """{number of a question: its answer}"""
         rows = {}
-        for file in glob.glob(f'{path}.jsonl') + glob.glob(f'{path}.rank*.jsonl'):
+        name = glob.escape(path)  # a folder may have [ in its name
+        for file in glob.glob(f'{name}.jsonl') + glob.glob(f'{name}.rank*.jsonl'):
             text = Path(file).read_text(encoding='utf-8', errors='replace')
             first, *lines = text.split('\n')
             if first and json.loads(first) != about:
