@@ -64,7 +64,7 @@ def open_model(init_from, out_dir, runtime, position=None, rope_scaling=None, sc
     path = f'{out_dir}/{init_from}.pt' if init_from in ('last', 'best') else init_from
     if Path(path, 'last.pt').is_file():
         path = f'{path}/last.pt'
-    if path.startswith('hf:') or Path(path).is_dir():
+    if path.startswith('hf:') or path.endswith('.gguf') or Path(path).is_dir():
         from extras import convert
         info = convert.read(path, position, runtime.dtype)
     else:

@@ -34,7 +34,15 @@ from common import DTYPES, model_config, save_json, setup, weights_digest
 from model import ModelConfig
 from position import NoPE, RoPE, split_scaling, unused_settings
 from stage import open_model
-from tokenizer import EOT, PATTERN, get_tokenizer, parse_ranks, start_token, tokenizer_state
+from tokenizer import (
+    EOT,
+    PATTERN,
+    HFTokenizer,
+    get_tokenizer,
+    parse_ranks,
+    start_token,
+    tokenizer_state,
+)
 
 # which model
 out_dir = 'out/demo/nope'    # folder of the run to read
@@ -67,6 +75,12 @@ PARTS = {
 GRANITE = 'granitemoehybrid'
 GRANITE_PARTS = PARTS | {'mlp.gate_up': 'shared_mlp.input_linear',
                          'mlp.out': 'shared_mlp.output_linear'}
+# {our setting: its name in a GGUF file, after the architecture}
+GGUF_NAMES = {'vocab_size': 'vocab_size', 'block_size': 'context_length',
+              'n_layer': 'block_count', 'n_head': 'attention.head_count',
+              'n_kv_head': 'attention.head_count_kv', 'n_embd': 'embedding_length',
+              'n_hidden': 'feed_forward_length', 'rope_base': 'rope.freq_base',
+              'norm_eps': 'attention.layer_norm_rms_epsilon'}
 SCALES = 'model.layers.{}.self_attn.scale_param'  # head scales of a layer, in the paper's code
 ROPE_TYPES = {'default': '', 'linear': 'pi', 'dynamic': 'dynamic_ntk', 'yarn': 'yarn',
               'llama3': 'llama3'}
@@ -145,6 +159,78 @@ def read_ours(path, config, position):
     return weights, c
 
 
+# ---------------------------------------------------------------------- in: GGUF
+
+def pre_tokenizer(kind):
+    """What cuts text into words before BPE, by the name that llama.cpp gives it."""
+    from tokenizers import Regex, pre_tokenizers
+    before = {'gpt-2': [], 'smollm': [pre_tokenizers.Digits(individual_digits=True)],
+              'llama-bpe': [pre_tokenizers.Split(Regex(PATTERN), 'isolated')]}
+    if kind not in before:
+        raise ValueError(f'its tokenizer is of kind {kind}, not of {", ".join(before)}')
+    bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind != 'llama-bpe')
+    return pre_tokenizers.Sequence([*before[kind], bytes_of])
+
+
+def gguf_tokenizer(name, fields):
+    """The state of the tokenizer that the fields of a GGUF file describe."""
+    from gguf import TokenType
+    from tokenizers import Tokenizer, decoders, models, processors
+    found = {key.removeprefix('tokenizer.ggml.'): value for key, value in fields.items()}
+    kind, tokens = found.get('pre', found['model']), found['tokens']
+    vocab = {token: i for i, token in enumerate(tokens)}
+    pairs = [tuple(pair.split(' ')) for pair in found.get('merges', [])]
+    merges = [pair for pair in pairs if ''.join(pair) in vocab]
+    tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=kind == 'llama-bpe'))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizer(kind), decoders.ByteLevel()
+    for token, its in zip(tokens, found['token_type']):
+        if its == TokenType.CONTROL:
+            tokenizer.add_special_tokens([token])
+        elif its == TokenType.USER_DEFINED:
+            tokenizer.add_tokens([token])
+    if found.get('add_bos_token'):
+        start = tokens[found['bos_token_id']]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            f'{start} $A', special_tokens=[(start, vocab[start])])
+    return tokenizer_state(HFTokenizer(name, tokenizer.to_str(), tokens[found['eos_token_id']]))
+
+
+def read_gguf(path):
+    """Our weights in float32, the ModelConfig and the tokenizer's state of a GGUF file."""
+    import gguf
+    reader = gguf.GGUFReader(path)
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    kind = fields['general.architecture']
+    if kind not in ('llama', 'granite'):
+        raise ValueError(f'its architecture is {kind}, not llama or granite')
+    own = {name.removeprefix(f'{kind}.'): value for name, value in fields.items()
+           if name.startswith(f'{kind}.')}
+    tensors = {tensor.name: torch.tensor(gguf.quants.dequantize(
+        tensor.data, tensor.tensor_type)) for tensor in reader.tensors}
+    values = {ours: own.pop(name) for ours, name in GGUF_NAMES.items()} | {
+        'tied': 'output.weight' not in tensors,
+        'position': 'rope' if own.pop('rope.scaling.finetuned', True) else 'none'}
+    c = model_config(values | unused_settings(values))
+    D = c.head_dim
+    fixed = {'rope.dimension_count': D, 'attention.key_length': D, 'attention.value_length': D,
+             'logit_scale': 1, 'residual_scale': 1, 'embedding_scale': 1}
+    odd = [name for name, value in own.items() if value != fixed.get(name)]
+    weights, their_names = {}, gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, c.n_layer)
+    for ours, names in tensor_names(c, 'llama').items():
+        parts = []
+        for name in names:
+            part = tensors[their_names.get_name(name, ('.weight',))]
+            if kind == 'llama' and name.endswith(('q_proj.weight', 'k_proj.weight')):
+                part = part.view(-1, D // 2, 2, c.n_embd).transpose(1, 2).reshape(part.shape)
+            parts.append(part)
+        weights[ours] = torch.cat(parts)
+    known = sum(tensor_names(c, 'llama').values(), [])
+    odd += tensors.keys() - {their_names.get_name(name, ('.weight',)) for name in known}
+    if odd:
+        raise ValueError(f'our model does not compute its {", ".join(odd)}')
+    return weights, c, gguf_tokenizer(Path(path).name, fields)
+
+
 # ---------------------------------------------------------------------- in: all other models
 
 class Foreign(nn.Module):
@@ -220,6 +306,10 @@ def read(source, position=None, dtype=torch.float32):
     """
     kind = tokenizer = None
     try:
+        if source.endswith('.gguf'):
+            weights, c, tokenizer = read_gguf(source)
+            return {'model': weights, 'model_config': c, 'digest': weights_digest(weights),
+                    'step': 0, 'settings': {}, 'tokenizer': tokenizer, 'path': source}
         from transformers import AutoConfig
         path = folder_of(source)
         kind = json.loads((path / 'config.json').read_text(encoding='utf-8')).get('model_type')
