@@ -1,6 +1,6 @@
 """
-Algorithmic tasks: train on inputs of up to 40 symbols, test on inputs of 41 to 500 symbols. Table 6
-of "DAPE V2". The tasks are in tasks.py. Training and test follow Ruoss et al. 2023, "Randomized
+Algorithmic tasks: train on inputs of up to 40 symbols, test on inputs of up to 500. Table 6 of
+"DAPE V2". The tasks are in tasks.py. Training and test follow Ruoss et al. 2023, "Randomized
 Positional Encodings".
 
 A sequence is the input, then one empty token for each symbol of the answer. These empty tokens are
@@ -17,17 +17,15 @@ $ python -m extras.che --max_iters=1000 --test_length=100 --eval_every=10
 $ python -m extras.che --tasks=[] --position=kerple --dape_kernel=3 --max_iters=200000  # Table 6
 $ python -m extras.che config/recall.py  # one model for two tasks, tested at 1 to 64 times L
 
-Writes out_dir/TASK.pt, and che[_LABEL].json and .png. A task continues from its TASK.pt, also with
-a larger max_iters.
+Writes out_dir/TASK.pt when a task is trained, and in the end che[_LABEL].json and .png. A task
+whose TASK.pt is there is only tested, so a stopped command goes on at the task where it stopped.
 """
 
-import json
 import math
-import re
 from dataclasses import fields
 from pathlib import Path
 
-from configurator import ROOT, UserError, configure, settings
+from configurator import UserError, configure, settings
 
 import numpy as np
 import torch
@@ -41,8 +39,7 @@ from position import Settings
 from stage import print_rows, write_result
 
 # what to run
-tasks: list[str] = ['even_pairs']  # names in tasks.py; []: Table 6's; recall+copy: one model learns
-                             # both
+tasks: list[str] = ['even_pairs']  # names in tasks.py; []: all; recall+copy: one model learns both
 out_dir = ''                 # folder of runs and results; '': out/che/METHOD
 label = ''                   # appended to the name of the result
 # model; settings that only some position methods have, such as rope_base, stand in position.py
@@ -51,6 +48,7 @@ n_layer = 5
 n_head = 8
 n_embd = 64
 n_hidden = 176               # width of SwiGLU; about as many weights as the papers' 256 with ReLU
+dape_kernel = 0              # DAPE on top of the method: 1, 3, 5 ... keys wide; 0: no DAPE
 short_conv = 0               # tokens that each short convolution reads, such as 4; 0: none
 short_conv_at = 'AC'         # A: before attention; C: before the MLP; AC: both
 # training
@@ -60,10 +58,9 @@ max_iters = 10000            # steps; 200000 in Table 6
 learning_rate = 1e-3         # learning rate of Adam, constant after the warm-up
 warmup_iters = 100           # steps in which the learning rate rises linearly from 0
 grad_clip = 1.0              # largest global norm of the gradient; 0: no clipping
-eval_interval = 500          # steps between lines on screen; each line also saves the run
+eval_interval = 500          # steps between lines on screen
 # test
-lengths: list[int] = []      # lengths of inputs, some up to train_length and some past it; []: as
-                             # test_length and eval_every say
+lengths: list[int] = []      # lengths of inputs; []: as test_length and eval_every say
 test_length = 500            # longest input
 eval_every = 1               # step from one length to the next: 1 means 1, 2 ... 40, 41, 42 ... 500
 n_test = 512                 # samples of each length, in batches of 64
@@ -71,24 +68,15 @@ n_test = 512                 # samples of each length, in batches of 64
 device = 'auto'              # auto, cpu, cuda, mps
 seed = 1337                  # draws the initial weights and the samples
 
-TABLE_6 = {'none': 'NoPE', 'rope': 'RoPE', 'xl': 'Relative', 'alibi': 'ALiBi',
-           'kerple': 'Kerple', 'fire': 'FIRE'}  # names of the position methods
-# A run that goes on may have other values of these settings.
-MAY_CHANGE = {'tasks', 'out_dir', 'label', 'max_iters', 'eval_interval', 'lengths', 'test_length',
-              'eval_every', 'n_test', 'device'}
-
-
-# ---------------------------------------------------------------------- samples
-
-def empty_token(names):
-    """The smallest id that no input of these tasks uses."""
-    return max(TASKS[name].n_in for name in names)
+# The settings that a trained model does not depend on. TASK.pt is for all values of these.
+NOT_OF_TRAINING = {'tasks', 'out_dir', 'label', 'eval_interval', 'lengths', 'test_length',
+                   'eval_every', 'n_test', 'device'}
 
 
 def draw(name, rng, batch, length, empty):
     """
     New samples of a task: tokens (B, T) and answers (B, m). The model gives the answers at the last
-    m tokens. Task.read says how.
+    m tokens. Task.read says how. empty: the id of the empty token.
     """
     task = TASKS[name]
     tokens, answers = map(torch.from_numpy, task.generate(rng, batch, length))
@@ -99,12 +87,12 @@ def draw(name, rng, batch, length, empty):
     return tokens, answers
 
 
-def loss_and_accuracy(model, name, rng, batch, length, empty):
+def loss_and_accuracy(model, name, rng, batch, length):
     """
     Draw new samples of a task. Returns the mean cross-entropy of the answers in nats per symbol,
     the share of symbols that are right, and the share of whole answers that are right.
     """
-    tokens, targets = draw(name, rng, batch, length, empty)
+    tokens, targets = draw(name, rng, batch, length, model.config.vocab_size - 1)
     tokens, targets = (x.to(model.head.weight.device) for x in (tokens, targets))  # (B, T), (B, m)
     logits = model(tokens, tail=targets.shape[1])[..., :TASKS[name].n_out]         # (B, m, n_out)
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -115,58 +103,33 @@ def loss_and_accuracy(model, name, rng, batch, length, empty):
     return loss, (right & counted).sum() / counted.sum(), (right | ~counted).all(1).float().mean()
 
 
-# ---------------------------------------------------------------------- one run
-
 def new_model(names):
-    """A new model whose block_size holds the longest training input and its answer."""
-    empty, rng = empty_token(names), np.random.default_rng(0)
-    samples = [draw(name, rng, 1, train_length, empty)[0] for name in names]
-    config = {one.name: globals()[one.name] for one in fields(ModelConfig)
-              if one.name in globals()}
-    config |= {'vocab_size': max(empty + 1, *(TASKS[name].n_out for name in names)),
-               'n_kv_head': n_head, 'block_size': max(tokens.shape[1] for tokens in samples)}
+    """
+    A new model for some tasks. Its last token is the empty one, which no input has; its block_size
+    holds the longest training input and its answer.
+    """
+    empty, rng = max(TASKS[name].n_in for name in names), np.random.default_rng(0)
+    longest = [draw(name, rng, 1, train_length, empty)[0].shape[1] for name in names]
+    of_model = {one.name for one in fields(ModelConfig)}
+    config = {name: value for name, value in settings(globals()).items() if name in of_model}
+    config |= {'vocab_size': empty + 1, 'n_kv_head': n_head, 'block_size': max(longest)}
     torch.manual_seed(seed)  # the weights do not depend on earlier tasks
     return Transformer(model_config(config)).init_weights()
 
 
-def open_run(path, names):
-    """
-    A model, with the weights of TASK.pt if there is one, and what else TASK.pt holds: step,
-    settings, test and optimizer. Refuses a file of other settings or of more steps.
-    """
-    model = new_model(names)
-    chosen = {name: value for name, value in settings(globals()).items() if name not in MAY_CHANGE}
-    if not path.exists():
-        return model, {'step': 0, 'settings': chosen}
-    state = read_checkpoint(path)
-    others = dict(state['settings'].items() - chosen.items())
-    if others or state['step'] > max_iters:
-        raise UserError(f"{path} is a run of {state['step']} steps with {others or 'the same'} "
-                        'settings. Choose another --out_dir=, or remove it.')
-    load_weights(model, state['model'], path)
-    return model, {name: state[name] for name in ('step', 'settings', 'test', 'optimizer')}
-
-
-def train(model, names, state, path):
-    """
-    Go on with a run up to max_iters steps. Its tasks take turns, one step each. TASK.pt is written
-    every eval_interval steps.
-    """
+def train(model, names):
+    """Train a model on tasks that take turns, one step each."""
     weights = [p for p in model.parameters() if p.requires_grad]  # all but the head scales
     optimizer = torch.optim.Adam(weights, fused=True)
-    if 'optimizer' in state:
-        optimizer.load_state_dict(state['optimizer'])
     recent = []  # loss and accuracy of each step since the last line on screen
-    model.train()
-    for step in range(state['step'], max_iters):
+    for step in range(max_iters):
         warmed_up = min(1.0, (step + 1) / max(1, warmup_iters))
         optimizer.param_groups[0]['lr'] = learning_rate * warmed_up
         name = names[step % len(names)]
         rng = np.random.default_rng([seed, *f'train {name}'.encode(), step])
         torch.manual_seed(seed + step)  # seeds random positions
         length = int(rng.integers(1, train_length + 1))
-        loss, accuracy, _ = loss_and_accuracy(model, name, rng, batch_size, length,
-                                              empty_token(names))
+        loss, accuracy, _ = loss_and_accuracy(model, name, rng, batch_size, length)
         loss.backward()
         if grad_clip:
             torch.nn.utils.clip_grad_norm_(weights, grad_clip)
@@ -177,46 +140,48 @@ def train(model, names, state, path):
         if (step + 1) % eval_interval == 0 or step + 1 == max_iters:
             mean_loss, accuracy = torch.stack(recent).mean(0).tolist()
             if not math.isfinite(mean_loss):
-                raise UserError(f'the loss became {mean_loss} by step {step + 1}. {path}, if it '
-                                'exists, holds the last good state. Lower learning_rate.')
-            print(f'{path.stem}: step {step + 1:6d}  loss {mean_loss:.4f}  '
-                  f'accuracy {accuracy:.1%}', flush=True)
+                raise UserError(f'the loss became {mean_loss} by step {step + 1}. Lower '
+                                'learning_rate.')
+            print(f'step {step + 1:6d}  loss {mean_loss:.4f}  accuracy {accuracy:.1%}', flush=True)
             recent = []
-            state |= {'step': step + 1, 'optimizer': optimizer.state_dict(), 'test': {}}
-            save_checkpoint(path, model.state_dict(), model.config, **state)
+
+
+def trained_model(path, names, runtime):
+    """The model in TASK.pt; if there is none, train it first."""
+    model = new_model(names).to(runtime.device)
+    chosen = settings(globals())
+    chosen = {name: chosen[name] for name in chosen.keys() - NOT_OF_TRAINING}
+    if not path.exists():
+        train(model, names)
+        save_checkpoint(path, model.state_dict(), model.config, step=max_iters,
+                        settings=chosen)
+    state = read_checkpoint(path)
+    if others := dict(state['settings'].items() - chosen.items()):
+        raise UserError(f'{path} was trained with {others}. Choose another --out_dir=, or remove '
+                        'it.')
+    load_weights(model, state['model'], path)
+    return model.eval()
 
 
 @torch.no_grad()
-def accuracies(model, name, tested, empty, state, path):
-    """
-    The shares of symbols and of whole answers that are right, each (len(tested),). TASK.pt keeps
-    them, so a stopped test continues at the next length.
-    """
-    done = state['test'].setdefault(f'{n_test} of {name}', {})
-    model.eval()
-    for length in tqdm(tested, f'{name}, test', disable=None):
-        if length not in done:
-            rng = np.random.default_rng([seed, *f'test {name}'.encode(), length])
-            right = 0
-            for start in range(0, n_test, 64):
-                size = min(64, n_test - start)
-                _, *shares = loss_and_accuracy(model, name, rng, size, length, empty)
-                right += size * torch.stack(shares)
-            done[length] = (right / n_test).tolist()
-            save_checkpoint(path, model.state_dict(), model.config, **state)
-    return np.array([done[length] for length in tested]).T
+def accuracies(model, name, tested):
+    """The shares of symbols and of whole answers that are right, each (len(tested),)."""
+    shares = np.zeros((2, len(tested)))
+    for i, length in enumerate(tqdm(tested, f'{name}, test', disable=None)):
+        rng = np.random.default_rng([seed, *f'test {name}'.encode(), length])
+        for start in range(0, n_test, 64):
+            size = min(64, n_test - start)
+            _, *right = loss_and_accuracy(model, name, rng, size, length)
+            shares[:, i] += np.array([share.item() for share in right]) * size / n_test
+    return shares
 
-
-# ---------------------------------------------------------------------- results
 
 def method_name():
-    """Table 6's name of the position method with its DAPE, and settings that Table 6 has not."""
-    defaults = vars(Settings()) | {'short_conv': 0}
-    changed = {name: globals()[name] for name in defaults if globals()[name] != defaults[name]}
-    method, kernel = changed.pop('position', 'none'), changed.pop('dape_kernel', 0)
-    name = TABLE_6.get(method, method)
-    name = f'DAPE 1x{kernel} {name}' if kernel else name
-    return ', '.join([name, *(f'{setting} {value}' for setting, value in changed.items())])
+    """The name of the model in the result and of its folder, such as kerple+dape3 or NoPE+conv."""
+    name = position.replace('none', 'NoPE')
+    if dape_kernel:
+        name += f'+dape{dape_kernel}'
+    return name + '+conv' if short_conv else name
 
 
 def at(lengths):
@@ -227,43 +192,34 @@ def at(lengths):
 
 def main():
     runtime, method = setup(device, 'float32', seed), method_name()
-    folder = Path(out_dir or 'out/che/' + re.sub(r'\W+', '_', method.lower()))
+    folder = Path(out_dir or f'out/che/{method}')
     folder.mkdir(parents=True, exist_ok=True)
-    table = json.loads((ROOT / 'results/papers/tables.json').read_text())['dape_table6']
-    paper = {name: dict(zip(table['columns'], row)) for name, row in table['rows'].items()}
-    if unknown := {*'+'.join(tasks or paper).split('+')} - {*TASKS}:
+    if unknown := {*'+'.join(tasks).split('+')} - {*TASKS, ''}:
         raise UserError(f"tasks has {unknown}. Choose from {', '.join(TASKS)}.")
     tested = sorted(lengths) or [*range(1, train_length + 1, eval_every),
                                  *range(train_length + 1, test_length + 1, eval_every)]
-    n = sum(length <= train_length for length in tested)
-    if not 0 < n < len(tested):
-        raise UserError(f'Test lengths up to train_length, {train_length}, and past it.')
+    n_short = sum(length <= train_length for length in tested)
 
     rows, found = [], {}
-    for mixture in tasks or paper:
+    for mixture in tasks or TASKS:
         names, path = mixture.split('+'), folder / f'{mixture}.pt'
-        model, state = open_run(path, names)
-        model.to(runtime.device)
-        print(f"{mixture}: {method}, {model.n_params():,} parameters; steps {state['step']} to "
-              f'{max_iters} into {path}')
-        train(model, names, state, path)
+        print(f'{mixture}: {method}, {path}')
+        model = trained_model(path, names, runtime)
         for name in names:
-            right, exact = accuracies(model, name, tested, empty_token(names), state, path)
-            row = {'inside': right[:n].mean(), 'outside': right[n:].mean(),
-                   'chance': 1 / TASKS[name].n_out, 'paper': paper.get(name, {}).get(method)}
-            found[name] = row | {'accuracy': right.tolist(), 'exact': exact.tolist()}
-            rows.append({'task': name, 'chance': f"{row['chance']:.1%}",
-                         at(tested[:n]): f"{row['inside']:.1%}",
-                         at(tested[n:]): f"{row['outside']:.1%}"})
-            if row['paper']:
-                rows[-1]['Table 6'] = f"{row['paper']:.1f}%"
+            right, exact = accuracies(model, name, tested)
+            inside, outside = right[:n_short].mean(), right[n_short:].mean()
+            chance = 1 / TASKS[name].n_out
+            found[name] = {'inside': inside, 'outside': outside, 'chance': chance,
+                           'accuracy': right, 'exact': exact}
+            rows.append({'task': name, 'chance': f'{chance:.1%}',
+                         at(tested[:n_short]): f'{inside:.1%}',
+                         at(tested[n_short:]): f'{outside:.1%}'})
             if lengths:
                 rows[-1] |= {str(length): f'{one:.1%}' for length, one in zip(tested, right)}
 
     print_rows(print, rows)
-    path = folder / '_'.join(filter(None, ('che', label)))
-    write_result(path, {'method': method, 'train_length': train_length, 'lengths': tested,
-                        'tasks': found}, settings(globals()), runtime)
+    result = {'method': method, 'train_length': train_length, 'lengths': tested, 'tasks': found}
+    write_result(folder / f'che_{label}'.strip('_'), result, settings(globals()), runtime)
 
 
 if __name__ == '__main__':

@@ -95,72 +95,53 @@ def reverse_string(rng, B, n):
     return x, x[:, ::-1].copy()  # copied, because PyTorch does not accept a reversed view
 
 
-def expressions(rng, B, n, n_operators):
+def expression(rng, n, operators):
     """
-    Random arithmetic with every operation in brackets, (B, n), and its values mod 5, (B, 1).
-    n_operators: 2 for + and -, 3 for + - and *. Symbols: five digits, + (5), - (6), * (7) if used,
-    then the two brackets.
-
-    A part of up to four symbols is a digit: 1, -1, (1) or (-1). A longer part is two parts with an
-    operator between them, in brackets. Each round of the loop writes all parts of one depth, in all
-    texts.
+    A random expression of n characters with every operation in brackets, such as ((-2)*(4-1)), and
+    its value mod 5. Up to four characters hold a digit: 1, -1, (1) or (-1). A longer expression
+    is two expressions with an operator between them, in brackets.
     """
-    # text: all texts, one after the other; value: of each part, at the index of its first symbol
-    text, value = np.zeros((2, B * n), np.int64)
-    start = np.arange(B) * n  # the first symbol of each part
-    end = start + n - 1       # the last symbol of each part
-    operations = []
-    while len(start):
-        size = end - start + 1
-        in_brackets = size > 2
-        text[start[in_brackets]] = 5 + n_operators
-        text[end[in_brackets]] = 6 + n_operators
+    if n <= 2:
+        digit = int(rng.integers(5))
+        return ('-' + str(digit), -digit % 5) if n == 2 else (str(digit), digit)
+    if n <= 4:
+        inside, value = expression(rng, n - 2, operators)
+        return f'({inside})', value
+    n_left = rng.integers(1, n - 3)
+    left, a = expression(rng, n_left, operators)
+    right, b = expression(rng, n - 3 - n_left, operators)
+    operator = operators[rng.integers(len(operators))]
+    value = {'+': a + b, '-': a - b, '*': a * b}[operator] % 5
+    return f'({left}{operator}{right})', value
 
-        # short parts: a digit, perhaps with a minus before it
-        short = size <= 4
-        place = (end - in_brackets)[short]
-        negative = size[short] % 2 == 0
-        digit = rng.integers(0, 5, len(place))
-        text[place] = digit
-        text[place[negative] - 1] = 6
-        value[start[short]] = np.where(negative, -digit, digit) % 5
 
-        # long parts: an operator somewhere, with two parts around it
-        start, end = start[~short], end[~short]
-        middle = rng.integers(start + 2, end - 1)
-        operator = rng.integers(0, n_operators, len(middle))
-        text[middle] = 5 + operator
-        operations.append((start, middle, operator))
-        start = np.concatenate((start + 1, middle + 1))
-        end = np.concatenate((middle - 1, end - 1))
-
-    # the innermost operations first
-    for start, middle, operator in reversed(operations):
-        a, b = value[start + 1], value[middle + 1]
-        value[start] = np.choose(operator, (a + b, a - b, a * b)) % 5
-    return text.reshape(B, n), value[::n, None].copy()
+def symbols(texts, alphabet):
+    """The index in the alphabet of each character: (B, n) from B texts of n characters."""
+    return np.array([[alphabet.index(character) for character in text] for text in texts])
 
 
 def modular_arithmetic(rng, B, n):
-    """The value mod 5 of an expression with + - * and brackets. ((-2)*(4-1)) -> 4."""
-    return expressions(rng, B, n, n_operators=3)
+    """The value mod 5 of an expression of 01234+-*(). ((-2)*(4-1)) -> 4."""
+    texts, values = zip(*(expression(rng, n, '+-*') for _ in range(B)))
+    return symbols(texts, '01234+-*()'), np.array(values)[:, None]
 
 
 def solve_equation(rng, B, n):
     """
-    Which digit is x (9) in an equation with + and -, mod 5? (x-(-4))=2 -> 3. If n < 3, the input
-    and the answer are zeros.
+    Which digit is x in an equation mod 5 of 01234+-()x=? (x-(-4))=2 -> 3. If n < 3, the input and
+    the answer are zeros.
     """
-    answers = np.zeros((B, 1), np.int64)
     if n < 3:
-        return np.zeros((B, n), np.int64), answers
-    x, value = expressions(rng, B, n - 2, n_operators=2)
-    for row, place in enumerate(rng.integers(0, n - 2, B)):
-        while x[row, place] >= 5:  # find the next digit; after the end, go on from the start
+        return np.zeros((B, n), np.int64), np.zeros((B, 1), np.int64)
+    equations, answers = [], []
+    for _ in range(B):
+        text, value = expression(rng, n - 2, '+-')
+        place = rng.integers(n - 2)
+        while not text[place].isdigit():  # find the next digit; after the end, go on from the start
             place = (place + 1) % (n - 2)
-        answers[row] = x[row, place]
-        x[row, place] = 9
-    return np.concatenate((x, np.full((B, 1), 10), value), axis=1), answers
+        equations.append(f'{text[:place]}x{text[place + 1:]}={value}')
+        answers.append([int(text[place])])
+    return symbols(equations, '01234+-()x='), np.array(answers)
 
 
 # ---------------------------------------------------------------------- context-sensitive
@@ -194,15 +175,12 @@ def odds_first(rng, B, n):
     return x, np.concatenate((x[:, 1::2], x[:, ::2]), axis=1)
 
 
-def bits_without(refused, rng, B, n):
-    """
-    Random bits (B, n). Rows that are refused are drawn again. refused: a function of bits, (B, n)
-    -> (B,) bool.
-    """
-    x = random_bits(rng, B, n)
-    while (again := refused(x)).any():
-        x[again] = random_bits(rng, B, n)[again]
-    return x
+def bits_above_zero(rng, n):
+    """A list of n random bits that are not all 0."""
+    bits = []
+    while not any(bits):
+        bits = random_bits(rng, 1, n)[0].tolist()
+    return bits
 
 
 def to_number(bits):
@@ -221,21 +199,19 @@ def binary_addition(rng, B, n):
     have the lowest bit first. 001201101 -> 0101120000, which is 4 + 22. If n < 3, the input is one
     number, and its bits are not all ones.
     """
-    place, between = np.arange(n), np.full((B, 1), n)
-    if n > 2:
-        between = rng.integers(1, n - 1, (B, 1))
-
-    def refused(x):
-        first, second = x * (place < between), x * (place > between)
-        return x.all(1) if n < 3 else ~(first.any(1) & second.any(1))
-
-    x = bits_without(refused, rng, B, n)
-    answers = np.zeros((B, n + 1), np.int64)
-    for row, answer, middle in zip(x.tolist(), answers, between[:, 0]):
-        total = to_number(row[:middle]) + to_number(row[middle + 1:])
-        answer[:] = to_bits(total, n + 1)
-        answer[max(1, total.bit_length())] = END
-    return np.where(place == between, 2, x), answers
+    x, answers = [], []
+    for _ in range(B):
+        if n < 3:
+            total = int(rng.integers(2 ** n - 1))
+            x.append(to_bits(total, n))
+        else:
+            n_first = rng.integers(1, n - 1)
+            first, second = bits_above_zero(rng, n_first), bits_above_zero(rng, n - 1 - n_first)
+            total = to_number(first) + to_number(second)
+            x.append([*first, 2, *second])
+        answers.append(to_bits(total, n + 1))
+        answers[-1][max(1, total.bit_length())] = END
+    return np.array(x), np.array(answers)
 
 
 def compute_sqrt(rng, B, n):
@@ -243,9 +219,9 @@ def compute_sqrt(rng, B, n):
     The square root of a number above 0, rounded down. Both have the highest bit first.
     100101 (37) -> 110 (6).
     """
-    x = bits_without(lambda x: ~x.any(1), rng, B, n)
-    roots = [math.isqrt(to_number(reversed(row))) for row in x.tolist()]
-    return x, np.array([to_bits(root, (n + 1) // 2)[::-1] for root in roots])
+    x = [bits_above_zero(rng, n) for _ in range(B)]
+    roots = [math.isqrt(to_number(reversed(bits))) for bits in x]
+    return np.array(x), np.array([to_bits(root, (n + 1) // 2)[::-1] for root in roots])
 
 
 def bucket_sort(rng, B, n):
