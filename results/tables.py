@@ -1,11 +1,13 @@
 """
-Print the tables of the studies' pages from the JSON in results/. A number is a mean over seeds, ±
-their standard deviation.
+Write the tables of the studies' pages from the JSON in results/.
 
-$ python results/tables.py                      # all tables
-$ python results/tables.py past_L scoreboard    # those of two studies
-$ python results/tables.py out/books/*/none     # what stages wrote into these folders; files of one
-                                                # name are seeds
+A page marks the place of a table by <!-- NAME --> before it and <!-- end --> after it; NAME is a
+function below. A number is a mean over seeds ± their standard deviation; without ± it is one seed.
+
+$ python results/tables.py            # write all tables into their pages
+$ python results/tables.py --check    # only name the pages whose tables are not what the JSON says
+$ python results/tables.py out/past_L/code/*    # print the losses that stages wrote into these
+                                                # folders; files of one name are seeds
 """
 
 import json
@@ -13,8 +15,6 @@ import re
 import sys
 from collections import defaultdict
 from functools import partial
-from glob import glob
-from itertools import chain
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -25,228 +25,263 @@ def read(path):
     return json.loads((RESULTS / path).read_text(encoding='utf-8'))
 
 
-def files(*patterns):
-    """The files of patterns such as past_L/*.json, in order."""
-    return [Path(name) for pattern in patterns for name in sorted(glob(f'{RESULTS / pattern}'))]
+def number(value, spread=None):
+    """The text of a number, for example 0.59±0.02."""
+    after = '' if spread is None else f'±{spread:.2f}'
+    return f'{round(value, 2) + 0:.2f}{after}'  # + 0: -0.0 becomes 0.0
 
 
-def cell(seeds, digits=3):
-    """The text of a number, given for each seed. It is empty if a seed lacks it."""
-    if None in seeds:
+def cell(seeds):
+    """The text of a cell from the numbers of its seeds. It is empty if a seed lacks it."""
+    if not seeds or None in seeds:
         return ''
-    if not isinstance(seeds[0], float):
-        return str(seeds[0])
-    spread = f' ± {stdev(seeds):.{digits}f}' if len(seeds) > 1 else ''
-    return f'{mean(seeds):.{digits}f}{spread}'
+    return number(mean(seeds), stdev(seeds) if len(seeds) > 1 else None)
 
 
-def percent(seeds):
-    """The mean of shares, and in brackets that of each seed."""
-    each = ', '.join(f'{share:.0%}' for share in seeds)
-    return f'{mean(seeds):.0%} ({each})'
+def markdown(rows):
+    """The table of rows (name, {column: text, or a list with the number of each seed})."""
+    rows = list(rows)
+    columns = rows[0][1]
+    lines = [f"| | {' | '.join(columns)} |", '|---' * (len(columns) + 1) + '|']
+    for name, row in rows:
+        cells = [row.get(column, '') for column in columns]
+        texts = [one if isinstance(one, str) else cell(one) for one in cells]
+        lines.append(f"| {name} | {' | '.join(texts)} |")
+    return '\n'.join(lines)
 
 
-def print_tables(measured, text=cell):
-    """measured: (table, row, {column: number}) for each seed. text(seeds): the text of a cell."""
-    tables = {}
-    for table, row, numbers in measured:
-        tables.setdefault(table, {}).setdefault(row, []).append(numbers)
-    for table, rows in tables.items():
-        head = dict.fromkeys(chain(*chain(*rows.values())))
-        print(f"\n| {table} | seeds | {' | '.join(head)} |\n{'|---' * (len(head) + 2)}|")
-        for row, seeds in rows.items():
-            cells = [text([one.get(name) for one in seeds]) for name in head]
-            print(f"| {row} | {len(seeds)} | {' | '.join(cells)} |")
+# Each function below yields the rows of a table.
+# ---------------------------------------------------------------------- past_L
+
+MODELS = {'none': 'NoPE', 'rope': 'RoPE', 'alibi': 'ALiBi', 'conv': 'NoPE + conv',
+          'conv_8L': 'NoPE + conv, trained at 8L', 'rope_conv': 'RoPE + conv',
+          'alibi_conv': 'ALiBi + conv'}
+READINGS = {  # {reading: (what the row adds to the model's name, models that have this row)}
+    'untuned': ('', 'none conv rope alibi alibi_conv conv_8L'),
+    'uniform': (', one scale', 'none conv'),
+    'head': (', head scales', 'none conv'),
+    'head_clamped': (', head scales of at least 1', 'none'),
+    'vectors': (', channel scales and norms', 'none conv'),
+    'yarn': (', YaRN', 'rope rope_conv'),
+    'yarn_weights': (', YaRN, every weight', 'rope_conv'),
+}
+SERIES = {  # {folder of past_L: what its models were trained and read on}
+    'size_5M': 'code, 5M parameters',
+    'tokens_40M': 'code, 40M tokens',
+    'code_86M': 'code, 86M parameters, L = 512',
+    'code_on_books': 'code, read on books',
+    'books': 'books',
+    'books_32M': 'books, 32M parameters, L = 512',
+    'mix_20M': 'both, 20M tokens, read on code',
+    'mix_20M_on_books': 'both, 20M tokens, read on books',
+    'mix_5M': 'both, 20M tokens, 5M parameters, read on code',
+    'mix_5M_on_books': 'both, 20M tokens, 5M parameters, read on books',
+}
 
 
-# Each function below yields (table, row, {column: number}), once for each seed.
-# ---------------------------------------------------------------------- what stages write
-
-def plain(table, rows):
-    """Rows of a JSON as they are. What has no decimals names a row."""
-    for row in rows:
-        numbers = {name: value for name, value in row.items() if isinstance(value, float)}
-        yield table, ', '.join(str(row[name]) for name in row if name not in numbers), numbers
-
-
-TIMED = 'seconds', 'tokens_per_second', 'of_limit', 'times_ours', 'peak_memory'
-
-
-def timed(table, one):
-    if 'limit_seconds' not in one:
-        yield from plain(table, [one])
-    for who in one.get('limit_seconds', ()):
-        yield table, f"{one['task']}, {who}", {name: one[who].get(name) for name in TIMED}
-
-
-def demo_rows(table, report):
-    for row, one in report['readings'].items():
-        losses = {f'loss at {T}': at['loss'] for T, at in one['at'].items()}
-        yield table, row, losses | {'gain, far repeats': one['far']['gain']}
-
-
-def stages(*folders):
-    """Of stages, and of older tables of perplexities. Files of one name are seeds."""
-    for path in files(*(f'{folder}/*.json' for folder in folders)):
-        result, name = read(path), path.stem
-        rows, lengths = result.get('rows', []), [str(T) for T in result.get('lengths', ())]
-        for row in rows:
-            for run in row.get('runs', [row]) if 'name' in row else ():
-                yield name, row['name'], dict(zip(lengths, run['ppl'])) | {
-                    'delta P': run.get('delta_p', [None])[-1]}
-        at = 'length' if rows and 'length' in rows[0] else 'kind'
-        for key in 'loss', 'ppl', 'cut_loss', 'gain', 'own_gain', 'R':
-            numbers = {str(row[at]): row[key] for row in rows if {at, key} <= row.keys()}
-            if numbers:
-                yield f'{key} by {at}', name, numbers
-        if 'accuracy' in result:  # of passkey.py
-            yield 'keys found', name, dict(zip(lengths, map(mean, result['accuracy'])))
-        for found in result.get('results', {}).values():  # of extras/bench.py
-            for one in found if isinstance(found, list) else [found]:
-                yield from timed(f'{path.parent.name}/{name}', one)
-        if result.get('stage') == 'demo':
-            yield from demo_rows(name, result)
-        if 'mean_entropy' in result:  # in bins of block_size / 16 positions
-            last = result['mean_entropy'][-1024 // result['block_size']:]
-            yield 'entropy', name, {'last 64 positions': mean(last)}
-
-
-def rows_of(*names):
-    for name in names:
-        yield from plain(name, read(f'{name}.json')['rows'])
-
-
-# ---------------------------------------------------------------------- studies
-
-def past_L():
-    """Gains are over the untuned model, or its twin trained at L, with only the last L tokens."""
-    for path in files('past_L/*_????.json', 'past_L/*/*_????.json'):
-        twin = path.with_name(path.name.replace('_8L', ''))
-        cut = read(twin)['readings']['untuned']['text'][3]['cut_loss']
-        for name, reading in read(path)['readings'].items():
-            at_L, _, _, at_8L, _ = reading['text']
-            far = defaultdict(dict)
-            for row in reading.get('repeats', ()):
-                far[row['kind'].removesuffix(', all')] = row
-            yield path.parent.name, f'{path.stem[:-5]}, {name}', {
-                'loss at L': at_L['loss'],
-                'loss at 8L': at_8L['loss'],
-                'gain, all tokens': cut - at_8L['loss'],
-                'gain, far repeats': far['all'].get('gain'),
-                'R': far['all'].get('R'),
-                'left within L': far['near'].get('headroom'),
-                'gain, far part of another document': far['other document'].get('gain'),
-            }
-
-
-def scoreboard():
-    """Gains are over the cut context of the untuned model, own gains over that of the row."""
-    for path in files('scoreboard/small/*.json', 'scoreboard/books/*.json'):
-        run, size = read(path), path.parent.name
-        untuned = read(path.with_name(f"{run['init'] or run['model']}_{run['seed']}.json"))
-        at_L, at_4L, at_8L, at_16L = run['text']
-        far = run['repeats'][0]
-        # Tuning may make the cut context of a model worse.
-        worse_at_8L = untuned['text'][2]['cut_loss'] - at_8L['cut_loss']
-        worse_far = untuned['repeats'][0]['own_cut_loss'] - far['own_cut_loss']
-        numbers = {
-            'tuned': 'all' if run['init'] else run['tuned_numbers'],
+def read_model(series, model, reading):
+    """
+    {column: [the number of each seed]} of a model of past_L. Gains are over the untuned model, or
+    its twin that was trained at L, with only the last L tokens.
+    """
+    seeds = []
+    for path in sorted((RESULTS / 'past_L' / series).glob(f'{model}_????.json')):
+        one = read(path)['readings'].get(reading)
+        if one is None:
+            continue
+        twin = read(path.with_name(path.name.replace('_8L', '')))
+        cut_loss = twin['readings']['untuned']['text'][3]['cut_loss']
+        at_L, _, _, at_8L, _ = one['text']
+        gains = {row['kind']: row['gain'] for row in one.get('repeats', ())}
+        seeds.append({
             'loss at L': at_L['loss'],
-            'loss at 4L': at_4L['loss'],
-            'loss at 16L': at_16L['loss'],
-            'cut at 8L': at_8L['cut_loss'],
-            'gain at 8L': at_8L['gain'] + worse_at_8L,
-            'own gain at 8L': at_8L['gain'],
-            'gain, far repeats': far['own_gain'] + worse_far,
-            'own gain, far repeats': far['own_gain'],
-            'R': far.get('R'),
-        }
-        recalled = RESULTS / 'scoreboard/recall' / path.name
-        run |= read(recalled) if size == 'small' and recalled.exists() else {}
-        for task, share in ('recall', 'accuracy'), ('copy', 'exact'):
-            right = (run.get(task) or {}).get(share, ())
-            for length, number in zip(('L', '2L', '4L', '16L', '64L'), right):
-                numbers[f'{task} at {length}'] = number
-        yield size, path.stem[:-5], numbers
-    for row, ratio in read('scoreboard/small_steps.json')['ratios'].items():
-        yield 'time of a training step', row, {"of NoPE's": ratio}
+            'loss at 8L': at_8L['loss'],
+            'gain, all tokens': cut_loss - at_8L['loss'],
+            'gain, far repeats': gains.get('all'),
+            'gain, other text': gains.get('other document, all'),
+        })
+    columns = seeds[0] if seeds else {}
+    return {name: [one[name] for one in seeds] for name in columns}
+
+
+def code():
+    for model, title in MODELS.items():
+        for reading, (what, models) in READINGS.items():
+            if model in models.split():
+                yield title + what, read_model('', model, reading)
+
+
+def series():
+    for folder, title in SERIES.items():
+        readings = {'untuned': ('conv', 'untuned'), 'head scales': ('conv', 'head'),
+                    'RoPE, YaRN': ('rope', 'yarn')}
+        yield title, {name: read_model(folder, *which).get('gain, far repeats', '')
+                      for name, which in readings.items()}
+
+
+def begin():
+    for row in read('past_L/begin.json')['rows']:
+        yield f"{row['tokens (M)']}M", {'untuned': [row['gain untuned']],
+                                        'head scales': [row['gain head scales']]}
 
 
 def demo():
-    for name in 'seeds', 'seeds_3000':
-        for report in read(f'demo/{name}.json')['reports'].values():
-            yield from demo_rows(name, report)
+    reports = read('past_L/demo_seeds.json')['reports'].values()
+    for name in 'NoPE, head scales', 'NoPE + conv', 'NoPE + conv, head scales':
+        ones = [report['readings'][name] for report in reports]
+        yield name, {'loss at 4L': [one['at']['512']['loss'] for one in ones],
+                     'gain, far repeats': [one['far']['gain'] for one in ones]}
 
 
-def losses_of(at, untuned):
-    """Columns of {length: loss and own gain}. Gains are over the cut context of `untuned`."""
-    row = {}
-    for T, one in at.items():
-        row[f'loss at {T}'] = one['loss']
-        if 'gain' in one:
-            cut = untuned[T]['loss'] + untuned[T]['gain']
-            row |= {f'gain at {T}': cut - one['loss'], f'own gain at {T}': one['gain']}
-    return row
+# ---------------------------------------------------------------------- other studies
+
+SCOREBOARD = """none uniform head channel vectors weights conv rope_conv alibi_conv logn ssmax rope
+    ntk_8l yarn yarn_8l prope drope100 alibi nape kerple dape3 kerple_dape3 t5 fire cope xl"""
 
 
-def demo_bytes():
-    for name in 'seeds', 'seeds_epyc':
-        for seed in read(f'demo_bytes/{name}.json')['seeds'].values():
-            for row, at in seed['methods'].items():
-                yield name, row, losses_of(at, seed['methods']['NoPE'])
-    methods = read('demo_bytes/report.json')['methods']
-    for row, one in methods.items():
-        yield 'report', row, losses_of(one['at'], methods['NoPE']['at'])
+def scoreboard():
+    """The files of this study hold means and standard deviations over seeds."""
+    larger = {row['row']: row for row in read('scoreboard/books.json')['rows']}
+    for row in read('scoreboard/small.json')['rows']:
+        if row['row'] not in SCOREBOARD.split():
+            continue
+        numbers = {name: row.get(name) for name in (
+            'loss at L', 'gain at 8L', 'gain at far repeats', 'recall at 64L')}
+        numbers['5M: gain at 8L'] = larger.get(row['row'], {}).get('gain at 8L')
+        texts = {name: number(one['mean'], one['sd']) if one else ''
+                 for name, one in numbers.items()}
+        yield row['title'], {'seeds': str(len(row['seeds']))} | texts
 
 
-def channel_scale():
-    result = read('channel_scale/channel_scale.json')
-    for n in range(len(result['seeds'])):
-        rows = {}
-        for row, losses in result['losses'].items():
-            numbers = zip(result['lengths'], losses['each'][n], result['gains'][row]['each'][n])
-            rows[row] = {T: {'loss': loss, 'gain': gain} for T, loss, gain in numbers}
-        for row, at in rows.items():
-            yield 'text', row, losses_of(at, rows['NoPE'])
+# ---------------------------------------------------------------------- head_scale
+
+BOOKS = {  # {name in the file: name in the table}; of these rows there are three seeds
+    'NoPE': 'NoPE',
+    'NoPE, uniform scale by the fit': 'NoPE, one scale',
+    'NoPE, scale': 'NoPE, head scales',
+    'NoPE, scale,out,norm': 'NoPE, head scales, head gains, norms',
+    'NoPE, every weight, lr 1e-3': 'NoPE, every weight',
+    'RoPE': 'RoPE',
+    'RoPE, PI fair': 'RoPE, PI',
+    'RoPE, ntk fair': 'RoPE, NTK',
+    'RoPE, dynamic_ntk fair': 'RoPE, dynamic NTK',
+    'RoPE, YaRN fair': 'RoPE, YaRN',
+}
+TASKS = {  # {name in the table: names in recall.json and passkey.json}
+    'NoPE': ('nothing', 'nothing'),
+    'one scale': ('uniform scale', 'uniform scale'),
+    'head scales': ('scale per head', 'scale per head, rate 0.01'),
+    'channel scales': ('scale per channel', 'scale per channel'),
+    'norms before attention': ('gains of attention norms', 'gains of attention norms'),
+    'head scales, head gains, norms': ('scale per head, gains of heads and norms',) * 2,
+    'every weight': ('every weight', 'every weight'),
+    'NoPE, only the last tokens': ('nothing, context cut', 'nothing, context cut to L'),
+}
 
 
-def channel_task(task, key):
-    result = read(f'channel_scale/{task}.json')
-    for row, seeds in result[key].items():
-        for shares in seeds['each']:
-            yield task, row, dict(zip(map(str, result['lengths']), shares))
+def text():
+    seeds = [seed['methods'] for seed in read('head_scale/text.json')['seeds'].values()]
+    for name, key in {'NoPE': 'NoPE', 'one scale': 'uniform 512', 'head scales': 'head 512',
+                      'channel scales and norms': 'vectors 512'}.items():
+        yield name, {
+            'loss at L': [seed[key]['128']['loss'] for seed in seeds],
+            'at 2L': [seed[key]['256']['loss'] for seed in seeds],
+            'at 4L': [seed[key]['512']['loss'] for seed in seeds],
+            'gain at 4L': [seed['NoPE']['512']['cut_loss'] - seed[key]['512']['loss']
+                           for seed in seeds],
+        }
 
 
-def che_small():
-    for path in files('che_small/*.json'):
-        method, task = re.split(r'_\d{4}_', path.stem)
-        one, = read(path)['tasks'].values()
-        yield task, method, {'% up to 40': 100 * one['inside'], '% beyond': 100 * one['outside']}
+def tasks():
+    recall, passkey = read('head_scale/recall.json'), read('head_scale/passkey.json')
+    for name, (in_recall, in_passkey) in TASKS.items():
+        yield name, {'recall at 4L': [seed[2] for seed in recall['right'][in_recall]['each']],
+                     'keys at 4L': [seed[3] for seed in passkey['found'][in_passkey]['each']]}
 
 
-def main(names):
-    tenths, hundredths = partial(cell, digits=1), partial(cell, digits=2)
-    studies = {  # {study: its tables, each with the text of a cell}
-        'past_L': [(past_L(), hundredths), (rows_of('past_L/rates', 'past_L/repeats'), cell)],
-        'scoreboard': [(scoreboard(), cell)],
-        'begin': [(rows_of('begin/begin'), hundredths)],
-        'demo': [(demo(), hundredths), (stages('demo'), hundredths)],
-        'demo_bytes': [(demo_bytes(), cell)],
-        'extension_demo': [(stages('extension_demo'), hundredths)],
-        'vectors_demo': [(stages('vectors_demo', 'vectors_demo/entropy'), hundredths)],
-        'channel_scale': [(channel_scale(), cell), (channel_task('recall', 'right'), hundredths),
-                          (channel_task('passkey', 'found'), percent)],
-        'books': [(stages('books', 'books/entropy_4L'), hundredths)],
-        'dape_small': [(stages('dape_small'), hundredths)],
-        'che_small': [(che_small(), tenths)],
-        'passkey_demo': [(stages('passkey_demo', 'passkey_demo/*'), percent)],
-        'ablation_passkey': [(stages('ablation_passkey'), hundredths)],
-        'speed': [(stages('bench', 'gpu'), cell)],
-    }
-    for name in names or studies:
-        for measured, text in studies.get(name, ()):
-            print_tables(measured, text)
-    print_tables(stages(*(Path(name).absolute() for name in names if name not in studies)))
+def perplexity(file, lengths, names=None):
+    """Perplexity by length, of all rows of a file, or of those with new names."""
+    result = read(file)
+    for row in result['rows']:
+        if names is None or row['name'] in names:
+            runs = row.get('runs', [row])
+            yield names[row['name']] if names else row['name'], {
+                str(T): [run['ppl'][result['lengths'].index(T)] for run in runs] for T in lengths}
+
+
+# ---------------------------------------------------------------------- dape, speed
+
+def che():
+    for name, method in {'RoPE': 'rope', 'RoPE, random positions': 'rope_random',
+                         'Kerple': 'kerple', 'DAPE 1x3-Kerple': 'kerple_dape3'}.items():
+        columns = {}
+        for task, lengths in {'even_pairs': '41 to 500', 'missing_duplicate': '41 to 60'}.items():
+            files = sorted((RESULTS / 'dape/che').glob(f'{method}_????_{task}*.json'))
+            found = [read(file)['tasks'][task] for file in files]
+            columns[f'{task}, 1 to 40'] = [one['inside'] for one in found]
+            columns[f'{task}, {lengths}'] = [one['outside'] for one in found]
+        yield name, columns
+
+
+def speed():
+    """A row for each task, and for each program that took turns with ours."""
+    for path in sorted((RESULTS / 'speed').glob('*.json')):
+        for measured in read(path)['results'].values():
+            for one in measured if isinstance(measured, list) else [measured]:
+                for who in one['limit_seconds']:
+                    row = one[who]
+                    yield f"{path.stem}: {one['task']}, {who}", {
+                        'seconds': f"{row['seconds']:.3g}",
+                        'times ours': number(row['seconds'] / one['ours']['seconds']),
+                        'of the limit': f"{row['of_limit']:.0%}",
+                        'GB': number(row['peak_memory'] / 1e9),
+                    }
+
+
+# ---------------------------------------------------------------------- pages
+
+TABLES = {
+    'code': code, 'series': series, 'begin': begin, 'demo': demo,
+    'scoreboard': scoreboard,
+    'text': text, 'tasks': tasks,
+    'books': partial(perplexity, 'head_scale/books.json', (256, 512, 1024, 2048), BOOKS),
+    'ablations': partial(perplexity, 'head_scale/ablations.json', (256, 512, 768)),
+    'methods': partial(perplexity, 'dape/methods.json', (128, 512, 2048, 8192)),
+    'scaled': partial(perplexity, 'dape/head_scales.json', (128, 512, 2048)),
+    'che': che,
+    'speed': speed,
+}
+
+
+def update(page):
+    """The text of a page with the tables that the JSON in results/ gives."""
+    return re.sub(r'(<!-- (\w+) -->).*?(<!-- end -->)', flags=re.DOTALL, string=page,
+                  repl=lambda part: f'{part[1]}\n{markdown(TABLES[part[2]]())}\n{part[3]}')
+
+
+def stages(folders):
+    """The losses that stages wrote into folders, as rows of {length or kind: numbers of seeds}."""
+    seeds = defaultdict(lambda: defaultdict(list))
+    for folder in folders:
+        for path in sorted(Path(folder).glob('*.json')):
+            for row in read(path.absolute()).get('rows', ()):
+                at = str(row.get('length') or row.get('kind'))
+                for key in {'loss', 'cut_loss', 'gain'} & row.keys():
+                    seeds[f'{path.stem}: {key}'][at].append(row[key])
+    return seeds.items()
+
+
+def main(arguments):
+    if arguments not in ([], ['--check']):
+        for row in stages(arguments):
+            print(markdown([row]), end='\n\n')
+        return
+    for path in sorted(RESULTS.glob('**/README.md')):
+        page = path.read_text(encoding='utf-8')
+        if page != update(page):
+            print(path)
+            if not arguments:
+                path.write_text(update(page), encoding='utf-8')
 
 
 if __name__ == '__main__':
