@@ -162,9 +162,6 @@ BOOKS = {  # {name in the file: name in the table}; of these rows there are thre
     'NoPE, scale,out,norm': 'NoPE, head scales, head gains, norms',
     'NoPE, every weight, lr 1e-3': 'NoPE, every weight',
     'RoPE': 'RoPE',
-    'RoPE, PI fair': 'RoPE, PI',
-    'RoPE, ntk fair': 'RoPE, NTK',
-    'RoPE, dynamic_ntk fair': 'RoPE, dynamic NTK',
     'RoPE, YaRN fair': 'RoPE, YaRN',
 }
 TASKS = {  # {name in the table: names in recall.json and passkey.json}
@@ -172,17 +169,17 @@ TASKS = {  # {name in the table: names in recall.json and passkey.json}
     'one scale': ('uniform scale', 'uniform scale'),
     'head scales': ('scale per head', 'scale per head, rate 0.01'),
     'channel scales': ('scale per channel', 'scale per channel'),
-    'norms before attention': ('gains of attention norms', 'gains of attention norms'),
     'head scales, head gains, norms': ('scale per head, gains of heads and norms',) * 2,
     'every weight': ('every weight', 'every weight'),
-    'NoPE, only the last tokens': ('nothing, context cut', 'nothing, context cut to L'),
+    'only the last tokens': ('nothing, context cut', 'nothing, context cut to L'),
 }
 
 
 def text():
     seeds = [seed['methods'] for seed in read('head_scale/text.json')['seeds'].values()]
     for name, key in {'NoPE': 'NoPE', 'one scale': 'uniform 512', 'head scales': 'head 512',
-                      'channel scales and norms': 'vectors 512'}.items():
+                      'channel scales and norms': 'vectors 512',
+                      'only the last L tokens': 'cut'}.items():
         yield name, {
             'loss at L': [seed[key]['128']['loss'] for seed in seeds],
             'at 2L': [seed[key]['256']['loss'] for seed in seeds],
@@ -245,7 +242,6 @@ TABLES = {
     'scoreboard': scoreboard,
     'text': text, 'tasks': tasks,
     'books': partial(perplexity, 'head_scale/books.json', (256, 512, 1024, 2048), BOOKS),
-    'ablations': partial(perplexity, 'head_scale/ablations.json', (256, 512, 768)),
     'methods': partial(perplexity, 'dape/methods.json', (128, 512, 2048, 8192)),
     'scaled': partial(perplexity, 'dape/head_scales.json', (128, 512, 2048)),
     'che': che,
