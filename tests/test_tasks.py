@@ -139,12 +139,11 @@ def test_flip_flop_writes_reads_and_ignores_as_often_as_the_paper():
     near(counts / counts.sum(), [0, 0, 0.1, 0.1, 0.8], atol=0.005)
 
 
-def test_random_streams_stay_the_same():
-    # If they changed, a seed would train on other samples, and no old result could be repeated.
+def test_the_samples_of_kept_results_stay_the_same():
+    """Otherwise nobody could repeat what results/che_small and results/scoreboard hold."""
     digest = hashlib.sha256()
-    for task in TASKS.values():
+    for name in 'even_pairs', 'missing_duplicate', 'recall', 'copy':
         for length in range(1, 61):
-            for seed in range(3):
-                for array in task.generate(np.random.default_rng(seed), 4, length):
-                    digest.update(f'{array.shape} {array.tolist()}'.encode())
-    assert digest.hexdigest().startswith('7fec86e8e592f2ff')
+            for array in TASKS[name].generate(np.random.default_rng(0), 4, length):
+                digest.update(f'{array.shape} {array.tolist()}'.encode())
+    assert digest.hexdigest().startswith('50177c6e09c2bd03')
