@@ -1,7 +1,7 @@
 # The scoreboard: many ways to read past L under one protocol. After
-# python data/books/prepare.py FOLDER, 17 hours of one core.
+# python data/books/prepare.py FOLDER, 25 hours of one core.
 #   SEEDS=1337 bash results/scoreboard/run.sh
-#   SIZE=books bash results/scoreboard/run.sh           # 5M parameters
+#   SIZE=books bash results/scoreboard/run.sh           # 5M parameters, 14 hours
 #   python results/tables.py out/scoreboard/small/*     # what it has measured
 . results/common.sh
 size=${SIZE:-small}
