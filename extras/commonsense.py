@@ -1,7 +1,8 @@
 """
 Seven multiple-choice tasks of common sense, zero-shot: Table 1 of "Length Generalization of Causal
-Transformers without Position Encoding". EleutherAI's package lm_eval asks the questions, and the
-stage runs its other tasks, too, such as RULER's. Its task files name the data sets.
+Transformers without Position Encoding", where RoPE averages 46.1% and NoPE 46.2%. EleutherAI's
+package lm_eval asks the questions, and the stage runs its other tasks, too, such as RULER's. Its
+task files name the data sets.
 
 $ python -m extras.commonsense --init_from=hf:AntNLP/TinyLlama-NoPE-1.1B --position=none
 $ torchrun --nproc_per_node=8 -m extras.commonsense --tasks="['piqa']" --limit=100
@@ -12,19 +13,19 @@ counts its tokens, and for ruler_vt, ruler_cwe and ruler_fwe a read_length of 1,
 less, lm_eval never finishes the prompts.
 
 The score of a choice is ln p of its tokens. acc: how often the right choice scores best. acc_norm:
-the same after each score is divided by the choice's number of characters. boolq and winogrande have
-only acc. Text is written greedily. Of a question of more than read_length tokens the model reads
-the end; a prompt of that length is refused, because nobody can answer a prompt that was cut.
+the same after each score is divided by the choice's number of characters. Text is written greedily.
+Of a question of more than read_length tokens the model reads the end; a prompt of that length is
+refused, because nobody can answer a prompt that was cut.
 
-Writes out_dir/commonsense[_LABEL].json, with every metric as lm_eval reports it. The answers are in
-.jsonl files beside it, from which a stopped run continues.
+Prints lm_eval's own table; -1 stands for a length of RULER that was not asked. Writes every metric
+to out_dir/commonsense[_LABEL].json. The answers are in .jsonl files beside it, from which a stopped
+run continues.
 """
 
-import itertools
-import json
+from itertools import groupby
 from operator import itemgetter
 
-from configurator import ROOT, UserError, configure, settings
+from configurator import UserError, configure, settings
 
 import numpy as np
 import torch
@@ -32,7 +33,7 @@ import torch
 from common import setup
 from data import stable_hash
 from generate import answer_all, complete, identity
-from stage import open_model, print_rows, result_path, results_folder, write_result
+from stage import open_model, result_path, results_folder, write_result
 from tokenizer import get_tokenizer, start_token
 
 try:
@@ -42,6 +43,11 @@ try:
     from lm_eval.tasks import TaskManager
 except ImportError as error:
     raise UserError('Commonsense tasks need lm_eval: pip install ".[tasks]"') from error
+
+# The tasks of Table 1, and the metric that it has for each.
+TABLE_1 = {'arc_challenge': 'acc_norm', 'arc_easy': 'acc_norm', 'boolq': 'acc',
+           'hellaswag': 'acc_norm', 'openbookqa': 'acc_norm', 'piqa': 'acc_norm',
+           'winogrande': 'acc'}
 
 # which model, text and device
 out_dir = 'out/demo/nope'    # folder of the run to read; results go there, too
@@ -53,8 +59,7 @@ label = ''                   # name of the result; '': named after the scale
 device = 'auto'              # auto, cpu, cuda, mps
 dtype = 'auto'               # auto, float32, bfloat16, float16
 # questions
-tasks: list[str] = ['arc_challenge', 'arc_easy', 'boolq', 'hellaswag', 'openbookqa', 'piqa',
-                    'winogrande']
+tasks: list[str] = [*TABLE_1]
 task_folder = ''             # folder with more task files for lm_eval (.yaml), such as your own
 limit: int | None = None     # number of questions of each task, the first ones; None: all
 read_length: int | None = None  # longest text in tokens, and length of RULER's prompts; None: L
@@ -68,7 +73,6 @@ class Harness(TemplateLM):
     Our model with lm_eval's interface. Every rank gets all requests and reads its share. path: of
     the files of answers; about: what answers depend on; length: as read_length.
     """
-
     eot_token_id = None
 
     def __init__(self, model, encoding, runtime, path, about, length):
@@ -82,27 +86,28 @@ class Harness(TemplateLM):
         start = [self.eot_token_id] if add_bos and add_special_tokens is None else []
         return start + self.encoding.encode_ordinary(string)
 
-    def ask(self, kind, questions, alike, answer):
+    def ask(self, kind, questions, shape, answer):
         """
-        answer_all() for questions, [(ids, tokens that follow)]. answer(ids, follow) gets some for
-        which alike(question) is the same, and returns a dict for each.
+        The answers to questions, [(ids, tokens that follow)], a dict each. answer(ids, n) answers
+        questions of one shape(question), in one pass: a list of ids, and n tokens follow each.
+        kind: names the file of answers.
         """
-        def size(i):
-            return len(questions[i][0]) + questions[i][1]
-
         @torch.no_grad()
         def answer_items(items):
-            rows, some = [], [questions[order[item]] for item in items]
-            for _, group in itertools.groupby(some, alike):
+            rows = []
+            for _, group in groupby([questions[order[item]] for item in items], shape):
+                ids, follow = zip(*group)
                 with self.runtime.autocast():
-                    rows += answer(*zip(*group))
+                    rows += answer(ids, follow[0])
             return rows
 
-        order = sorted(range(len(questions)), key=lambda i: (-size(i), questions[i][1]))
-        rows = answer_all(f'{self.path}_{kind}', self.about | {'questions': stable_hash(questions)},
-                          [*map(size, order)], batch_tokens, answer_items, self.runtime)
+        sizes = [len(ids) + n for ids, n in questions]
+        order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], shape(questions[i])))
+        about = self.about | {'questions': stable_hash(questions)}
+        rows = answer_all(f'{self.path}_{kind}', about, [sizes[i] for i in order], batch_tokens,
+                          answer_items, self.runtime)
         rows = dict(zip(order, rows))
-        return [rows[i] for i in range(len(questions))]
+        return [rows[i] for i in range(len(rows))]
 
     def _loglikelihood_tokens(self, requests, kind='choices', **_):
         """
@@ -118,18 +123,15 @@ class Harness(TemplateLM):
             questions.append((ids[-max(n, self.length) - 1:], n))
             self.n_cut += len(questions[-1][0]) < len(ids)
 
-        def answer(ids, follow):
-            idx, n = torch.tensor(ids, device=self.runtime.device), follow[0]
-            log_p = self.model(idx[:, :-1], tail=n).float().log_softmax(-1)
+        def answer(ids, n):
+            idx = torch.tensor(ids, device=self.runtime.device)                # (B, T + 1)
             targets = idx[:, -n:, None]
-            greedy = (log_p.argmax(-1, keepdim=True) == targets).all(1)
-            log_p = log_p.gather(-1, targets).sum(1)                       # (B, 1)
+            log_p = self.model(idx[:, :-1], tail=n).float().log_softmax(-1)    # (B, n, V)
+            greedy = (log_p.argmax(-1, keepdim=True) == targets).all(1)        # (B, 1)
+            log_p = log_p.gather(-1, targets).sum(1)
             return [{'log_p': one.item(), 'greedy': its.item()} for one, its in zip(log_p, greedy)]
 
-        def shape(question):  # texts of one shape share a pass
-            return len(question[0]), question[1]
-
-        rows = self.ask(kind, questions, shape, answer)
+        rows = self.ask(kind, questions, lambda question: (len(question[0]), question[1]), answer)
         return [(row['log_p'], row['greedy']) for row in rows]
 
     def loglikelihood_rolling(self, requests, **_):
@@ -155,15 +157,16 @@ class Harness(TemplateLM):
             prompts.append((ids, how['max_gen_toks']))
             ends.append(how['until'])
 
-        def answer(ids, follow):
-            written = complete(self.model, ids, follow[0], [self.encoding.eot_token])
+        def answer(ids, n):
+            written = complete(self.model, ids, n, [self.encoding.eot_token])
             return [{'text': self.encoding.decode(new)} for new in written]
 
         texts = []
         for row, until in zip(self.ask('texts', prompts, itemgetter(1), answer), ends):
+            text = row['text']
             for end in until:
-                row['text'] = row['text'].partition(end)[0]
-            texts.append(row['text'])
+                text = text.partition(end)[0]
+            texts.append(text)
         return texts
 
 
@@ -181,31 +184,15 @@ def main(given):
                                limit=limit, log_samples=False)
     if not runtime.is_main:
         return
-    table = json.loads((ROOT / 'results/papers/tables.json').read_text())['nope_table1']
-    columns = {'here': {}} | {f'paper, {name}': dict(zip(table['columns'], row))
-                              for name, row in table['rows'].items()}
-    found, rows = {}, []
-    for task, row in measured['results'].items():
-        # The names are METRIC,FILTER and METRIC_stderr,FILTER. -1: of a length that was not asked
-        found[task] = {name: value for name, value in row.items()
-                       if ',' in name and value not in (-1, 'N/A')}
-        for name, value in found[task].items():
-            if '_stderr,' not in name:
-                rows.append({'task': task, 'metric': name, 'value': value, 'standard error':
-                             found[task].get(name.replace(',', '_stderr,'), '')})
-        if task in table['columns']:
-            columns['here'][task] = 100 * row.get('acc_norm,none', row['acc,none'])
-    print_rows(print, rows)
-    if here := [*columns['here']]:
-        for scores in columns.values():
-            scores['average'] = np.mean([scores[task] for task in here])
-        print_rows(print, [{'accuracy (%)': task} | {
-            name: scores[task] for name, scores in columns.items()} for task in [*here, 'average']])
+    found = measured['results']  # {task: {'METRIC,FILTER': value}}
+    print(utils.make_table(measured))
+    shares = [found[task][f'{metric},none'] for task, metric in TABLE_1.items() if task in found]
+    if shares:
+        print(f'average of {len(shares)} of the 7 tasks of Table 1: {np.mean(shares):.1%}')
     print(f'{harness.n_cut} questions have more than {length} tokens and lost their start')
-    write_result(path, {'read_length': length, 'choices_cut': harness.n_cut,
-                        'tasks': found, 'accuracy': columns['here'],
-                        'lm_eval': measured['lm_eval_version'], 'versions': measured['versions'],
-                        'questions': measured['n-samples']}, settings(globals()), runtime, info)
+    write_result(path, {'read_length': length, 'choices_cut': harness.n_cut, 'tasks': found,
+                        'lm_eval': measured['lm_eval_version'], 'questions': measured['n-samples']},
+                 settings(globals()), runtime, info)
 
 
 if __name__ == '__main__':

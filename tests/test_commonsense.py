@@ -76,49 +76,33 @@ def test_a_whole_text_is_scored_once_in_windows_of_read_length(cpu, tmp_path):
 
 
 def test_a_text_ends_before_the_first_string_that_its_task_names(cpu, tmp_path):
-    model, ours = random_model(vocab_size=257), harness(random_model(vocab_size=257), cpu, tmp_path)
+    model = random_model(vocab_size=257)
     texts = [BYTES.decode(complete(model, [[120]], n, [BYTES.eot_token])[0]) for n in (9, 4)]
     asked = [('x', {'until': ['never', texts[0][5]], 'max_new_tokens': 9}),
              ('x', {'until': 'never', 'max_gen_toks': 4})]
-    found = ours.generate_until([SimpleNamespace(args=one) for one in asked])
+    found = harness(model, cpu, tmp_path).generate_until([
+        SimpleNamespace(args=one) for one in asked])
     assert found == [texts[0].partition(texts[0][5])[0], texts[1]]
 
 
 TASK = """
+task: piqa
 dataset_path: json
 dataset_kwargs: {data_files: {test: FILE}}
 test_split: test
 doc_to_text: "{{q}}"
-"""
-TASKS = {'piqa': """
 output_type: multiple_choice
 doc_to_target: answer
 doc_to_choice: "{{choices}}"
 metric_list: [{metric: acc}, {metric: acc_norm}]
-""", 'writing': """
-output_type: generate_until
-doc_to_target: "{{written}}"
-generation_kwargs: {do_sample: false, max_gen_toks: 9, until: ["!!"]}
-metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
-filter_list:
-  - {name: whole, filter: [{function: take_first}]}
-  - {name: none, filter: [{function: regex, regex_pattern: "#(x)"}, {function: take_first}]}
-""", 'scoring': """
-output_type: loglikelihood
-doc_to_target: word
-metric_list: [{metric: perplexity, aggregation: perplexity, higher_is_better: false}]
-"""}
+"""
 
 
-@pytest.fixture
-def of_lm_eval(monkeypatch):
-    """lm_eval without its own tasks, which take 10 s to find."""
+def test_a_run_prints_the_metrics_of_lm_eval_and_the_average_of_table_1(
+        tmp_path, tiny_run, tiny, monkeypatch):
+    # without lm_eval's own tasks, which take 10 s to find
     monkeypatch.setattr(tasks, 'TaskManager', partial(tasks.TaskManager, include_defaults=False))
-
-
-def test_a_run_reports_each_metric_and_filter_as_lm_eval_does(tmp_path, tiny_run, tiny, of_lm_eval):
-    """Half of the answers are wrong."""
-    model, length, n_cut, log_p, lines = tiny[0], 36, 0, [], []
+    model, length, n_cut, lines = tiny[0], 36, 0, []
     model.head_scale = 1.3
     questions = 'def f(self', 'import os', 'x', 'for i in range(', 'return', 'class A:'
     words = ['if', 'self', 'return value', 'the', 'import everything here', 'a', 'def']
@@ -128,25 +112,16 @@ def test_a_run_reports_each_metric_and_filter_as_lm_eval_does(tmp_path, tiny_run
             ids, n = list(f'{q} {choice}'.encode()), len(choice)
             n_cut += len(ids) > length + 1  # The last token is only predicted.
             scores.append(alone(model, ids[-length - 1:-n - 1], ids[-n - 1:])[0] / n)  # acc_norm
-        [written] = complete(model, [[*q.encode()]], 9, [BYTES.eot_token])
-        log_p.append(alone(model, [*q.encode()], [*b' if'])[0])
-        lines.append({'q': q, 'choices': choices, 'word': ' if',
-                      'answer': (np.argmax(scores).item() + i % 2) % len(choices),
-                      'written': BYTES.decode(written) + '!' * (i % 2)})
+        right = np.argmax(scores).item() + i % 2  # or wrong, in each second question
+        lines.append({'q': q, 'choices': choices, 'answer': right % len(choices)})
 
     (tmp_path / 'data.json').write_text('\n'.join(map(json.dumps, lines * 2)))
-    for name, task in TASKS.items():
-        task = f'task: {name}{TASK}{task}'.replace('FILE', str(tmp_path / 'data.json'))
-        (tmp_path / f'{name}.yaml').write_text(task)
-    arguments = on(tiny_run, tmp_path, (
-        f'--scale=1.3 --tasks=["piqa","writing","scoring"] --task_folder={tmp_path} --limit=24 '
-        f'--read_length={length} --batch_tokens=150'))
-    out = stage('extras.commonsense', *arguments)
+    (tmp_path / 'piqa.yaml').write_text(TASK.replace('FILE', str(tmp_path / 'data.json')))
+    out = stage('extras.commonsense', *on(tiny_run, tmp_path, (
+        f'--scale=1.3 --tasks=["piqa"] --task_folder={tmp_path} --limit=24 '
+        f'--read_length={length} --batch_tokens=150')))
     result = read(tmp_path / 'commonsense_scale1.3.json')
-    writing, piqa = result['tasks']['writing'], result['tasks']['piqa']
-    assert (writing['exact_match,whole'], writing['exact_match,none']) == (0.5, 0)
+    piqa = result['tasks']['piqa']
     assert (piqa['acc_norm,none'], result['choices_cut']) == (0.5, n_cut)
     near(piqa['acc_norm_stderr,none'], 0.5 / 23 ** 0.5, rtol=1e-6)
-    near(result['tasks']['scoring']['perplexity,none'], np.exp(-np.mean(log_p)), rtol=1e-4)
-    assert result['accuracy'] == {'piqa': 50, 'average': 50}
-    assert 'average  50.0000      67.3000      68.4000' in out
+    assert '|acc_norm|' in out and 'average of 1 of the 7 tasks of Table 1: 50.0%' in out
