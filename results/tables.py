@@ -41,7 +41,7 @@ def cell(seeds):
 def markdown(rows):
     """The table of rows (name, {column: text, or a list with the number of each seed})."""
     rows = list(rows)
-    columns = rows[0][1]
+    columns = max((row for _, row in rows), key=len)
     lines = [f"| | {' | '.join(columns)} |", '|---' * (len(columns) + 1) + '|']
     for name, row in rows:
         cells = [row.get(column, '') for column in columns]
@@ -218,19 +218,29 @@ def che():
         yield name, columns
 
 
+SPEED = {  # {file of speed/: machine and model}
+    'train_1b': 'H200, 1.1B', 'growth_1b': 'H200, 1.1B', 'eval_1b': 'H200, 1.1B',
+    'entropy_1b': 'H200, 1.1B', 'peer_125m': 'H200, 125M', 'epyc_steps': 'EPYC, 39M',
+    'epyc_steps_earlier': 'EPYC again, 39M', 'xeon_windows': 'Xeon, 39M',
+    'xeon_decode': 'Xeon, 39M',
+}
+
+
 def speed():
-    """A row for each task, and for each program that took turns with ours."""
-    for path in sorted((RESULTS / 'speed').glob('*.json')):
-        for measured in read(path)['results'].values():
-            for one in measured if isinstance(measured, list) else [measured]:
-                for who in one['limit_seconds']:
-                    row = one[who]
-                    yield f"{path.stem}: {one['task']}, {who}", {
-                        'seconds': f"{row['seconds']:.3g}",
-                        'times ours': number(row['seconds'] / one['ours']['seconds']),
-                        'of the limit': f"{row['of_limit']:.0%}",
-                        'GB': number(row['peak_memory'] / 1e9),
-                    }
+    """A row for each task, with the program that took turns with ours."""
+    for file, where in SPEED.items():
+        for found in read(f'speed/{file}.json')['results'].values():
+            for one in found if isinstance(found, list) else [found]:
+                ours = one['ours']
+                columns = {'seconds': f"{ours['seconds']:.3g}",
+                           'of the limit': f"{ours['of_limit']:.0%}",
+                           'GB': number(ours['peak_memory'] / 1e9)}
+                for who in {'transformers', 'whole step', 'matrix'} & one.keys():
+                    other = one[who]
+                    columns |= {'beside it': who,
+                                'times ours': number(other['seconds'] / ours['seconds']),
+                                'its GB': number(other['peak_memory'] / 1e9)}
+                yield f"{where}: {one['task']}", columns
 
 
 # ---------------------------------------------------------------------- pages

@@ -1,0 +1,31 @@
+# Speed and memory: PARTS=cpu bash results/speed/run.sh, or on one GPU PARTS=gpu. The most important
+# comes first, so a time limit may end it: timeout 60m bash results/speed/run.sh
+. results/common.sh
+set +e  # if a task fails, for example because memory runs out, the next one begins
+out=out/speed
+big='--n_layer=22 --n_head=32 --n_kv_head=4 --n_embd=2048 --n_hidden=5632 --position=none'
+small='--n_layer=12 --n_head=12 --n_kv_head=12 --n_embd=768 --n_hidden=2048 --vocab_size=50257'
+
+bench() {  # NAME ARGUMENTS...
+    once $out/$1.json python -m extras.bench --out_dir=$out --name=$1 "${@:2}"
+}
+
+gpu() {
+    python -m pytest -m '' tests/test_gpu.py
+    bench train_1b $big "--tasks=['train']" --context=2048 --batch_size=8
+    for T in 2048 8192 18432; do
+        bench scale_1b_$T $big "--tasks=['scale']" --context=$T --batch_size=1 --compile=False
+    done
+    bench entropy_1b $big "--tasks=['entropy']" --read_context=16384
+    bench eval_1b $big "--tasks=['eval']" --context=16384 --batch_size=1
+    bench peer_125m $small --peer=hf "--tasks=['train','prefill','decode']" --context=512 \
+        --batch_size=32
+}
+
+cpu() {
+    bench steps --peer=hf --dtype=float32 --rounds=5 "--tasks=['train','scale']"
+    bench windows --peer=hf --dtype=float32 "--tasks=['eval']"
+    bench decode --peer=hf --dtype=float32 "--tasks=['decode']"
+}
+
+for part in ${PARTS:-cpu gpu}; do $part; done
