@@ -1,4 +1,4 @@
-"""$ python -m pytest tests/test_convert.py       (extras/convert.py)"""
+"""$ python -m pytest tests/test_convert.py       (extras/convert.py, foreign.py, gguf_file.py)"""
 
 from configurator import UserError
 
@@ -7,9 +7,9 @@ import torch
 from conftest import mistake, near, random_model, read, save_model, stage, tokens
 
 from common import save_json
-from extras import convert
+from extras import convert, gguf_file
 from generate import complete
-from position import METHODS, RoPE, rope_frequencies
+from position import METHODS, RoPE
 from stage import open_model
 from tokenizer import byte_pairs, get_tokenizer, tokenizer_state
 
@@ -20,12 +20,11 @@ BASE = {'vocab_size': 260, 'hidden_size': 64, 'intermediate_size': 96, 'num_hidd
         'num_attention_heads': 4, 'num_key_value_heads': 2, 'max_position_embeddings': 64,
         'bos_token_id': 256, 'eos_token_id': 256, 'pad_token_id': None}
 GRANITE = {'layer_types': ['attention'] * 2, 'num_local_experts': 0, 'mamba_n_heads': 1,
-           'shared_intermediate_size': 96, 'attention_multiplier': 0.4}
-YARN = {'rope_type': 'yarn', 'rope_theta': 5000.0, 'factor': 4.0,
-        'original_max_position_embeddings': 32}
+           'shared_intermediate_size': 96, 'attention_multiplier': 0.25}
+LINEAR = {'rope_type': 'linear', 'rope_theta': 5000.0, 'factor': 4.0}
+YARN = LINEAR | {'rope_type': 'yarn', 'original_max_position_embeddings': 32}
 LLAMA3 = YARN | {'rope_type': 'llama3', 'low_freq_factor': 1.0, 'high_freq_factor': 4.0}
-SHORT = {'rope_theta': 5000.0, 'factor': 4.0}
-BYTES = tokenizer_state(get_tokenizer('bytes'))
+BYTES = get_tokenizer('bytes')
 IDX = tokens(2, 100)
 
 
@@ -42,7 +41,7 @@ def stock(folder, kind='Llama', **changes):
 
 @pytest.fixture
 def ours(cpu):
-    """ours(source, position): the model of a folder, opened by a stage."""
+    """ours(source, position): the model of a folder or file, opened by a stage."""
     return lambda source, position=None: open_model(str(source), '', cpu, position)[0]
 
 
@@ -65,9 +64,8 @@ def same(model, theirs):
 
 @pytest.mark.parametrize('kind, changes, position', [
     ('Llama', {}, 'rope'), ('Llama', {'tie_word_embeddings': True}, 'rope'),
-    ('Llama', {'rope_parameters': SHORT | {'rope_type': 'linear'}}, 'rope'),
-    ('Llama', {'rope_parameters': SHORT | {'rope_type': 'dynamic'}}, 'rope'),
-    ('Llama', {'rope_parameters': YARN}, 'rope'), ('Llama', {'rope_parameters': LLAMA3}, 'rope'),
+    ('Llama', {'rope_parameters': LINEAR}, 'rope'), ('Llama', {'rope_parameters': YARN}, 'rope'),
+    ('Llama', {'rope_parameters': LLAMA3}, 'rope'),
     ('SmolLM3', {'no_rope_layers': [1, 1, 1, 0, 1, 1], 'num_hidden_layers': 6},
      'rope,rope,rope,none'),
     ('GraniteMoeHybrid', GRANITE, 'none'),
@@ -78,21 +76,11 @@ def test_llamas_and_what_is_written_of_them_give_the_logits_of_transformers(
     model = ours(tmp_path / 'in')
     assert model.config.position == position
     same(model, theirs)
-    (tmp_path / 'in/tokenizer.json').write_text(convert.tokenizer_json(BYTES))
+    (tmp_path / 'in/tokenizer.json').write_text(convert.tokenizer_json(tokenizer_state(BYTES)))
     same(model, written(tmp_path, None, f'--init_from={tmp_path}/in'))
     again = ours(tmp_path / 'out')
     same(again, theirs)
     assert again.config.pretrained_length == model.config.pretrained_length
-
-
-def test_the_frequencies_of_llama_3_1_are_those_of_transformers():
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-    rope = LLAMA3 | {'rope_theta': 5e5, 'factor': 8.0, 'original_max_position_embeddings': 8192}
-    config = transformers.LlamaConfig(hidden_size=4096, num_attention_heads=32,
-                                      rope_parameters=rope)
-    frequencies, factor = rope_frequencies(128, 5e5, 'llama3:8', 8192, 0)
-    near(frequencies, LlamaRotaryEmbedding(config).inv_freq, rtol=1e-5)
-    assert factor == 1
 
 
 def test_pickled_weights_and_head_scales_of_the_papers_code_are_read(tmp_path, ours):
@@ -100,22 +88,23 @@ def test_pickled_weights_and_head_scales_of_the_papers_code_are_read(tmp_path, o
     weights |= {convert.SCALES.format(i): row for i, row in enumerate(scales)}
     (tmp_path / 'model.safetensors').unlink()
     for i in range(2):
-        part = dict(list(weights.items())[i::2])
-        torch.save(part, tmp_path / f'pytorch_model-{i}.bin')
+        torch.save(dict(list(weights.items())[i::2]), tmp_path / f'pytorch_model-{i}.bin')
     model = ours(tmp_path)
     assert torch.equal(model.head_scale, scales) and model.config.position == 'none'
     near(model.blocks[1].mlp.out.weight, weights['model.layers.1.mlp.down_proj.weight'])
     assert ours(tmp_path, 'rope').config.position == 'rope'
 
 
-@pytest.mark.parametrize('kind, changes', [
-    ('Llama', {'attention_bias': True}), ('Llama', {'head_dim': 32}),
-    ('GraniteMoeHybrid', GRANITE | {'logits_scaling': 8.0}),
-    ('Llama', {'rope_parameters': LLAMA3 | {'low_freq_factor': 2.0}}),
-    ('Mpt', {'d_model': 64, 'n_layers': 2, 'n_heads': 4, 'max_seq_len': 64}),
-    ('Bloom', {}), ('Mamba', {}), ('Gemma2', {'head_dim': 16}),
-    ('Llama4Text', {'intermediate_size_mlp': 96, 'num_local_experts': 2, 'head_dim': 16})], ids=str)
-def test_what_our_model_does_not_compute_is_run_by_transformers(tmp_path, ours, kind, changes):
+@pytest.mark.parametrize('kind, changes, reason', [
+    ('Llama', {'attention_bias': True}, 'proj.bias'), ('Llama', {'head_dim': 32}, 'head_dim'),
+    ('GraniteMoeHybrid', GRANITE | {'logits_scaling': 8.0}, 'logits_scaling'),
+    ('Llama', {'rope_parameters': LLAMA3 | {'low_freq_factor': 2.0}}, 'low_freq'),
+    ('Mpt', {'d_model': 64, 'n_layers': 2, 'n_heads': 4, 'max_seq_len': 64}, 'mpt'),
+    ('Bloom', {}, 'bloom'), ('Mamba', {}, 'mamba'), ('Gemma2', {'head_dim': 16}, 'gemma2'),
+    ('Llama4Text', {'intermediate_size_mlp': 96, 'num_local_experts': 2, 'head_dim': 16},
+     'llama4')], ids=str)
+def test_what_our_model_does_not_compute_is_run_by_transformers(tmp_path, ours, kind, changes,
+                                                                reason):
     theirs = stock(tmp_path, kind, **changes)
     model = ours(tmp_path)
     if kind == 'Mpt':
@@ -127,10 +116,14 @@ def test_what_our_model_does_not_compute_is_run_by_transformers(tmp_path, ours, 
         parts = [model(ids, cache=cache, tail=1) for ids in IDX.split([98, 1, 1], dim=1)]
         near(losses, -log_p[:, -9:].gather(-1, IDX[:, -9:, None])[..., 0], atol=1e-4)
         near(torch.cat(parts, 1), model(IDX)[:, -3:], atol=1e-3)
-    with pytest.raises(UserError, match=theirs.config.model_type):
+    with pytest.raises(UserError, match=reason):
         written(tmp_path, None, f'--init_from={tmp_path}')
-    with pytest.raises(UserError, match='its own position method'):
-        ours(tmp_path, 'none')
+
+
+def test_text_is_generated_from_a_model_that_transformers_runs(tmp_path, ours):
+    theirs, prompt = stock(tmp_path, 'Bloom'), IDX[:1, :9]
+    expected = theirs.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    assert complete(ours(tmp_path), prompt.tolist(), 6) == expected[:, 9:].tolist()
 
 
 def test_what_cannot_be_read_is_named_in_a_line(tmp_path, ours):
@@ -150,7 +143,6 @@ def test_what_cannot_be_read_is_named_in_a_line(tmp_path, ours):
 
 @pytest.mark.parametrize('settings, kind', [
     ({}, 'granitemoehybrid'), ({'position': 'rope', 'rope_base': 500.0}, 'llama'),
-    ({'position': 'rope', 'rope_scaling': 'ntk:2'}, 'llama'),
     ({'position': 'rope,none', 'rope_scaling': 'yarn:2', 'tied': True}, 'smollm3')], ids=str)
 def test_scales_and_gains_are_part_of_the_weights_that_are_written(tmp_path, settings, kind):
     model = random_model(vocab_size=257, **settings)
@@ -159,10 +151,13 @@ def test_scales_and_gains_are_part_of_the_weights_that_are_written(tmp_path, set
     same(model, theirs)
 
 
-def test_without_rope_scales_per_channel_are_written(tmp_path):
-    model = random_model(vocab_size=257)
+def test_without_rope_scales_per_channel_are_folded():
+    model = random_model()
     model.head_scale = 1 + torch.rand(2, 4, 8)
-    same(model, written(tmp_path, model))
+    expected = model(IDX)
+    convert.fold(model)
+    near(model(IDX), expected, atol=1e-5)
+    assert torch.all(model.head_scale == 1)
 
 
 def test_of_several_sets_the_one_for_a_length_is_written(tmp_path, cpu):
@@ -177,21 +172,20 @@ def test_of_several_sets_the_one_for_a_length_is_written(tmp_path, cpu):
                                 f'--folder={tmp_path}/out')
     theirs = written(tmp_path, model, scale, '--target_length=128')
     model.head_scale = 2.5  # between 1 and 4, linear in ln T
-    for block in model.blocks:
-        block.attn.head_gain.data.fill_(1)  # which the sets lack
     same(model, theirs)
     assert theirs.config.max_position_embeddings == 128
 
 
 def test_what_no_stock_model_computes_is_not_written(tmp_path, monkeypatch):
     for settings in ({'position': 'alibi'}, {'short_conv': 4}, {'dape_kernel': 1},
-                     {'position': 'rope', 'rope_window': 8}):
+                     {'position': 'rope', 'rope_window': 8},
+                     {'position': 'rope', 'rope_scaling': 'ntk:2'}):
         with pytest.raises(UserError, match='Only NoPE'):
             written(tmp_path, random_model(vocab_size=257, **settings))
     model = random_model(vocab_size=257, position='rope')
     model.head_scale = torch.ones(2, 4, 8)
     with pytest.raises(UserError, match='per channel'):
-        written(tmp_path, model)
+        convert.require_exportable(model)
     monkeypatch.setitem(METHODS, 'rope', type('Mine', (RoPE,), {}))
     with pytest.raises(UserError, match='Only NoPE'):
         written(tmp_path, random_model(vocab_size=257, position='rope'))
@@ -209,7 +203,7 @@ def test_a_written_tokenizer_pads_on_the_left(tmp_path):
 def test_a_tiktoken_tokenizer_becomes_a_tokenizer_json(tmp_path):
     merged = b'th', b' t', b' th', b'the', b' the', b'er', b'12', b'\r\n', b'\n\n'
     ranks = {token: i for i, token in enumerate([*(bytes([i]) for i in range(256)), *merged])}
-    mine = byte_pairs('mine', ranks, convert.PATTERN, len(ranks))
+    mine = byte_pairs('mine', ranks, gguf_file.PATTERN, len(ranks))
     (tmp_path / 'tokenizer.json').write_text(convert.tokenizer_json(tokenizer_state(mine)))
     theirs = get_tokenizer(str(tmp_path / 'tokenizer.json'))
     assert theirs.eot_token == mine.eot_token
@@ -218,34 +212,76 @@ def test_a_tiktoken_tokenizer_becomes_a_tokenizer_json(tmp_path):
         assert theirs.decode(theirs.encode_ordinary(text)) == text
 
 
-@pytest.mark.parametrize('settings, kind', [
-    ({}, 'granite'), ({'position': 'rope', 'rope_base': 500.0, 'tied': True}, 'llama')], ids=str)
-def test_a_gguf_file_has_our_weights(tmp_path, settings, kind):
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-    model, path = random_model(vocab_size=257, **settings), tmp_path / 'out/model.gguf'
+# ---------------------------------------------------------------------- GGUF
+
+def test_a_gguf_file_of_nope_says_so_and_has_scales_and_gains_in_its_weights(tmp_path, ours):
+    model, path = random_model(vocab_size=257), tmp_path / 'out/model.gguf'
     written(tmp_path, model, '--format=gguf', '--target_length=200')
-    reader = gguf.GGUFReader(path)
-    fields = {name: field.contents() for name, field in reader.fields.items()}
-    assert fields['general.architecture'] == kind and fields[f'{kind}.context_length'] == 200
-    assert fields['tokenizer.ggml.tokens'][ord(' ')] == 'Ġ'
-    assert fields['tokenizer.ggml.eos_token_id'] == 256
-    if kind == 'granite':
-        assert fields['granite.rope.scaling.finetuned'] is False
-        found = {tensor.name: torch.tensor(tensor.data) for tensor in reader.tensors}
-        last = model.blocks[1].attn
-        scale, gain = (x.repeat_interleave(8) for x in (last.head_scale, last.head_gain))
-        near(found['blk.1.attn_q.weight'], last.qkv.weight[:32] * scale[:, None], 1e-6)
-        near(found['blk.1.attn_output.weight'], last.out.weight * gain, 1e-6)
-        return
+    fields = gguf.GGUFReader(path).fields
+    for name, value in {'general.architecture': 'granite', 'granite.context_length': 200,
+                        'granite.rope.scaling.finetuned': False,
+                        'tokenizer.ggml.eos_token_id': 256}.items():
+        assert fields[name].contents() == value
+    again = ours(path)
+    assert again.config.position == 'none' and torch.all(again.head_scale == 1)
+    near(again(IDX), model(IDX), atol=1e-4)
+
+
+def gguf_of(model, path, kind='float32', **more):
+    """Write a GGUF file of a model with matrices of this kind, and with more weights."""
+    weights = convert.their_weights(model, gguf_file.WEIGHTS) | more
+    text = convert.tokenizer_json(tokenizer_state(BYTES))
+    gguf_file.write(path, model.config, weights, text, BYTES, kind)
+
+
+@pytest.mark.parametrize('kind', ['float32', 'q8_0', 'q4_1'])
+def test_a_gguf_file_is_read_as_transformers_reads_it(tmp_path, ours, kind):
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+    path = tmp_path / 'model.gguf'
+    gguf_of(random_model(vocab_size=257, position='rope', rope_base=500.0, tied=True), path, kind)
     theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(
         **load_gguf_checkpoint(path)['config'])).eval()
-    read_back = load_gguf_checkpoint(path, return_tensors=True, model_to_load=theirs)
-    theirs.load_state_dict(read_back['tensors'], strict=False)
+    found = load_gguf_checkpoint(path, return_tensors=True, model_to_load=theirs)
+    theirs.load_state_dict(found['tensors'], strict=False)
     theirs.tie_weights()
-    same(model, theirs)
+    same(ours(path), theirs)
 
 
-def test_text_is_generated_from_a_model_that_transformers_runs(tmp_path, ours):
-    theirs, prompt = stock(tmp_path, 'Bloom'), IDX[:1, :9]
-    expected = theirs.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=None)
-    assert complete(ours(tmp_path), prompt.tolist(), 6) == expected[:, 9:].tolist()
+@pytest.mark.parametrize('kind, expected', [
+    ('gpt-2', 'a Ġ Ġ12'), ('llama-bpe', 'a Ġ Ġ 12'), ('smollm', 'a ĠĠ 1 2')])
+def test_the_tokenizer_in_a_gguf_file_cuts_text_as_its_kind_says(kind, expected):
+    words = [*(chr(byte) for byte in range(33, 127)), 'Ġ', 'ĠĠ', '12', 'Ġ12', '<end>']
+    fields = {'model': 'gpt2', 'pre': kind, 'tokens': words, 'merges': ['Ġ Ġ', '1 2', 'Ġ 12'],
+              'token_type': [1] * (len(words) - 1) + [3], 'eos_token_id': len(words) - 1,
+              'bos_token_id': 0, 'add_bos_token': True}
+    state = gguf_file.read_tokenizer('mine', {f'tokenizer.ggml.{name}': value
+                                              for name, value in fields.items()})
+    tokenizer = get_tokenizer(state)
+    assert [words[i] for i in tokenizer.encode_ordinary('a  12')] == expected.split()
+    assert tokenizer.start_token == 0 and tokenizer.eot_token == len(words) - 1
+    assert len(tokenizer.encode_ordinary('<end>')) == 5  # no end, but text
+
+
+def test_a_gguf_file_that_cannot_be_read_is_named_in_a_line(tmp_path, ours, monkeypatch):
+    path, model = tmp_path / 'model.gguf', random_model(vocab_size=257, position='rope')
+    gguf_of(model, path)
+    whole = path.read_bytes()
+
+    def is_refused(reason):
+        with pytest.raises(UserError, match=f'model.gguf.*{reason}') as caught:
+            ours(path)
+        assert '\n' not in str(caught.value)
+
+    for old, new, reason in ((b'GGUF', b'GGML', 'magic'), (b'gpt-2', b'qwen2', 'is qwen2'),
+                             (b'llama', b'gemma', 'architecture is gemma')):
+        path.write_bytes(whole.replace(old, new))
+        is_refused(reason)
+    path.write_bytes(whole[:-1000])
+    is_refused('')
+    gguf_of(model, path, **{'rope_freqs.weight': torch.ones(4)})
+    is_refused('rope_freqs')
+    with monkeypatch.context() as patch:
+        patch.setitem(gguf_file.SETTINGS, 'block_size', 'expert_count')
+        patch.setitem(gguf_file.SETTINGS, 'pretrained_length', 'context_length')
+        gguf_of(model, path)
+    is_refused('its expert_count is 32')

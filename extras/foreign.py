@@ -1,0 +1,69 @@
+"""
+Causal models that are not ours, such as BLOOM or Qwen3: transformers runs them, and our stages call
+them like our own. They can be evaluated and sampled from, but not tuned, trained or written.
+"""
+
+import inspect
+from types import SimpleNamespace
+
+from configurator import UserError
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+# transformers neither asks the hub nor runs code that comes with a model.
+LOCAL = {'local_files_only': True, 'trust_remote_code': False}
+
+
+class Foreign(nn.Module):
+    """
+    A model in a Hugging Face folder, with weights of this dtype, called like our Transformer.
+    reason: why it is not one of ours. Raises ValueError if it is not causal.
+    """
+
+    def __init__(self, path, dtype, reason):
+        super().__init__()
+        from transformers import AutoModelForCausalLM
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **LOCAL)
+        self.reason, c = reason, self.model.config.get_text_config()
+        L = getattr(c, 'max_position_embeddings', getattr(c, 'max_seq_len', 2048))
+        if c.model_type == 'mpt':  # it makes its biases for so many tokens
+            c.max_seq_len = 2 ** 17
+        self.config = SimpleNamespace(block_size=L, pretrained_length=L, position=c.model_type,
+                                      rope_scaling='', short_conv=0, dape_kernel=0)
+        arguments = inspect.signature(self.model.forward).parameters
+        self.past = {'past_key_values', 'cache_params'} & arguments.keys()  # names of its cache
+        self.eval()
+        with torch.no_grad():
+            first = [self(torch.tensor([[0, later]]))[:, 0] for later in (0, 1)]
+        if not torch.allclose(*first, rtol=1e-3, atol=1e-5):
+            raise ValueError(f'{c.model_type} reads later tokens, so it is not causal')
+
+    def forward(self, idx, targets=None, cache=None, tail=0):
+        """Transformer.forward(), but the logits of all targets exist at the same time."""
+        n, state = tail if targets is None else targets.shape[1], {'use_cache': False}
+        if cache is not None:
+            cache.length += idx.shape[1]
+            state = {'use_cache': True} | dict.fromkeys(self.past, cache)
+        logits = self.model(idx, logits_to_keep=n, **state).logits[:, -n:]      # (B, K, V)
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.mT.float(), targets, reduction='none')
+
+    def new_cache(self, max_length):
+        """A cache of transformers, called like our KVCache. It grows, whatever max_length is."""
+        from transformers import DynamicCache
+        if not self.past:
+            raise UserError(f'{self.config.position} has no cache, so it cannot generate text.')
+        cache = DynamicCache(config=self.model.config)
+        cache.device, cache.length = self.model.device, 0
+        cache.repeat = cache.batch_repeat_interleave
+        cache.reorder = lambda source, start: cache.reorder_cache(source)
+        return cache
+
+    def refuse(self, *_):
+        raise UserError(f'transformers runs this {self.config.position} as it is, because '
+                        f'{self.reason}. So it can only be evaluated and sampled from.')
+
+    blocks = head_scale = property(refuse)

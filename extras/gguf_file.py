@@ -1,0 +1,158 @@
+"""
+GGUF, the files of llama.cpp: one file holds settings, weights and tokenizer. We read and write a
+Llama, and a Granite without scalings, which in llama.cpp may be a NoPE model. convert.py calls
+this.
+"""
+
+import json
+from pathlib import Path
+
+from configurator import UserError
+
+import torch
+
+from common import model_config
+from position import unused_settings
+from tokenizer import EOT, PATTERN, HFTokenizer, start_token, tokenizer_state
+
+# {our setting: its name, after the architecture}
+SETTINGS = {
+    'vocab_size': 'vocab_size', 'block_size': 'context_length', 'n_layer': 'block_count',
+    'n_head': 'attention.head_count', 'n_kv_head': 'attention.head_count_kv',
+    'n_embd': 'embedding_length', 'n_hidden': 'feed_forward_length',
+    'norm_eps': 'attention.layer_norm_rms_epsilon', 'rope_base': 'rope.freq_base'}
+# {our weight: its name}, as in convert.py
+WEIGHTS = {
+    'embed': 'token_embd', 'norm': 'output_norm', 'head': 'output',
+    'blocks.*.attn_norm': 'blk.*.attn_norm',
+    'blocks.*.attn.qkv': 'blk.*.attn_q blk.*.attn_k blk.*.attn_v',
+    'blocks.*.attn.out': 'blk.*.attn_output',
+    'blocks.*.mlp_norm': 'blk.*.ffn_norm',
+    'blocks.*.mlp.gate_up': 'blk.*.ffn_gate blk.*.ffn_up',
+    'blocks.*.mlp.out': 'blk.*.ffn_down'}
+# RoPE rotates rows n and n + D/2 of a head together. llama.cpp stores the two side by side.
+ROTATED = 'attn_q.weight', 'attn_k.weight'
+
+
+def pre_tokenizers():
+    """What cuts text into words before BPE: {its name in llama.cpp: a pre-tokenizer}."""
+    from tokenizers import Regex
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
+    gpt2 = ByteLevel(add_prefix_space=False)
+    return {'gpt-2': Sequence([gpt2]),
+            'smollm': Sequence([Digits(individual_digits=True), gpt2]),
+            'llama-bpe': Sequence([Split(Regex(PATTERN), 'isolated'),
+                                   ByteLevel(add_prefix_space=False, use_regex=False)])}
+
+
+# ---------------------------------------------------------------------- in
+
+def read_tokenizer(name, fields):
+    """The state of the tokenizer in the fields of a file."""
+    from gguf import TokenType
+    from tokenizers import Tokenizer, decoders, models, processors
+    own = {key.removeprefix('tokenizer.ggml.'): value for key, value in fields.items()}
+    kind, tokens, known = own.get('pre', own['model']), own['tokens'], pre_tokenizers()
+    if kind not in known:
+        raise ValueError(f'its tokenizer is {kind}, not {" or ".join(known)}')
+    vocab = {token: i for i, token in enumerate(tokens)}
+    pairs = [tuple(pair.split(' ')) for pair in own['merges']]
+    merges = [pair for pair in pairs if ''.join(pair) in vocab]
+    tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=kind == 'llama-bpe'))
+    tokenizer.pre_tokenizer, tokenizer.decoder = known[kind], decoders.ByteLevel()
+    for token, its in zip(tokens, own['token_type']):
+        if its == TokenType.CONTROL:
+            tokenizer.add_special_tokens([token])
+        elif its == TokenType.USER_DEFINED:
+            tokenizer.add_tokens([token])
+    if own.get('add_bos_token', kind == 'llama-bpe'):
+        start = own['bos_token_id']
+        tokenizer.post_processor = processors.TemplateProcessing(
+            f'{tokens[start]} $A', special_tokens=[(tokens[start], start)])
+    return tokenizer_state(HFTokenizer(name, tokenizer.to_str(), tokens[own['eos_token_id']]))
+
+
+def read(path):
+    """
+    The ModelConfig of a file, its weights under their names in the file, {name: float32 tensor},
+    and the state of its tokenizer. Raises ValueError if it asks for what our model does not
+    compute.
+    """
+    import gguf
+    reader, tensors = gguf.GGUFReader(path), {}
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    kind = fields['general.architecture']
+    if kind not in ('llama', 'granite'):
+        raise ValueError(f'its architecture is {kind}, not llama or granite')
+    own = {name.removeprefix(f'{kind}.'): value for name, value in fields.items()
+           if name.startswith(f'{kind}.')}
+    values = {ours: own.pop(theirs) for ours, theirs in SETTINGS.items()}
+    has_rope = kind == 'llama' or own.pop('rope.scaling.finetuned', True)
+    values |= {'position': 'rope' if has_rope else 'none',
+               'tied': 'output.weight' not in [tensor.name for tensor in reader.tensors]}
+    c = model_config(values | unused_settings(values))
+    D = c.head_dim
+    fixed = {'rope.dimension_count': D, 'attention.key_length': D, 'attention.value_length': D,
+             'logit_scale': 1}
+    for name, value in own.items():
+        if value != fixed.get(name):
+            raise ValueError(f'its {name} is {value}, which our model does not compute')
+    for tensor in reader.tensors:
+        weight = torch.tensor(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+        if tensor.name.endswith(ROTATED):
+            weight = weight.view(-1, D // 2, 2, c.n_embd).transpose(1, 2).flatten(0, 2)
+        tensors[tensor.name] = weight
+    return c, tensors, read_tokenizer(Path(path).name, fields)
+
+
+# ---------------------------------------------------------------------- out
+
+def write(path, c, weights, text, encoding, dtype):
+    """
+    Write a file. c: a ModelConfig; weights: {name in the file: float32 tensor}; text: the
+    tokenizer.json of the tokenizer `encoding`; dtype: of the matrices.
+    """
+    import gguf
+    from tokenizers import Tokenizer
+    tokenizer = Tokenizer.from_str(text)
+    architecture = {'none': 'granite', 'rope': 'llama'}.get(c.position)
+    # Any pre-tokenizer suits single bytes.
+    words = {'gpt2': 'gpt-2', 'bytes': 'gpt-2'}.get(encoding.name)
+    for kind, one in pre_tokenizers().items():
+        if one.__getstate__() == tokenizer.pre_tokenizer.__getstate__():
+            words = kind
+    if not architecture or c.rope_scaling or not words:
+        raise UserError(f'position {c.position} {c.rope_scaling} with tokenizer {encoding.name}: '
+                        "write --format=hf, and let llama.cpp's convert_hf_to_gguf.py read it.")
+    writer = gguf.GGUFWriter(path, architecture)
+    for ours, theirs in SETTINGS.items():
+        add = writer.add_float32 if ours in ('norm_eps', 'rope_base') else writer.add_uint32
+        add(f'{architecture}.{theirs}', getattr(c, ours))
+    if architecture == 'granite':
+        writer.add_logit_scale(1.0)
+        writer.add_rope_scaling_finetuned(False)  # without RoPE
+
+    vocab, merges = tokenizer.get_vocab(), json.loads(text)['model']['merges']
+    types = [gguf.TokenType.NORMAL] * len(vocab)
+    for i, token in tokenizer.get_added_tokens_decoder().items():
+        types[i] = gguf.TokenType.CONTROL if token.special else gguf.TokenType.USER_DEFINED
+    writer.add_tokenizer_model('gpt2')
+    writer.add_tokenizer_pre(words)
+    writer.add_token_list(sorted(vocab, key=vocab.get))
+    writer.add_token_types(types)
+    # at least one; a merge of two end tokens never applies to text
+    writer.add_token_merges([' '.join(pair) for pair in merges] or [f'{EOT} {EOT}'])
+    writer.add_bos_token_id(start_token(encoding))
+    writer.add_eos_token_id(encoding.eot_token)
+    writer.add_add_bos_token(start_token(encoding) != encoding.eot_token)
+
+    matrix = gguf.GGMLQuantizationType[dtype.replace('float', 'F').upper()]  # F32, F16, BF16
+    for name, weight in weights.items():
+        if name.endswith(ROTATED):
+            weight = weight.view(-1, 2, c.head_dim // 2, c.n_embd).transpose(1, 2).flatten(0, 2)
+        its = matrix if weight.dim() == 2 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(name, gguf.quants.quantize(weight.numpy(), its), raw_dtype=its)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
