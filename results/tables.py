@@ -243,6 +243,14 @@ def speed():
                 yield f"{where}: {one['task']}", columns
 
 
+def paper():
+    """The rows of Table 2 that are compared on a page: perplexity on PG19, 1000 for over 1000."""
+    rows = read('papers/tables.json')['nope_table2']['rows']
+    for name in ('RoPE', 'NoPE', 'RoPE YaRN fair 8K', 'RoPE YaRN fair 16K', 'NoPE uniform 1.5',
+                 'NoPE head scale 8K', 'NoPE head scale 18K'):
+        yield name, dict(zip(('2K', '4K', '8K', '16K'), map(str, rows[name])))
+
+
 # ---------------------------------------------------------------------- pages
 
 TABLES = {
@@ -254,6 +262,7 @@ TABLES = {
     'scaled': partial(perplexity, 'dape/head_scales.json', (128, 512, 2048)),
     'che': che,
     'speed': speed,
+    'paper': paper,
 }
 
 
