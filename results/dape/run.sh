@@ -1,6 +1,6 @@
 # DAPE V2 at small size. Some parts: PARTS=methods bash results/dape/run.sh
-#   methods      0.9M parameters on long books as bytes, L = 128, 3M tokens, one seed; 4 to 20 minutes
-#                a method on one core; after python data/books/prepare.py FOLDER
+#   methods      0.9M parameters on books as bytes, L = 128, 3M tokens, one seed; 4 to 20 minutes a
+#                method on one core; after python data/books/prepare.py FOLDER
 #   head_scales  on top of four of them, tuned for 4L
 #   che          two Chomsky-hierarchy tasks, three seeds; 1 to 11 minutes of one core a run
 . results/common.sh

@@ -1,4 +1,4 @@
-# The papers' experiments at full size, never run by us. First the data, and pip install '.[hf,tasks]':
+# The papers' experiments at full size, never run by us. First pip install '.[hf,tasks]' and the data:
 #   for name in slimpajama starcoder proof_pile longbench; do python data/$name/prepare.py; done
 #   python data/pg19/prepare.py --repo=emozilla/pg19-test
 #   python data/pg19/prepare.py --repo=emozilla/pg19-test --tokenizer=hf:bigscience/bloom-1b1 \
