@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from model import ModelConfig, Transformer, small_vectors, vector_kind, vector_of
+from model import ModelConfig, Transformer, vector_kind
 
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 # A model is compiled for reading if this takes more FLOP. On a CPU, compiling took 33 to 101 s and
@@ -154,14 +154,6 @@ def compiled_to_read(model, runtime, wanted, n, length):
     return torch.compile(model, dynamic=False) if can_compile(runtime, wanted and pays) else model
 
 
-def learning_rate_at(step, peak, floor, warmup, decay):
-    """The learning rate at a step: linear warm-up, then a cosine from peak to floor until decay."""
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    share = min(1.0, (step - warmup) / max(1, decay - warmup))
-    return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * share))
-
-
 # ---------------------------------------------------------------------- checkpoints
 
 def weights_digest(weights):
@@ -227,37 +219,31 @@ def model_config(values):
 
 def load_weights(model, weights, path, **options):
     """
-    Load a checkpoint's weights. A small vector that it lacks gets its neutral value; the model's
-    own vectors take the checkpoint's shapes, one number per head or one per channel.
+    Load a checkpoint's weights. A head scale, head gain or sink that it lacks, because it is older,
+    keeps its first value, which changes nothing.
     """
-    weights = dict(weights)
-    for name, p in small_vectors(model).items():
-        if name not in weights:
-            weights[name] = torch.full(p.shape, vector_of(name).neutral, device='cpu')
-        if p.dim() == weights[name].dim() == 2:
-            p.data = p.data.new_empty(weights[name].shape)
     try:
-        model.load_state_dict(weights, **options)
-    except RuntimeError as error:
-        what = ' '.join(str(error).split())[:300]
+        missing, unknown = model.load_state_dict(weights, strict=False, **options)
+    except RuntimeError as error:  # of the shapes
+        raise UserError(f"{path} does not fit: {' '.join(str(error).split())[:300]}") from error
+    wrong = [name for name in missing if vector_kind(name) in (None, 'norm')] + unknown
+    if wrong:
         raise UserError(f'{path} does not fit a model with position {model.config.position}: '
-                        f'{what}') from error
+                        f'only one of them has {wrong[0]}.')
 
 
 # ---------------------------------------------------------------------- numbers and files
 
-def json_value(value, digits=17):
-    """A value in JSON's types. Arrays become lists with 6 digits; NaN and infinity become None."""
-    if isinstance(value, np.ndarray | np.generic):
-        return json_value(value.tolist(), digits=6)
-    if torch.is_tensor(value):
-        return json_value(value.numpy(force=True))
+def json_value(value):
+    """A value in JSON's types: numbers with 9 digits, as float32 needs; None for NaN, infinity."""
+    if hasattr(value, 'tolist'):  # of numpy or torch
+        value = value.tolist()
     if isinstance(value, dict):
         return {str(key): json_value(one) for key, one in value.items()}
     if isinstance(value, list | tuple | range):
-        return [json_value(one, digits) for one in value]
+        return [json_value(one) for one in value]
     if isinstance(value, float):
-        return float(f'{value:.{digits}g}') if math.isfinite(value) else None
+        return float(f'{value:.9g}') if math.isfinite(value) else None
     return value
 
 

@@ -13,6 +13,7 @@ import ast
 import difflib
 import inspect
 import os
+import re
 import runpy
 import sys
 import types
@@ -65,16 +66,19 @@ def run_config(name):
     return settings(runpy.run_path(str(path)))
 
 
+def names_in(text):
+    """The first word of each line."""
+    return {re.split('[ :]', line.strip())[0] for line in text.splitlines()}
+
+
 def show_help(scope, known, declared):
-    """Print a stage's docstring and the source lines of its settings, comments included."""
-    lines = Path(scope['__file__']).read_text(encoding='utf-8').splitlines()
-    places = {line.partition(' =')[0].partition(':')[0]: i for i, line in enumerate(lines)}
-    own = sorted(places[name] for name in known.keys() & places)
-    shown = lines[own[0] - 1:own[-1] + 1] if own else []
-    if declared:
-        shown += [line.strip() for line in inspect.getsource(declared).splitlines()
-                  if line.strip().partition(':')[0] in known.keys() - places]
-    print(scope['__doc__'].strip(), '\n'.join(shown), sep='\n\n')
+    """Print a stage's docstring and the source of its settings, comments included."""
+    paragraphs = Path(scope['__file__']).read_text(encoding='utf-8').split('\n\n')
+    block = max(paragraphs, key=lambda text: len(names_in(text) & known.keys()))
+    print(scope['__doc__'].strip(), block.strip(), sep='\n\n')
+    for line in inspect.getsource(declared).splitlines() if declared else ():
+        if names_in(line) & (known.keys() - names_in(block)):
+            print(line.strip())
     sys.exit()
 
 

@@ -14,7 +14,6 @@ import functools
 import hashlib
 import json
 import os
-import re
 from pathlib import Path
 
 from configurator import ROOT, UserError
@@ -41,6 +40,8 @@ def shuffled(n, *key):
 
 def open_split(dataset, split):
     """The tokens and document starts of a split, memory-mapped, and the content of meta.json."""
+    if not dataset:
+        raise UserError('The model does not name its training text. Give one: --dataset=NAME.')
     folder = ROOT / 'data' / dataset
     folder = folder if folder.is_dir() else Path(dataset)
     if not (folder / 'meta.json').is_file():
@@ -55,23 +56,41 @@ def open_split(dataset, split):
     return tokens, np.fromfile(folder / f'{split}_starts.bin', np.int64), meta
 
 
+def shares(weights):
+    """
+    How many of SLOTS samples each source gets, (n,) int. Shares are rounded down, and what is left
+    over goes to the largest remainders: weights 2 and 1 are 6,667 and 3,333 samples.
+    """
+    weights = np.array(weights)
+    exact = weights / weights.sum() * SLOTS
+    slots = np.floor(exact).astype(int)
+    missing = SLOTS - slots.sum()
+    slots[np.argsort(slots - exact, kind='stable')[:missing]] += 1
+    return slots
+
+
 class Windows:
     """
     Windows of a dataset, or of a weighted mixture such as 'slimpajama:0.694,starcoder:0.306'; val
     and test are those of its first source. A window is block_size + 1 consecutive tokens, which
     gives block_size predictions. info: about a model that shall read them; its tokenizer must be
-    the dataset's. Attributes: tokens, starts and meta of the first source, and tokenizer, a state.
+    the dataset's.
+    Attributes: tokens, starts (of documents) and meta.json of the first source; its tokenizer's
+    state. Of the last evenly_spaced(): places, where its windows start, (n,), and crossing, how
+    many of them reach into another document.
     """
 
     def __init__(self, dataset, split, block_size, seed=0, info=None):
         self.dataset, self.split, self.block_size, self.seed = dataset, split, block_size, seed
-        if not dataset:
-            raise UserError('The model does not name its training text. Give one: --dataset=NAME.')
-        # 'a:0.7,b' is [('a', '0.7'), ('b', None)].
-        parts = [re.fullmatch(r'(.+?)(?::([\d.e-]+))?', part).groups()
-                 for part in dataset.split(',')]
-        opened = [open_split(name, split) for name, _ in (parts if split == 'train' else parts[:1])]
+        names, weights = [], []
+        for source in dataset.split(','):
+            name, colon, weight = source.rpartition(':')
+            names.append(name if colon else source)
+            weights.append(float(weight) if colon else 1.0)
+        opened = [open_split(name, split) for name in (names if split == 'train' else names[:1])]
+        self.slots = shares(weights[:len(opened)])
         self.tokens, self.starts, self.meta = opened[0]
+
         self.tokenizer = self.meta['tokenizer']
         tokenizers = [meta['tokenizer'] for _, _, meta in opened]
         if info and info['tokenizer']:
@@ -80,19 +99,13 @@ class Windows:
         if any(state | {'name': ''} != self.tokenizer | {'name': ''} for state in tokenizers):
             raise UserError(f'The parts of {dataset}, or it and the model, have different '
                             'tokenizers. Prepare the text with one, or name other text.')
+
         size = block_size + 1
         self.blocks = [tokens[:len(tokens) // size * size].reshape(-1, size)
                        for tokens, _, _ in opened]
         if not all(map(len, self.blocks)):
             raise UserError(f'The split {split} of {dataset} has fewer than {size:,} tokens. '
                             'Choose shorter windows, or prepare more text.')
-        # How many of SLOTS samples each source gets. Shares are rounded down; what is left over
-        # goes to the largest remainders.
-        weights = np.array([float(weight or 1) for _, weight in parts[:len(opened)]])
-        exact = weights / weights.sum() * SLOTS
-        self.slots = np.floor(exact).astype(int)
-        missing = SLOTS - self.slots.sum()
-        self.slots[np.argsort(self.slots - exact, kind='stable')[:missing]] += 1
 
     def batch(self, step, batch_size, rows=slice(None)):
         """
@@ -116,16 +129,20 @@ class Windows:
     def evenly_spaced(self, n, spacing=None):
         """
         Windows for evaluation, evenly spaced over the split, in order, (n, block_size + 1) int64.
-        There are fewer than n if n would start less than `spacing` tokens apart. spacing None: they
-        do not overlap.
+        Each lies within one document if enough of them do, because a loss after another document
+        says nothing about reading far; else `crossing` says how many do not. There are fewer than n
+        if n would start less than `spacing` tokens apart; None: they do not overlap.
         """
-        starts = self.evenly_spaced_starts(n, spacing)
-        return self.tokens[starts[:, None] + np.arange(self.block_size + 1)].astype(np.int64)
-
-    def evenly_spaced_starts(self, n, spacing=None):
-        """Where the windows of evenly_spaced() start in the split, (n,)."""
         size = self.block_size + 1
-        spacing = spacing or size
-        places = (self.blocks[0].size - size) // spacing + 1
-        n = min(n, places)
-        return np.arange(n) * places // n * spacing
+        places = np.arange(0, self.blocks[0].size - size + 1, spacing or size)
+        crosses = self.document(places) != self.document(places + size - 1)
+        if np.count_nonzero(~crosses) >= n:
+            places, crosses = places[~crosses], crosses[~crosses]
+        n = min(n, len(places))
+        chosen = np.arange(n) * len(places) // n
+        self.places, self.crossing = places[chosen], int(crosses[chosen].sum())
+        return self.tokens[self.places[:, None] + np.arange(size)].astype(np.int64)
+
+    def document(self, places):
+        """The number of the document of each token of the split, counted from 1."""
+        return np.searchsorted(self.starts, places, side='right')

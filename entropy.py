@@ -19,7 +19,7 @@ import torch
 
 from common import bin_means, setup
 from data import Windows
-from position import in_rows, repeat_heads
+from position import IN_FRONT, in_rows, repeat_heads
 from stage import (
     cut_curve,
     losses_by_position,
@@ -50,8 +50,9 @@ batch_tokens = 16384         # tokens in one forward pass; lower it when memory 
 
 # ---------------------------------------------------------------------- the formula
 
-# Each kernel takes q, k, v: (B, H, T, D) float32. Given k as v, it returns sum_j a_ij k_j,
-# (B, H, T, D), and ln sum_j exp(s_ij), (B, H, T).
+# The kernels behind F.scaled_dot_product_attention, which also return what it drops. Given q, k and
+# k as v, (B, H, T, D) float32, each returns sum_j a_ij k_j, (B, H, T, D), and ln sum_j exp(s_ij),
+# (B, H, T). Their names are private; the tests try them with each version of torch.
 FUSED_KERNEL = {
     'cpu': torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
     'cuda': partial(torch.ops.aten._scaled_dot_product_efficient_attention, attn_bias=None,
@@ -93,7 +94,7 @@ def attention_entropy(method, q, k, place):
         return (total.log() - terms.sum(-1) / total).clamp(min=0)  # of p = weights / total
 
     with torch.autocast(q.device.type, enabled=False):
-        if method.is_plain and q.device.type in FUSED_KERNEL and not wants_gradient:
+        if method.changed <= IN_FRONT and q.device.type in FUSED_KERNEL and not wants_gradient:
             return entropy_without_matrix(q, k)
         return in_rows(of_rows, q.float(), k.float(), k.float(), place)
 
@@ -177,8 +178,8 @@ def main(given):
     positions, loss = bin_means(losses, width)
     mean, bound, scales = heads.mean((0, 1)), np.log(positions), model.head_scale.numpy(force=True)
     result = {'dataset': windows.dataset, 'split': split, 'unit': 'nats', 'position': positions,
-              'samples': len(samples), 'loss': loss, 'mean_entropy': mean, 'bound': bound,
-              'head_scale': scales, 'entropy': heads}
+              'samples': len(samples), 'crossing': windows.crossing, 'loss': loss,
+              'mean_entropy': mean, 'bound': bound, 'head_scale': scales, 'entropy': heads}
     rows = []
     for factor in (1, 2, 4, 8, 16):
         end = factor * block_size // 2

@@ -19,7 +19,6 @@ Writes out_dir/eval_ppl[_PROTOCOL][_LABEL].json and .png
 """
 
 import functools
-import itertools
 import math
 
 from configurator import UserError, configure, settings
@@ -65,6 +64,10 @@ batch_tokens = 16384         # tokens in one forward pass; lower it when memory 
 compile = True               # torch.compile the model, if there is enough to read for this to pay
 
 
+def perplexity(loss):
+    return math.exp(min(loss, 700))  # not more than a float holds
+
+
 def summary(losses, n_scored=None):
     """
     The mean loss over all scored tokens, its perplexity, and the standard error of the mean over
@@ -73,7 +76,7 @@ def summary(losses, n_scored=None):
     weights = np.ones(len(losses)) if n_scored is None else n_scored / np.mean(n_scored)
     mean, n = np.average(losses, weights=weights), len(losses)
     error = (((weights * (losses - mean)) ** 2).sum() / (n - 1) / n) ** 0.5 if n > 1 else math.nan
-    return {'ppl': math.exp(min(mean, 700)), 'loss': mean, 'standard_error': error, 'windows': n}
+    return {'ppl': perplexity(mean), 'loss': mean, 'standard_error': error, 'windows': n}
 
 
 def gain_of(losses, cut, n_scored=None):
@@ -119,18 +122,20 @@ def score_windows(model, tokens, windows, runtime):
         # window a b c d that scores c d, the targets are b c d 0, and the last 3 are asked for.
         texts = np.zeros((len(group), T + 1), np.int64)
         for text, i in zip(texts, group):
-            text[:T] = tokens[windows[i][0]:windows[i][1]]
-        sums[group] = runtime.over_windows(
-            texts, batch_tokens,
-            lambda inputs, targets, net=net, n=n: net(inputs, targets[:, -n - 1:])[:, :-1].double()
-            .sum(1), f'{len(group)} windows of {T}')
+            lo, hi, _ = windows[i]
+            text[:T] = tokens[lo:hi]
+
+        def score(inputs, targets, net=net, n=n):
+            return net(inputs, targets[:, -n - 1:])[:, :-1].double().sum(1)
+
+        sums[group] = runtime.over_windows(texts, batch_tokens, score, f'{len(group)} of {T}')
     return sums
 
 
 def sliding(model, data, sizes, runtime):
     """Sliding windows: a row per length, and the mean loss of each window."""
     L, longest = model.config.pretrained_length, sizes[-1]
-    step = min(256, max(1, model.config.block_size // 8)) if stride is None else stride
+    step = stride or min(256, max(1, model.config.block_size // 8))
     if not 0 < step < sizes[0] or rule not in ('same', 'paper', 'classic'):
         raise UserError(f'stride is {step} and rule {rule}. Give a stride below the shortest '
                         f'length, {sizes[0]}, and rule same, paper or classic.')
@@ -145,21 +150,24 @@ def sliding(model, data, sizes, runtime):
         windows = []
         for start, end in zip(data.starts.tolist(), ends):  # without the end-of-text token
             windows += sliding_windows(start, int(end) - 1, length, longest, step, rule)
-        n = min(max_windows, len(windows))
-        if rule == 'same':
-            windows = [windows[i * len(windows) // n] for i in range(n)]
-        windows = tuple(windows[:n])
         if not windows:
             raise UserError(f'No document of {data.dataset}, {split} is longer than {longest} '
                             'tokens. Choose shorter --lengths= or other text.')
+        n_windows = min(max_windows, len(windows))
+        if rule == 'same':
+            windows = [windows[i * len(windows) // n_windows] for i in range(n_windows)]
+        windows = tuple(windows[:n_windows])
         n_scored = np.array([n for _, _, n in windows])
         losses = sums_of(windows) / n_scored
         row = {'length': length, **summary(losses, n_scored), 'scored_tokens': n_scored.sum()}
         if length > L:
-            pieces = [cut_windows(*window, L) for window in windows]
-            owner = np.repeat(range(len(windows)), [len(own) for own in pieces])
+            pieces, owner = [], []  # short windows, and which window each belongs to
+            for i, window in enumerate(windows):
+                short = cut_windows(*window, L)
+                pieces += short
+                owner += [i] * len(short)
             # The pieces of a window score its tokens, so their sums add up to the window's.
-            cut = np.bincount(owner, sums_of(tuple(itertools.chain(*pieces))))
+            cut = np.bincount(owner, sums_of(tuple(pieces)))
             row |= gain_of(losses, cut / n_scored, n_scored)
         rows.append(row)
         by_window[str(length)] = losses
@@ -178,14 +186,16 @@ def by_position(model, data, sizes, runtime):
                                   f'{T} positions')
     rows, by_window = [], {}
     for length in sizes:
-        own = by_window[str(length)] = losses[:, max(0, length - n_tail):length].mean(1)
-        row = {'length': length, **summary(own), 'scored_tokens': len(own) * min(n_tail, length)}
+        of_tail = losses[:, max(0, length - n_tail):length]
+        by_window[str(length)] = of_tail.mean(1)
+        row = {'length': length, **summary(of_tail.mean(1)), 'scored_tokens': of_tail.size}
         if length > model.config.pretrained_length:
-            row |= gain_of(own, cut_losses(model, samples, length, n_tail, batch_tokens, runtime))
+            cut = cut_losses(model, samples, length, n_tail, batch_tokens, runtime)
+            row |= gain_of(of_tail.mean(1), cut)
         rows.append(row)
     middle, binned = bin_means(losses.mean(0), model.config.block_size // 16)
-    return {'rows': rows, 'tail': n_tail, 'samples': len(losses), 'position': middle,
-            'loss': binned, 'loss_at_by_window': by_window}
+    return {'rows': rows, 'tail': n_tail, 'samples': len(losses), 'crossing': data.crossing,
+            'position': middle, 'loss': binned, 'loss_at_by_window': by_window}
 
 
 def last_tokens(model, data, sizes, runtime):
@@ -211,17 +221,24 @@ def last_tokens(model, data, sizes, runtime):
     rows = []
     for T in sizes:
         losses = losses_in(T)
-        row = {'length': T, **summary(losses[:, -K:].mean(1)),
-               'scored_tokens': len(losses) * min(K, T)}
+        scored = losses[:, -K:]
+        row = {'length': T, **summary(scored.mean(1)), 'scored_tokens': scored.size}
         if T > block_size:
-            alone, with_all = (math.exp(min(losses_in(n)[:, -block_size:].mean(), 700))
-                               for n in (block_size, T))
-            row |= {'ppl_alone': alone, 'ppl_with_all': with_all, 'delta_p': alone - with_all}
+            alone, whole = losses_in(block_size).mean(), losses[:, -block_size:].mean()
+            row['ppl_alone'], row['ppl_with_all'] = perplexity(alone), perplexity(whole)
+            row['delta_p'] = row['ppl_alone'] - row['ppl_with_all']
         rows.append(row)
-    return {'rows': rows, 'tail': K, 'samples': len(samples)}
+    return {'rows': rows, 'tail': K, 'samples': len(samples), 'crossing': data.crossing}
 
 
 PROTOCOLS = {'sliding': sliding, 'position': by_position, 'tail': last_tokens}
+
+
+def mean_bytes(data):
+    """Bytes of text per token, over the first million tokens of the split."""
+    from tokenizer import get_tokenizer  # its packages are not needed for anything else here
+    ids = data.tokens[:1_000_000].tolist()
+    return len(get_tokenizer(data.tokenizer).decode_bytes(ids)) / len(ids)
 
 
 def main(given):
@@ -236,6 +253,9 @@ def main(given):
     data = Windows(dataset or info['settings'].get('dataset', ''), split,
                    1 if protocol == 'sliding' else sizes[-1], info=info)
     result = PROTOCOLS[protocol](model, data, sizes, runtime)
+    bytes_per_token = mean_bytes(data)
+    for row in result['rows']:
+        row['bits_per_byte'] = row['loss'] / math.log(2) / bytes_per_token
     print_rows(runtime.print, result['rows'])
     write_result(path, {'protocol': protocol, 'dataset': data.dataset, 'split': split,
                         'lengths': sizes, **result}, settings(globals()), runtime, info)

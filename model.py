@@ -21,7 +21,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from position import METHODS, Place, Settings, Vector, position_method, repeat_heads
+from position import IN_FRONT, METHODS, Place, Settings, position_method, repeat_heads
 
 
 @dataclass(kw_only=True)
@@ -87,7 +87,7 @@ class Attention(nn.Module):
     def forward(self, x, place, cache=None):
         """x: (B, T, C). cache: the keys and values of earlier tokens, a KVCache of generate.py."""
         q, k, v = self.queries_keys_values(x, place)
-        if cache is None and self.position.is_plain:  # NoPE, RoPE, log-n ...
+        if cache is None and self.position.changed <= IN_FRONT:  # NoPE, RoPE, log-n ...
             if q.is_cuda:  # only some of its fused kernels let query heads share a key head
                 k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=not q.is_cuda)
@@ -213,7 +213,19 @@ class Transformer(nn.Module):
         x = self.hidden(idx, cache)
         if targets is None:
             return self.head(x[:, -tail:] if tail else x)
-        return token_losses(x[:, -targets.shape[1]:], self.head, targets)
+        # Of many tokens, logits are made for some at a time, and backward makes them again: those
+        # of 16,384 tokens and a vocabulary of 32,000 would take 2 GB.
+        compiling = torch.compiler.is_compiling()
+        most = 2 ** 29 if compiling else 2 ** 27 if x.is_cuda else 2 ** 23
+        n_tokens = max(1, most // self.config.vocab_size)
+        losses, x = [], x[:, -targets.shape[1]:].flatten(0, 1)
+        for some_x, some_targets in zip(x.split(n_tokens), targets.flatten().split(n_tokens)):
+            if len(x) > n_tokens and torch.is_grad_enabled():
+                losses.append(checkpoint(token_losses, some_x, self.head, some_targets,
+                                         use_reentrant=False))
+            else:
+                losses.append(token_losses(some_x, self.head, some_targets))
+        return torch.cat(losses).view(targets.shape)
 
     def hidden(self, idx, cache=None):
         """The input of the output matrix, (B, T, C)."""
@@ -272,61 +284,40 @@ class Transformer(nn.Module):
 
 def token_losses(x, head, targets):
     """
-    The loss -ln p of each target in nats, (B, K) float32. x: (B, K, C), inputs of the output matrix
-    `head`; targets: (B, K) ids. Logits are made for some rows at a time if they are many, and
-    backward makes them again: 16,384 tokens and a vocabulary of 32,000 would take 2 GB.
+    The loss -ln p of each target in nats, (N,) float32. x: (N, C), inputs of the output matrix
+    `head`; targets: (N,) ids.
     """
-    def of_rows(x, targets):
-        logits = head(x).float()
-        if not torch.compiler.is_compiling():
-            return F.cross_entropy(logits, targets, reduction='none')
-        # The backward of cross_entropy sums over all logits once more. Without that sum, a compiled
-        # training step with a vocabulary of 32,000 took 0.7 of the time on a CPU. int32, because a
-        # register holds twice as many of these ids as int64.
-        ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
-        return logits.logsumexp(-1) - logits.where(ids == targets[:, None].int(), 0).sum(-1)
-
-    most = 2 ** 29 if torch.compiler.is_compiling() else 2 ** 27 if x.is_cuda else 2 ** 23
-    n_rows = max(1, most // head.weight.shape[0])
-    chunks = list(zip(x.flatten(0, 1).split(n_rows), targets.flatten().split(n_rows)))
-    if len(chunks) > 1 and torch.is_grad_enabled():
-        losses = [checkpoint(of_rows, *chunk, use_reentrant=False) for chunk in chunks]
-    else:
-        losses = [of_rows(*chunk) for chunk in chunks]
-    return torch.cat(losses).view(targets.shape)
+    logits = head(x).float()                                  # (N, V)
+    if not torch.compiler.is_compiling():
+        return F.cross_entropy(logits, targets, reduction='none')
+    # The backward of cross_entropy sums over all logits once more. Without that sum, a compiled
+    # training step with a vocabulary of 32,000 took 0.7 of the time on a CPU. int32, because a
+    # register holds twice as many of these ids as int64.
+    ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
+    return logits.logsumexp(-1) - logits.where(ids == targets[:, None].int(), 0).sum(-1)
 
 
 # ---------------------------------------------------------------------- small vectors
 
-# Vectors that can be tuned while every matrix stays fixed. Position methods add their own.
-VECTORS = {'head_scale': Vector(1.0, rate=0.1), 'head_gain': Vector(1.0),
-           'norm': Vector(1.0, 0.01, pretrained=True)}
+# Kinds of vectors that tune_scale.py can tune while every matrix stays fixed, and the learning rate
+# of each. Position methods add their own.
+VECTORS = {'head_scale': 0.1, 'head_gain': 0.02, 'norm': 0.01}
 
 
 def vector_kind(name):
-    """
-    Which small vector a parameter is: a key of VECTORS, such as head_scale, or of `vectors` of a
-    position method. None for a matrix. Raises ValueError for a method's vector of a taken name.
-    """
+    """Which kind of small vector the parameter of this name is, or None if it is none."""
     owner, _, kind = name.rpartition('.')
-    if not owner.endswith('.position'):
-        kind = 'norm' if name.endswith('norm.weight') else kind
-        return kind if kind in VECTORS else None
-    if not any(kind in method.vectors for method in METHODS.values()):
-        return None
-    if kind in VECTORS:
-        raise ValueError(f'a position method has a vector {kind}, as every model has. Rename it.')
-    return kind
+    if owner.endswith('.position'):
+        return kind if any(kind in method.vectors for method in METHODS.values()) else None
+    kind = 'norm' if name.endswith('norm.weight') else kind
+    return kind if kind in VECTORS else None
 
 
-def vector_of(name):
-    """The Vector of a parameter, or None."""
-    known = VECTORS.copy()
-    for method in METHODS.values():
-        known |= method.vectors
-    return known.get(vector_kind(name))
-
-
-def small_vectors(model):
-    """{name: parameter} of the model's small vectors."""
-    return {name: p for name, p in model.named_parameters() if vector_kind(name)}
+def small_vectors(model, kind=None):
+    """{name: parameter} of the model's small vectors, or only of those of one kind."""
+    found = {}
+    for name, p in model.named_parameters():
+        own_kind = vector_kind(name)
+        if own_kind and kind in (None, own_kind):
+            found[name] = p
+    return found

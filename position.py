@@ -83,15 +83,8 @@ def unused_settings(settings):
             if f.name not in used and settings.get(f.name, f.default) != f.default}
 
 
-@dataclass(frozen=True)
-class Vector:
-    """
-    A small vector that tune_scale.py can tune while every matrix stays fixed. A method lists its
-    own in `vectors`, {name of its parameter: Vector}.
-    """
-    neutral: float            # the value that changes nothing; older checkpoints get it
-    rate: float = 0.02        # learning rate in tuning; tune=NAME:RATE sets another
-    pretrained: bool = False  # True: pretraining trains it, too; False: it is frozen until tuning
+STEPS = 'prepare', 'encode', 'similarity', 'bias', 'mask', 'scores', 'softmax', 'attend'
+IN_FRONT = {'prepare', 'encode'}  # steps before the causal softmax of q.k / sqrt(D)
 
 
 @dataclass
@@ -108,17 +101,26 @@ class Place:
 class NoPE(nn.Module):
     """No position encoding. Every other method is derived from this class."""
     settings = ()                # names of its settings in Settings
-    vectors = {}                 # its parameters that tune_scale.py can tune
+    vectors = {}                 # {parameter that tune_scale.py can tune: its learning rate}
     window, sinks = 0, 0         # see mask()
     shared = ()                  # names of parameters that all layers of this method share
-    changed = frozenset()        # the steps that the class overrides; set by position_method()
-    is_plain = False             # True: attention is only a causal softmax of q.k / sqrt(D)
     needs_equal_lengths = False  # True: prompts of different lengths cannot share a pass
 
     def __init__(self, config):
         super().__init__()
         self.dape = None                                        # a DAPE on top of the method
         self.register_buffer('draws', None, persistent=False)  # (N,), with random_positions
+
+    @property
+    def changed(self):
+        """The steps in which this method differs from NoPE."""
+        changed = {'mask'} if self.window else set()
+        if self.dape:
+            changed.add('scores')
+        for step in STEPS:
+            if getattr(type(self), step) is not getattr(NoPE, step):
+                changed.add(step)
+        return changed
 
     def prepare(self, place):
         """
@@ -178,9 +180,9 @@ class NoPE(nn.Module):
         Attention, (B, H, T, D). q: (B, H, T, D), times head_scale already; k, v: (B, n_kv_head, S,
         D), with a cache of more keys than queries.
         """
-        if self.is_plain:
+        if self.changed <= IN_FRONT:
             return fused_attention(q, k, v, place)
-        if self.dape or self.changed & {'similarity', 'scores', 'softmax'}:
+        if self.changed & {'similarity', 'scores', 'softmax'}:
             return in_rows(self.attend_by_scores, q, k, v, place)
         return in_rows(self.attend_by_bias, q, k, v, place)
 
@@ -251,7 +253,7 @@ def rope_frequencies(D, base, scaling, L, total):
         s = max(1.0, s * total / L - (s - 1))
     if kind in ('ntk', 'dynamic_ntk'):
         base = base * s ** (D / (D - 2))
-    k = torch.arange(D // 2, dtype=torch.float64, device='cpu')
+    k = torch.arange(D // 2, dtype=torch.float64)
     frequency = torch.exp(-2 * math.log(base) / D * k)
     if kind == 'pi':
         frequency = frequency / s
@@ -371,9 +373,8 @@ class ALiBi(Bias):
 
     def __init__(self, config):
         super().__init__(config)
-        # A buffer, so that it moves to the GPU with the model; on the CPU even if the model is made
-        # on the device `meta`.
-        slopes = torch.tensor(self.slopes_of(config.n_head), device='cpu')
+        # A buffer, so that it moves to the GPU with the model
+        slopes = torch.tensor(self.slopes_of(config.n_head))
         self.register_buffer('slopes', slopes, persistent=False)
 
     def slopes_of(self, n_head):
@@ -453,7 +454,6 @@ class DAPE(nn.Module):
 # ---------------------------------------------------------------------- all of them
 
 METHODS = {'none': NoPE, 'rope': RoPE, 'logn': LogN, 'alibi': ALiBi, 'kerple': Kerple}
-STEPS = 'prepare', 'encode', 'similarity', 'bias', 'mask', 'scores', 'softmax', 'attend'
 
 
 def method_class(name):
@@ -468,32 +468,30 @@ def position_method(config, layer):
     The method of one layer. All other weights of the model start the same, whichever it is. Raises
     ValueError for a class whose steps would not all be used: see CONTRIBUTING.md.
     """
-    its_class = method_class(config.method_of(layer))
-    changed = {step for step in STEPS if getattr(its_class, step) is not getattr(NoPE, step)}
+    method_type = method_class(config.method_of(layer))
     with torch.random.fork_rng(devices=[]):
-        method = its_class(config)
+        method = method_type(config)
+        changed = method.changed
         if config.dape_kernel:
             method.dape = DAPE(config, 'bias' in changed)
             # A wide kernel reads neighboring slots of a cache, and padding may lie between them.
             method.needs_equal_lengths |= config.dape_kernel > 1
     if config.random_positions:
         random = torch.Generator().manual_seed(0)
-        draws = torch.rand(config.n_layer, config.random_positions, generator=random, device='cpu')
+        draws = torch.rand(config.n_layer, config.random_positions, generator=random)
         method.draws = draws[layer]
         method.needs_equal_lengths = True
-    for vector, its in method.vectors.items():
-        method.get_parameter(vector).requires_grad_(its.pretrained)
-    method.changed = changed
-    method.is_plain = not (changed - {'prepare', 'encode'} or method.window or method.dape)
 
-    name = its_class.__name__
+    name = method_type.__name__
     for step in STEPS:
         if step in vars(method):
             raise ValueError(f'{name} sets {step} on the object. Make it a method of the class.')
-    for function in vars(its_class):
+    for function in vars(method_type):
         near = difflib.get_close_matches(function, STEPS, n=1, cutoff=0.8)
         if near and function not in STEPS:
             raise ValueError(f'{name} has {function}(): did you mean {near[0]}()?')
+    if {'head_scale', 'head_gain', 'norm'} & method.vectors.keys():
+        raise ValueError(f'{name} has a vector with a name that every model has. Rename it.')
     if method.dape and changed & {'scores', 'attend'}:
         raise ValueError(f'{name} has its own scores() or attend(), so DAPE would not be used. '
                          'Leave dape_kernel out.')

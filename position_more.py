@@ -11,7 +11,7 @@ import math
 import torch
 import torch.nn as nn
 
-from position import METHODS, ALiBi, Bias, NoPE, QueryFactor, Vector, distances, later, repeat_heads
+from position import METHODS, ALiBi, Bias, NoPE, QueryFactor, distances, later, repeat_heads
 
 # ---------------------------------------------------------------------- factors of the query
 
@@ -223,7 +223,7 @@ class Sink(NoPE):
     starts at 0. The sink takes the attention that a head has no use for. At 0 it already takes
     some, so it changes a model that was trained without it.
     """
-    vectors = {'sink': Vector(neutral=0.0, pretrained=True)}
+    vectors = {'sink': 0.02}
 
     def __init__(self, config):
         super().__init__(config)

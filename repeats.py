@@ -134,29 +134,25 @@ def ratio_over_windows(a, b, window):
     return ratio, variance ** 0.5 / abs(b.sum())
 
 
-def row_of(kind, which, window, losses, cut, own_cut=None, copied=None):
-    """A row of the result for the targets `which`, (n,) bool. The losses have one per target."""
+def row_of(kind, which, window, losses, cut):
+    """
+    A row of the result for the targets `which`, (n,) bool. window, losses, cut: one number per
+    target; the gain is cut - losses.
+    """
     window, losses, cut = window[which], losses[which], cut[which]
-    one = np.ones(len(window))
-    row = {'kind': kind, 'loss': losses.mean(), 'cut_loss': cut.mean()}
-    row['gain'], row['gain_error'] = ratio_over_windows(cut - losses, one, window)
-    if own_cut is not None:
-        row['own_gain'], row['own_gain_error'] = ratio_over_windows(own_cut[which] - losses, one,
-                                                                    window)
-    if copied is not None:
-        headroom = cut - copied[which]
-        row['headroom'] = headroom.mean()
-        row['R'], row['R_error'] = ratio_over_windows(cut - losses, headroom, window)
-    return row | {'targets': len(window), 'windows': len(np.unique(window))}
+    gain, error = ratio_over_windows(cut - losses, np.ones(len(window)), window)
+    return {'kind': kind, 'loss': losses.mean(), 'cut_loss': cut.mean(), 'gain': gain,
+            'gain_error': error, 'targets': len(window), 'windows': len(np.unique(window))}
 
 
-def other_windows(starts, T, document_starts):
-    """For each window that starts at starts[w]: one that shares no document with it, (n,)."""
-    n, others = len(starts), []
-    first = np.searchsorted(document_starts, starts, side='right')
-    last = np.searchsorted(document_starts, starts + T, side='right')
+def other_windows(first, last):
+    """
+    For each window another one that shares no document with it, (n,). first, last: (n,), the number
+    of the document in which each window starts and ends.
+    """
+    n, others = len(first), []
     for w in range(n):
-        further = (w + n // 2 + np.arange(n)) % n
+        further = (w + n // 2 + np.arange(n)) % n  # all windows, from the one half the text away
         is_other = (last[further] < first[w]) | (first[further] > last[w])
         if not is_other.any():
             raise UserError('Every window shares a document with one of the others, so there is no '
@@ -183,8 +179,8 @@ def main(given):
         raise UserError(f'baseline was pretrained at {untuned.config.pretrained_length} tokens, '
                         f'the model at {L}. Name the checkpoint that it was fine-tuned from.')
 
-    def cut_with(one, samples, window, t):
-        return cut_target_losses(one, samples, window, t, batch_tokens, runtime)
+    def cut_with(net, samples, window, t):
+        return cut_target_losses(net, samples, window, t, batch_tokens, runtime)
 
     def whole(texts):
         return runtime.over_windows(texts, batch_tokens, partial(losses_by_position, model),
@@ -196,30 +192,40 @@ def main(given):
     val = Windows(name, 'val', W, info=info).evenly_spaced(n_samples)
     val_window, val_t, _, val_same, _ = find_targets(val, L, gram, targets)
     weight = fit_copy_weight(cut_with(untuned, val, val_window, val_t), val_same)
-    measured = window, losses, cut, own_cut, copy_losses(cut, same, weight)
+    copied = copy_losses(cut, same, weight)
+
+    def row(kind, which, losses):
+        row = row_of(kind, which, window, losses, cut)
+        own = row_of(kind, which, window, losses, own_cut)
+        row['own_gain'], row['own_gain_error'] = own['gain'], own['gain_error']
+        headroom = (cut - copied)[which]
+        row['headroom'] = headroom.mean()
+        row['R'], row['R_error'] = ratio_over_windows((cut - losses)[which], headroom,
+                                                      window[which])
+        return row
 
     all_targets = np.full(len(t), True)
-    rows = [row_of('all', all_targets, *measured), row_of('same token', same, *measured)]
+    rows = [row('all', all_targets, losses), row('same token', same, losses)]
     far = L
     while far < W:  # by distance: from L to 2L, to 4L ... to W
         near, far = far, min(2 * far, W)
         between = (near < t - s) & (t - s <= far)
         if between.any():
-            rows.append(row_of(f'{near + 1} to {far} back', between, *measured))
+            rows.append(row(f'{near + 1} to {far} back', between, losses))
     if control:
-        starts = data.evenly_spaced_starts(n_samples)
-        others = other_windows(starts, W, data.starts)
+        others = other_windows(data.document(data.places), data.document(data.places + W))
         is_far = np.arange(W + 1) < t[:, None] - L
         texts = np.where(is_far, samples[others[window]], samples[window])
-        rows.append(row_of('other document', all_targets, window,
-                           whole(texts)[np.arange(len(t)), t - 1], *measured[2:]))
+        with_other = whole(texts)[np.arange(len(t)), t - 1]
+        rows.append(row('other document', all_targets, with_other))
     share = n_found / (len(samples) * (W + 1 - 2 * L))
     runtime.print(f'found {n_found:,} far repeats of {gram} tokens, {share:.1%} of the tokens from '
                   f'position {2 * L} on; scored {len(t):,} of them')
     print_rows(runtime.print, rows)
     write_result(path, {
         'dataset': name, 'split': split, 'length': W, 'gram': gram, 'rows': rows,
-        'samples': len(samples), 'found': n_found, 'share': share, 'copy_weight': weight,
+        'samples': len(samples), 'crossing': data.crossing, 'found': n_found, 'share': share,
+        'copy_weight': weight,
         'untuned': {'checkpoint': untuned_info['path'], 'weights_digest': untuned_info['digest']}},
         settings(globals()), runtime, info)
 

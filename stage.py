@@ -1,9 +1,6 @@
 """
-What the stages share that read a trained model: open it with its softmax scales, write results.
-
-A scale file is JSON with one set of small vectors, or several under `sets`. Each set is tuned for
-texts of target_length tokens, and has an entry for each kind of vector: head_scale has a row of
-n_head numbers for each layer, in units of 1 / sqrt(D). The file names the weights it was tuned for.
+What the stages share that read a trained model: open it, read the last tokens with a short context,
+write results.
 """
 
 import contextlib
@@ -19,13 +16,13 @@ from pathlib import Path
 
 from configurator import ROOT, UserError
 
-import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
 from common import load_weights, model_config, read_checkpoint, save_json
-from model import Transformer, small_vectors, vector_kind, vector_of
+from model import Transformer
 from position import unused_settings
+from scales import set_scale
 
 BEGAN = time.perf_counter()
 
@@ -44,8 +41,8 @@ def matrices(model):
 
 class Uninitialized(TorchFunctionMode):
     """
-    Inside this mode torch.nn.init does nothing, because the weights will be loaded: on the device
-    `meta` it would load the compiler, which takes a second.
+    Inside this mode torch.nn.init does nothing. A model whose weights will be loaded needs no
+    random ones, and to draw them takes 17 s for the 1.1B model.
     """
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
@@ -56,10 +53,14 @@ class Uninitialized(TorchFunctionMode):
 
 def open_model(init_from, out_dir, runtime, position=None, rope_scaling=None, scale=None):
     """
-    A trained model, frozen, with its softmax scales, and a dict about it: the other entries of the
-    checkpoint, its path, and a label that says how it is read. init_from: last or best (of
-    out_dir), a checkpoint file, a run's folder, a Hugging Face folder, hf:ORG/NAME. position,
-    rope_scaling: instead of the checkpoint's. scale: see set_scale().
+    A trained model, frozen, with its softmax scales, and a dict about it.
+    init_from: last or best (of out_dir), a checkpoint file, a run's folder, a Hugging Face folder,
+    or hf:ORG/NAME. position, rope_scaling: instead of the checkpoint's. scale: see set_scale().
+    The dict has what the checkpoint holds beside the weights (model_config, settings, tokenizer,
+    digest of the weights, step ...), and
+        path              the file or folder
+        label             how the model is read, such as yarn4_scale1.2
+        trained_position  the position method that it was trained with
     """
     path = f'{out_dir}/{init_from}.pt' if init_from in ('last', 'best') else init_from
     if Path(path, 'last.pt').is_file():
@@ -70,128 +71,35 @@ def open_model(init_from, out_dir, runtime, position=None, rope_scaling=None, sc
     else:
         info = read_checkpoint(path)
     info.pop('optimizer', None)
-    model, config, trained = info.pop('model'), info['model_config'], {}
-    if isinstance(model, dict):
-        trained = dataclasses.asdict(config)
+    weights, config, label = info.pop('model'), info['model_config'], []
+    if isinstance(weights, dict):
         info['trained_position'] = config.position
-        values = trained | {'position': position or config.position}
+        values = dataclasses.asdict(config) | {'position': position or config.position}
         values |= unused_settings(values)
         if rope_scaling is not None:
             values['rope_scaling'] = rope_scaling
-        weights, info['model_config'] = model, model_config(values)
-        with torch.device('meta'), Uninitialized():
-            model = Transformer(info['model_config'])
+        config = info['model_config'] = model_config(values)
+        with Uninitialized():
+            model = Transformer(config)
         load_weights(model, weights, path, assign=True)
         if config.tied:
             model.head.weight = model.embed.weight
-        half = matrices(model)
-        for name, p in model.named_parameters():
-            p.data = p.data.to(runtime.dtype if name in half else torch.float32)
-    elif position or rope_scaling is not None or scale is not None:
-        model.refuse()
-    model = model.to(runtime.device).eval().requires_grad_(False)
-    info['label'] = set_scale(model, scale, info, trained)
-    return model, info
-
-
-# ---------------------------------------------------------------------- softmax scales
-
-def vectors_of_file(entry, path, model):
-    """
-    {parameter name: tensor} from a set of a scale file: for each kind of small vector a list with
-    one row per layer, or {parameter name: row}. A kind that pretraining does not train and that the
-    set lacks gets its neutral value.
-    """
-    vectors = {}
-    for name, p in small_vectors(model).items():
-        kind, one, layer = vector_kind(name), vector_of(name), name.split('.')[1]
-        rows = entry.get(kind)
-        if rows is None:
-            if not one.pretrained:
-                vectors[name] = torch.full((*p.shape[:-1], 1), one.neutral)
-            continue
-        row = rows[int(layer)] if isinstance(rows, list) else rows.get(name)
-        if row is not None:
-            vector = torch.tensor(row, dtype=torch.float32)
-            vectors[name] = vector[:, None] if vector.dim() < p.dim() else vector
-            if len(vectors[name]) != len(p) or not vector.isfinite().all():
-                raise ValueError(f'{name} has the wrong shape, or a number that is not finite')
-    if 'head_scale' not in entry:
-        raise ValueError('head_scale is missing')
-    return vectors
-
-
-def read_scale_file(path, model, info):
-    """
-    The JSON of a scale file, and {length: {parameter name: tensor}}. Raises UserError if it was
-    tuned for other weights, or for the same weights read with another position or rope_scaling.
-    """
-    try:
-        data = json.loads(Path(path).read_text(encoding='utf-8'))
-        sets = {one['target_length']: vectors_of_file(one, path, model)
-                for one in data.get('sets', [data])}
-        tuned = data['weights_digest'], data['position_method'], data['rope_scaling']
-    except OSError as error:
-        raise UserError(f'There is no scale file {path} ({error.strerror}). Make one with '
-                        'tune_scale.py, or give a number.') from error
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UserError(f'{path} is not a scale file for this model ({error}). Make one with '
-                        'tune_scale.py.') from error
-    if tuned[0] != info['digest']:
-        raise UserError(f"{path} was tuned for other weights than {info['path']}. Tune it again "
-                        'for this checkpoint.')
-    if tuned[1:] != (model.config.position, model.config.rope_scaling):
-        raise UserError(f'{path} was tuned with --position={tuned[1]} --rope_scaling={tuned[2]}. '
-                        'Give both.')
-    return data, sets
-
-
-def put_vectors(model, vectors):
-    """Give a model's small vectors new values. vectors: {name: tensor}."""
-    for name, vector in vectors.items():
-        p = model.get_parameter(name)
-        p.data = vector.to(p.device, copy=True)
-
-
-def use_sets(model, sets):
-    """
-    Give a model sets for several lengths, {length: {name: tensor}}: Transformer.take_set() then
-    takes one for each pass. Up to block_size it is the model's own.
-    """
-    L, last = model.config.block_size, sets[max(sets)]
-    own = {name: model.get_parameter(name).detach().clone() for name in last}
-    sets = {L: own} | {n: sets[n] for n in sorted(sets) if n > L}
-    model.scale_sets = {n: {name: vector.to(own[name].device).expand_as(last[name])
-                            for name, vector in one.items()} for n, one in sets.items()}
-
-
-def set_scale(model, scale, info, trained=None):
-    """
-    Set the softmax scales of a model: a number for all heads, an array (n_layer, H) or (n_layer,
-    H, D), a scale file, or None: as trained. A file with sets for several lengths gives each pass
-    the set for its length, and passes of up to block_size tokens the model's own. Returns a label
-    that says how the model is read, such as yarn4_scale1.2.
-    """
-    label = []
-    if trained:
-        c = model.config
-        label = [c.position.replace(',', '_')] if c.position != trained['position'] else []
-        label += [c.rope_scaling.replace(':', '')] if c.rope_scaling else []
-    if scale is None:
-        return '_'.join(label)
-    if isinstance(scale, str | Path):
-        data, sets = read_scale_file(scale, model, info)
-        if 'sets' in data:
-            use_sets(model, sets)
-        else:
-            put_vectors(model, *sets.values())
-        label.append(Path(scale).stem)
+        for p in model.parameters():
+            p.data = p.data.float()
+        for p in matrices(model).values():
+            p.data = p.data.to(runtime.dtype)
+        if config.position != info['trained_position']:
+            label.append(config.position.replace(',', '_'))
+        if config.rope_scaling:
+            label.append(config.rope_scaling.replace(':', ''))
     else:
-        if not torch.as_tensor(scale).min() > 0:
-            raise UserError(f'scale is {scale}; a softmax scale must be above 0.')
-        model.head_scale = scale
-        label.append(f'scale{scale:g}' if np.ndim(scale) == 0 else 'scales')
-    return '_'.join(label)
+        model = weights  # one of transformers
+        if position or rope_scaling is not None or scale is not None:
+            model.refuse()
+    model = model.to(runtime.device).eval().requires_grad_(False)
+    label.append(set_scale(model, scale, info))
+    info['label'] = '_'.join(filter(None, label))
+    return model, info
 
 
 # ---------------------------------------------------------------------- losses
@@ -212,7 +120,8 @@ def cut_windows(lo, hi, n, L):
     """
     How to read the last n tokens of the window tokens[lo:hi] with only the last L tokens as
     context: windows (lo, hi, tokens scored at the end) of at most L tokens that score at most
-    L / 8 each.
+    L / 8 each. With L = 8, the last 3 tokens of tokens[0:20] are read by (12, 20, 1), (11, 19, 1)
+    and (10, 18, 1).
     """
     stride = min(n, max(1, L // 8))
     return [(max(lo, end - L), end, min(stride, end - hi + n))
@@ -255,15 +164,15 @@ def results_folder(out_dir, init_from, given):
 
 def result_path(folder, stage, label, info):
     """
-    The path FOLDER/STAGE[_LABEL] of a result, without a suffix. Raises UserError, before the work
-    starts, if a result of other weights is there.
+    The path FOLDER/STAGE[_LABEL] of a result, without a suffix, in a folder that exists. Raises
+    UserError, before the work starts, if a result of other weights is there.
     """
     name = '_'.join(filter(None, (stage, label or info['label'])))
     if Path(name).name != name:
         raise UserError(f'label is {label}; it becomes part of a file name, so it has no slash.')
     path = Path(folder, name)
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(OSError, ValueError, AttributeError):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # there is none
         there = json.loads(Path(f'{path}.json').read_text(encoding='utf-8')).get('weights_digest')
         if there not in (None, info['digest']):
             raise UserError(f"{path}.json is a result of other weights than {info['path']}. Give "
@@ -271,45 +180,55 @@ def result_path(folder, stage, label, info):
     return str(path)
 
 
+def commit():
+    """The commit of the project's folder, and whether it has changes; None without git."""
+    git = shutil.which('git')
+    if not git or not (ROOT / '.git').exists():  # not that of a surrounding repository
+        return None
+    describe = [git, '-C', ROOT, 'describe', '--always', '--exclude=*', '--dirty= with changes']
+    return subprocess.run(describe, capture_output=True, text=True).stdout.strip()
+
+
 def write_result(path, result, chosen, runtime, info=None):
     """
-    Write PATH.json, on the first rank, and its pictures. The file holds the result, how the model
-    was read, and what is needed to measure it again. chosen: settings(globals()) of the stage.
+    Write PATH.json, on the first rank, and its pictures. The file holds how the model was read, the
+    result, and what is needed to measure it again. chosen: settings(globals()) of the stage.
     """
     if not runtime.is_main:
         return
-    module, git = sys.modules['__main__'].__spec__, shutil.which('git')
+    module = sys.modules['__main__'].__spec__
     program = ['-m', module.name] if module else [Path(sys.argv[0]).name]
-    about, commit = {'stage': Path(sys.argv[0]).stem, 'label': chosen.get('label', '')}, ''
-    if git and (ROOT / '.git').exists():  # not that of a surrounding repository
-        commit = subprocess.run([git, '-C', ROOT, 'describe', '--always', '--exclude=*',
-                                 '--dirty= with changes'], capture_output=True, text=True).stdout
+    data = {'stage': Path(sys.argv[0]).stem, 'label': chosen.get('label', '')}
     if info:
         c = info['model_config']
-        about |= {'label': about['label'] or info['label'], 'position_method': c.position,
-                  'short_conv': c.short_conv, 'dape_kernel': c.dape_kernel,
-                  'block_size': c.block_size, 'pretrained_length': c.pretrained_length,
-                  'rope_scaling': c.rope_scaling, 'checkpoint': info['path'],
-                  'weights_digest': info['digest'], 'scale': chosen.get('scale')}
-    cuda = runtime.device.type == 'cuda'
-    save_json(f'{path}.json', about | result | {
-        'command': shlex.join(['python', *program, *sys.argv[1:]]), 'settings': chosen,
-        'commit': commit.strip() or None, 'versions': {
-            'python': platform.python_version(), 'torch': torch.__version__},
-        'device': torch.cuda.get_device_name() if cuda else platform.machine(),
-        'threads': torch.get_num_threads(), 'ranks': runtime.world_size,
-        'dtype': str(runtime.dtype).removeprefix('torch.'),
-        'seconds': round(time.perf_counter() - BEGAN, 1)})
+        data |= {'label': data['label'] or info['label'], 'position_method': c.position,
+                 'short_conv': c.short_conv, 'dape_kernel': c.dape_kernel,
+                 'block_size': c.block_size, 'pretrained_length': c.pretrained_length,
+                 'rope_scaling': c.rope_scaling, 'checkpoint': info['path'],
+                 'weights_digest': info['digest'], 'scale': chosen.get('scale')}
+    data |= result
+    device = runtime.device.type
+    data |= {'command': shlex.join(['python', *program, *sys.argv[1:]]), 'settings': chosen,
+             'commit': commit(),
+             'versions': {'python': platform.python_version(), 'torch': torch.__version__},
+             'device': torch.cuda.get_device_name() if device == 'cuda' else platform.machine(),
+             'threads': torch.get_num_threads(), 'ranks': runtime.world_size,
+             'dtype': str(runtime.dtype).removeprefix('torch.'),
+             'seconds': round(time.perf_counter() - BEGAN, 1)}
+    save_json(f'{path}.json', data)
     import plots  # matplotlib takes a second
     print('wrote', f'{path}.json', *plots.draw(f'{path}.json'))
+    if data.get('crossing'):
+        print(f"{data['crossing']} of the windows reach into another document, because the text "
+              'has too few documents that are long enough')
 
 
 def print_rows(say, rows):
     """Print rows, {column: number or text}, as a table. A cell is empty if its row lacks it."""
-    names = dict.fromkeys(name for row in rows for name in row)
-    table = [[name.replace('_', ' ') for name in names]]
+    columns = dict.fromkeys(name for row in rows for name in row)
+    table = [[name.replace('_', ' ') for name in columns]]
     for row in rows:
-        cells = [row.get(name, '') for name in names]
+        cells = [row.get(name, '') for name in columns]
         table.append([f'{cell:.4f}' if isinstance(cell, float) else str(cell) for cell in cells])
     widths = [max(map(len, column)) for column in zip(*table)]
     for cells in table:

@@ -39,7 +39,6 @@ from torch.nn.parallel import DistributedDataParallel
 from common import (
     DTYPES,
     can_compile,
-    learning_rate_at,
     load_weights,
     model_config,
     read_checkpoint,
@@ -90,6 +89,7 @@ fsdp = False                 # split the model over the ranks of torchrun
 checkpoint_activations = False  # backward recomputes activations: less memory, more time
 seed = 1337                  # seed of initial weights and data order
 
+NAMES = [*settings(globals()), *(one.name for one in fields(Settings))]  # of all settings
 # Settings that a resumed run does not keep, because another machine may need others
 OF_MACHINE = {'out_dir', 'init_from', 'device', 'compile', 'fsdp', 'checkpoint_activations'}
 OF_MODEL = [one.name for one in fields(ModelConfig) if one.name not in ('vocab_size', 'tied')]
@@ -105,7 +105,7 @@ def stopped_run(given):
     """
     state = read_checkpoint(f'{out_dir}/last.pt')
     was = {name: value for name, value in state['settings'].items()
-           if name in globals() and name not in OF_MACHINE}
+           if name in NAMES and name not in OF_MACHINE}
     for name in given & {'dataset', 'batch_size', 'seed', *OF_MODEL}:
         if globals()[name] != was[name]:
             raise UserError(f'{name} is {globals()[name]!r}, but the run has {was[name]!r}. Leave '
@@ -138,7 +138,7 @@ def model_to_fine_tune(given):
     if new['rope_scaling'] and ':' not in new['rope_scaling']:  # 'yarn': stretch L to block_size
         new['rope_scaling'] += f":{new['block_size'] / own['pretrained_length']:g}"
     new |= {name: value for name, value in unused_settings(new).items() if name not in given}
-    return state, {name: value for name, value in new.items() if name in globals()}
+    return state, {name: value for name, value in new.items() if name in NAMES}
 
 
 def only_run(folder):
@@ -194,17 +194,16 @@ def new_optimizer(model):
                              weight_decay=weight_decay, fused=True)
 
 
+def learning_rate_at(step):
+    """The learning rate of a step: linear warm-up, then a cosine from learning_rate to min_lr."""
+    warmup = warmup_iters if warmup_iters >= 1 else round(warmup_iters * max_iters)
+    if step < warmup:
+        return learning_rate * (step + 1) / warmup
+    share = min(1.0, (step - warmup) / max(1, (lr_decay_iters or max_iters) - warmup))
+    return min_lr + (learning_rate - min_lr) * 0.5 * (1 + math.cos(math.pi * share))
+
+
 # ---------------------------------------------------------------------- a run
-
-def rank_batch(data, step, runtime):
-    """This rank's rows of the batch of a step: inputs and targets, each (rows, block_size)."""
-    rows = slice(runtime.rank, None, runtime.world_size)
-    tokens = torch.from_numpy(data.batch(step, batch_size, rows))
-    if runtime.device.type == 'cuda':  # pinned, so that it is copied while the GPU computes
-        tokens = tokens.pin_memory()
-    tokens = tokens.to(runtime.device, non_blocking=True)
-    return tokens[:, :-1], tokens[:, 1:]
-
 
 def validate(model, windows, runtime):
     """The mean loss on the windows, and the mean attention entropy on four of them, in nats."""
@@ -234,26 +233,32 @@ def catch_signals():
     return received
 
 
-def shall_stop(signals, runtime, is_log_step):
+def begin_log(folder, step, chosen):
     """
-    True if any rank got a signal. All ranks stop at the same step; GPUs ask each other only at log
-    steps, because to ask waits for them.
+    Write config.json, and cut log.jsonl after a step: a killed run may have logged steps that its
+    last checkpoint does not hold. Returns the tracker, or None.
     """
-    if runtime.world_size == 1:
-        return bool(signals)
-    if runtime.device.type != 'cpu' and not is_log_step:
-        return False
-    count = torch.tensor(len(signals), device=runtime.device)
-    dist.all_reduce(count)
-    return bool(count)
+    (folder / 'config.json').write_text(json.dumps(chosen, indent=1) + '\n')
+    (folder / 'loss.png').unlink(missing_ok=True)  # it means that the run has finished
+    lines = (folder / 'log.jsonl').read_text().splitlines(True) if step else []
+    kept = [line for line in lines if json.loads(line)['step'] <= step]
+    (folder / 'log.jsonl').write_text(''.join(kept))
+    if not tracker:
+        return None
+    track = importlib.import_module(tracker)  # trackio and wandb share these functions
+    track.init(project='nope-length', name=out_dir, config=chosen)
+    return track
 
 
 def main(given):
     """given: the names of the settings that the user gave."""
-    runtime, folder, state = setup(device, dtype, seed), Path(out_dir), {}
+    runtime, folder, start = setup(device, dtype, seed), Path(out_dir), {}
     lock = only_run(folder) if runtime.is_main else None  # noqa: F841, held until the end
-    if init_from != 'scratch':
-        state, values = (stopped_run if init_from == 'resume' else model_to_fine_tune)(given)
+    if init_from == 'resume':
+        start, values = stopped_run(given)
+        globals().update(values)
+    elif init_from != 'scratch':
+        start, values = model_to_fine_tune(given)
         globals().update(values)
     if batch_size % (micro_batch_size * runtime.world_size):
         raise UserError(f'batch_size {batch_size} must be a multiple of micro_batch_size '
@@ -261,18 +266,18 @@ def main(given):
     runtime.dtype = DTYPES.get(dtype, runtime.dtype)  # a resumed run keeps its own
 
     # data
-    data = Windows(dataset, 'train', block_size, seed, info=state)
-    val_windows = Windows(dataset, 'val', block_size, info=state).evenly_spaced(eval_windows)
+    data = Windows(dataset, 'train', block_size, seed, info=start)
+    val_windows = Windows(dataset, 'val', block_size, info=start).evenly_spaced(eval_windows)
     n_tokens = len(data.tokens)
-    if state.get('n_tokens', n_tokens) != n_tokens and init_from == 'resume':
+    if init_from == 'resume' and start.get('n_tokens', n_tokens) != n_tokens:
         raise UserError(f'{dataset} has changed since the run began. Prepare it as it was.')
 
     # model and optimizer
-    config = asdict(state['model_config']) if state else {'vocab_size': data.meta['vocab_size']}
-    config |= {name: globals()[name] for name in OF_MODEL if name in globals()}
+    config = asdict(start['model_config']) if start else {'vocab_size': data.meta['vocab_size']}
+    config |= {name: globals()[name] for name in OF_MODEL if name in NAMES}
     model = Transformer(model_config(config)).init_weights()
-    if state:
-        load_weights(model, state['model'], state['path'])
+    if start:
+        load_weights(model, start['model'], start['path'])
     model.checkpoint_activations = checkpoint_activations
     model.to(runtime.device)
     net, optimizer = wrap(model, runtime), new_optimizer(model)
@@ -280,31 +285,23 @@ def main(given):
     scaler = torch.amp.GradScaler(runtime.device.type, enabled=runtime.dtype == torch.float16)
     step, best_val_loss = 0, math.inf
     if init_from == 'resume':
-        step, best_val_loss = state['step'], state['best_val_loss']
-        set_optimizer_state_dict(model, optimizer, state['optimizer'], options=WHOLE)
-        scaler.load_state_dict(state['scaler'])
+        step, best_val_loss = start['step'], start['best_val_loss']
+        set_optimizer_state_dict(model, optimizer, start['optimizer'], options=WHOLE)
+        scaler.load_state_dict(start['scaler'])
         for group in optimizer.param_groups:  # the user may have given others
             group['betas'] = beta1, beta2
             group['weight_decay'] = weight_decay if group['weight_decay'] else 0.0
-    state = None  # frees the file's copy of weights and optimizer
+    start = None  # frees the file's copy of weights and optimizer
 
-    # files
-    chosen = settings(globals()) | {'dtype': str(runtime.dtype).removeprefix('torch.')}
-    log_path, track = folder / 'log.jsonl', None
-    if runtime.is_main:
-        (folder / 'config.json').write_text(json.dumps(chosen, indent=1) + '\n')
-        (folder / 'loss.png').unlink(missing_ok=True)  # it means that the run has finished
-        lines = log_path.read_text().splitlines(True) if step else []
-        # A killed run may have logged steps that its last checkpoint does not hold.
-        log_path.write_text(''.join(line for line in lines if json.loads(line)['step'] <= step))
-        if tracker:
-            track = importlib.import_module(tracker)  # trackio and wandb share these functions
-            track.init(project='nope-length', name=out_dir, config=chosen)
+    # log and checkpoints
+    chosen = {name: globals()[name] for name in NAMES}
+    chosen['dtype'] = str(runtime.dtype).removeprefix('torch.')
+    track = begin_log(folder, step, chosen) if runtime.is_main else None
 
     def log(step, **row):
         row = {'tokens': step * batch_size * block_size, **row}
         if runtime.is_main:
-            with open(log_path, 'a') as file:
+            with open(folder / 'log.jsonl', 'a') as file:
                 file.write(json.dumps({'step': step, **row}) + '\n')
             if track:
                 track.log(row, step=step)
@@ -325,17 +322,20 @@ def main(given):
     runtime.print(f'{n_trained:,} parameters, position={position}, {runtime.device.type}, '
                   f'{runtime.dtype}; training from step {step} to {max_iters}, '
                   f'{batch_size * block_size:,} tokens per step; writing to {out_dir}')
-    warmup = warmup_iters if warmup_iters >= 1 else round(warmup_iters * max_iters)
+    rows_of_rank = slice(runtime.rank, None, runtime.world_size)
     signals, stops, pending = catch_signals(), False, []  # pending: losses that are not logged yet
-    x, y = rank_batch(data, step, runtime)
     timed_step, time_then, is_first, autocast = step, time.perf_counter(), True, runtime.autocast()
     while step < max_iters and not stops:
-        lr = learning_rate_at(step, learning_rate, min_lr, warmup, lr_decay_iters or max_iters)
-        for group in optimizer.param_groups:
-            group['lr'] = lr
+        # the batch; on a GPU this runs, and copies, while the GPU still computes the last step
+        tokens = torch.from_numpy(data.batch(step, batch_size, rows_of_rank))
+        if runtime.device.type == 'cuda':
+            tokens = tokens.pin_memory()
+        tokens = tokens.to(runtime.device, non_blocking=True)    # (rows, block_size + 1)
+
+        # forward and backward
         step_loss = torch.zeros((), device=runtime.device)
-        micro_batches = list(zip(x.split(micro_batch_size), y.split(micro_batch_size)))
-        for i, (inputs, targets) in enumerate(micro_batches):
+        micro_batches = tokens.split(micro_batch_size)
+        for i, part in enumerate(micro_batches):
             is_last = i + 1 == len(micro_batches)  # only then average gradients over the ranks
             if is_ddp:
                 net.require_backward_grad_sync = is_last
@@ -343,26 +343,35 @@ def main(given):
                 net.set_requires_gradient_sync(is_last)
             torch.manual_seed(seed + step)  # random positions: the same in all micro-batches
             with autocast:
-                loss = net(inputs, targets).mean() / len(micro_batches)
+                loss = net(part[:, :-1], part[:, 1:]).mean() / len(micro_batches)
             scaler.scale(loss).backward()
             step_loss += loss.detach()
-        step += 1
-        if step < max_iters:
-            x, y = rank_batch(data, step, runtime)  # while a GPU still computes
+
+        # update
+        for group in optimizer.param_groups:
+            group['lr'] = learning_rate_at(step)
         if grad_clip:
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=not is_ddp)  # DDP's gradients are views of its buckets
+        step += 1
+
+        # what to do after this step; ranks stop together, and ask each other only at log steps,
+        # because to ask waits for the GPU
+        is_log_step = step % log_interval == 0 or step == max_iters
+        is_eval_step = step % eval_interval == 0 or step == max_iters or step in keep_steps
+        stops = bool(signals)
         if runtime.world_size > 1:
             dist.all_reduce(step_loss)
             step_loss /= runtime.world_size
+            n_signals = torch.tensor(len(signals), device=runtime.device)
+            if is_log_step:
+                dist.all_reduce(n_signals)
+            stops = is_log_step and bool(n_signals)
         pending.append(step_loss)  # still on the device, because to read it would wait for the step
 
-        is_log_step = step % log_interval == 0 or step == max_iters
-        is_eval_step = step % eval_interval == 0 or step == max_iters or step in keep_steps
-        stops = shall_stop(signals, runtime, is_log_step)
         if is_log_step or is_eval_step or stops:
             losses, pending = torch.stack(pending).tolist(), []
             for at, loss in enumerate(losses, step - len(losses) + 1):
@@ -373,8 +382,9 @@ def main(given):
                 log(at, loss=loss)
             seconds = (time.perf_counter() - time_then) / (step - timed_step)
             left = time.strftime('%H:%M:%S', time.gmtime(seconds * (max_iters - step)))
-            runtime.print(f'step {step:6d}  loss {sum(losses) / len(losses):.4f}  lr {lr:.2e}  '
-                          f'{batch_size * block_size / seconds:9,.0f} tokens/s  {left} left')
+            runtime.print(f'step {step:6d}  loss {sum(losses) / len(losses):.4f}  '
+                          f'lr {group["lr"]:.2e}  {batch_size * block_size / seconds:9,.0f} '
+                          f'tokens/s  {left} left')
         if is_eval_step:
             measured = validate(model, val_windows, runtime)
             log(step, **measured)
@@ -393,7 +403,7 @@ def main(given):
 
     if runtime.is_main and step == max_iters:
         import plots
-        plots.draw_log(log_path, folder / 'loss.png')
+        plots.draw_log(folder / 'log.jsonl', folder / 'loss.png')
     if track:
         track.finish()
     if runtime.world_size > 1:

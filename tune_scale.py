@@ -22,6 +22,7 @@ scale_head_TARGET.json, or scale_sets.json for target_lengths. Each file but the
 """
 
 import math
+from functools import partial
 from pathlib import Path
 
 from configurator import UserError, configure, settings
@@ -31,18 +32,18 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from common import bin_means, can_compile, compiled_to_read, learning_rate_at, save_json, setup
+from common import bin_means, can_compile, compiled_to_read, save_json, setup
 from data import Windows
-from model import small_vectors, vector_kind, vector_of
+from model import VECTORS, small_vectors
+from scales import put_vectors, read_scale_file, set_entry, use_sets
 from stage import (
     cut_curve,
+    cut_losses,
+    losses_by_position,
     open_model,
     print_rows,
-    put_vectors,
-    read_scale_file,
     result_path,
     results_folder,
-    use_sets,
     write_result,
 )
 
@@ -87,46 +88,48 @@ compile = True               # torch.compile the tuning step, and the passes of 
 
 def vectors_to_tune(model):
     """
-    [(kind, learning rate, {name: parameter})] of what the setting `tune` names. `channel` is
-    head_scale with one number per channel of a head.
+    What the setting `tune` names, as AdamW's groups of parameters. channel is head_scale with one
+    number per channel of a head instead of one per head.
     """
-    parts = []
+    rates, groups = VECTORS | {'channel': 0.03}, []
+    for block in model.blocks:
+        rates |= block.attn.position.vectors
     for part in tune.split(','):
         kind, _, rate = part.partition(':')
-        name = 'head_scale' if kind == 'channel' else kind
-        vectors = {key: p for key, p in small_vectors(model).items() if vector_kind(key) == name}
+        vectors = small_vectors(model, 'head_scale' if kind == 'channel' else kind)
         if not vectors:
-            known = dict.fromkeys(map(vector_kind, small_vectors(model)))
             raise UserError(f"tune has '{kind}', which this model does not have. Choose from "
-                            f'channel, {", ".join(known)}.')
-        default = 0.03 if kind == 'channel' else vector_of(next(iter(vectors))).rate
-        parts.append((kind, float(rate or default), vectors))
-    return parts
+                            f'{", ".join(rates)}.')
+        groups.append({'kind': kind, 'names': [*vectors], 'params': [*vectors.values()],
+                       'peak': float(rate or rates[kind])})
+    return groups
+
+
+def share_of_peak(step):
+    """The share of its peak that a learning rate has: linear warm-up, then a cosine to a tenth."""
+    if step < warmup_iters:
+        return (step + 1) / warmup_iters
+    share = (step - warmup_iters) / max(1, max_iters - warmup_iters)
+    return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * share))
 
 
 def tune_vectors(model, data, runtime):
     """
     HeadScale (Appendix A): minimize the mean loss, Eq. (5), over a few numbers, with every matrix
-    frozen. AdamW without weight decay; linear warm-up, then a cosine to a tenth of the rate; after
-    each step no head_scale is below min_scale, Eq. (6). Gradients flow back through all layers, but
-    no gradient of a matrix is computed. Returns the loss of each step.
+    frozen. AdamW without weight decay; after each step no head_scale is below min_scale, Eq. (6).
+    Gradients flow back through all layers, but none of a matrix is computed. Returns the loss of
+    each step.
     """
-    model.checkpoint_activations = checkpoint_activations
-    groups = [{'params': [*parameters.values()], 'peak': rate, 'kind': kind}
-              for kind, rate, parameters in vectors_to_tune(model)]
+    groups = vectors_to_tune(model)
     vectors = [p.requires_grad_(True) for group in groups for p in group['params']]
     optimizer = torch.optim.AdamW(groups, betas=(beta1, beta2), weight_decay=0.0, fused=True)
     scaler = torch.amp.GradScaler(runtime.device.type, enabled=runtime.dtype == torch.float16)
+    model.checkpoint_activations = checkpoint_activations
     net = torch.compile(model, dynamic=False) if can_compile(runtime, compile) else model
-    losses = []
+    losses, rows_of_rank = [], slice(runtime.rank, None, runtime.world_size)
     bar = tqdm(range(max_iters), f'at {data.block_size}', disable=None if runtime.is_main else True)
     for step in bar:
-        share = learning_rate_at(step, 1.0, 0.1, warmup_iters, max_iters)
-        for group in optimizer.param_groups:
-            group['lr'] = share * group['peak']
-
-        rows = slice(runtime.rank, None, runtime.world_size)
-        tokens = torch.from_numpy(data.batch(step, batch_size, rows)).to(runtime.device)
+        tokens = torch.from_numpy(data.batch(step, batch_size, rows_of_rank)).to(runtime.device)
         step_loss = torch.zeros((), device=runtime.device)
         for part in tokens.split(micro_batch_size):
             with runtime.autocast():
@@ -137,6 +140,8 @@ def tune_vectors(model, data, runtime):
             for tensor in [step_loss, *(p.grad for p in vectors)]:
                 dist.all_reduce(tensor)
 
+        for group in optimizer.param_groups:
+            group['lr'] = share_of_peak(step) * group['peak']
         if grad_clip:
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(vectors, grad_clip)
@@ -169,62 +174,53 @@ def first_scale(folder, length, model, info):
     return float(np.interp(math.log(length), np.log(data['lengths']), data['best_by_length']))
 
 
-def measure(model, samples, runtime):
-    """
-    Over the samples, in nats: the curves of a picture (loss and entropy in bins of block_size / 16
-    positions), the loss by position, (T,), and the entropy of each head in the last bin.
-    """
-    from entropy import entropy_and_loss  # a stage of its own, needed only for pictures
-    width = model.config.block_size // 16
-    heads, losses = entropy_and_loss(model, samples, width, batch_tokens, runtime)
-    curves = {'loss': bin_means(losses, width)[1], 'entropy': heads.mean((0, 1))}
-    return curves, losses, heads[..., -1]
-
-
 def tune_heads(model, info, folder, lengths, name, runtime):
-    """Tune at each length, from the values of the length before. Returns the sets and a result."""
-    start = first_scale(folder, lengths[0], model, info)
-    samples = Windows(name, 'val', lengths[-1], info=info).evenly_spaced(n_samples)
-    cut = cut_curve(model, samples, tail, batch_tokens, runtime)
-    curves, rows = {}, []
+    """
+    Tune at each length, from the values of the length before. Returns the sets, {length: vectors},
+    and a result: the loss of each step and, over the last `tail` tokens of validation windows, the
+    loss as loaded, with the first scale, tuned, and with only the last L tokens as context.
+    """
+    T, start = lengths[-1], first_scale(folder, lengths[0], model, info)
+    data = Windows(name, 'val', T, info=info)
+    samples, rows = data.evenly_spaced(n_samples), []
 
     def measure_as(what):
-        curves[what], losses, last_entropy = measure(model, samples, runtime)
-        rows.append({'scales': what, 'mean loss': losses.mean()})
-        return last_entropy
+        losses = runtime.over_windows(samples, batch_tokens, partial(losses_by_position, model))
+        rows.append({'scales': what, f'loss at {T}': losses[:, -tail:].mean()})
 
     measure_as('as loaded')
-    parts = vectors_to_tune(model)
-    # A scale file holds the head scales in any case.
-    saved = {key: p for key, p in small_vectors(model).items() if vector_kind(key) == 'head_scale'}
-    for _, _, vectors in parts:
-        saved |= vectors
-    original = {key: p.clone() for key, p in saved.items()}
+    cut = cut_losses(model, samples, T, tail, batch_tokens, runtime)
+    groups = vectors_to_tune(model)
+    names = [*small_vectors(model, 'head_scale')]  # a scale file holds them in any case
+    for group in groups:
+        names += [name for name in group['names'] if name not in names]
+    original = {name: model.get_parameter(name).clone() for name in names}
     model.head_scale = start
-    if 'channel' in [kind for kind, _, _ in parts]:
+    if 'channel' in [group['kind'] for group in groups]:
         model.head_scale = model.head_scale[..., None].expand(-1, -1, model.config.head_dim)
     measure_as(f'uniform {start:.2f}')
 
+    n_tuned = sum(p.numel() for group in groups for p in group['params'])
+    n_tokens = max_iters * batch_size * sum(lengths)
+    runtime.print(f'tuning {n_tuned} numbers on {n_tokens:,} tokens')
     sets, losses = {}, []
-    n_tuned = sum(p.numel() for _, _, vectors in parts for p in vectors.values())
     for length in lengths:
-        runtime.print(f'tuning {n_tuned} numbers on windows of {length} tokens '
-                      f'({max_iters * batch_size * length:,} tokens in all)')
         losses += tune_vectors(model, Windows(name, 'train', length, seed, info), runtime)
-        sets[length] = {key: p.detach().clone() for key, p in saved.items()}
-    for kind, _, vectors in parts:
-        values = torch.cat([p.flatten() for p in vectors.values()])
-        runtime.print(f'{kind} {values.min():.3f} to {values.max():.3f}, mean {values.mean():.3f}')
+        sets[length] = {name: model.get_parameter(name).detach().clone() for name in names}
+    for group in groups:
+        values = torch.cat([p.flatten() for p in group['params']])
+        runtime.print(f"{group['kind']} {values.min():.3f} to {values.max():.3f}, "
+                      f'mean {values.mean():.3f}')
     if target_lengths:  # measured as other stages will read them
         put_vectors(model, original)
         use_sets(model, sets)
-    last_entropy = measure_as(tune)
+    measure_as(tune)
+    rows.append({'scales': f'as loaded, only the last {model.config.pretrained_length} tokens',
+                 f'loss at {T}': cut.mean()})
     print_rows(runtime.print, rows)
-    return sets, {'init_scale': start, 'losses': losses, 'curve_length': lengths[-1],
-                  'position': bin_means(range(lengths[-1]), model.config.block_size // 16)[0],
-                  'curves': curves, 'cut': cut, 'samples': len(samples), 'tuned': tune,
-                  'last_entropy': last_entropy, 'tuned_numbers': n_tuned,
-                  'tuning_tokens': max_iters * batch_size * sum(lengths)}
+    return sets, {'init_scale': start, 'tuned': tune, 'losses': losses, 'rows': rows,
+                  'samples': len(samples), 'crossing': data.crossing, 'tuned_numbers': n_tuned,
+                  'tuning_tokens': n_tokens}
 
 
 # ---------------------------------------------------------------------- uniform
@@ -242,108 +238,82 @@ def fit_scale(position, best, L):
     return a, 1 - rest @ rest / (spread @ spread) if spread.any() else math.nan
 
 
+def same_scale(length, scale, config):
+    """A set of a scale file with the same scale for every head."""
+    return {'target_length': length, 'head_scale': [[scale] * config.n_head] * config.n_layer}
+
+
 def search_uniform(model, info, T, name, runtime):
     """
-    Read windows of T tokens with each candidate scale. Returns the best scale at each length and a
-    result: the loss in bins of block_size / 16 positions with each candidate, the best candidate
-    per bin and per length, the fit of Appendix B, and the loss of the model as loaded with only the
-    last L tokens. The picture shows the entropy of six candidates.
+    Read windows of T tokens with each candidate scale. Returns the set of the scale that is best at
+    T, and a result: the loss in bins of block_size / 16 positions with each candidate, the best
+    candidate per bin and per length, the fit of Appendix B, and the loss of the model as loaded
+    with only the last L tokens.
     """
     first, last, step = candidate_range
-    n = math.floor((last - first) / step + 1e-6)
-    scales = [round(first + i * step, 6) for i in range(n + 1)]
-    plotted = np.linspace(0, n, 6).round().astype(int)
-    block_size = model.config.block_size
-    samples = Windows(name, 'val', T, info=info).evenly_spaced(n_samples)
+    n_steps = math.floor((last - first) / step + 1e-6)
+    scales = np.round(first + step * np.arange(n_steps + 1), 6)
+    block_size, own_scale = model.config.block_size, model.head_scale
+    data = Windows(name, 'val', T, info=info)
+    samples = data.evenly_spaced(n_samples)
     net = compiled_to_read(model, runtime, compile, len(samples) * len(scales), T)
     cut = cut_curve(model, samples, tail, batch_tokens, runtime)
     lengths = cut['position']  # block_size, twice as many, four times ... T
-    own, loss, entropy, at_length = model.head_scale, [], [], []
-    for i, scale in enumerate(scales):
-        model.head_scale, curves = scale, {}
-        if i in plotted:
-            curves, losses, _ = measure(model, samples, runtime)
-        else:
-            losses = runtime.over_windows(samples, batch_tokens, net, f'scale {scale}').mean(0)
+    loss, at_length = [], []
+    for scale in scales:
+        model.head_scale = scale
+        losses = runtime.over_windows(samples, batch_tokens, net, f'scale {scale}').mean(0)
         position, binned = bin_means(losses, block_size // 16)
         loss.append(binned)
-        entropy.append(curves.get('entropy'))
         at_length.append([losses[max(0, n - tail):n].mean() for n in lengths])
-    model.head_scale = own
+    model.head_scale = own_scale
 
-    loss, at_length, scales = np.array(loss), np.array(at_length), np.array(scales)
+    loss, at_length = np.array(loss), np.array(at_length)
     best, best_at_length = scales[loss.argmin(0)], scales[at_length.argmin(0)]
     a, r2 = fit_scale(position, best, block_size)
-    rows = zip(lengths, best_at_length, at_length.min(0), at_length[0], cut['loss'])
     print_rows(runtime.print, [
-        {'length': n, 'best scale': scale, 'loss': lowest, f'with scale {scales[0]}': with_first,
-         f'only the last {cut["context"]}': of_cut}
-        for n, scale, lowest, with_first, of_cut in rows])
+        {'length': n, 'best scale': best_at_length[i], 'loss': at_length[:, i].min(),
+         f'with scale {scales[0]}': at_length[0, i],
+         f'only the last {cut["context"]}': cut['loss'][i]} for i, n in enumerate(lengths)])
     runtime.print(f'scale = 1 + {a:.4f} ln(i / {block_size}), R2 {r2:.4f}')
-    return best_at_length, {
-        'lengths': lengths, 'best_by_length': best_at_length, 'fit_a': a, 'search': {
-            'position': position, 'candidates': scales.tolist(), 'loss': loss, 'entropy': entropy,
+    return same_scale(T, float(best_at_length[-1]), model.config), {
+        'lengths': lengths, 'best_by_length': best_at_length, 'fit_a': a,
+        'crossing': data.crossing, 'search': {
+            'position': position, 'candidates': scales, 'loss': loss,
             'best_by_position': best, 'best_loss_by_position': loss.min(0), 'fit_a': a,
             'fit_r2': r2, 'loss_at_length': at_length, 'cut': cut, 'samples': len(samples)}}
 
 
-# ---------------------------------------------------------------------- scale files
-
-def set_entry(length, vectors):
-    """
-    A set of a scale file: for each kind of vector a list with one row per layer, or {parameter
-    name: row} if a layer has none or several. Numbers have as few digits as float32 allows.
-    """
-    entry = {}
-    for name, vector in vectors.items():
-        vector = vector[:, 0] if vector.dim() > 1 and vector.shape[1] == 1 else vector
-        row = vector.float().numpy(force=True).astype(str).astype(float).tolist()
-        entry.setdefault(vector_kind(name), {})[name] = row
-    for kind, rows in entry.items():
-        if [name.split('.')[1] for name in rows] == [str(layer) for layer in range(len(rows))]:
-            entry[kind] = list(rows.values())
-    return {'target_length': length} | entry
-
-
-def same_scale(length, scale, config):
-    """A set with the same scale for every head."""
-    return {'target_length': length, 'head_scale': [[scale] * config.n_head] * config.n_layer}
-
-
 def main(given):
+    if method not in ('uniform', 'head'):
+        raise UserError(f"method is '{method}'. Choose uniform or head.")
     runtime = setup(device, dtype, seed)
     model, info = open_model(init_from, out_dir, runtime, position, rope_scaling)
     folder, config = results_folder(out_dir, init_from, given), model.config
     name = dataset or info['settings'].get('dataset', '')
-    lengths = [target_length or (8 if method == 'uniform' else 4) * config.block_size]
-    lengths = sorted(target_lengths) or lengths
+    T = target_length or (8 if method == 'uniform' else 4) * config.block_size
+    lengths = sorted(target_lengths) or [T]
     least = config.block_size + (method == 'uniform' or bool(target_lengths))
-    if target_lengths and (target_length or method == 'uniform'):
-        raise UserError('target_lengths is for --method=head, without target_length.')
-    if method not in ('uniform', 'head') or min(lengths) < least:
-        raise UserError(f'method is {method}, for {min(lengths)} tokens. Give uniform or head, and '
-                        f'at least {least} tokens.')
-    if batch_size % runtime.world_size:
-        raise UserError(f'batch_size {batch_size} must be a multiple of the '
-                        f'{runtime.world_size} ranks.')
-    about = {'method': method, 'dataset': name, 'position_method': config.position,
-             'rope_scaling': config.rope_scaling, 'weights_digest': info['digest']}
+    if min(lengths) < least or batch_size % runtime.world_size:
+        raise UserError(f'target_length is {min(lengths)}; give at least {least}. batch_size is '
+                        f'{batch_size}; give a multiple of the {runtime.world_size} ranks.')
+    read_as = {'method': method, 'dataset': name, 'position_method': config.position,
+               'rope_scaling': config.rope_scaling, 'weights_digest': info['digest']}
     if method == 'uniform':
         path = result_path(folder, 'scale_uniform', label, info)
-        best, result = search_uniform(model, info, lengths[0], name, runtime)
-        entry = same_scale(lengths[0], float(best[-1]), config)
+        entry, result = search_uniform(model, info, T, name, runtime)
         # The fit as a scale file, with one uniform scale per length
         fit = [same_scale(n, 1 + result['fit_a'] * math.log(n / config.block_size), config)
-               for n in result['lengths'] if n > config.block_size]
+               for n in result['lengths'][1:]]
         if runtime.is_main:
-            save_json(f'{path}_fit.json', about | {'sets': fit, 'fit_a': result['fit_a']})
+            save_json(f'{path}_fit.json', read_as | {'sets': fit, 'fit_a': result['fit_a']})
     else:
-        stem = 'scale_sets' if target_lengths else f'scale_head_{lengths[0]}'
+        stem = 'scale_sets' if target_lengths else f'scale_head_{T}'
         path = result_path(folder, stem, label, info)
         sets, result = tune_heads(model, info, folder, lengths, name, runtime)
         entries = [set_entry(length, vectors) for length, vectors in sets.items()]
         entry = {'sets': entries} if target_lengths else entries[0]
-    write_result(path, about | entry | result, settings(globals()), runtime, info)
+    write_result(path, read_as | entry | result, settings(globals()), runtime, info)
 
 
 if __name__ == '__main__':

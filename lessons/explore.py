@@ -66,8 +66,9 @@ def rope_of(model, path):
     layers = []
     for attention in [block.attn for block in model.blocks]:
         method, turned = attention.position, None
-        if (type(method) not in (NoPE, RoPE) or not method.is_plain or method.needs_equal_lengths
-                or attention.head_scale.shape[1] > 1 or (attention.head_gain != 1).any()):
+        if (type(method) not in (NoPE, RoPE) or method.window or method.dape
+                or method.needs_equal_lengths or attention.head_scale.shape[1] > 1
+                or (attention.head_gain != 1).any()):
             raise UserError(f'{path} is not for the page, which has NoPE and RoPE, one scale a '
                             'head, but no DAPE, window, random positions or dynamic_ntk.')
         if isinstance(method, RoPE):

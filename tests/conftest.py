@@ -23,7 +23,7 @@ import torch
 import position_more  # noqa: F401, adds its methods to METHODS
 from common import Runtime, save_checkpoint
 from data import Windows
-from model import ModelConfig, Transformer, vector_of
+from model import ModelConfig, Transformer, vector_kind
 from position import METHODS
 from stage import open_model
 from tokenizer import get_tokenizer, tokenizer_state, write_dataset
@@ -158,7 +158,7 @@ def random_model(seed=0, **changes):
     for name, p in model.named_parameters():
         if name.endswith(('.beta', '.gamma')):
             continue  # log-beta starts at random numbers; larger ones would enlarge rounding errors
-        if p.dim() == 1 or vector_of(name):
+        if p.dim() == 1 or vector_kind(name):
             p.data.uniform_(0.5, 1.5, generator=generator)
         elif name.endswith('.e'):
             p.data.normal_(std=0.3, generator=generator)

@@ -86,13 +86,13 @@ def test_a_setting_of_another_version_is_refused_unless_it_is_off():
         common.model_config(values | {'dape_cheat': True})
 
 
-def test_json_has_six_digits_and_null_for_what_is_no_number(tmp_path):
+def test_json_has_nine_digits_and_null_for_what_is_no_number(tmp_path):
     path = tmp_path / 'new/x.json'
-    common.save_json(path, {'a': np.array([[1 / 3, np.nan]]), 'b': 1 / 3,
-                                           'c': torch.tensor([2]), 'd': float('inf')})
+    common.save_json(path, {'a': np.array([[1 / 3, np.nan]]), 'b': 1 / 3, 'c': torch.tensor([2]),
+                            'd': float('inf')})
     text = path.read_text(encoding='utf-8')
-    assert json.loads(text) == {'a': [[0.333333, None]], 'b': 1 / 3, 'c': [2], 'd': None}
-    assert '[0.333333, null]' in text  # numbers of a list stand on one line
+    assert json.loads(text) == {'a': [[0.333333333, None]], 'b': 0.333333333, 'c': [2], 'd': None}
+    assert '[0.333333333, null]' in text  # numbers of a list stand on one line
 
 
 def test_bins_are_means_of_positions_counted_from_1():

@@ -4,6 +4,8 @@ Windows of tokenized text.
 $ python -m pytest tests/test_data.py
 """
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -73,7 +75,19 @@ def test_windows_for_evaluation_are_evenly_spaced_over_the_first_source(tmp_path
         windows = Windows(f'{a}:0.3,{b}:0.7', 'val', 3, seed)
         assert numbers(windows.evenly_spaced(4)) == [0, 12, 25, 37]
         assert numbers(windows.evenly_spaced(1000)) == list(range(50))
-        assert windows.evenly_spaced_starts(1000, 2).tolist() == list(range(0, 197, 2))
+        windows.evenly_spaced(1000, spacing=2)
+        assert windows.places.tolist() == list(range(0, 197, 2))
+
+
+def test_windows_for_evaluation_lie_in_one_document_if_enough_of_them_do(tmp_path):
+    folder = numbered(tmp_path / 'a', 50)
+    np.array([0, 10, 106]).tofile(Path(folder) / 'val_starts.bin')
+    windows = Windows(folder, 'val', 3)
+    windows.evenly_spaced(47)
+    assert windows.crossing == 0 and len(windows.places) == 47
+    assert not {8, 104} & {*windows.places}  # tokens 8 to 11 and 104 to 107 are of two documents
+    windows.evenly_spaced(50)
+    assert windows.crossing == 2 and len(windows.places) == 50
 
 
 def test_a_dataset_that_does_not_fit_is_refused(tmp_path):

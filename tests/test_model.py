@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from conftest import EVERY, TINY, losses_and_gradients, near, random_model, tokens
 from plain import plain_transformer
 
-from model import Attention, ModelConfig, Transformer, small_vectors, token_losses
-from position import METHODS, NoPE, Vector
+from model import Attention, ModelConfig, Transformer, small_vectors, vector_kind
+from position import METHODS, NoPE
 from stage import Uninitialized
 
 TINYLLAMA = dict(vocab_size=32000, block_size=2048, n_layer=22, n_head=32, n_kv_head=4,
@@ -57,27 +57,28 @@ def test_all_other_weights_start_the_same_whichever_method_a_model_has(position)
 
 
 class Own(NoPE):
-    vectors = {'later': Vector(0.0), 'now': Vector(0.0, pretrained=True)}
+    vectors = {'slope': 0.1}
 
     def __init__(self, config):
         super().__init__(config)
-        for name in self.vectors:
-            setattr(self, name, torch.nn.Parameter(torch.zeros(4, 1)))
+        self.slope = torch.nn.Parameter(torch.zeros(4, 1), requires_grad=False)
 
 
-def test_pretraining_leaves_scales_gains_and_vectors_of_ones_own_method_alone(monkeypatch):
+def test_small_vectors_are_scales_gains_norms_and_those_of_ones_own_method(monkeypatch):
     monkeypatch.setitem(METHODS, 'own', Own)
     model = random_model(position='own')
+    kinds = {vector_kind(name) for name in small_vectors(model)}
+    assert kinds == {'head_scale', 'head_gain', 'norm', 'slope'}
+    assert [*small_vectors(model, 'slope')] == [f'blocks.{i}.attn.position.slope' for i in (0, 1)]
     frozen = {name.split('.')[-1] for name, p in model.named_parameters() if not p.requires_grad}
-    assert frozen == {'head_scale', 'head_gain', 'later'}
+    assert frozen == {'head_scale', 'head_gain', 'slope'}
 
 
 def test_a_methods_vector_has_a_name_that_no_vector_of_the_model_has(monkeypatch):
     monkeypatch.setitem(METHODS, 'own', Own)
-    monkeypatch.setattr(Own, 'vectors', {'head_scale': Vector(1.0)})
-    model = Transformer(ModelConfig(vocab_size=61, **TINY, position='own'))
-    with pytest.raises(ValueError, match='head_scale'):
-        small_vectors(model)
+    monkeypatch.setattr(Own, 'vectors', {'head_scale': 0.1})
+    with pytest.raises(ValueError, match='Rename it'):
+        random_model(position='own')
 
 
 # ---------------------------------------------------------------------- scales
@@ -152,36 +153,23 @@ def test_checkpointed_activations_give_the_same_loss_and_gradients(changes):
     assert len(calls) == 2  # forward, and once more in backward
 
 
-class WideHead(torch.nn.Module):
-    """An output matrix that token_losses() takes for one of so many rows."""
-
-    def __init__(self, rows):
-        super().__init__()
-        self.linear, self.weight = torch.nn.Linear(16, 61, bias=False), torch.empty(rows, 0)
-
-    def forward(self, x):
-        return self.linear(x)
-
-
-@pytest.mark.parametrize('rows, compiled, n_calls', [(61, False, 1), (2 ** 20, False, 12),
-                                                     (61, True, 1), (2 ** 26, True, 12)])
-def test_losses_in_chunks_are_those_of_cross_entropy(rows, compiled, n_calls):
-    """
-    2^20 rows of an output matrix, or 2^26 if compiled, let a chunk have 8 of the 42 tokens.
-    Backward computes each chunk again.
-    """
-    x, targets, head, calls = torch.randn(2, 21, 16), tokens(2, 21), WideHead(rows), []
+@pytest.mark.parametrize('compiled', [False, True])
+def test_losses_in_chunks_are_those_of_cross_entropy(compiled):
+    """With a vocabulary of 2^20, or 2^26 if compiled, a chunk holds 8 of the 42 tokens."""
+    model, windows, sizes = random_model(), tokens(2, 22), set()
     factors = torch.rand(2, 21)  # a gradient of its own for each loss
+    weight = model.head.weight
 
     def and_gradient(losses):
-        return losses, *torch.autograd.grad((factors * losses).sum(), head.linear.weight)
+        return losses, *torch.autograd.grad((factors * losses).sum(), weight)
 
-    expected = F.cross_entropy(head(x).mT, targets, reduction='none')
-    expected = and_gradient(expected)
-    head.linear.register_forward_hook(lambda *_: calls.append(1))
-    compute = torch.compile(token_losses, backend='eager') if compiled else token_losses
-    near(and_gradient(compute(x, head, targets)), expected, atol=1e-5)
-    assert len(calls) == n_calls
+    inputs, targets = windows[:, :-1], windows[:, 1:]
+    expected = and_gradient(F.cross_entropy(model(inputs).mT, targets, reduction='none'))
+    model.head.register_forward_hook(lambda head, inputs, output: sizes.add(len(inputs[0])))
+    model.config.vocab_size = 2 ** (26 if compiled else 20)  # as if
+    net = torch.compile(model, backend='eager') if compiled else model
+    near(and_gradient(net(inputs, targets)), expected, atol=1e-5)
+    assert sizes == {8, 2}
 
 
 def test_tied_weights_are_one_matrix():

@@ -182,8 +182,7 @@ def test_some_rows_at_a_time_are_the_whole_matrix_forward_and_backward(monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(NoPE, 'attend', lambda method, q, k, v, place:
                       method.attend_by_scores(q, k, v, place.i, place.j))
-        for block in model.blocks:
-            patch.setattr(block.attn.position, 'is_plain', False)
+        patch.setattr(NoPE, 'changed', {'scores'})
         expected = losses_and_gradients(model, windows)
     assert all(gradient.abs().sum() > 0 for gradient in expected[1].values())
 
@@ -239,12 +238,12 @@ OWN = {
 
 @pytest.mark.parametrize('step', OWN)
 def test_a_step_of_ones_own_class_is_in_training_and_entropy_or_refused(monkeypatch, step):
-    """Even if it is put into the class after its definition."""
+    """Even if it is put into the class after the model is built."""
     function, settings, factors = OWN[step]
     own = type('Own', (RoPE if step == 'prepare' else NoPE,), {})
-    setattr(own, step, function)
     monkeypatch.setitem(METHODS, 'own', own)
     model, same, windows = random_model(position='own'), random_model(**settings), tokens(2, 61)
+    setattr(own, step, function)
     for name, vector in small_vectors(same).items():
         vector.data *= factors.get(vector_kind(name), 1)
     near(losses_and_gradients(model, windows), losses_and_gradients(same, windows), atol=1e-4)

@@ -15,7 +15,7 @@ import torch
 from conftest import ROOT, SIZES, mistake, stage
 
 import train
-from common import learning_rate_at, model_config, read_checkpoint
+from common import model_config, read_checkpoint
 from model import Transformer
 
 RUN = SIZES + ('--max_iters=8 --eval_interval=4 --log_interval=2 --batch_size=4 --warmup_iters=2 '
@@ -47,8 +47,11 @@ def whole(corpus_dir, tmp_path_factory):
     return out_dir
 
 
-def test_the_learning_rate_warms_up_then_falls_along_a_cosine():
-    rates = [learning_rate_at(step, 1.0, 0.1, 4, 12) for step in (0, 3, 4, 8, 12, 99)]
+def test_the_learning_rate_warms_up_then_falls_along_a_cosine(monkeypatch):
+    for name, value in (('learning_rate', 1.0), ('min_lr', 0.1), ('warmup_iters', 4),
+                        ('lr_decay_iters', 12)):
+        monkeypatch.setattr(train, name, value)
+    rates = [train.learning_rate_at(step) for step in (0, 3, 4, 8, 12, 99)]
     assert rates == pytest.approx([0.25, 1.0, 1.0, 0.55, 0.1, 0.1])
 
 
