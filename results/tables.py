@@ -1,8 +1,8 @@
 """
 Write the tables of the studies' pages from the JSON in results/.
 
-A page marks the place of a table by <!-- NAME --> before it and <!-- end --> after it; NAME is a
-function below. A number is a mean over seeds ± their standard deviation; without ± it is one seed.
+A page marks the place of a table by <!-- NAME --> before it and <!-- end --> after it. NAME is a
+key of TABLES. A number is a mean over seeds ± their standard deviation; without ± it is one seed.
 
 $ python results/tables.py            # write all tables into their pages
 $ python results/tables.py --check    # only name the pages whose tables are not what the JSON says
@@ -39,7 +39,10 @@ def cell(seeds):
 
 
 def markdown(rows):
-    """The table of rows (name, {column: text, or a list with the number of each seed})."""
+    """
+    The table of rows (name, {column: text, or a list with the number of each seed}). Its columns
+    are those of the longest row; what another row lacks stays empty.
+    """
     rows = list(rows)
     columns = max((row for _, row in rows), key=len)
     lines = [f"| | {' | '.join(columns)} |", '|---' * (len(columns) + 1) + '|']
@@ -195,13 +198,14 @@ def tasks():
 
 
 def perplexity(file, lengths, names=None):
-    """Perplexity by length, of all rows of a file, or of those with new names."""
+    """Perplexity by length, of all rows of a file, or of those in names, {old: new name}."""
     result = read(file)
+    columns = [result['lengths'].index(T) for T in lengths]
     for row in result['rows']:
         if names is None or row['name'] in names:
-            runs = row.get('runs', [row])
-            yield names[row['name']] if names else row['name'], {
-                str(T): [run['ppl'][result['lengths'].index(T)] for run in runs] for T in lengths}
+            runs = row.get('runs', [row])  # the seeds
+            name = names[row['name']] if names else row['name']
+            yield name, {str(T): [run['ppl'][i] for run in runs] for T, i in zip(lengths, columns)}
 
 
 # ---------------------------------------------------------------------- dape, speed
@@ -279,8 +283,8 @@ def stages(folders):
         for path in sorted(Path(folder).glob('*.json')):
             for row in read(path.absolute()).get('rows', ()):
                 at = str(row.get('length') or row.get('kind'))
-                for key in {'loss', 'cut_loss', 'gain'} & row.keys():
-                    seeds[f'{path.stem}: {key}'][at].append(row[key])
+                for key in 'loss', 'cut_loss', 'gain':
+                    seeds[f'{path.stem}: {key}'][at].append(row.get(key))
     return seeds.items()
 
 
