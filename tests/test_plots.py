@@ -19,90 +19,90 @@ ALL = '''{
 "position": [1, 2, 3, 4, 5, 6, 7, 8, 16], "loss": [9, 1, 1, 1, 1, 1, 1, 1, 17],
 "cut": {"context": 4, "position": [8, 16], "loss": [6, 7]}, "head_scale": [[1, 2]]}'''
 EACH = '''{
-"eval_ppl": {"rows": [{"length": 4, "loss": 2, "standard_error": 0.1}, {"length": 8, "loss": 3,
-    "standard_error": 0.1, "cut_loss": 2.5, "gain_error": 0.2}]},
-"entropy": {"spearman": [-1], "mean_entropy": [0, 1, 1, 1, 1, 1, 1, 1, 2],
+"eval_ppl": {"rows": [{"length": 4, "loss": 2}, {"length": 8, "loss": 3, "cut_loss": 2.5,
+    "gain_error": 0.2}]},
+"entropy": {"mean_entropy": [0, 1, 1, 1, 1, 1, 1, 1, 2], "spearman": [-1],
+    "bound": [0, 1, 1, 1, 1, 1, 1, 1, 3],
     "entropy": [[[0, 1, 1, 1, 1, 1, 1, 1, 3], [0, 1, 1, 1, 1, 1, 1, 1, 1]]]},
-"uniform": {"stage": "tune_scale", "method": "uniform", "search": {"candidates": [1, 1.5, 2],
-    "position": [1, 2, 3, 4, 5, 6, 7, 8, 16], "fit_a": 0.5, "fit_r2": 0.9,
-    "loss": [[], [9, 1, 1, 1, 1, 1, 1, 1, 17], []], "best_by_position": [1, 1, 1, 1, 1, 1, 1, 1, 2],
-    "entropy": [null, [0, 1, 1, 1, 1, 1, 1, 1, 2], null]}},
-"head": {"stage": "tune_scale", "method": "head", "settings": {"tune": "norm:0.1,head_scale"},
-    "norm": {"norm.weight": [3, 4]}, "last_entropy": [[5, 6]], "target_length": 16,
-    "curves": {"tuned": {"loss": [9, 1, 1, 1, 1, 1, 1, 1, 17],
-                         "entropy": [0, 1, 1, 1, 1, 1, 1, 1, 2]}}},
-"repeats": {"rows": [{"kind": "all", "gain": 0.5, "gain_error": 0.1}]},
+"uniform": {"stage": "tune_scale", "method": "uniform", "search": {"candidates": [1.5],
+    "position": [1, 2, 3, 4, 5, 6, 7, 8, 16], "fit_a": 0.5, "fit_r2": null,
+    "loss": [[9, 1, 1, 1, 1, 1, 1, 1, 17]], "best_by_position": [1, 1, 1, 1, 1, 1, 1, 1, 2]}},
+"head": {"stage": "tune_scale", "method": "head", "tuned": "channel:0.1,norm",
+    "losses": [3, 2], "target_length": 16, "head_scale": [[[1, 2], [3, 4]]],
+    "norm": {"norm.weight": [5, 6]}},
 "passkey": {"lengths": [4, 8], "accuracy": [[1, 0.5, 1], [0, 0.5, 0]]},
 "che": {"method": "RoPE", "lengths": [4, 9], "tasks": {"copy": {"accuracy": [1, 0.5],
-    "exact": [1, 0], "chance": 0.125}}},
+    "chance": 0.125}}},
 "attention": {"layer": 0, "head": 1, "lengths": [{"length": 8, "maps": {"score": [[1], [2, 3]],
     "attention": [[1], [0.25, 0.75]]}}]},
 "demo": {"tail": 3, "lengths": [4, 5], "source": "books", "windows": 2, "readings": {"NoPE": {
     "curve": [9, 9, 3, 2, 1], "at": {"4": {}, "5": {"cut_loss": 4}},
-    "far": {"gain": 0.5, "gain_error": null}}}}}'''
+    "far": {"gain": 0.5, "gain_error": 0.1}}}}}'''
 RESULTS = {name: {'stage': name, **json.loads(ALL), **result}
            for name, result in json.loads(EACH).items()}
 
 # stage | panel | curve | x:y ... The mean of the first 8 losses is 16 / 8, of the last 8 24 / 8.
 CURVES = '''
 eval_ppl | 0 | NAME | 4:2 8:3
-eval_ppl | 0 | NAME, cut to 4 | 4:nan 8:2.5
+eval_ppl | 0 | NAME, only the last 4 tokens, (± standard error of the difference) | 4:nan 8:2.5
 eval_ppl | 0 | NAME, each position | 1:9 2:1 3:1 4:1 5:1 6:1 7:1 8:1 16:17
 entropy | 0 | NAME | 4.5:2 6.375:3
-entropy | 0 | NAME, cut to 4 | 8:6 16:7
+entropy | 0 | NAME, only the last 4 tokens | 8:6 16:7
 entropy | 1 | NAME | 1:0 2:1 3:1 4:1 5:1 6:1 7:1 8:1 16:2
+entropy | 2 | upper bound: ln i | 1:0 2:1 3:1 4:1 5:1 6:1 7:1 8:1 16:3
 uniform | 0 | scale 1.5 | 4.5:2 6.375:3
-uniform | 1 | scale 1.5 | 1:0 2:1 3:1 4:1 5:1 6:1 7:1 8:1 16:2
-uniform | 1 | upper bound: ln i | 1:0 2:.69 3:1.1 4:1.39 5:1.61 6:1.79 7:1.95 8:2.08 16:2.77
-uniform | 2 | NAME, a = 0.500, R² = 0.9 | 1:1 2:1 3:1 4:1 5:1.11 6:1.2 7:1.28 8:1.35 16:1.69
-head | 0 | tuned | 4.5:2 6.375:3
-head | 1 | tuned | 1:0 2:1 3:1 4:1 5:1 6:1 7:1 8:1 16:2
+uniform | 1 | fit of NAME:, a = 0.5, R² = None | 1:1 2:1 3:1 4:1 5:1.11 6:1.2 7:1.28 8:1.35 16:1.69
 che | 0 | RoPE | 4:1 9:0.5
-che | 0 | RoPE, whole answers | 4:1 9:0
 demo | 0 | NoPE | 3:3 4:2 5:1
 demo | 0 | NoPE, only the last L tokens | 4:nan 5:4
 '''
 
 
 def panels(name):
-    text = json.dumps(RESULTS[name])
-    return plots.PICTURES[name](json.loads(text, object_hook=plots.Entry)).axes
+    return plots.PICTURES[name](RESULTS[name]).axes
 
 
 @pytest.mark.parametrize('row', CURVES.strip().splitlines())
 def test_a_curve_has_the_numbers_of_the_json(row):
     name, panel, curve, points = row.split(' | ')
     axis = panels(name)[int(panel)]
-    found = {bars.get_label().replace('\n', ', '): bars[0].get_xydata() for bars in axis.containers}
+    found = {label.replace('\n', ', '): getattr(line, 'lines', [line])[0]  # of error bars the curve
+             for line, label in zip(*axis.get_legend_handles_labels())}
     expected = np.array([point.split(':') for point in points.split()], float)
     curve = curve.replace('NAME', 'RoPE + conv, $x_$ (b/c/last.pt)')
-    assert found[curve] == pytest.approx(expected, abs=0.006, nan_ok=True)
-    assert 'L = 4' in axis.get_legend_handles_labels()[1]
+    assert found[curve].get_xydata() == pytest.approx(expected, abs=0.006, nan_ok=True)
+    assert 'L = 4' in found
 
 
 def test_bars_images_and_points_have_the_numbers_of_the_json():
     [axis] = panels('eval_ppl')
-    assert axis.collections[0].get_segments()[1].tolist() == [[8, 2.8], [8, 3.2]]
+    assert axis.collections[0].get_segments()[1].tolist() == [[8, 2.3], [8, 2.7]]
     assert axis.yaxis.get_major_formatter()(math.log(20), 0) == '20'
-    assert panels('repeats')[0].collections[0].get_segments()[0].tolist() == [[0.4, 0], [0.6, 0]]
+    assert panels('demo')[1].collections[0].get_segments()[0].tolist() == [[0.4, 0], [0.6, 0]]
+    assert panels('head')[0].lines[0].get_ydata().tolist() == [3, 2]
+    assert panels('entropy')[3].collections[0].get_offsets().tolist() == [[1, 3], [2, 1]]
     for name, panel, cells in (('passkey', 0, [[1, 0], [0.5, 0.5], [1, 0]]),
-                               ('head', 3, [[3, 4]]), ('attention', 0, [[1, None], [2, 3]])):
+                               ('head', 1, [[1, 2, 3, 4]]), ('head', 2, [[5, 6]]),
+                               ('attention', 0, [[1, None], [2, 3]])):
         assert panels(name)[panel].images[0].get_array().tolist() == cells
-    for name, points in ('entropy', [[1, 3], [2, 1]]), ('head', [[1, 5], [2, 6]]):
-        assert panels(name)[2].collections[0].get_offsets().tolist() == points
+
+
+def test_older_tables_of_several_models_are_drawn():
+    table = {'lengths': [4, 8], 'rows': [{'name': 'a', 'ppl': [1, math.e]},
+                                         {'name': 'b', 'ppl': [1, 1]}]}
+    [axis] = plots.draw_ppl(RESULTS['eval_ppl'] | table).axes
+    assert [line.get_ydata().tolist() for line in axis.lines[:2]] == [[0, 1], [0, 0]]
 
 
 @pytest.mark.parametrize('name', RESULTS)
 def test_pictures_of_all_stages_are_drawn_beside_their_json_without_a_warning(tmp_path, name):
-    files = tmp_path / f'{name}.json', tmp_path / 'b.json'
+    files = [tmp_path / f'{name}.json', tmp_path / 'b.json']
     for file in files:
         file.write_text(json.dumps(RESULTS[name]))
-    several = name in 'eval_ppl entropy uniform repeats passkey che'
+    several = name in 'eval_ppl entropy uniform passkey che'
     with warnings.catch_warnings(action='error'):
-        drawn = plots.draw(*files[:1 + several])
-    pictures = [f'{name}_and_b' if several else name] + ['entropy_heads'] * (name == 'entropy')
-    assert [path.name for path in drawn] == [f'{picture}.png' for picture in pictures]
-    assert all(path.exists() for path in drawn)
+        [path] = plots.draw(*files[:1 + several])
+    assert path.name == (f'{name}_and_b.png' if several else f'{name}.png') and path.exists()
 
 
 def test_every_stage_with_a_picture_is_here_and_others_draw_none(tmp_path):
