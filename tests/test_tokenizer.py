@@ -6,7 +6,6 @@ $ python -m pytest tests/test_tokenizer.py
 
 import argparse
 import json
-import typing
 from pathlib import Path
 
 from configurator import ROOT
@@ -15,21 +14,17 @@ import numpy as np
 import pytest
 import tiktoken
 import torch
-from tiktoken_ext.openai_public import r50k_pat_str
+from tokenizers import Tokenizer, decoders, models, normalizers, processors
 
 from data import open_split
 from tokenizer import (
     EOT,
     PATTERN,
     HFTokenizer,
-    cut,
-    encode_documents,
     get_tokenizer,
     split_of,
     start_token,
-    tokenizer_for,
     tokenizer_state,
-    train_bpe,
     write_dataset,
 )
 
@@ -37,136 +32,114 @@ CODE = Path(argparse.__file__).read_text(encoding='utf-8')
 UNICODE = ("Ärger über 12345 Grüße, it's WE'LL ſ's naïve — „Zitat“ 你好，世界。今天天气很好\r\n\r\n"
            '  \tΑθήνα שלום नमस्ते 🙂👩‍👩‍👧 ½ Ⅷ ٣٤٥\u00a0\u2003x\u0085y\x1c z\n\n\n   end  \n'
            '<|endoftext|>')
-BPE_1024 = ROOT / 'data/code/bpe_1024.tiktoken'
+BYTES = get_tokenizer('bytes')
+FILE = get_tokenizer(str(ROOT / 'data/code/bpe_1024.tiktoken'))
 
 
 @pytest.fixture(scope='module')
 def bpe():
-    return train_bpe([CODE, UNICODE * 20], 1000)
-
-
-def like_tiktoken(encoding, pattern=PATTERN):
-    """A tiktoken.Encoding with the merges and the ids of a trained byte-level BPE."""
-    # How tokenizer.json writes bytes: each that is not printable gets the next character from 256.
-    others = iter(range(256, 512))
-    byte_of = {chr(b if chr(b).isprintable() and b != 32 else next(others)): b for b in range(256)}
-    vocab = encoding.tokenizer.get_vocab()
-    ranks = {bytes(map(byte_of.get, token)): i for token, i in vocab.items() if token != EOT}
-    return tiktoken.Encoding('peer', pat_str=pattern, mergeable_ranks=ranks,
-                             special_tokens={EOT: vocab[EOT]})
+    return get_tokenizer('bpe:1000', [CODE, UNICODE * 20])
 
 
 # ---------------------------------------------------------------------- tokenizers
 
 def test_a_trained_bpe_is_exact_on_any_text_and_encodes_like_tiktoken(bpe):
-    random, peer = np.random.default_rng(0), like_tiktoken(bpe)
+    # How tokenizer.json writes bytes: each that is not printable gets the next character from 256.
+    others = iter(range(256, 512))
+    byte_of = {chr(b if chr(b).isprintable() and b != 32 else next(others)): b for b in range(256)}
+    vocab = bpe.tokenizer.get_vocab()
+    ranks = {bytes(map(byte_of.get, token)): i for token, i in vocab.items() if token != EOT}
+    peer = tiktoken.Encoding('peer', pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={})
+    random = np.random.default_rng(0)
     points = random.choice([*range(0xd800), *range(0xe000, 0x110000)], (200, 50))
-    texts = [CODE, UNICODE, Path(typing.__file__).read_text(encoding='utf-8'), ' ' * 5000,
-             *(''.join(map(chr, row)) for row in points.tolist())]
-    for text, ids in zip(texts, bpe.encode_ordinary_batch(texts)):
+    for text in [CODE, UNICODE, ' ' * 5000, *(''.join(map(chr, row)) for row in points.tolist())]:
+        ids = bpe.encode_ordinary(text)
         assert ids == peer.encode_ordinary(text) and bpe.eot_token not in ids
         assert bpe.decode(ids) == text and bpe.decode_bytes(ids) == text.encode()
     assert (bpe.n_vocab, bpe.eot_token, bpe.decode_bytes([0])) == (1000, 0, EOT.encode())
-    assert tokenizer_for('bpe:1000', [CODE, UNICODE * 20]).text == bpe.text  # it is deterministic
+    again = get_tokenizer('bpe:1000', [CODE, UNICODE * 20])
+    assert again.text == bpe.text  # training is deterministic
 
 
 def test_bytes_are_their_own_ids_and_the_merges_of_a_file_are_used():
-    one, other = get_tokenizer('bytes'), get_tokenizer(str(BPE_1024))
-    assert one.encode_ordinary(UNICODE) == list(UNICODE.encode()) and one.eot_token == 256
-    assert other.decode(other.encode_ordinary(UNICODE)) == UNICODE and other.eot_token == 1023
-    assert other.encode_ordinary('def main():\n    return 1, "naïve"\n') == [
+    assert BYTES.encode_ordinary(UNICODE) == list(UNICODE.encode()) and BYTES.eot_token == 256
+    assert FILE.decode(FILE.encode_ordinary(UNICODE)) == UNICODE and FILE.eot_token == 1023
+    assert FILE.encode_ordinary('def main():\n    return 1, "naïve"\n') == [
         487, 329, 795, 40, 316, 258, 327, 32, 49, 44, 293, 110, 97, 195, 175, 372, 535]
 
 
-# A space is put before each text, spaces are written as ▁, <s> is added, texts are cut to 5 tokens.
-LLAMA = {
-    'version': '1.0', 'truncation': {'direction': 'Right', 'max_length': 5, 'stride': 0,
-                                     'strategy': 'LongestFirst'},
-    'normalizer': {'type': 'Sequence', 'normalizers': [
-        {'type': 'Prepend', 'prepend': '▁'},
-        {'type': 'Replace', 'pattern': {'String': ' '}, 'content': '▁'}]},
-    'post_processor': {'type': 'TemplateProcessing', 'pair': [], 'single': [
-        {'SpecialToken': {'id': '<s>', 'type_id': 0}}, {'Sequence': {'id': 'A', 'type_id': 0}}],
-        'special_tokens': {'<s>': {'id': '<s>', 'ids': [1], 'tokens': ['<s>']}}},
-    'decoder': {'type': 'Sequence', 'decoders': [
-        {'type': 'Replace', 'pattern': {'String': '▁'}, 'content': ' '}, {'type': 'Fuse'},
-        {'type': 'Strip', 'content': ' ', 'start': 1, 'stop': 0}]},
-    'added_tokens': [{'id': i, 'content': token, 'special': True, 'single_word': False,
-                      'lstrip': False, 'rstrip': False, 'normalized': False}
-                     for i, token in ((1, '<s>'), (70_000, '</s>'))],
-    'model': {'type': 'BPE', 'merges': [['▁', 'a'], ['b', 'c']], 'vocab': {
-        **{token: i for i, token in enumerate(['', '<s>', *'abc<>/s▁', '▁a', 'bc'])},
-        '</s>': 70_000}}}
+def test_a_million_blanks_are_encoded(bpe):
+    text = f'x{" " * 999_999}y'  # tiktoken panics on it whole
+    for encoding in bpe, BYTES, FILE:
+        assert encoding.decode(encoding.encode_ordinary(text)) == text
+
+
+def like_llama():
+    """A space is put before each text, spaces are ▁, <s> is added, texts are cut to 5 tokens."""
+    vocab = {token: i for i, token in enumerate(['', '<s>', *'abc<>/s▁', '▁a', 'bc'])}
+    made = Tokenizer(models.BPE(vocab | {'</s>': 70_000}, [('▁', 'a'), ('b', 'c')]))
+    made.normalizer = normalizers.Sequence([
+        normalizers.Prepend('▁'), normalizers.Replace(' ', '▁')])
+    made.decoder = decoders.Sequence([
+        decoders.Replace('▁', ' '), decoders.Fuse(), decoders.Strip(' ', 1, 0)])
+    made.post_processor = processors.TemplateProcessing('<s> $A', special_tokens=[('<s>', 1)])
+    made.add_special_tokens(['<s>', '</s>'])
+    made.enable_truncation(5)
+    return made.to_str()
+
+
+LLAMA = like_llama()
 
 
 def test_a_tokenizer_json_adds_and_cuts_nothing_and_reads_special_tokens_as_text(tmp_path):
     path, text = tmp_path / 'tokenizer.json', 'a bc</s> a bc a bc'
-    path.write_text(json.dumps(LLAMA))
+    path.write_text(LLAMA)
     encoding = get_tokenizer(str(path))
     assert (encoding.eot_token, encoding.n_vocab, start_token(encoding)) == (70_000, 70_001, 1)
-    assert start_token(get_tokenizer('bytes')) == 256
     ids = encoding.encode_ordinary(text)
     assert len(ids) > 5 and not {1, 70_000} & {*ids}
     assert encoding.decode([1, *ids, 70_000]) == text == encoding.decode_bytes(ids).decode()
-    long = 'a bc ' * 60_000  # in pieces, each would get another space
-    assert [*encode_documents(encoding, [long, ''])] == [[*encoding.encode_ordinary(long), 70_000]]
     (tmp_path / 'tokenizer_config.json').write_text('{"eos_token": {"content": "bc"}}')
     assert get_tokenizer(str(path)).eot_token == 11
 
 
 def test_a_tokenizer_is_rebuilt_from_its_state(bpe, tmp_path):
     checkpoint = torch.load(ROOT / 'lessons/models/none/last.pt', weights_only=True)
-    assert checkpoint['tokenizer'] | {'name': ''} == tokenizer_state(
-        get_tokenizer(str(BPE_1024))) | {'name': ''}
+    assert checkpoint['tokenizer'] | {'name': ''} == tokenizer_state(FILE) | {'name': ''}
     write_dataset(tmp_path, bpe, {'train': ['text']})
-    for encoding in get_tokenizer('bytes'), get_tokenizer(str(BPE_1024)), bpe:
+    for encoding in BYTES, FILE, bpe:
         again = get_tokenizer(json.loads(json.dumps(tokenizer_state(encoding))))
         assert again.encode_ordinary(UNICODE) == encoding.encode_ordinary(UNICODE)
-        assert (again.n_vocab, again.eot_token) == (encoding.n_vocab, encoding.eot_token)
+        assert (again.n_vocab, again.eot_token, start_token(again)) == (
+            encoding.n_vocab, encoding.eot_token, encoding.eot_token)
     assert tokenizer_state(get_tokenizer(str(tmp_path))) == tokenizer_state(bpe)  # of a dataset
 
 
 @pytest.mark.parametrize('change', [
-    {'normalizer': {'type': 'Precompiled', 'precompiled_charsmap': 'AAAA'}},  # the library panics
-    {'post_processor': LLAMA['post_processor'] | {'special_tokens': {}}},     # here as well
-    {'model': None}])
-def test_a_tokenizer_json_that_cannot_be_used_ends_in_one_line(change):
+    {'model': None}, {'pre_tokenizer': {'type': 'FixedLength', 'length': 0}},
+    {'pre_tokenizer': {'type': 'Split', 'behavior': 'Isolated', 'invert': False,
+                       'pattern': {'Regex': '(a+)+$'}}},
+    {'decoder': {'type': 'Strip', 'content': 'b', 'start': 0, 'stop': 2 ** 40}}])
+def test_a_tokenizer_json_on_which_the_library_panics_ends_in_one_line(change):
     with pytest.raises(SystemExit, match='^x.json cannot be used') as caught:
-        HFTokenizer('x.json', json.dumps(LLAMA | change))
+        encoding = HFTokenizer('x.json', json.dumps(json.loads(LLAMA) | change))
+        encoding.decode(encoding.encode_ordinary('a' * 40 + 'b'))
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_token_or_a_file_that_is_not_there_is_named():
     with pytest.raises(SystemExit, match='eos_token'):
-        HFTokenizer('x.json', json.dumps(LLAMA), '<|im_end|>')
+        HFTokenizer('x.json', LLAMA, '<|im_end|>')
     with pytest.raises(SystemExit, match="no tokenizer 'gpt-2'"):
         get_tokenizer('gpt-2')
-
-
-# ---------------------------------------------------------------------- pieces
-
-def test_pieces_of_a_document_have_the_tokens_of_the_whole(bpe):
-    text = (CODE[:30000] + UNICODE) * 3
-    for encoding in bpe, like_tiktoken(bpe), like_tiktoken(bpe, r50k_pat_str):
-        for limit in 500, 5000:
-            pieces = list(cut(text, limit))
-            ids = encoding.encode_ordinary_batch(pieces)
-            assert sum(ids, []) == encoding.encode_ordinary(text)
-            assert all(limit <= len(piece) <= 2 * limit for piece in pieces[:-1])
-    assert [*cut('x' * 1001, 100)] == ['x' * 200] * 5 + ['x'] and [*cut('', 100)] == ['']
-
-
-def test_a_run_of_blanks_of_any_length_is_encoded(bpe):
-    text = f'x{" " * 999_999}y'  # tiktoken panics on it whole
-    for encoding in (bpe, get_tokenizer('bytes'), get_tokenizer(str(BPE_1024)),
-                     like_tiktoken(bpe, r50k_pat_str)):
-        [ids] = encode_documents(encoding, [text])
-        assert ids[-1] == encoding.eot_token and encoding.decode(ids[:-1]) == text
 
 
 # ---------------------------------------------------------------------- token files
 
 def test_each_document_is_read_back_and_followed_by_end_of_text(tmp_path, bpe):
-    texts, large = ['one', UNICODE, '', 'last'], HFTokenizer('large', json.dumps(LLAMA))
+    texts, large = ['one', UNICODE, '', 'last'], HFTokenizer('large', LLAMA)
     splits = {'train': texts, 'val': [''], 'test': ['x']}
-    for encoding in get_tokenizer('bytes'), bpe, large:
+    for encoding in BYTES, bpe, large:
         write_dataset(tmp_path, encoding, splits, made='here')
         tokens, starts, meta = open_split(str(tmp_path), 'train')
         documents = np.split(tokens.tolist(), starts[1:])
@@ -177,17 +150,26 @@ def test_each_document_is_read_back_and_followed_by_end_of_text(tmp_path, bpe):
         assert [*meta['splits']] == ['train', 'test'] and meta['made'] == 'here'
 
 
-def test_an_interrupted_preparation_leaves_the_old_dataset(tmp_path):
-    def interrupted():
-        yield 'new text'
+def test_a_stopped_run_leaves_the_old_dataset_and_can_go_on(tmp_path):
+    def stopped(after):
+        yield from texts[:after]
         raise KeyboardInterrupt
 
-    write_dataset(tmp_path, get_tokenizer('bytes'), {'train': ['old']})
+    texts = [f'text {i}' * (i % 5) for i in range(2000)]
+    write_dataset(tmp_path / 'whole', BYTES, {'train': texts})
+    write_dataset(tmp_path, BYTES, {'train': ['old']})
+    for after in 1, 700, 300, 1500:
+        with pytest.raises(KeyboardInterrupt):
+            write_dataset(tmp_path, BYTES, {'train': stopped(after)}, go_on=True)
+        assert open_split(str(tmp_path), 'train')[0].tolist() == [*b'old', 256]
+    texts[:1000] = ['new' if text else '' for text in texts[:1000]]  # these are there already
+    write_dataset(tmp_path, BYTES, {'train': texts}, go_on=True)
+    for name in 'train.bin', 'train_starts.bin', 'meta.json':
+        assert (tmp_path / name).read_bytes() == (tmp_path / 'whole' / name).read_bytes()
     with pytest.raises(KeyboardInterrupt):
-        write_dataset(tmp_path, get_tokenizer('bytes'), {'train': interrupted()})
-    assert bytes(open_split(str(tmp_path), 'train')[0].tolist()[:-1]) == b'old'
-    with pytest.raises(SystemExit, match='no text'):
-        write_dataset(tmp_path / 'other', get_tokenizer('bytes'), {'train': []})
+        write_dataset(tmp_path, BYTES, {'train': stopped(700)})
+    write_dataset(tmp_path, BYTES, {'train': ['new']})  # begins anew
+    assert open_split(str(tmp_path), 'train')[0].tolist() == [*b'new', 256]
 
 
 def test_a_document_stays_in_its_split_in_every_version():

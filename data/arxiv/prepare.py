@@ -24,11 +24,14 @@ max_tokens: int | None = None  # of each split, to the end of a document; None: 
 out_dir = ''                   # where the token files go; '' for data/NAME
 
 
+def is_arxiv(meta):
+    return meta['pile_set_name'] == 'ArXiv'
+
+
 if __name__ == '__main__':
     configure(globals())
     settings = revision, local, tokenizer, max_tokens, out_dir
     if held_out:
         prepare('arxiv', 'suolyer/pile_arxiv', *settings, splits=['val', 'test'])
     else:
-        prepare('arxiv', 'monology/pile-uncopyrighted', *settings,
-                where=('pile_set_name', 'ArXiv', True))
+        prepare('arxiv', 'monology/pile-uncopyrighted', *settings, keep=is_arxiv)

@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from configurator import ROOT, UserError, configure
 
-from tokenizer import SPLITS, tokenizer_for, write_dataset
+from tokenizer import SPLITS, get_tokenizer, write_dataset
 
 paths: list[str] = []  # the folder of books
 tokenizer = 'bytes'    # bytes, gpt2, bpe:VOCABULARY, FILE.tiktoken, tokenizer.json, hf:ORG/NAME
@@ -36,7 +36,7 @@ def main():
                             f"{book['author']}. For other books: python data/text/prepare.py "
                             'FOLDER --name=books')
         splits[book['split']].append(content.decode())
-    write_dataset(out_dir or ROOT / 'data/books', tokenizer_for(tokenizer, splits['train']),
+    write_dataset(out_dir or ROOT / 'data/books', get_tokenizer(tokenizer, splits['train']),
                   splits, books=len(books))
 
 

@@ -6,13 +6,11 @@ not part of this project: pip downloads the wheels once and keeps them beside th
 
 $ python data/code/prepare.py     # downloads 49 MB; 20.5M tokens to train on
 
-bpe_1024.tiktoken is a BPE of 1,024 tokens that was trained on the train split. If pip reaches no
-index, the standard library of the Python that runs this replaces the wheels.
+bpe_1024.tiktoken is a BPE of 1,024 tokens that was trained on the train split.
 """
 
 import hashlib
 import json
-import platform
 import re
 import subprocess
 import sys
@@ -23,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from configurator import ROOT, UserError, configure
 
 from data import stable_hash
-from tokenizer import SPLITS, library_files, split_of, tokenizer_for, write_dataset
+from tokenizer import SPLITS, get_tokenizer, write_dataset
 
 tokenizer = ''  # as in data/stdlib/prepare.py; '' for data/code/bpe_1024.tiktoken
 manifest = ''   # the list of wheels; '' for data/code/manifest.json
@@ -34,35 +32,28 @@ WHEEL = re.compile(r'(\w[\w.]*)-([\w.!+]+)-(\w\w)[\w.]*-([\w.]+)-([\w.]+)\.whl')
 PASSAGE = 200       # characters of consecutive lines that mark two files as related
 LARGEST = 200_000   # bytes of a file; larger ones are mostly tables that programs wrote
 SKIP = {'test', 'tests'}  # folders left out
-FRACTION = 0.07     # of the standard library's files, for val and for test
 
 
-def is_whole(path, sha256):
-    return path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == sha256
-
-
-def download(wheels, folder):
-    """Have pip put the wheels into a folder. Returns False if it cannot get the first one."""
-    for wheel in wheels:
-        name, path = WHEEL.fullmatch(wheel['file']), folder / wheel['file']
-        if not name:
-            raise UserError(f"{wheel['file']} is not the name of a wheel. Correct the manifest.")
-        if is_whole(path, wheel['sha256']):
-            continue
-        print(f'downloading {path.name}', flush=True)
+def download(file, sha256, folder):
+    """Have pip put a wheel into a folder, unless it is there. Returns its path."""
+    name, path = WHEEL.fullmatch(file), folder / file
+    if not name:
+        raise UserError(f'{file} is not the name of a wheel. Correct the manifest.')
+    if not path.exists():
+        print(f'downloading {file}', flush=True)
         package, version, python, abi, system = name.groups()
         done = subprocess.run(
-            [sys.executable, '-m', 'pip', 'download', '--quiet', '--retries=2', '--no-deps',
+            [sys.executable, '-m', 'pip', 'download', '--quiet', '--no-deps',
              '--only-binary=:all:', f'--dest={folder}', f'--platform={system}', f'--abi={abi}',
-             f'--implementation={python}', '--python-version=3.11', '--',
-             f'{package}=={version}'], capture_output=True, text=True)
-        if done.returncode and wheel is wheels[0]:
-            print(done.stderr)
-            return False
-        if not is_whole(path, wheel['sha256']):
-            raise UserError(f'{path} could not be downloaded, or its SHA-256 is not that of the '
-                            f'manifest; if it is there, remove it. {done.stderr[-300:]!r}')
-    return True
+             f'--implementation={python}', '--python-version=3.11', '--', f'{package}=={version}'])
+        if done.returncode:
+            raise UserError('pip cannot download it. Instead of the wheels, Python\'s own library '
+                            'will do: python data/stdlib/prepare.py '
+                            '--tokenizer=data/code/bpe_1024.tiktoken --out_dir=data/code')
+    if hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
+        raise UserError(f'{path} has another SHA-256 than in the manifest. Remove it, then try '
+                        'again.')
+    return path
 
 
 def sources(path):
@@ -70,8 +61,8 @@ def sources(path):
     texts = {}
     with zipfile.ZipFile(path) as wheel:
         for file in wheel.infolist():
-            is_skipped = SKIP & {*file.filename.split('/')} or not file.filename.endswith('.py')
-            if not is_skipped and 0 < file.file_size <= LARGEST:
+            is_source = file.filename.endswith('.py') and not SKIP & {*file.filename.split('/')}
+            if is_source and 0 < file.file_size <= LARGEST:
                 texts[file.filename] = wheel.read(file).decode(errors='replace')
     return texts
 
@@ -113,20 +104,12 @@ def without_shared(splits):
 def main():
     folder, splits = Path(out_dir or ROOT / 'data/code'), {split: {} for split in SPLITS}
     wheels = json.loads(Path(manifest or ROOT / 'data/code/manifest.json').read_text('utf-8'))
-    if download(wheels, folder / 'wheels'):
-        source = 'wheels'
-        for wheel in wheels:
-            splits[wheel['split']] |= sources(folder / 'wheels' / wheel['file'])
-    else:
-        source = f'standard library of Python {platform.python_version()}'
-        print(f'Instead of the wheels, the {source} is used. It is a smaller text, so losses on '
-              'the two cannot be compared.')
-        for name, text in library_files().items():
-            splits[split_of(name, FRACTION, FRACTION)][name] = text
-    splits = without_shared(splits)
-    encoding = tokenizer_for(tokenizer or str(ROOT / 'data/code/bpe_1024.tiktoken'),
-                             splits['train'])
-    write_dataset(folder, encoding, splits, source=source)
+    for wheel in wheels:
+        path = download(wheel['file'], wheel['sha256'], folder / 'wheels')
+        splits[wheel['split']] |= sources(path)
+    texts = without_shared(splits)
+    name = tokenizer or str(ROOT / 'data/code/bpe_1024.tiktoken')
+    write_dataset(folder, get_tokenizer(name, texts['train']), texts, source='wheels')
 
 
 if __name__ == '__main__':

@@ -27,7 +27,11 @@ out_dir = ''                   # where the token files go; '' for data/NAME
 keep_github = False            # True: every row; needs no column that says which are GitHub's
 
 
+def is_not_github(meta):
+    return meta['redpajama_set_name'] != 'RedPajamaGithub'
+
+
 if __name__ == '__main__':
     configure(globals())
-    where = None if keep_github else ('redpajama_set_name', 'RedPajamaGithub', False)
-    prepare('slimpajama', repo, revision, local, tokenizer, max_tokens, out_dir, where=where)
+    prepare('slimpajama', repo, revision, local, tokenizer, max_tokens, out_dir,
+            keep=None if keep_github else is_not_github)

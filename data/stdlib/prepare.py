@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from configurator import ROOT, configure
 
-from tokenizer import SPLITS, library_files, split_of, tokenizer_for, write_dataset
+from tokenizer import SPLITS, get_tokenizer, library_files, split_of, write_dataset
 
 tokenizer = 'bytes'   # bytes, gpt2, bpe:VOCABULARY, FILE.tiktoken, tokenizer.json, hf:ORG/NAME
 val_fraction = 0.07   # of the files
@@ -26,8 +26,8 @@ def main():
     splits = {split: [] for split in SPLITS}
     for name, text in library_files().items():
         splits[split_of(name, val_fraction, test_fraction)].append(text)
-    write_dataset(out_dir or ROOT / 'data/stdlib', tokenizer_for(tokenizer, splits['train']),
-                  splits, python=platform.python_version())
+    write_dataset(out_dir or ROOT / 'data/stdlib', get_tokenizer(tokenizer, splits['train']),
+                  splits, source=f'standard library of Python {platform.python_version()}')
 
 
 if __name__ == '__main__':
