@@ -15,7 +15,7 @@ from configurator import configure
 
 import numpy as np
 from cycler import cycler
-from matplotlib import rcParams
+from matplotlib import colormaps, rcParams
 from matplotlib.figure import Figure
 
 paths: list[str] = []        # JSON files of results; several of one stage share a picture
@@ -117,6 +117,7 @@ def draw_uniform(*results):
     shown = np.linspace(0, len(first['candidates']) - 1, 6).round().astype(int)
     for i in shown:
         axes[0].plot(*smooth(first['position'], first['loss'][i]),
+                     color=colormaps['viridis'](i / len(first['candidates'])),
                      label=f"scale {first['candidates'][i]:g}")
     draw_cut(axes[0], [first])
     finish(axes[0], [first], 'loss (nats per token, running mean)')
@@ -143,6 +144,7 @@ def draw_head(result):
         rows = np.array([*rows.values()] if isinstance(rows, dict) else rows)
         image = axis.imshow(rows.reshape(len(rows), -1), aspect='auto')
         axis.set(title=kind, xlabel='head, or channel', ylabel='layer')
+        axis.locator_params(integer=True)
         figure.colorbar(image)
     return figure
 
@@ -174,31 +176,22 @@ def draw_ppl(*results):
 
 
 def draw_entropy(*results):
-    """
-    Figure 1: loss and mean entropy. For one result also Figures 3 and 10-12: the entropy of each
-    head, and for tuned scales Figure 5: the scale and the entropy of each head.
-    """
+    """Figure 1: loss and mean entropy. For one result also Figures 3 and 10-12: each head's."""
     first = results[0]
     layers = np.array(first['entropy']) if len(results) == 1 else []
-    is_tuned = len(layers) > 0 and 'spearman' in first
-    figure, axes = panels('Attention entropy', 2 + len(layers) + is_tuned)
+    figure, axes = panels('Attention entropy', 2 + len(layers))
     for result in results:
         axes[0].plot(*smooth(result['position'], result['loss']), label=name_of(result))
         axes[1].plot(result['position'], result['mean_entropy'], label=name_of(result))
-    draw_cut(axes[0], results)
-    finish(axes[0], results, 'loss (nats per token, running mean)')
     for axis, heads in zip(axes[2:], layers):
         axis.plot(first['position'], heads.T, color='C0', ls='-', lw=0.7)
-    titles = ['mean of all heads', *(f'heads of layer {i}' for i in range(len(layers)))]
+    draw_cut(axes[0], results)
+    finish(axes[0], results, 'loss (nats per token, running mean)')
+    titles = ['mean of all heads', *(f'the heads of layer {i}' for i in range(len(layers)))]
     for axis, title in zip(axes[1:], titles):
         axis.plot(first['position'], first['bound'], color='gray', lw=0.8, ls='-',
                   label='upper bound: ln i')
-        finish(axis, results, 'attention entropy (nats)', title)
-    if is_tuned:
-        layer = np.indices(layers.shape[:2])[0]
-        points = axes[-1].scatter(first['head_scale'], layers[:, :, -1], c=layer)
-        axes[-1].set(xlabel='scale of a head (1/√d)', ylabel='its entropy at the end (nats)')
-        figure.colorbar(points, label='layer')
+        finish(axis, results, 'entropy of attention (nats)', title)
     return figure
 
 
