@@ -31,10 +31,10 @@ from configurator import ROOT, UserError, configure, settings
 from common import setup
 from data import stable_hash
 from generate import answer_all, complete, identity, store_column_major
+from scales import read_scale_file
 from stage import (
     open_model,
     print_rows,
-    read_scale_file,
     result_path,
     results_folder,
     write_result,

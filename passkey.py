@@ -20,10 +20,10 @@ import numpy as np
 
 from common import setup
 from generate import answer_all, complete, identity, store_column_major
+from scales import read_scale_file
 from stage import (
     open_model,
     print_rows,
-    read_scale_file,
     result_path,
     results_folder,
     write_result,
