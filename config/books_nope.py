@@ -1,4 +1,4 @@
-# 5M parameters on long books, for results/books. First: python data/books/prepare.py FOLDER
+# 5M parameters on long books, for results/head_scale. First: python data/books/prepare.py FOLDER
 out_dir = 'out/books/1337/none'
 dataset = 'books'
 block_size = 256

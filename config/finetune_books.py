@@ -1,4 +1,4 @@
-# Fine-tune the 5M RoPE model of the books study at 4L, with as many tokens as the vectors of its
+# Fine-tune the 5M RoPE model of results/head_scale at 4L, with as many tokens as the vectors of its
 # NoPE twin are tuned with
 out_dir = 'out/books/1337/rope_4L'
 init_from = 'out/books/1337/rope/last.pt'
