@@ -58,8 +58,9 @@ class Runtime:
         windows: (n, T + 1) int64 ids. measure(inputs, targets) gets two (B, T) tensors and returns
         a tensor of B rows. Returns the rows of all windows in order, (n, ...) float64, on every
         rank. label: text of a progress bar. Raises UserError if a number is not finite.
-        With 2 ranks and batches of 2, five windows are read as 01|23 and then 40|12: the first
-        rank reads what stands left of the bar; the second 0, 1 and 2 only fill up the batches.
+        With 2 ranks and batches of 2 windows per rank, five windows are read as 01|23 and then
+        40|12: the first rank reads what stands left of the bar; the second 0, 1 and 2 only fill up
+        the batches.
         """
         n, windows = len(windows), torch.as_tensor(windows)
         # Batches have one size, because each new size would be compiled, and all ranks have equally
@@ -99,9 +100,19 @@ def setup(device='auto', dtype='auto', seed=1337):
     if device == 'cuda' and world_size > 1:
         device = f"cuda:{os.environ['LOCAL_RANK']}"
     device = torch.device(device)
-    # Sharp attention has weights below 1e-38, with which a CPU computes slowly unless it rounds
-    # them to 0: a tuning step took 7.5 s instead of 19 s. Set before the first thread starts.
-    torch.set_flush_denormal(True)
+    if device.type == 'cpu':
+        # Sharp attention has weights below 1e-38, with which a CPU computes slowly unless it rounds
+        # them to 0: a tuning step took 7.5 s instead of 19 s. Set before the first thread starts.
+        torch.set_flush_denormal(True)
+        # Make the C library, if it is glibc, keep freed blocks of up to 1 GB for the next step,
+        # instead of paying for their pages again: a step of the demo model took 64 ms, not 86 ms.
+        with contextlib.suppress(OSError, AttributeError):
+            for option in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+                ctypes.CDLL('libc.so.6').mallopt(option, 2 ** 30)
+        # Else the gradients of embeddings are summed in another order in each run. For compiled
+        # code can_compile() says it once more, in a way that loads the compiler.
+        torch.set_deterministic_debug_mode('error')
+        torch.utils.deterministic.fill_uninitialized_memory = False
     if dtype == 'auto':
         if device.type == 'cuda':
             fast = torch.cuda.is_bf16_supported(including_emulation=False)
@@ -118,20 +129,14 @@ def setup(device='auto', dtype='auto', seed=1337):
         dist.init_process_group('nccl' if device.type == 'cuda' else 'gloo',
                                 timeout=datetime.timedelta(hours=2))
     torch.manual_seed(seed)
-    if device.type == 'cpu':
-        # Make the C library, if it is glibc, keep freed blocks of up to 1 GB for the next step,
-        # instead of paying for their pages again: a step of the demo model took 64 ms, not 86 ms.
-        with contextlib.suppress(OSError, AttributeError):
-            for option in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
-                ctypes.CDLL('libc.so.6').mallopt(option, 2 ** 30)
-        # Else compiled code sums the gradients of embeddings in another order in each run.
-        torch.set_deterministic_debug_mode('error')
-        torch.utils.deterministic.fill_uninitialized_memory = False
     return Runtime(device, DTYPES[dtype], rank, world_size, is_main=rank == 0)
 
 
 def can_compile(runtime, wanted):
-    """True if torch.compile is wanted and can work here; else, if it is wanted, says what lacks."""
+    """
+    True if torch.compile is wanted and can work here, and then sets it up. If it is wanted and
+    cannot work, says what it lacks.
+    """
     if not wanted or runtime.device.type == 'mps':  # torch.compile for mps is too new
         return False
     compiler = os.environ.get('CXX', {'darwin': 'clang++', 'win32': 'cl'}.get(sys.platform, 'g++'))
@@ -195,7 +200,7 @@ def read_checkpoint(path):
                 raise ValueError('a checksum is wrong')
         state = torch.load(path, 'cpu', weights_only=True, mmap=True)
         config = state['model_config']
-        state['model'], state['digest'], state['step'], state['settings']
+        state['model'], state['digest'], state['step'], state['settings']  # KeyError if one lacks
     except Exception as error:  # errors of zip and unpickling share no class
         raise UserError(f'{path} is damaged, cut short or of another program '
                         f'({type(error).__name__}). Take another checkpoint.') from error
@@ -250,6 +255,7 @@ def json_value(value):
 def save_json(path, data):
     """Write JSON that a person can read, each list of numbers on one line; whole or not at all."""
     text = json.dumps(json_value(data), indent=1)
+    # indent puts each number of a list on a line of its own: join them
     text = re.sub(r'\[\n[^][{}"]*\]', lambda numbers: re.sub(r'\s+', ' ', numbers[0]), text)
     part = Path(f'{path}.part')
     part.parent.mkdir(parents=True, exist_ok=True)

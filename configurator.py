@@ -51,7 +51,10 @@ def fit(value, kind):
 
 
 def parse(text, kind):
-    """A value of the command line as a `kind`. A str needs no quotes."""
+    """
+    A value of the command line as a `kind`; a str needs no quotes. As float | str | None, '1' is
+    1.0, 'None' is None and 'x' is 'x'; as an int, 'x' raises TypeError.
+    """
     try:
         return text if kind is str else fit(ast.literal_eval(text), kind)
     except (ValueError, SyntaxError, TypeError):
@@ -72,7 +75,10 @@ def names_in(text):
 
 
 def show_help(scope, known, declared):
-    """Print a stage's docstring and the source of its settings, comments included."""
+    """
+    Print a stage's docstring and the source of its settings, comments included: the paragraph of
+    its file with the most settings, and those lines of `declared` that it lacks.
+    """
     paragraphs = Path(scope['__file__']).read_text(encoding='utf-8').split('\n\n')
     block = max(paragraphs, key=lambda text: len(names_in(text) & known.keys()))
     print(scope['__doc__'].strip(), block.strip(), sep='\n\n')
@@ -92,7 +98,9 @@ def configure(scope, declared=None):
     for one in fields(declared) if declared else ():
         scope.setdefault(one.name, one.default)
         kinds = {one.name: one.type} | kinds
-    known, from_files, from_keys, paths = settings(scope), [], [], []
+    known = settings(scope)
+    from_files, from_keys = [], []  # (name, value or text, the function that converts it)
+    paths = []
     if {'-h', '--help'} & {*sys.argv}:
         show_help(scope, known, declared)
     for word in sys.argv[1:]:
@@ -102,7 +110,8 @@ def configure(scope, declared=None):
         elif 'paths' in known and not name.startswith('-'):
             paths.append(word)
         elif word.endswith('.py'):
-            from_files += [(*setting, fit) for setting in run_config(word).items()]
+            for key, setting in run_config(word).items():
+                from_files.append((key, setting, fit))
         else:
             raise UserError(f"'{word}' is neither config/FILE.py nor --key=value.")
     if paths:

@@ -20,7 +20,7 @@ from configurator import ROOT, UserError
 
 import numpy as np
 
-SLOTS = 10_000  # samples in a cycle; each cycle has the same number of samples from each source
+CYCLE = 10_000  # samples of a mixture, with the same number from each source in every cycle
 
 
 def stable_hash(*parts):
@@ -56,17 +56,17 @@ def open_split(dataset, split):
     return tokens, np.fromfile(folder / f'{split}_starts.bin', np.int64), meta
 
 
-def shares(weights):
+def samples_in_a_cycle(weights):
     """
-    How many of SLOTS samples each source gets, (n,) int. Shares are rounded down, and what is left
+    How many of CYCLE samples each source gets, (n,) int. Shares are rounded down, and what is left
     over goes to the largest remainders: weights 2 and 1 are 6,667 and 3,333 samples.
     """
     weights = np.array(weights)
-    exact = weights / weights.sum() * SLOTS
-    slots = np.floor(exact).astype(int)
-    missing = SLOTS - slots.sum()
-    slots[np.argsort(slots - exact, kind='stable')[:missing]] += 1
-    return slots
+    exact = weights / weights.sum() * CYCLE
+    samples = np.floor(exact).astype(int)
+    missing = CYCLE - samples.sum()
+    samples[np.argsort(samples - exact, kind='stable')[:missing]] += 1
+    return samples
 
 
 class Windows:
@@ -88,7 +88,7 @@ class Windows:
             names.append(name if colon else source)
             weights.append(float(weight) if colon else 1.0)
         opened = [open_split(name, split) for name in (names if split == 'train' else names[:1])]
-        self.slots = shares(weights[:len(opened)])
+        self.samples_in_a_cycle = samples_in_a_cycle(weights[:len(opened)])
         self.tokens, self.starts, self.meta = opened[0]
 
         self.tokenizer = self.meta['tokenizer']
@@ -111,19 +111,23 @@ class Windows:
         """
         The windows of a step, (n_rows, block_size + 1) int64. They depend only on (seed, split,
         step). rows: the slice of the batch for this rank or micro-batch. Each source is read epoch
-        after epoch. Each epoch reads each block once, in a new order. In a mixture the samples come
-        in cycles of SLOTS: each cycle has the same number from each source, in a new order.
+        after epoch, and each epoch reads each block once, in a new order. In a mixture the samples
+        come in cycles: each has the same number from each source, in a new order. If 6,667 of
+        10,000 samples are of source 0, and 20 of the first 30 samples of cycle 2 were of it, the
+        next one from it is its sample number 2 * 6,667 + 20.
         """
-        windows = []
+        windows, in_a_cycle = [], self.samples_in_a_cycle
         for sample in range(step * batch_size, (step + 1) * batch_size)[rows]:
-            cycle, slot = divmod(sample, SLOTS)
-            order = shuffled(SLOTS, self.seed, self.split, 'cycle', cycle)
-            sources = np.repeat(np.arange(len(self.slots)), self.slots)[order]
-            s = int(sources[slot])
-            before = int((sources[:slot] == s).sum())  # samples of this source in the cycle
-            epoch, i = divmod(cycle * self.slots[s] + before, len(self.blocks[s]))
-            order = shuffled(len(self.blocks[s]), self.seed, self.split, s, epoch)
-            windows.append(self.blocks[s][order[i]])
+            cycle, place = divmod(sample, CYCLE)
+            sources = np.repeat(np.arange(len(in_a_cycle)), in_a_cycle)
+            sources = sources[shuffled(CYCLE, self.seed, self.split, 'cycle', cycle)]
+            source = int(sources[place])
+            earlier = int((sources[:place] == source).sum())
+            number = cycle * in_a_cycle[source] + earlier
+            blocks = self.blocks[source]
+            epoch, i = divmod(number, len(blocks))
+            order = shuffled(len(blocks), self.seed, self.split, source, epoch)
+            windows.append(blocks[order[i]])
         return np.array(windows, np.int64).reshape(-1, self.block_size + 1)
 
     def evenly_spaced(self, n, spacing=None):

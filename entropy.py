@@ -19,7 +19,7 @@ import torch
 
 from common import bin_means, setup
 from data import Windows
-from position import IN_FRONT, in_rows, repeat_heads
+from position import in_rows, repeat_heads
 from stage import (
     cut_curve,
     losses_by_position,
@@ -42,7 +42,7 @@ split = 'test'               # split of the dataset to read
 device = 'auto'              # auto, cpu, cuda, mps
 dtype = 'float32'            # auto, float32, bfloat16, float16; half precision rounds q and k
 # what to measure
-length: int | None = None    # tokens in a window; None: 8L
+length: int | None = None    # tokens in a window; None: 8 times block_size
 n_samples = 64               # windows, evenly spaced over the split
 tail = 64                    # the loss with only the last L tokens is a mean over this many tokens
 batch_tokens = 16384         # tokens in one forward pass; lower it when memory runs out
@@ -93,10 +93,11 @@ def attention_entropy(method, q, k, place):
         total = weights.sum(-1).clamp(min=smallest)
         return (total.log() - terms.sum(-1) / total).clamp(min=0)  # of p = weights / total
 
+    is_plain = method.changed <= {'prepare', 'encode'}  # a softmax of q.k / sqrt(D)
     with torch.autocast(q.device.type, enabled=False):
-        if method.changed <= IN_FRONT and q.device.type in FUSED_KERNEL and not wants_gradient:
+        if is_plain and q.device.type in FUSED_KERNEL and not wants_gradient:
             return entropy_without_matrix(q, k)
-        return in_rows(of_rows, q.float(), k.float(), k.float(), place)
+        return in_rows(of_rows, q.float(), k.float(), k.float(), place)  # no values: k again
 
 
 def has_entropy(model):
@@ -126,7 +127,7 @@ def entropies(model, inputs, targets):
     finally:
         for hook in hooks:
             hook.remove()
-    # With scale sets there are several passes, each for the positions after those before it.
+    # With scale sets there are several passes, as in losses_by_position().
     parts, first = [], 0
     for i in range(0, len(found), len(hooks)):
         layers = torch.stack(found[i:i + len(hooks)])
@@ -146,7 +147,8 @@ def entropy_and_loss(model, samples, width, batch_tokens, runtime, label=None):
     bins = T // width
 
     def measure(inputs, targets):
-        heads, losses = entropies(model, inputs, targets)
+        """A row per window: T losses, then n_layer * n_head * bins entropies."""
+        heads, losses = entropies(model, inputs, targets)         # (n_layer, B, H, T), (B, T)
         heads = heads[..., :bins * width].unflatten(-1, (bins, width)).mean(-1)
         return torch.cat((losses, heads.transpose(0, 1).flatten(1)), dim=1)
 

@@ -5,7 +5,7 @@ tokens of each length and Delta P as in Figures 1 to 6 and Table 1 of "DAPE V2".
 
 L is the length of pretraining. Beside each loss past L stands the loss of the same tokens if the
 same model sees only the last L tokens (cut_loss, in short windows that score L / 8 tokens each).
-Scales of one set apply there, too, and cost something; repeats.py compares with the untuned model.
+It has the same scales, which cost something at L; repeats.py compares with the untuned model.
 The gain is cut_loss minus the loss, in nats: above 0 the tokens beyond L help, below 0 they harm.
 If a model was fine-tuned at another length, block_size, the default lengths are multiples of it.
 
@@ -110,6 +110,19 @@ def sliding_windows(start, end, length, longest, stride, rule):
     return windows
 
 
+def short_windows(windows, L):
+    """
+    How to read windows with only the last L tokens as context: cut_windows() of all of them in one
+    list, and for each short window the index of its window, whose scored tokens they share.
+    """
+    short, owner = [], []
+    for i, window in enumerate(windows):
+        pieces = cut_windows(*window, L)
+        short += pieces
+        owner += [i] * len(pieces)
+    return short, owner
+
+
 def score_windows(model, tokens, windows, runtime):
     """The sum of the losses of each window's scored tokens, (len(windows),), in nats."""
     groups, sums = {}, np.empty(len(windows))
@@ -117,9 +130,9 @@ def score_windows(model, tokens, windows, runtime):
         groups.setdefault((hi - lo, n), []).append(i)  # windows of one size are read together
     for (T, n), group in groups.items():
         net = compiled_to_read(model, runtime, compile, len(group), T)
-        # The last token of a window has no target in it. It is read all the same, because position
-        # methods may depend on the number of tokens; its target is 0 and its loss is dropped. Of a
-        # window a b c d that scores c d, the targets are b c d 0, and the last 3 are asked for.
+        # A window  a b c d  that scores c and d has
+        # inputs    a b c d   (d, too, because position methods may depend on the number of tokens)
+        # targets   b c d 0   of which the last 3 are asked for, and the last one is dropped.
         texts = np.zeros((len(group), T + 1), np.int64)
         for text, i in zip(texts, group):
             lo, hi, _ = windows[i]
@@ -142,9 +155,9 @@ def sliding(model, data, sizes, runtime):
     ends = [*data.starts[1:], len(data.tokens)]
     rows, by_window = [], {}
 
-    @functools.cache  # with rule same, all lengths score the same tokens and have one cut context
-    def sums_of(windows):
-        return score_windows(model, data.tokens, windows, runtime)
+    @functools.cache  # with rule same, all lengths have the same short windows
+    def sums_of(short):
+        return score_windows(model, data.tokens, short, runtime)
 
     for length in sizes:
         windows = []
@@ -156,18 +169,13 @@ def sliding(model, data, sizes, runtime):
         n_windows = min(max_windows, len(windows))
         if rule == 'same':
             windows = [windows[i * len(windows) // n_windows] for i in range(n_windows)]
-        windows = tuple(windows[:n_windows])
+        windows = windows[:n_windows]
         n_scored = np.array([n for _, _, n in windows])
-        losses = sums_of(windows) / n_scored
+        losses = score_windows(model, data.tokens, windows, runtime) / n_scored
         row = {'length': length, **summary(losses, n_scored), 'scored_tokens': n_scored.sum()}
         if length > L:
-            pieces, owner = [], []  # short windows, and which window each belongs to
-            for i, window in enumerate(windows):
-                short = cut_windows(*window, L)
-                pieces += short
-                owner += [i] * len(short)
-            # The pieces of a window score its tokens, so their sums add up to the window's.
-            cut = np.bincount(owner, sums_of(tuple(pieces)))
+            short, owner = short_windows(windows, L)
+            cut = np.bincount(owner, sums_of(tuple(short)))
             row |= gain_of(losses, cut / n_scored, n_scored)
         rows.append(row)
         by_window[str(length)] = losses
@@ -178,7 +186,7 @@ def sliding(model, data, sizes, runtime):
 
 def by_position(model, data, sizes, runtime):
     """The loss at every position of the longest windows, and of the tail of each length."""
-    T, n_tail = sizes[-1], tail or 64
+    T, n_tail = sizes[-1], tail or 64  # tokens in a window, and scored at the end of each length
     # Windows may overlap, but their tails do not, so no row scores a token twice.
     samples = data.evenly_spaced(n_samples, spacing=min(n_tail, T))
     net = compiled_to_read(model, runtime, compile, len(samples), T)
@@ -198,7 +206,7 @@ def by_position(model, data, sizes, runtime):
             'position': middle, 'loss': binned, 'loss_at_by_window': by_window}
 
 
-def last_tokens(model, data, sizes, runtime):
+def tails(model, data, sizes, runtime):
     """
     The protocol of DAPE V2: the perplexity of the last K tokens of windows of each length, which
     all end at the same tokens. Past block_size the row also has Delta P, Eq. (6): the perplexity of
@@ -231,7 +239,7 @@ def last_tokens(model, data, sizes, runtime):
     return {'rows': rows, 'tail': K, 'samples': len(samples), 'crossing': data.crossing}
 
 
-PROTOCOLS = {'sliding': sliding, 'position': by_position, 'tail': last_tokens}
+PROTOCOLS = {'sliding': sliding, 'position': by_position, 'tail': tails}
 
 
 def mean_bytes(data):

@@ -21,7 +21,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from position import IN_FRONT, METHODS, Place, Settings, position_method, repeat_heads
+from position import METHODS, Place, Settings, position_method, repeat_heads
 
 
 @dataclass(kw_only=True)
@@ -87,7 +87,8 @@ class Attention(nn.Module):
     def forward(self, x, place, cache=None):
         """x: (B, T, C). cache: the keys and values of earlier tokens, a KVCache of generate.py."""
         q, k, v = self.queries_keys_values(x, place)
-        if cache is None and self.position.changed <= IN_FRONT:  # NoPE, RoPE, log-n ...
+        # NoPE, RoPE, log-n ... change nothing, or only q and k: here stands the whole attention.
+        if cache is None and self.position.changed <= {'prepare', 'encode'}:
             if q.is_cuda:  # only some of its fused kernels let query heads share a key head
                 k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=not q.is_cuda)
@@ -187,7 +188,7 @@ class Transformer(nn.Module):
         for block in self.blocks:
             method = block.attn.position
             leader = first.setdefault(type(method), method)
-            for name in method.shared:  # such as T5's table
+            for name in method.tied:  # such as T5's table
                 setattr(method, name, getattr(leader, name))
 
     def init_weights(self, generator=None):
@@ -213,19 +214,8 @@ class Transformer(nn.Module):
         x = self.hidden(idx, cache)
         if targets is None:
             return self.head(x[:, -tail:] if tail else x)
-        # Of many tokens, logits are made for some at a time, and backward makes them again: those
-        # of 16,384 tokens and a vocabulary of 32,000 would take 2 GB.
-        compiling = torch.compiler.is_compiling()
-        most = 2 ** 29 if compiling else 2 ** 27 if x.is_cuda else 2 ** 23
-        n_tokens = max(1, most // self.config.vocab_size)
-        losses, x = [], x[:, -targets.shape[1]:].flatten(0, 1)
-        for some_x, some_targets in zip(x.split(n_tokens), targets.flatten().split(n_tokens)):
-            if len(x) > n_tokens and torch.is_grad_enabled():
-                losses.append(checkpoint(token_losses, some_x, self.head, some_targets,
-                                         use_reentrant=False))
-            else:
-                losses.append(token_losses(some_x, self.head, some_targets))
-        return torch.cat(losses).view(targets.shape)
+        x = x[:, -targets.shape[1]:].flatten(0, 1)            # (B K, C)
+        return losses_in_chunks(x, self.head, targets.flatten()).view(targets.shape)
 
     def hidden(self, idx, cache=None):
         """The input of the output matrix, (B, T, C)."""
@@ -251,7 +241,8 @@ class Transformer(nn.Module):
     def take_set(self, total):
         """
         Give the model the small vectors for a text of `total` tokens: of the scale set of this
-        length, or between two lengths interpolated linearly in ln T.
+        length, or between two lengths interpolated linearly in ln T. With sets for 128 and 512
+        tokens, a text of 256 gets their mean, because ln 256 is the mean of ln 128 and ln 512.
         """
         lengths = list(self.scale_sets)
         below = max((n for n in lengths if n <= total), default=lengths[0])
@@ -297,15 +288,42 @@ def token_losses(x, head, targets):
     return logits.logsumexp(-1) - logits.where(ids == targets[:, None].int(), 0).sum(-1)
 
 
+def losses_in_chunks(x, head, targets):
+    """
+    token_losses(), but logits are made for some tokens at a time, and in training backward makes
+    them again: those of 16,384 tokens and a vocabulary of 32,000 would take 2 GB.
+    """
+    if torch.compiler.is_compiling():
+        n_logits = 2 ** 29
+    else:
+        n_logits = 2 ** 27 if x.is_cuda else 2 ** 23
+    chunk = max(1, n_logits // head.weight.shape[0])
+
+    def of_chunk(x, targets):  # torch.compile wants no module among checkpoint()'s arguments
+        return token_losses(x, head, targets)
+
+    losses = []
+    for pair in zip(x.split(chunk), targets.split(chunk)):
+        if len(x) > chunk and torch.is_grad_enabled():
+            losses.append(checkpoint(of_chunk, *pair, use_reentrant=False))
+        else:
+            losses.append(of_chunk(*pair))
+    return torch.cat(losses)
+
+
 # ---------------------------------------------------------------------- small vectors
 
 # Kinds of vectors that tune_scale.py can tune while every matrix stays fixed, and the learning rate
-# of each. Position methods add their own.
+# of each. Position methods add their own. All other weights are matrices, which stay fixed.
 VECTORS = {'head_scale': 0.1, 'head_gain': 0.02, 'norm': 0.01}
 
 
 def vector_kind(name):
-    """Which kind of small vector the parameter of this name is, or None if it is none."""
+    """
+    Which kind of small vector the parameter of this name is, or None if it is none:
+    blocks.0.attn.head_scale is a head_scale, blocks.0.attn_norm.weight a norm, and
+    blocks.0.attn.position.sink a sink, if that position method lists it.
+    """
     owner, _, kind = name.rpartition('.')
     if owner.endswith('.position'):
         return kind if any(kind in method.vectors for method in METHODS.values()) else None

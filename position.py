@@ -84,7 +84,6 @@ def unused_settings(settings):
 
 
 STEPS = 'prepare', 'encode', 'similarity', 'bias', 'mask', 'scores', 'softmax', 'attend'
-IN_FRONT = {'prepare', 'encode'}  # steps before the causal softmax of q.k / sqrt(D)
 
 
 @dataclass
@@ -93,7 +92,7 @@ class Place:
     i: torch.Tensor  # positions of queries, (T,); (B, T) if prompts differ in length
     j: torch.Tensor  # positions of keys, (S,) or (B, S)
     total: int       # tokens in the text, with those that are still to be generated
-    shared: dict = field(default_factory=dict)  # what layers compute once for all, by prepare()
+    tables: dict = field(default_factory=dict)  # what prepare() computes once for all layers
 
 
 # ---------------------------------------------------------------------- no position encoding
@@ -103,7 +102,7 @@ class NoPE(nn.Module):
     settings = ()                # names of its settings in Settings
     vectors = {}                 # {parameter that tune_scale.py can tune: its learning rate}
     window, sinks = 0, 0         # see mask()
-    shared = ()                  # names of parameters that all layers of this method share
+    tied = ()                    # names of parameters that all layers of this method share
     needs_equal_lengths = False  # True: prompts of different lengths cannot share a pass
 
     def __init__(self, config):
@@ -113,7 +112,7 @@ class NoPE(nn.Module):
 
     @property
     def changed(self):
-        """The steps in which this method differs from NoPE."""
+        """The steps in which this method differs from NoPE, by its class or by its settings."""
         changed = {'mask'} if self.window else set()
         if self.dape:
             changed.add('scores')
@@ -152,8 +151,8 @@ class NoPE(nn.Module):
     def mask(self, i, j):
         """
         True for each key that a query does not see, (1 or B, 1, T, S): later keys, and with a
-        window all but the newest `window` keys and the first `sinks` of the text. Whatever a class
-        says here, attention hides later keys, too.
+        window all but the newest `window` keys and the first `sinks` of the text. If a class
+        forgets the later keys here, attention hides them all the same: see in_rows().
         """
         hidden = later(i, j)
         if self.window:
@@ -180,7 +179,7 @@ class NoPE(nn.Module):
         Attention, (B, H, T, D). q: (B, H, T, D), times head_scale already; k, v: (B, n_kv_head, S,
         D), with a cache of more keys than queries.
         """
-        if self.changed <= IN_FRONT:
+        if self.changed <= {'prepare', 'encode'}:  # those steps are done
             return fused_attention(q, k, v, place)
         if self.changed & {'similarity', 'scores', 'softmax'}:
             return in_rows(self.attend_by_scores, q, k, v, place)
@@ -309,14 +308,14 @@ class RoPE(NoPE):
     def prepare(self, place):
         place = super().prepare(place)
         key = type(self), self.base, self.scaling, self.n_rotated
-        if key not in place.shared:  # all layers of this kind share one table
+        if key not in place.tables:  # all layers of this kind share one
             frequency, factor = self.frequencies(place.total)
             angle = place.i.float()[..., None, :, None] * frequency.to(place.i.device)
-            place.shared[key] = angle.cos() * factor, angle.sin() * factor  # (1 or B, 1, T, D/2)
+            place.tables[key] = angle.cos() * factor, angle.sin() * factor  # (1 or B, 1, T, D/2)
         return place
 
     def encode(self, q, k, place):
-        cos, sin = place.shared[type(self), self.base, self.scaling, self.n_rotated]
+        cos, sin = place.tables[type(self), self.base, self.scaling, self.n_rotated]
         return rotate(q, cos, sin), rotate(k, cos, sin)
 
 
@@ -359,8 +358,8 @@ class Bias(NoPE):
 def alibi_slopes(n_head):
     """
     A list of H slopes. If H is a power of two: 2^(-8/H), 2^(-16/H) ... 2^-8. For any other H: all
-    slopes of the next lower power of two, then every second slope of the next higher power.
-    Source: Press et al. 2022, section 3 and its code.
+    slopes of the next lower power of two, then every second slope of the next higher power: of 6
+    heads 1/4, 1/16, 1/64, 1/256, then 1/2, 1/8. Source: Press et al. 2022, section 3 and its code.
     """
     below = 2 ** int(math.log2(n_head))
     first = 2 ** (-8 / below)
@@ -416,13 +415,17 @@ class DAPE(nn.Module):
     more is DAPE V2. Without the residual the scores are S + f([S; B]), Eq. (2). A method without a
     bias has S + f(S), Eq. (4), and f has H input channels; the released class expects 2H in this
     case and cannot run.
-    Keys that the query does not see are 0 in the map, so that no convolution sees them.
-    The scores of a query must not depend on how many tokens follow it, or cached decoding would
-    differ from a full pass. In the columns of later keys the map is 0, but the output of the first
-    convolution there is not, as it has a bias and also sees the keys beside them, and the second
-    convolution reads this output. A query at the end of a pass would lack these columns. So the map
-    gets columns of zeros on the right, and the scores are those of a longer pass. The released code
-    does not pad.
+
+    Keys that the query does not see are 0 in the map, so that no convolution sees them. But what
+    the first convolution returns at those places is not 0, and the second reads it. Query 2 and a
+    kernel of 3, with 5 keys in the pass:
+
+        map      S_20  S_21  S_22   0     0
+        first     x     x     x     y     z       y also sees S_22; z is the convolution's bias
+        second    s     s     s                   the last s reads y
+
+    If query 2 were the last of its pass, as in cached decoding, there would be no y. So zeros are
+    added at the right of the map (the released code does not), and y exists in each pass.
     """
     settings = 'dape_width', 'dape_residual'
 
@@ -530,15 +533,17 @@ def in_rows(f, q, k, v, place):
     again instead of storing them, so that memory grows with T instead of T^2.
     """
     (B, H, T), S = q.shape[:3], k.shape[2]
-    most = SCORES_AT_ONCE * 16 if q.is_cuda else SCORES_AT_ONCE
     many = B * H * T * S > 4 * SCORES_AT_ONCE
-    n_rows = min(most // (B * H * S), T if q.is_cuda and not many else max(32, T // 8))
+    n_rows = (16 if q.is_cuda else 1) * SCORES_AT_ONCE // (B * H * S)
+    if many or not q.is_cuda:
+        n_rows = min(n_rows, max(32, T // 8))  # several chunks, because early rows need few keys
     starts = range(0, T, max(1, n_rows))
     eighth = math.ceil(S / 8)
 
     def of_chunk(start):
         stop = min(start + starts.step, T)
-        # Early rows need no late keys. Whole eighths, because convolutions plan for each new shape.
+        # The last of these rows sees S - T + stop keys. Rounded up to whole eighths of S, because
+        # convolutions plan for each new shape.
         end = min(S, math.ceil((S - T + stop) / eighth) * eighth)
         return f(q[:, :, start:stop], k[:, :, :end], v[:, :, :end], place.i[..., start:stop],
                  place.j[..., :end])

@@ -68,7 +68,7 @@ class Adaptive(NoPE):
         log_a = scores.float().masked_fill(mask, -math.inf).log_softmax(-1)
         terms = log_a.exp() * log_a.masked_fill(mask, 0)
         H = -terms.sum(-1, keepdim=True)
-        beta = 0
+        beta = 0  # P(H), by Horner's rule
         for coefficient in self.P:
             beta = beta * H + coefficient
         factor = beta.clamp(min=1).where(H > 0.5, 1)
@@ -109,7 +109,7 @@ class T5Bias(Bias):
     released code. There are 32 buckets. Each distance up to 15 has its own bucket. The next buckets
     grow wider, up to distance 128. The last bucket also holds all longer distances.
     """
-    shared = ('table',)
+    tied = ('table',)
 
     def __init__(self, config):
         super().__init__(config)

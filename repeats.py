@@ -51,7 +51,7 @@ split = 'test'               # split of the dataset to read
 device = 'auto'              # auto, cpu, cuda, mps
 dtype = 'auto'               # auto, float32, bfloat16, float16
 # what to read
-length: int | None = None    # tokens in a window; None: 8L
+length: int | None = None    # tokens in a window; None: 8 times block_size
 n_samples = 256              # windows, evenly spaced over the split
 gram = 8                     # this many tokens before a target also occur earlier
 targets = 1500               # targets to score, drawn at random from those found
@@ -112,7 +112,8 @@ def copy_losses(losses, same, weight):
 def fit_copy_weight(losses, same):
     """
     The weight in [0, 1) with the smallest mean of copy_losses(). The mean is convex in the weight,
-    so bisection finds where its slope is 0.
+    so bisection finds where its slope is 0. The slope of -ln((1 - w) p + w) is that of the code
+    with the opposite sign, that of -ln((1 - w) p), where the copied token is wrong, as well.
     """
     p, low, high = np.exp(-losses), 0.0, 1.0
     for _ in range(50):
@@ -186,7 +187,7 @@ def main(given):
         return runtime.over_windows(texts, batch_tokens, partial(losses_by_position, model),
                                     f'{W} tokens')
 
-    losses = whole(samples)[window, t - 1]
+    losses = whole(samples)[window, t - 1]  # the first loss is that of token 1
     cut = cut_with(untuned, samples, window, t)
     own_cut = cut if untuned is model else cut_with(model, samples, window, t)
     val = Windows(name, 'val', W, info=info).evenly_spaced(n_samples)
@@ -194,7 +195,7 @@ def main(given):
     weight = fit_copy_weight(cut_with(untuned, val, val_window, val_t), val_same)
     copied = copy_losses(cut, same, weight)
 
-    def row(kind, which, losses):
+    def full_row(kind, which, losses):
         row = row_of(kind, which, window, losses, cut)
         own = row_of(kind, which, window, losses, own_cut)
         row['own_gain'], row['own_gain_error'] = own['gain'], own['gain_error']
@@ -205,19 +206,19 @@ def main(given):
         return row
 
     all_targets = np.full(len(t), True)
-    rows = [row('all', all_targets, losses), row('same token', same, losses)]
+    rows = [full_row('all', all_targets, losses), full_row('same token', same, losses)]
     far = L
     while far < W:  # by distance: from L to 2L, to 4L ... to W
         near, far = far, min(2 * far, W)
         between = (near < t - s) & (t - s <= far)
         if between.any():
-            rows.append(row(f'{near + 1} to {far} back', between, losses))
+            rows.append(full_row(f'{near + 1} to {far} back', between, losses))
     if control:
         others = other_windows(data.document(data.places), data.document(data.places + W))
         is_far = np.arange(W + 1) < t[:, None] - L
         texts = np.where(is_far, samples[others[window]], samples[window])
         with_other = whole(texts)[np.arange(len(t)), t - 1]
-        rows.append(row('other document', all_targets, with_other))
+        rows.append(full_row('other document', all_targets, with_other))
     share = n_found / (len(samples) * (W + 1 - 2 * L))
     runtime.print(f'found {n_found:,} far repeats of {gram} tokens, {share:.1%} of the tokens from '
                   f'position {2 * L} on; scored {len(t):,} of them')

@@ -2,10 +2,17 @@
 Softmax scales of a trained model, and the other small vectors that tune_scale.py tunes: give a
 model those of a file, or write such a file.
 
-A scale file is JSON with one set of small vectors, or several under `sets`. A set is tuned for
-texts of target_length tokens. Its head_scale has a row of n_head numbers for each layer, in units
-of 1 / sqrt(D); any other kind of vector, such as norm, is {parameter name: numbers}. The file names
-the weights, the position method and the extension of RoPE that it was tuned for.
+A scale file is JSON that a person can read and edit. Of a model with two layers of three heads:
+
+    {"weights_digest": "9f2c...", "position_method": "none", "rope_scaling": "",
+     "target_length": 512,
+     "head_scale": [[1.2, 1.0, 1.4], [1.1, 1.3, 1.0]],
+     "norm": {"blocks.0.attn_norm.weight": [...], ...}}
+
+The first line names the weights it was tuned for, and how they were read. head_scale has a row per
+layer and a number per head, in units of 1 / sqrt(D); other kinds of small vectors may follow, by
+parameter. Scale sets for several lengths stand in a list `sets`: each has a target_length and its
+vectors.
 """
 
 import json
@@ -27,15 +34,16 @@ def set_entry(length, vectors):
         numbers = (vector[:, 0] if is_column else vector).numpy(force=True)
         numbers = numbers.astype(str).astype(float)                # no more digits than float32 has
         entry.setdefault(vector_kind(name), {})[name] = numbers.tolist()
-    return {'target_length': length, **entry, 'head_scale': list(entry['head_scale'].values())}
+    entry['head_scale'] = list(entry['head_scale'].values())
+    return {'target_length': length} | entry
 
 
 def read_set(entry, model):
     """{parameter name: tensor} from a set of a scale file."""
     vectors = {}
     for name, p in small_vectors(model).items():
-        rows = entry.get(vector_kind(name), {})
-        row = rows.get(name) if isinstance(rows, dict) else rows[int(name.split('.')[1])]
+        rows, layer = entry.get(vector_kind(name), {}), name.split('.')[1]  # blocks.LAYER.attn ...
+        row = rows.get(name) if isinstance(rows, dict) else rows[int(layer)]
         if row is not None:
             vector = torch.tensor(row, dtype=torch.float32)
             if len(vector) != len(p) or not vector.isfinite().all():
@@ -80,15 +88,16 @@ def put_vectors(model, vectors):
 def use_sets(model, sets):
     """
     Give a model sets for several lengths, {length: {parameter name: tensor}}:
-    Transformer.take_set() then takes one for each pass. Up to block_size it is the model's own.
+    Transformer.take_set() then takes one for each pass. Up to block_size it is the model's own;
+    sets for shorter texts are left out.
     """
-    L, device = model.config.block_size, model.norm.weight.device
+    block_size, device = model.config.block_size, model.norm.weight.device
     own = {name: model.get_parameter(name).detach().clone() for name in sets[max(sets)]}
-    model.scale_sets = {L: own}
+    model.scale_sets = {block_size: own}
     for length in sorted(sets):
-        if length > L:
-            model.scale_sets[length] = {name: vector.to(device)
-                                        for name, vector in sets[length].items()}
+        if length > block_size:
+            vectors = {name: vector.to(device) for name, vector in sets[length].items()}
+            model.scale_sets[length] = vectors
 
 
 def set_scale(model, scale, info):
@@ -104,7 +113,8 @@ def set_scale(model, scale, info):
         if 'sets' in data:
             use_sets(model, sets)
         else:
-            put_vectors(model, *sets.values())
+            [vectors] = sets.values()
+            put_vectors(model, vectors)
         return Path(scale).stem
     if not torch.as_tensor(scale).min() > 0:
         raise UserError(f'scale is {scale}; a softmax scale must be above 0.')

@@ -51,11 +51,26 @@ class Uninitialized(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+def loaded(weights, config, path, dtype):
+    """A Transformer with a checkpoint's weights, its matrices in this dtype."""
+    with Uninitialized():
+        model = Transformer(config)
+    load_weights(model, weights, path, assign=True)
+    if config.tied:
+        model.head.weight = model.embed.weight
+    for p in model.parameters():
+        p.data = p.data.float()
+    for p in matrices(model).values():
+        p.data = p.data.to(dtype)
+    return model
+
+
 def open_model(init_from, out_dir, runtime, position=None, rope_scaling=None, scale=None):
     """
     A trained model, frozen, with its softmax scales, and a dict about it.
     init_from: last or best (of out_dir), a checkpoint file, a run's folder, a Hugging Face folder,
-    or hf:ORG/NAME. position, rope_scaling: instead of the checkpoint's. scale: see set_scale().
+    hf:ORG/NAME, or a .gguf file. position, rope_scaling: instead of the checkpoint's. scale: see
+    set_scale().
     The dict has what the checkpoint holds beside the weights (model_config, settings, tokenizer,
     digest of the weights, step ...), and
         path              the file or folder
@@ -70,32 +85,22 @@ def open_model(init_from, out_dir, runtime, position=None, rope_scaling=None, sc
         info = convert.read(path, position, runtime.dtype)
     else:
         info = read_checkpoint(path)
+    model, trained, label = info.pop('model'), info['model_config'], []
     info.pop('optimizer', None)
-    weights, config, label = info.pop('model'), info['model_config'], []
-    if isinstance(weights, dict):
-        info['trained_position'] = config.position
-        values = dataclasses.asdict(config) | {'position': position or config.position}
-        values |= unused_settings(values)
+    if isinstance(model, dict):
+        values = dataclasses.asdict(trained) | {'position': position or trained.position}
+        values |= unused_settings(values)  # another position method may not have them
         if rope_scaling is not None:
             values['rope_scaling'] = rope_scaling
-        config = info['model_config'] = model_config(values)
-        with Uninitialized():
-            model = Transformer(config)
-        load_weights(model, weights, path, assign=True)
-        if config.tied:
-            model.head.weight = model.embed.weight
-        for p in model.parameters():
-            p.data = p.data.float()
-        for p in matrices(model).values():
-            p.data = p.data.to(runtime.dtype)
-        if config.position != info['trained_position']:
+        config = model_config(values)
+        model = loaded(model, config, path, runtime.dtype)
+        info |= {'model_config': config, 'trained_position': trained.position}
+        if config.position != trained.position:
             label.append(config.position.replace(',', '_'))
         if config.rope_scaling:
             label.append(config.rope_scaling.replace(':', ''))
-    else:
-        model = weights  # one of transformers
-        if position or rope_scaling is not None or scale is not None:
-            model.refuse()
+    elif position or rope_scaling is not None or scale is not None:
+        model.refuse()  # a model that transformers runs cannot be changed
     model = model.to(runtime.device).eval().requires_grad_(False)
     label.append(set_scale(model, scale, info))
     info['label'] = '_'.join(filter(None, label))
@@ -107,10 +112,13 @@ def open_model(init_from, out_dir, runtime, position=None, rope_scaling=None, sc
 def losses_by_position(model, inputs, targets):
     """
     The loss of each target in nats, (B, T). inputs, targets: (B, T) ids. With scale sets, each
-    position is read by the shortest pass that contains it; without them one pass reads all.
+    position is read by the shortest pass that contains it: with sets for 128 and 512 tokens and
+    T = 600, passes over the first 128, 512 and 600 give the losses of positions 0 to 127, 128 to
+    511, and 512 to 599. Without sets one pass reads all.
     """
-    T, losses, first = inputs.shape[1], [], 0
-    for end in [*(n for n in getattr(model, 'scale_sets', ()) if n < T), T]:
+    T, first, losses = inputs.shape[1], 0, []
+    lengths = getattr(model, 'scale_sets', ())  # models of others have none
+    for end in [*(n for n in lengths if n < T), T]:
         losses.append(model(inputs[:, :end], targets[:, first:end]))
         first = end
     return torch.cat(losses, dim=1)
@@ -123,9 +131,11 @@ def cut_windows(lo, hi, n, L):
     L / 8 each. With L = 8, the last 3 tokens of tokens[0:20] are read by (12, 20, 1), (11, 19, 1)
     and (10, 18, 1).
     """
-    stride = min(n, max(1, L // 8))
-    return [(max(lo, end - L), end, min(stride, end - hi + n))
-            for end in range(hi, hi - n, -stride)]
+    stride, windows = min(n, max(1, L // 8)), []
+    for end in range(hi, hi - n, -stride):
+        left = end - (hi - n)  # tokens that are still to be scored
+        windows.append((max(lo, end - L), end, min(stride, left)))
+    return windows
 
 
 def cut_losses(model, samples, end, tail, batch_tokens, runtime):
@@ -135,15 +145,20 @@ def cut_losses(model, samples, end, tail, batch_tokens, runtime):
     """
     L, n_scored, total = model.config.pretrained_length, min(tail, end), 0
     for lo, hi, n in cut_windows(0, end, n_scored, L):
-        total += runtime.over_windows(samples[:, lo:hi + 1], batch_tokens, lambda inputs, targets:
-                                      model(inputs, targets[:, -n:]).sum(1))  # noqa: B023
+        def last_losses(inputs, targets, n=n):
+            return model(inputs, targets[:, -n:]).sum(1)
+
+        total += runtime.over_windows(samples[:, lo:hi + 1], batch_tokens, last_losses)
     return total / n_scored
 
 
 def cut_curve(model, samples, tail, batch_tokens, runtime):
-    """cut_losses(), mean over the samples, at the lengths L, 2L, 4L ... and at their end."""
-    L, T = model.config.block_size, samples.shape[1] - 1
-    lengths = [L * 2 ** k for k in range(T.bit_length()) if L * 2 ** k < T] + [T]
+    """The mean of cut_losses() at block_size tokens, twice as many, four times ... and at T."""
+    T, lengths = samples.shape[1] - 1, [model.config.block_size]
+    while 2 * lengths[-1] < T:
+        lengths.append(2 * lengths[-1])
+    if lengths[-1] < T:
+        lengths.append(T)
     losses = [cut_losses(model, samples, n, tail, batch_tokens, runtime).mean() for n in lengths]
     return {'context': model.config.pretrained_length, 'position': lengths, 'loss': losses}
 

@@ -92,7 +92,7 @@ seed = 1337                  # seed of initial weights and data order
 NAMES = [*settings(globals()), *(one.name for one in fields(Settings))]  # of all settings
 # Settings that a resumed run does not keep, because another machine may need others
 OF_MACHINE = {'out_dir', 'init_from', 'device', 'compile', 'fsdp', 'checkpoint_activations'}
-OF_MODEL = [one.name for one in fields(ModelConfig) if one.name not in ('vocab_size', 'tied')]
+OF_MODEL = [one.name for one in fields(ModelConfig) if one.name in NAMES]
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # tensors, not shards of FSDP
 
 
@@ -127,7 +127,7 @@ def model_to_fine_tune(given):
         from extras import convert
         state = convert.read(init_from, position if 'position' in given else None)
     if not isinstance(state['model'], dict):
-        state['model'].refuse()
+        state['model'].refuse()  # a model that transformers runs cannot be trained here
     own = asdict(state['model_config'])
     may_change = {'block_size'} | {one.name for one in fields(Settings)}
     for name in given & own.keys():
@@ -208,13 +208,18 @@ def learning_rate_at(step):
 def validate(model, windows, runtime):
     """The mean loss on the windows, and the mean attention entropy on four of them, in nats."""
     from entropy import entropies, has_entropy  # as a stage it imports what training does not need
+
+    def mean_entropy(inputs, targets):
+        of_heads, _ = entropies(model, inputs, targets)      # (n_layer, B, H, T)
+        return of_heads.mean((0, 2, 3))
+
     model.eval()
     tokens = micro_batch_size * block_size
     measured = {'val_loss': runtime.over_windows(
         windows, tokens, lambda inputs, targets: model(inputs, targets).mean(1))}
     if has_entropy(model):
         measured['entropy'] = runtime.over_windows(
-            windows[:4], tokens, lambda *ids: entropies(model, *ids)[0].mean((0, 2, 3)))
+            windows[:4], tokens, mean_entropy)
     model.train()
     return {name: float(of_windows.mean()) for name, of_windows in measured.items()}
 
@@ -252,7 +257,9 @@ def begin_log(folder, step, chosen):
 
 def main(given):
     """given: the names of the settings that the user gave."""
-    runtime, folder, start = setup(device, dtype, seed), Path(out_dir), {}
+    runtime = setup(device, dtype, seed)
+    folder = Path(out_dir)
+    start = {}  # the checkpoint that the run starts from
     lock = only_run(folder) if runtime.is_main else None  # noqa: F841, held until the end
     if init_from == 'resume':
         start, values = stopped_run(given)
@@ -263,7 +270,7 @@ def main(given):
     if batch_size % (micro_batch_size * runtime.world_size):
         raise UserError(f'batch_size {batch_size} must be a multiple of micro_batch_size '
                         f'{micro_batch_size} x {runtime.world_size} ranks.')
-    runtime.dtype = DTYPES.get(dtype, runtime.dtype)  # a resumed run keeps its own
+    runtime.dtype = DTYPES.get(dtype, runtime.dtype)  # a resumed run names its own
 
     # data
     data = Windows(dataset, 'train', block_size, seed, info=start)
@@ -274,7 +281,7 @@ def main(given):
 
     # model and optimizer
     config = asdict(start['model_config']) if start else {'vocab_size': data.meta['vocab_size']}
-    config |= {name: globals()[name] for name in OF_MODEL if name in NAMES}
+    config |= {name: globals()[name] for name in OF_MODEL}
     model = Transformer(model_config(config)).init_weights()
     if start:
         load_weights(model, start['model'], start['path'])
@@ -290,7 +297,7 @@ def main(given):
         scaler.load_state_dict(start['scaler'])
         for group in optimizer.param_groups:  # the user may have given others
             group['betas'] = beta1, beta2
-            group['weight_decay'] = weight_decay if group['weight_decay'] else 0.0
+        optimizer.param_groups[0]['weight_decay'] = weight_decay
     start = None  # frees the file's copy of weights and optimizer
 
     # log and checkpoints
@@ -323,8 +330,9 @@ def main(given):
                   f'{runtime.dtype}; training from step {step} to {max_iters}, '
                   f'{batch_size * block_size:,} tokens per step; writing to {out_dir}')
     rows_of_rank = slice(runtime.rank, None, runtime.world_size)
-    signals, stops, pending = catch_signals(), False, []  # pending: losses that are not logged yet
-    timed_step, time_then, is_first, autocast = step, time.perf_counter(), True, runtime.autocast()
+    signals, stops = catch_signals(), False
+    pending = []  # losses that are not logged yet
+    timed_step, time_then, is_first = step, time.perf_counter(), True
     while step < max_iters and not stops:
         # the batch; on a GPU this runs, and copies, while the GPU still computes the last step
         tokens = torch.from_numpy(data.batch(step, batch_size, rows_of_rank))
@@ -342,14 +350,15 @@ def main(given):
             elif fsdp:
                 net.set_requires_gradient_sync(is_last)
             torch.manual_seed(seed + step)  # random positions: the same in all micro-batches
-            with autocast:
+            with runtime.autocast():
                 loss = net(part[:, :-1], part[:, 1:]).mean() / len(micro_batches)
             scaler.scale(loss).backward()
             step_loss += loss.detach()
 
         # update
+        lr = learning_rate_at(step)
         for group in optimizer.param_groups:
-            group['lr'] = learning_rate_at(step)
+            group['lr'] = lr
         if grad_clip:
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
@@ -358,18 +367,18 @@ def main(given):
         optimizer.zero_grad(set_to_none=not is_ddp)  # DDP's gradients are views of its buckets
         step += 1
 
-        # what to do after this step; ranks stop together, and ask each other only at log steps,
-        # because to ask waits for the GPU
+        # what to do after this step
         is_log_step = step % log_interval == 0 or step == max_iters
         is_eval_step = step % eval_interval == 0 or step == max_iters or step in keep_steps
-        stops = bool(signals)
         if runtime.world_size > 1:
             dist.all_reduce(step_loss)
             step_loss /= runtime.world_size
-            n_signals = torch.tensor(len(signals), device=runtime.device)
-            if is_log_step:
+            if is_log_step:  # ranks stop together; they ask seldom, because it waits for the GPU
+                n_signals = torch.tensor(len(signals), device=runtime.device)
                 dist.all_reduce(n_signals)
-            stops = is_log_step and bool(n_signals)
+                stops = bool(n_signals)
+        else:
+            stops = bool(signals)
         pending.append(step_loss)  # still on the device, because to read it would wait for the step
 
         if is_log_step or is_eval_step or stops:
@@ -383,7 +392,7 @@ def main(given):
             seconds = (time.perf_counter() - time_then) / (step - timed_step)
             left = time.strftime('%H:%M:%S', time.gmtime(seconds * (max_iters - step)))
             runtime.print(f'step {step:6d}  loss {sum(losses) / len(losses):.4f}  '
-                          f'lr {group["lr"]:.2e}  {batch_size * block_size / seconds:9,.0f} '
+                          f'lr {lr:.2e}  {batch_size * block_size / seconds:9,.0f} '
                           f'tokens/s  {left} left')
         if is_eval_step:
             measured = validate(model, val_windows, runtime)

@@ -113,20 +113,20 @@ def share_of_peak(step):
     return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * share))
 
 
-def tune_vectors(model, data, runtime):
+def tune_vectors(model, groups, data, runtime):
     """
     HeadScale (Appendix A): minimize the mean loss, Eq. (5), over a few numbers, with every matrix
     frozen. AdamW without weight decay; after each step no head_scale is below min_scale, Eq. (6).
-    Gradients flow back through all layers, but none of a matrix is computed. Returns the loss of
-    each step.
+    Gradients flow back through all layers, but none of a matrix is computed. groups: of
+    vectors_to_tune(). Returns the loss of each step.
     """
-    groups = vectors_to_tune(model)
     vectors = [p.requires_grad_(True) for group in groups for p in group['params']]
     optimizer = torch.optim.AdamW(groups, betas=(beta1, beta2), weight_decay=0.0, fused=True)
     scaler = torch.amp.GradScaler(runtime.device.type, enabled=runtime.dtype == torch.float16)
     model.checkpoint_activations = checkpoint_activations
     net = torch.compile(model, dynamic=False) if can_compile(runtime, compile) else model
-    losses, rows_of_rank = [], slice(runtime.rank, None, runtime.world_size)
+    rows_of_rank = slice(runtime.rank, None, runtime.world_size)
+    losses = []
     bar = tqdm(range(max_iters), f'at {data.block_size}', disable=None if runtime.is_main else True)
     for step in bar:
         tokens = torch.from_numpy(data.batch(step, batch_size, rows_of_rank)).to(runtime.device)
@@ -180,33 +180,40 @@ def tune_heads(model, info, folder, lengths, name, runtime):
     and a result: the loss of each step and, over the last `tail` tokens of validation windows, the
     loss as loaded, with the first scale, tuned, and with only the last L tokens as context.
     """
-    T, start = lengths[-1], first_scale(folder, lengths[0], model, info)
+    T = lengths[-1]
+    start = first_scale(folder, lengths[0], model, info)
     data = Windows(name, 'val', T, info=info)
-    samples, rows = data.evenly_spaced(n_samples), []
+    samples, crossing = data.evenly_spaced(n_samples), data.crossing
+    rows = []
 
     def measure_as(what):
         losses = runtime.over_windows(samples, batch_tokens, partial(losses_by_position, model))
         rows.append({'scales': what, f'loss at {T}': losses[:, -tail:].mean()})
 
+    # as loaded, and with the first scale
     measure_as('as loaded')
     cut = cut_losses(model, samples, T, tail, batch_tokens, runtime)
     groups = vectors_to_tune(model)
-    names = [*small_vectors(model, 'head_scale')]  # a scale file holds them in any case
+    names = {*small_vectors(model, 'head_scale')}  # a scale file holds them in any case
     for group in groups:
-        names += [name for name in group['names'] if name not in names]
-    original = {name: model.get_parameter(name).clone() for name in names}
-    model.head_scale = start
+        names.update(group['names'])
+    saved = {name: p for name, p in model.named_parameters() if name in names}
+    original = {name: p.clone() for name, p in saved.items()}
+    model.head_scale = start  # this gives the parameters, which groups hold, new values
     if 'channel' in [group['kind'] for group in groups]:
         model.head_scale = model.head_scale[..., None].expand(-1, -1, model.config.head_dim)
     measure_as(f'uniform {start:.2f}')
+
+    # tuned
 
     n_tuned = sum(p.numel() for group in groups for p in group['params'])
     n_tokens = max_iters * batch_size * sum(lengths)
     runtime.print(f'tuning {n_tuned} numbers on {n_tokens:,} tokens')
     sets, losses = {}, []
     for length in lengths:
-        losses += tune_vectors(model, Windows(name, 'train', length, seed, info), runtime)
-        sets[length] = {name: model.get_parameter(name).detach().clone() for name in names}
+        data = Windows(name, 'train', length, seed, info)
+        losses += tune_vectors(model, groups, data, runtime)
+        sets[length] = {key: p.detach().clone() for key, p in saved.items()}
     for group in groups:
         values = torch.cat([p.flatten() for p in group['params']])
         runtime.print(f"{group['kind']} {values.min():.3f} to {values.max():.3f}, "
@@ -219,7 +226,7 @@ def tune_heads(model, info, folder, lengths, name, runtime):
                  f'loss at {T}': cut.mean()})
     print_rows(runtime.print, rows)
     return sets, {'init_scale': start, 'tuned': tune, 'losses': losses, 'rows': rows,
-                  'samples': len(samples), 'crossing': data.crossing, 'tuned_numbers': n_tuned,
+                  'samples': len(samples), 'crossing': crossing, 'tuned_numbers': n_tuned,
                   'tuning_tokens': n_tokens}
 
 
@@ -276,12 +283,12 @@ def search_uniform(model, info, T, name, runtime):
          f'with scale {scales[0]}': at_length[0, i],
          f'only the last {cut["context"]}': cut['loss'][i]} for i, n in enumerate(lengths)])
     runtime.print(f'scale = 1 + {a:.4f} ln(i / {block_size}), R2 {r2:.4f}')
+    search = {'candidates': scales, 'loss_at_length': at_length, 'position': position, 'loss': loss,
+              'best_by_position': best, 'best_loss_by_position': loss.min(0), 'fit_a': a,
+              'fit_r2': r2, 'cut': cut, 'samples': len(samples)}
     return same_scale(T, float(best_at_length[-1]), model.config), {
         'lengths': lengths, 'best_by_length': best_at_length, 'fit_a': a,
-        'crossing': data.crossing, 'search': {
-            'position': position, 'candidates': scales, 'loss': loss,
-            'best_by_position': best, 'best_loss_by_position': loss.min(0), 'fit_a': a,
-            'fit_r2': r2, 'loss_at_length': at_length, 'cut': cut, 'samples': len(samples)}}
+        'crossing': data.crossing, 'search': search}
 
 
 def main(given):
@@ -293,16 +300,18 @@ def main(given):
     name = dataset or info['settings'].get('dataset', '')
     T = target_length or (8 if method == 'uniform' else 4) * config.block_size
     lengths = sorted(target_lengths) or [T]
-    least = config.block_size + (method == 'uniform' or bool(target_lengths))
-    if min(lengths) < least or batch_size % runtime.world_size:
-        raise UserError(f'target_length is {min(lengths)}; give at least {least}. batch_size is '
-                        f'{batch_size}; give a multiple of the {runtime.world_size} ranks.')
+    if lengths[0] < config.block_size:
+        raise UserError(f'target_length is {lengths[0]}; the model was trained at '
+                        f'{config.block_size} tokens. Give more.')
+    if batch_size % runtime.world_size:
+        raise UserError(f'batch_size {batch_size} must be a multiple of the '
+                        f'{runtime.world_size} ranks.')
     read_as = {'method': method, 'dataset': name, 'position_method': config.position,
                'rope_scaling': config.rope_scaling, 'weights_digest': info['digest']}
     if method == 'uniform':
         path = result_path(folder, 'scale_uniform', label, info)
         entry, result = search_uniform(model, info, T, name, runtime)
-        # The fit as a scale file, with one uniform scale per length
+        # The fit as a scale file, with one uniform scale for each length past block_size
         fit = [same_scale(n, 1 + result['fit_a'] * math.log(n / config.block_size), config)
                for n in result['lengths'][1:]]
         if runtime.is_main:

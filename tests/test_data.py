@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data import SLOTS, Windows, open_split, stable_hash
+from data import CYCLE, Windows, open_split, stable_hash
 from tokenizer import get_tokenizer, train_bpe, write_dataset
 
 
@@ -45,7 +45,7 @@ def test_each_block_is_seen_once_per_epoch_and_in_another_order_in_the_next(tmp_
 def test_a_batch_depends_only_on_seed_split_and_step_however_ranks_share_it(tmp_path):
     a, b = numbered(tmp_path / 'a', 50), numbered(tmp_path / 'b', 31, first=1000)
     windows, new = (Windows(f'{a}:0.7,{b}:0.3', 'train', 3, seed=1) for _ in range(2))
-    for step in 0, 7, SLOTS // 16, 10 ** 12:  # the third reaches into the next cycle
+    for step in 0, 7, CYCLE // 16, 10 ** 12:  # the third reaches into the next cycle
         whole = windows.batch(step, 15)
         for n_ranks in 1, 2, 15:
             for rank in range(n_ranks):
@@ -57,9 +57,10 @@ def test_a_batch_depends_only_on_seed_split_and_step_however_ranks_share_it(tmp_
 
 def test_a_mixture_holds_its_shares_exactly_and_reads_each_source_in_epochs(tmp_path):
     a, b = numbered(tmp_path / 'a', 400), numbered(tmp_path / 'b', 400, first=1000)
-    assert Windows(f'{a}:2,{b}:2,{a}:2', 'train', 3).slots.tolist() == [3334, 3333, 3333]
-    seen = np.array(numbers(Windows(f'{a}:0.694,{b}:0.306', 'train', 3, 1).batch(0, 2 * SLOTS)))
-    for cycle in seen.reshape(2, SLOTS):
+    windows = Windows(f'{a}:2,{b}:2,{a}:2', 'train', 3)
+    assert windows.samples_in_a_cycle.tolist() == [3334, 3333, 3333]
+    seen = np.array(numbers(Windows(f'{a}:0.694,{b}:0.306', 'train', 3, 1).batch(0, 2 * CYCLE)))
+    for cycle in seen.reshape(2, CYCLE):
         assert (cycle < 1000).sum() == 6940
     of_a, of_b = seen[seen < 1000], seen[seen >= 1000] - 1000
     counts = np.bincount(of_a)

@@ -69,7 +69,8 @@ def test_only_head_scales_move_and_none_falls_below_1(tiny_run, tuned, corpus_di
     model.head_scale = 1.01
     for name, value in dict(max_iters=3, batch_size=4, micro_batch_size=4, compile=False).items():
         setattr(tune_scale, name, value)
-    tune_scale.tune_vectors(model, Windows(str(corpus_dir), 'train', 64), runtime)
+    groups = tune_scale.vectors_to_tune(model)
+    tune_scale.tune_vectors(model, groups, Windows(str(corpus_dir), 'train', 64), runtime)
     moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert moved == {f'blocks.{layer}.attn.head_scale' for layer in range(2)}
     assert not any(p.requires_grad for p in model.parameters())
