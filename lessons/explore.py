@@ -20,7 +20,7 @@ from tqdm import tqdm
 from common import setup
 from position import NoPE, RoPE
 from stage import cut_windows, matrices, open_model
-from tokenizer import PATTERN, get_tokenizer, parse_ranks
+from tokenizer import PATTERN, get_tokenizer
 
 # what to show
 models: list[str] = ['lessons/models/none', 'lessons/models/rope', 'lessons/models/conv']
@@ -80,12 +80,12 @@ def rope_of(model, path):
 
 def tokenizer_of(state, path):
     """A tokenizer as model.js takes it."""
-    if state['name'] != 'bytes' and state.get('pattern') != PATTERN:
+    kind = {r'[\s\S]{1,64}': 'bytes', PATTERN: 'bpe'}.get(state.get('pattern'))
+    if not kind:
         raise UserError(f"{path} has the tokenizer {state['name']}. The page has only bytes, or a "
                         'BPE with the pattern of tokenizer.py.')
-    ranks = parse_ranks(state['text'])
-    return {'kind': 'bytes' if state['name'] == 'bytes' else 'bpe', 'eot': state['eot_token'],
-            'ranks': [base64.b64encode(token).decode() for token in sorted(ranks, key=ranks.get)]}
+    return {'kind': kind, 'eot': state['eot_token'],
+            'ranks': [line.split()[0] for line in state['text'].splitlines()]}
 
 
 # ---------------------------------------------------------------------- numbers of the first text
@@ -107,7 +107,7 @@ def head_gains(model, ids, path):
     """By how much the mean loss past L falls if one head is sharpened, layer by layer."""
     own, L, gains = model.head_scale, model.config.block_size, []
     before = losses_of(model, ids)[L:].mean()
-    for n in tqdm(range(own.numel()), path, disable=None):
+    for n in tqdm(range(own.numel()), path):
         changed = own.clone()
         changed.view(-1)[n] *= SHARPER
         model.head_scale = changed
@@ -150,14 +150,12 @@ def page_of(data):
     The page as text. All that it shows of `data` is put there by explore.js as text, never as HTML.
     It runs no script but the two, which it knows by their hashes, and loads nothing.
     """
-    folder = ROOT / 'lessons'
-    parts = {name: (folder / name).read_text(encoding='utf-8') for name in
-             ('explore_template.html', 'model.js', 'explore.js')}
-    filled = parts.pop('explore_template.html')
-    hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-              for script in parts.values()]
-    parts |= {'HASHES': ' '.join(f"'sha256-{one}'" for one in hashes),
-              'DATA': json.dumps(data, separators=(',', ':')).replace('<', '\\u003c')}
+    filled, *scripts = [(ROOT / 'lessons' / name).read_text(encoding='utf-8')
+                      for name in ('explore_template.html', 'model.js', 'explore.js')]
+    digests = [hashlib.sha256(script.encode()).digest() for script in scripts]
+    parts = {'HASHES': ' '.join(f"'sha256-{base64.b64encode(one).decode()}'" for one in digests),
+             'model.js': scripts[0], 'explore.js': scripts[1],
+             'DATA': json.dumps(data, separators=(',', ':')).replace('<', '\\u003c')}
     for name, part in parts.items():
         filled = filled.replace(f'[[{name}]]', part)
     return filled

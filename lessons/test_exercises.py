@@ -51,7 +51,7 @@ def call(exercise, *inputs):
     name = exercise.__qualname__
     require(found is not None, f'{name}() returns nothing. Usual mistake: a forgotten return.')
     for x, before in zip(given, inputs):
-        require(not isinstance(before, np.ndarray) or np.array_equal(x, before),
+        require(np.array_equal(x, before),
                 f'{name}() has changed its input. Usual mistake: an operation in place, such as '
                 'q *= scale.')
     return found.detach().numpy() if torch.is_tensor(found) else found
@@ -328,12 +328,8 @@ def untuned():
     return model
 
 
-def scales_of(model):
-    return [block.attn.head_scale for block in model.blocks]
-
-
 def require_bound(model, *_):
-    least = min(scale.min() for scale in scales_of(model))
+    least = model.head_scale.min()
     require(least >= 1, f'tune_scales: a scale is {least:.4f}, below 1. Usual mistake: Eq. (6) is '
                         'left out, or left for the end. Clamp after each step.')
 
@@ -383,19 +379,19 @@ def require_tuned(student, per_channel):
     start, model = untuned(), tuned(student, [batch], per_channel)
     require_frozen(model, start)
     what, width = f'tune_scales(per_channel={per_channel})', D if per_channel else 1
-    for scale in scales_of(model):
-        require(scale.shape == (H, width),
-                f'{what}: a layer has scales of {tuple(scale.shape)}, not {(H, width)}. Usual '
-                'mistake: they were not expanded to one per channel.')
+    for block in model.blocks:
+        shape = tuple(block.attn.head_scale.shape)
+        require(shape == (H, width), f'{what}: a layer has scales of {shape}, not {(H, width)}. '
+                                     'Usual mistake: they were not expanded to one per channel.')
     if not per_channel:
         require_bound(model)
 
     # One step goes down the gradient.
     start.head_scale = torch.ones(2, H, width)
-    scales = [scale.requires_grad_() for scale in scales_of(start)]
+    scales = [block.attn.head_scale.requires_grad_() for block in start.blocks]
     before = start(*batch).mean()
     slope = torch.stack(torch.autograd.grad(before, scales)).flatten()
-    moved = torch.stack(scales_of(model)).flatten() - 1
+    moved = model.head_scale.flatten() - 1
     clear = slope.abs() > 0.1 * slope.abs().max()
     right = torch.where(slope < 0, moved > 0, moved < 0 if per_channel else moved == 0)
     mistake = 'the optimizer did not get this scale'
@@ -410,7 +406,7 @@ def require_tuned(student, per_channel):
 
     # At a rate of 0 each step has the same gradient. Twice as much after two steps is a sum.
     still = [tuned(student, [batch] * steps, per_channel, 0.0) for steps in (1, 2)]
-    require(all((scale == 1).all() for scale in scales_of(still[0])),
+    require((still[0].head_scale == 1).all(),
             f'{what}: at a rate of 0 the scales changed. Usual mistake: the optimizer did not get '
             'the rate.')
     one, two = ([p.grad for p in model.parameters() if p.grad is not None] for model in still)
@@ -502,9 +498,8 @@ def test_sliding_windows(student):
                                'last window scores a whole stride again.')
             require(times, f'{what}: token {token} is never scored. Usual mistakes: the first '
                            'window scores only a stride; the rest at the end is dropped.')
-        steps = np.diff([lo for lo, _, _ in windows]).tolist()
-        wanted = [stride] * (len(steps) - 1)
-        require(steps[:-1] == wanted and all(0 < step <= stride for step in steps[-1:]),
+        steps = np.diff([lo for lo, _, _ in windows])
+        require((steps[:-1] == stride).all() and (0 < steps).all() and (steps <= stride).all(),
                 f'{what}: the windows begin {steps} tokens after the one before; it should be '
                 f'{stride}, for the last window at most {stride}.')
 
