@@ -43,7 +43,7 @@ def get_tokenizer(source, texts=None):
     gpt2          downloaded once by tiktoken
     bpe:8192      a BPE of that vocabulary, trained on the texts
     FILE.tiktoken end-of-text is the highest rank + 1
-    FILE.json     a tokenizer.json; hf:ORG/NAME: that of the hub
+    FILE.json     a tokenizer.json; hf:ORG/NAME: that of the hub; FILE.gguf: that of a model
     data/NAME     that of a prepared dataset
     """
     if source is None:
@@ -70,7 +70,10 @@ def get_tokenizer(source, texts=None):
         return get_tokenizer(json.loads((path / 'meta.json').read_text())['tokenizer'])
     if not path.is_file():
         raise UserError(f"There is no tokenizer '{source}'. Choose bytes, gpt2, FILE.tiktoken, "
-                        'FILE.json, hf:ORG/NAME or a prepared dataset.')
+                        'FILE.json, FILE.gguf, hf:ORG/NAME or a prepared dataset.')
+    if path.suffix == '.gguf':
+        from extras import convert
+        return get_tokenizer(convert.read(source)['tokenizer'])
     text = path.read_text(encoding='utf-8')
     if path.suffix == '.json':
         beside = path.with_name('tokenizer_config.json')

@@ -83,6 +83,8 @@ def test_a_single_text_file_is_cut_by_lines_without_loss(tmp_path, line):
                                      '--val_fraction=0.2', '--test_fraction=0.1')
     assert train + val + test == text and val[-1] == '\n'
     assert len(val) / len(text) == pytest.approx(0.2, abs=0.01)
+    assert prepare('text', tmp_path / 'all', tmp_path / 'book.txt', '--val_fraction=0.0',
+                   '--test_fraction=1.0') == [[text]]
 
 
 def test_splits_that_a_folder_names_are_taken_as_they_are(tmp_path):

@@ -71,7 +71,9 @@ def cut_by_lines(text):
     data, parts, start, stop = text.encode(), [], 0, 0
     for share in 1 - (val_fraction + test_fraction), val_fraction, test_fraction:
         stop += share * len(data)
-        end = data.find(b'\n', round(stop) - 1) + 1 or len(data)
+        end = round(stop)
+        if end > 0:
+            end = data.find(b'\n', end - 1) + 1 or len(data)
         parts.append(data[start:end].decode())
         start = end
     return parts
