@@ -1,40 +1,51 @@
 """
-How fast the stages run, compared with the limit of the hardware, and with transformers' Llama on
-the same work.
+How long training, tuning and reading take, beside transformers' Llama of the same sizes and beside
+the arithmetic that they need.
 
-$ python -m extras.bench              # on a CPU: 8 layers x 512, T = 1,024, vocabulary 32,000
-$ python -m extras.bench --peer=hf    # transformers' Llama takes turns with ours
+$ python -m extras.bench                                    # on a CPU many minutes: every piece
+$ python -m extras.bench --tasks="['entropy']" --rounds=9   # one piece
+$ python -m extras.bench --peer=                            # without transformers
 
-Every time is the median of `rounds` calls. The limit is the time that only the arithmetic takes at
-the rate of a large matrix product. This rate is measured on the same device in the same precision.
-In decoding, the limit is the time to read every weight and key once at the measured memory
-bandwidth. Writes out_dir/NAME.json
+Machines are noisy, so what is compared takes turns: in each round each function runs once. A table
+has for each function
+
+  seconds      the median time of a call
+  ratio        its time divided by that of the first function in the same round: the median, and in
+               `from` and `to` the range over the rounds
+  by flop      the same ratio if time were only arithmetic
+  of limit     its arithmetic per second, as a share of that of a large matrix product in the same
+               precision, which takes its turn in each round, too
+  peak memory  most bytes of tensors that a call held, without those held before
+
+Writes out_dir/NAME.json
 """
 
-import functools
 import itertools
-import math
 import os
-import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
-from configurator import configure, settings
+from configurator import ROOT, UserError, configure, settings
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from common import can_compile, model_config, setup
 from entropy import entropy_without_matrix
-from generate import needs_equal_lengths, read_prompts, step_of, store_column_major
+from generate import read_prompts, step_of, store_column_major
 from model import ModelConfig, Transformer
 from position import Settings, repeat_heads
 from stage import matrices, print_rows, write_result
+from tokenizer import get_tokenizer, write_dataset
 
-tasks: list[str] = ['train', 'scale', 'eval', 'entropy', 'prefill', 'decode']
-peer = ''                    # hf: transformers' Llama does the same work, in turns with ours
+tasks: list[str] = ['train', 'scale', 'methods', 'eval', 'entropy', 'prefill', 'decode', 'start']
+peer = 'hf'                  # hf: transformers' Llama does the same work; '': without it
 out_dir = 'out/bench'        # folder of the result
 name = ''                    # name of the result; '': the device, cpu or cuda
 # model; settings that only some position methods have, such as rope_base, stand in position.py
@@ -47,50 +58,20 @@ n_hidden = 1408
 short_conv = 0               # tokens that each short convolution reads; 0: none
 vocab_size = 32000
 # work
-context = 1024               # T: tokens in a sequence
-batch_size = 4               # sequences per training step, tuning step or pass of evaluation
+context = 1024               # L: tokens in a sequence of training and tuning; windows have 8L
+batch_size = 4               # sequences per training step and tuning step
 read_context = 4096          # tokens that prefill and entropy read, and that decode starts after
 n_decode = 32                # tokens decoded in a round
-rounds = 7                   # timed calls of each function; the result is their median
+rounds = 5                   # timed rounds, after two that warm up
 # machine
 device = 'auto'              # auto, cpu, cuda
-dtype = 'auto'               # auto, float32, bfloat16; entropy always uses float32
-compile = True               # torch.compile training steps and evaluation, ours and the peer's
+dtype = 'auto'               # auto, float32, bfloat16; entropy always uses float32, and with auto
+                             # prefill and decode use float32, and bfloat16 if the processor has it
+compile = True               # compile training steps, and time windows and decoding compiled, too
 seed = 1337
 
 
-# ---------------------------------------------------------------------- limits
-
-def synchronize(device):
-    if device.type != 'cpu':
-        torch.accelerator.synchronize(device)
-
-
-@functools.cache  # measured once, so that all limits of a run agree
-def matmul_flops(device, dtype, seconds=0.3):
-    """
-    FLOP/s of a large square matrix product in this precision: the best of the products done in
-    `seconds`. On a CPU the clock counts only the time that this thread computes, which excludes
-    most of the time that other processes take.
-    """
-    clock = time.thread_time if device.type == 'cpu' else time.perf_counter
-    size = 8192 if device.type == 'cuda' else 2048
-    a = torch.randn(size, size, device=device, dtype=dtype)
-    a @ a  # the first product may take a second, because the library loads
-    synchronize(device)
-    best, stop = math.inf, time.perf_counter() + seconds
-    while best == math.inf or time.perf_counter() < stop:
-        start = clock()
-        a @ a
-        synchronize(device)
-        best = min(best, clock() - start)
-    return 2 * size ** 3 / best
-
-
-def least_seconds(runtime, flops):
-    """The time that this arithmetic takes at the rate of a large matrix product."""
-    return flops / matmul_flops(runtime.device, runtime.dtype)
-
+# ---------------------------------------------------------------------- arithmetic
 
 def flops_per_token(model, length):
     """
@@ -106,29 +87,35 @@ def flops_per_token(model, length):
     return 2 * weights, (2 * c.n_layer * c.n_embd + dape) * length
 
 
+def training_flops(model):
+    """
+    FLOP of a training step. Backward costs twice a forward pass: it computes the gradients of a
+    layer's inputs and those of its weights.
+    """
+    return 3 * batch_size * context * sum(flops_per_token(model, context))
+
+
+def tuning_flops(model):
+    """FLOP of a head-scale step. Matrices are frozen, so they need only gradients of inputs."""
+    matmul, attention = flops_per_token(model, context)
+    return batch_size * context * (2 * matmul + 3 * attention)
+
+
 def reading_flops(model, T, tail):
-    """The FLOP to read T tokens and compute the logits of the last `tail` tokens."""
+    """FLOP to read T tokens and compute the logits of the last `tail` tokens."""
     return T * sum(flops_per_token(model, T)) - (T - tail) * 2 * model.head.weight.numel()
 
 
 # ---------------------------------------------------------------------- measuring
 
-def medians(works, runtime):
-    """
-    The median seconds of each function. works: {name: function}. The functions take turns in each
-    round, because machines are noisy. The first two rounds only warm up. Raises RuntimeError if a
-    later round compiles something.
-    """
-    turns = {who: [] for who in works}
-    for turn in range(2 + rounds):
-        with torch.compiler.set_stance('default' if turn < 2 else 'fail_on_recompile'):
-            for who, work in works.items():
-                synchronize(runtime.device)
-                start = time.perf_counter()
-                work()
-                synchronize(runtime.device)
-                turns[who].append(time.perf_counter() - start)
-    return {who: statistics.median(seconds[2:]) for who, seconds in turns.items()}
+def seconds_of(work, runtime):
+    """The time of one call."""
+    wait = torch.cuda.synchronize if runtime.device.type == 'cuda' else lambda: None
+    wait()
+    start = time.perf_counter()
+    work()
+    wait()
+    return time.perf_counter() - start
 
 
 def peak_memory(work, runtime):
@@ -146,29 +133,40 @@ def peak_memory(work, runtime):
     return max(itertools.accumulate(event.nbytes() for event in events))
 
 
-def timings(task, works, tokens, limits, runtime):
+def compare(title, works, flops, runtime):
     """
-    Time the functions of a task and print the numbers. limits: {name: least possible seconds}, or
-    one number for all names. Returns the task, its tokens and limits, and {name: numbers}.
+    Time functions in turns, print the numbers and return them. works: {name: function}, the first
+    is what the others are compared with. flops: {name: FLOP of a call}, or {} if it is unknown.
     """
-    if not isinstance(limits, dict):
-        limits = dict.fromkeys(works, limits)
-    rows = {}
-    for who, seconds in medians(works, runtime).items():
-        rows[who] = {'seconds': seconds, 'tokens_per_second': tokens / seconds,
-                     'of_limit': limits[who] / seconds,
-                     'times_ours': seconds / rows['ours']['seconds'] if rows else 1.0,
-                     'peak_memory': peak_memory(works[who], runtime)}
-    print_rows(runtime.print, [{task: who} | row for who, row in rows.items()])
-    return {'task': task, 'tokens': tokens, 'limit_seconds': limits} | rows
+    size = PRODUCT[runtime.device.type]
+    a = torch.randn(size, size, device=runtime.device, dtype=runtime.dtype)
+    turns = []
+    for _ in range(2 + rounds):
+        turns.append([seconds_of(work, runtime) for work in (*works.values(), lambda: a @ a)])
+    *times, product = np.array(turns[2:]).T                                    # each (rounds,)
+    rate = 2 * size ** 3 / product                                             # FLOP/s
+
+    found, first = {}, [*works][0]
+    for who, seconds in zip(works, times):
+        ratio = seconds / times[0]
+        row = {'seconds': np.median(seconds), 'ratio': np.median(ratio), 'from': ratio.min(),
+               'to': ratio.max()}
+        if flops:
+            row['by_flop'] = flops[who] / flops[first]
+            row['of_limit'] = np.median(flops[who] / seconds / rate)
+            row['peak_memory'] = peak_memory(works[who], runtime)
+        found[who] = row
+    title = f"{title}, {str(runtime.dtype).removeprefix('torch.')}"
+    print_rows(runtime.print, [{title: who} | row for who, row in found.items()])
+    return {'task': title, 'matmul_flops': np.median(rate)} | found
 
 
 # ---------------------------------------------------------------------- the models and their work
 
 def new_model(block_size, runtime, **changes):
     torch.manual_seed(seed)
-    config = {one.name: globals()[one.name] for one in fields(ModelConfig)
-              if one.name in globals()}
+    of_model = {one.name for one in fields(ModelConfig)}
+    config = {name: value for name, value in globals().items() if name in of_model}
     config = model_config(config | {'block_size': block_size} | changes)
     return Transformer(config).init_weights().to(runtime.device)
 
@@ -178,19 +176,21 @@ class Peer(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        import transformers
+        try:
+            import transformers
+        except ImportError:
+            raise UserError('To compare needs transformers: pip install ".[hf]", or give '
+                            '--peer= to measure without it.') from None
         config = transformers.LlamaConfig(
             vocab_size=vocab_size, hidden_size=n_embd, intermediate_size=n_hidden,
             num_hidden_layers=n_layer, num_attention_heads=n_head, num_key_value_heads=n_kv_head)
         llama = transformers.LlamaForCausalLM(config)
         self.model, self.head = llama.model, llama.lm_head
-        self.new_cache = lambda max_length: transformers.DynamicCache(config=config)
-
-    def hidden(self, idx, cache=None):
-        return self.model(idx, past_key_values=cache, use_cache=cache is not None)[0]
+        self.new_cache = partial(transformers.StaticCache, config)
 
     def forward(self, idx, targets=None, tail=0, cache=None):
-        logits = self.head(self.hidden(idx, cache)[:, -tail:])
+        x = self.model(idx, past_key_values=cache, use_cache=cache is not None)[0]
+        logits = self.head(x[:, -tail:])
         if targets is None:
             return logits
         logits = logits[:, -targets.shape[1]:].flatten(0, 1)
@@ -220,27 +220,31 @@ def both(block_size, runtime, frozen=False):
     return models
 
 
+def with_compiled(models, runtime):
+    """The models, and each of them compiled."""
+    if not can_compile(runtime, compile):
+        return models
+    return models | {f'{who}, compiled': torch.compile(model, dynamic=False)
+                     for who, model in models.items()}
+
+
 def random_ids(B, T, runtime):
     return torch.randint(vocab_size, (B, T), device=runtime.device)
 
 
-def compiled(model, runtime):
-    return torch.compile(model, dynamic=False) if can_compile(runtime, compile) else model
-
-
-def training_step(model, B, T, runtime):
+def training_step(model, runtime):
     """
     A function that does one step on random tokens, with the parts of a step of train.py and
     tune_scale.py: loss, backward, clipping, optimizer.
     """
-    x, y = random_ids(B, T, runtime), random_ids(B, T, runtime)
+    x, y = (random_ids(batch_size, context, runtime) for _ in range(2))
     weights = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=1e-5, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    forward = compiled(model, runtime)
+    net = torch.compile(model, dynamic=False) if can_compile(runtime, compile) else model
 
     def step():
         with runtime.autocast():
-            loss = forward(x, y).mean()
+            loss = net(x, y).mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
@@ -252,127 +256,151 @@ def training_step(model, B, T, runtime):
 
 def train(runtime):
     models = both(context, runtime)
-    works = {who: training_step(model, batch_size, context, runtime)
-             for who, model in models.items()}
-    n = batch_size * context
-    limit = least_seconds(runtime, 3 * n * sum(flops_per_token(models['ours'], context)))
-    return timings('training step', works, n, limit, runtime)
+    works = {who: training_step(model, runtime) for who, model in models.items()}
+    flops = dict.fromkeys(works, training_flops(models['ours']))
+    return compare('training step', works, flops, runtime)
 
 
-def scale(runtime):
-    """A step of head-scale tuning, compared with a whole training step."""
-    model, n = new_model(context, runtime), batch_size * context
-    tuned = only_scales(new_model(context, runtime), runtime)
-    works = {'ours': training_step(tuned, batch_size, context, runtime),
-             'whole step': training_step(model, batch_size, context, runtime)}
-    # In forward passes: the pass itself, gradients for lower layers, and in a whole step gradients
-    # of weights. The backward of attention counts 2.
-    matmul, attention = (least_seconds(runtime, n * flops)
-                         for flops in flops_per_token(model, context))
-    limits = {'ours': 2 * matmul + 3 * attention, 'whole step': 3 * matmul + 3 * attention}
-    return timings('head-scale step', works, n, limits, runtime)
+def head_scales(runtime):
+    """A step of head-scale tuning (ours) beside a whole training step."""
+    models = {'whole step': new_model(context, runtime),
+              'ours': only_scales(new_model(context, runtime), runtime)}
+    works = {who: training_step(model, runtime) for who, model in models.items()}
+    flops = {'whole step': training_flops(models['ours']), 'ours': tuning_flops(models['ours'])}
+    return compare('head-scale step', works, flops, runtime)
+
+
+def methods(runtime):
+    """Training steps of position methods beside that of NoPE."""
+    models = {'NoPE': new_model(context, runtime, position='none'),
+              'Kerple': new_model(context, runtime, position='kerple'),
+              'DAPE 1x3 Kerple': new_model(context, runtime, position='kerple', dape_kernel=3)}
+    works = {who: training_step(model, runtime) for who, model in models.items()}
+    flops = {who: training_flops(model) for who, model in models.items()}
+    return compare('training step', works, flops, runtime)
 
 
 @torch.no_grad()
 def sliding_windows(runtime):
     """
-    Batches of windows that score their last L/8 tokens. Our model computes only the logits of these
+    A window of 8L tokens that scores its last L / 8. Our model computes only the logits of these
     tokens; transformers' code computes all logits.
     """
-    scored, models = math.ceil(context / 8), both(context, runtime, frozen=True)
-    batches = random_ids(4 * batch_size, context + 1, runtime).split(batch_size)
-
-    def read_all(model):
-        for batch in batches:
-            model(batch[:, :-1], batch[:, -scored:])
-
-    works = {who: partial(read_all, compiled(model, runtime)) for who, model in models.items()}
-    works['ours'] = runtime.autocast()(works['ours'])  # the other model needs none
-    n = 4 * batch_size
-    limit = least_seconds(runtime, n * reading_flops(models['ours'], context, scored))
-    return timings('sliding windows', works, n * context, limit, runtime)
+    T, scored = 8 * context, context // 8
+    models, ids = both(context, runtime, frozen=True), random_ids(1, T + 1, runtime)
+    works = {who: partial(model, ids[:, :-1], ids[:, -scored:])
+             for who, model in with_compiled(models, runtime).items()}
+    flops = dict.fromkeys(works, reading_flops(models['ours'], T, scored))
+    with runtime.autocast():
+        return compare(f'sliding window of {T}', works, flops, runtime)
 
 
+@torch.no_grad()
 def entropy(runtime):
-    """Entropy of every head of a layer, by the kernel and by the float32 matrix, in place."""
+    """Entropy of every head of a layer, by the kernel and from the matrix of all weights."""
     T, D = read_context, n_embd // n_head
     q = torch.randn(1, n_head, T, D, device=runtime.device)
     k = q[:, :n_kv_head].contiguous()
+    keys = repeat_heads(k, n_head)
     later = torch.full((T, T), -1e9, device=runtime.device).triu(1)  # exp(-1e9) is 0
 
     def matrix():
-        scores = q @ repeat_heads(k, n_head).mT
-        scores.mul_(D ** -0.5).add_(later)
+        scores = (q @ keys.mT).mul_(D ** -0.5).add_(later)
         log_a = scores.sub_(scores.logsumexp(-1, keepdim=True))
         return -log_a.exp().mul_(log_a).sum(-1)
 
     works = {'ours': partial(entropy_without_matrix, q, k), 'matrix': matrix}
-    flops = 2 * n_embd * T ** 2  # q.k and the sum over keys, for half of the pairs
-    limit = flops / matmul_flops(runtime.device, torch.float32)
-    return timings(f'entropy, T = {T}', works, T, limit, runtime)
+    flops = dict.fromkeys(works, 2 * n_embd * T ** 2)  # q.k and the sum over keys, half of them
+    return compare(f'entropy of {T}', works, flops, runtime)
 
 
 @torch.no_grad()
 def prefill(runtime):
+    """Read a prompt into a cache."""
     T, models = read_context, both(read_context, runtime, frozen=True)
     prompt = random_ids(1, T, runtime).tolist()
     works = {who: partial(read_prompts, model, prompt, n_decode) for who, model in models.items()}
-    works['ours'] = runtime.autocast()(works['ours'])
-    limit = least_seconds(runtime, reading_flops(models['ours'], T, 1))
-    return timings(f'prefill, T = {T}', works, T, limit, runtime)
+    flops = dict.fromkeys(works, reading_flops(models['ours'], T, 1))
+    with runtime.autocast():
+        return compare(f'prefill of {T}', works, flops, runtime)
 
 
 @torch.no_grad()
 def decode(runtime):
-    """
-    Greedy decoding of tokens one by one, after read_context tokens. `compiled` uses one graph that
-    is compiled for all steps. The pass over the prompt is not counted.
-    """
-    T, models = read_context, both(read_context, runtime, frozen=True)
-    ours, prompt = models['ours'], random_ids(1, T, runtime).tolist()
-    store_column_major(ours)  # stages that decode do the same
+    """Greedy decoding of tokens one by one. The pass over the prompt before is not counted."""
+    models, works = both(read_context, runtime, frozen=True), {}
+    prompt = random_ids(1, read_context, runtime).tolist()
+    store_column_major(models['ours'])  # stages that decode do the same
 
-    def decoding(model, compile=False):
-        with runtime.autocast():
-            logits, cache = read_prompts(model, prompt, n_decode)
-        step, first = step_of(model, cache, compile), logits.argmax(-1, keepdim=True)
+    def decoding(model, compiled):
+        logits, cache = read_prompts(model, prompt, n_decode)
+        first, step = logits.argmax(-1, keepdim=True), step_of(model, cache, compiled)
+        if compiled and step is model:  # transformers'
+            step = torch.compile(model, dynamic=False)
 
         def work():
             token = first
             for _ in range(n_decode):
                 token = step(token, tail=1, cache=cache)[:, -1].argmax(-1, keepdim=True)
-            if model is ours:  # cut the cache back to the prompt
-                cache.length -= n_decode
-            else:
-                cache.crop(-n_decode)
-        return runtime.autocast()(work) if model is ours else work
+            forget(cache, n_decode)
+        return work
 
-    works = {who: decoding(model) for who, model in models.items()}
-    if can_compile(runtime, compile) and not needs_equal_lengths(ours):
-        works['compiled'] = decoding(ours, True)
-    weights, c = ours.n_params() - ours.embed.weight.numel(), ours.config
-    keys = 2 * c.n_layer * c.n_kv_head * c.head_dim * (T + n_decode / 2)
-    # To measure memory bandwidth: 256 MB, on a GPU 4 GB, which takes it far longer than the launch.
-    x = torch.ones(2 ** (30 if runtime.device.type == 'cuda' else 26), device=runtime.device)
-    bandwidth = 4 * x.numel() / medians({'sum': x.sum}, runtime)['sum']
-    limit = n_decode * runtime.dtype.itemsize * (weights + keys) / bandwidth
-    return timings(f'decode, T = {T}', works, n_decode, limit, runtime)
+    with runtime.autocast():
+        for who, model in models.items():
+            works[who] = decoding(model, False)
+            if can_compile(runtime, compile):
+                works[f'{who}, compiled'] = decoding(model, True)
+        return compare(f'{n_decode} tokens after {read_context}', works, {}, runtime)
 
 
-TASKS = {'train': train, 'scale': scale, 'eval': sliding_windows, 'entropy': entropy,
-         'prefill': prefill, 'decode': decode}
+def forget(cache, n):
+    """Cut a cache, ours or transformers', back by n tokens."""
+    if hasattr(cache, 'layers'):
+        for layer in cache.layers:
+            layer.cumulative_length -= n
+    else:
+        cache.length -= n
+
+
+def first_line(*command):
+    """Start a Python program, and end it when it has printed a line."""
+    with subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, cwd=ROOT) as process:
+        line = process.stdout.readline()
+        process.kill()
+    if not line:
+        raise RuntimeError(f'{command} printed nothing')
+
+
+def start(runtime):
+    """The first line of training after the command, beside `import torch`."""
+    with tempfile.TemporaryDirectory() as folder:
+        text = ['import this\n' * 10000]
+        write_dataset(folder, get_tokenizer('bytes'), {'train': text, 'val': text})
+        train = 'train.py', f'--dataset={folder}', f'--out_dir={folder}/run', f'--device={device}'
+        works = {'import torch': partial(first_line, '-c', 'import torch; print()'),
+                 'first line of training': partial(first_line, *train)}
+        return compare('start', works, {}, runtime)
+
+
+TASKS = {'train': train, 'scale': head_scales, 'methods': methods, 'eval': sliding_windows,
+         'entropy': entropy, 'prefill': prefill, 'decode': decode, 'start': start}
+PRODUCT = {'cpu': 2048, 'cuda': 8192}  # rows of the large matrix product
 
 
 def main():
     os.environ.setdefault('KINETO_LOG_LEVEL', '6')  # else each profile prints messages
-    runtime = setup(device, dtype, seed)
-    flops = matmul_flops(runtime.device, runtime.dtype)
-    print(f'{runtime.device}, {runtime.dtype}: a large matrix product does {flops / 1e12:.2f} '
-          'TFLOP/s')
-    results = {task: TASKS[task](runtime) for task in tasks}
+    runtime, results = setup(device, dtype, seed), {}
+    read_in = [dtype]
+    if dtype == 'auto':  # without the processor's instructions bfloat16 is 50 times slower
+        has_bfloat16 = runtime.device.type == 'cuda' or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        read_in = ['float32', 'bfloat16'] if has_bfloat16 else ['float32']
+    precisions = {'entropy': ['float32'], 'prefill': read_in, 'decode': read_in}
+    for task in tasks:
+        runtimes = [setup(device, one, seed) for one in precisions.get(task, [dtype])]
+        results[task] = [TASKS[task](one) for one in runtimes]
     path = Path(out_dir, name or runtime.device.type)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_result(path, {'matmul_flops': flops, 'results': results}, settings(globals()), runtime)
+    write_result(path, {'results': results}, settings(globals()), runtime)
 
 
 if __name__ == '__main__':

@@ -1,14 +1,14 @@
 """
-bench.py as run at a tiny shape, and its arithmetic against counts made by hand.
+bench.py at a tiny shape, and its arithmetic against counts made by hand.
 
 $ python -m pytest tests/test_bench.py
 """
 
-import shutil
+import functools
 
 import pytest
 import torch
-from conftest import read, stage
+from conftest import read
 from torch.utils.flop_counter import FlopCounterMode
 
 from extras import bench
@@ -16,7 +16,7 @@ from position import Settings
 
 SIZES = {'n_layer': 2, 'n_head': 4, 'n_kv_head': 2, 'n_embd': 32, 'n_hidden': 48, 'vocab_size': 61,
          'batch_size': 2, 'context': 32, 'read_context': 64, 'n_decode': 3, 'rounds': 1,
-         'compile': False}
+         'compile': False, 'device': 'cpu', 'dtype': 'float32', 'PRODUCT': {'cpu': 64}}
 close = pytest.approx
 
 
@@ -26,24 +26,32 @@ def sizes(monkeypatch):
         monkeypatch.setattr(bench, name, value, raising=False)
 
 
-def test_every_task_is_timed_beside_its_alternative_and_its_limit(tmp_path, cpu):
+def test_every_task_is_timed_beside_its_alternative(tmp_path, monkeypatch):
     pytest.importorskip('transformers')
-    stage('extras.bench', *(f'--{name}={value}' for name, value in SIZES.items()), '--peer=hf',
-          '--device=cpu', '--dtype=float32', f'--out_dir={tmp_path}')
-    found = read(tmp_path / 'cpu.json')
-    wanted = {'train': (64, 'transformers'), 'scale': (64, 'whole step'),
-              'eval': (8 * 32, 'transformers'), 'entropy': (64, 'matrix'),
-              'prefill': (64, 'transformers'), 'decode': (3, 'transformers')}
-    assert found['results'].keys() == wanted.keys()
-    for task, (tokens, other) in wanted.items():
-        row = found['results'][task]
-        assert row['tokens'] == tokens and row['limit_seconds'].keys() == {'ours', other}
-        for who, limit in row['limit_seconds'].items():
-            timed = row[who]
-            rates = [timed[name] * timed['seconds'] for name in ('tokens_per_second', 'of_limit')]
-            assert rates == close([tokens, limit], rel=1e-4)
-            assert timed['times_ours'] == close(timed['seconds'] / row['ours']['seconds'], rel=1e-4)
-            assert limit > 0 and timed['peak_memory'] > 0
+    monkeypatch.setattr(bench, 'out_dir', str(tmp_path))
+    monkeypatch.setattr(bench, 'first_line', functools.cache(bench.first_line))  # once each
+    bench.main()
+    found = read(tmp_path / 'cpu.json')['results']
+    beside = {'train': 'transformers', 'scale': 'whole step', 'methods': 'DAPE 1x3 Kerple',
+              'eval': 'transformers', 'entropy': 'matrix', 'prefill': 'transformers',
+              'decode': 'transformers', 'start': 'first line of training'}
+    assert list(found) == list(beside)
+    for task, who in beside.items():
+        [piece] = found[task]
+        assert piece[who]['seconds'] > 0 and piece[who]['from'] <= piece[who]['to'], task
+
+
+def test_what_is_compared_takes_turns_and_ratios_are_of_one_round(monkeypatch, cpu, capsys):
+    monkeypatch.setattr(bench, 'rounds', 3)
+    times = iter([9, 9, 9, 9, 9, 9, 1, 2, 4, 2, 3, 4, 1, 4, 8])  # two rounds to warm up, then three
+    monkeypatch.setattr(bench, 'seconds_of', lambda work, runtime: next(times))
+    monkeypatch.setattr(bench, 'peak_memory', lambda work, runtime: 5)
+    rate = 2 * 64 ** 3 / 4  # of the large product, in its median round
+    found = bench.compare('title', {'a': None, 'b': None}, {'a': rate, 'b': rate / 2}, cpu)
+    assert found['b'] == {'seconds': 3, 'ratio': 2, 'from': 1.5, 'to': 4, 'by_flop': 0.5,
+                          'of_limit': 0.25, 'peak_memory': 5}
+    assert found['matmul_flops'] == rate and found['a']['ratio'] == 1
+    assert ' b   3.0000  2.0000  1.5000  4.0000   0.5000    0.2500' in capsys.readouterr().out
 
 
 def test_flop_of_reading_are_those_of_the_products_that_are_needed(cpu):
@@ -55,24 +63,14 @@ def test_flop_of_reading_are_those_of_the_products_that_are_needed(cpu):
     assert bench.reading_flops(model, T, tail) == close(products + attention, rel=0.03)
 
 
-def test_limits_are_those_counted_by_hand(cpu, monkeypatch):
-    """A machine of 1 FLOP/s, whose memory moves 2^28 bytes a second."""
-    monkeypatch.setattr(bench, 'medians', lambda works, runtime: dict.fromkeys(works, 1.0))
-    monkeypatch.setattr(bench, 'matmul_flops', lambda *_: 1.0)
-    monkeypatch.setattr(bench, 'peak_memory', lambda *_: 1)
-    model = bench.new_model(64, cpu)
+def test_backward_counts_twice_and_frozen_matrices_once(cpu):
+    model = bench.new_model(32, cpu, position='kerple', dape_kernel=3)
+    dape = 2 * ((8 * 32 * 3 + 32) + (32 * 4 * 3 + 4))  # weights of two layers, 2 x 4 heads to 4
     matmul, attention = bench.flops_per_token(model, 32)
-    weights = model.n_params() - 61 * 32
-    keys = 2 * 2 * 2 * 8 * (64 + 1.5)  # in 2 layers of 2 key heads of 8 channels, halfway
-    for task, expected in {
-            'train': 3 * 64 * (matmul + attention),
-            'prefill': bench.reading_flops(model, 64, 1),
-            'eval': 8 * bench.reading_flops(model, 32, 4),
-            'entropy': 2 * 32 * 64 ** 2,
-            'decode': 3 * 4 * (weights + keys) / 2 ** 28,
-            'scale': 2 * 32 * (2 * matmul + 3 * attention)}.items():
-        assert bench.TASKS[task](cpu)['limit_seconds']['ours'] == close(expected), task
-    assert bench.scale(cpu)['limit_seconds']['whole step'] == close(192 * (matmul + attention))
+    assert matmul == 2 * (model.n_params() - 61 * 32 - dape)
+    assert attention == (2 * 2 * 32 + dape) * 32
+    assert bench.training_flops(model) == 64 * 3 * (matmul + attention)
+    assert bench.tuning_flops(model) == 64 * (2 * matmul + 3 * attention)
 
 
 def test_peak_memory_is_that_of_the_tensors_held_at_once(cpu):
@@ -84,10 +82,6 @@ def test_peak_memory_is_that_of_the_tensors_held_at_once(cpu):
     assert bench.peak_memory(work, cpu) == close(4 * 5e6, rel=1e-3)
 
 
-@pytest.mark.skipif(not shutil.which('g++'), reason='torch.compile on a CPU needs g++')
-def test_what_is_compiled_after_the_warm_up_stops_the_run(monkeypatch, cpu):
-    monkeypatch.setattr(bench, 'rounds', 2)
-    add, sizes = torch.compile(lambda x: x + 1, dynamic=False), iter([1, 1, 1, 2])
-    assert bench.medians({'stays': lambda: add(torch.ones(3))}, cpu)['stays'] > 0
-    with pytest.raises(RuntimeError, match='recompile'):
-        bench.medians({'grows': lambda: add(torch.ones(next(sizes)))}, cpu)
+def test_a_program_that_prints_nothing_has_no_first_line():
+    with pytest.raises(RuntimeError, match='printed nothing'):
+        bench.first_line('-c', 'pass')
