@@ -14,12 +14,10 @@ import math
 from configurator import UserError, configure, settings
 
 import torch
-import torch.nn.functional as F
 
 from common import setup
 from data import Windows
 from entropy import has_entropy
-from position import in_rows
 from stage import open_model, result_path, results_folder, write_result
 
 # which model, text and device
@@ -44,8 +42,8 @@ CELLS = 64  # most cells per side of a map, so that the JSON of three lengths is
 def parts_of(method, q, k, i, j):
     """
     {part: (B, H, rows, keys)} of some query rows. The parts are score: q.k / sqrt(D), plus what
-    CoPE or Transformer-XL add; bias: B; dape: f([S; B]) of Eq. (3); attention: the weights; pairs:
-    1 where the query sees the key.
+    CoPE or Transformer-XL add; bias: B; dape: f([S; B]) of Eq. (3); attention: the weights; seen:
+    True where the query sees the key.
     """
     parts = {'score': method.similarity(q, k, i, j)}
     scores, bias = method.scores(q, k, i, j), method.bias(i, j)
@@ -54,31 +52,33 @@ def parts_of(method, q, k, i, j):
     if method.dape:
         others = sum(parts.values()) if method.dape.residual else parts['score']
         parts['dape'] = scores - others
-    return parts | {'attention': method.softmax(scores), 'pairs': scores.isfinite().float()}
+    return parts | {'attention': method.softmax(scores), 'seen': scores.isfinite()}
+
+
+def cell_sums(numbers, width):
+    """The sum of the numbers of each cell of `width` keys. numbers: (B, rows, keys)."""
+    return torch.stack([cell.sum() for cell in numbers.split(width, dim=2)])
 
 
 def head_maps(method, q, k, place, head):
     """
-    {part: (n, n) map} of one head: a row per cell of queries, a column per cell of keys. Each
-    number is the mean over windows, and over the pairs of query and key that the method does not
-    mask. For attention it is the sum over a cell's keys, because a single weight shrinks with T.
+    {part: map} of one head. A map has a row per cell of queries: of the first row the cell of the
+    first keys, of the second row two cells, and so on, because later keys are not seen. Each number
+    is the mean over windows, and over the pairs of query and key that the method does not mask.
+    For attention it is the sum over a cell's keys, because a single weight shrinks with T.
     q: (B, H, T, D) scaled queries; k: (B, n_kv_head, T, D).
     """
-    token, names = torch.arange(q.shape[2], device=q.device), []
-    # in_cell (T, n) is 1 where a token lies in a cell. in_cell.T @ x @ in_cell sums x over cells.
-    in_cell = F.one_hot(token // math.ceil(len(token) / CELLS)).float()
-
-    def of_rows(q, k, v, i, j):
-        parts = parts_of(method, q, k, i, j)
-        names[:] = parts
-        values = torch.stack([part[:, head] for part in parts.values()], dim=1)
-        seen = values[:, -1:] > 0
-        return values.masked_fill(~seen, 0) @ in_cell[:len(j)]  # (B, parts, rows, n)
-
-    sums = in_cell.T @ in_rows(of_rows, q, k, k, place).sum(0)
-    maps = dict(zip(names, sums / sums[-1].clamp(min=1)))
-    maps['attention'] = sums[-2] / (len(q) * in_cell.sum(0)[:, None])
-    maps.pop('pairs')
+    T, maps = q.shape[2], {}
+    width = math.ceil(T / CELLS)  # tokens in a cell
+    for start in range(0, T, width):
+        rows, keys = slice(start, start + width), slice(start + width)
+        parts = parts_of(method, q[:, :, rows], k[:, :, keys], place.i[rows], place.j[keys])
+        seen = parts.pop('seen')[:, head]
+        for part, numbers in parts.items():
+            sums = cell_sums(numbers[:, head].masked_fill(~seen, 0), width)
+            n_queries, n_pairs = seen[:, :, 0].numel(), cell_sums(seen, width).clamp(min=1)
+            mean = sums / (n_queries if part == 'attention' else n_pairs)
+            maps.setdefault(part, []).append(mean)
     return maps
 
 
@@ -122,8 +122,6 @@ def main(given):
         maps, share = maps_and_first_key(model, samples, at, head)
         runtime.print(f'{T:8,d} tokens: {share[at, head]:.1%} on the first key; '
                       f'mean of all heads {share.mean():.1%}')
-        for part, cells in maps.items():  # without the keys after the query
-            maps[part] = [row[:r + 1] for r, row in enumerate(cells)]
         rows.append({'length': T, 'n_windows': len(samples), 'first_key': share, 'maps': maps})
     write_result(path, {'stage': 'attention', 'dataset': windows.dataset, 'layer': at,
                         'head': head, 'lengths': rows}, settings(globals()), runtime, info)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from conftest import near, on, random_model, read, save_model, stage, tokens
 from plain import plain_transformer
+from torch.nn.utils.rnn import pad_sequence
 
-import position
 from extras import attention_maps
 from position import METHODS, NoPE, distances
 
@@ -21,31 +21,27 @@ MODELS = [{}, {'position': 'xl'}, {'position': 'rope', 'random_positions': 90},
 
 @torch.no_grad()
 def maps(model, idx, layer=1, head=2):
-    return attention_maps.maps_and_first_key(model, idx, layer, head)
+    """The maps as matrices, (n, n), with 0 at later keys; and the shares of the first key."""
+    found, shares = attention_maps.maps_and_first_key(model, idx, layer, head)
+    return {part: pad_sequence(rows, batch_first=True) for part, rows in found.items()}, shares
 
 
-@pytest.mark.parametrize('rows', [2 ** 22, 5], ids=['whole', 'in_rows'])
 @pytest.mark.parametrize('changes', MODELS, ids=str)
-def test_parts_of_one_head_are_those_of_the_float64_matrix(changes, rows, monkeypatch):
-    monkeypatch.setattr(position, 'SCORES_AT_ONCE', rows)
-    T, model = 43, random_model(**changes)  # fewer than CELLS, so that a cell is one token
-    idx, i = tokens(2, T), torch.arange(T)
-    (found, first_key), distance = maps(model, idx), (i[:, None] - i).clamp(min=0)
+def test_parts_of_one_head_add_up_to_the_float64_attention(changes):
+    idx, model = tokens(2, 43), random_model(**changes)  # fewer than CELLS: a cell is a token
     whole = torch.from_numpy(plain_transformer(model, idx)[1])  # (B, n_layer, H, T, T)
+    found, first_key = maps(model, idx)
     near(found['attention'], whole[:, 1, 2].mean(0), rtol=1e-3, atol=1e-5)
-    near(first_key, whole[:, :, :, T // 2:, 0].mean((0, 3)), rtol=1e-3, atol=1e-5)
+    near(first_key, whole[:, :, :, 21:, 0].mean((0, 3)), rtol=1e-3, atol=1e-5)
 
     found, _ = maps(model, idx[:1])
-    # In each row, what softmax sees is ln attention plus a constant.
-    seen = found['score'] + found.get('dape', 0)
-    if 'bias' in found:
-        p, a = (model.get_parameter(f'blocks.1.attn.position.{x}')[2] for x in 'pa')
-        near(found['bias'], (-p * (1 + a * distance).log()).tril(), rtol=1e-4, atol=1e-5)
-        seen = seen + found['bias'] * model.config.dape_residual
+    scores = found['score'] + found.get('dape', 0)
+    if model.config.dape_residual:
+        scores = scores + found.get('bias', 0)
     attention = whole[0, 1, 2]
-    off = seen.double() - attention.log()
+    off = scores.double() - attention.log()  # the same number in a row, at all that it sees
     assert (off - off.diagonal()[:, None])[attention > 0].abs().max() < 1e-3
-    assert not seen[attention == 0].any()  # keys outside a window have no part in it
+    assert not scores[attention == 0].any()
 
 
 def test_cells_are_means_over_the_keys_that_a_query_sees_and_sums_of_attention(monkeypatch):
@@ -54,12 +50,11 @@ def test_cells_are_means_over_the_keys_that_a_query_sees_and_sums_of_attention(m
     monkeypatch.setattr(attention_maps, 'CELLS', 11)  # of 4 tokens, the last of 3
     found, _ = maps(model, idx)
     seen = torch.ones(43, 43).tril().triu(-13)
-    for part in whole:
-        for row, column in (5, 2), (5, 5), (10, 10), (5, 1):
-            cell = slice(4 * row, 4 * row + 4), slice(4 * column, 4 * column + 4)
-            values = whole[part][cell]
-            n = len(values) if part == 'attention' else max(1, seen[cell].sum())
-            near(found[part][row, column], values.sum() / n, rtol=1e-3, atol=1e-4)
+    for row, column in (5, 2), (5, 5), (10, 10), (5, 1):
+        cell = slice(4 * row, 4 * row + 4), slice(4 * column, 4 * column + 4)
+        for part in whole:
+            n = len(seen[cell]) if part == 'attention' else max(1, seen[cell].sum())
+            near(found[part][row, column], whole[part][cell].sum() / n, rtol=1e-3, atol=1e-4)
 
 
 class OneBias(NoPE):
@@ -69,31 +64,22 @@ class OneBias(NoPE):
         return -0.1 * distances(i, j)
 
 
-class OwnAttend(NoPE):
-    def attend(self, q, k, v, place):
-        return q
-
-
-def test_heads_may_share_a_bias_and_attention_without_weights_is_refused(monkeypatch):
+def test_heads_may_share_a_bias(monkeypatch):
     monkeypatch.setitem(METHODS, 'one', OneBias)
-    monkeypatch.setitem(METHODS, 'own', OwnAttend)
-    found, _ = maps(random_model(position='one'), tokens(1, 9))
+    found, _ = maps(random_model(position='one', dape_kernel=1), tokens(1, 9))
     near(found['bias'][8], 0.1 * torch.arange(-8.0, 1), atol=1e-6)
-    with pytest.raises(SystemExit, match='own attend'):
-        maps(random_model(position='own'), tokens(1, 9))
 
 
-def test_run_is_the_mean_over_windows_at_the_scale(tiny, windows, tmp_path):
+def test_run_writes_the_maps_at_the_scale(tiny, windows, tmp_path):
     model = random_model(vocab_size=257, position='kerple', dape_kernel=3)
     save_model(model, tmp_path / 'last.pt', **tiny[1]['settings'])
-    arguments = on(tmp_path, tmp_path, '--n_samples=3 --head=3 --scale=2')
-    out = stage('extras.attention_maps', *(one for one in arguments if 'dtype' not in one))
-    assert (tmp_path / 'attention_scale2.png').stat().st_size > 10000
-    result, model.head_scale = read(tmp_path / 'attention_scale2.json'), 2
-    for row, T in zip(result['lengths'], (32, 128, 512), strict=True):
-        idx = windows(3, T)[:, :-1]
-        found, first_key = maps(model, idx, head=3)
-        for part, cells in row['maps'].items():
-            assert [len(line) for line in cells] == list(range(1, min(T, 64) + 1))
-            near(cells[20], found[part][20, :21], rtol=1e-4, atol=1e-5)
-        assert f'{first_key[1, 3]:.1%} on the first key' in out
+    arguments = on(tmp_path, tmp_path, '--n_samples=3 --head=3 --scale=2 --lengths=[128]')
+    stage('extras.attention_maps', *(one for one in arguments if 'dtype' not in one))
+    assert (tmp_path / 'attention_scale2.png').exists()
+    model.head_scale = 2
+    found, first_key = maps(model, windows(3, 128)[:, :-1], head=3)
+    [row] = read(tmp_path / 'attention_scale2.json')['lengths']
+    near(row['first_key'], first_key, rtol=1e-4)
+    for part, rows in row['maps'].items():
+        assert [len(cells) for cells in rows] == list(range(1, 65))
+        near(rows[20], found[part][20, :21], rtol=1e-4, atol=1e-5)
