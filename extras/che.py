@@ -87,20 +87,25 @@ def draw(name, rng, batch, length, empty):
     return tokens, answers
 
 
-def loss_and_accuracy(model, name, rng, batch, length):
+def loss_and_accuracy(logits, answers, ends):
     """
-    Draw new samples of a task. Returns the mean cross-entropy of the answers in nats per symbol,
-    the share of symbols that are right, and the share of whole answers that are right.
+    The mean cross-entropy of answers in nats per symbol, the share of symbols that are right, and
+    the share of whole answers that are right. logits: (B, m, symbols); answers: (B, m); ends: True
+    if they have an END; the zeros after it do not belong to the answer.
     """
-    tokens, targets = draw(name, rng, batch, length, model.config.vocab_size - 1)
-    tokens, targets = (x.to(model.head.weight.device) for x in (tokens, targets))  # (B, T), (B, m)
-    logits = model(tokens, tail=targets.shape[1])[..., :TASKS[name].n_out]         # (B, m, n_out)
-    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-    is_end = (targets == END) & TASKS[name].ends
-    counted = is_end.cumsum(1) - is_end.int() == 0  # zeros after END do not belong to the answer
-    right = logits.argmax(-1) == targets
+    loss = F.cross_entropy(logits.flatten(0, 1), answers.flatten())
+    is_end = (answers == END) & ends
+    counted = is_end.cumsum(1) - is_end.int() == 0  # False after END
+    right = logits.argmax(-1) == answers
     return loss, (right & counted).sum() / counted.sum(), (right | ~counted).all(1).float().mean()
+
+
+def answer(model, name, rng, batch, length):
+    """The loss and the accuracies of a model on new samples of a task: see loss_and_accuracy()."""
+    samples = draw(name, rng, batch, length, empty=model.config.vocab_size - 1)
+    tokens, answers = (ids.to(model.head.weight.device) for ids in samples)
+    logits = model(tokens, tail=answers.shape[1])[..., :TASKS[name].n_out]
+    return loss_and_accuracy(logits, answers, TASKS[name].ends)
 
 
 def new_model(names):
@@ -129,7 +134,7 @@ def train(model, names):
         rng = np.random.default_rng([seed, *f'train {name}'.encode(), step])
         torch.manual_seed(seed + step)  # seeds random positions
         length = int(rng.integers(1, train_length + 1))
-        loss, accuracy, _ = loss_and_accuracy(model, name, rng, batch_size, length)
+        loss, accuracy, _ = answer(model, name, rng, batch_size, length)
         loss.backward()
         if grad_clip:
             torch.nn.utils.clip_grad_norm_(weights, grad_clip)
@@ -171,7 +176,7 @@ def accuracies(model, name, tested):
         rng = np.random.default_rng([seed, *f'test {name}'.encode(), length])
         for start in range(0, n_test, 64):
             size = min(64, n_test - start)
-            _, *right = loss_and_accuracy(model, name, rng, size, length)
+            _, *right = answer(model, name, rng, size, length)
             shares[:, i] += np.array([share.item() for share in right]) * size / n_test
     return shares
 

@@ -102,26 +102,17 @@ def test_a_run_prints_the_metrics_of_lm_eval_and_the_average_of_table_1(
         tmp_path, tiny_run, tiny, monkeypatch):
     # without lm_eval's own tasks, which take 10 s to find
     monkeypatch.setattr(tasks, 'TaskManager', partial(tasks.TaskManager, include_defaults=False))
-    model, length, n_cut, lines = tiny[0], 36, 0, []
-    model.head_scale = 1.3
-    questions = 'def f(self', 'import os', 'x', 'for i in range(', 'return', 'class A:'
-    words = ['if', 'self', 'return value', 'the', 'import everything here', 'a', 'def']
-    for i in range(24):
-        q, choices, scores = questions[i // 2 % 6], words[i % 4:i % 4 + 2 + i % 3], []
-        for choice in choices:
-            ids, n = list(f'{q} {choice}'.encode()), len(choice)
-            n_cut += len(ids) > length + 1  # The last token is only predicted.
-            scores.append(alone(model, ids[-length - 1:-n - 1], ids[-n - 1:])[0] / n)  # acc_norm
-        right = np.argmax(scores).item() + i % 2  # or wrong, in each second question
-        lines.append({'q': q, 'choices': choices, 'answer': right % len(choices)})
+    model, choices, lines = tiny[0], ['if', 'self', 'return value'], []
+    for i, q in enumerate(['def f(self', 'import os', 'x', 'for i in range(']):
+        log_p = [alone(model, list(q.encode()), list(f' {one}'.encode()))[0] for one in choices]
+        best = np.argmax(np.divide(log_p, [len(one) for one in choices])).item()
+        lines.append({'q': q, 'choices': choices, 'answer': (best + i % 2) % 3})  # half are wrong
 
     (tmp_path / 'data.json').write_text('\n'.join(map(json.dumps, lines * 2)))
     (tmp_path / 'piqa.yaml').write_text(TASK.replace('FILE', str(tmp_path / 'data.json')))
-    out = stage('extras.commonsense', *on(tiny_run, tmp_path, (
-        f'--scale=1.3 --tasks=["piqa"] --task_folder={tmp_path} --limit=24 '
-        f'--read_length={length} --batch_tokens=150')))
-    result = read(tmp_path / 'commonsense_scale1.3.json')
-    piqa = result['tasks']['piqa']
-    assert (piqa['acc_norm,none'], result['choices_cut']) == (0.5, n_cut)
-    near(piqa['acc_norm_stderr,none'], 0.5 / 23 ** 0.5, rtol=1e-6)
+    out = stage('extras.commonsense', *on(
+        tiny_run, tmp_path, f'--tasks=["piqa"] --task_folder={tmp_path} --limit=4'))
+    piqa = read(tmp_path / 'commonsense.json')['tasks']['piqa']
+    assert piqa['acc_norm,none'] == 0.5
+    near(piqa['acc_norm_stderr,none'], 0.5 / 3 ** 0.5, rtol=1e-6)
     assert '|acc_norm|' in out and 'average of 1 of the 7 tasks of Table 1: 50.0%' in out

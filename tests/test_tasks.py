@@ -9,7 +9,6 @@ import hashlib
 
 import numpy as np
 import pytest
-from conftest import near
 
 from extras.tasks import TASKS
 
@@ -131,12 +130,6 @@ def test_all_inputs_that_should_occur_do():
         name, n, count = row.split()
         x, _ = TASKS[name].generate(np.random.default_rng(0), 3000, int(n))
         assert len({*map(tuple, x.tolist())}) == int(count), row
-
-
-def test_flip_flop_writes_reads_and_ignores_as_often_as_the_paper():
-    x, _ = TASKS['flip_flop'].generate(np.random.default_rng(0), 400, 401)
-    counts = np.bincount(x[:, 2:-1:2].ravel())  # all but the first and the last
-    near(counts / counts.sum(), [0, 0, 0.1, 0.1, 0.8], atol=0.005)
 
 
 def test_the_samples_of_kept_results_stay_the_same():
