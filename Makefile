@@ -1,5 +1,5 @@
-# make look, demo, test, test-all, bench, lessons: each sets up what it needs in .venv. An active
-# virtual environment, or PYTHON=..., is used as it is, but tools that it lacks are installed there.
+# make look, demo, test, test-all, lessons: each sets up what it needs in .venv. An active virtual
+# environment, or PYTHON=..., is used as it is, but tools that it lacks are installed there.
 
 ifdef PYTHON
   SETUP :=
@@ -13,16 +13,12 @@ endif
 # $(call need,MODULE,EXTRA): where the module is missing, install its extra of pyproject.toml
 need = @$(PYTHON) -c 'import $(1)' 2> /dev/null || $(PYTHON) -m pip install -q '.[$(2)]'
 
-.PHONY: look demo test test-all bench lessons
+.PHONY: look demo test test-all lessons
 look: $(SETUP)
 	$(PYTHON) demo.py config/look.py
 
 demo: $(SETUP)
 	$(PYTHON) demo.py
-
-bench: $(SETUP)
-	$(call need,transformers,hf)
-	$(PYTHON) -m extras.bench --peer=hf
 
 test: $(SETUP)
 	$(call need,xdist,dev)
