@@ -21,6 +21,7 @@ Writes out_dir/NAME.json
 """
 
 import itertools
+import math
 import os
 import subprocess
 import sys
@@ -220,14 +221,6 @@ def both(block_size, runtime, frozen=False):
     return models
 
 
-def with_compiled(models, runtime):
-    """The models, and each of them compiled."""
-    if not can_compile(runtime, compile):
-        return models
-    return models | {f'{who}, compiled': torch.compile(model, dynamic=False)
-                     for who, model in models.items()}
-
-
 def random_ids(B, T, runtime):
     return torch.randint(vocab_size, (B, T), device=runtime.device)
 
@@ -287,9 +280,13 @@ def sliding_windows(runtime):
     tokens; transformers' code computes all logits.
     """
     T, scored = 8 * context, context // 8
-    models, ids = both(context, runtime, frozen=True), random_ids(1, T + 1, runtime)
-    works = {who: partial(model, ids[:, :-1], ids[:, -scored:])
-             for who, model in with_compiled(models, runtime).items()}
+    models, works = both(context, runtime, frozen=True), {}
+    ids = random_ids(1, T + 1, runtime)
+    window = ids[:, :-1], ids[:, -scored:]
+    for who, model in models.items():
+        works[who] = partial(model, *window)
+        if can_compile(runtime, compile):
+            works[f'{who}, compiled'] = partial(torch.compile(model, dynamic=False), *window)
     flops = dict.fromkeys(works, reading_flops(models['ours'], T, scored))
     with runtime.autocast():
         return compare(f'sliding window of {T}', works, flops, runtime)
@@ -302,12 +299,11 @@ def entropy(runtime):
     q = torch.randn(1, n_head, T, D, device=runtime.device)
     k = q[:, :n_kv_head].contiguous()
     keys = repeat_heads(k, n_head)
-    later = torch.full((T, T), -1e9, device=runtime.device).triu(1)  # exp(-1e9) is 0
+    later = torch.ones(T, T, dtype=torch.bool, device=runtime.device).triu(1)
 
     def matrix():
-        scores = (q @ keys.mT).mul_(D ** -0.5).add_(later)
-        log_a = scores.sub_(scores.logsumexp(-1, keepdim=True))
-        return -log_a.exp().mul_(log_a).sum(-1)
+        scores = (q @ keys.mT).mul_(D ** -0.5).masked_fill_(later, -math.inf)
+        return torch.special.entr(scores.softmax(-1)).sum(-1)  # entr(a) is -a ln a
 
     works = {'ours': partial(entropy_without_matrix, q, k), 'matrix': matrix}
     flops = dict.fromkeys(works, 2 * n_embd * T ** 2)  # q.k and the sum over keys, half of them
