@@ -124,15 +124,15 @@ def draw_uniform(*results):
     for result in results:
         position = np.array(result['position'])
         fit = 1 + result['fit_a'] * np.log(position / result['block_size']).clip(0)
-        [line] = axes[1].plot(position, fit, label=f"fit of {name_of(result)}:\n"
-                              f"a = {result['fit_a']}, R² = {result['fit_r2']}")
+        [line] = axes[1].plot(position, fit,
+                              label=f"{name_of(result)}: a = {result['fit_a']:.3f}")
         axes[1].plot(position, result['best_by_position'], '.', ms=3, color=line.get_color())
     finish(axes[1], results, 'best scale (1/√d)', 'best scale, and its fit 1 + a ln(i / L)')
     return figure
 
 
 def draw_head(result):
-    """The loss of each tuning step, and what was tuned: a row per layer, a column per number."""
+    """The loss of each tuning step, and what was tuned: a row per vector, a column per number."""
     tuned = result.get('sets', [result])[-1]
     kinds = [part.partition(':')[0] for part in result['tuned'].split(',')]
     figure, axes = panels(f"Tuned at {tuned['target_length']} tokens: {name_of(result)}",
@@ -143,7 +143,8 @@ def draw_head(result):
         rows = tuned['head_scale' if kind == 'channel' else kind]
         rows = np.array([*rows.values()] if isinstance(rows, dict) else rows)
         image = axis.imshow(rows.reshape(len(rows), -1), aspect='auto')
-        axis.set(title=kind, xlabel='head, or channel', ylabel='layer')
+        axis.set(title=f'{kind} (scales in 1/√d)', xlabel='head, or channel',
+                 ylabel='layer, or vector')
         axis.locator_params(integer=True)
         figure.colorbar(image)
     return figure

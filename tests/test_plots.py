@@ -25,7 +25,7 @@ EACH = '''{
     "bound": [0, 1, 1, 1, 1, 1, 1, 1, 3],
     "entropy": [[[0, 1, 1, 1, 1, 1, 1, 1, 3], [0, 1, 1, 1, 1, 1, 1, 1, 1]]]},
 "uniform": {"stage": "tune_scale", "method": "uniform", "search": {"candidates": [1.5],
-    "position": [1, 2, 3, 4, 5, 6, 7, 8, 16], "fit_a": 0.5, "fit_r2": null,
+    "position": [1, 2, 3, 4, 5, 6, 7, 8, 16], "fit_a": 0.5,
     "loss": [[9, 1, 1, 1, 1, 1, 1, 1, 17]], "best_by_position": [1, 1, 1, 1, 1, 1, 1, 1, 2]}},
 "head": {"stage": "tune_scale", "method": "head", "tuned": "channel:0.1,norm",
     "losses": [3, 2], "target_length": 16, "head_scale": [[[1, 2], [3, 4]]],
@@ -51,7 +51,7 @@ entropy | 0 | NAME, only the last 4 tokens | 8:6 16:7
 entropy | 1 | NAME | 1:0 2:1 3:1 4:1 5:1 6:1 7:1 8:1 16:2
 entropy | 2 | upper bound: ln i | 1:0 2:1 3:1 4:1 5:1 6:1 7:1 8:1 16:3
 uniform | 0 | scale 1.5 | 4.5:2 6.375:3
-uniform | 1 | fit of NAME:, a = 0.5, R² = None | 1:1 2:1 3:1 4:1 5:1.11 6:1.2 7:1.28 8:1.35 16:1.69
+uniform | 1 | NAME: a = 0.500 | 1:1 2:1 3:1 4:1 5:1.11 6:1.2 7:1.28 8:1.35 16:1.69
 che | 0 | RoPE | 4:1 9:0.5
 demo | 0 | NoPE | 3:3 4:2 5:1
 demo | 0 | NoPE, only the last L tokens | 4:nan 5:4
