@@ -21,8 +21,8 @@ from matplotlib.figure import Figure
 paths: list[str] = []        # JSON files of results; several of one stage share a picture
 
 # Color-blind readers can distinguish these colors, by Okabe and Ito; then they come again, dashed.
-colors = ['#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000', '#999999']
-rcParams.update({'axes.prop_cycle': cycler(ls=['-', '--', '-.', ':']) * cycler(color=colors),
+COLORS = ['#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000', '#999999']
+rcParams.update({'axes.prop_cycle': cycler(ls=['-', '--', '-.', ':']) * cycler(color=COLORS),
                  'font.size': 9, 'axes.titlesize': 9, 'savefig.dpi': 110,
                  'text.parse_math': False})  # a name may hold a $
 
