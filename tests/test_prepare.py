@@ -4,8 +4,6 @@ The prepare scripts of data/, on small files.
 $ python -m pytest tests/test_prepare.py
 """
 
-import contextlib
-import gzip
 import hashlib
 import json
 import runpy
@@ -18,8 +16,7 @@ from configurator import ROOT
 
 import huggingface_hub
 import numpy as np
-import pyarrow
-import pyarrow.parquet
+import pandas
 import pytest
 from conftest import mistake, read, stage
 
@@ -64,15 +61,11 @@ def test_files_and_lines_of_jsonl_are_documents_that_hashes_share_out(tmp_path, 
     folder = write(tmp_path / 'in', 'one.txt', 'deep/two.md', '.hidden')
     bodies = [f'line {i} \u2028ä' for i in range(200)]
     rows = [json.dumps({'body': body}, ensure_ascii=False) for body in bodies]
-    lines, more = tmp_path / f'lines.{suffix}', tmp_path / 'more.jsonl'
-    lines.write_text('\n\n'.join(rows), encoding='utf-8')
+    lines = tmp_path / f'lines.{suffix}'  # some Windows tools begin a file with a byte order mark
+    lines.write_text('\ufeff' + '\n\n'.join(rows), encoding='utf-8')
     splits = prepare('text', tmp_path / 'out', folder, lines, '--field=body')
     assert sorted(sum(splits, [])) == sorted(['text of one.txt', 'text of deep/two.md', *bodies])
     assert min(map(len, splits)) > 2
-    # Some Windows tools begin a file with a byte order mark.
-    more.write_text(f'\ufeff{{"body": "new"}}\n{rows[0]}', encoding='utf-8')
-    for old, new in zip(splits, prepare('text', tmp_path / 'more', lines, more, '--field=body')):
-        assert new.count(bodies[0]) == 2 * old.count(bodies[0])  # a line stays in its split
 
 
 @pytest.mark.parametrize('line', ['line {i}, ö\n', '{i}\r\n', 'of about a kB ' * 70 + '{i}\n'])
@@ -126,45 +119,38 @@ def lines_of(word):
     return ''.join(f'def {word}_{i}():\n\n    return {i}\n' for i in range(20))
 
 
-@pytest.fixture
-def wheels(tmp_path):
-    """{split: a wheel that is already in out/wheels}. tmp_path/list.json is their manifest."""
-    (tmp_path / 'out/wheels').mkdir(parents=True)
-    paths, rows, spaced = {}, [], lines_of('taken').replace('\n', '\n\n')
-    for split, files in (
-            ('train', [lines_of('a'), lines_of('taken'), 'x = 1']),
-            ('val', [lines_of('c'), lines_of('c'), '', 'x = 1']),
-            ('test', [lines_of('d'), lines_of('f') + lines_of('c'), lines_of('e') + spaced])):
-        path = paths[split] = tmp_path / f'out/wheels/{split}-1.0-py3-none-any.whl'
-        with zipfile.ZipFile(path, 'w') as archive:
-            archive.writestr('package/tests/it.py', lines_of('a_test'))
-            for i, source in enumerate(files):
-                archive.writestr(f'package/{split}{i}.py', source)
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        rows.append({'split': split, 'file': path.name, 'sha256': digest})
-    (tmp_path / 'list.json').write_text(json.dumps(rows))
-    return paths
+def test_files_that_share_a_passage_with_an_earlier_split_are_dropped():
+    page = runpy.run_path(str(ROOT / 'data/code/prepare.py'))
+    a, b, c, d = map(lines_of, 'abcd')
+    assert page['without_shared']({
+        'train': {'1': a, '2': b, 'short': 'x = 1'}, 'val': {'3': c, 'copy': c, 'short': 'x = 1'},
+        'test': {'4': d, '5': lines_of('e') + c, '6': lines_of('f') + b.replace('\n', '\n\n')}}
+    ) == {'train': [a, b, 'x = 1'], 'val': [c], 'test': [d]}
 
 
-def test_code_is_split_by_package_and_files_that_share_passages_are_dropped(tmp_path, wheels):
-    arguments = f'--manifest={tmp_path}/list.json', '--tokenizer=bytes'
-    train, val, test = prepare('code', tmp_path / 'out', *arguments)
-    assert sorted(train) == sorted([lines_of('a'), lines_of('taken'), 'x = 1'])
-    assert (val, test) == ([lines_of('c')], [lines_of('d')])
-
-
-def test_pip_gets_the_name_of_a_wheel_and_may_build_nothing(tmp_path, wheels, monkeypatch):
+def test_pip_gets_the_name_of_a_wheel_and_may_build_nothing(tmp_path, monkeypatch):
     out, manifest = tmp_path / 'out', f'--manifest={tmp_path}/list.json'
+    wheel = out / 'wheels/one-1.0-py3-none-any.whl'
+    wheel.parent.mkdir(parents=True)
+    with zipfile.ZipFile(wheel, 'w') as archive:
+        for name in 'one/a.py', 'one/data.txt', 'one/tests/b.py':
+            archive.writestr(name, f'of {name}')
+    row = {'split': 'train', 'file': wheel.name}
+    row['sha256'] = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    (tmp_path / 'list.json').write_text(json.dumps([row]))
+    assert prepare('code', out, manifest) == [['of one/a.py']]
+
+    (out / 'meta.json').unlink()
     pip = Mock(return_value=Mock(returncode=1))
     monkeypatch.setattr(subprocess, 'run', pip)
-    wheels['test'].unlink()
+    wheel.write_text('another wheel')
+    assert 'another SHA-256' in refused('code', out, manifest)
+    wheel.unlink()
     assert 'data/stdlib/prepare.py' in refused('code', out, manifest)
     *command, package = pip.call_args[0][0]
-    assert '--only-binary=:all:' in command and command[-1] == '--' and package == 'test==1.0'
-    wheels['train'].write_text('another wheel')
-    assert 'another SHA-256' in refused('code', out, manifest)
+    assert '--only-binary=:all:' in command and command[-1] == '--' and package == 'one==1.0'
     for name in 'x @ file:///x-1.0.tar.gz', '--index-url=http://x-1-py3-none-any.whl':
-        (tmp_path / 'list.json').write_text(json.dumps([{'file': name, 'sha256': ''}]))
+        (tmp_path / 'list.json').write_text(json.dumps([row | {'file': name}]))
         assert 'not the name of a wheel' in refused('code', out, manifest)
     assert pip.call_count == 1
 
@@ -199,39 +185,35 @@ def test_passkey_documents_hold_their_key_and_fit_their_lengths(tmp_path):
 
 def write_rows(path, rows):
     path.parent.mkdir(parents=True, exist_ok=True)
+    table = pandas.DataFrame(rows)
     if path.suffix == '.parquet':
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-        return
-    data = '\n'.join(map(json.dumps, rows)).encode()
-    if path.suffix == '.zst':
-        data = pytest.importorskip('zstandard').compress(data)
-    path.write_bytes(gzip.compress(data) if path.suffix == '.gz' else data)
+        table.to_parquet(path)
+    else:  # compressed as its name says
+        table.to_json(path, orient='records', lines=True)
 
 
 SLIM = {'data/train-0.parquet': [{'text': kind, 'meta': {'redpajama_set_name': f'RedPajama{kind}'}}
                                  for kind in ('C4', 'Github', 'Book')]}
 PILE = [{'text': kind, 'meta': {'pile_set_name': kind}} for kind in ('Pile-CC', 'ArXiv', 'Github')]
-CODE = {f'{i}/train-0.parquet': [{'content': f'{i}{j:03d} code', f'only {i}': j} for j in range(50)]
-        for i in range(3)}  # a document has 9 bytes and an end
-PROOF = {'test/a_test.jsonl.gz': [{'text': f'{i}', 'meta': meta} for i, meta in enumerate(
-             ({'a': 1}, {'b': {'c': 'x'}}, {}, {'a': 's'}))],
+CODE = {f'{i}/train-0.parquet': [{'content': 'nine byte', f'only {i}': j} for j in range(50)]
+        for i in range(3)}
+PROOF = {'test/a_test.jsonl.gz': [{'text': '0', 'meta': {'a': 1}}, {'text': '1', 'meta': {}},
+                                  {'text': '2', 'meta': {'a': {'b': 'c'}}}],
          'dev/a_dev.jsonl.gz': [{'text': 'no', 'meta': {}}]}
 
 
-@pytest.mark.parametrize('name, files, arguments, sizes, first', [
-    ('slimpajama', SLIM, [], [2], ['C4', 'Book']),
-    ('slimpajama', SLIM, ['--keep_github=True'], [3], ['C4', 'Github', 'Book']),
-    *(('arxiv', {f'{split}{kind}': PILE for split in ('train/0', 'val', 'test')}, [], [1, 1, 1],
-       ['ArXiv']) for kind in ('.jsonl.gz', '.jsonl.zst', '.json')),
-    ('starcoder', CODE, [], [150], []), ('starcoder', CODE, ['--max_tokens=10'], [1], []),
-    ('starcoder', CODE, ['--max_tokens=503'], [51], []),
-    ('proof_pile', PROOF, [], [4], ['0', '1', '2', '3'])])
-def test_a_corpus_keeps_its_rows(tmp_path, name, files, arguments, sizes, first):
+@pytest.mark.parametrize('name, files, arguments, kept', [
+    ('slimpajama', SLIM, [], [['C4', 'Book']]),
+    ('slimpajama', SLIM, ['--keep_github=True'], [['C4', 'Github', 'Book']]),
+    ('arxiv', {'train/0.jsonl.zst': PILE, 'val.jsonl.zst': PILE}, [], [['ArXiv'], ['ArXiv']]),
+    ('starcoder', CODE, ['--max_tokens=10'], [['nine byte']]),
+    ('starcoder', CODE, ['--max_tokens=503'], [['nine byte'] * 51]),
+    ('proof_pile', PROOF, [], [['0', '1', '2']])])
+def test_a_corpus_keeps_its_rows(tmp_path, name, files, arguments, kept):
     for file, rows in files.items():
         write_rows(tmp_path / 'in' / file, rows)
-    found = prepare(name, tmp_path / 'out', '--tokenizer=bytes', f'--local={tmp_path}/in',
-                    *arguments)
-    assert [*map(len, found)] == sizes and found[0][:len(first)] == first
+    assert prepare(name, tmp_path / 'out', '--tokenizer=bytes', f'--local={tmp_path}/in',
+                   *arguments) == kept
 
 
 def test_train_files_come_in_the_order_of_a_hash_and_others_in_that_of_names():
@@ -244,37 +226,26 @@ def test_train_files_come_in_the_order_of_a_hash_and_others_in_that_of_names():
         hub.by_split({'x.json': 'x'}, SPLITS)
 
 
-@pytest.mark.parametrize('kind', ['parquet', 'jsonl.gz'])
-def test_a_run_that_was_stopped_anywhere_ends_with_the_same_bytes(tmp_path, monkeypatch, kind):
-    for name in 'train-0', 'train-1', 'train-2', 'test':
-        write_rows(tmp_path / f'in/{name}.{kind}', [
-            {'text': f'{name} {i} ' * i, 'meta': {'redpajama_set_name': github}}  # first: empty
-            for i, github in enumerate(['', 'RedPajamaGithub', ''] * 3)])
-    arguments, stopped, n_stops = ('--tokenizer=bytes', f'--local={tmp_path}/in'), tmp_path / 'b', 0
-    assert len(prepare('slimpajama', tmp_path / 'a', *arguments)[0]) == 15
-    encoded = tokenizer.encoded
+def test_a_stopped_run_goes_on_behind_the_documents_that_it_wrote(tmp_path, monkeypatch):
+    for n in range(3):
+        write_rows(tmp_path / f'in/train-{n}.parquet', [{'text': f'{i} ' * i} for i in range(5)])
+    arguments = 'pg19', tmp_path / 'out', '--tokenizer=bytes', f'--local={tmp_path}/in'
+    whole, done, encoded = prepare(*arguments), [], tokenizer.encoded
 
     def stop(*arguments):
-        for n, ids in enumerate(encoded(*arguments)):
-            if n == 4:
+        for ids in encoded(*arguments):
+            done.append(ids)
+            if len(done) == 8:
                 raise KeyboardInterrupt
             yield ids
 
     monkeypatch.setattr(tokenizer, 'encoded', stop)
-    while not (stopped / 'meta.json').exists():
-        with contextlib.suppress(KeyboardInterrupt):
-            n_stops += 1
-            prepare('slimpajama', stopped, *arguments)
-    assert n_stops >= 4
-    for path in (tmp_path / 'a').iterdir():
-        assert (stopped / path.name).read_bytes() == path.read_bytes()
-    assert len(list(stopped.iterdir())) == 5
+    with pytest.raises(KeyboardInterrupt):
+        prepare(*arguments)
+    assert prepare(*arguments) == whole and len(whole[0]) == 12
+    assert len(done) == 12 + 2  # twice: the last that was written, and that at which it was stopped
 
 
-def test_the_hub_gives_a_commit_and_its_absence_is_one_line(tmp_path, monkeypatch):
-    info = Mock(sha='a' * 40, siblings=[Mock(rfilename='data/test.parquet')])
-    monkeypatch.setattr(huggingface_hub.HfApi, 'dataset_info', Mock(return_value=info))
-    assert hub.find_files('org/name', 'main', '') == {
-        'data/test.parquet': f'hf://datasets/org/name@{info.sha}/data/test.parquet'}
+def test_a_hub_that_does_not_answer_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.HfApi, 'dataset_info', Mock(side_effect=ConnectionError))
     assert 'emozilla/pg19 cannot be read' in refused('pg19', tmp_path / 'out')

@@ -50,9 +50,8 @@ def test_a_trained_bpe_is_exact_on_any_text_and_encodes_like_tiktoken(bpe):
     vocab = bpe.tokenizer.get_vocab()
     ranks = {bytes(map(byte_of.get, token)): i for token, i in vocab.items() if token != EOT}
     peer = tiktoken.Encoding('peer', pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={})
-    random = np.random.default_rng(0)
-    points = random.choice([*range(0xd800), *range(0xe000, 0x110000)], (200, 50))
-    for text in [CODE, UNICODE, ' ' * 5000, *(''.join(map(chr, row)) for row in points.tolist())]:
+    points = ''.join(map(chr, [*range(0xd800), *range(0xe000, 0x110000, 99)]))
+    for text in CODE, UNICODE, ' ' * 5000, points:
         ids = bpe.encode_ordinary(text)
         assert ids == peer.encode_ordinary(text) and bpe.eot_token not in ids
         assert bpe.decode(ids) == text and bpe.decode_bytes(ids) == text.encode()
@@ -127,9 +126,7 @@ def test_a_tokenizer_json_on_which_the_library_panics_ends_in_one_line(change):
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_a_token_or_a_file_that_is_not_there_is_named():
-    with pytest.raises(SystemExit, match='eos_token'):
-        HFTokenizer('x.json', LLAMA, '<|im_end|>')
+def test_a_tokenizer_that_is_not_there_is_named():
     with pytest.raises(SystemExit, match="no tokenizer 'gpt-2'"):
         get_tokenizer('gpt-2')
 
@@ -151,25 +148,29 @@ def test_each_document_is_read_back_and_followed_by_end_of_text(tmp_path, bpe):
 
 
 def test_a_stopped_run_leaves_the_old_dataset_and_can_go_on(tmp_path):
+    def write(texts, **options):
+        write_dataset(tmp_path, BYTES, {'train': texts}, **options)
+
     def stopped(after):
         yield from texts[:after]
         raise KeyboardInterrupt
 
-    texts = [f'text {i}' * (i % 5) for i in range(2000)]
-    write_dataset(tmp_path / 'whole', BYTES, {'train': texts})
-    write_dataset(tmp_path, BYTES, {'train': ['old']})
-    for after in 1, 700, 300, 1500:
+    def is_there(texts):
+        tokens = open_split(str(tmp_path), 'train')[0].astype(np.uint8)  # end-of-text becomes 0
+        return tokens.tobytes().decode() == '\0'.join(texts) + '\0'
+
+    texts = [f'text {i}' for i in range(1000)]
+    write(['old'])
+    for after in 300, 700, 500:
         with pytest.raises(KeyboardInterrupt):
-            write_dataset(tmp_path, BYTES, {'train': stopped(after)}, go_on=True)
-        assert open_split(str(tmp_path), 'train')[0].tolist() == [*b'old', 256]
-    texts[:1000] = ['new' if text else '' for text in texts[:1000]]  # these are there already
-    write_dataset(tmp_path, BYTES, {'train': texts}, go_on=True)
-    for name in 'train.bin', 'train_starts.bin', 'meta.json':
-        assert (tmp_path / name).read_bytes() == (tmp_path / 'whole' / name).read_bytes()
+            write(stopped(after), go_on=True)
+    assert is_there(['old'])
+    write(['new'] * 500 + texts[500:], go_on=True)  # the first 500 are there already
+    assert is_there(texts)
     with pytest.raises(KeyboardInterrupt):
-        write_dataset(tmp_path, BYTES, {'train': stopped(700)})
-    write_dataset(tmp_path, BYTES, {'train': ['new']})  # begins anew
-    assert open_split(str(tmp_path), 'train')[0].tolist() == [*b'new', 256]
+        write(stopped(700))
+    write(['new'])
+    assert is_there(['new'])
 
 
 def test_a_document_stays_in_its_split_in_every_version():
