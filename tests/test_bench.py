@@ -80,8 +80,3 @@ def test_peak_memory_is_that_of_the_tensors_held_at_once(cpu):
         return two, torch.zeros(10 ** 6)
 
     assert bench.peak_memory(work, cpu) == close(4 * 5e6, rel=1e-3)
-
-
-def test_a_program_that_prints_nothing_has_no_first_line():
-    with pytest.raises(RuntimeError, match='printed nothing'):
-        bench.first_line('-c', 'pass')
