@@ -115,7 +115,10 @@ class BytePairs(tiktoken.Encoding):
     """tiktoken's byte-pair encoding, which now encodes any number of blanks."""
 
     def encode_ordinary(self, text):
-        return [*chain.from_iterable(map(super().encode_ordinary, pieces(text)))]
+        ids = []
+        for piece in pieces(text):
+            ids += super().encode_ordinary(piece)
+        return ids
 
 
 def byte_pairs(name, ranks, pattern, eot_token):
@@ -188,7 +191,8 @@ def encoded(encoding, texts):
     with ThreadPoolExecutor() as pool:
         while some := list(islice(texts, 256)):
             for ids in pool.map(encoding.encode_ordinary, some):
-                yield [*ids, encoding.eot_token]
+                ids.append(encoding.eot_token)
+                yield ids
 
 
 def write_split(path, encoding, dtype, texts, max_tokens):
@@ -220,9 +224,9 @@ def write_dataset(folder, encoding, splits, max_tokens=math.inf, go_on=False, **
     without text is left out. go_on: behind what a stopped run has written with the same arguments,
     because the texts are still the same. about: more of meta.json.
     """
-    state, counts = tokenizer_state(encoding), {}
+    folder, state, counts = Path(folder), tokenizer_state(encoding), {}
     dtype = 'uint16' if encoding.n_vocab <= 2 ** 16 else 'uint32'
-    part = Path(folder, f'{stable_hash(state, max_tokens, about)}.part')
+    part = folder / f'{stable_hash(state, max_tokens, about)}.part'
     if not go_on:
         shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True, exist_ok=True)
@@ -231,17 +235,17 @@ def write_dataset(folder, encoding, splits, max_tokens=math.inf, go_on=False, **
         count = write_split(part / split, encoding, dtype, texts, max_tokens)
         if count['tokens']:
             counts[split] = count
+            print(f"{folder / split}.bin: {count['tokens']:,} tokens, "
+                  f"{count['documents']:,} documents")
     if not counts:
         raise UserError(f'There is no text for {folder}. Check the names of files and folders.')
-    meta = Path(folder, 'meta.json')
+    meta = folder / 'meta.json'
     meta.unlink(missing_ok=True)  # first, so that a kill leaves no dataset that is half new
     for path in part.iterdir():
-        path.replace(Path(folder, path.name))
+        path.replace(folder / path.name)
     part.rmdir()
     save_json(meta, {'tokenizer': state, 'vocab_size': encoding.n_vocab, 'dtype': dtype,
                      'splits': counts, **about})
-    for split, count in counts.items():
-        print(f"{folder}/{split}.bin: {count['tokens']:,} tokens, {count['documents']:,} documents")
 
 
 # ---------------------------------------------------------------------- texts
