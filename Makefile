@@ -1,5 +1,5 @@
-# make look, demo, test, test-all, lessons: each sets up what it needs in .venv. An active virtual
-# environment, or PYTHON=..., is used as it is, but tools that it lacks are installed there.
+# make look, demo, real, test, test-all, lessons: each sets up what it needs in .venv. An active
+# virtual environment, or PYTHON=..., is used as it is, but tools that it lacks are installed there.
 
 ifdef PYTHON
   SETUP :=
@@ -13,12 +13,16 @@ endif
 # $(call need,MODULE,EXTRA): where the module is missing, install its extra of pyproject.toml
 need = @$(PYTHON) -c 'import $(1)' 2> /dev/null || $(PYTHON) -m pip install -q '.[$(2)]'
 
-.PHONY: look demo test test-all lessons
+.PHONY: look demo real test test-all lessons
 look: $(SETUP)
 	$(PYTHON) demo.py config/look.py
 
 demo: $(SETUP)
 	$(PYTHON) demo.py
+
+real: $(SETUP)
+	$(call need,gguf,gguf)
+	PYTHON=$(PYTHON) sh extras/real.sh
 
 test: $(SETUP)
 	$(call need,xdist,dev)

@@ -1,7 +1,7 @@
 """
 Models of others, in and out. No code that comes with a model is run.
 
-In: every stage takes as --init_from a Hugging Face folder, hf:ORG/NAME[@REVISION], or a GGUF file.
+In: every stage takes as --init_from a Hugging Face folder, hf:ORG/NAME, or a GGUF file.
 A model of type llama (TinyLlama, Llama 1 to 3, SmolLM2), smollm3 or granitemoehybrid becomes one of
 ours, unless it computes something that our model does not. transformers runs all other causal
 models, such as BLOOM or Qwen3: they can be evaluated and sampled from, but not tuned, trained or
@@ -111,11 +111,9 @@ def folder_of(source):
     if not source.startswith('hf:'):
         return Path(source)
     from huggingface_hub import snapshot_download
-    repo, _, revision = source[3:].partition('@')
-    for patterns in ['*.json', 'model*.safetensors'], ['pytorch_model*.bin']:
-        path = Path(snapshot_download(repo, revision=revision or None, allow_patterns=patterns))
-        if any(path.glob('model*.safetensors')):
-            break
+    path = Path(snapshot_download(source[3:], allow_patterns=['*.json', 'model*.safetensors']))
+    if not any(path.glob('model*.safetensors')):
+        snapshot_download(source[3:], allow_patterns='pytorch_model*.bin')
     return path
 
 

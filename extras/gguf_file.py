@@ -47,6 +47,27 @@ def pre_tokenizers():
 
 # ---------------------------------------------------------------------- in
 
+def config_of(fields, tied):
+    """The ModelConfig of the fields of a file. Raises ValueError if ours cannot be such a model."""
+    kind = fields['general.architecture']
+    if kind not in ('llama', 'granite'):
+        raise ValueError(f'its architecture is {kind}, not llama or granite')
+    own = {name.removeprefix(f'{kind}.'): value for name, value in fields.items()
+           if name.startswith(f'{kind}.')}
+    values = {ours: own.pop(theirs) for ours, theirs in SETTINGS.items()}
+    # Granite's name for its switch of RoPE, in llama.cpp
+    has_rope = kind == 'llama' or own.pop('rope.scaling.finetuned', True)
+    values |= {'position': 'rope' if has_rope else 'none', 'tied': tied}
+    c = model_config(values | unused_settings(values))
+    known = dict.fromkeys(
+        ('rope.dimension_count', 'attention.key_length', 'attention.value_length'), c.head_dim)
+    known['logit_scale'] = 1
+    for name, value in own.items():
+        if value != known.get(name):
+            raise ValueError(f'its {name} is {value}, which our model does not compute')
+    return c
+
+
 def read_tokenizer(name, fields):
     """The state of the tokenizer in the fields of a file."""
     from gguf import TokenType
@@ -57,7 +78,7 @@ def read_tokenizer(name, fields):
         raise ValueError(f'its tokenizer is {kind}, not {" or ".join(known)}')
     vocab = {token: i for i, token in enumerate(tokens)}
     pairs = [tuple(pair.split(' ')) for pair in own['merges']]
-    merges = [pair for pair in pairs if ''.join(pair) in vocab]
+    merges = [pair for pair in pairs if ''.join(pair) in vocab]  # see write_tokenizer()
     tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=kind == 'llama-bpe'))
     tokenizer.pre_tokenizer, tokenizer.decoder = known[kind], decoders.ByteLevel()
     for token, its in zip(tokens, own['token_type']):
@@ -75,69 +96,29 @@ def read_tokenizer(name, fields):
 def read(path):
     """
     The ModelConfig of a file, its weights under their names in the file, {name: float32 tensor},
-    and the state of its tokenizer. Raises ValueError if it asks for what our model does not
-    compute.
+    and the state of its tokenizer. Raises ValueError if our model does not compute what it asks.
     """
     import gguf
-    reader, tensors = gguf.GGUFReader(path), {}
+    reader, weights = gguf.GGUFReader(path), {}
     fields = {name: field.contents() for name, field in reader.fields.items()}
-    kind = fields['general.architecture']
-    if kind not in ('llama', 'granite'):
-        raise ValueError(f'its architecture is {kind}, not llama or granite')
-    own = {name.removeprefix(f'{kind}.'): value for name, value in fields.items()
-           if name.startswith(f'{kind}.')}
-    values = {ours: own.pop(theirs) for ours, theirs in SETTINGS.items()}
-    has_rope = kind == 'llama' or own.pop('rope.scaling.finetuned', True)
-    values |= {'position': 'rope' if has_rope else 'none',
-               'tied': 'output.weight' not in [tensor.name for tensor in reader.tensors]}
-    c = model_config(values | unused_settings(values))
-    D = c.head_dim
-    fixed = {'rope.dimension_count': D, 'attention.key_length': D, 'attention.value_length': D,
-             'logit_scale': 1}
-    for name, value in own.items():
-        if value != fixed.get(name):
-            raise ValueError(f'its {name} is {value}, which our model does not compute')
+    c = config_of(fields, 'output.weight' not in [tensor.name for tensor in reader.tensors])
     for tensor in reader.tensors:
         weight = torch.tensor(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
         if tensor.name.endswith(ROTATED):
-            weight = weight.view(-1, D // 2, 2, c.n_embd).transpose(1, 2).flatten(0, 2)
-        tensors[tensor.name] = weight
-    return c, tensors, read_tokenizer(Path(path).name, fields)
+            weight = weight.view(-1, c.head_dim // 2, 2, c.n_embd).transpose(1, 2).flatten(0, 2)
+        weights[tensor.name] = weight
+    return c, weights, read_tokenizer(Path(path).name, fields)
 
 
 # ---------------------------------------------------------------------- out
 
-def write(path, c, weights, text, encoding, dtype):
-    """
-    Write a file. c: a ModelConfig; weights: {name in the file: float32 tensor}; text: the
-    tokenizer.json of the tokenizer `encoding`; dtype: of the matrices.
-    """
-    import gguf
-    from tokenizers import Tokenizer
-    tokenizer = Tokenizer.from_str(text)
-    architecture = {'none': 'granite', 'rope': 'llama'}.get(c.position)
-    # Any pre-tokenizer suits single bytes.
-    words = {'gpt2': 'gpt-2', 'bytes': 'gpt-2'}.get(encoding.name)
-    for kind, one in pre_tokenizers().items():
-        if one.__getstate__() == tokenizer.pre_tokenizer.__getstate__():
-            words = kind
-    if not architecture or c.rope_scaling or not words:
-        raise UserError(f'position {c.position} {c.rope_scaling} with tokenizer {encoding.name}: '
-                        "write --format=hf, and let llama.cpp's convert_hf_to_gguf.py read it.")
-    writer = gguf.GGUFWriter(path, architecture)
-    for ours, theirs in SETTINGS.items():
-        add = writer.add_float32 if ours in ('norm_eps', 'rope_base') else writer.add_uint32
-        add(f'{architecture}.{theirs}', getattr(c, ours))
-    if architecture == 'granite':
-        writer.add_logit_scale(1.0)
-        writer.add_rope_scaling_finetuned(False)  # without RoPE
-
-    vocab, merges = tokenizer.get_vocab(), json.loads(text)['model']['merges']
-    types = [gguf.TokenType.NORMAL] * len(vocab)
+def write_tokenizer(writer, tokenizer, merges, encoding):
+    """Add the fields of a tokenizer, except for its kind."""
+    from gguf import TokenType
+    vocab = tokenizer.get_vocab()
+    types = [TokenType.NORMAL] * len(vocab)
     for i, token in tokenizer.get_added_tokens_decoder().items():
-        types[i] = gguf.TokenType.CONTROL if token.special else gguf.TokenType.USER_DEFINED
-    writer.add_tokenizer_model('gpt2')
-    writer.add_tokenizer_pre(words)
+        types[i] = TokenType.CONTROL if token.special else TokenType.USER_DEFINED
     writer.add_token_list(sorted(vocab, key=vocab.get))
     writer.add_token_types(types)
     # at least one; a merge of two end tokens never applies to text
@@ -146,6 +127,33 @@ def write(path, c, weights, text, encoding, dtype):
     writer.add_eos_token_id(encoding.eot_token)
     writer.add_add_bos_token(start_token(encoding) != encoding.eot_token)
 
+
+def write(path, c, weights, text, encoding, dtype):
+    """
+    Write a file. c: a ModelConfig; weights: {name in the file: float32 tensor}; text: the
+    tokenizer.json of the tokenizer `encoding`; dtype: of the matrices.
+    """
+    import gguf
+    from tokenizers import Tokenizer
+    tokenizer, kind = Tokenizer.from_str(text), {'none': 'granite', 'rope': 'llama'}.get(c.position)
+    # Any pre-tokenizer suits single bytes.
+    words = {'gpt2': 'gpt-2', 'bytes': 'gpt-2'}.get(encoding.name)
+    for name, one in pre_tokenizers().items():
+        if one.__getstate__() == tokenizer.pre_tokenizer.__getstate__():
+            words = name
+    if not kind or c.rope_scaling or not words:
+        raise UserError(f'llama.cpp has no name for position {c.position} {c.rope_scaling} with '
+                        f'tokenizer {encoding.name}. Write --format=hf.')
+    writer = gguf.GGUFWriter(path, kind)
+    for ours, theirs in SETTINGS.items():
+        add = writer.add_float32 if ours in ('norm_eps', 'rope_base') else writer.add_uint32
+        add(f'{kind}.{theirs}', getattr(c, ours))
+    if kind == 'granite':
+        writer.add_logit_scale(1.0)
+        writer.add_rope_scaling_finetuned(False)  # see config_of()
+    writer.add_tokenizer_model('gpt2')  # byte-level BPE
+    writer.add_tokenizer_pre(words)
+    write_tokenizer(writer, tokenizer, json.loads(text)['model']['merges'], encoding)
     matrix = gguf.GGMLQuantizationType[dtype.replace('float', 'F').upper()]  # F32, F16, BF16
     for name, weight in weights.items():
         if name.endswith(ROTATED):
