@@ -148,6 +148,7 @@ class HFTokenizer:
 
     @contextlib.contextmanager
     def mistakes_in_one_line(self):
+        """What the package tokenizers raises becomes a UserError."""
         try:
             yield
         except KeyboardInterrupt:
