@@ -109,7 +109,7 @@ def test_reading_goes_on_where_a_text_changed(cut):
     texts = [ids[:L + 5], ids, changed, ids[:10], changed[:4 * L + 1]]
     found = node('reading', packed=packed, scales=model.head_scale.flatten().tolist(), cut=cut,
                  texts=[text.tolist() for text in texts])
-    for losses, text in zip(found, texts, strict=True):
+    for losses, text in zip(found, texts):
         near(losses, explore.losses_of(model, text, cut and len(text) > L), 1e-3)
 
 
@@ -146,7 +146,7 @@ def test_page_holds_the_present_scripts_and_the_losses_that_they_compute(cpu):
     found = data_of(PAGE)
     assert explore.page_of(found) == PAGE.read_text('utf-8'), 'run python -m lessons.explore'
     ids = torch.tensor(found['ids'])
-    for path, shown in zip(explore.models, found['models'], strict=True):
+    for path, shown in zip(explore.models, found['models']):
         model, _ = explore.open_model(str(ROOT / path), '', cpu)
         near(explore.losses_of(model, ids).mean(), sum(shown['stored']['losses']['own']) / len(ids),
              0.01)  # 8 bits cost little
