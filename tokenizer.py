@@ -42,23 +42,23 @@ def get_tokenizer(source, texts=None):
     bytes         256 bytes and end-of-text
     gpt2          downloaded once by tiktoken
     bpe:8192      a BPE of that vocabulary, trained on the texts
-    FILE.tiktoken end-of-text is the highest rank + 1
-    FILE.json     a tokenizer.json; hf:ORG/NAME: that of the hub; FILE.gguf: that of a model
+    hf:ORG/NAME   the tokenizer.json of a model on the hub
     data/NAME     that of a prepared dataset
+    FILE.gguf     that of a model
+    FILE.json     a tokenizer.json
+    FILE.tiktoken end-of-text is the highest rank + 1
     """
     if source is None:
         raise UserError('The model came without a tokenizer. Put its tokenizer.json into its '
                         'folder.')
-    if isinstance(source, dict) and source['kind'] == 'hf':
-        return HFTokenizer(source['name'], source['text'], source['eos'])
     if isinstance(source, dict):
-        return byte_pairs(source['name'], parse_ranks(source['text']), source['pattern'],
-                          source['eot_token'])
+        return from_state(source)
     if source == 'bytes':
         ranks = {bytes([byte]): byte for byte in range(256)}
+        # No bytes merge, so any pattern that drops nothing would do. This one cuts few words.
         return byte_pairs(source, ranks, r'[\s\S]{1,64}', 256)
-    if source == 'gpt2':
-        return get_tokenizer(tokenizer_state(tiktoken.get_encoding(source)))
+    if source == 'gpt2':  # by way of its state, because that makes a BytePairs
+        return from_state(tokenizer_state(tiktoken.get_encoding(source)))
     if source.startswith('bpe:'):
         return train_bpe(texts, int(source[4:]))
     path = Path(source)
@@ -67,7 +67,7 @@ def get_tokenizer(source, texts=None):
         folder = snapshot_download(source[3:], allow_patterns='tokenizer*.json')
         path = Path(folder, 'tokenizer.json')
     if (path / 'meta.json').is_file():
-        return get_tokenizer(json.loads((path / 'meta.json').read_text())['tokenizer'])
+        return from_state(json.loads((path / 'meta.json').read_text())['tokenizer'])
     if not path.is_file():
         raise UserError(f"There is no tokenizer '{source}'. Choose bytes, gpt2, FILE.tiktoken, "
                         'FILE.json, FILE.gguf, hf:ORG/NAME or a prepared dataset.')
@@ -83,8 +83,16 @@ def get_tokenizer(source, texts=None):
     return byte_pairs(path.name, ranks, PATTERN, max(ranks.values()) + 1)
 
 
+def from_state(state):
+    """The tokenizer of a tokenizer_state()."""
+    if state['kind'] == 'hf':
+        return HFTokenizer(state['name'], state['text'], state['eos'])
+    return byte_pairs(state['name'], parse_ranks(state['text']), state['pattern'],
+                      state['eot_token'])
+
+
 def tokenizer_state(encoding):
-    """The whole tokenizer as a dict of str and int, from which get_tokenizer() rebuilds it."""
+    """The whole tokenizer as a dict of str and int, from which from_state() rebuilds it."""
     if isinstance(encoding, HFTokenizer):
         return {'kind': 'hf', 'name': encoding.name, 'text': encoding.text, 'eos': encoding.eos}
     lines = [f'{base64.b64encode(token).decode()} {rank}\n'
@@ -108,7 +116,7 @@ def pieces(text):
     The text, cut where 10,000 blanks follow each other. tiktoken fails on a million of them, and
     training a BPE on them would take minutes.
     """
-    return re.split(r'(\s{10000})', text)
+    return re.split(r'(\s{10000})', text)  # because of the brackets, split() keeps the blanks
 
 
 class BytePairs(tiktoken.Encoding):
@@ -132,7 +140,7 @@ class HFTokenizer:
     def __init__(self, name, text, eos=None):
         """text: of tokenizer.json. eos: the token that ends a text; None: a usual one."""
         self.name, self.text = name, text
-        with self.mistakes_in_one_line():
+        with self.errors_as_user_error():
             from tokenizers import Tokenizer
             self.tokenizer = Tokenizer.from_str(text)
             self.tokenizer.encode_special_tokens = True  # '</s>' in a document is text, no end
@@ -147,8 +155,8 @@ class HFTokenizer:
             self.start_token = [*self.tokenizer.encode('').ids, self.eot_token][0]
 
     @contextlib.contextmanager
-    def mistakes_in_one_line(self):
-        """What the package tokenizers raises becomes a UserError."""
+    def errors_as_user_error(self):
+        """What the package tokenizers raises becomes a UserError, of one line."""
         try:
             yield
         except KeyboardInterrupt:
@@ -159,11 +167,11 @@ class HFTokenizer:
                             'package tokenizers missing (pip install ".[hf]")?') from error
 
     def encode_ordinary(self, text):
-        with self.mistakes_in_one_line():  # a batch of one, because encode() blocks other threads
+        with self.errors_as_user_error():  # a batch of one, because encode() blocks other threads
             return self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def decode(self, ids, skip_special_tokens=True):
-        with self.mistakes_in_one_line():
+        with self.errors_as_user_error():
             return self.tokenizer.decode(list(ids), skip_special_tokens)
 
     def decode_bytes(self, ids):
@@ -200,12 +208,16 @@ def write_split(path, encoding, dtype, texts, max_tokens):
     """
     Write PATH.bin and PATH_starts.bin, up to the document that reaches max_tokens. If a stopped run
     has written a part, this goes on behind it. Returns how many tokens and documents there are.
+
+    A stopped run may have written less of one file than of the other. Example: starts 0 5 9 14, and
+    12 tokens. The start 14 is dropped, because its tokens are missing. The document that starts at
+    9 may be cut, so it is dropped, too. Documents 0 and 1 stay, 9 tokens, and number 2 is next.
     """
     with open(f'{path}.bin', 'ab') as tokens, open(f'{path}_starts.bin', 'ab') as starts:
         size = np.dtype(dtype).itemsize
         written = np.fromfile(starts.name, np.int64)
         written = written[written <= tokens.tell() // size]
-        n_documents = max(0, len(written) - 1)  # the last one may be incomplete: write it again
+        n_documents = max(0, len(written) - 1)  # the last one may be cut: write it again
         n_tokens = int(written[-1]) if len(written) else 0
         starts.truncate(n_documents * 8)
         tokens.truncate(n_tokens * size)
@@ -260,10 +272,10 @@ def library_files():
     """{path: text} of the sources of Python's standard library, in the order of a hash."""
     folder, texts = Path(sysconfig.get_paths()['stdlib']), {}
     for path in folder.rglob('*.py'):
-        name = path.relative_to(folder)
-        is_library = name.parts[0].removesuffix('.py') in sys.stdlib_module_names
-        if is_library and not SKIP.intersection(name.parts):
-            texts[name.as_posix()] = path.read_text(encoding='utf-8')
+        inside = path.relative_to(folder)
+        is_library = inside.parts[0].removesuffix('.py') in sys.stdlib_module_names
+        if is_library and not SKIP.intersection(inside.parts):
+            texts[inside.as_posix()] = path.read_text(encoding='utf-8')
     return {name: texts[name] for name in sorted(texts, key=stable_hash)}
 
 
