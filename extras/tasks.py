@@ -74,15 +74,15 @@ def stack_manipulation(rng, B, n):
     0110422 -> 11020000.
     """
     height = rng.integers(1, max(2, n), (B, 1))
-    symbols, orders = random_bits(rng, B, n), rng.integers(2, 5, (B, n))
-    x = np.where(np.arange(n) < height, symbols, orders)
+    bits, orders = random_bits(rng, B, n), rng.integers(2, 5, (B, n))
+    x = np.where(np.arange(n) < height, bits, orders)
 
     answers = np.zeros((B, n + 1), np.int64)
     for row, answer in zip(x.tolist(), answers):
-        stack = []
+        stack = []  # the input's own stack is pushed, too: its 0 and 1 act like the orders 3 and 4
         for symbol in row:
             if symbol != 2:
-                stack.append(symbol % 3)  # 3 pushes 0, 4 pushes 1
+                stack.append(symbol % 3)  # 0 and 3 push 0, 1 and 4 push 1
             elif stack:
                 stack.pop()
         answer[:len(stack) + 1] = [*reversed(stack), END]
@@ -115,7 +115,7 @@ def expression(rng, n, operators):
     return f'({left}{operator}{right})', value
 
 
-def symbols(texts, alphabet):
+def symbols_of(texts, alphabet):
     """The index in the alphabet of each character: (B, n) from B texts of n characters."""
     return np.array([[alphabet.index(character) for character in text] for text in texts])
 
@@ -123,7 +123,7 @@ def symbols(texts, alphabet):
 def modular_arithmetic(rng, B, n):
     """The value mod 5 of an expression of 01234+-*(). ((-2)*(4-1)) -> 4."""
     texts, values = zip(*(expression(rng, n, '+-*') for _ in range(B)))
-    return symbols(texts, '01234+-*()'), np.array(values)[:, None]
+    return symbols_of(texts, '01234+-*()'), np.array(values)[:, None]
 
 
 def solve_equation(rng, B, n):
@@ -141,7 +141,7 @@ def solve_equation(rng, B, n):
             place = (place + 1) % (n - 2)
         equations.append(f'{text[:place]}x{text[place + 1:]}={value}')
         answers.append([int(text[place])])
-    return symbols(equations, '01234+-()x='), np.array(answers)
+    return symbols_of(equations, '01234+-()x='), np.array(answers)
 
 
 # ---------------------------------------------------------------------- context-sensitive
@@ -300,14 +300,15 @@ class Task:
     because both make the same first mistake.
     """
     generate: Callable  # (rng, B, n) -> inputs, answers
-    n_in: int           # number of different symbols in the inputs
+    n_in: int           # size of the inputs' alphabet; a symbol may never occur, see TASKS
     n_out: int          # number of different symbols in the answers
     ends: bool = False  # True if the answers finish with END
     read: str = 'slots'
 
 
 # In the order of Table 6 of "DAPE V2". Its levels: R, regular; DCF, deterministic context-free; CS,
-# context-sensitive.
+# context-sensitive. The alphabets of the two modular_arithmetic tasks have a last symbol that never
+# occurs, 8 and 10, as in the code of Deletang et al.
 TASKS = {task.generate.__name__: task for task in (
     # R
     Task(even_pairs, 2, 2),
