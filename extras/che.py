@@ -114,9 +114,10 @@ def new_model(names):
     holds the longest training input and its answer.
     """
     empty, rng = max(TASKS[name].n_in for name in names), np.random.default_rng(0)
+    # Draw a sample of each task to measure its length, because a task may round lengths.
     longest = [draw(name, rng, 1, train_length, empty)[0].shape[1] for name in names]
     of_model = {one.name for one in fields(ModelConfig)}
-    config = {name: value for name, value in settings(globals()).items() if name in of_model}
+    config = {key: value for key, value in settings(globals()).items() if key in of_model}
     config |= {'vocab_size': empty + 1, 'n_kv_head': n_head, 'block_size': max(longest)}
     torch.manual_seed(seed)  # the weights do not depend on earlier tasks
     return Transformer(model_config(config)).init_weights()
@@ -131,6 +132,7 @@ def train(model, names):
         warmed_up = min(1.0, (step + 1) / max(1, warmup_iters))
         optimizer.param_groups[0]['lr'] = learning_rate * warmed_up
         name = names[step % len(names)]
+        # A seed may be a list of numbers. With the bytes of a text in it, each task draws others.
         rng = np.random.default_rng([seed, *f'train {name}'.encode(), step])
         torch.manual_seed(seed + step)  # seeds random positions
         length = int(rng.integers(1, train_length + 1))
@@ -143,11 +145,12 @@ def train(model, names):
         recent.append(torch.stack((loss.detach(), accuracy)))
 
         if (step + 1) % eval_interval == 0 or step + 1 == max_iters:
-            mean_loss, accuracy = torch.stack(recent).mean(0).tolist()
+            mean_loss, mean_accuracy = torch.stack(recent).mean(0).tolist()
             if not math.isfinite(mean_loss):
                 raise UserError(f'the loss became {mean_loss} by step {step + 1}. Lower '
                                 'learning_rate.')
-            print(f'step {step + 1:6d}  loss {mean_loss:.4f}  accuracy {accuracy:.1%}', flush=True)
+            print(f'step {step + 1:6d}  loss {mean_loss:.4f}  accuracy {mean_accuracy:.1%}',
+                  flush=True)
             recent = []
 
 
@@ -155,15 +158,17 @@ def trained_model(path, names, runtime):
     """The model in TASK.pt; if there is none, train it first."""
     model = new_model(names).to(runtime.device)
     chosen = settings(globals())
-    chosen = {name: chosen[name] for name in chosen.keys() - NOT_OF_TRAINING}
+    for key in NOT_OF_TRAINING:
+        del chosen[key]
     if not path.exists():
         train(model, names)
         save_checkpoint(path, model.state_dict(), model.config, step=max_iters,
                         settings=chosen)
     state = read_checkpoint(path)
-    if others := dict(state['settings'].items() - chosen.items()):
-        raise UserError(f'{path} was trained with {others}. Choose another --out_dir=, or remove '
-                        'it.')
+    for key, value in state['settings'].items():
+        if value != chosen.get(key):
+            raise UserError(f'{path} was trained with --{key}={value}. Choose another --out_dir=, '
+                            'or remove it.')
     load_weights(model, state['model'], path)
     return model.eval()
 
@@ -189,10 +194,10 @@ def method_name():
     return name + '+conv' if short_conv else name
 
 
-def at(lengths):
+def header(tested):
     """The header of a mean over lengths, such as 'at 1, 40' or 'at 41, 42 ... 500'."""
-    first = ', '.join(map(str, lengths[:2]))
-    return f'at {first} ... {lengths[-1]}' if len(lengths) > 2 else f'at {first}'
+    first = ', '.join(map(str, tested[:2]))
+    return f'at {first} ... {tested[-1]}' if len(tested) > 2 else f'at {first}'
 
 
 def main():
@@ -204,6 +209,8 @@ def main():
     tested = sorted(lengths) or [*range(1, train_length + 1, eval_every),
                                  *range(train_length + 1, test_length + 1, eval_every)]
     n_short = sum(length <= train_length for length in tested)
+    if n_short in (0, len(tested)):
+        raise UserError(f'Test both lengths up to {train_length}, as in training, and longer ones.')
 
     rows, found = [], {}
     for mixture in tasks or TASKS:
@@ -217,8 +224,8 @@ def main():
             found[name] = {'inside': inside, 'outside': outside, 'chance': chance,
                            'accuracy': right, 'exact': exact}
             rows.append({'task': name, 'chance': f'{chance:.1%}',
-                         at(tested[:n_short]): f'{inside:.1%}',
-                         at(tested[n_short:]): f'{outside:.1%}'})
+                         header(tested[:n_short]): f'{inside:.1%}',
+                         header(tested[n_short:]): f'{outside:.1%}'})
             if lengths:
                 rows[-1] |= {str(length): f'{one:.1%}' for length, one in zip(tested, right)}
 

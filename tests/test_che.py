@@ -76,6 +76,7 @@ def test_one_model_learns_a_mixture_and_once_trained_is_only_tested(tmp_path):
     assert result['lengths'] == [3, 6, 24] and 'at 3, 6 at 24 3 6 24 ' in first
     weights = torch.load(tmp_path / 'flip_flop+copy.pt', weights_only=True)['model']
     assert weights['embed.weight'].shape[0] == 32 + 1  # the symbols of copy, and the empty token
-    for setting, named in {'--max_iters=3': "'max_iters': 2", '--tasks=["pairs"]': 'pairs'}.items():
+    for setting, named in {'--max_iters=3': '--max_iters=2', '--tasks=["pairs"]': 'pairs',
+                           '--lengths=[6]': 'longer ones'}.items():
         assert named in mistake('extras.che', *TINY, f'--tasks={arguments[0]}', '--max_iters=2',
                                 f'--out_dir={tmp_path}', setting)
