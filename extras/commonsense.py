@@ -1,25 +1,20 @@
 """
 Seven multiple-choice tasks of common sense, zero-shot: Table 1 of "Length Generalization of Causal
 Transformers without Position Encoding", where RoPE averages 46.1% and NoPE 46.2%. EleutherAI's
-package lm_eval asks the questions, and the stage runs its other tasks, too, such as RULER's. Its
-task files name the data sets.
+package lm_eval asks the questions. Its task files name the data sets.
 
 $ python -m extras.commonsense --init_from=hf:AntNLP/TinyLlama-NoPE-1.1B --position=none
 $ torchrun --nproc_per_node=8 -m extras.commonsense --tasks="['piqa']" --limit=100
-$ python -m extras.commonsense --tasks="['niah_single_1']" --read_length=4096 --tokenizer=gpt2
 
-The last one is of RULER, which needs `pip install lm_eval[ruler]`, a Hugging Face tokenizer that
-counts its tokens, and for ruler_vt, ruler_cwe and ruler_fwe a read_length of 1,024 or more: with
-less, lm_eval never finishes the prompts.
+The stage runs lm_eval's other tasks, too; for those of RULER see extras/README.md.
 
 The score of a choice is ln p of its tokens. acc: how often the right choice scores best. acc_norm:
 the same after each score is divided by the choice's number of characters. Text is written greedily.
 Of a question of more than read_length tokens the model reads the end; a prompt of that length is
 refused, because nobody can answer a prompt that was cut.
 
-Prints lm_eval's own table; -1 stands for a length of RULER that was not asked. Writes every metric
-to out_dir/commonsense[_LABEL].json. The answers are in .jsonl files beside it, from which a stopped
-run continues.
+Prints lm_eval's own table. Writes every metric to out_dir/commonsense[_LABEL].json. The answers are
+in .jsonl files beside it, from which a stopped run continues.
 """
 
 from itertools import groupby
@@ -73,7 +68,7 @@ class Harness(TemplateLM):
     Our model with lm_eval's interface. Every rank gets all requests and reads its share. path: of
     the files of answers; about: what answers depend on; length: as read_length.
     """
-    eot_token_id = None
+    eot_token_id = None  # because it is abstract in TemplateLM; each object has its own
 
     def __init__(self, model, encoding, runtime, path, about, length):
         super().__init__()
@@ -86,23 +81,28 @@ class Harness(TemplateLM):
         start = [self.eot_token_id] if add_bos and add_special_tokens is None else []
         return start + self.encoding.encode_ordinary(string)
 
-    def ask(self, kind, questions, shape, answer):
+    def ask(self, kind, questions, shape, answer_group):
         """
-        The answers to questions, [(ids, tokens that follow)], a dict each. answer(ids, n) answers
-        questions of one shape(question), in one pass: a list of ids, and n tokens follow each.
-        kind: names the file of answers.
+        The answers to questions, [(ids, tokens that follow)], a dict each. answer_group(ids, n)
+        answers questions of one shape(question), in one pass: a list of ids, and n tokens follow
+        each. kind: names the file of answers.
+
+        Example: questions of 5, 9 and 5 ids, 2 tokens follow each, and the shape is (ids, tokens).
+        The longest comes first, so the order is 1 0 2. answer_all() asks for items 0 1 2 of that
+        order. answer_group() gets question 1, then 0 and 2 together. The answers return as 0 1 2.
         """
+        sizes = [len(ids) + n for ids, n in questions]
+        order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], shape(questions[i])))
+
         @torch.no_grad()
         def answer_items(items):
             rows = []
             for _, group in groupby([questions[order[item]] for item in items], shape):
                 ids, follow = zip(*group)
                 with self.runtime.autocast():
-                    rows += answer(ids, follow[0])
+                    rows += answer_group(ids, follow[0])
             return rows
 
-        sizes = [len(ids) + n for ids, n in questions]
-        order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], shape(questions[i])))
         about = self.about | {'questions': stable_hash(questions)}
         rows = answer_all(f'{self.path}_{kind}', about, [sizes[i] for i in order], batch_tokens,
                           answer_items, self.runtime)
@@ -120,10 +120,12 @@ class Harness(TemplateLM):
                 raise UserError(f'of {texts}, the second has no token of its own. Put a space '
                                 'between them: set target_delimiter in the task.')
             ids, n = (context or [self.eot_token_id]) + continuation, len(continuation)
+            # The model reads all but the last token. With length 4 and a choice of 2 tokens, it
+            # reads 4 of the last 5: 3 of the context, 1 of the choice. A choice is never cut.
             questions.append((ids[-max(n, self.length) - 1:], n))
             self.n_cut += len(questions[-1][0]) < len(ids)
 
-        def answer(ids, n):
+        def log_p_of_group(ids, n):
             idx = torch.tensor(ids, device=self.runtime.device)                # (B, T + 1)
             targets = idx[:, -n:, None]
             log_p = self.model(idx[:, :-1], tail=n).float().log_softmax(-1)    # (B, n, V)
@@ -131,7 +133,10 @@ class Harness(TemplateLM):
             log_p = log_p.gather(-1, targets).sum(1)
             return [{'log_p': one.item(), 'greedy': its.item()} for one, its in zip(log_p, greedy)]
 
-        rows = self.ask(kind, questions, lambda question: (len(question[0]), question[1]), answer)
+        def shape(question):
+            return len(question[0]), question[1]
+
+        rows = self.ask(kind, questions, shape, log_p_of_group)
         return [(row['log_p'], row['greedy']) for row in rows]
 
     def loglikelihood_rolling(self, requests, **_):
@@ -157,12 +162,12 @@ class Harness(TemplateLM):
             prompts.append((ids, how['max_gen_toks']))
             ends.append(how['until'])
 
-        def answer(ids, n):
+        def text_of_group(ids, n):
             written = complete(self.model, ids, n, [self.encoding.eot_token])
             return [{'text': self.encoding.decode(new)} for new in written]
 
         texts = []
-        for row, until in zip(self.ask('texts', prompts, itemgetter(1), answer), ends):
+        for row, until in zip(self.ask('texts', prompts, itemgetter(1), text_of_group), ends):
             text = row['text']
             for end in until:
                 text = text.partition(end)[0]
