@@ -41,9 +41,12 @@ CELLS = 64  # most cells per side of a map, so that the JSON of three lengths is
 
 def parts_of(method, q, k, i, j):
     """
-    {part: (B, H, rows, keys)} of some query rows. The parts are score: q.k / sqrt(D), plus what
-    CoPE or Transformer-XL add; bias: B; dape: f([S; B]) of Eq. (3); attention: the weights; seen:
-    True where the query sees the key.
+    {part: (windows, H, rows, keys)} of some query rows. The parts are
+    score      q.k / sqrt(D), plus what CoPE or Transformer-XL add: S of Eq. (3)
+    bias       the position bias: B of Eq. (3)
+    dape       f([S; B]) of Eq. (3)
+    attention  the weights
+    seen       True where the query sees the key
     """
     parts = {'score': method.similarity(q, k, i, j)}
     scores, bias = method.scores(q, k, i, j), method.bias(i, j)
@@ -56,27 +59,33 @@ def parts_of(method, q, k, i, j):
 
 
 def cell_sums(numbers, width):
-    """The sum of the numbers of each cell of `width` keys. numbers: (B, rows, keys)."""
+    """The sums (cells,) over cells of `width` keys. numbers: (windows, rows, keys)."""
     return torch.stack([cell.sum() for cell in numbers.split(width, dim=2)])
 
 
 def head_maps(method, q, k, place, head):
     """
-    {part: map} of one head. A map has a row per cell of queries: of the first row the cell of the
-    first keys, of the second row two cells, and so on, because later keys are not seen. Each number
-    is the mean over windows, and over the pairs of query and key that the method does not mask.
-    For attention it is the sum over a cell's keys, because a single weight shrinks with T.
-    q: (B, H, T, D) scaled queries; k: (B, n_kv_head, T, D).
+    {part: map} of one head. A cell is `width` queries by `width` keys. A map is a triangle of
+    cells, because later keys are not seen:
+
+    queries 0 ...           [x]
+    queries width ...       [x, x]
+    queries 2 width ...     [x, x, x]
+
+    Each number is the mean over windows, and over the pairs of query and key that the method does
+    not mask. For attention it is the sum over a cell's keys, because a single weight shrinks with
+    T. q: (windows, H, T, D), scaled queries; k: (windows, n_kv_head, T, D).
     """
     T, maps = q.shape[2], {}
     width = math.ceil(T / CELLS)  # tokens in a cell
     for start in range(0, T, width):
         rows, keys = slice(start, start + width), slice(start + width)
         parts = parts_of(method, q[:, :, rows], k[:, :, keys], place.i[rows], place.j[keys])
-        seen = parts.pop('seen')[:, head]
+        seen = parts.pop('seen')[:, head]                                    # (windows, rows, keys)
+        n_queries = seen[:, :, 0].numel()                                    # of all windows
+        n_pairs = cell_sums(seen, width).clamp(min=1)                        # (cells,)
         for part, numbers in parts.items():
-            sums = cell_sums(numbers[:, head].masked_fill(~seen, 0), width)
-            n_queries, n_pairs = seen[:, :, 0].numel(), cell_sums(seen, width).clamp(min=1)
+            sums = cell_sums(numbers[:, head].masked_fill(~seen, 0), width)  # (cells,)
             mean = sums / (n_queries if part == 'attention' else n_pairs)
             maps.setdefault(part, []).append(mean)
     return maps
@@ -84,8 +93,11 @@ def head_maps(method, q, k, place, head):
 
 def maps_and_first_key(model, tokens, layer, head):
     """
-    head_maps() of one head over windows, (B, T) ids, and the share of attention that each head
-    gives to the first key, (n_layer, H): the mean over windows and the queries of the second half.
+    head_maps() of one head over windows, (windows, T) ids, and the share of attention that each
+    head gives to the first key, (n_layer, H): the mean over windows and the queries of the second
+    half. Before each layer's attention a hook looks at its inputs. For the shares it attends once
+    more, with values that are 1 at the first key and 0 elsewhere, so the output is the first
+    weight.
     """
     if not has_entropy(model):
         raise UserError(f'{model.config.position} has its own attend(), so its attention weights '
@@ -96,7 +108,7 @@ def maps_and_first_key(model, tokens, layer, head):
         x, place = arguments[:2]
         q, k, _ = attention.queries_keys_values(x, place)
         first = torch.zeros_like(k)
-        first[:, :, 0] = 1  # with these values, attention returns the share of the first key
+        first[:, :, 0] = 1
         share = attention.position.attend(q, k, first, place)[:, :, x.shape[1] // 2:, 0]
         shares.append(share.mean((0, 2)))
         if attention.layer == layer:
@@ -114,17 +126,17 @@ def main(given):
     runtime = setup(device, 'float32')
     model, info = open_model(init_from, out_dir, runtime, position, rope_scaling, scale)
     path = result_path(results_folder(out_dir, init_from, given), 'attention', label, info)
-    L, at = model.config.block_size, len(model.blocks) // 2 if layer is None else layer
-    rows = []
+    L, found = model.config.block_size, []
+    drawn = len(model.blocks) // 2 if layer is None else layer
     for T in lengths or [L, 4 * L, 16 * L]:
         windows = Windows(dataset or info['settings'].get('dataset', ''), split, T, info=info)
         samples = torch.from_numpy(windows.evenly_spaced(n_samples)[:, :-1]).to(runtime.device)
-        maps, share = maps_and_first_key(model, samples, at, head)
-        runtime.print(f'{T:8,d} tokens: {share[at, head]:.1%} on the first key; '
+        maps, share = maps_and_first_key(model, samples, drawn, head)
+        runtime.print(f'{T:8,d} tokens: {share[drawn, head]:.1%} on the first key; '
                       f'mean of all heads {share.mean():.1%}')
-        rows.append({'length': T, 'n_windows': len(samples), 'first_key': share, 'maps': maps})
-    write_result(path, {'stage': 'attention', 'dataset': windows.dataset, 'layer': at,
-                        'head': head, 'lengths': rows}, settings(globals()), runtime, info)
+        found.append({'length': T, 'n_windows': len(samples), 'first_key': share, 'maps': maps})
+    write_result(path, {'stage': 'attention', 'dataset': windows.dataset, 'layer': drawn,
+                        'head': head, 'lengths': found}, settings(globals()), runtime, info)
 
 
 if __name__ == '__main__':
