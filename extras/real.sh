@@ -28,5 +28,5 @@ $python -c "from pydoc_data.topics import topics; print(*topics.values())" > $ou
 $python data/text/prepare.py $out/python.txt --tokenizer=$model --out_dir=$out/text
 $python sample.py $read_with --prompt='The capital of France is' --temperature=0 --max_new_tokens=60
 $python eval_ppl.py $read_with --dataset=$out/text --split=train --lengths=[512,1024,2048,4096] \
-    --max_windows=4
+    --max_windows=3
 $python passkey.py $read_with --max_length=4096 --n_lengths=1 --n_depths=3 --n_keys=1
