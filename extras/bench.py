@@ -71,6 +71,8 @@ dtype = 'auto'               # auto, float32, bfloat16; entropy always uses floa
 compile = True               # compile training steps, and time windows and decoding compiled, too
 seed = 1337
 
+PRODUCT = {'cpu': 2048, 'cuda': 8192}  # {device: rows of the large matrix product}
+
 
 # ---------------------------------------------------------------------- arithmetic
 
@@ -83,7 +85,7 @@ def flops_per_token(model, length):
     out.
     """
     c, look_up = model.config, model.embed.weight.numel()
-    dape = sum(p.numel() for name, p in model.named_parameters() if '.dape.' in name)
+    dape = sum(p.numel() for weight, p in model.named_parameters() if '.dape.' in weight)
     weights = model.n_params() - dape - (0 if c.tied else look_up)
     return 2 * weights, (2 * c.n_layer * c.n_embd + dape) * length
 
@@ -113,10 +115,10 @@ def seconds_of(work, runtime):
     """The time of one call."""
     wait = torch.cuda.synchronize if runtime.device.type == 'cuda' else lambda: None
     wait()
-    start = time.perf_counter()
+    begun = time.perf_counter()
     work()
     wait()
-    return time.perf_counter() - start
+    return time.perf_counter() - begun
 
 
 def peak_memory(work, runtime):
@@ -167,7 +169,7 @@ def compare(title, works, flops, runtime):
 def new_model(block_size, runtime, **changes):
     torch.manual_seed(seed)
     of_model = {one.name for one in fields(ModelConfig)}
-    config = {name: value for name, value in globals().items() if name in of_model}
+    config = {key: value for key, value in globals().items() if key in of_model}
     config = model_config(config | {'block_size': block_size} | changes)
     return Transformer(config).init_weights().to(runtime.device)
 
@@ -247,14 +249,14 @@ def training_step(model, runtime):
 
 # ---------------------------------------------------------------------- tasks
 
-def train(runtime):
+def time_train(runtime):
     models = both(context, runtime)
     works = {who: training_step(model, runtime) for who, model in models.items()}
     flops = dict.fromkeys(works, training_flops(models['ours']))
     return compare('training step', works, flops, runtime)
 
 
-def head_scales(runtime):
+def time_scale(runtime):
     """A step of head-scale tuning (ours) beside a whole training step."""
     models = {'whole step': new_model(context, runtime),
               'ours': only_scales(new_model(context, runtime), runtime)}
@@ -263,7 +265,7 @@ def head_scales(runtime):
     return compare('head-scale step', works, flops, runtime)
 
 
-def methods(runtime):
+def time_methods(runtime):
     """Training steps of position methods beside that of NoPE."""
     models = {'NoPE': new_model(context, runtime, position='none'),
               'Kerple': new_model(context, runtime, position='kerple'),
@@ -274,7 +276,7 @@ def methods(runtime):
 
 
 @torch.no_grad()
-def sliding_windows(runtime):
+def time_eval(runtime):
     """
     A window of 8L tokens that scores its last L / 8. Our model computes only the logits of these
     tokens; transformers' code computes all logits.
@@ -293,7 +295,7 @@ def sliding_windows(runtime):
 
 
 @torch.no_grad()
-def entropy(runtime):
+def time_entropy(runtime):
     """Entropy of every head of a layer, by the kernel and from the matrix of all weights."""
     T, D = read_context, n_embd // n_head
     q = torch.randn(1, n_head, T, D, device=runtime.device)
@@ -311,7 +313,7 @@ def entropy(runtime):
 
 
 @torch.no_grad()
-def prefill(runtime):
+def time_prefill(runtime):
     """Read a prompt into a cache."""
     T, models = read_context, both(read_context, runtime, frozen=True)
     prompt = random_ids(1, T, runtime).tolist()
@@ -322,8 +324,11 @@ def prefill(runtime):
 
 
 @torch.no_grad()
-def decode(runtime):
-    """Greedy decoding of tokens one by one. The pass over the prompt before is not counted."""
+def time_decode(runtime):
+    """
+    Greedy decoding of tokens one by one. The pass over the prompt before is not counted. Each
+    round then cuts the cache back to the prompt, so that the next one does the same.
+    """
     models, works = both(read_context, runtime, frozen=True), {}
     prompt = random_ids(1, read_context, runtime).tolist()
     store_column_major(models['ours'])  # stages that decode do the same
@@ -331,7 +336,7 @@ def decode(runtime):
     def decoding(model, compiled):
         logits, cache = read_prompts(model, prompt, n_decode)
         first, step = logits.argmax(-1, keepdim=True), step_of(model, cache, compiled)
-        if compiled and step is model:  # transformers'
+        if compiled and step is model:  # step_of() leaves models of transformers as they are
             step = torch.compile(model, dynamic=False)
 
         def work():
@@ -367,25 +372,29 @@ def first_line(*command):
         raise RuntimeError(f'{command} printed nothing')
 
 
-def start(runtime):
+def time_start(runtime):
     """The first line of training after the command, beside `import torch`."""
     with tempfile.TemporaryDirectory() as folder:
         text = ['import this\n' * 10000]
         write_dataset(folder, get_tokenizer('bytes'), {'train': text, 'val': text})
-        train = 'train.py', f'--dataset={folder}', f'--out_dir={folder}/run', f'--device={device}'
+        command = 'train.py', f'--dataset={folder}', f'--out_dir={folder}/run', f'--device={device}'
         works = {'import torch': partial(first_line, '-c', 'import torch; print()'),
-                 'first line of training': partial(first_line, *train)}
+                 'first line of training': partial(first_line, *command)}
         return compare('start', works, {}, runtime)
 
 
-TASKS = {'train': train, 'scale': head_scales, 'methods': methods, 'eval': sliding_windows,
-         'entropy': entropy, 'prefill': prefill, 'decode': decode, 'start': start}
-PRODUCT = {'cpu': 2048, 'cuda': 8192}  # rows of the large matrix product
+TASKS = {'train': time_train, 'scale': time_scale, 'methods': time_methods, 'eval': time_eval,
+         'entropy': time_entropy, 'prefill': time_prefill, 'decode': time_decode,
+         'start': time_start}
 
 
 def main():
     os.environ.setdefault('KINETO_LOG_LEVEL', '6')  # else each profile prints messages
+    if unknown := {*tasks} - {*TASKS}:
+        raise UserError(f"tasks has {unknown}. Choose from {', '.join(TASKS)}.")
     runtime, results = setup(device, dtype, seed), {}
+    if runtime.device.type not in PRODUCT:
+        raise UserError(f'{runtime.device.type} is not measured. Give --device=cpu or cuda.')
     read_in = [dtype]
     if dtype == 'auto':  # without the processor's instructions bfloat16 is 50 times slower
         has_bfloat16 = runtime.device.type == 'cuda' or torch.ops.mkldnn._is_mkldnn_bf16_supported()
