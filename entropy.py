@@ -5,8 +5,7 @@ and Appendix D of "Length Generalization of Causal Transformers without Position
 $ python entropy.py                                              # the demo model, windows of 8L
 $ python entropy.py --scale=out/demo/nope/scale_head_640.json    # with tuned scales
 
-Writes out_dir/entropy[_LABEL].json and .png (Figures 1 and 5), and entropy_heads[_LABEL].png
-(Figures 3 and 10 to 12)
+Writes out_dir/entropy[_LABEL].json and .png (Figures 1, 3 and 10 to 12)
 """
 
 import math

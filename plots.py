@@ -70,7 +70,7 @@ def finish(axis, results, ylabel, title='', xlabel='position (tokens)'):
 
 
 def smooth(position, loss):
-    """Positions and losses as means over 8 bins, that is L / 2 positions."""
+    """Positions and losses as means over 8 bins; a bin is block_size / 16 positions."""
     return [np.convolve(bins, np.ones(8) / 8, 'valid') for bins in (position, loss)]
 
 
@@ -255,8 +255,9 @@ def draw_demo(result):
         [line] = left.plot(range(tail, T + 1), reading['curve'][tail - 1:], label=name)
         right.barh(name, reading['far']['gain'], xerr=reading['far']['gain_error'],
                    color=line.get_color(), ecolor='gray')
-    cut = column(reading['at'].values(), 'cut_loss')  # of the last model, as trained
-    left.plot(result['lengths'], cut, '.--', lw=0.8, color=line.get_color(),
+    name, reading = [*result['readings'].items()][-1]
+    cut = column(reading['at'].values(), 'cut_loss')  # of this model, without scales
+    left.plot(result['lengths'], cut, '.--', lw=0.8, color=left.lines[-1].get_color(),
               label=f"{name.partition(',')[0]}, only the last L tokens")
     finish(left, [result], f'loss (nats per token, mean of {tail})')
     right.invert_yaxis()

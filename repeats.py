@@ -19,7 +19,7 @@ $ python repeats.py                                              # windows of 8L
 $ python repeats.py --scale=out/demo/nope/scale_head_640.json    # with tuned scales
 $ python repeats.py --control=True   # also with another document's text before the last L tokens
 
-Writes out_dir/repeats[_LABEL].json and .png
+Writes out_dir/repeats[_LABEL].json
 """
 
 from functools import partial

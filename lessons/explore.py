@@ -24,7 +24,7 @@ from tokenizer import PATTERN, get_tokenizer
 
 # what to show
 models: list[str] = ['lessons/models/none', 'lessons/models/rope', 'lessons/models/conv']
-scales: list[str] = ['lessons/models/none/scale_uniform.json',  # scale files of these models
+scales: list[str] = ['lessons/models/none/scale_uniform_1024.json',  # scale files of these models
                      'lessons/models/none/scale_head_1024.json',
                      'lessons/models/conv/scale_head_1024.json']
 text = 'common.py'             # opens the page

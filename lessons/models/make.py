@@ -18,10 +18,10 @@ from common import read_checkpoint, save_checkpoint
 from model import vector_kind
 
 MODELS = {'none': '', 'rope': '--position=rope', 'conv': '--short_conv=4'}
-UNIFORM = '--method=uniform --candidate_range=[0.6,2.4,0.1]'
+UNIFORM = '--method=uniform --candidate_range=[0.6,2.4,0.1] --label=1024'
 HEAD = ('--tune=head_scale:0.1 --init_scale=1.0 --min_scale=None --max_iters=80 '
         '--warmup_iters=10')
-SCALES = {'none/scale_uniform.json': UNIFORM, 'none/scale_head_1024.json': HEAD,
+SCALES = {'none/scale_uniform_1024.json': UNIFORM, 'none/scale_head_1024.json': HEAD,
           'conv/scale_head_1024.json': HEAD}
 
 
