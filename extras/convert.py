@@ -46,14 +46,12 @@ format = 'hf'                # hf: for transformers and vLLM; gguf: for llama.cp
 target_length: int | None = None  # longest text in tokens; of several sets of scales takes its own
 dtype = 'bfloat16'           # of the written matrices: float32, bfloat16, float16
 
-# {our setting: its name in a config.json}
-SETTINGS = {
-    'vocab_size': 'vocab_size', 'block_size': 'max_position_embeddings',
-    'n_layer': 'num_hidden_layers', 'n_head': 'num_attention_heads',
-    'n_kv_head': 'num_key_value_heads', 'n_embd': 'hidden_size', 'n_hidden': 'intermediate_size',
-    'norm_eps': 'rms_norm_eps', 'rope_base': 'rope_theta', 'tied': 'tie_word_embeddings'}
+
+# ---------------------------------------------------------------------- names of weights
+
 # {our weight: its name in a folder}. * is a layer. Of several names the rows follow each other in
-# ours.
+# ours. Example: with 4 heads of 16 channels for q, and 2 for k and for v, the 128 rows of qkv are
+# the 64 of q, the 32 of k and the 32 of v.
 LLAMA = {
     'embed': 'model.embed_tokens', 'norm': 'model.norm', 'head': 'lm_head',
     'blocks.*.attn_norm': 'model.layers.*.input_layernorm',
@@ -67,15 +65,6 @@ LLAMA = {
 GRANITE = LLAMA | {'blocks.*.mlp.gate_up': 'model.layers.*.shared_mlp.input_linear',
                    'blocks.*.mlp.out': 'model.layers.*.shared_mlp.output_linear'}
 WEIGHTS = {'llama': LLAMA, 'smollm3': LLAMA, 'granitemoehybrid': GRANITE}
-SCALES = 'model.layers.{}.self_attn.scale_param'  # head scales of a layer, in the paper's code
-SCALINGS = {'default': '', 'linear': 'pi:{factor}', 'yarn': 'yarn:{factor}',
-            'llama3': 'llama3:{factor}'}  # {rope_type: our rope_scaling}
-LLAMA3 = {'low_freq_factor': 1.0, 'high_freq_factor': 4.0}
-# What our model computes, where a config.json may ask for something else
-FIXED = LLAMA3 | {
-    'hidden_act': 'silu', 'embedding_multiplier': 1, 'residual_multiplier': 1, 'logits_scaling': 1,
-    'partial_rotary_factor': 1, 'beta_fast': 32, 'beta_slow': 1, 'attention_factor': None,
-    'mscale': None, 'mscale_all_dim': None, 'truncate': True}
 
 
 class Unlike(ValueError):
@@ -124,8 +113,27 @@ def trained_position(config):
         raise ValueError(f'position_embedding_type {kind} is unknown')
     layers = getattr(config, 'no_rope_layers', [kind == 'rope'])  # only SmolLM3 has it
     names = ['rope' if has_rope else 'none' for has_rope in layers]
+    # the least n with which the layers repeat: rope, none, rope, none has 2 and becomes rope,none
     period = next(n for n in range(1, len(names) + 1) if names[n:] == names[:-n])
     return ','.join(names[:period])
+
+
+# {our setting: its name in a config.json}, for reading and writing
+SETTINGS = {
+    'vocab_size': 'vocab_size', 'block_size': 'max_position_embeddings',
+    'n_layer': 'num_hidden_layers', 'n_head': 'num_attention_heads',
+    'n_kv_head': 'num_key_value_heads', 'n_embd': 'hidden_size', 'n_hidden': 'intermediate_size',
+    'norm_eps': 'rms_norm_eps', 'rope_base': 'rope_theta', 'tied': 'tie_word_embeddings'}
+# {rope_type: our rope_scaling}
+SCALINGS = {'default': '', 'linear': 'pi:{factor}', 'yarn': 'yarn:{factor}',
+            'llama3': 'llama3:{factor}'}
+LLAMA3 = {'low_freq_factor': 1.0, 'high_freq_factor': 4.0}  # of the rope_type llama3
+# What our model computes, where a config.json may ask for something else
+FIXED = LLAMA3 | {
+    'hidden_act': 'silu', 'embedding_multiplier': 1, 'residual_multiplier': 1, 'logits_scaling': 1,
+    'partial_rotary_factor': 1, 'beta_fast': 32, 'beta_slow': 1, 'attention_factor': None,
+    'mscale': None, 'mscale_all_dim': None, 'truncate': True}
+SCALES = 'model.layers.{}.self_attn.scale_param'  # head scales of a layer, in the paper's code
 
 
 def read_llama(path, position):
@@ -141,6 +149,7 @@ def read_llama(path, position):
     rope, D = config.rope_parameters, config.hidden_size // config.num_attention_heads
     entries = config.to_dict() | rope
     fixed = FIXED | {'head_dim': D, 'attention_multiplier': D ** -0.5,
+                     # a config.json may say 'attention', which transformers renames on reading
                      'layer_types': ['full_attention'] * config.num_hidden_layers}
     for name, value in fixed.items():
         if entries.get(name) not in (None, value):
@@ -162,6 +171,8 @@ def read_llama(path, position):
                'rope_scaling': SCALINGS[rope['rope_type']].format(**rope),
                'n_hidden': entries.get('shared_intermediate_size') or values['n_hidden'],
                'pretrained_length': entries.get('original_max_position_embeddings')}
+    # unused_settings() gives the default of each setting that the position method does not have. It
+    # replaces the value in the file: with 'none', rope_base becomes 10000.
     c = model_config(values | unused_settings(values))
     return scales | our_weights(c, tensors, WEIGHTS[config.model_type]), c
 
@@ -182,7 +193,8 @@ def read(source, position=None, dtype=torch.float32):
             try:
                 model, c = read_llama(path, position)
             except Unlike as reason:
-                model = Foreign(path, dtype, reason)
+                # a str, because the exception's traceback would keep the weights of read_llama()
+                model = Foreign(path, dtype, str(reason))
                 c = model.config
             if (path / 'tokenizer.json').is_file():
                 tokenizer = tokenizer_state(get_tokenizer(str(path / 'tokenizer.json')))
@@ -201,6 +213,7 @@ def require_exportable(model):
     """Refuse a model that no stock model can hold, because the folder would compute otherwise."""
     blocks, c = model.blocks, model.config
     names = *SETTINGS, 'position', 'pretrained_length', 'rope_scaling'
+    # true if everything else, such as short_conv, is at its default
     is_plain = c == ModelConfig(**{name: getattr(c, name) for name in names})
     has_others = {type(block.attn.position) for block in blocks} - {NoPE, RoPE}
     if has_others or not is_plain or 'ntk' in c.rope_scaling:
@@ -238,8 +251,8 @@ def their_weights(model, table):
     return theirs
 
 
-def their_config(c, encoding):
-    """The config.json of a model."""
+def their_config(c, encoding, dtype):
+    """The config.json of a model, as a dict. dtype: name of the dtype of its matrices."""
     kind, architecture = {
         'none': ('granitemoehybrid', 'GraniteMoeHybridForCausalLM'),
         'rope': ('llama', 'LlamaForCausalLM'),
@@ -252,6 +265,7 @@ def their_config(c, encoding):
     if c.position == 'none':
         return config | {
             'position_embedding_type': 'nope', 'shared_intermediate_size': c.n_hidden,
+            # the word of Granite's files; transformers renames it to 'full_attention' on reading
             'layer_types': ['attention'] * c.n_layer, 'num_local_experts': 0,
             'attention_multiplier': c.head_dim ** -0.5,
             'mamba_n_heads': 1}  # no layer has it, but it must divide twice the width
@@ -281,13 +295,13 @@ def tokenizer_json(state):
     return converter.converted().to_str()
 
 
-def write_folder(path, model, text, encoding):
+def write_folder(path, model, text, encoding, dtype):
     """
     Write what AutoModelForCausalLM and AutoTokenizer of unmodified transformers load. text: of
-    tokenizer.json; encoding: that tokenizer.
+    tokenizer.json; encoding: that tokenizer; dtype: of the matrices.
     """
     from safetensors.torch import save_file
-    config = their_config(model.config, encoding)
+    config = their_config(model.config, encoding, dtype)
     save_json(path / 'config.json', config)
     end = encoding.decode_bytes([encoding.eot_token]).decode()
     save_json(path / 'tokenizer_config.json', {
@@ -321,7 +335,7 @@ def main(given):
                        int(split_scaling(c.rope_scaling)[1] * c.pretrained_length))
     path.mkdir(parents=True, exist_ok=True)
     if format == 'hf':
-        write_folder(path, model, text, encoding)
+        write_folder(path, model, text, encoding, dtype)
     else:
         weights = their_weights(model, gguf_file.WEIGHTS)
         gguf_file.write(path / 'model.gguf', c, weights, text, encoding, dtype)
