@@ -30,7 +30,8 @@ WEIGHTS = {
     'blocks.*.mlp_norm': 'blk.*.ffn_norm',
     'blocks.*.mlp.gate_up': 'blk.*.ffn_gate blk.*.ffn_up',
     'blocks.*.mlp.out': 'blk.*.ffn_down'}
-# RoPE rotates rows n and n + D/2 of a head together. llama.cpp stores the two side by side.
+# RoPE rotates rows n and n + D/2 of a head together. llama.cpp stores the two side by side: with
+# D = 4, our rows 0 1 2 3 are stored in the order 0 2 1 3.
 ROTATED = 'attn_q.weight', 'attn_k.weight'
 
 
@@ -55,10 +56,11 @@ def config_of(fields, tied):
     own = {name.removeprefix(f'{kind}.'): value for name, value in fields.items()
            if name.startswith(f'{kind}.')}
     values = {ours: own.pop(theirs) for ours, theirs in SETTINGS.items()}
-    # Granite's name for its switch of RoPE, in llama.cpp
+    # llama.cpp switches a Granite's RoPE off if this field is False, in spite of its name.
     has_rope = kind == 'llama' or own.pop('rope.scaling.finetuned', True)
     values |= {'position': 'rope' if has_rope else 'none', 'tied': tied}
     c = model_config(values | unused_settings(values))
+    # fields that may be present if they say what our model does anyway
     known = dict.fromkeys(
         ('rope.dimension_count', 'attention.key_length', 'attention.value_length'), c.head_dim)
     known['logit_scale'] = 1
@@ -78,7 +80,9 @@ def read_tokenizer(name, fields):
         raise ValueError(f'its tokenizer is {kind}, not {" or ".join(known)}')
     vocab = {token: i for i, token in enumerate(tokens)}
     pairs = [tuple(pair.split(' ')) for pair in own['merges']]
-    merges = [pair for pair in pairs if ''.join(pair) in vocab]  # see write_tokenizer()
+    # A tokenizer of bytes has no merges, but its file must have one. It is of two end tokens, which
+    # make no token together, so it is left out.
+    merges = [pair for pair in pairs if ''.join(pair) in vocab]
     tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=kind == 'llama-bpe'))
     tokenizer.pre_tokenizer, tokenizer.decoder = known[kind], decoders.ByteLevel()
     for token, its in zip(tokens, own['token_type']):
@@ -105,7 +109,8 @@ def read(path):
     for tensor in reader.tensors:
         weight = torch.tensor(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
         if tensor.name.endswith(ROTATED):
-            weight = weight.view(-1, c.head_dim // 2, 2, c.n_embd).transpose(1, 2).flatten(0, 2)
+            weight = weight.view(-1, c.head_dim // 2, 2, c.n_embd)           # (H, D/2, 2, C)
+            weight = weight.transpose(1, 2).flatten(0, 2)                    # (H D, C)
         weights[tensor.name] = weight
     return c, weights, read_tokenizer(Path(path).name, fields)
 
@@ -121,7 +126,7 @@ def write_tokenizer(writer, tokenizer, merges, encoding):
         types[i] = TokenType.CONTROL if token.special else TokenType.USER_DEFINED
     writer.add_token_list(sorted(vocab, key=vocab.get))
     writer.add_token_types(types)
-    # at least one; a merge of two end tokens never applies to text
+    # At least one is needed. A merge of two end tokens never applies to text.
     writer.add_token_merges([' '.join(pair) for pair in merges] or [f'{EOT} {EOT}'])
     writer.add_bos_token_id(start_token(encoding))
     writer.add_eos_token_id(encoding.eot_token)
@@ -136,12 +141,13 @@ def write(path, c, weights, text, encoding, dtype):
     import gguf
     from tokenizers import Tokenizer
     tokenizer, kind = Tokenizer.from_str(text), {'none': 'granite', 'rope': 'llama'}.get(c.position)
-    # Any pre-tokenizer suits single bytes.
-    words = {'gpt2': 'gpt-2', 'bytes': 'gpt-2'}.get(encoding.name)
+    # llama.cpp's name of the pre-tokenizer. gpt2 is known by name: its tokenizer.json spells the
+    # pattern out, so it equals none below. Single bytes never merge, so for them any will do.
+    pre = {'gpt2': 'gpt-2', 'bytes': 'gpt-2'}.get(encoding.name)
     for name, one in pre_tokenizers().items():
         if one.__getstate__() == tokenizer.pre_tokenizer.__getstate__():
-            words = name
-    if not kind or c.rope_scaling or not words:
+            pre = name
+    if not kind or c.rope_scaling or not pre:
         raise UserError(f'llama.cpp has no name for position {c.position} {c.rope_scaling} with '
                         f'tokenizer {encoding.name}. Write --format=hf.')
     writer = gguf.GGUFWriter(path, kind)
@@ -150,14 +156,15 @@ def write(path, c, weights, text, encoding, dtype):
         add(f'{kind}.{theirs}', getattr(c, ours))
     if kind == 'granite':
         writer.add_logit_scale(1.0)
-        writer.add_rope_scaling_finetuned(False)  # see config_of()
+        writer.add_rope_scaling_finetuned(False)  # for llama.cpp this means: without RoPE
     writer.add_tokenizer_model('gpt2')  # byte-level BPE
-    writer.add_tokenizer_pre(words)
+    writer.add_tokenizer_pre(pre)
     write_tokenizer(writer, tokenizer, json.loads(text)['model']['merges'], encoding)
     matrix = gguf.GGMLQuantizationType[dtype.replace('float', 'F').upper()]  # F32, F16, BF16
     for name, weight in weights.items():
         if name.endswith(ROTATED):
-            weight = weight.view(-1, 2, c.head_dim // 2, c.n_embd).transpose(1, 2).flatten(0, 2)
+            weight = weight.view(-1, 2, c.head_dim // 2, c.n_embd)           # (H, 2, D/2, C)
+            weight = weight.transpose(1, 2).flatten(0, 2)                    # (H D, C)
         its = matrix if weight.dim() == 2 else gguf.GGMLQuantizationType.F32
         writer.add_tensor(name, gguf.quants.quantize(weight.numpy(), its), raw_dtype=its)
     writer.write_header_to_file()
