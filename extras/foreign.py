@@ -35,14 +35,20 @@ class Foreign(nn.Module):
         arguments = inspect.signature(self.model.forward).parameters
         self.past = {'past_key_values', 'cache_params'} & arguments.keys()  # names of its cache
         self.eval()
+        # If it is causal, the texts 0 0 and 0 1 have the same logits at position 0.
         with torch.no_grad():
             first = [self(torch.tensor([[0, later]]))[:, 0] for later in (0, 1)]
         if not torch.allclose(*first, rtol=1e-3, atol=1e-5):
             raise ValueError(f'{c.model_type} reads later tokens, so it is not causal')
 
     def forward(self, idx, targets=None, cache=None, tail=0):
-        """Transformer.forward(), but the logits of all targets exist at the same time."""
-        n, state = tail if targets is None else targets.shape[1], {'use_cache': False}
+        """
+        Transformer.forward(), but the logits of all targets exist at the same time. Returns the
+        losses of the last positions, (B, K), or without targets the logits of the last `tail`
+        positions, (B, K, V); tail 0 means all.
+        """
+        n = tail if targets is None else targets.shape[1]
+        state = {'use_cache': False}
         if cache is not None:
             cache.length += idx.shape[1]
             state = {'use_cache': True} | dict.fromkeys(self.past, cache)
@@ -52,7 +58,10 @@ class Foreign(nn.Module):
         return F.cross_entropy(logits.mT.float(), targets, reduction='none')
 
     def new_cache(self, max_length):
-        """A cache of transformers, called like our KVCache. It grows, whatever max_length is."""
+        """
+        A cache of transformers, called like our KVCache. It grows, whatever max_length is. Several
+        beams need repeat(), which transformers lacks for recurrent layers, as in Mamba and LFM2.
+        """
         from transformers import DynamicCache
         if not self.past:
             raise UserError(f'{self.config.position} has no cache, so it cannot generate text.')
@@ -66,4 +75,5 @@ class Foreign(nn.Module):
         raise UserError(f'transformers runs this {self.config.position} as it is, because '
                         f'{self.reason}. So it can only be evaluated and sampled from.')
 
+    # Whoever touches one of these wants to change the model.
     blocks = head_scale = property(refuse)
