@@ -4,7 +4,6 @@ and the beam search are those of Table 3 of "Length Generalization of Causal Tra
 Position Encoding".
 
 $ python data/longbench/prepare.py                                 # the data
-$ python longbench.py --out_dir=out/nope_1b --paper='NoPE 2K'      # also prints the paper's row
 $ python longbench.py --init_from=hf:AntNLP/TinyLlama-NoPE-1.1B --position=none
 $ torchrun --nproc_per_node=8 longbench.py --out_dir=out/nope_1b --tasks="['trec']" --max_samples=20
 
@@ -12,15 +11,13 @@ Two things differ from the benchmark's own code. This stage uses 5 beams, as in 
 is greedy. Here a prompt has at most as many tokens as the context minus the task's longest answer;
 that code sets a length for each model.
 
-Writes out_dir/longbench[_LABEL].json, and out_dir/longbench[_LABEL]/TASK.jsonl with one line per
-sample. A stopped run continues from the .jsonl files
+Writes out_dir/longbench[_LABEL].json. Each answer is a line in the folder beside it,
+longbench[_LABEL]/TASK/; a stopped run continues from there
 """
 
-import inspect
 import json
 import re
 import string
-import sys
 import warnings
 from collections import Counter
 from functools import partial
@@ -32,13 +29,7 @@ from common import setup
 from data import stable_hash
 from generate import answer_all, complete, identity, store_column_major
 from scales import read_scale_file
-from stage import (
-    open_model,
-    print_rows,
-    result_path,
-    results_folder,
-    write_result,
-)
+from stage import open_model, print_rows, result_path, results_folder, write_result
 from tokenizer import get_tokenizer, start_token
 
 try:
@@ -65,7 +56,6 @@ context: int | None = None   # tokens of prompt and longest answer together; Non
 beams = 5                    # sequences that beam search keeps; 1: greedy
 batch_size = 4               # samples that the model reads at once, each with all its beams
 max_samples: int | None = None  # number of samples of each task, the first ones; None: all
-paper = ''                   # row of Table 3 to print with the results, such as 'NoPE 2K'
 
 
 # ---------------------------------------------------------------------- metrics, each from 0 to 1
@@ -85,21 +75,13 @@ def qa_f1(prediction, gold):
 
 def rouge_l(prediction, gold):
     """
-    ROUGE-L by the package `rouge`, as in the benchmark. If the package fails, the score is 0, also
-    as in the benchmark. The package fails on an empty text, and on a text so long that the package
-    recurses deeper than Python allows.
+    ROUGE-L by the package `rouge`. If the package fails, as it does on an empty text and on a
+    sentence of about a thousand words, the score is 0, as in the benchmark.
     """
-    limit = sys.getrecursionlimit()
-    # Python allows 1000 nested calls, and the benchmark calls the package from the third call. Give
-    # the package the same depth here. The present limit may be higher, because torch's compiler
-    # raises it.
-    sys.setrecursionlimit(len(inspect.stack(0)) + 997)
     try:
         scores = rouge.Rouge(['rouge-l']).get_scores([prediction], [gold], avg=True)
     except (ValueError, RecursionError):
         return 0.0
-    finally:
-        sys.setrecursionlimit(limit)
     return scores['rouge-l']['f']
 
 
@@ -162,41 +144,33 @@ def read_task(folder, name):
     The samples of a task, [(prompt, right answers)], the names of its classes, and the most tokens
     of an answer. The benchmark takes the classes of the last record.
     """
+    files = f'{name}.jsonl', 'dataset2prompt.json', 'dataset2maxlen.json'
     try:
-        text, templates, longest = [(folder / file).read_text(encoding='utf-8') for file in (
-            f'{name}.jsonl', 'dataset2prompt.json', 'dataset2maxlen.json')]
+        lines, templates, longest = [(folder / file).read_text(encoding='utf-8') for file in files]
     except OSError as error:
         raise UserError(f'{name} of LongBench is missing ({error}). Run data/longbench/prepare.py, '
                         f"or choose from these tasks: {', '.join(TASKS)}.") from error
     template = json.loads(templates)[name]
-    records = [json.loads(line) for line in text.split('\n') if line]
+    records = [json.loads(line) for line in lines.split('\n') if line]
     samples = [(template.format(**record), record['answers']) for record in records]
     return samples, records[-1]['all_classes'], json.loads(longest)[name]
 
 
 def prompt_ids(text, encoding, room):
-    """
-    Returns at most `room` ids of a prompt, and the number of ids before the cut. A longer prompt
-    loses its middle.
-    """
+    """The ids of a prompt, at most `room`. A longer prompt loses its middle."""
     def ids(text):
         return [start_token(encoding), *encoding.encode_ordinary(text)]
 
-    whole = cut = ids(text)
-    half = room // 2
-    if len(whole) > room:
-        cut = ids(encoding.decode(whole[1:half]) + encoding.decode(whole[-half:]))
+    prompt, half = ids(text), room // 2
+    if len(prompt) > room:
+        prompt = ids(encoding.decode(prompt[1:half]) + encoding.decode(prompt[-half:]))
     # The new ids of the halves can be more than before, for example if the cut splits a character.
-    if len(cut) > room:
-        cut = cut[:half] + cut[-half:]
-    return cut, len(whole)
+    if len(prompt) > room:
+        prompt = prompt[:half] + prompt[-half:]
+    return prompt
 
 
 def main(given):
-    table = json.loads((ROOT / 'results/papers/tables.json').read_text())['nope_table3']
-    if paper and paper not in table['rows']:
-        raise UserError(f"Table 3 has no row '{paper}'. Choose from: {', '.join(table['rows'])}.")
-    theirs = dict(zip(table['columns'], table['rows'].get(paper, [])))
     folder = Path(data) if Path(data).is_dir() else ROOT / data
     chosen = {name: read_task(folder, name) for name in tasks or TASKS}
     runtime = setup(device, dtype)
@@ -207,48 +181,40 @@ def main(given):
     length = context or model.config.block_size
     if isinstance(scale, str) and not context:
         length = max(read_scale_file(scale, model, info)[1])  # the longest that it is tuned for
-    for name, (_, _, longest) in chosen.items():
-        if length - longest < 2:
-            raise UserError(f'A context of {length} tokens leaves {name} no room for a prompt, '
-                            f'because its answers have up to {longest} tokens. Set a longer '
-                            '--context=, or leave this task out of --tasks=.')
-    about = {'model': identity(model, info, scale), 'dtype': str(runtime.dtype), 'beams': beams,
-             'context': length}
+    most = max(longest for _, _, longest in chosen.values())
+    if length < most + 2:
+        raise UserError(f'Answers have up to {most} tokens, which leaves no room for a prompt in a '
+                        f'context of {length}. Set a longer --context=, or leave out --tasks=.')
 
     def answer(name, items):
         """Answer some samples of a task and score the answers."""
         samples, classes, longest = chosen[name]
-        eos = [encoding.eot_token]
+        prompts = [prompt_ids(samples[i][0], encoding, length - longest) for i in items]
+        ends, not_first = [encoding.eot_token], []
         if name == 'samsum':  # the benchmark's only exception: a summary is one line, not empty
-            eos.append(encoding.encode_ordinary('\n')[-1])
-        prompts, sizes = zip(*(prompt_ids(samples[i][0], encoding, length - longest)
-                               for i in items))
+            ends.append(encoding.encode_ordinary('\n')[-1])
+            not_first = ends
         with runtime.autocast():
-            new = complete(model, prompts, longest, eos, beams, min_new_tokens=len(eos) - 1)
+            written = complete(model, prompts, longest, ends, beams, not_first)
         rows = []
-        for i, ids, size in zip(items, new, sizes):
+        for i, ids in zip(items, written):
             prediction, right = encoding.decode(ids), samples[i][1]
-            rows.append({'prediction': prediction, 'answers': right, 'prompt_tokens': size,
+            rows.append({'prediction': prediction, 'answers': right,
                          'score': score(name, prediction, right, classes)})
         return rows
 
-    results, table = {}, []
-    for name, (samples, _, longest) in chosen.items():
-        n, room = len(samples[:max_samples]), length - longest
-        rows = answer_all(f'{path}/{name}', about | {'data': stable_hash(chosen[name])}, [1] * n,
-                          batch_size, partial(answer, name), runtime)
-        mean = round(100 * sum(row['score'] for row in rows) / n, 2)
-        results[name] = {'score': mean, 'samples': n, 'max_prompt_tokens': room,
-                         'cut': sum(row['prompt_tokens'] > room for row in rows),
-                         'max_new_tokens': longest}
-        table.append({'here': mean} | ({'paper': theirs[name]} if paper else {}))
-    average = {column: sum(row[column] for row in table) / len(table) for column in table[0]}
-    print_rows(runtime.print, [{'task': name} | row for name, row in zip(
-        [*results, 'average'], [*table, average])])
-    write_result(path, {
-        'context': length, 'beams': beams, 'tasks': results, 'average': round(average['here'], 2),
-        'paper': {name: theirs[name] for name in results if paper},
-    }, settings(globals()), runtime, info)
+    rows = []
+    for name, task in chosen.items():
+        n = len(task[0][:max_samples])
+        about = identity(info, scale), runtime.dtype, beams, length, stable_hash(task)
+        answers = answer_all(f'{path}/{name}', about, [1] * n, batch_size, partial(answer, name),
+                             runtime)
+        mean = 100 * sum(row['score'] for row in answers) / n
+        rows.append({'task': name, 'score': round(mean, 2), 'samples': n})
+    average = sum(row['score'] for row in rows) / len(rows)
+    print_rows(runtime.print, [*rows, {'task': 'average', 'score': average}])
+    write_result(path, {'context': length, 'beams': beams, 'rows': rows, 'average': average},
+                 settings(globals()), runtime, info)
 
 
 if __name__ == '__main__':

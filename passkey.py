@@ -8,11 +8,11 @@ $ python train.py config/passkey_nope.py                              # a model 
 $ python passkey.py --out_dir=out/passkey/nope --max_length=1024 --n_lengths=8
 $ python passkey.py --out_dir=out/nope_1b --scale=out/nope_1b/scale_head_8192.json
 
-Writes out_dir/passkey[_LABEL].json and .png. The .jsonl beside them holds the answers so far; a
-stopped run continues from it
+Writes out_dir/passkey[_LABEL].json and .png. Each answer is a line in the folder beside them,
+passkey[_LABEL]/; a stopped run continues from there
 """
 
-import bisect
+from pathlib import Path
 
 from configurator import UserError, configure, settings
 
@@ -21,13 +21,7 @@ import numpy as np
 from common import setup
 from generate import answer_all, complete, identity, store_column_major
 from scales import read_scale_file
-from stage import (
-    open_model,
-    print_rows,
-    result_path,
-    results_folder,
-    write_result,
-)
+from stage import open_model, print_rows, result_path, results_folder, write_result
 from tokenizer import get_tokenizer, start_token
 
 # which model, text and device
@@ -44,7 +38,6 @@ max_length: int | None = None  # longest prompt in tokens; None: twice the scale
 n_lengths = 16               # number of lengths, evenly spaced up to max_length
 n_depths = 10                # number of equal parts of a prompt; the key stands in one of them
 n_keys = 10                  # prompts for each length and depth
-protocol = 'exact'           # exact: count tokens of the whole prompt; paper: of each piece alone
 batch_tokens = 32768         # tokens of prompts that the model reads at once
 seed = 42                    # draws the keys and their places
 
@@ -73,62 +66,37 @@ def draw_cells(lengths, n_depths, n_keys, seed):
     return cells
 
 
-def most(n, fits):
-    """The largest number that fits, at least 0. n: a first guess."""
-    while n and not fits(n):
-        n -= 1
-    while fits(n + 1):
-        n += 1
-    return n
-
-
-def build_prompt(encoding, length, place, key, protocol):
+def build_prompt(encoding, length, place, key):
     """
-    Returns the ids of a prompt, the ids of its answer, and the index of the token in which the key
-    line starts. Prompt and answer have at most `length` tokens together. Raises UserError if they
-    cannot be that short.
-    exact: counts the tokens of the whole prompt. The prompt is at most one filler shorter than
-           allowed, and the key line starts at most one filler before `place`.
-    paper: tokenizes each piece alone and adds up the lengths. The length of the key line includes
-           the start token of a text.
+    The ids of a prompt and of its answer. Together they have at most `length` tokens, and less than
+    a filler would fit in. The key line starts at most one filler before `place`. Raises UserError
+    if the length is too short.
+    The released code counts the tokens of each piece alone, so it may have one filler less.
     """
     def ids(text):
         return [start_token(encoding), *encoding.encode_ordinary(text)]
 
-    def prompt(before, after):
-        return TASK + FILLER * before + line + FILLER * after + QUESTION
+    def whole(before, after):
+        """The ids with so many fillers before and after the key line; less than 0: none."""
+        return ids(TASK + FILLER * before + line + FILLER * after + QUESTION + answer)
 
-    line = KEY.format(key=key)
-    pieces = TASK, line, FILLER, QUESTION, f'{QUESTION} {key}'
-    task, key_line, filler, question, answered = [len(ids(text)) for text in pieces]
-    filler, question, answered = filler - 1, question - 1, answered - 1  # without the start token
-    budget = length - (answered - question)
-    place = min(max(place, task), budget - key_line - question)
-    before = max(0, (place - task) // filler)
-    after = max(0, (budget - task - before * filler - key_line - question) // filler)
-    if protocol == 'exact':  # the sums of the pieces are only a first guess
-        before = most(before, lambda n: len(ids(TASK + FILLER * n)) <= place)
-        after = most(after, lambda n: len(ids(prompt(before, n))) <= budget)
-    text = prompt(before, after)
-    prompt_ids, whole = ids(text), ids(f'{text} {key}')
-    if len(prompt_ids) > budget:
-        raise UserError(f'a prompt without filler has {len(ids(prompt(0, 0)))} tokens and its '
-                        f'answer {length - budget}, so the length {length} is too short.')
-    if whole[:len(prompt_ids)] != prompt_ids:
-        raise UserError('in this tokenizer an answer changes the tokens of the text before it. '
-                        'Choose a tokenizer that starts a token at each space.')
-
-    # Count bytes, because the key line may change the last tokens before it. The key line starts in
-    # the first token that ends after the last byte of the text before it.
-    ahead = len((TASK + FILLER * before).encode())
-    start = bisect.bisect(range(len(prompt_ids)), ahead,
-                          key=lambda n: len(encoding.decode_bytes(prompt_ids[1:n + 1])))
-    return prompt_ids, whole[len(prompt_ids):], start
+    line, answer = KEY.format(key=key), f' {key}'
+    filler = len(ids(FILLER * 2)) - len(ids(FILLER))   # tokens of one that follows another
+    last = length - len(ids(line)) - len(ids(QUESTION + answer)) + 1  # place for the key line
+    before = 1 + (min(place, last) - len(ids(TASK + FILLER))) // filler
+    after = 1 + (length - len(whole(before, 1))) // filler
+    prompt = whole(before, after)
+    if len(prompt) > length:
+        raise UserError(f'a prompt without filler and its answer have {len(whole(0, 0))} tokens, '
+                        f'so the length {length} is too short.')
+    n_answer = len(ids(QUESTION + answer)) - len(ids(QUESTION))
+    return prompt[:-n_answer], prompt[-n_answer:]
 
 
 def main(given):
-    if protocol not in ('exact', 'paper'):
-        raise UserError(f"protocol is '{protocol}'. Choose exact or paper.")
+    if init_from == 'last' and not Path(out_dir, 'last.pt').exists():
+        raise UserError(f'{out_dir} has no model. config/passkey_nope.py trains a small one that '
+                        'finds passkeys, and names the commands before it.')
     runtime = setup(device, dtype)
     model, info = open_model(init_from, out_dir, runtime, position, rope_scaling, scale)
     store_column_major(model)
@@ -139,42 +107,34 @@ def main(given):
         window = max(read_scale_file(scale, model, info)[1])  # the longest that it is tuned for
     longest = max_length or 2 * window
     lengths = [longest * i // n_lengths for i in range(1, n_lengths + 1)]
-    build_prompt(encoding, lengths[0], 0, 99999, protocol)  # now, if this is too short
     cells = draw_cells(lengths, n_depths, n_keys, seed)
+    build_prompt(encoding, lengths[0], 0, 99999)  # to learn now if this length is too short
 
     def answer(items):
         """Ask the model for the keys of some cells."""
-        rows, prompts = {}, {}
-        for i in items:
-            length, _, place, key = cells[i]
-            prompts[i] = build_prompt(encoding, length, place, key, protocol)
-        for n in {len(right) for _, right, _ in prompts.values()}:
-            chosen = [i for i in items if len(prompts[i][1]) == n]
-            with runtime.autocast():
-                written = complete(model, [prompts[i][0] for i in chosen], n)
-            for i, ids in zip(chosen, written):
-                (length, depth, _, key), (prompt, right, start) = cells[i], prompts[i]
-                rows[i] = {'length': length, 'depth': depth, 'key': key, 'key_at': start,
-                           'tokens': len(prompt), 'answer': encoding.decode(ids),
-                           'correct': ids == right}
-        return [rows[i] for i in items]
+        asked = [cells[i] for i in items]
+        prompts = [build_prompt(encoding, length, place, key) for length, _, place, key in asked]
+        with runtime.autocast():
+            n = max(len(right) for _, right in prompts)
+            written = complete(model, [prompt for prompt, _ in prompts], n)
+        rows = []
+        for (length, depth, _, key), (_, right), ids in zip(asked, prompts, written):
+            ids = ids[:len(right)]
+            rows.append({'length': length, 'depth': depth, 'key': key,
+                         'answer': encoding.decode(ids), 'correct': ids == right})
+        return rows
 
-    about = {'model': identity(model, info, scale), 'dtype': str(runtime.dtype), 'seed': seed,
-             'protocol': protocol, 'lengths': lengths, 'n_depths': n_depths, 'n_keys': n_keys}
-    rows = answer_all(path, about, [length for length, *_ in cells], batch_tokens, answer, runtime)
+    about = identity(info, scale), runtime.dtype, seed, lengths, n_depths, n_keys
+    sizes = [length for length, *_ in cells]
+    rows = answer_all(path, about, sizes, batch_tokens, answer, runtime)
 
     correct = np.array([row['correct'] for row in rows], float)
     accuracy = correct.reshape(n_lengths, n_depths, n_keys)[::-1].mean(-1)
-    inside = accuracy[np.array(lengths) <= window]
     print_rows(runtime.print, [{'length': length, 'accuracy': row.mean()}
                                for length, row in zip(lengths, accuracy)])
     runtime.print(f'of all {accuracy.mean():.1%}')
-    write_result(path, {
-        'window': window, 'lengths': lengths, 'n_depths': n_depths, 'accuracy': accuracy,
-        'accuracy_inside': inside.mean() if len(inside) else None,
-        'accuracy_of_all': accuracy.mean(),
-        'answers': {'columns': list(rows[0]), 'rows': [list(row.values()) for row in rows]},
-    }, settings(globals()), runtime, info)
+    write_result(path, {'lengths': lengths, 'n_depths': n_depths, 'accuracy': accuracy,
+                        'accuracy_of_all': accuracy.mean()}, settings(globals()), runtime, info)
 
 
 if __name__ == '__main__':

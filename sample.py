@@ -28,7 +28,6 @@ n_samples = 1                # number of continuations
 max_new_tokens = 500         # tokens in one sample
 temperature = 0.8            # 0: always take the likeliest token
 top_k: int | None = None     # draw only from the k likeliest tokens; None: from all tokens
-top_p: float | None = None   # draw only from the likeliest tokens with this total probability
 seed = 1337
 compile = False              # compile one graph for all tokens; pays for thousands of tokens
 
@@ -39,26 +38,23 @@ def main():
     store_column_major(model)
     encoding = get_tokenizer(info['tokenizer'])
     generator = torch.Generator(runtime.device).manual_seed(seed)
-    how = {'temperature': temperature, 'top_k': top_k, 'top_p': top_p, 'generator': generator,
-           'compile': can_compile(runtime, compile)}
     start = [start_token(encoding), *encoding.encode_ordinary(prompt)]
-
-    def text_of(ids):
-        return encoding.decode_bytes(ids).decode(errors='replace')
+    how = temperature, top_k, generator, can_compile(runtime, compile)
 
     for i in range(n_samples):
-        ids, shown = start[1:], 0
+        if i > 0:
+            print('---')
+        ids, shown = start[1:], 0  # shown: printed characters
         with runtime.autocast():
-            for [token] in generate(model, [start], max_new_tokens, **how):
-                # Decode all tokens again, because a token's text depends on the tokens before it.
-                text = text_of(ids)
-                if not text.endswith('\ufffd'):  # else the last character is incomplete
-                    print(text[shown:], end='', flush=True)
-                    shown = len(text)
+            for token in generate(model, start, max_new_tokens, *how):
                 if token == encoding.eot_token:
                     break
                 ids.append(token)
-        print(text_of(ids)[shown:], *['---'] * (i + 1 < n_samples), sep='\n')
+                text = encoding.decode(ids)  # of all, as a token's text may depend on earlier ones
+                if not text.endswith('\ufffd'):  # else its last character is incomplete
+                    print(text[shown:], end='', flush=True)
+                    shown = len(text)
+        print(encoding.decode(ids)[shown:])
 
 
 if __name__ == '__main__':

@@ -5,7 +5,6 @@ $ python -m pytest tests/test_longbench.py
 """
 
 import json
-import sys
 from fractions import Fraction
 
 import pytest
@@ -80,22 +79,16 @@ def test_metrics_by_hand(row):
     near(score(task, prediction, gold.split(' / '), CLASSES), Fraction(expected), atol=1e-7)
 
 
-def test_rouge_l_is_0_where_the_package_recurses_deeper_than_in_the_benchmark():
-    limit = sys.getrecursionlimit()
-    sys.setrecursionlimit(3000)  # as torch's compiler does
-    for n, expected in (900, 2 / 901), (1100, 0):
-        near(rouge_l(' '.join(map(str, range(n))), '0'), expected, atol=1e-7)
-        assert sys.getrecursionlimit() == 3000
-    sys.setrecursionlimit(limit)
+def test_rouge_l_is_0_where_the_package_fails():
+    assert rouge_l(' '.join(map(str, range(9999))), '0') == 0  # it recurses too deep
 
 
 # ---------------------------------------------------------------------- prompts
 
 def test_a_prompt_keeps_its_first_and_last_half_and_is_never_too_long():
-    assert prompt_ids('0123456789', BYTES, 9) == ([256, *b'0126789'], 11)  # of 9, 4 and 4
+    assert prompt_ids('0123456789', BYTES, 9) == [256, *b'0126789']  # of 9, 4 and 4
     for room in range(2, 90):  # may cut a character, whose rest becomes U+FFFD, three bytes
-        ids, n = prompt_ids('né日本語' * 20, BYTES, room)
-        assert room - 2 < len(ids) <= room and n == 241
+        assert room - 2 < len(prompt_ids('né日本語' * 20, BYTES, room)) <= room
 
 
 # ---------------------------------------------------------------------- as run
@@ -107,16 +100,17 @@ RECORDS = [{'input': f'When {i}?', 'context': 'Who?\nPerson\n' * 2 * i, 'answers
 
 
 def test_a_run_asks_each_prompt_once_and_scores_the_answers(tiny_run, tmp_path, monkeypatch):
-    def says_date(model, prompts, longest, eos, beams, min_new_tokens):
-        complete(model, prompts, longest, eos, beams, min_new_tokens)
-        asked.append(([*prompts], longest, eos, beams, min_new_tokens))
+    def says_date(model, prompts, *how):
+        complete(model, prompts, *how)
+        asked.append((prompts, *how))
         return [[*b'Date\nx']] * len(prompts)
 
     def expected(records):
-        for task, *how in ('trec', [256], 3, 0), ('samsum', [256, 10], 3, 1), ('lcc', [256], 3, 0):
+        for task, *how in ('trec', [256], 3, []), ('samsum', [256, 10], 3, [256, 10]), (
+                'lcc', [256], 3, []):
             texts = [TEMPLATES[task].format(**record) for record in records]
             n = LONGEST[task]
-            yield [prompt_ids(text, BYTES, 60 - n)[0] for text in texts], n, *how
+            yield [prompt_ids(text, BYTES, 60 - n) for text in texts], n, *how
 
     monkeypatch.setattr('generate.complete', says_date)
     for task in TEMPLATES:
@@ -126,14 +120,9 @@ def test_a_run_asks_each_prompt_once_and_scores_the_answers(tiny_run, tmp_path, 
     asked, command = [], on(tiny_run, tmp_path, '--tasks=["trec","samsum","lcc"] --beams=3 '
                             f'--batch_size=2 --context=60 --data={tmp_path}')
     stage('longbench', *command, '--max_samples=2')
-    printed = stage('longbench', *command, '--paper=NoPE 2K')
+    printed = stage('longbench', *command)
     assert asked == [*expected(RECORDS[:2]), *expected(RECORDS[2:])]
     # Date is a class; its word is not Dat; of 4 + 3 letters 2 * 3 are shared, which is 0.86.
-    tasks = read(tmp_path / 'longbench.json')['tasks'].values()
-    assert [task['score'] for task in tasks] == [33.33, 33.33, 62.0]
-    assert [task['cut'] for task in tasks] == [1, 1, 0]
-    assert 'average  42.8867  31.1333' in printed
-
-    assert 'leaves samsum no room' in mistake('longbench', *command, '--context=13')
-    (tmp_path / 'trec.jsonl').write_text(json.dumps(RECORDS[0] | {'input': 'Why?'}))
-    assert 'other settings' in mistake('longbench', *command)
+    rows = read(tmp_path / 'longbench.json')['rows']
+    assert [row['score'] for row in rows] == [33.33, 33.33, 62.0] and '42.8867' in printed
+    assert 'no room for a prompt' in mistake('longbench', *command, '--context=13')
