@@ -298,17 +298,15 @@ def losses_in_chunks(x, head, targets):
     else:
         n_logits = 2 ** 27 if x.is_cuda else 2 ** 23
     chunk = max(1, n_logits // head.weight.shape[0])
+    if len(x) <= chunk or not torch.is_grad_enabled():
+        pairs = zip(x.split(chunk), targets.split(chunk))
+        return torch.cat([token_losses(some_x, head, some) for some_x, some in pairs])
 
     def of_chunk(x, targets):  # torch.compile wants no module among checkpoint()'s arguments
         return token_losses(x, head, targets)
 
-    losses = []
-    for pair in zip(x.split(chunk), targets.split(chunk)):
-        if len(x) > chunk and torch.is_grad_enabled():
-            losses.append(checkpoint(of_chunk, *pair, use_reentrant=False))
-        else:
-            losses.append(of_chunk(*pair))
-    return torch.cat(losses)
+    return torch.cat([checkpoint(of_chunk, *pair, use_reentrant=False)
+                      for pair in zip(x.split(chunk), targets.split(chunk))])
 
 
 # ---------------------------------------------------------------------- small vectors

@@ -333,6 +333,7 @@ def main(given):
     signals, stops = catch_signals(), False
     pending = []  # losses that are not logged yet
     timed_step, time_then, is_first = step, time.perf_counter(), True
+    autocast = runtime.autocast()
     while step < max_iters and not stops:
         # the batch; on a GPU this runs, and copies, while the GPU still computes the last step
         tokens = torch.from_numpy(data.batch(step, batch_size, rows_of_rank))
@@ -350,7 +351,7 @@ def main(given):
             elif fsdp:
                 net.set_requires_gradient_sync(is_last)
             torch.manual_seed(seed + step)  # random positions: the same in all micro-batches
-            with runtime.autocast():
+            with autocast:
                 loss = net(part[:, :-1], part[:, 1:]).mean() / len(micro_batches)
             scaler.scale(loss).backward()
             step_loss += loss.detach()

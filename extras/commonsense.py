@@ -179,7 +179,7 @@ def main(given):
     runtime = setup(device, dtype)
     model, info = open_model(init_from, out_dir, runtime, position, rope_scaling, scale)
     path = result_path(results_folder(out_dir, init_from, given), 'commonsense', label, info)
-    about = {'model': identity(model, info, scale), 'dtype': str(runtime.dtype)}
+    about = {'model': identity(info, scale), 'dtype': str(runtime.dtype)}
     length = read_length or model.config.block_size
     harness = Harness(model, get_tokenizer(info['tokenizer']), runtime, path, about, length)
     source = init_from.removeprefix('hf:').partition('@')[0]

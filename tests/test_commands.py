@@ -27,21 +27,27 @@ def name_of(path):
     return str(path.relative_to(ROOT))
 
 
+def check(line, monkeypatch):
+    """Raises UserError for settings that a stage lacks. line: a command, with its launcher."""
+    command = COMMAND.match(line)
+    if not command or '.' not in command[1]:
+        return  # a program of others
+    program, rest = command.groups()
+    name = program.removesuffix('.py').replace('.', '/')
+    assert (ROOT / f'{name}.py').is_file(), program
+    stage = None if 'data/' in name else importlib.import_module(name.replace('/', '.'))
+    if hasattr(stage, 'configure'):
+        words = [word for word in shlex.split(rest, comments=True) if word != '...']
+        monkeypatch.setattr(sys, 'argv', [program, *words])
+        configure(dict(vars(stage)), vars(stage).get('Settings'))
+
+
 @pytest.mark.parametrize('path', FILES, ids=name_of)
 def test_commands_shown(path, monkeypatch):
     text = re.sub(r'\\+\n[#$ ]*', '', path.read_text(encoding='utf-8'))
     for line in re.findall(r'(?m)(?:^[#$ ]*|`)((?:torchrun|python3?) .*?)(?:`|$)', text):
-        command = COMMAND.match(line)
-        if re.search(r'\b[A-Z]{4,}\b', line) or not command or '.' not in command[1]:
-            continue  # it has a placeholder, or is a program of others
-        program, rest = command.groups()
-        name = program.removesuffix('.py').replace('.', '/')
-        assert (ROOT / f'{name}.py').is_file(), program
-        stage = None if 'data/' in name else importlib.import_module(name.replace('/', '.'))
-        if hasattr(stage, 'configure'):
-            words = [word for word in shlex.split(rest, comments=True) if word != '...']
-            monkeypatch.setattr(sys, 'argv', [program, *words])
-            configure(dict(vars(stage)), vars(stage).get('Settings'))  # raises UserError
+        if not re.search(r'\b[A-Z]{4,}\b', line):  # a placeholder
+            check(line, monkeypatch)
 
 
 @pytest.mark.parametrize('path', CONFIGS, ids=name_of)

@@ -51,8 +51,8 @@ perplexity() {  # Table 2 on published checkpoints, and RoPE fine-tuned here ("f
 tasks() {  # Figures 6, 8 and 9; Table 3: 16 tasks, 5 beams; Table 1, by EleutherAI's harness
     scales=out/nope_1b/scale_head_8192.json
     $launch passkey.py --out_dir=out/nope_1b --scale=$scales
-    $launch longbench.py --out_dir=out/nope_1b --paper='NoPE 2K'
-    $launch longbench.py --out_dir=out/nope_1b --scale=$scales --paper='NoPE head scale 8K'
+    $launch longbench.py --out_dir=out/nope_1b
+    $launch longbench.py --out_dir=out/nope_1b --scale=$scales
     $launch -m extras.commonsense --out_dir=out/nope_1b
 }
 
