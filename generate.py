@@ -225,7 +225,8 @@ def complete(model, prompts, max_new_tokens, eos=(), beams=1, not_first=()):
                 for prompt in prompts]
     logits, cache = read_prompts(model, prompts, max_new_tokens)
     B, V = logits.shape
-    cache.repeat(beams)
+    if beams > 1:  # not every cache of transformers can repeat
+        cache.repeat(beams)
     logits = logits.repeat_interleave(beams, dim=0)          # (B * beams, V)
     texts = [[]] * (B * beams)                               # new ids of each beam
     # At first all beams of a prompt are the same text, so only one of them may be continued.
