@@ -21,7 +21,6 @@ import string
 import warnings
 from collections import Counter
 from functools import partial
-from pathlib import Path
 
 from configurator import ROOT, UserError, configure, settings
 
@@ -49,7 +48,7 @@ label = ''                   # name of the result; '': named after the scale
 device = 'auto'              # auto, cpu, cuda, mps
 dtype = 'auto'               # auto, float32, bfloat16, float16
 # prompts and answers
-data = 'data/longbench'      # the folder that data/longbench/prepare.py wrote
+data = 'data/longbench'      # what data/longbench/prepare.py wrote: a folder of the project
 tasks: list[str] = []        # names of tasks; empty: all 16
 context: int | None = None   # tokens of prompt and longest answer together; None: the length that
                              # the scale file is tuned for, without a file L
@@ -144,16 +143,14 @@ def read_task(folder, name):
     The samples of a task, [(prompt, right answers)], the names of its classes, and the most tokens
     of an answer. The benchmark takes the classes of the last record.
     """
-    files = f'{name}.jsonl', 'dataset2prompt.json', 'dataset2maxlen.json'
-    try:
-        lines, templates, longest = [(folder / file).read_text(encoding='utf-8') for file in files]
-    except OSError as error:
-        raise UserError(f'{name} of LongBench is missing ({error}). Run data/longbench/prepare.py, '
-                        f"or choose from these tasks: {', '.join(TASKS)}.") from error
-    template = json.loads(templates)[name]
-    records = [json.loads(line) for line in lines.split('\n') if line]
+    def read(file):
+        return (folder / file).read_text(encoding='utf-8')
+
+    template = json.loads(read('dataset2prompt.json'))[name]
+    longest = json.loads(read('dataset2maxlen.json'))[name]
+    records = [json.loads(line) for line in read(f'{name}.jsonl').split('\n') if line]
     samples = [(template.format(**record), record['answers']) for record in records]
-    return samples, records[-1]['all_classes'], json.loads(longest)[name]
+    return samples, records[-1]['all_classes'], longest
 
 
 def prompt_ids(text, encoding, room):
@@ -171,7 +168,9 @@ def prompt_ids(text, encoding, room):
 
 
 def main(given):
-    folder = Path(data) if Path(data).is_dir() else ROOT / data
+    folder = ROOT / data
+    if not (folder / 'dataset2prompt.json').is_file():
+        raise UserError(f'{folder} does not hold LongBench. Run data/longbench/prepare.py.')
     chosen = {name: read_task(folder, name) for name in tasks or TASKS}
     runtime = setup(device, dtype)
     model, info = open_model(init_from, out_dir, runtime, position, rope_scaling, scale)
@@ -183,8 +182,8 @@ def main(given):
         length = max(read_scale_file(scale, model, info)[1])  # the longest that it is tuned for
     most = max(longest for _, _, longest in chosen.values())
     if length < most + 2:
-        raise UserError(f'Answers have up to {most} tokens, which leaves no room for a prompt in a '
-                        f'context of {length}. Set a longer --context=, or leave out --tasks=.')
+        raise UserError(f'Answers of these tasks have up to {most} tokens, which leaves no room '
+                        f'for a prompt in {length}. Set a longer --context=, or other --tasks=.')
 
     def answer(name, items):
         """Answer some samples of a task and score the answers."""
