@@ -477,8 +477,6 @@ def position_method(config, layer):
         changed = method.changed
         if config.dape_kernel:
             method.dape = DAPE(config, 'bias' in changed)
-            # A wide kernel reads neighboring slots of a cache, and padding may lie between them.
-            method.needs_equal_lengths |= config.dape_kernel > 1
     if config.random_positions:
         random = torch.Generator().manual_seed(0)
         draws = torch.rand(config.n_layer, config.random_positions, generator=random)

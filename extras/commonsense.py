@@ -14,7 +14,7 @@ Of a question of more than read_length tokens the model reads the end; a prompt 
 refused, because nobody can answer a prompt that was cut.
 
 Prints lm_eval's own table. Writes every metric to out_dir/commonsense[_LABEL].json. The answers are
-in .jsonl files beside it, from which a stopped run continues.
+in folders beside it, from which a stopped run continues.
 """
 
 from itertools import groupby

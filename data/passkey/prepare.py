@@ -30,7 +30,7 @@ def documents(encoding, n, stream):
     random = np.random.default_rng([seed, stream])
     for length in random.integers(min_length, max_length + 1, n).tolist():
         place, key = int(random.integers(length)), int(random.integers(10000, 100000))
-        prompt, answer, _ = build_prompt(encoding, length, place, key, 'exact')
+        prompt, answer = build_prompt(encoding, length, place, key)
         yield encoding.decode(prompt[1:] + answer)  # without the start token
 
 
