@@ -1,0 +1,64 @@
+# SmolLM2-135M beyond its 8,192 tokens, in bfloat16: about 20 hours of one core, and 12 GB to tune.
+# It goes on where it was stopped, and some parts alone are PARTS="tune loss" bash ...
+#   make real                                 # the model
+#   model=out/real/SmolLM2-135M-Instruct.Q4_1.gguf
+#   python data/books/prepare.py FOLDER --tokenizer=$model --out_dir=data/books_smollm2
+. results/common.sh
+model=out/real/SmolLM2-135M-Instruct.Q4_1.gguf out=out/smollm2 T=16384
+scales=$out/scale_head_${T}_yarn4.json
+reads="--init_from=$model --out_dir=$out --dtype=bfloat16"
+books="--dataset=books_smollm2 --batch_tokens=8192"
+
+# How it is read. Scales stand on top of YaRN's own temperature, (1 + 0.1 ln 4)^2 = 1.30
+as() {
+    case $1 in
+        plain) ;;
+        none) echo --position=none ;;
+        tuned) echo --rope_scaling=yarn:4 --scale=$scales ;;
+        *) echo --rope_scaling=$1:4 ;;
+    esac
+}
+
+tune() {  # 270 head scales from YaRN, on 20 windows of the train split
+    once $scales python tune_scale.py $reads $books --rope_scaling=yarn:4 --target_length=$T \
+        --init_scale=1.0 --min_scale=None --batch_size=1 --micro_batch_size=1 --max_iters=20 \
+        --warmup_iters=3 --n_samples=1 --compile=False
+}
+
+loss() {  # the last 1,024 tokens of 8 windows of 16,384, or with LONG=2 of 4 of 32,768
+    for how in ${HOW:-plain yarn tuned dynamic_ntk ntk pi none}; do
+        length=$((T * ${LONG:-1}))
+        once $out/eval_ppl_position_${how}_$length.json python eval_ppl.py $reads $books \
+            $(as $how) --protocol=position --lengths=[8192,$length] --tail=1024 \
+            --n_samples=$((8 / ${LONG:-1})) --label=${how}_$length --compile=False
+    done
+}
+
+entropy() {  # of each head by position
+    for how in plain yarn tuned none; do
+        once $out/entropy_$how.json python entropy.py $reads $books $(as $how) --length=$T \
+            --n_samples=2 --tail=1024 --label=$how
+    done
+}
+
+uniform() {  # one scale on top of YaRN
+    once $out/scale_uniform_yarn4.json python tune_scale.py $reads $books --rope_scaling=yarn:4 \
+        --method=uniform --target_length=$T --candidate_range=[0.9,1.2,0.05] --n_samples=4 \
+        --tail=1024 --compile=False
+}
+
+passkey() {
+    for how in plain yarn tuned; do
+        once $out/passkey_$how.json python passkey.py $reads $(as $how) --label=$how \
+            --max_length=$T --n_lengths=4 --n_depths=5 --n_keys=2 --batch_tokens=8192
+    done
+}
+
+repeats() {  # 40 targets, because each needs a window of 8,192 tokens of its own
+    for how in plain yarn tuned; do
+        once $out/repeats_$how.json python repeats.py $reads $books $(as $how) --label=$how \
+            --length=$T --n_samples=8 --targets=40
+    done
+}
+
+for part in ${PARTS:-tune loss entropy uniform passkey repeats}; do $part; done
