@@ -210,11 +210,12 @@ def draw_maps(result):
                 cells[r, :len(numbers)] = numbers
             axis = next(axes)
             image = axis.imshow(cells, extent=(0, row['length'], row['length'], 0))
+            title = f'{part}, mean of a cell'
             if part == 'attention':  # the same colors in all pictures, so that models compare
                 image.set(norm='log', clim=(1e-4, 1))
+                title = 'attention to the keys of a cell'
             axis.axvline(L, color='red', ls=':')
-            axis.set(xlabel='key (tokens)', ylabel='query (tokens)',
-                     title=f'{part}, mean of a cell')
+            axis.set(xlabel='key (tokens)', ylabel='query (tokens)', title=title)
             figure.colorbar(image, format='{x:g}')
     return figure
 

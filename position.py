@@ -456,7 +456,13 @@ class DAPE(nn.Module):
 
 # ---------------------------------------------------------------------- all of them
 
-METHODS = {'none': NoPE, 'rope': RoPE, 'logn': LogN, 'alibi': ALiBi, 'kerple': Kerple}
+METHODS = {
+    'none': NoPE,
+    'rope': RoPE,
+    'logn': LogN,
+    'alibi': ALiBi,
+    'kerple': Kerple,
+}
 
 
 def method_class(name):

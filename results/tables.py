@@ -217,7 +217,8 @@ def che():
         for task, lengths in {'even_pairs': '41 to 500', 'missing_duplicate': '41 to 60'}.items():
             files = sorted((RESULTS / 'dape/che').glob(f'{method}_????_{task}*.json'))
             found = [read(file)['tasks'][task] for file in files]
-            columns[f'{task}, 1 to 40'] = [one['inside'] for one in found]
+            if task != 'even_pairs':  # which was read at no length from 2 to 40
+                columns[f'{task}, 1 to 40'] = [one['inside'] for one in found]
             columns[f'{task}, {lengths}'] = [one['outside'] for one in found]
         yield name, columns
 
