@@ -248,6 +248,26 @@ def speed():
                 yield f"{where}: {one['task']}", columns
 
 
+SMOLLM2 = {'plain': 'as it is', 'pi': 'PI', 'ntk': 'NTK', 'dynamic_ntk': 'dynamic NTK',
+           'yarn': 'YaRN', 'tuned': 'YaRN, head scales', 'none': 'without RoPE'}
+
+
+def smollm2():
+    """Losses at the end of 8,192, 16,384 and 32,768 tokens; ± is the standard error over windows."""
+    for how, title in SMOLLM2.items():
+        columns = {}
+        for length in 16384, 32768:
+            path = f'smollm2/eval_ppl_position_{how}_{length}.json'
+            if (RESULTS / path).is_file():
+                at_L, far = read(path)['rows']
+                columns |= {f'loss at {row["length"]:,}': number(row['loss'], row['standard_error'])
+                            for row in (at_L, far) if f'loss at {row["length"]:,}' not in columns}
+                columns |= {f'last 8,192 of {length:,}': number(far['cut_loss']),
+                            f'gain at {length:,}': number(far['gain'], far['gain_error'])}
+        if columns:
+            yield title, columns
+
+
 def paper():
     """The rows of Table 2 that are compared on a page: perplexity on PG19, 1000 for over 1000."""
     rows = read('papers/tables.json')['nope_table2']['rows']
@@ -267,6 +287,7 @@ TABLES = {
     'scaled': partial(perplexity, 'dape/head_scales.json', (128, 512, 2048)),
     'che': che,
     'speed': speed,
+    'smollm2': smollm2,
     'paper': paper,
 }
 
