@@ -206,7 +206,8 @@ def main(given):
     for name, task in chosen.items():
         n = len(task[0][:max_samples])
         about = identity(info, scale), runtime.dtype, beams, length, stable_hash(task)
-        answers = answer_all(f'{path}/{name}', about, [1] * n, batch_size, partial(answer, name),
+        sizes = [1] * n  # so that batches hold batch_size samples, not so many tokens
+        answers = answer_all(f'{path}/{name}', about, sizes, batch_size, partial(answer, name),
                              runtime)
         mean = 100 * sum(row['score'] for row in answers) / n
         rows.append({'task': name, 'score': round(mean, 2), 'samples': n})

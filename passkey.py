@@ -83,6 +83,8 @@ def build_prompt(encoding, length, place, key):
     line, answer = KEY.format(key=key), f' {key}'
     filler = len(ids(FILLER * 2)) - len(ids(FILLER))   # tokens of one that follows another
     last = length - len(ids(line)) - len(ids(QUESTION + answer)) + 1  # place for the key line
+    # If the task and one filler have 60 tokens and each further one 24, then before place 200 there
+    # is room for (200 - 60) // 24 = 5 further ones.
     before = 1 + (min(place, last) - len(ids(TASK + FILLER))) // filler
     after = 1 + (length - len(whole(before, 1))) // filler
     prompt = whole(before, after)
