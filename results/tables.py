@@ -253,7 +253,7 @@ SMOLLM2 = {'plain': 'as it is', 'pi': 'PI', 'ntk': 'NTK', 'dynamic_ntk': 'dynami
 
 
 def smollm2():
-    """Losses at the end of 8,192, 16,384 and 32,768 tokens; ± is the standard error over windows."""
+    """Losses at the end of 8,192, 16,384, 32,768 tokens; ± is the standard error over windows."""
     for how, title in SMOLLM2.items():
         columns = {}
         for length in 16384, 32768:
