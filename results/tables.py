@@ -249,21 +249,30 @@ def speed():
 
 
 SMOLLM2 = {'plain': 'as it is', 'pi': 'PI', 'ntk': 'NTK', 'dynamic_ntk': 'dynamic NTK',
-           'yarn': 'YaRN', 'tuned': 'YaRN, head scales', 'none': 'without RoPE'}
+           'yarn': 'YaRN', 'scaled': 'YaRN, one scale of 0.9',
+           'tuned': 'YaRN, head scales', 'none': 'without RoPE'}
 
 
 def smollm2():
-    """Losses at the end of 8,192, 16,384, 32,768 tokens; ± is the standard error over windows."""
+    """
+    Losses before 8,192, 16,384 and 32,768 tokens, and how far they are below those of YaRN. ± is
+    the standard error over windows.
+    """
     for how, title in SMOLLM2.items():
         columns = {}
-        for length in 16384, 32768:
-            path = f'smollm2/eval_ppl_position_{how}_{length}.json'
-            if (RESULTS / path).is_file():
-                at_L, far = read(path)['rows']
-                columns |= {f'loss at {row["length"]:,}': number(row['loss'], row['standard_error'])
-                            for row in (at_L, far) if f'loss at {row["length"]:,}' not in columns}
-                columns |= {f'last 8,192 of {length:,}': number(far['cut_loss']),
-                            f'gain at {length:,}': number(far['gain'], far['gain_error'])}
+        for T in 16384, 32768:
+            path = RESULTS / f'smollm2/eval_ppl_position_{how}_{T}.json'
+            if not path.is_file():
+                continue
+            found, yarn = read(path), read(path.with_name(f'eval_ppl_position_yarn_{T}.json'))
+            for row in found['rows']:
+                n = row['length']
+                own, theirs = (one['loss_at_by_window'][str(n)] for one in (found, yarn))
+                below = [b - a for a, b in zip(own, theirs)]
+                columns.setdefault(f'loss at {n:,}', number(row['loss'], row['standard_error']))
+                columns.setdefault(f'below YaRN at {n:,}',
+                                   number(mean(below), stdev(below) / len(below) ** 0.5))
+            columns[f'last 8,192 of {T:,}'] = number(row['cut_loss'])
         if columns:
             yield title, columns
 
