@@ -12,7 +12,7 @@ from configurator import UserError
 import torch
 
 from common import model_config
-from position import unused_settings
+from position import split_scaling, unused_settings
 from tokenizer import EOT, PATTERN, HFTokenizer, start_token, tokenizer_state
 
 # {our setting: its name, after the architecture}
@@ -21,6 +21,7 @@ SETTINGS = {
     'n_head': 'attention.head_count', 'n_kv_head': 'attention.head_count_kv',
     'n_embd': 'embedding_length', 'n_hidden': 'feed_forward_length',
     'norm_eps': 'attention.layer_norm_rms_epsilon', 'rope_base': 'rope.freq_base'}
+SCALINGS = {'': 'none', 'pi': 'linear', 'yarn': 'yarn'}  # {kind of our rope_scaling: its name}
 # {our weight: its name}, as in convert.py
 WEIGHTS = {
     'embed': 'token_embd', 'norm': 'output_norm', 'head': 'output',
@@ -59,11 +60,16 @@ def config_of(fields, tied):
     # llama.cpp switches a Granite's RoPE off if this field is False, in spite of its name.
     has_rope = kind == 'llama' or own.pop('rope.scaling.finetuned', True)
     values |= {'position': 'rope' if has_rope else 'none', 'tied': tied}
+    scaling = own.get('rope.scaling.type', 'none')
+    for ours, theirs in SCALINGS.items():
+        if ours and theirs == scaling:
+            values['rope_scaling'] = f"{ours}:{own.pop('rope.scaling.factor'):g}"
+            values['pretrained_length'] = own.pop('rope.scaling.original_context_length', None)
     c = model_config(values | unused_settings(values))
     # fields that may be present if they say what our model does anyway
     known = dict.fromkeys(
         ('rope.dimension_count', 'attention.key_length', 'attention.value_length'), c.head_dim)
-    known['logit_scale'] = 1
+    known |= {'logit_scale': 1, 'rope.scaling.type': SCALINGS[split_scaling(c.rope_scaling)[0]]}
     for name, value in own.items():
         if value != known.get(name):
             raise ValueError(f'its {name} is {value}, which our model does not compute')
@@ -147,10 +153,15 @@ def write(path, c, weights, text, encoding, dtype):
     for name, one in pre_tokenizers().items():
         if one.__getstate__() == tokenizer.pre_tokenizer.__getstate__():
             pre = name
-    if not kind or c.rope_scaling or not pre:
+    scaling, factor = split_scaling(c.rope_scaling)
+    if not kind or scaling not in SCALINGS or not pre:
         raise UserError(f'llama.cpp has no name for position {c.position} {c.rope_scaling} with '
                         f'tokenizer {encoding.name}. Write --format=hf.')
     writer = gguf.GGUFWriter(path, kind)
+    if scaling:
+        writer.add_rope_scaling_type(gguf.RopeScalingType(SCALINGS[scaling]))
+        writer.add_rope_scaling_factor(factor)
+        writer.add_rope_scaling_orig_ctx_len(c.pretrained_length)
     for ours, theirs in SETTINGS.items():
         add = writer.add_float32 if ours in ('norm_eps', 'rope_base') else writer.add_uint32
         add(f'{kind}.{theirs}', getattr(c, ours))

@@ -201,6 +201,14 @@ def test_a_gguf_file_of_nope_says_so_and_has_scales_and_gains_in_its_weights(tmp
     near(again(IDX), model(IDX), atol=1e-4)
 
 
+def test_a_gguf_file_keeps_the_extension_of_rope(tmp_path, ours):
+    model = random_model(vocab_size=257, position='rope', rope_scaling='yarn:2')
+    written(tmp_path, model, '--format=gguf')
+    again = ours(tmp_path / 'out/model.gguf')
+    assert (again.config.rope_scaling, again.config.block_size) == ('yarn:2', 64)
+    near(again(IDX), model(IDX), atol=1e-4)
+
+
 def gguf_of(model, path, kind='float32', **more):
     """Write a GGUF file of a model with matrices of this kind, and with more weights."""
     weights = convert.their_weights(model, gguf_file.WEIGHTS) | more
