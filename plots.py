@@ -163,14 +163,14 @@ def draw_ppl(*results):
             continue
         lengths = column(rows, 'length')
         [line] = axis.plot(lengths, column(rows, 'loss'), marker='.', label=name)
+        if 'position' in result:  # the loss at each position joins the dots
+            line.set(linestyle='', marker='o')
+            axis.plot(result['position'], result['loss'], lw=1, ls='-', color=line.get_color())
         if 'cut_loss' in rows[-1]:
             axis.errorbar(lengths, column(rows, 'cut_loss'), column(rows, 'gain_error'), fmt='.--',
                           lw=0.8, capsize=3, color=line.get_color(),
                           label=f"{name}, only the last {result['pretrained_length']} tokens\n"
                                 '(± standard error of the difference)')
-        if 'position' in result:
-            axis.plot(result['position'], result['loss'], lw=0.5, color=line.get_color(),
-                      label=f'{name}, each position')
     axis.yaxis.set_major_formatter(lambda loss, _: f'{math.exp(loss):.3g}')
     finish(axis, results, 'perplexity', xlabel='tokens')
     return figure

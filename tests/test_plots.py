@@ -45,7 +45,6 @@ RESULTS = {name: {'stage': name, **json.loads(ALL), **result}
 CURVES = '''
 eval_ppl | 0 | NAME | 4:2 8:3
 eval_ppl | 0 | NAME, only the last 4 tokens, (± standard error of the difference) | 4:nan 8:2.5
-eval_ppl | 0 | NAME, each position | 1:9 2:1 3:1 4:1 5:1 6:1 7:1 8:1 16:17
 entropy | 0 | NAME | 4.5:2 6.375:3
 entropy | 0 | NAME, only the last 4 tokens | 8:6 16:7
 entropy | 1 | NAME | 1:0 2:1 3:1 4:1 5:1 6:1 7:1 8:1 16:2
@@ -77,6 +76,7 @@ def test_a_curve_has_the_numbers_of_the_json(row):
 def test_bars_images_and_points_have_the_numbers_of_the_json():
     [axis] = panels('eval_ppl')
     assert axis.collections[0].get_segments()[1].tolist() == [[8, 2.3], [8, 2.7]]
+    assert axis.lines[1].get_ydata().tolist() == [9, 1, 1, 1, 1, 1, 1, 1, 17]  # each position
     assert axis.yaxis.get_major_formatter()(math.log(20), 0) == '20'
     assert panels('demo')[1].collections[0].get_segments()[0].tolist() == [[0.4, 0], [0.6, 0]]
     assert panels('head')[0].lines[0].get_ydata().tolist() == [3, 2]
