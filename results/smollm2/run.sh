@@ -44,7 +44,7 @@ entropy() {  # of each head by position
 
 uniform() {  # one scale on top of YaRN
     once $out/scale_uniform_yarn4.json python tune_scale.py $reads $books --rope_scaling=yarn:4 \
-        --method=uniform --target_length=$T --candidate_range=[0.9,1.2,0.05] --n_samples=4 \
+        --method=uniform --target_length=$T --candidate_range=[0.6,1.1,0.1] --n_samples=4 \
         --tail=1024 --compile=False
 }
 
