@@ -377,7 +377,8 @@ def time_start(runtime):
     with tempfile.TemporaryDirectory() as folder:
         text = ['import this\n' * 10000]
         write_dataset(folder, get_tokenizer('bytes'), {'train': text, 'val': text})
-        command = 'train.py', f'--dataset={folder}', f'--out_dir={folder}/run', f'--device={device}'
+        command = ('train.py', f'--dataset={folder}', f'--out_dir={folder}/run',
+                   f'--device={device}', '--compile=False')
         works = {'import torch': partial(first_line, '-c', 'import torch; print()'),
                  'first line of training': partial(first_line, *command)}
         return compare('start', works, {}, runtime)

@@ -223,29 +223,50 @@ def che():
         yield name, columns
 
 
-SPEED = {  # {file of speed/: machine and model}
-    'train_1b': 'H200, 1.1B', 'growth_1b': 'H200, 1.1B', 'eval_1b': 'H200, 1.1B',
-    'entropy_1b': 'H200, 1.1B', 'peer_125m': 'H200, 125M', 'epyc_steps': 'EPYC, 39M',
-    'epyc_steps_earlier': 'EPYC again, 39M', 'xeon_windows': 'Xeon, 39M',
-    'xeon_decode': 'Xeon, 39M',
-}
+GPU = {'train_1b': '1.1B', 'growth_1b': '1.1B', 'eval_1b': '1.1B', 'entropy_1b': '1.1B',
+       'peer_125m': '125M'}  # {file of speed/: the model}
+CPU = {'steps': '39M', 'methods': '39M', 'windows': '39M', 'decode': '39M', 'entropy': '39M',
+       'start': '0.85M', 'smollm2_windows': '135M', 'smollm2_prefill': '135M',
+       'smollm2_decode': '135M', 'smollm2_scale': '135M'}
 
 
-def speed():
-    """A row for each task, with the program that took turns with ours."""
-    for file, where in SPEED.items():
-        for found in read(f'speed/{file}.json')['results'].values():
-            for one in found if isinstance(found, list) else [found]:
-                ours = one['ours']
-                columns = {'seconds': f"{ours['seconds']:.3g}",
-                           'of the limit': f"{ours['of_limit']:.0%}",
-                           'GB': number(ours['peak_memory'] / 1e9)}
-                for who in {'transformers', 'whole step', 'matrix'} & one.keys():
-                    other = one[who]
-                    columns |= {'beside it': who,
-                                'times ours': number(other['seconds'] / ours['seconds']),
-                                'its GB': number(other['peak_memory'] / 1e9)}
-                yield f"{where}: {one['task']}", columns
+def times(other, own):
+    """The time of a function over that of ours, and in new files its range over the rounds."""
+    if 'ratio' not in own:
+        return number(other['seconds'] / own['seconds'])
+    low, high = other['from'], other['to']
+    if own['ratio'] != 1:  # then all are compared with the other one
+        low, high = 1 / own['to'], 1 / own['from']
+    return f"{other['ratio'] / own['ratio']:.2f} ({low:.2f}–{high:.2f})"
+
+
+def memory(row):
+    return number(row['peak_memory'] / 1e9) if 'peak_memory' in row else ''
+
+
+def speed(files):
+    """A row for each function that was timed, with the one beside it that took turns with it."""
+    found = [(model, read(f'speed/{file}.json')['results']) for file, model in files.items()]
+    for model, task in ((model, task) for model, tasks in found for task in tasks.values()):
+        for one in task if isinstance(task, list) else [task]:
+            if 'bfloat16' in one['task']:
+                continue
+            timed = {name: row for name, row in one.items()
+                     if isinstance(row, dict) and 'seconds' in row and ',' not in name}
+            ours = [name for name in timed if name == 'ours'] or [*timed][1:]
+            for name in ours:
+                own = timed[name]
+                columns = {'seconds': f"{own['seconds']:.3g}",
+                           'of the limit': f"{own['of_limit']:.0%}" if 'of_limit' in own else '',
+                           'GB': memory(own)}
+                for who in timed.keys() - {*ours}:
+                    other, text = timed[who], times(timed[who], own)
+                    if f'{who}, compiled' in one:
+                        compiled = [one[f'{each}, compiled']['seconds'] for each in (who, name)]
+                        text += f', compiled {compiled[0] / compiled[1]:.2f}'
+                    columns |= {'beside it': who, 'times ours': text, 'its GB': memory(other)}
+                title = one['task'].replace(', float32', '').replace('sliding window', 'window')
+                yield f"{model}: {title}{'' if name == 'ours' else ', ' + name}", columns
 
 
 SMOLLM2 = {'plain': 'as it is', 'pi': 'PI', 'ntk': 'NTK', 'dynamic_ntk': 'dynamic NTK',
@@ -295,7 +316,7 @@ TABLES = {
     'methods': partial(perplexity, 'dape/methods.json', (128, 512, 2048, 8192)),
     'scaled': partial(perplexity, 'dape/head_scales.json', (128, 512, 2048)),
     'che': che,
-    'speed': speed,
+    'gpu': partial(speed, GPU), 'cpu': partial(speed, CPU),
     'smollm2': smollm2,
     'paper': paper,
 }

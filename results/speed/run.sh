@@ -1,33 +1,20 @@
-# Speed and memory: PARTS=cpu bash results/speed/run.sh, or on one GPU PARTS=gpu. The most important
-# comes first, so a time limit may end it: timeout 60m bash results/speed/run.sh
+# Speed and memory on a CPU, about 50 minutes on two idle cores; gpu.sh is for a GPU
 . results/common.sh
-set +e  # if a task fails, for example because memory runs out, the next one begins
 out=out/speed
-big='--n_layer=22 --n_head=32 --n_kv_head=4 --n_embd=2048 --n_hidden=5632 --position=none --peer='
-small='--n_layer=12 --n_head=12 --n_kv_head=12 --n_embd=768 --n_hidden=2048 --vocab_size=50257'
+smollm2='--n_layer=30 --n_head=9 --n_kv_head=3 --n_embd=576 --n_hidden=1536 --vocab_size=49152'
+full='--dtype=float32 --rounds=7'
 
 bench() {  # NAME ARGUMENTS...
     once $out/$1.json python -m extras.bench --out_dir=$out --name=$1 "${@:2}"
 }
 
-gpu() {
-    python -m pytest -m '' tests/test_gpu.py
-    bench train_1b $big "--tasks=['train']" --context=2048 --batch_size=8
-    for T in 2048 8192 18432; do
-        bench scale_1b_$T $big "--tasks=['scale']" --context=$T --batch_size=1 --compile=False
-    done
-    bench entropy_1b $big "--tasks=['entropy']" --read_context=16384
-    bench eval_1b $big "--tasks=['eval']" --context=2048 --batch_size=1  # windows of 16,384
-    bench peer_125m $small "--tasks=['train','prefill','decode']" --context=512 \
-        --batch_size=32
-}
-
-cpu() {
-    bench steps --dtype=float32 --rounds=7 "--tasks=['train','scale']"
-    bench windows --dtype=float32 --rounds=7 "--tasks=['eval']"
-    bench decode --rounds=7 "--tasks=['prefill','decode']"
-    bench entropy --rounds=7 "--tasks=['entropy']"
-    bench methods --dtype=float32 --rounds=7 "--tasks=['methods','start']"
-}
-
-for part in ${PARTS:-cpu gpu}; do $part; done
+bench steps $full "--tasks=['train','scale']"
+bench windows $full "--tasks=['eval']"
+bench decode --rounds=7 "--tasks=['prefill','decode']"
+bench entropy --rounds=7 "--tasks=['entropy']"
+bench methods $full "--tasks=['methods']"
+bench start --rounds=7 "--tasks=['start']"
+bench smollm2_windows $smollm2 --dtype=float32 "--tasks=['eval']" --context=256  # of 2,048 tokens
+bench smollm2_scale $smollm2 --dtype=float32 "--tasks=['scale']" --context=2048 --batch_size=1
+bench smollm2_prefill $smollm2 "--tasks=['prefill']"
+bench smollm2_decode $smollm2 "--tasks=['decode']" --read_context=2048 --n_decode=128
