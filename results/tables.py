@@ -230,14 +230,28 @@ CPU = {'steps': '39M', 'methods': '39M', 'windows': '39M', 'decode': '39M', 'ent
        'smollm2_decode': '135M', 'smollm2_scale': '135M'}
 
 
-def times(other, own):
-    """The time of a function over that of ours, and in new files its range over the rounds."""
+BESIDE = 'transformers', 'whole step', 'matrix', 'NoPE', 'import torch'
+
+
+def times(who, name, one):
+    """
+    The time of a function over that of ours. New files have its range over the rounds, its
+    arithmetic over ours where that differs, and how long the faster of theirs, compiled or not,
+    takes beside ours compiled.
+    """
+    other, own = one[who], one[name]
     if 'ratio' not in own:
         return number(other['seconds'] / own['seconds'])
     low, high = other['from'], other['to']
     if own['ratio'] != 1:  # then all are compared with the other one
         low, high = 1 / own['to'], 1 / own['from']
-    return f"{other['ratio'] / own['ratio']:.2f} ({low:.2f}–{high:.2f})"
+    text = f"{other['ratio'] / own['ratio']:.2f} ({low:.2f}–{high:.2f})"
+    if other.get('by_flop') != own.get('by_flop'):
+        text += f", by FLOP {other['by_flop'] / own['by_flop']:.2f}"
+    if compiled := one.get(f'{name}, compiled'):
+        fastest = min(row['seconds'] for key, row in one.items() if key.startswith(who))
+        text += f", compiled {fastest / compiled['seconds']:.2f}"
+    return text
 
 
 def memory(row):
@@ -251,20 +265,17 @@ def speed(files):
         for one in task if isinstance(task, list) else [task]:
             if 'bfloat16' in one['task']:
                 continue
-            timed = {name: row for name, row in one.items()
-                     if isinstance(row, dict) and 'seconds' in row and ',' not in name}
-            ours = [name for name in timed if name == 'ours'] or [*timed][1:]
+            beside = [who for who in BESIDE if who in one]
+            ours = ['ours'] if 'ours' in one else [
+                name for name, row in one.items() if isinstance(row, dict) and name not in beside]
             for name in ours:
-                own = timed[name]
+                own = one[name]
                 columns = {'seconds': f"{own['seconds']:.3g}",
                            'of the limit': f"{own['of_limit']:.0%}" if 'of_limit' in own else '',
                            'GB': memory(own)}
-                for who in timed.keys() - {*ours}:
-                    other, text = timed[who], times(timed[who], own)
-                    if f'{who}, compiled' in one:
-                        compiled = [one[f'{each}, compiled']['seconds'] for each in (who, name)]
-                        text += f', compiled {compiled[0] / compiled[1]:.2f}'
-                    columns |= {'beside it': who, 'times ours': text, 'its GB': memory(other)}
+                for who in beside:
+                    columns |= {'beside it': who, 'times ours': times(who, name, one),
+                                'its GB': memory(one[who])}
                 title = one['task'].replace(', float32', '').replace('sliding window', 'window')
                 yield f"{model}: {title}{'' if name == 'ours' else ', ' + name}", columns
 

@@ -13,6 +13,7 @@ books="--dataset=books_smollm2 --batch_tokens=8192"
 as() {
     case $1 in
         plain) ;;
+        yarn2) echo --rope_scaling=yarn:2 ;;
         none) echo --position=none ;;
         scaled) echo --rope_scaling=yarn:4 --scale=0.9 ;;  # about the mean of the tuned ones
         tuned) echo --rope_scaling=yarn:4 --scale=$scales ;;
@@ -27,7 +28,7 @@ tune() {  # 270 head scales from YaRN, on 20 windows of the train split
 }
 
 loss() {  # the last 1,024 tokens of 8 windows of 16,384, or with LONG=2 of 4 of 32,768
-    for how in ${HOW:-plain yarn scaled tuned dynamic_ntk ntk pi none}; do
+    for how in ${HOW:-plain yarn yarn2 scaled tuned dynamic_ntk ntk pi none}; do
         length=$((T * ${LONG:-1}))
         once $out/eval_ppl_position_${how}_$length.json python eval_ppl.py $reads $books \
             $(as $how) --protocol=position --lengths=[8192,$length] --tail=1024 \

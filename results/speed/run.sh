@@ -1,4 +1,4 @@
-# Speed and memory on a CPU, about 50 minutes on two idle cores; gpu.sh is for a GPU
+# Speed and memory on a CPU, about an hour on two idle cores; gpu.sh is for a GPU
 . results/common.sh
 out=out/speed
 smollm2='--n_layer=30 --n_head=9 --n_kv_head=3 --n_embd=576 --n_hidden=1536 --vocab_size=49152'
