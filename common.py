@@ -25,12 +25,9 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from model import ModelConfig, Transformer, vector_kind
+from model import ModelConfig, vector_kind
 
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
-# A model is compiled for reading if this takes more FLOP. On a CPU, compiling took 33 to 101 s and
-# saved 7% of the time, so it pays if reading takes half an hour. The GPU's number is a guess.
-WORTH_COMPILING = {'cpu': 2 ** 48, 'cuda': 2 ** 55}
 
 
 # ---------------------------------------------------------------------- where a stage runs
@@ -151,14 +148,6 @@ def can_compile(runtime, wanted):
     return True
 
 
-def compiled_to_read(model, runtime, wanted, n, length):
-    """The model, compiled if n windows of `length` tokens are enough work for this to pay."""
-    if not isinstance(model, Transformer) or model.scale_sets:
-        return model
-    pays = 2 * model.n_params() * n * length > WORTH_COMPILING.get(runtime.device.type, math.inf)
-    return torch.compile(model, dynamic=False) if can_compile(runtime, wanted and pays) else model
-
-
 # ---------------------------------------------------------------------- checkpoints
 
 def weights_digest(weights):
@@ -237,7 +226,7 @@ def load_weights(model, weights, path, **options):
                         f'only one of them has {wrong[0]}.')
 
 
-# ---------------------------------------------------------------------- numbers and files
+# ---------------------------------------------------------------------- JSON files
 
 def json_value(value):
     """A value in JSON's types: numbers with 9 digits, as float32 needs; None for NaN, infinity."""
@@ -261,14 +250,3 @@ def save_json(path, data):
     part.parent.mkdir(parents=True, exist_ok=True)
     part.write_text(text.replace('[ ', '[').replace(' ]', ']') + '\n', encoding='utf-8')
     part.replace(path)
-
-
-def bin_means(values, width):
-    """
-    Means over bins of `width` positions. values: (..., T). Returns the mean position of each bin,
-    counted from 1, (bins,), and the means, (..., bins).
-    """
-    values, width = np.asarray(values), max(1, width)
-    bins = values.shape[-1] // width
-    means = values[..., :bins * width].reshape(*values.shape[:-1], bins, width).mean(-1)
-    return np.arange(bins) * width + (width + 1) / 2, means

@@ -76,8 +76,8 @@ class Windows:
     gives block_size predictions. info: about a model that shall read them; its tokenizer must be
     the dataset's.
     Attributes: tokens, starts (of documents) and meta.json of the first source; its tokenizer's
-    state. Of the last evenly_spaced(): places, where its windows start, (n,), and crossing, how
-    many of them reach into another document.
+    state. Of the last evenly_spaced(): places, where its windows start, (n,); documents, the
+    numbers of those in which they start and end, (2, n); crossing, for how many these differ.
     """
 
     def __init__(self, dataset, split, block_size, seed=0, info=None):
@@ -139,14 +139,11 @@ class Windows:
         """
         size = self.block_size + 1
         places = np.arange(0, self.blocks[0].size - size + 1, spacing or size)
-        crosses = self.document(places) != self.document(places + size - 1)
-        if np.count_nonzero(~crosses) >= n:
-            places, crosses = places[~crosses], crosses[~crosses]
-        n = min(n, len(places))
-        chosen = np.arange(n) * len(places) // n
-        self.places, self.crossing = places[chosen], int(crosses[chosen].sum())
+        documents = self.starts.searchsorted((places, places + size - 1), side='right')
+        inside, = np.nonzero(documents[0] == documents[1])
+        chosen = inside if len(inside) >= n else np.arange(len(places))
+        n = min(n, len(chosen))
+        chosen = chosen[np.arange(n) * len(chosen) // n]
+        self.places, self.documents = places[chosen], documents[:, chosen]
+        self.crossing = int((self.documents[0] != self.documents[1]).sum())
         return self.tokens[self.places[:, None] + np.arange(size)].astype(np.int64)
-
-    def document(self, places):
-        """The number of the document of each token of the split, counted from 1."""
-        return np.searchsorted(self.starts, places, side='right')

@@ -16,10 +16,11 @@ from configurator import UserError, configure, settings
 import numpy as np
 import torch
 
-from common import bin_means, setup
+from common import setup
 from data import Windows
 from position import in_rows, repeat_heads
 from stage import (
+    bin_means,
     cut_curve,
     losses_by_position,
     open_model,

@@ -25,9 +25,11 @@ from configurator import UserError, configure, settings
 
 import numpy as np
 
-from common import bin_means, compiled_to_read, setup
+from common import setup
 from data import Windows
 from stage import (
+    bin_means,
+    compiled_to_read,
     cut_losses,
     cut_windows,
     losses_by_position,

@@ -44,12 +44,10 @@ class ModelConfig(Settings):
         super().__post_init__()
         self.pretrained_length = self.pretrained_length or self.block_size
         self.head_dim = self.n_embd // self.n_head
-        if self.n_embd % (2 * self.n_head):  # RoPE rotates pairs of channels
+        # n_embd of 2 n_head, because RoPE rotates pairs of channels
+        if self.n_embd % (2 * self.n_head) or self.n_head % self.n_kv_head:
             raise ValueError(f'n_embd {self.n_embd} must be a multiple of twice n_head '
-                             f'{self.n_head}.')
-        if self.n_head % self.n_kv_head:
-            raise ValueError(f'n_head {self.n_head} must be a multiple of n_kv_head '
-                             f'{self.n_kv_head}.')
+                             f'{self.n_head}, and this of n_kv_head {self.n_kv_head}.')
         if self.short_conv_at not in ('A', 'C', 'AC'):
             raise ValueError(f'short_conv_at is {self.short_conv_at!r}; it must be A, C or AC.')
 

@@ -50,7 +50,8 @@ class Settings:
     dape_residual: bool = True  # DAPE: also add the bias itself, Eq. (3) of DAPE V2; False: Eq. (2)
 
     def __post_init__(self):
-        for name in self.position.split(','):
+        self.methods = self.position.split(',')  # layer n has methods[n % len(methods)]
+        for name in self.methods:
             if method_class(name) is None:
                 raise ValueError(f"position is '{name}', which is unknown. Choose from "
                                  f'{", ".join(METHODS)}, or several with commas.')
@@ -62,11 +63,6 @@ class Settings:
             split_scaling(self.rope_scaling)
         if self.dape_kernel and self.dape_kernel % 2 == 0:
             raise ValueError(f'dape_kernel is {self.dape_kernel}; it must be odd, or 0.')
-
-    def method_of(self, layer):
-        """Name in METHODS of the method of this layer."""
-        names = self.position.split(',')
-        return names[layer % len(names)]
 
 
 def unused_settings(settings):
@@ -477,7 +473,7 @@ def position_method(config, layer):
     The method of one layer. All other weights of the model start the same, whichever it is. Raises
     ValueError for a class whose steps would not all be used: see CONTRIBUTING.md.
     """
-    method_type = method_class(config.method_of(layer))
+    method_type = method_class(config.methods[layer % len(config.methods)])
     with torch.random.fork_rng(devices=[]):
         method = method_type(config)
         changed = method.changed

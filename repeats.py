@@ -214,7 +214,7 @@ def main(given):
         if between.any():
             rows.append(full_row(f'{near + 1} to {far} back', between, losses))
     if control:
-        others = other_windows(data.document(data.places), data.document(data.places + W))
+        others = other_windows(*data.documents)
         is_far = np.arange(W + 1) < t[:, None] - L
         texts = np.where(is_far, samples[others[window]], samples[window])
         with_other = whole(texts)[np.arange(len(t)), t - 1]

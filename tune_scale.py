@@ -32,11 +32,13 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from common import bin_means, can_compile, compiled_to_read, save_json, setup
+from common import can_compile, save_json, setup
 from data import Windows
 from model import VECTORS, small_vectors
 from scales import put_vectors, read_scale_file, set_entry, use_sets
 from stage import (
+    bin_means,
+    compiled_to_read,
     cut_curve,
     cut_losses,
     losses_by_position,

@@ -270,7 +270,8 @@ def their_config(c, encoding, dtype):
             'attention_multiplier': c.head_dim ** -0.5,
             'mamba_n_heads': 1}  # no layer has it, but it must divide twice the width
     if kind == 'smollm3':
-        config['no_rope_layers'] = [int(c.method_of(layer) == 'rope') for layer in range(c.n_layer)]
+        layers = range(c.n_layer)
+        config['no_rope_layers'] = [int(c.methods[n % len(c.methods)] == 'rope') for n in layers]
     scaling, factor = split_scaling(c.rope_scaling)
     rope = {'rope_type': {'pi': 'linear'}.get(scaling, scaling), 'factor': factor}
     if scaling in ('yarn', 'llama3'):

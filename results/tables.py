@@ -281,32 +281,27 @@ def speed(files):
 
 
 SMOLLM2 = {'plain': 'as it is', 'pi': 'PI', 'ntk': 'NTK', 'dynamic_ntk': 'dynamic NTK',
-           'yarn': 'YaRN', 'scaled': 'YaRN, one scale of 0.9',
+           'yarn2': 'YaRN, factor 2', 'yarn': 'YaRN', 'scaled': 'YaRN, one scale of 0.9',
            'tuned': 'YaRN, head scales', 'none': 'without RoPE'}
 
 
-def smollm2():
+def smollm2(T):
     """
-    Losses before 8,192, 16,384 and 32,768 tokens, and how far they are below those of YaRN. ± is
-    the standard error over windows.
+    Losses before 8,192 and T tokens, the gain over the same model with only the last 8,192, and how
+    far the loss is below YaRN's. ± is the standard error over windows of a difference.
     """
-    for how, title in SMOLLM2.items():
-        columns = {}
-        for T in 16384, 32768:
-            path = RESULTS / f'smollm2/eval_ppl_position_{how}_{T}.json'
-            if not path.is_file():
-                continue
-            found, yarn = read(path), read(path.with_name(f'eval_ppl_position_yarn_{T}.json'))
-            for row in found['rows']:
-                n = row['length']
-                own, theirs = (one['loss_at_by_window'][str(n)] for one in (found, yarn))
-                below = [b - a for a, b in zip(own, theirs)]
-                columns.setdefault(f'loss at {n:,}', number(row['loss'], row['standard_error']))
-                columns.setdefault(f'below YaRN at {n:,}',
-                                   number(mean(below), stdev(below) / len(below) ** 0.5))
-            columns[f'last 8,192 of {T:,}'] = number(row['cut_loss'])
-        if columns:
-            yield title, columns
+    files = {how: RESULTS / f'smollm2/eval_ppl_position_{how}_{T}.json' for how in SMOLLM2}
+    found = {how: read(path) for how, path in files.items() if path.is_file()}
+    yarn = found['yarn']['loss_at_by_window'][str(T)]
+    for how, result in found.items():
+        at_L, at_T = result['rows']
+        below = [b - a for a, b in zip(result['loss_at_by_window'][str(T)], yarn)]
+        yield SMOLLM2[how], {
+            'loss at 8,192': number(at_L['loss']),
+            f'loss at {T:,}': number(at_T['loss']),
+            'with only the last 8,192': number(at_T['cut_loss']),
+            'gain from the rest': number(at_T['gain'], at_T['gain_error']),
+            'below YaRN': number(mean(below), stdev(below) / len(below) ** 0.5)}
 
 
 def paper():
@@ -328,7 +323,7 @@ TABLES = {
     'scaled': partial(perplexity, 'dape/head_scales.json', (128, 512, 2048)),
     'che': che,
     'gpu': partial(speed, GPU), 'cpu': partial(speed, CPU),
-    'smollm2': smollm2,
+    'smollm2': partial(smollm2, 16384),
     'paper': paper,
 }
 

@@ -34,7 +34,8 @@ def plain_text(model, ids, scales):
     for layer, block in enumerate(model.blocks):
         its = weights_of(block)
         y = plain_conv(plain_norm(c, x, its['attn_norm.weight']), its.get('attn_conv.w'))
-        y, weights = plain_attention(c, c.method_of(layer), block.attn, y, scales[layer])
+        method = c.methods[layer % len(c.methods)]
+        y, weights = plain_attention(c, method, block.attn, y, scales[layer])
         attention.append(weights)
         x = x + y
         y = plain_conv(plain_norm(c, x, its['mlp_norm.weight']), its.get('mlp_conv.w'))

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import near, random_model, save_model
+from conftest import random_model, save_model
 
 import common
 from common import read_checkpoint, save_checkpoint, setup, weights_digest
@@ -93,9 +93,3 @@ def test_json_has_nine_digits_and_null_for_what_is_no_number(tmp_path):
     text = path.read_text(encoding='utf-8')
     assert json.loads(text) == {'a': [[0.333333333, None]], 'b': 0.333333333, 'c': [2], 'd': None}
     assert '[0.333333333, null]' in text  # numbers of a list stand on one line
-
-
-def test_bins_are_means_of_positions_counted_from_1():
-    middle, means = common.bin_means(np.array([[1, 3, 5, 7, 100]]), 2)
-    near(middle, [1.5, 3.5])
-    near(means, [[2, 6]])

@@ -71,7 +71,7 @@ def test_the_gain_is_the_cut_loss_of_the_untuned_model_minus_the_loss(tiny_run, 
     assert row['headroom'] == pytest.approx(np.mean(cut) - copied.mean(), abs=1e-5)
     assert row['R'] == pytest.approx(row['gain'] / row['headroom'], rel=1e-3)
 
-    document = data.document(np.stack((data.places, data.places + 128)))
+    document = np.searchsorted(data.starts, np.stack((data.places, data.places + 128)), 'right')
     others = repeats.other_windows(*document)
     control = []
     for w, at in zip(window, t):

@@ -8,7 +8,7 @@ from conftest import ROOT, near, random_model, read, save_model, stage, tokens
 
 from common import Runtime, setup
 from scales import set_scale, use_sets
-from stage import open_model, result_path, results_folder
+from stage import bin_means, open_model, result_path, results_folder
 
 
 @pytest.fixture
@@ -131,3 +131,9 @@ def test_every_checkpoint_and_scale_file_gives_the_losses_that_it_gave(name):
     x = torch.arange(129).view(1, -1) * 7 % 250
     losses = model(x[:, :-1], x[:, 1:])[0]
     near([losses.mean().item(), losses[-1].item()], RECORDED[name], atol=1e-5)
+
+
+def test_bins_are_means_of_positions_counted_from_1():
+    middle, means = bin_means([[1, 3, 5, 7, 100]], 2)
+    near(middle, [1.5, 3.5])
+    near(means, [[2, 6]])
