@@ -32,7 +32,10 @@ NAMES = {'none': 'NoPE', 'rope': 'RoPE', 'alibi': 'ALiBi'}  # others as their se
 # ---------------------------------------------------------------------- parts of a picture
 
 def name_of(result):
-    """A result's position method, its label, which says how the model is read, and its run."""
+    """
+    A result's position method, its label, which says how the model is read, and its run, unless
+    draw() took it away.
+    """
     name = NAMES.get(result['position_method'], result['position_method'])
     if result.get('dape_kernel'):
         name += ' + DAPE'
@@ -40,7 +43,8 @@ def name_of(result):
         name += ' + conv'
     if result['label']:
         name += f", {result['label']}"
-    return f"{name} ({'/'.join(Path(result['checkpoint']).parts[-3:])})"
+    run = '/'.join(Path(result['checkpoint']).parts[-3:])
+    return f'{name} ({run})' if run else name
 
 
 def panels(title, n, columns=4):
@@ -291,6 +295,9 @@ def draw(*files):
     kind = results[0]['method'] if stage == 'tune_scale' else stage
     if kind not in PICTURES:
         return []
+    if len(results) > 1 and len({result.get('checkpoint') for result in results}) == 1:
+        for result in results:  # one model: do not repeat its run in each name
+            result['checkpoint'] = ''
     name = '_and_'.join(Path(file).stem for file in files)
     path = Path(files[0]).with_name(f'{name}.png')
     save(PICTURES[kind](*results), path)

@@ -281,27 +281,29 @@ def speed(files):
 
 
 SMOLLM2 = {'plain': 'as it is', 'pi': 'PI', 'ntk': 'NTK', 'dynamic_ntk': 'dynamic NTK',
-           'yarn2': 'YaRN, factor 2', 'yarn': 'YaRN', 'scaled': 'YaRN, one scale of 0.9',
-           'tuned': 'YaRN, head scales', 'none': 'without RoPE'}
+           'yarn2': 'YaRN, factor 2', 'yarn': 'YaRN, factor 4',
+           'scaled': 'YaRN, factor 4, one scale of 0.9',
+           'tuned': 'YaRN, factor 4, head scales', 'none': 'without RoPE'}
 
 
-def smollm2(T):
+def smollm2(T, yarn):
     """
-    Losses before 8,192 and T tokens, the gain over the same model with only the last 8,192, and how
-    far the loss is below YaRN's. ± is the standard error over windows of a difference.
+    Losses before 8,192 and T tokens, the gain over the same reading with only the last 8,192, and
+    how far the loss is below YaRN's with the factor for T. ± is the standard error over windows of
+    a difference.
     """
     files = {how: RESULTS / f'smollm2/eval_ppl_position_{how}_{T}.json' for how in SMOLLM2}
     found = {how: read(path) for how, path in files.items() if path.is_file()}
-    yarn = found['yarn']['loss_at_by_window'][str(T)]
+    base = found[yarn]['loss_at_by_window'][str(T)]
     for how, result in found.items():
         at_L, at_T = result['rows']
-        below = [b - a for a, b in zip(result['loss_at_by_window'][str(T)], yarn)]
+        below = [b - a for a, b in zip(result['loss_at_by_window'][str(T)], base)]
         yield SMOLLM2[how], {
             'loss at 8,192': number(at_L['loss']),
             f'loss at {T:,}': number(at_T['loss']),
             'with only the last 8,192': number(at_T['cut_loss']),
             'gain from the rest': number(at_T['gain'], at_T['gain_error']),
-            'below YaRN': number(mean(below), stdev(below) / len(below) ** 0.5)}
+            f'below {SMOLLM2[yarn]}': number(mean(below), stdev(below) / len(below) ** 0.5)}
 
 
 def paper():
@@ -323,7 +325,7 @@ TABLES = {
     'scaled': partial(perplexity, 'dape/head_scales.json', (128, 512, 2048)),
     'che': che,
     'gpu': partial(speed, GPU), 'cpu': partial(speed, CPU),
-    'smollm2': partial(smollm2, 16384),
+    'smollm2': partial(smollm2, 16384, 'yarn2'),
     'paper': paper,
 }
 
