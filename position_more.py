@@ -135,23 +135,6 @@ class NAPE(ALiBi):
         return [1 / (h + 1) for h in range(half)] + [0.0] * (n_head - half)
 
 
-class NAPESSMax(NAPE):
-    """NAPE with SSMax on the heads without a slope (arXiv:2506.16640)."""
-    settings = ()  # no random positions, because a query counts its keys by its position
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.first = config.n_head // 2  # first head without a slope
-        rest = config.n_head - self.first
-        self.s = nn.Parameter(torch.full((rest,), 1 / math.log(config.pretrained_length)))
-
-    def encode(self, q, k, place):
-        log_n = (place.i.float() + 1).log()[..., None, :, None]              # (1, T, 1)
-        with_slope, without = q.split([self.first, len(self.s)], dim=1)
-        without = without * self.s[:, None, None] * log_n
-        return torch.cat((with_slope, without.to(q.dtype)), dim=1), k
-
-
 # ---------------------------------------------------------------------- scores of other kinds
 
 class CoPE(NoPE):
@@ -244,7 +227,6 @@ METHODS.update({
     'llama4': Llama4,
     'adaptive': Adaptive,
     'nape': NAPE,
-    'nape_ssmax': NAPESSMax,
     'window': Window,
     'sink': Sink,
 })

@@ -150,10 +150,8 @@ def plain_scores(c, method, own, h, q, k, at):
         s *= 1 + own['beta'][h] * log(n + 1) ** own['gamma'][h]
     if method == 'alibi':
         bias = -d / 4 ** (h + 1)
-    if method in ('nape', 'nape_ssmax'):
+    if method == 'nape':
         bias = -d * (1, 1 / 2, 0, 0)[h]
-    if method == 'nape_ssmax' and h >= 2:
-        s *= own['s'][h - 2] * log(n)
     if method == 'kerple':
         bias = -own['p'][h] * log(1 + own['a'][h] * d)
     if method == 'fire':
