@@ -18,8 +18,8 @@ from model import (
     Attention,
     ModelConfig,
     Transformer,
-    losses_in_chunks,
     small_vectors,
+    token_losses,
     vector_kind,
 )
 from position import METHODS, NoPE
@@ -172,7 +172,7 @@ class WideHead(torch.nn.Module):
 
 
 @pytest.mark.parametrize('compiled', [False, True])
-def test_losses_in_chunks_are_those_of_cross_entropy(compiled):
+def test_token_losses_are_those_of_cross_entropy(compiled):
     x, targets, calls = torch.randn(42, 16), tokens(42), []
     head = WideHead(2 ** (26 if compiled else 20))
     factors = torch.rand(42)  # a gradient of its own for each loss
@@ -187,9 +187,9 @@ def test_losses_in_chunks_are_those_of_cross_entropy(compiled):
         return graph
 
     if compiled:
-        compute = torch.compile(losses_in_chunks, backend=count)
+        compute = torch.compile(token_losses, backend=count)
     else:
-        compute = losses_in_chunks
+        compute = token_losses
         head.linear.register_forward_hook(lambda *_: calls.append(1))
     near(and_gradient(compute(x, head, targets)), expected, atol=1e-5)
     assert len(calls) == (6 if compiled else 12)  # uncompiled: each chunk again in backward
