@@ -41,14 +41,6 @@ def test_every_task_is_timed_beside_its_alternative(tmp_path, monkeypatch):
         assert piece[who]['seconds'] > 0 and piece[who]['from'] <= piece[who]['to'], task
 
 
-@pytest.mark.parametrize('name, value, named', [
-    ('tasks', ['scales'], "{'scales'}"), ('PRODUCT', {'cuda': 64}, 'cpu is not measured')])
-def test_an_unknown_task_or_machine_ends_in_one_line(name, value, named, monkeypatch):
-    monkeypatch.setattr(bench, name, value)
-    with pytest.raises(SystemExit, match=named):
-        bench.main()
-
-
 def test_what_is_compared_takes_turns_and_ratios_are_of_one_round(monkeypatch, cpu, capsys):
     monkeypatch.setattr(bench, 'rounds', 3)
     times = iter([9, 9, 9, 9, 9, 9, 1, 2, 4, 2, 3, 4, 1, 4, 8])  # two rounds to warm up, then three
