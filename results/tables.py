@@ -254,12 +254,8 @@ def times(who, name, one):
     return text
 
 
-def memory(row):
-    return number(row['peak_memory'] / 1e9) if 'peak_memory' in row else ''
-
-
 def speed(files):
-    """A row for each function that was timed, with the one beside it that took turns with it."""
+    """A row for each function that was timed; in brackets what took turns with it."""
     found = [(model, read(f'speed/{file}.json')['results']) for file, model in files.items()]
     for model, task in ((model, task) for model, tasks in found for task in tasks.values()):
         for one in task if isinstance(task, list) else [task]:
@@ -269,15 +265,16 @@ def speed(files):
             ours = ['ours'] if 'ours' in one else [
                 name for name, row in one.items() if isinstance(row, dict) and name not in beside]
             for name in ours:
-                own = one[name]
+                own, title = one[name], one['task'].replace(', float32', '')
+                title += '' if name == 'ours' else f', {name}'
+                title += f' ({beside[0]})' if beside else ''
                 columns = {'seconds': f"{own['seconds']:.3g}",
                            'of the limit': f"{own['of_limit']:.0%}" if 'of_limit' in own else '',
-                           'GB': memory(own)}
+                           'GB': '/'.join(number(one[who]['peak_memory'] / 1e9)
+                                          for who in (name, *beside) if 'peak_memory' in one[who])}
                 for who in beside:
-                    columns |= {'beside it': who, 'times ours': times(who, name, one),
-                                'its GB': memory(one[who])}
-                title = one['task'].replace(', float32', '').replace('sliding window', 'window')
-                yield f"{model}: {title}{'' if name == 'ours' else ', ' + name}", columns
+                    columns['times ours'] = times(who, name, one)
+                yield f'{model}: {title}', columns
 
 
 SMOLLM2 = {'plain': 'as it is', 'pi': 'PI', 'ntk': 'NTK', 'dynamic_ntk': 'dynamic NTK',
