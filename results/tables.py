@@ -322,7 +322,7 @@ TABLES = {
     'scaled': partial(perplexity, 'dape/head_scales.json', (128, 512, 2048)),
     'che': che,
     'gpu': partial(speed, GPU), 'cpu': partial(speed, CPU),
-    'smollm2': partial(smollm2, 16384, 'yarn2'),
+    'smollm2': partial(smollm2, 16384, 'yarn2'), 'further': partial(smollm2, 32768, 'yarn'),
     'paper': paper,
 }
 
