@@ -271,10 +271,29 @@ def draw_demo(result):
     return figure
 
 
+def draw_bench(*results):
+    """The time of each function over that of the first of its task, with the range over rounds."""
+    names, rows = [], []
+    for task in (one for result in results for part in result['results'].values() for one in part):
+        first, *others = (name for name, row in task.items() if isinstance(row, dict))
+        names += [f"{task['task']}: {name} / {first}" for name in others]
+        rows += [task[name] for name in others]
+    ratio, low, high = (column(rows, key) for key in ('ratio', 'from', 'to'))
+    figure, [axis] = panels('Ratios of times', 1)
+    figure.set_size_inches(9, 1.2 + 0.22 * len(rows))
+    axis.barh(range(len(rows)), ratio - 1, xerr=(ratio - low, high - ratio), left=1, ecolor='gray')
+    axis.set_yticks(range(len(rows)), names)
+    axis.set_xscale('log', base=2)
+    axis.xaxis.set_major_formatter('{x:g}')
+    axis.invert_yaxis()
+    return figure
+
+
 # ---------------------------------------------------------------------- any result
 
 PICTURES = {
     'attention': draw_maps,
+    'bench': draw_bench,
     'che': draw_tasks,
     'demo': draw_demo,
     'entropy': draw_entropy,

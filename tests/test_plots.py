@@ -37,7 +37,9 @@ EACH = '''{
     "attention": [[1], [0.25, 0.75]]}}]},
 "demo": {"tail": 3, "lengths": [4, 5], "source": "books", "windows": 2, "readings": {"NoPE": {
     "curve": [9, 9, 3, 2, 1], "at": {"4": {}, "5": {"cut_loss": 4}},
-    "far": {"gain": 0.5, "gain_error": 0.1}}}}}'''
+    "far": {"gain": 0.5, "gain_error": 0.1}}}},
+"bench": {"results": {"eval": [{"task": "window", "matmul_flops": 9,
+    "ours": {"ratio": 1, "from": 1, "to": 1}, "peer": {"ratio": 2, "from": 1.5, "to": 4}}]}}}'''
 RESULTS = {name: {'stage': name, **json.loads(ALL), **result}
            for name, result in json.loads(EACH).items()}
 
@@ -79,6 +81,7 @@ def test_bars_images_and_points_have_the_numbers_of_the_json():
     assert axis.lines[1].get_ydata().tolist() == [9, 1, 1, 1, 1, 1, 1, 1, 17]  # each position
     assert axis.yaxis.get_major_formatter()(math.log(20), 0) == '20'
     assert panels('demo')[1].collections[0].get_segments()[0].tolist() == [[0.4, 0], [0.6, 0]]
+    assert panels('bench')[0].patches[0].get_width() == 1  # from 1 to 2
     assert panels('head')[0].lines[0].get_ydata().tolist() == [3, 2]
     assert [line.get_ydata()[-1] for line in panels('entropy')[2].lines[:2]] == [3, 1]
     for name, panel, cells in (('passkey', 0, [[1, 0], [0.5, 0.5], [1, 0]]),
@@ -107,5 +110,5 @@ def test_pictures_of_all_stages_are_drawn_beside_their_json_without_a_warning(tm
 
 def test_every_stage_with_a_picture_is_here_and_others_draw_none(tmp_path):
     assert RESULTS.keys() == plots.PICTURES.keys()
-    (tmp_path / 'bench.json').write_text('{"stage": "bench"}')
-    assert plots.draw(tmp_path / 'bench.json') == []
+    (tmp_path / 'longbench.json').write_text('{"stage": "longbench"}')
+    assert plots.draw(tmp_path / 'longbench.json') == []

@@ -48,7 +48,7 @@ def test_files_of_one_name_in_several_folders_are_seeds(capsys, tmp_path):
     assert '| eval_ppl: loss | 1.50±0.71 | 3.00±0.00 |' in capsys.readouterr().out
 
 
-@pytest.mark.parametrize('script', SCRIPTS, ids=lambda path: f'{path.parent.name}/{path.name}')
+@pytest.mark.parametrize('script', SCRIPTS, ids=str)
 def test_a_script_gives_stages_only_settings_that_they_have(script, tmp_path, monkeypatch):
     python, commands = tmp_path / 'python', tmp_path / 'commands'
     python.write_text(f'#!/bin/bash\nprintf "%q " "$@" >> {commands}; echo >> {commands}\n')
