@@ -160,12 +160,12 @@ def draw_ppl(*results):
     """Perplexity by window length or position. Equal distances are equal differences of loss."""
     figure, [axis] = panels(f"{results[0]['dataset']}, protocol {results[0]['protocol']}", 1)
     for result in results:
-        name, rows = name_of(result), result['rows']
-        if 'name' in rows[0]:  # older results have several models, with a list of perplexities each
+        rows = result['rows']
+        if 'name' in rows[0]:  # a table of several models, with a list of perplexities each
             for row in rows:
                 axis.plot(result['lengths'], np.log(row['ppl']), marker='.', label=row['name'])
             continue
-        lengths = column(rows, 'length')
+        name, lengths = name_of(result), column(rows, 'length')
         [line] = axis.plot(lengths, column(rows, 'loss'), marker='.', label=name)
         if 'position' in result:  # the loss at each position joins the dots
             line.set(linestyle='', marker='o')
@@ -175,7 +175,7 @@ def draw_ppl(*results):
                           lw=0.8, capsize=3, color=line.get_color(),
                           label=f"{name}, only the last {result['pretrained_length']} tokens\n"
                                 '(± standard error of the difference)')
-    axis.yaxis.set_major_formatter(lambda loss, _: f'{math.exp(loss):.3g}')
+    axis.yaxis.set_major_formatter(lambda loss, _: f"{float(f'{math.exp(loss):.3g}'):g}")
     finish(axis, results, 'perplexity', xlabel='tokens')
     return figure
 

@@ -8,6 +8,8 @@ import json
 import math
 import warnings
 
+from configurator import ROOT
+
 import numpy as np
 import pytest
 
@@ -90,11 +92,10 @@ def test_bars_images_and_points_have_the_numbers_of_the_json():
         assert panels(name)[panel].images[0].get_array().tolist() == cells
 
 
-def test_older_tables_of_several_models_are_drawn():
-    table = {'lengths': [4, 8], 'rows': [{'name': 'a', 'ppl': [1, math.e]},
-                                         {'name': 'b', 'ppl': [1, 1]}]}
-    [axis] = plots.draw_ppl(RESULTS['eval_ppl'] | table).axes
-    assert [line.get_ydata().tolist() for line in axis.lines[:2]] == [[0, 1], [0, 0]]
+def test_tables_of_several_models_are_drawn():
+    table = json.loads((ROOT / 'results/papers/table2.json').read_text())
+    [axis] = plots.draw_ppl(table).axes
+    assert np.exp(axis.lines[0].get_ydata()) == pytest.approx([14.5, 491.4, 488.5, 599.5])
 
 
 @pytest.mark.parametrize('name', RESULTS)
