@@ -44,7 +44,7 @@ class ModelConfig(Settings):
         super().__post_init__()
         self.pretrained_length = self.pretrained_length or self.block_size
         self.head_dim = self.n_embd // self.n_head
-        # n_embd of 2 n_head, because RoPE rotates pairs of channels
+        # twice, because RoPE rotates pairs of channels
         if self.n_embd % (2 * self.n_head) or self.n_head % self.n_kv_head:
             raise ValueError(f'n_embd {self.n_embd} must be a multiple of twice n_head '
                              f'{self.n_head}, and this of n_kv_head {self.n_kv_head}.')
@@ -277,7 +277,7 @@ def token_losses(x, head, targets):
     `head`; targets: (N,) ids. Logits are made for some tokens at a time, and in training backward
     makes them again: those of 16,384 tokens and a vocabulary of 32,000 would take 2 GB.
     """
-    def of_some(x, targets):
+    def of_some(x, targets):  # not head: torch.compile wants no module among these arguments
         logits = head(x).float()                              # (n, V)
         if not torch.compiler.is_compiling():
             return F.cross_entropy(logits, targets, reduction='none')
