@@ -55,10 +55,10 @@ dtype = 'auto'               # auto, float32, bfloat16, float16
 protocol = 'sliding'         # sliding: sliding windows; position: every position of one pass; tail:
                              # last tokens of each length. repeats.py reads far repeats
 lengths: list[int] = []      # window lengths in tokens; []: 1, 2, 4 and 8 times block_size
-rule = 'same'                # sliding: same, paper or classic; see sliding_windows()
+rule = 'same'                # sliding: same or paper; see window_ends()
 stride: int | None = None    # sliding: tokens scored per window; None: block_size / 8, at most 256
-max_windows = 1024           # sliding: windows per length; rule same spaces them evenly, the other
-                             # rules take the first ones
+max_windows = 1024           # sliding: windows per length; rule same spaces them evenly, rule paper
+                             # takes the first ones
 n_samples = 256              # position, tail: windows of the longest length, evenly spaced
 tail: int | None = None      # position, tail: tokens scored at the end of each length; None: 64 for
                              # position, min(256, block_size) for tail
@@ -66,119 +66,78 @@ batch_tokens = 16384         # tokens in one forward pass; lower it when memory 
 compile = True               # torch.compile the model, if there is enough to read for this to pay
 
 
-def perplexity(loss):
-    return math.exp(min(loss, 700))  # not more than a float holds
-
-
-def summary(losses, n_scored=None):
+def summary(losses):
     """
-    The mean loss over all scored tokens, its perplexity, and the standard error of the mean over
-    windows. losses: (n,), the mean loss of each window; n_scored: (n,), how many tokens it scores.
+    The mean loss, its perplexity, and the standard error of the mean over windows. losses: (n,),
+    the mean loss of each window.
     """
-    weights = np.ones(len(losses)) if n_scored is None else n_scored / np.mean(n_scored)
-    mean, n = np.average(losses, weights=weights), len(losses)
-    error = (((weights * (losses - mean)) ** 2).sum() / (n - 1) / n) ** 0.5 if n > 1 else math.nan
-    return {'ppl': perplexity(mean), 'loss': mean, 'standard_error': error, 'windows': n}
+    mean, n = losses.mean(), len(losses)
+    error = losses.std(ddof=1) / math.sqrt(n) if n > 1 else math.nan
+    return {'ppl': math.exp(mean), 'loss': mean, 'standard_error': error, 'windows': n}
 
 
-def gain_of(losses, cut, n_scored=None):
+def gain_of(losses, cut):
     """The loss with the cut context, and the paired gain over it with its standard error."""
-    gain = summary(cut - losses, n_scored)
-    return {'cut_loss': np.average(cut, weights=n_scored), 'gain': gain['loss'],
-            'gain_error': gain['standard_error']}
+    gain = summary(cut - losses)
+    return {'cut_loss': cut.mean(), 'gain': gain['loss'], 'gain_error': gain['standard_error']}
 
 
 # ---------------------------------------------------------------------- sliding windows
 
-def sliding_windows(start, end, length, longest, stride, rule):
+def window_ends(starts, n_tokens, length, longest, stride, rule):
     """
-    The windows of one document, tokens[start:end]: a list of (lo, hi, n). A window reads
-    tokens[lo:hi] and scores the last n of them; each ends `stride` tokens after the one before.
-    same:    the first window ends at start + longest, so that all lengths score the same tokens;
-             only the context differs.
-    paper:   the first window ends at start + length, as in the released code (run_ppl.py of
+    Where the sliding windows of `length` tokens end, (n,): a window with the end e reads
+    tokens[e - length:e], within one document, and scores the last `stride` of them. Each ends
+    `stride` tokens after the one before.
+    same:    the first window of a document ends `longest` tokens after its start, so that all
+             lengths score the same tokens; only the context differs.
+    paper:   the first window is the first `length` tokens, as in the released code (run_ppl.py of
              AntNLP/nope_head_scale): each length scores its own tokens.
-    classic: every token but the first is scored once: the first window scores all its tokens, and
-             the last window ends at `end` (Press et al. 2022).
+    starts: of the documents, whose last token is end-of-text and is not scored.
     """
-    if rule != 'classic':
-        first = start + (longest if rule == 'same' else length)
-        return [(hi - length, hi, stride) for hi in range(first, end, stride)]
-    hi = min(start + length, end)
-    windows = [(start, hi, hi - start - 1)] if end - start > 1 else []
-    while hi < end:
-        before, hi = hi, min(hi + stride, end)
-        windows.append((hi - length, hi, hi - before))
-    return windows
+    first, ends = longest if rule == 'same' else length, []
+    for start, end in zip(starts.tolist(), [*starts[1:].tolist(), n_tokens]):
+        ends += range(start + first, end - 1, stride)
+    return np.array(ends)
 
 
-def short_windows(windows, L):
+def mean_of_last(model, samples, n, runtime, label=None):
     """
-    How to read windows with only the last L tokens as context: cut_windows() of all of them in one
-    list, and for each short window the index of its window, whose scored tokens they share.
+    The mean loss of the last n of T tokens, (windows,). samples: (windows, T + 1) ids. A window
+    a b c d that scores c and d has
+    inputs    a b c d   (d, too, because position methods may depend on the number of tokens)
+    targets   b c d e   of which the last 3 are asked for, and the last one is dropped.
     """
-    short, owner = [], []
-    for i, window in enumerate(windows):
-        pieces = cut_windows(*window, L)
-        short += pieces
-        owner += [i] * len(pieces)
-    return short, owner
-
-
-def score_windows(model, tokens, windows, runtime):
-    """The sum of the losses of each window's scored tokens, (len(windows),), in nats."""
-    groups, sums = {}, np.empty(len(windows))
-    for i, (lo, hi, n) in enumerate(windows):
-        groups.setdefault((hi - lo, n), []).append(i)  # windows of one size are read together
-    for (T, n), group in groups.items():
-        net = compiled_to_read(model, runtime, compile, len(group), T)
-        # A window  a b c d  that scores c and d has
-        # inputs    a b c d   (d, too, because position methods may depend on the number of tokens)
-        # targets   b c d 0   of which the last 3 are asked for, and the last one is dropped.
-        texts = np.zeros((len(group), T + 1), np.int64)
-        for text, i in zip(texts, group):
-            lo, hi, _ = windows[i]
-            text[:T] = tokens[lo:hi]
-
-        def score(inputs, targets, net=net, n=n):
-            return net(inputs, targets[:, -n - 1:])[:, :-1].double().sum(1)
-
-        sums[group] = runtime.over_windows(texts, batch_tokens, score, f'{len(group)} of {T}')
-    return sums
+    net = compiled_to_read(model, runtime, compile, len(samples), samples.shape[1] - 1)
+    return runtime.over_windows(samples, batch_tokens, lambda inputs, targets:
+                                net(inputs, targets[:, -n - 1:])[:, :-1].double().mean(1), label)
 
 
 def sliding(model, data, sizes, runtime):
     """Sliding windows: a row per length, and the mean loss of each window."""
     L, longest = model.config.pretrained_length, sizes[-1]
     step = stride or min(256, max(1, model.config.block_size // 8))
-    if not 0 < step < sizes[0] or rule not in ('same', 'paper', 'classic'):
+    if not 0 < step < sizes[0] or rule not in ('same', 'paper'):
         raise UserError(f'stride is {step} and rule {rule}. Give a stride below the shortest '
-                        f'length, {sizes[0]}, and rule same, paper or classic.')
-    ends = [*data.starts[1:], len(data.tokens)]
-    rows, by_window = [], {}
-
-    @functools.cache  # with rule same, all lengths have the same short windows
-    def sums_of(short):
-        return score_windows(model, data.tokens, short, runtime)
-
+                        f'length, {sizes[0]}, and rule same or paper.')
+    rows, by_window, cut = [], {}, None
     for length in sizes:
-        windows = []
-        for start, end in zip(data.starts.tolist(), ends):  # without the end-of-text token
-            windows += sliding_windows(start, int(end) - 1, length, longest, step, rule)
-        if not windows:
+        ends = window_ends(data.starts, len(data.tokens), length, longest, step, rule)
+        if len(ends) == 0:
             raise UserError(f'No document of {data.dataset}, {split} is longer than {longest} '
                             'tokens. Choose shorter --lengths= or other text.')
-        n_windows = min(max_windows, len(windows))
-        if rule == 'same':
-            windows = [windows[i * len(windows) // n_windows] for i in range(n_windows)]
-        windows = windows[:n_windows]
-        n_scored = np.array([n for _, _, n in windows])
-        losses = score_windows(model, data.tokens, windows, runtime) / n_scored
-        row = {'length': length, **summary(losses, n_scored), 'scored_tokens': n_scored.sum()}
+        n = min(max_windows, len(ends))
+        ends = ends[np.arange(n) * len(ends) // n] if rule == 'same' else ends[:n]
+        samples = data.tokens[ends[:, None] + np.arange(-length, 1)].astype(np.int64)
+        losses = mean_of_last(model, samples, step, runtime, f'{n} of {length}')
+        row = {'length': length, **summary(losses), 'scored_tokens': n * step}
         if length > L:
-            short, owner = short_windows(windows, L)
-            cut = np.bincount(owner, sums_of(tuple(short)))
-            row |= gain_of(losses, cut / n_scored, n_scored)
+            if cut is None or rule == 'paper':  # with rule same, all lengths score the same tokens
+                cut = np.zeros(n)
+                for lo, hi, scored in cut_windows(0, length, step, L):
+                    short = samples[:, lo:hi + 1]
+                    cut += mean_of_last(model, short, scored, runtime) * scored / step
+            row |= gain_of(losses, cut)
         rows.append(row)
         by_window[str(length)] = losses
     return {'rule': rule, 'stride': step, 'rows': rows, 'loss_by_window': by_window}
@@ -235,7 +194,7 @@ def tails(model, data, sizes, runtime):
         row = {'length': T, **summary(scored.mean(1)), 'scored_tokens': scored.size}
         if T > block_size:
             alone, whole = losses_in(block_size).mean(), losses[:, -block_size:].mean()
-            row['ppl_alone'], row['ppl_with_all'] = perplexity(alone), perplexity(whole)
+            row['ppl_alone'], row['ppl_with_all'] = math.exp(alone), math.exp(whole)
             row['delta_p'] = row['ppl_alone'] - row['ppl_with_all']
         rows.append(row)
     return {'rows': rows, 'tail': K, 'samples': len(samples), 'crossing': data.crossing}
@@ -259,9 +218,7 @@ def main(given):
     name = 'eval_ppl' if protocol == 'sliding' else f'eval_ppl_{protocol}'
     path = result_path(results_folder(out_dir, init_from, given), name, label, info)
     sizes = sorted(lengths) or [n * model.config.block_size for n in (1, 2, 4, 8)]
-    # Sliding windows of rule classic also read documents that are shorter than a window.
-    data = Windows(dataset or info['settings'].get('dataset', ''), split,
-                   1 if protocol == 'sliding' else sizes[-1], info=info)
+    data = Windows(dataset or info['settings'].get('dataset', ''), split, sizes[-1], info=info)
     result = PROTOCOLS[protocol](model, data, sizes, runtime)
     bytes_per_token = mean_bytes(data)
     for row in result['rows']:

@@ -213,7 +213,7 @@ class Transformer(nn.Module):
         if targets is None:
             return self.head(x[:, -tail:] if tail else x)
         x = x[:, -targets.shape[1]:].flatten(0, 1)            # (B K, C)
-        return token_losses(x, self.head, targets.flatten()).view(targets.shape)
+        return token_losses(x, self.head.weight, targets.flatten()).view(targets.shape)
 
     def hidden(self, idx, cache=None):
         """The input of the output matrix, (B, T, C)."""
@@ -271,31 +271,28 @@ class Transformer(nn.Module):
 
 # ---------------------------------------------------------------------- loss
 
-def token_losses(x, head, targets):
+LOGITS_AT_ONCE = 2 ** 23  # in one chunk; a GPU takes 16 times, compiled code 64 times as many
+
+def token_losses(x, weight, targets):
     """
     The loss -ln p of each target in nats, (N,) float32. x: (N, C), inputs of the output matrix
-    `head`; targets: (N,) ids. Logits are made for some tokens at a time, and in training backward
-    makes them again: those of 16,384 tokens and a vocabulary of 32,000 would take 2 GB.
+    `weight`, (V, C); targets: (N,) ids. Logits are made for some tokens at a time, and in training
+    backward makes them again: those of 16,384 tokens and a vocabulary of 32,000 would take 2 GB.
     """
-    def of_some(x, targets):  # not head: torch.compile wants no module among these arguments
-        logits = head(x).float()                              # (n, V)
-        if not torch.compiler.is_compiling():
-            return F.cross_entropy(logits, targets, reduction='none')
-        # The backward of cross_entropy sums over all logits once more. Without that sum, a compiled
-        # training step with a vocabulary of 32,000 took 0.7 of the time on a CPU. int32, because a
-        # register holds twice as many of these ids as int64.
-        ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
-        return logits.logsumexp(-1) - logits.where(ids == targets[:, None].int(), 0).sum(-1)
-
-    if torch.compiler.is_compiling():
-        n_logits = 2 ** 29
-    else:
-        n_logits = 2 ** 27 if x.is_cuda else 2 ** 23
-    chunk = max(1, n_logits // head.weight.shape[0])
-    pairs = zip(x.split(chunk), targets.split(chunk))
-    if len(x) <= chunk or not torch.is_grad_enabled():
-        return torch.cat([of_some(*pair) for pair in pairs])
-    return torch.cat([checkpoint(of_some, *pair, use_reentrant=False) for pair in pairs])
+    is_compiling = torch.compiler.is_compiling()
+    chunk = LOGITS_AT_ONCE * (64 if is_compiling else 16 if x.is_cuda else 1) // len(weight)
+    if len(x) > chunk:
+        parts = zip(x.split(chunk), targets.split(chunk))
+        return torch.cat([checkpoint(token_losses, part, weight, ids, use_reentrant=False)
+                          for part, ids in parts])
+    logits = F.linear(x, weight).float()                      # (N, V)
+    if not is_compiling:
+        return F.cross_entropy(logits, targets, reduction='none')
+    # The backward of cross_entropy sums over all logits once more. Without that sum, a compiled
+    # training step with a vocabulary of 32,000 took 0.7 of the time on a CPU. int32, because a
+    # register holds twice as many of these ids as int64.
+    ids = torch.arange(len(weight), dtype=torch.int32, device=logits.device)
+    return logits.logsumexp(-1) - logits.where(ids == targets[:, None].int(), 0).sum(-1)
 
 
 # ---------------------------------------------------------------------- small vectors

@@ -20,7 +20,6 @@ import solutions
 from conftest import SIZES, near, read, stage
 
 import entropy
-import eval_ppl
 import position
 import tune_scale
 from lessons import exercises
@@ -54,9 +53,7 @@ PROJECT = dict(
     yarn_frequencies=lambda D, base, s, L: (
         position.rope_frequencies(D, base, f'yarn:{s}', L, L)[0]),
     alibi=lambda H, i, j: position.ALiBi(SimpleNamespace(n_head=H)).bias(i, j),
-    own_bias=position.Kerple,
-    sliding_windows=lambda n, length, stride: (
-        eval_ppl.sliding_windows(0, n, length, 0, stride, 'classic')))
+    own_bias=position.Kerple)
 
 
 @pytest.mark.parametrize('graded', PROJECT)
