@@ -70,7 +70,7 @@ class Runtime:
         for start in tqdm(starts, label, disable=None if label and self.is_main else True):
             batch = windows[torch.arange(start, start + size) % n].to(self.device)
             with self.autocast():
-                rows.append(measure(batch[:, :-1], batch[:, 1:]).double().cpu().numpy())
+                rows.append(measure(batch[:, :-1], batch[:, 1:]).cpu().double().numpy())
         parts = [np.stack(rows)]                          # each (n_batches, size, ...)
         if self.world_size > 1:
             parts = [None] * self.world_size
@@ -120,7 +120,7 @@ def setup(device='auto', dtype='auto', seed=1337):
     if dtype not in DTYPES or dtype == 'float16' and device.type == 'cpu':
         raise UserError(f"dtype is '{dtype}'. Choose auto, float32, bfloat16, or on a GPU float16.")
     if device.type == 'cuda':
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device.index or 0)
     if world_size > 1 and not dist.is_initialized():
         # Saving a large checkpoint may take longer than NCCL's 10 minutes.
         dist.init_process_group('nccl' if device.type == 'cuda' else 'gloo',
@@ -213,8 +213,8 @@ def model_config(values):
 
 def load_weights(model, weights, path, **options):
     """
-    Load a checkpoint's weights. A head scale, head gain or sink that it lacks, because it is older,
-    keeps its first value, which changes nothing.
+    Load a checkpoint's weights. A small vector of attention that it lacks, such as a head gain or a
+    sink, keeps its first value.
     """
     try:
         missing, unknown = model.load_state_dict(weights, strict=False, **options)
@@ -245,8 +245,8 @@ def save_json(path, data):
     """Write JSON that a person can read, each list of numbers on one line; whole or not at all."""
     text = json.dumps(json_value(data), indent=1)
     # indent puts each number of a list on a line of its own: join them
-    text = re.sub(r'\[\n[^][{}"]*\]', lambda numbers: re.sub(r'\s+', ' ', numbers[0]), text)
+    text = re.sub(r'\[\n[^][{}"]*\]', lambda numbers: f"[{' '.join(numbers[0][1:-1].split())}]", text)
     part = Path(f'{path}.part')
     part.parent.mkdir(parents=True, exist_ok=True)
-    part.write_text(text.replace('[ ', '[').replace(' ]', ']') + '\n', encoding='utf-8')
+    part.write_text(text + '\n', encoding='utf-8')
     part.replace(path)

@@ -92,7 +92,7 @@ def configure(scope, declared=None):
     """
     Set the settings in a stage's globals() from its command line. declared: a dataclass whose
     fields are settings, too, such as position.Settings. Returns the names of the settings that
-    were given. A setting `paths` takes what is neither a config file nor --key=value.
+    were given. A setting `paths`, where a stage has it, takes all that is not --key=value.
     """
     kinds = sys.modules[scope['__name__']].__annotations__
     for one in fields(declared) if declared else ():

@@ -76,7 +76,7 @@ class Windows:
     gives block_size predictions. info: about a model that shall read them; its tokenizer must be
     the dataset's.
     Attributes: tokens, starts (of documents) and meta.json of the first source; its tokenizer's
-    state. Of the last evenly_spaced(): places, where its windows start, (n,); documents, the
+    state; n_tokens of all sources. Of the last evenly_spaced(): places, where its windows start, (n,); documents, the
     numbers of those in which they start and end, (2, n); crossing, for how many these differ.
     """
 
@@ -90,6 +90,7 @@ class Windows:
         opened = [open_split(name, split) for name in (names if split == 'train' else names[:1])]
         self.samples_in_a_cycle = samples_in_a_cycle(weights[:len(opened)])
         self.tokens, self.starts, self.meta = opened[0]
+        self.n_tokens = sum(len(tokens) for tokens, _, _ in opened)
 
         self.tokenizer = self.meta['tokenizer']
         tokenizers = [meta['tokenizer'] for _, _, meta in opened]

@@ -54,8 +54,8 @@ BATCH_TOKENS = 8192  # in one forward pass
 def lanes():
     """
     Two lists of (file, command that writes it); loss.png is the last file that a training writes.
-    The lists run side by side with half of the cores
-    each, because models this small use two cores badly: one after the other takes 18 % longer.
+    The lists run side by side with half of the cores each, because models this small use two cores
+    badly: one after the other takes 18 % longer.
     """
     T = lengths[-1]
     return [
@@ -92,6 +92,11 @@ def run_lane(lane):
 
 def train_and_tune():
     """Prepare the text, and run the lanes."""
+    args = Path(out_dir, 'train_args.txt')  # of the models that are there
+    if args.exists() and args.read_text() != train_args:
+        raise UserError(f'{out_dir} has models with other train_args. Choose another --out_dir=.')
+    args.parent.mkdir(parents=True, exist_ok=True)
+    args.write_text(train_args)
     if not (ROOT / 'data/code/meta.json').exists():
         run('data', 'data/code/prepare.py')
     os.environ['OMP_NUM_THREADS'] = str(max(1, torch.get_num_threads() // 2))  # of the commands

@@ -105,15 +105,20 @@ def has_entropy(model):
     return not any('attend' in block.attn.position.changed for block in model.blocks)
 
 
+def require_weights(model):
+    if not has_entropy(model):
+        raise UserError(f'{model.config.position} has its own attend(), so its attention weights '
+                        'are not known. Override scores() or softmax() instead.')
+
+
 def entropies(model, inputs, targets):
     """
     The entropy of every head at each position, (n_layer, B, H, T) float32, and the loss of each
     target, (B, T), both in nats. inputs, targets: (B, T) ids.
     """
-    if not has_entropy(model):
-        raise UserError(f'{model.config.position} has its own attend(), so its attention weights '
-                        'are not known. Override scores() or softmax() instead.')
-    found = []
+    require_weights(model)
+    found, checkpoints = [], model.checkpoint_activations
+    model.checkpoint_activations = False  # backward would compute the blocks again without hooks
 
     def measure(attention, arguments):
         x, place = arguments[:2]
@@ -127,6 +132,7 @@ def entropies(model, inputs, targets):
     finally:
         for hook in hooks:
             hook.remove()
+        model.checkpoint_activations = checkpoints
     # With scale sets there are several passes, as in losses_by_position().
     parts, first = [], 0
     for i in range(0, len(found), len(hooks)):

@@ -109,8 +109,9 @@ def mean_of_last(model, samples, n, runtime, label=None):
     targets   b c d e   of which the last 3 are asked for, and the last one is dropped.
     """
     net = compiled_to_read(model, runtime, compile, len(samples), samples.shape[1] - 1)
-    return runtime.over_windows(samples, batch_tokens, lambda inputs, targets:
-                                net(inputs, targets[:, -n - 1:])[:, :-1].double().mean(1), label)
+    losses = runtime.over_windows(samples, batch_tokens, lambda inputs, targets:
+                                  net(inputs, targets[:, -n - 1:])[:, :-1], label)
+    return losses.mean(1)
 
 
 def sliding(model, data, sizes, runtime):
@@ -206,8 +207,9 @@ PROTOCOLS = {'sliding': sliding, 'position': by_position, 'tail': tails}
 def mean_bytes(data):
     """Bytes of text per token, over the first million tokens of the split."""
     from tokenizer import get_tokenizer  # its packages are not needed for anything else here
-    ids = data.tokens[:1_000_000].tolist()
-    return len(get_tokenizer(data.tokenizer).decode_bytes(ids)) / len(ids)
+    encoding, ids = get_tokenizer(data.tokenizer), data.tokens[:1_000_000]
+    ids = ids[ids != encoding.eot_token].tolist()
+    return len(encoding.decode_bytes(ids)) / len(ids)
 
 
 def main(given):
@@ -219,8 +221,8 @@ def main(given):
     path = result_path(results_folder(out_dir, init_from, given), name, label, info)
     sizes = sorted(lengths) or [n * model.config.block_size for n in (1, 2, 4, 8)]
     data = Windows(dataset or info['settings'].get('dataset', ''), split, sizes[-1], info=info)
-    result = PROTOCOLS[protocol](model, data, sizes, runtime)
     bytes_per_token = mean_bytes(data)
+    result = PROTOCOLS[protocol](model, data, sizes, runtime)
     for row in result['rows']:
         row['bits_per_byte'] = row['loss'] / math.log(2) / bytes_per_token
     print_rows(runtime.print, result['rows'])

@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from data import stable_hash
+from model import small_vectors
 from position import Place
 
 # ---------------------------------------------------------------------- cache
@@ -188,7 +189,7 @@ def generate(model, prompt, max_new_tokens, temperature=0, top_k=None, generator
         else:
             logits = logits.float() / temperature
             if top_k is not None:
-                least = logits.topk(top_k).values[:, -1:]
+                least = logits.topk(min(top_k, logits.shape[1])).values[:, -1:]
                 logits = logits.masked_fill(logits < least, -math.inf)
             token = torch.multinomial(logits.softmax(-1), 1, generator=generator)
         yield token.item()
@@ -265,11 +266,12 @@ def complete(model, prompts, max_new_tokens, eos=(), beams=1, not_first=()):
 
 # ---------------------------------------------------------------------- answers
 
-def identity(info, scale):
-    """A hash of the model and its softmax scales. scale: the setting of a stage."""
-    if isinstance(scale, str):
-        scale = Path(scale).read_text()
-    return stable_hash(info['digest'], info['model_config'], scale)
+def identity(model, info):
+    """A hash of a model, its softmax scales and its other small vectors. info: of open_model()."""
+    sets = {0: small_vectors(model), **getattr(model, 'scale_sets', {})}
+    numbers = [(length, name, vector.tolist()) for length, vectors in sets.items()
+               for name, vector in vectors.items()]
+    return stable_hash(info['digest'], info['model_config'], numbers)
 
 
 def read_answers(folder, about):

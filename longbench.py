@@ -27,7 +27,7 @@ from configurator import ROOT, UserError, configure, settings
 from common import setup
 from data import stable_hash
 from generate import answer_all, complete, identity, store_column_major
-from scales import read_scale_file
+from scales import tuned_length
 from stage import open_model, print_rows, result_path, results_folder, write_result
 from tokenizer import get_tokenizer, start_token
 
@@ -51,7 +51,7 @@ dtype = 'auto'               # auto, float32, bfloat16, float16
 data = 'data/longbench'      # what data/longbench/prepare.py wrote: a folder of the project
 tasks: list[str] = []        # names of tasks; empty: all 16
 context: int | None = None   # tokens of prompt and longest answer together; None: the length that
-                             # the scale file is tuned for, without a file L
+                             # the scale file is tuned for, without a file block_size
 beams = 5                    # sequences that beam search keeps; 1: greedy
 batch_size = 4               # samples that the model reads at once, each with all its beams
 max_samples: int | None = None  # number of samples of each task, the first ones; None: all
@@ -171,15 +171,15 @@ def main(given):
     folder = ROOT / data
     if not (folder / 'dataset2prompt.json').is_file():
         raise UserError(f'{folder} does not hold LongBench. Run data/longbench/prepare.py.')
+    if not TASKS.keys() >= {*tasks}:
+        raise UserError(f"tasks is {tasks}. Choose from {', '.join(TASKS)}.")
     chosen = {name: read_task(folder, name) for name in tasks or TASKS}
     runtime = setup(device, dtype)
     model, info = open_model(init_from, out_dir, runtime, position, rope_scaling, scale)
     store_column_major(model)
     encoding = get_tokenizer(info['tokenizer'])
     path = result_path(results_folder(out_dir, init_from, given), 'longbench', label, info)
-    length = context or model.config.block_size
-    if isinstance(scale, str) and not context:
-        length = max(read_scale_file(scale, model, info)[1])  # the longest that it is tuned for
+    length, about_model = context or tuned_length(scale, model, info), identity(model, info)
     most = max(longest for _, _, longest in chosen.values())
     if length < most + 2:
         raise UserError(f'Answers of these tasks have up to {most} tokens, which leaves no room '
@@ -205,7 +205,7 @@ def main(given):
     rows = []
     for name, task in chosen.items():
         n = len(task[0][:max_samples])
-        about = identity(info, scale), runtime.dtype, beams, length, stable_hash(task)
+        about = about_model, runtime.dtype, beams, length, stable_hash(task)
         sizes = [1] * n  # so that batches hold batch_size samples, not so many tokens
         answers = answer_all(f'{path}/{name}', about, sizes, batch_size, partial(answer, name),
                              runtime)

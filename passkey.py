@@ -20,7 +20,7 @@ import numpy as np
 
 from common import setup
 from generate import answer_all, complete, identity, store_column_major
-from scales import read_scale_file
+from scales import tuned_length
 from stage import open_model, print_rows, result_path, results_folder, write_result
 from tokenizer import get_tokenizer, start_token
 
@@ -104,13 +104,10 @@ def main(given):
     store_column_major(model)
     encoding = get_tokenizer(info['tokenizer'])
     path = result_path(results_folder(out_dir, init_from, given), 'passkey', label, info)
-    window = model.config.block_size
-    if isinstance(scale, str):
-        window = max(read_scale_file(scale, model, info)[1])  # the longest that it is tuned for
-    longest = max_length or 2 * window
+    longest = max_length or 2 * tuned_length(scale, model, info)
     lengths = [longest * i // n_lengths for i in range(1, n_lengths + 1)]
-    cells = draw_cells(lengths, n_depths, n_keys, seed)
     build_prompt(encoding, lengths[0], 0, 99999)  # to learn now if this length is too short
+    cells = draw_cells(lengths, n_depths, n_keys, seed)
 
     def answer(items):
         """Ask the model for the keys of some cells."""
@@ -126,7 +123,7 @@ def main(given):
                          'answer': encoding.decode(ids), 'correct': ids == right})
         return rows
 
-    about = identity(info, scale), runtime.dtype, seed, lengths, n_depths, n_keys
+    about = identity(model, info), runtime.dtype, seed, lengths, n_depths, n_keys
     sizes = [length for length, *_ in cells]
     rows = answer_all(path, about, sizes, batch_tokens, answer, runtime)
 

@@ -18,7 +18,8 @@ from cycler import cycler
 from matplotlib import colormaps, rcParams
 from matplotlib.figure import Figure
 
-paths: list[str] = []        # JSON files of results; several of one stage share a picture
+paths: list[str] = []        # JSON files of results; several of one stage share a picture, but for
+                             # tuned heads and maps
 
 # Color-blind readers can distinguish these colors, by Okabe and Ito; then they come again, dashed.
 COLORS = ['#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000', '#999999']
@@ -74,8 +75,9 @@ def finish(axis, results, ylabel, title='', xlabel='position (tokens)'):
 
 
 def smooth(position, loss):
-    """Positions and losses as means over 8 bins; a bin is block_size / 16 positions."""
-    return [np.convolve(bins, np.ones(8) / 8, 'valid') for bins in (position, loss)]
+    """Positions and losses as means over 8 bins, or all; a bin is block_size / 16 positions."""
+    n = min(8, len(position))
+    return [np.convolve(bins, np.ones(n) / n, 'valid') for bins in (position, loss)]
 
 
 def draw_cut(axis, results):

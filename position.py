@@ -7,8 +7,7 @@ one or a few of its steps changed. A step is a function of the class NoPE:
   prepare     runs once per pass, before the first layer. RoPE computes its angles there.
   encode      puts positions into q and k. RoPE rotates both by an angle that grows with the
               position, so that q_i . k_j depends on i - j. Log-n multiplies later queries by more.
-  similarity  makes the scores q_i . k_j / sqrt(D). CoPE and Transformer-XL add a term that depends
-              on the query and the distance.
+  similarity  makes the scores q_i . k_j / sqrt(D). CoPE and Transformer-XL add terms to them.
   bias        is a function of the positions that is added to the scores: ALiBi, Kerple, FIRE, T5.
   mask        hides more keys than the later ones: a sliding window hides the old ones.
   scores      puts similarity, bias, DAPE and mask together: the input of the softmax.
@@ -17,9 +16,9 @@ one or a few of its steps changed. A step is a function of the class NoPE:
 
 attend() looks which steps a class changes, and takes the fastest way that still runs them all.
 A new method is a class and an entry in METHODS. A new setting of a method is a line in Settings,
-and its name in the class's `settings`. This file holds NoPE, RoPE with its extensions, log-n
-scaling, two biases, and DAPE of "DAPE V2" (Zheng et al. 2024, arXiv:2410.04798). All other methods
-stand in position_more.py, which is read only if one of them is named.
+and its name in the class's `settings`. This file holds NoPE, RoPE with its extensions, two biases,
+and DAPE of "DAPE V2" (Zheng et al. 2024, arXiv:2410.04798). All other methods stand in
+position_more.py, which is read only if one of them is named.
 
 Shapes: B sequences, T queries, S keys, H heads, D = head size. i is the position of a query and
 j <= i that of a key; both start at 0. L is the number of tokens in a window of pretraining.
@@ -43,7 +42,7 @@ class Settings:
     rope_base: float = 10000.0  # RoPE: pair k of a head rotates by rope_base^(-2k/D) per token
     rope_scaling: str = ''      # RoPE: extension to longer texts, such as yarn:4; '': none
     rope_share: float = 1.0     # RoPE: share of the pairs that rotate; the slowest stand still
-    rope_window: int = 0        # RoPE layers: newest keys that a query sees; 0: all
+    rope_window: int = 0        # RoPE layers: a query sees keys less than this far back; 0: all
     random_positions: int = 0   # RoPE, biases: each layer draws positions from 0 ... N - 1; 0: none
     dape_kernel: int = 0        # DAPE on top of the method: 1, 3, 5 ... keys wide; 0: no DAPE
     dape_width: int = 32        # DAPE: channels between its two convolutions
@@ -86,7 +85,7 @@ STEPS = 'prepare', 'encode', 'similarity', 'bias', 'mask', 'scores', 'softmax', 
 class Place:
     """The positions of the tokens of a pass."""
     i: torch.Tensor  # positions of queries, (T,); (B, T) if prompts differ in length
-    j: torch.Tensor  # positions of keys, (S,) or (B, S)
+    j: torch.Tensor  # positions of keys, (S,)
     total: int       # tokens in the text, with those that are still to be generated
     tables: dict = field(default_factory=dict)  # what prepare() computes once for all layers
 
@@ -141,19 +140,19 @@ class NoPE(nn.Module):
         return q @ repeat_heads(k, q.shape[1]).mT / math.sqrt(q.shape[-1])
 
     def bias(self, i, j):
-        """What to add to the scores, (H, T, S), or (B, H, T, S) if i and j have a B axis."""
+        """What to add to the scores, (H, T, S), or (B, H, T, S) if i has a B axis."""
         return None  # no bias
 
     def mask(self, i, j):
         """
         True for each key that a query does not see, (1 or B, 1, T, S): later keys, and with a
         window all but the newest `window` keys and the first `sinks` of the text. If a class
-        forgets the later keys here, attention hides them all the same: see in_rows().
+        forgets the later keys here, attention hides them all the same.
         """
         hidden = later(i, j)
         if self.window:
             old = distances(i, j) >= self.window
-            hidden = hidden | old & (j[..., None, None, :] >= self.sinks)
+            hidden = hidden | old & (j >= self.sinks)
         return hidden
 
     def scores(self, q, k, i, j):
@@ -198,12 +197,12 @@ class NoPE(nn.Module):
 
 def later(i, j):
     """True where the key at position j comes after the query at position i: (1 or B, 1, T, S)."""
-    return torch.atleast_2d(j)[:, None, None, :] > torch.atleast_2d(i)[:, None, :, None]
+    return j > torch.atleast_2d(i)[:, None, :, None]
 
 
 def distances(i, j):
-    """i - j, or 0 if the key is later: (1, T, S), or (B, 1, T, S) if i and j have a B axis."""
-    return (i[..., None, :, None] - j[..., None, None, :]).clamp(min=0)
+    """i - j, or 0 if the key is later: (1, T, S), or (B, 1, T, S) if i has a B axis."""
+    return (i[..., None, :, None] - j).clamp(min=0)
 
 
 def repeat_heads(x, n_head):
@@ -246,7 +245,7 @@ def rope_frequencies(D, base, scaling, L, total):
     kind, s = split_scaling(scaling)
     if kind == 'dynamic_ntk':
         s = max(1.0, s * total / L - (s - 1))
-    if kind in ('ntk', 'dynamic_ntk'):
+    if kind.endswith('ntk'):
         base = base * s ** (D / (D - 2))
     k = torch.arange(D // 2, dtype=torch.float64)
     frequency = torch.exp(-2 * math.log(base) / D * k)
@@ -303,42 +302,16 @@ class RoPE(NoPE):
 
     def prepare(self, place):
         place = super().prepare(place)
-        key = type(self), self.base, self.scaling, self.n_rotated
-        if key not in place.tables:  # all layers of this kind share one
+        if type(self) not in place.tables:  # all layers of this class share one
             frequency, factor = self.frequencies(place.total)
             angle = place.i.float()[..., None, :, None] * frequency.to(place.i.device)
-            place.tables[key] = angle.cos() * factor, angle.sin() * factor  # (1 or B, 1, T, D/2)
+            cos, sin = angle.cos() * factor, angle.sin() * factor            # (1 or B, 1, T, D/2)
+            place.tables[type(self)] = cos, sin
         return place
 
     def encode(self, q, k, place):
-        cos, sin = place.tables[type(self), self.base, self.scaling, self.n_rotated]
+        cos, sin = place.tables[type(self)]
         return rotate(q, cos, sin), rotate(k, cos, sin)
-
-
-class QueryFactor(NoPE):
-    """A method that multiplies the query at position i by factor(i) and changes nothing else."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.L = config.pretrained_length
-
-    def factor(self, i):
-        """i: (1, T) or (B, 1, T) float. Returns factors of that shape, or (H, T), (B, H, T)."""
-        raise NotImplementedError
-
-    def encode(self, q, k, place):
-        factor = self.factor(place.i[..., None, :].float())
-        return (q * factor[..., None]).to(q.dtype), k
-
-
-class LogN(QueryFactor):
-    """
-    Multiplies the query that sees n keys by ln n / ln L (Chiang 2022). The factor is 1 at n = L.
-    Beyond L it grows, so that attention does not spread over the additional keys.
-    """
-
-    def factor(self, i):
-        return (i + 1).log() / math.log(self.L)
 
 
 # ---------------------------------------------------------------------- biases
@@ -365,15 +338,13 @@ def alibi_slopes(n_head):
 
 class ALiBi(Bias):
     """Bias -slope_h (i - j): distant keys count less. Each head has one fixed slope."""
+    slopes_of = staticmethod(alibi_slopes)
 
     def __init__(self, config):
         super().__init__(config)
         # A buffer, so that it moves to the GPU with the model
         slopes = torch.tensor(self.slopes_of(config.n_head))
         self.register_buffer('slopes', slopes, persistent=False)
-
-    def slopes_of(self, n_head):
-        return alibi_slopes(n_head)
 
     def bias(self, i, j):
         return -self.slopes[:, None, None] * distances(i, j)
@@ -455,7 +426,6 @@ class DAPE(nn.Module):
 METHODS = {
     'none': NoPE,
     'rope': RoPE,
-    'logn': LogN,
     'alibi': ALiBi,
     'kerple': Kerple,
 }
@@ -479,7 +449,7 @@ def position_method(config, layer):
         changed = method.changed
         if config.dape_kernel:
             method.dape = DAPE(config, 'bias' in changed)
-    if config.random_positions:
+    if config.random_positions and 'random_positions' in method_type.settings:
         random = torch.Generator().manual_seed(0)
         draws = torch.rand(config.n_layer, config.random_positions, generator=random)
         method.draws = draws[layer]

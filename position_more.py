@@ -11,9 +11,35 @@ import math
 import torch
 import torch.nn as nn
 
-from position import METHODS, ALiBi, Bias, NoPE, QueryFactor, distances, later, repeat_heads
+from position import METHODS, ALiBi, Bias, NoPE, distances, later, repeat_heads
 
 # ---------------------------------------------------------------------- factors of the query
+
+class QueryFactor(NoPE):
+    """A method that multiplies the query at position i by factor(i) and changes nothing else."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.L = config.pretrained_length
+
+    def factor(self, i):
+        """i: (1, T) or (B, 1, T) float. Returns factors of that shape, or (H, T), (B, H, T)."""
+        raise NotImplementedError
+
+    def encode(self, q, k, place):
+        factor = self.factor(place.i[..., None, :].float())
+        return (q * factor[..., None]).to(q.dtype), k
+
+
+class LogN(QueryFactor):
+    """
+    Multiplies the query that sees n keys by ln n / ln L (Chiang 2022). The factor is 1 at n = L.
+    Beyond L it grows, so that attention does not spread over the additional keys.
+    """
+
+    def factor(self, i):
+        return (i + 1).log() / math.log(self.L)
+
 
 class SSMax(QueryFactor):
     """
@@ -218,6 +244,7 @@ class Sink(NoPE):
 
 
 METHODS.update({
+    'logn': LogN,
     'fire': FIRE,
     't5': T5Bias,
     'cope': CoPE,

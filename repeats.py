@@ -172,6 +172,7 @@ def main(given):
     data = Windows(name, split, W, info=info)
     samples = data.evenly_spaced(n_samples)
     window, t, s, same, n_found = find_targets(samples, L, gram, targets)
+    others = other_windows(*data.documents) if control else None
     untuned, untuned_info = model, info
     if baseline or any(one is not None for one in (position, rope_scaling, scale)):
         trained = None if baseline else info['trained_position']
@@ -179,6 +180,9 @@ def main(given):
     if untuned.config.pretrained_length != L:
         raise UserError(f'baseline was pretrained at {untuned.config.pretrained_length} tokens, '
                         f'the model at {L}. Name the checkpoint that it was fine-tuned from.')
+    # untuned_info: the baseline, too, must have the tokenizer of the text
+    val = Windows(name, 'val', W, info=untuned_info).evenly_spaced(n_samples)
+    val_window, val_t, _, val_same, _ = find_targets(val, L, gram, targets)
 
     def cut_with(net, samples, window, t):
         return cut_target_losses(net, samples, window, t, batch_tokens, runtime)
@@ -190,8 +194,6 @@ def main(given):
     losses = whole(samples)[window, t - 1]  # the first loss is that of token 1
     cut = cut_with(untuned, samples, window, t)
     own_cut = cut if untuned is model else cut_with(model, samples, window, t)
-    val = Windows(name, 'val', W, info=info).evenly_spaced(n_samples)
-    val_window, val_t, _, val_same, _ = find_targets(val, L, gram, targets)
     weight = fit_copy_weight(cut_with(untuned, val, val_window, val_t), val_same)
     copied = copy_losses(cut, same, weight)
 
@@ -214,7 +216,6 @@ def main(given):
         if between.any():
             rows.append(full_row(f'{near + 1} to {far} back', between, losses))
     if control:
-        others = other_windows(*data.documents)
         is_far = np.arange(W + 1) < t[:, None] - L
         texts = np.where(is_far, samples[others[window]], samples[window])
         with_other = whole(texts)[np.arange(len(t)), t - 1]

@@ -20,7 +20,6 @@ from pathlib import Path
 
 from configurator import UserError
 
-import numpy as np
 import torch
 
 from model import small_vectors, vector_kind
@@ -60,7 +59,7 @@ def read_scale_file(path, model, info):
     try:
         data = json.loads(Path(path).read_text(encoding='utf-8'))
         sets = {entry['target_length']: read_set(entry, model)
-                for entry in data.get('sets', [data]) if entry['head_scale']}
+                for entry in data.get('sets', [data])}
         digest, *read_as = (data[key] for key in ('weights_digest', 'position_method',
                                                   'rope_scaling'))
     except OSError as error:
@@ -102,9 +101,9 @@ def use_sets(model, sets):
 
 def set_scale(model, scale, info):
     """
-    Set the softmax scales of a model: a number for all heads, an array (n_layer, H) or (n_layer,
-    H, D), a scale file, or None: as trained. A file with several sets gives each pass the set for
-    its length. Returns a name for it, such as scale1.2.
+    Set the softmax scales of a model: a number for all heads, a scale file, or None: as trained. A
+    file with several sets gives each pass the set for its length. Returns a name for it, such as
+    scale1.2.
     """
     if scale is None:
         return ''
@@ -116,7 +115,14 @@ def set_scale(model, scale, info):
             [vectors] = sets.values()
             put_vectors(model, vectors)
         return Path(scale).stem
-    if not torch.as_tensor(scale).min() > 0:
+    if not scale > 0:
         raise UserError(f'scale is {scale}; a softmax scale must be above 0.')
     model.head_scale = scale
-    return f'scale{scale:g}' if np.ndim(scale) == 0 else 'scales'
+    return f'scale{scale:g}'
+
+
+def tuned_length(scale, model, info):
+    """The longest text in tokens that a scale file is tuned for; without a file, block_size."""
+    if isinstance(scale, str):
+        return max(read_scale_file(scale, model, info)[1])
+    return model.config.block_size

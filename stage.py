@@ -196,7 +196,8 @@ def results_folder(out_dir, init_from, given):
     """
     if init_from in ('last', 'best') or 'out_dir' in given:
         return out_dir
-    path = Path(init_from.removeprefix('hf:')).resolve().with_suffix('')
+    name = init_from.removeprefix('hf:').removesuffix('.pt').removesuffix('.gguf')
+    path = Path(name).resolve()
     path = path.parent if path.name == 'last' else path
     return f'out/{path.parent.name}-{path.name}'
 

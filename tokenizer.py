@@ -60,6 +60,9 @@ def get_tokenizer(source, texts=None):
     if source == 'gpt2':  # by way of its state, because that makes a BytePairs
         return from_state(tokenizer_state(tiktoken.get_encoding(source)))
     if source.startswith('bpe:'):
+        if texts is None:
+            raise UserError('A BPE is trained by data/text, data/books or data/code. Name one that is '
+                            'trained: data/NAME or FILE.json.')
         return train_bpe(texts, int(source[4:]))
     path = Path(source)
     if source.startswith('hf:'):

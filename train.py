@@ -12,6 +12,7 @@ $ torchrun --nproc_per_node=8 train.py config/nope_1b.py # the paper's model on 
 Writes out_dir/last.pt, best.pt, step_N.pt, config.json, log.jsonl, loss.png
 """
 
+import datetime
 import importlib
 import json
 import math
@@ -91,7 +92,7 @@ seed = 1337                  # seed of initial weights and data order
 
 NAMES = [*settings(globals()), *(one.name for one in fields(Settings))]  # of all settings
 # Settings that a resumed run does not keep, because another machine may need others
-OF_MACHINE = {'out_dir', 'init_from', 'device', 'compile', 'fsdp', 'checkpoint_activations'}
+OF_MACHINE = {'out_dir', 'init_from', 'device', 'compile'}
 OF_MODEL = [one.name for one in fields(ModelConfig) if one.name in NAMES]
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # tensors, not shards of FSDP
 
@@ -245,9 +246,10 @@ def begin_log(folder, step, chosen):
     """
     (folder / 'config.json').write_text(json.dumps(chosen, indent=1) + '\n')
     (folder / 'loss.png').unlink(missing_ok=True)  # it means that the run has finished
-    lines = (folder / 'log.jsonl').read_text().splitlines(True) if step else []
-    kept = [line for line in lines if json.loads(line)['step'] <= step]
-    (folder / 'log.jsonl').write_text(''.join(kept))
+    log = folder / 'log.jsonl'
+    lines = log.read_text().splitlines(True) if step and log.exists() else []
+    whole = [line for line in lines if line.endswith('\n')]
+    log.write_text(''.join(line for line in whole if json.loads(line)['step'] <= step))
     if not tracker:
         return None
     track = importlib.import_module(tracker)  # trackio and wandb share these functions
@@ -275,7 +277,7 @@ def main(given):
     # data
     data = Windows(dataset, 'train', block_size, seed, info=start)
     val_windows = Windows(dataset, 'val', block_size, info=start).evenly_spaced(eval_windows)
-    n_tokens = len(data.tokens)
+    n_tokens = data.n_tokens
     if init_from == 'resume' and start.get('n_tokens', n_tokens) != n_tokens:
         raise UserError(f'{dataset} has changed since the run began. Prepare it as it was.')
 
@@ -294,7 +296,8 @@ def main(given):
     if init_from == 'resume':
         step, best_val_loss = start['step'], start['best_val_loss']
         set_optimizer_state_dict(model, optimizer, start['optimizer'], options=WHOLE)
-        scaler.load_state_dict(start['scaler'])
+        if start['scaler']:  # a run in float32 or bfloat16 has none
+            scaler.load_state_dict(start['scaler'])
         for group in optimizer.param_groups:  # the user may have given others
             group['betas'] = beta1, beta2
         optimizer.param_groups[0]['weight_decay'] = weight_decay
@@ -391,7 +394,7 @@ def main(given):
                                     'lower learning_rate or grad_clip.')
                 log(at, loss=loss)
             seconds = (time.perf_counter() - time_then) / (step - timed_step)
-            left = time.strftime('%H:%M:%S', time.gmtime(seconds * (max_iters - step)))
+            left = datetime.timedelta(seconds=round(seconds * (max_iters - step)))
             runtime.print(f'step {step:6d}  loss {sum(losses) / len(losses):.4f}  '
                           f'lr {lr:.2e}  {batch_size * block_size / seconds:9,.0f} '
                           f'tokens/s  {left} left')

@@ -192,7 +192,6 @@ def tune_heads(model, info, folder, lengths, name, runtime):
         losses = runtime.over_windows(samples, batch_tokens, partial(losses_by_position, model))
         rows.append({'scales': what, f'loss at {T}': losses[:, -tail:].mean()})
 
-    # as loaded, and with the first scale
     measure_as('as loaded')
     cut = cut_losses(model, samples, T, tail, batch_tokens, runtime)
     groups = vectors_to_tune(model)
@@ -205,8 +204,6 @@ def tune_heads(model, info, folder, lengths, name, runtime):
     if 'channel' in [group['kind'] for group in groups]:
         model.head_scale = model.head_scale[..., None].expand(-1, -1, model.config.head_dim)
     measure_as(f'uniform {start:.2f}')
-
-    # tuned
 
     n_tuned = sum(p.numel() for group in groups for p in group['params'])
     n_tokens = max_iters * batch_size * sum(lengths)
@@ -286,8 +283,8 @@ def search_uniform(model, info, T, name, runtime):
          f'only the last {cut["context"]}': cut['loss'][i]} for i, n in enumerate(lengths)])
     runtime.print(f'scale = 1 + {a:.4f} ln(i / {block_size}), R2 {r2:.4f}')
     search = {'candidates': scales, 'loss_at_length': at_length, 'position': position, 'loss': loss,
-              'best_by_position': best, 'best_loss_by_position': loss.min(0), 'fit_a': a,
-              'fit_r2': r2, 'cut': cut, 'samples': len(samples)}
+              'best_by_position': best, 'fit_a': a, 'fit_r2': r2, 'cut': cut,
+              'samples': len(samples)}
     return same_scale(T, float(best_at_length[-1]), model.config), {
         'lengths': lengths, 'best_by_length': best_at_length, 'fit_a': a,
         'crossing': data.crossing, 'search': search}
@@ -302,7 +299,7 @@ def main(given):
     name = dataset or info['settings'].get('dataset', '')
     T = target_length or (8 if method == 'uniform' else 4) * config.block_size
     lengths = sorted(target_lengths) or [T]
-    if lengths[0] < config.block_size:
+    if lengths[0] < config.block_size + (method == 'uniform'):
         raise UserError(f'target_length is {lengths[0]}; the model was trained at '
                         f'{config.block_size} tokens. Give more.')
     if batch_size % runtime.world_size:

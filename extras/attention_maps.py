@@ -17,7 +17,7 @@ import torch
 
 from common import setup
 from data import Windows
-from entropy import has_entropy
+from entropy import require_weights
 from stage import open_model, result_path, results_folder, write_result
 
 # which model, text and device
@@ -99,9 +99,7 @@ def maps_and_first_key(model, tokens, layer, head):
     more, with values that are 1 at the first key and 0 elsewhere, so the output is the first
     weight.
     """
-    if not has_entropy(model):
-        raise UserError(f'{model.config.position} has its own attend(), so its attention weights '
-                        'are not known.')
+    require_weights(model)
     maps, shares = {}, []
 
     def look(attention, arguments):
@@ -127,7 +125,10 @@ def main(given):
     model, info = open_model(init_from, out_dir, runtime, position, rope_scaling, scale)
     path = result_path(results_folder(out_dir, init_from, given), 'attention', label, info)
     L, found = model.config.block_size, []
-    drawn = len(model.blocks) // 2 if layer is None else layer
+    n_layer, n_head = len(model.blocks), model.config.n_head
+    drawn = n_layer // 2 if layer is None else layer
+    if not (0 <= drawn < n_layer and 0 <= head < n_head):
+        raise UserError(f'Choose --layer= from 0 to {n_layer - 1}, --head= from 0 to {n_head - 1}.')
     for T in lengths or [L, 4 * L, 16 * L]:
         windows = Windows(dataset or info['settings'].get('dataset', ''), split, T, info=info)
         samples = torch.from_numpy(windows.evenly_spaced(n_samples)[:, :-1]).to(runtime.device)

@@ -57,7 +57,8 @@ dtype = 'auto'               # auto, float32, bfloat16, float16
 tasks: list[str] = [*TABLE_1]
 task_folder = ''             # folder with more task files for lm_eval (.yaml), such as your own
 limit: int | None = None     # number of questions of each task, the first ones; None: all
-read_length: int | None = None  # longest text in tokens, and length of RULER's prompts; None: L
+read_length: int | None = None  # longest text in tokens, and length of RULER's prompts; None:
+                             # block_size
 tokenizer = ''               # Hugging Face tokenizer that RULER counts with; '': init_from's
 add_bos = False              # start questions with the start token; the paper does not
 batch_tokens = 16384         # tokens in one forward pass; lower it when memory runs out
@@ -179,10 +180,10 @@ def main(given):
     runtime = setup(device, dtype)
     model, info = open_model(init_from, out_dir, runtime, position, rope_scaling, scale)
     path = result_path(results_folder(out_dir, init_from, given), 'commonsense', label, info)
-    about = {'model': identity(info, scale), 'dtype': str(runtime.dtype)}
+    about = {'model': identity(model, info), 'dtype': str(runtime.dtype)}
     length = read_length or model.config.block_size
     harness = Harness(model, get_tokenizer(info['tokenizer']), runtime, path, about, length)
-    source = init_from.removeprefix('hf:').partition('@')[0]
+    source = init_from.removeprefix('hf:')
     manager = TaskManager(include_path=task_folder or None, metadata={
         'tokenizer': tokenizer or source, 'max_seq_lengths': [length]})
     measured = simple_evaluate(harness, tasks=tasks, task_manager=manager, num_fewshot=0,

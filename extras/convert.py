@@ -7,7 +7,8 @@ ours, unless it computes something that our model does not. transformers runs al
 models, such as BLOOM or Qwen3: they can be evaluated and sampled from, but not tuned, trained or
 written. The config.json of a NoPE model may say llama, as that of hf:AntNLP/TinyLlama-NoPE-1.1B
 does. It is then read with RoPE, unless you give --position=none or the paper's code left head
-scales in it. Of GGUF files those of a Llama are read, whatever their quantization, as float32.
+scales in it. Of GGUF files those of a Llama or Granite are read, whatever their quantization, as
+float32.
 
 Out: a new folder for transformers and vLLM, or for llama.cpp. NoPE becomes Granite without position
 embedding, RoPE becomes Llama, and a pattern of both becomes SmolLM3. The softmax scales become part
@@ -31,6 +32,7 @@ from extras import gguf_file
 from extras.foreign import LOCAL, Foreign
 from model import ModelConfig
 from position import NoPE, RoPE, split_scaling, unused_settings
+from scales import tuned_length
 from stage import open_model
 from tokenizer import EOT, get_tokenizer, parse_ranks, start_token, tokenizer_state
 
@@ -43,7 +45,8 @@ scale: float | str | None = None  # softmax scale: a number for all heads, or a 
 # what to write
 folder = ''                  # the new folder
 format = 'hf'                # hf: for transformers and vLLM; gguf: for llama.cpp
-target_length: int | None = None  # longest text in tokens; of several sets of scales takes its own
+target_length: int | None = None  # longest text in tokens; of several sets of scales takes its own;
+                             # None: what the scale file is tuned for, without a file block_size
 dtype = 'bfloat16'           # of the written matrices: float32, bfloat16, float16
 
 
@@ -200,7 +203,7 @@ def read(source, position=None, dtype=torch.float32):
                 tokenizer = tokenizer_state(get_tokenizer(str(path / 'tokenizer.json')))
     except Exception as error:  # those of the libraries share no class
         raise UserError(f'{source} cannot be read: {error!r:.300} It must be a Hugging Face '
-                        'folder, hf:ORG/NAME or the whole GGUF file of a Llama, and this needs '
+                        'folder, hf:ORG/NAME or the whole GGUF file of a Llama or Granite, and this needs '
                         'pip install ".[gguf]".') from error
     weights = model if isinstance(model, dict) else model.state_dict()
     return {'model': model, 'model_config': c, 'digest': weights_digest(weights), 'step': 0,
@@ -219,15 +222,15 @@ def require_exportable(model):
     if has_others or not is_plain or 'ntk' in c.rope_scaling:
         raise UserError('Only NoPE, RoPE and patterns of both can be written, without a window, '
                         'p-RoPE, NTK, random positions, DAPE or short convolutions.')
-    if 'rope' in c.position and model.head_scale.dim() == 3:
-        raise UserError('With RoPE a scale per channel cannot be written, because it acts after '
-                        "RoPE's rotation and the weights of q come before it.")
 
 
 @torch.no_grad()
 def fold(model):
     """Make head scales a part of the rows of q, and head gains of the columns of out."""
     C, D = model.config.n_embd, model.config.head_dim
+    if 'rope' in model.config.position and model.head_scale.dim() == 3:
+        raise UserError('With RoPE a scale per channel cannot be written, because it acts after '
+                        "RoPE's rotation and the weights of q come before it.")
     for block in model.blocks:
         attention = block.attn
         scale, gain = attention.head_scale, attention.head_gain              # (H, 1) or (H, D)
@@ -329,10 +332,11 @@ def main(given):
             raise UserError(f'{scale} has sets for {[*model.scale_sets]} tokens. Choose one of '
                             'these lengths, or one in between: --target_length=N.')
         model.take_set(target_length)
+    longest = target_length or tuned_length(scale, model, info)
     fold(model)
     c, encoding = model.config, get_tokenizer(info['tokenizer'])
     text = tokenizer_json(info['tokenizer'])
-    c.block_size = max(c.block_size, target_length or 0,
+    c.block_size = max(c.block_size, longest,
                        int(split_scaling(c.rope_scaling)[1] * c.pretrained_length))
     path.mkdir(parents=True, exist_ok=True)
     if format == 'hf':

@@ -34,7 +34,6 @@ class Foreign(nn.Module):
                                       rope_scaling='', short_conv=0, dape_kernel=0)
         arguments = inspect.signature(self.model.forward).parameters
         self.past = {'past_key_values', 'cache_params'} & arguments.keys()  # names of its cache
-        self.eval()
         # If it is causal, the texts 0 0 and 0 1 have the same logits at position 0.
         with torch.no_grad():
             first = [self(torch.tensor([[0, later]]))[:, 0] for later in (0, 1)]
@@ -50,7 +49,6 @@ class Foreign(nn.Module):
         n = tail if targets is None else targets.shape[1]
         state = {'use_cache': False}
         if cache is not None:
-            cache.length += idx.shape[1]
             state = {'use_cache': True} | dict.fromkeys(self.past, cache)
         logits = self.model(idx, logits_to_keep=n, **state).logits[:, -n:]      # (B, K, V)
         if targets is None:
@@ -66,7 +64,6 @@ class Foreign(nn.Module):
         if not self.past:
             raise UserError(f'{self.config.position} has no cache, so it cannot generate text.')
         cache = DynamicCache(config=self.model.config)
-        cache.device, cache.length = self.model.device, 0
         cache.repeat = cache.batch_repeat_interleave
         cache.reorder = lambda source, start: cache.reorder_cache(source)
         return cache

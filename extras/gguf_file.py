@@ -170,7 +170,7 @@ def write(path, c, weights, text, encoding, dtype):
         writer.add_rope_scaling_finetuned(False)  # for llama.cpp this means: without RoPE
     writer.add_tokenizer_model('gpt2')  # byte-level BPE
     writer.add_tokenizer_pre(pre)
-    write_tokenizer(writer, tokenizer, json.loads(text)['model']['merges'], encoding)
+    write_tokenizer(writer, tokenizer, json.loads(tokenizer.to_str())['model']['merges'], encoding)
     matrix = gguf.GGMLQuantizationType[dtype.replace('float', 'F').upper()]  # F32, F16, BF16
     for name, weight in weights.items():
         if name.endswith(ROTATED):

@@ -27,6 +27,13 @@ def test_what_another_launcher_left_in_the_environment_is_ignored(monkeypatch, n
     assert setup('cpu', 'float32').world_size == 1
 
 
+def test_one_gpu_is_chosen_by_its_number(monkeypatch):
+    monkeypatch.setattr(torch._C, '_cuda_setDevice', chosen := [].append, raising=False)
+    for name in 'cuda', 'cuda:1':
+        assert setup(name, 'float32').device == torch.device(name)
+    assert chosen.__self__ == [0, 1]
+
+
 @pytest.mark.parametrize('damage', ['cut short', 'a flipped bit', 'other content', 'not there'])
 def test_a_damaged_checkpoint_ends_in_one_line(tmp_path, damage):
     path = tmp_path / 'last.pt'
@@ -93,3 +100,9 @@ def test_json_has_nine_digits_and_null_for_what_is_no_number(tmp_path):
     text = path.read_text(encoding='utf-8')
     assert json.loads(text) == {'a': [[0.333333333, None]], 'b': 0.333333333, 'c': [2], 'd': None}
     assert '[0.333333333, null]' in text  # numbers of a list stand on one line
+
+
+def test_json_keeps_every_blank_of_a_text(tmp_path):  # such as the merges of a tokenizer
+    common.save_json(tmp_path / 'x.json', {'[ ]': '[ ] [\n1 ]', 'a': [[1, 2], ['[ ]']]})
+    found = json.loads((tmp_path / 'x.json').read_text(encoding='utf-8'))
+    assert found == {'[ ]': '[ ] [\n1 ]', 'a': [[1, 2], ['[ ]']]}

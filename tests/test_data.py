@@ -53,6 +53,7 @@ def test_a_batch_depends_only_on_seed_split_and_step_however_ranks_share_it(tmp_
                 assert (windows.batch(step, 15, rows) == whole[rows]).all()
         assert (np.concatenate([new.batch(3 * step + i, 5) for i in range(3)]) == whole).all()
     assert whole.dtype == np.int64 and whole.shape == (15, 4)
+    assert windows.n_tokens == (4 * 50 + 2) + (4 * 31 + 2)  # resume compares those of all sources
 
 
 def test_a_mixture_holds_its_shares_exactly_and_reads_each_source_in_epochs(tmp_path):

@@ -57,6 +57,15 @@ def test_commands_that_have_finished_are_not_run_again(tmp_path, monkeypatch):
         assert ran == resumed
 
 
+def test_models_of_other_settings_are_not_taken_for_these(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, 'out_dir', str(tmp_path))
+    monkeypatch.setattr(demo, 'run', lambda name, command: None)
+    demo.train_and_tune()
+    monkeypatch.setattr(demo, 'train_args', '--seed=1338')
+    with pytest.raises(SystemExit, match='other train_args'):
+        demo.train_and_tune()
+
+
 @pytest.mark.slow
 def test_models_are_trained_and_tuned_by_the_stages(tmp_path, monkeypatch, corpus_dir, capfd):
     small = (f'--dataset={corpus_dir} --block_size=32 --n_layer=1 --n_embd=32 --n_hidden=48 '

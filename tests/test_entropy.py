@@ -57,6 +57,7 @@ def test_entropy_of_every_method_and_its_gradient_are_those_of_the_float64_matri
     near(found, plain_entropy(model, idx), atol=1e-4)
     near(losses, model(idx, windows[:, 1:]), atol=1e-5)
 
+    model.checkpoint_activations = True
     scales = [block.attn.head_scale.requires_grad_() for block in model.blocks]
     with_gradient, _ = entropies(model, idx, windows[:, 1:])
     near(with_gradient, found, atol=1e-4)

@@ -147,9 +147,11 @@ def test_answers_survive_a_stop_and_do_not_mix_with_others(tmp_path, cpu):
         answers()
 
 
-def test_the_identity_of_a_model_tells_its_weights_and_scales(tmp_path):
-    found, scale = set(), tmp_path / 'scale.json'
-    for text, digest in '11', '12', '21':
-        scale.write_text(text)
-        found.add(identity({'digest': digest, 'model_config': 0}, str(scale)))
-    assert len(found) == 3
+def test_the_identity_of_a_model_tells_its_weights_and_small_vectors():
+    model, info = random_model(), {'digest': 'a', 'model_config': 0}
+    found = [identity(model, info), identity(model, info | {'digest': 'b'})]
+    model.norm.weight.data[0] += 1
+    found.append(identity(model, info))
+    model.scale_sets = {64: {'norm.weight': torch.ones(32)}}
+    found.append(identity(model, info))
+    assert len(set(found)) == 4 and identity(model, info) == found[-1]

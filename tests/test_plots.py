@@ -92,6 +92,10 @@ def test_bars_images_and_points_have_the_numbers_of_the_json():
         assert panels(name)[panel].images[0].get_array().tolist() == cells
 
 
+def test_a_running_mean_of_few_bins_is_their_mean():
+    assert [list(one) for one in plots.smooth([1, 2, 6], [3, 3, 3])] == [[3], [3]]
+
+
 def test_tables_of_several_models_are_drawn():
     table = json.loads((ROOT / 'results/papers/table2.json').read_text())
     [axis] = plots.draw_ppl(table).axes

@@ -100,6 +100,9 @@ def test_random_positions_are_a_sorted_uniform_subset_that_only_training_draws_a
     assert (drawn.diff(dim=1) > 0).all() and drawn.min() >= 0 and drawn.max() < 100
     # The expectation of the t-th smallest of 20 numbers from 1 ... 100, minus 1.
     near(drawn.double().mean(0), (t + 1) * 101 / 21 - 1, atol=3)
+    # of a pattern only the layers whose method has the setting
+    mixed = random_model(position='alibi,logn', random_positions=100)
+    assert [block.attn.position.draws is None for block in mixed.blocks] == [False, True]
 
 
 # ---------------------------------------------------------------------- every method

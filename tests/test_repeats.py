@@ -6,7 +6,7 @@ import torch
 from conftest import mistake, on, read, stage
 
 import repeats
-from common import setup
+from common import read_checkpoint, save_checkpoint, setup
 from data import Windows
 from stage import open_model
 
@@ -82,6 +82,15 @@ def test_the_gain_is_the_cut_loss_of_the_untuned_model_minus_the_loss(tiny_run, 
     assert found['rows'][-1]['loss'] == pytest.approx(np.mean(control), abs=1e-5)
     assert all(set(range(*document[:, w] + [0, 1])).isdisjoint(range(*document[:, o] + [0, 1]))
                for w, o in enumerate(others))
+
+
+def test_a_baseline_with_another_tokenizer_is_refused(tiny_run, tmp_path):
+    state = read_checkpoint(tiny_run / 'last.pt')
+    kept = {name: state[name] for name in ('step', 'settings')}
+    save_checkpoint(tmp_path / 'other.pt', state['model'], state['model_config'],
+                    tokenizer=state['tokenizer'] | {'eot_token': 0}, **kept)
+    assert 'tokenizers' in mistake('repeats', *on(tiny_run, tmp_path), '--length=128', '--gram=4',
+                                   f'--baseline={tmp_path}/other.pt')
 
 
 def test_text_without_far_repeats_ends_in_one_line(tiny_run, tmp_path):

@@ -55,10 +55,9 @@ def test_half_precision_casts_matrices_and_nothing_else(saved):
     assert half == {'qkv', 'out', 'gate_up', 'head'}
 
 
-def test_scales_come_as_number_array_or_file(saved, cpu, tmp_path):
+def test_scales_come_as_number_or_file(saved, cpu, tmp_path):
     model, info = open_model('last', saved[1], cpu)
-    set_scale(model, torch.full((2, 4), 2.0), info)
-    assert (model.head_scale == 2).all()
+    assert set_scale(model, 2.0, info) == 'scale2' and (model.head_scale == 2).all()
     file = {'target_length': 64, 'head_scale': [[1.0, 2, 3, 4]] * 2,
             'weights_digest': info['digest'], 'position_method': 'rope,none', 'rope_scaling': '',
             'norm': {'norm.weight': [1.5] * 32}}
@@ -81,7 +80,7 @@ def test_sets_leave_passes_up_to_L_as_they_were(saved, cpu):
 
 @pytest.mark.parametrize('init_from, given, folder', [
     ('last', set(), 'out/demo/nope'), ('best', set(), 'out/demo/nope'),
-    ('/models/tiny/llama', set(), 'out/tiny-llama'), ('hf:ORG/NAME', set(), 'out/ORG-NAME'),
+    ('/models/tiny/a.gguf', set(), 'out/tiny-a'), ('hf:ORG/NAME-0.6B', set(), 'out/ORG-NAME-0.6B'),
     ('/runs/a/last.pt', set(), 'out/runs-a'), ('/runs/a/step_5.pt', set(), 'out/a-step_5'),
     ('/models/tiny/llama', {'out_dir'}, 'out/demo/nope')])
 def test_results_go_beside_the_model(monkeypatch, tmp_path, init_from, given, folder):

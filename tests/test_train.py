@@ -94,7 +94,7 @@ def test_a_resumed_run_ends_bit_for_bit_like_one_that_was_not_stopped(corpus_dir
     out_dir = tmp_path / 'run'
     trained(corpus_dir, out_dir, '--max_iters=4', '--lr_decay_iters=8')
     with open(out_dir / 'log.jsonl', 'a') as file:
-        file.write('{"step": 5, "loss": 1.0}\n')  # as a killed run may leave
+        file.write('{"step": 5, "loss": 1.0}\n{"step": 6, "lo')  # as a killed run may leave
     resumed(out_dir, '--max_iters=8')
     assert largest_difference(whole, out_dir) == 0
     assert (out_dir / 'log.jsonl').read_text() == (whole / 'log.jsonl').read_text()
