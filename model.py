@@ -21,7 +21,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from position import METHODS, Place, Settings, for_kernel, position_method
+from position import METHODS, Place, Settings, position_method, repeat_heads
 
 
 @dataclass(kw_only=True)
@@ -87,7 +87,8 @@ class Attention(nn.Module):
         q, k, v = self.queries_keys_values(x, place)
         # NoPE changes nothing, RoPE only q and k: here stands the whole attention.
         if cache is None and self.position.changed <= {'prepare', 'encode'}:
-            k, v = for_kernel(q, k, v)
+            if q.is_cuda:  # only some of its fused kernels let query heads share a key head
+                k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=not q.is_cuda)
         else:
             if cache is not None:

@@ -90,18 +90,14 @@ def flops_per_token(model, length):
     return 2 * weights, (2 * c.n_layer * c.n_embd + dape) * length
 
 
-def training_flops(model):
+def step_flops(model):
     """
-    FLOP of a training step. Backward costs twice a forward pass: it computes the gradients of a
-    layer's inputs and those of its weights.
+    FLOP of a training step. Backward computes the gradients of a layer's inputs, and those of its
+    weights unless they are frozen, as in a head-scale step. Each costs as much as a forward pass.
     """
-    return 3 * batch_size * context * sum(flops_per_token(model, context))
-
-
-def tuning_flops(model):
-    """FLOP of a head-scale step. Matrices are frozen, so they need only gradients of inputs."""
     matmul, attention = flops_per_token(model, context)
-    return batch_size * context * (2 * matmul + 3 * attention)
+    passes = 3 if model.head.weight.requires_grad else 2
+    return batch_size * context * (passes * matmul + 3 * attention)
 
 
 def reading_flops(model, T, tail):
@@ -249,20 +245,22 @@ def training_step(model, runtime):
 
 # ---------------------------------------------------------------------- tasks
 
-def time_train(runtime):
-    models = both(context, runtime)
+def compare_steps(title, models, runtime):
     works = {who: training_step(model, runtime) for who, model in models.items()}
-    flops = dict.fromkeys(works, training_flops(models['ours']))
-    return compare('training step', works, flops, runtime)
+    flops = {who: step_flops(models['ours'] if isinstance(model, Peer) else model)
+             for who, model in models.items()}
+    return compare(title, works, flops, runtime)
+
+
+def time_train(runtime):
+    return compare_steps('training step', both(context, runtime), runtime)
 
 
 def time_scale(runtime):
     """A step of head-scale tuning (ours) beside a whole training step."""
     models = {'whole step': new_model(context, runtime),
               'ours': only_scales(new_model(context, runtime), runtime)}
-    works = {who: training_step(model, runtime) for who, model in models.items()}
-    flops = {'whole step': training_flops(models['ours']), 'ours': tuning_flops(models['ours'])}
-    return compare('head-scale step', works, flops, runtime)
+    return compare_steps('head-scale step', models, runtime)
 
 
 def time_methods(runtime):
@@ -270,9 +268,7 @@ def time_methods(runtime):
     models = {'NoPE': new_model(context, runtime, position='none'),
               'Kerple': new_model(context, runtime, position='kerple'),
               'DAPE 1x3 Kerple': new_model(context, runtime, position='kerple', dape_kernel=3)}
-    works = {who: training_step(model, runtime) for who, model in models.items()}
-    flops = {who: training_flops(model) for who, model in models.items()}
-    return compare('training step', works, flops, runtime)
+    return compare_steps('training step', models, runtime)
 
 
 @torch.no_grad()

@@ -69,8 +69,9 @@ def test_backward_counts_twice_and_frozen_matrices_once(cpu):
     matmul, attention = bench.flops_per_token(model, 32)
     assert matmul == 2 * (model.n_params() - 61 * 32 - dape)
     assert attention == (2 * 2 * 32 + dape) * 32
-    assert bench.training_flops(model) == 64 * 3 * (matmul + attention)
-    assert bench.tuning_flops(model) == 64 * (2 * matmul + 3 * attention)
+    assert bench.step_flops(model) == 64 * 3 * (matmul + attention)
+    only_scales = bench.only_scales(model, cpu)
+    assert bench.step_flops(only_scales) == 64 * (2 * matmul + 3 * attention)
 
 
 def test_peak_memory_is_that_of_the_tensors_held_at_once(cpu):
