@@ -35,7 +35,7 @@ test-all: $(SETUP)
 	$(PYTHON) -m pytest -n 2 --dist loadfile -m ''
 
 lessons: $(SETUP)
-	$(call need,pytest,lessons)
+	$(call need,jupyterlab,lessons)
 	$(PYTHON) -m pytest --tb=short lessons/test_exercises.py
 
 .venv/ready: pyproject.toml

@@ -245,7 +245,7 @@ def save_json(path, data):
     """Write JSON that a person can read, each list of numbers on one line; whole or not at all."""
     text = json.dumps(json_value(data), indent=1)
     # indent puts each number of a list on a line of its own: join them
-    text = re.sub(r'\[\n[^][{}"]*\]', lambda numbers: f"[{' '.join(numbers[0][1:-1].split())}]", text)
+    text = re.sub(r'\[\n([^][{}"]*)\]', lambda found: f"[{' '.join(found[1].split())}]", text)
     part = Path(f'{path}.part')
     part.parent.mkdir(parents=True, exist_ok=True)
     part.write_text(text + '\n', encoding='utf-8')

@@ -76,8 +76,9 @@ class Windows:
     gives block_size predictions. info: about a model that shall read them; its tokenizer must be
     the dataset's.
     Attributes: tokens, starts (of documents) and meta.json of the first source; its tokenizer's
-    state; n_tokens of all sources. Of the last evenly_spaced(): places, where its windows start, (n,); documents, the
-    numbers of those in which they start and end, (2, n); crossing, for how many these differ.
+    state; n_tokens of all sources. Of the last evenly_spaced(): places, where its windows start,
+    (n,); documents, the numbers of those in which they start and end, (2, n); crossing, for how
+    many these differ.
     """
 
     def __init__(self, dataset, split, block_size, seed=0, info=None):

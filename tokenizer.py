@@ -61,8 +61,8 @@ def get_tokenizer(source, texts=None):
         return from_state(tokenizer_state(tiktoken.get_encoding(source)))
     if source.startswith('bpe:'):
         if texts is None:
-            raise UserError('A BPE is trained by data/text, data/books or data/code. Name one that is '
-                            'trained: data/NAME or FILE.json.')
+            raise UserError('data/text, data/books and data/code train a BPE. Here name one that '
+                            'is trained: data/NAME or FILE.json.')
         return train_bpe(texts, int(source[4:]))
     path = Path(source)
     if source.startswith('hf:'):

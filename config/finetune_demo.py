@@ -1,5 +1,5 @@
-# Fine-tune the demo's RoPE model at 4L, with as many tokens as the head scales of its NoPE twin are
-# tuned with. The method is given after it:
+# Fine-tune the demo's RoPE model at 4L, with about as many tokens as head scales are tuned with.
+# The method is given after it:
 # python train.py config/finetune_demo.py config/yarn.py --out_dir=out/demo/rope_yarn
 init_from = 'out/demo/rope/last.pt'
 block_size = 512

@@ -183,7 +183,7 @@ def main(given):
     about = {'model': identity(model, info), 'dtype': str(runtime.dtype)}
     length = read_length or model.config.block_size
     harness = Harness(model, get_tokenizer(info['tokenizer']), runtime, path, about, length)
-    source = init_from.removeprefix('hf:')
+    source = init_from.removeprefix('hf:').partition('@')[0]
     manager = TaskManager(include_path=task_folder or None, metadata={
         'tokenizer': tokenizer or source, 'max_seq_lengths': [length]})
     measured = simple_evaluate(harness, tasks=tasks, task_manager=manager, num_fewshot=0,

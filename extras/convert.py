@@ -1,7 +1,8 @@
 """
 Models of others, in and out. No code that comes with a model is run.
 
-In: every stage takes as --init_from a Hugging Face folder, hf:ORG/NAME, or a GGUF file.
+In: every stage that reads a model takes as --init_from a Hugging Face folder, hf:ORG/NAME or
+hf:ORG/NAME@REVISION, or a GGUF file.
 A model of type llama (TinyLlama, Llama 1 to 3, SmolLM2), smollm3 or granitemoehybrid becomes one of
 ours, unless it computes something that our model does not. transformers runs all other causal
 models, such as BLOOM or Qwen3: they can be evaluated and sampled from, but not tuned, trained or
@@ -21,6 +22,7 @@ $ python -m extras.convert --folder=out/demo/gguf --format=gguf       # pip inst
 Writes the folder: the model, its tokenizer, and README.md, which says how it was made
 """
 
+from functools import partial
 from pathlib import Path
 
 from configurator import UserError, configure
@@ -103,9 +105,11 @@ def folder_of(source):
     if not source.startswith('hf:'):
         return Path(source)
     from huggingface_hub import snapshot_download
-    path = Path(snapshot_download(source[3:], allow_patterns=['*.json', 'model*.safetensors']))
+    name, _, revision = source[3:].partition('@')
+    download = partial(snapshot_download, name, revision=revision or None)
+    path = Path(download(allow_patterns=['*.json', 'model*.safetensors']))
     if not any(path.glob('model*.safetensors')):
-        snapshot_download(source[3:], allow_patterns='pytorch_model*.bin')
+        download(allow_patterns='pytorch_model*.bin')
     return path
 
 
@@ -203,8 +207,8 @@ def read(source, position=None, dtype=torch.float32):
                 tokenizer = tokenizer_state(get_tokenizer(str(path / 'tokenizer.json')))
     except Exception as error:  # those of the libraries share no class
         raise UserError(f'{source} cannot be read: {error!r:.300} It must be a Hugging Face '
-                        'folder, hf:ORG/NAME or the whole GGUF file of a Llama or Granite, and this needs '
-                        'pip install ".[gguf]".') from error
+                        'folder, hf:ORG/NAME or the whole GGUF file of a Llama or Granite, and '
+                        'this needs pip install ".[gguf]".') from error
     weights = model if isinstance(model, dict) else model.state_dict()
     return {'model': model, 'model_config': c, 'digest': weights_digest(weights), 'step': 0,
             'settings': {}, 'tokenizer': tokenizer, 'path': source}

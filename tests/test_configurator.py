@@ -3,7 +3,6 @@
 import subprocess
 import sys
 
-import configurator
 from configurator import UserError, configure
 
 import pytest
@@ -58,15 +57,3 @@ def test_help_prints_each_setting_with_its_comment():
     for line in ('max_iters = 2200             # training steps',
                  'rope_base: float = 10000.0  # RoPE: pair k of a head'):
         assert line in run.stdout
-
-
-@pytest.mark.parametrize('path', sorted((ROOT / 'config').rglob('*.py')), ids=str)
-def test_a_config_file_sets_only_what_a_stage_has(path):
-    from dataclasses import fields
-
-    from position import Settings
-    known = {one.name for one in fields(Settings)}
-    for stage in [*ROOT.glob('*.py'), *ROOT.glob('extras/*.py')]:
-        known |= {line.partition(' =')[0].partition(':')[0]
-                  for line in stage.read_text(encoding='utf-8').splitlines()}
-    assert configurator.run_config(str(path)).keys() <= known

@@ -204,7 +204,6 @@ PROOF = {'test/a_test.jsonl.gz': [{'text': '0', 'meta': {'a': 1}}, {'text': '1',
 
 @pytest.mark.parametrize('name, files, arguments, kept', [
     ('slimpajama', SLIM, [], [['C4', 'Book']]),
-    ('slimpajama', SLIM, ['--keep_github=True'], [['C4', 'Github', 'Book']]),
     ('arxiv', {'train/0.jsonl.zst': PILE, 'val.jsonl.zst': PILE}, [], [['ArXiv'], ['ArXiv']]),
     ('starcoder', CODE, ['--max_tokens=10'], [['nine byte']]),
     ('starcoder', CODE, ['--max_tokens=503'], [['nine byte'] * 51]),

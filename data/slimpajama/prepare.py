@@ -7,7 +7,7 @@ $ python data/slimpajama/prepare.py --repo=DKYoon/SlimPajama-6B \
       --revision=b5f90f419b7489cdba26fdbc8c022fcb5562f968   # a sample, enough to tune scales with
 $ python data/slimpajama/prepare.py                  # all of it
 $ python data/slimpajama/prepare.py --local=FOLDER   # your own files: train*, validation*, test*,
-                                                     # .parquet or .jsonl
+                                                     # .parquet or .jsonl with its columns
 """
 
 import sys
@@ -24,7 +24,6 @@ local = ''                     # a folder of such files, or one file; '': read t
 tokenizer = 'hf:TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T'
 max_tokens: int | None = None  # of each split, to the end of a document; None: all
 out_dir = ''                   # where the token files go; '' for data/NAME
-keep_github = False            # True: every row; needs no column that says which are GitHub's
 
 
 def is_not_github(meta):
@@ -34,4 +33,4 @@ def is_not_github(meta):
 if __name__ == '__main__':
     configure(globals())
     prepare('slimpajama', repo, revision, local, tokenizer, max_tokens, out_dir,
-            keep=None if keep_github else is_not_github)
+            keep=is_not_github)
