@@ -110,6 +110,9 @@ def setup(device='auto', dtype='auto', seed=1337):
         # code can_compile() says it once more, in a way that loads the compiler.
         torch.set_deterministic_debug_mode('error')
         torch.utils.deterministic.fill_uninitialized_memory = False
+    if device.type == 'cuda':
+        torch.cuda.set_device(device.index or 0)
+        torch.backends.cudnn.allow_tf32 = False  # else DAPE's convolutions keep only 10 bits
     if dtype == 'auto':
         if device.type == 'cuda':
             fast = torch.cuda.is_bf16_supported(including_emulation=False)
@@ -119,8 +122,6 @@ def setup(device='auto', dtype='auto', seed=1337):
             dtype = 'bfloat16' if fast else 'float32'
     if dtype not in DTYPES or dtype == 'float16' and device.type == 'cpu':
         raise UserError(f"dtype is '{dtype}'. Choose auto, float32, bfloat16, or on a GPU float16.")
-    if device.type == 'cuda':
-        torch.cuda.set_device(device.index or 0)
     if world_size > 1 and not dist.is_initialized():
         # Saving a large checkpoint may take longer than NCCL's 10 minutes.
         dist.init_process_group('nccl' if device.type == 'cuda' else 'gloo',

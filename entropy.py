@@ -93,7 +93,8 @@ def attention_entropy(method, q, k, place):
         total = weights.sum(-1).clamp(min=smallest)
         return (total.log() - terms.sum(-1) / total).clamp(min=0)  # of p = weights / total
 
-    is_plain = method.changed <= {'prepare', 'encode'}  # a softmax of q.k / sqrt(D)
+    # a softmax of q.k / sqrt(D); CUDA's kernel wants heads of 4, 8, 12 ... channels
+    is_plain = method.changed <= {'prepare', 'encode'} and q.shape[-1] % 4 == 0
     with torch.autocast(q.device.type, enabled=False):
         if is_plain and q.device.type in FUSED_KERNEL and not wants_gradient:
             return entropy_without_matrix(q, k)

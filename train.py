@@ -162,6 +162,8 @@ def wrap(model, runtime):
     """The model that training calls: compiled, and with several ranks in DDP, or split by FSDP."""
     compiles = can_compile(runtime, compile)
     if fsdp:
+        if not dist.is_initialized():
+            raise UserError('fsdp splits the model over ranks: start train.py by torchrun.')
         if {'t5', 'fire'} & {*position.split(',')}:
             raise UserError('fsdp can split neither the table that all layers of t5 share nor the '
                             'single numbers of fire.')
@@ -342,7 +344,8 @@ def main(given):
         tokens = torch.from_numpy(data.batch(step, batch_size, rows_of_rank))
         if runtime.device.type == 'cuda':
             tokens = tokens.pin_memory()
-        tokens = tokens.to(runtime.device, non_blocking=True)    # (rows, block_size + 1)
+        # not on mps, where a copy may still read what is already freed (pytorch issue 189690)
+        tokens = tokens.to(runtime.device, non_blocking=runtime.device.type == 'cuda')
 
         # forward and backward
         step_loss = torch.zeros((), device=runtime.device)

@@ -41,7 +41,7 @@ without_rope() {  # SmolLM2 recalibrated without position encoding (DroPE, arXiv
         --protocol=position --lengths=[$L,$far]
 }
 
-timeout 240 python -m pytest -q -m '' tests/test_gpu.py
+timeout -s INT 240 python -m pytest -q -m '' tests/test_gpu.py
 bench 180 train_1b $big --peer= "--tasks=['train']" --context=$L --batch_size=8
 for T in $L $((far / 2)); do
     bench 90 scale_1b_$T $big --peer= "--tasks=['scale']" --context=$T --batch_size=1 \
