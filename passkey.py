@@ -71,7 +71,8 @@ def build_prompt(encoding, length, place, key):
     The ids of a prompt and of its answer. Together they have at most `length` tokens, and less than
     a filler would fit in. The key line starts at most one filler before `place`. Raises UserError
     if the length is too short.
-    The released code counts the tokens of each piece alone, so it may have one filler less.
+    The released code counts the tokens of each piece alone. A filler may have 25 tokens alone and
+    24 after another, so its prompts are a few percent shorter.
     """
     def ids(text):
         return [start_token(encoding), *encoding.encode_ordinary(text)]

@@ -378,10 +378,10 @@ class DAPE(nn.Module):
     """
     Scores S + B + f([S; B]), Eq. (3): S are the scores of a method and B is its bias. The scores
     and biases of all heads are the 2H channels of one feature map, and f is two convolutions of
-    1 x kernel over the keys with a LeakyReLU in between. Kernel 1 is the first DAPE; kernel 3 and
-    more is DAPE V2. Without the residual the scores are S + f([S; B]), Eq. (2). A method without a
-    bias has S + f(S), Eq. (4), and f has H input channels; the released class expects 2H in this
-    case and cannot run.
+    1 x kernel over the keys, Eq. (5), with a LeakyReLU in between. Kernel 1 is the first DAPE;
+    kernel 3 and more is DAPE V2. Without the residual the scores are S + f([S; B]), Eq. (2). A
+    method without a bias has S + f(S), Eq. (4), and f has H input channels; the released class
+    expects 2H in this case and cannot run.
 
     Keys that the query does not see are 0 in the map, so that no convolution sees them. But what
     the first convolution returns at those places is not 0, and the second reads it. Query 2 and a

@@ -60,12 +60,12 @@ MODELS = {'none': 'NoPE', 'rope': 'RoPE', 'alibi': 'ALiBi', 'conv': 'NoPE + conv
           'conv_8L': 'NoPE + conv, trained at 8L', 'rope_conv': 'RoPE + conv',
           'alibi_conv': 'ALiBi + conv'}
 READINGS = {  # {reading: (what the row adds to the model's name, models that have this row)}
-    'untuned': ('', 'none conv rope alibi alibi_conv conv_8L'),
+    'untuned': ('', 'conv alibi_conv conv_8L'),
     'uniform': (', one scale', 'none conv'),
-    'head': (', head scales', 'none conv'),
+    'head': (', head scales', 'conv'),
     'head_clamped': (', head scales of at least 1', 'none'),
     'vectors': (', channel scales and norms', 'none conv'),
-    'yarn': (', YaRN', 'rope rope_conv'),
+    'yarn': (', YaRN', 'rope_conv'),
     'yarn_weights': (', YaRN, every weight', 'rope_conv'),
 }
 SERIES = {  # {folder of past_L: what its models were trained and read on}
@@ -115,9 +115,10 @@ def code():
 
 
 def inside():
-    """The main rows again, of windows that lie in one document: what the stages wrote by seed."""
-    for model, reading in (('none', 'untuned'), ('none', 'head'), ('rope', 'yarn'),
-                           ('alibi', 'untuned'), ('conv', 'untuned'), ('conv', 'head')):
+    """The main rows, of windows that lie in one document: what the stages wrote by seed."""
+    for model, reading in (('none', 'untuned'), ('none', 'head'), ('rope', 'untuned'),
+                           ('rope', 'yarn'), ('alibi', 'untuned'), ('conv', 'untuned'),
+                           ('conv', 'head')):
         seeds = defaultdict(list)
         for folder in sorted((RESULTS / 'past_L/code').iterdir()):
             untuned, own = (read(folder / f'eval_ppl_position_{model}_{how}.json')['rows']
