@@ -7,7 +7,7 @@
 
 row() {  # TABLE LABEL RUN ARGUMENTS...: perplexity of the last tokens of each length
     once out/dape/$1/eval_ppl_tail_$2.json python eval_ppl.py --protocol=tail \
-        --init_from=out/dape/$3/last.pt --out_dir=out/dape/$1 --label=$2 "${@:4}"
+        --init_from=out/dape/$3/last.pt --out_dir=out/dape/$1 --label=$2 --dtype=bfloat16 "${@:4}"
 }
 
 methods() {

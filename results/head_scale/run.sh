@@ -33,7 +33,7 @@ books() {  # 5M parameters, bytes, L = 256; tuned with 150 steps of 8 windows of
     row() {  # NAME MODEL ARGUMENTS...: perplexity in sliding windows
         once $out/eval_ppl_$1.json python eval_ppl.py --init_from=$out/$2/last.pt --out_dir=$out \
             --label=$1 --lengths=[256,512,1024,2048] --stride=64 --max_windows=32 \
-            --batch_tokens=32768 "${@:3}"
+            --batch_tokens=32768 --dtype=bfloat16 "${@:3}"
     }
     train $out/none config/books_nope.py --seed=$1
     train $out/rope config/books_nope.py --position=rope --seed=$1

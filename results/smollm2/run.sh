@@ -39,7 +39,7 @@ loss() {  # the last 1,024 tokens of 8 windows of 16,384, or with LONG=2 of 4 of
 entropy() {  # of each head by position
     for how in plain yarn tuned none; do
         once $out/entropy_$how.json python entropy.py $reads $books $(as $how) --length=$T \
-            --n_samples=2 --tail=1024 --label=$how
+            --n_samples=1 --tail=1024 --label=$how
     done
 }
 
