@@ -139,6 +139,7 @@ class OwnBias(position.Bias):
     __init__, as nn.Parameters. The bias must
     - depend only on i - j,
     - give a far key no more than a near key,
+    - differ between keys from the start,
     - be finite for all positions below 64 L, where L = config.block_size,
     - pass a gradient to each of its parameters.
     A learned slope may change its sign in training; F.softplus keeps it above 0.

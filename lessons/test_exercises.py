@@ -54,6 +54,8 @@ def call(exercise, *inputs):
         require(np.array_equal(x, before),
                 f'{name}() has changed its input. Usual mistake: an operation in place, such as '
                 'q *= scale.')
+    if isinstance(found, tuple | list):
+        return [float(x) if torch.is_tensor(x) else x for x in found]
     return found.detach().numpy() if torch.is_tensor(found) else found
 
 
@@ -185,8 +187,9 @@ def test_entropy(student):
         the logarithm is to base 2: these are bits | np.log( | np.log2(
         the minus sign is left out | -(a | (a
         ''', a, found=found)
-    require(found.min() >= 0, f'entropy: one entropy is {found.min():.1g}, but none is below 0. '
-                              'Usual mistake: log(a + 1e-9). Take the logarithm of a itself.')
+    require(np.min(found) >= 0,
+            f'entropy: one entropy is {np.min(found):.1g}, but none is below 0. Usual mistake: '
+            'log(a + 1e-9). Take the logarithm of a itself.')
 
 
 class NoMatrix(TorchDispatchMode):
@@ -222,8 +225,9 @@ def test_entropy_without_matrix(student):
 # ---------------------------------------------------------------------- where a token stands
 
 def plain_rotate(x, place, base):
+    D = x.shape[2]
     angle = np.outer(place, base ** (-2 * np.arange(D // 2) / D))
-    first, second = [0, 1], [2, 3]
+    first, second = np.arange(D).reshape(2, -1)
     turned = (x[..., first] + 1j * x[..., second]) * np.exp(1j * angle)
     y = np.empty_like(x)
     y[..., first], y[..., second] = turned.real, turned.imag
@@ -231,12 +235,15 @@ def plain_rotate(x, place, base):
 
 
 def test_rotate(student):
-    grade(student, plain_rotate, '''
-        neighbors are a pair: this is the layout of the paper | [0, 1], [2, 3] | [0, 2], [1, 3]
-        pairs turn clockwise  | np.exp(1j | np.exp(-1j
-        the angle is place * base^(-n/D) | -2 * | -1 *
-        place is ignored      | outer(place | outer(place - place[0]
-        ''', draw(H, T, D), np.arange(3, T + 3), 100.0)
+    for size in D, 6:
+        grade(student, plain_rotate, '''
+            neighbors are a pair: this is the layout of the paper \
+                                             | reshape(2, -1) | reshape(-1, 2).T
+            pairs turn clockwise             | np.exp(1j | np.exp(-1j
+            the angle is place * base^(-n/D) | -2 * | -1 *
+            place is ignored                 | outer(place | outer(place - place[0]
+            D is the number of heads         | D = x.shape[2] | D = 4
+            ''', draw(H, T, size), np.arange(3, T + 3), 100.0, what=f', with heads of {size}')
 
 
 def plain_yarn_frequencies(size, base, s, L):
@@ -277,7 +284,7 @@ def test_alibi(student):
         far keys get more than near ones: the sign is wrong | -m | m
         the first head has h = 0 | 1, n_head + 1 | n_head
         i is ignored             | i[:, None] | np.arange(2)[:, None]
-        ''', H, np.array([5, 6]), np.arange(5))
+        ''', 8, np.array([5, 6]), np.arange(5))
 
 
 def test_own_bias(student):
@@ -322,6 +329,7 @@ def model_config():
 
 def untuned():
     model = Transformer(model_config()).init_weights(torch.Generator().manual_seed(0))
+    model.head_scale = [[1, 1, 1.2, 1.4], [1.3, 1, 1, 1.1]]
     for p in model.parameters():
         if p.dim() == 2 and p.requires_grad:  # so large that attention is far from uniform
             p.data *= 3
@@ -386,18 +394,25 @@ def require_tuned(student, per_channel):
     if not per_channel:
         require_bound(model)
 
+    start.head_scale = start.head_scale[..., None].expand(2, H, width)
+    first = start.head_scale.flatten()
+    still = [tuned(student, [batch] * steps, per_channel, 0.0) for steps in (1, 2)]
+    require((still[0].head_scale.flatten() == first).all(),
+            f'{what}: at a rate of 0 the scales changed. Usual mistakes: the optimizer did not get '
+            'the rate; the scales were first set to 1.')
+
     # One step goes down the gradient.
-    start.head_scale = torch.ones(2, H, width)
     scales = [block.attn.head_scale.requires_grad_() for block in start.blocks]
     before = start(*batch).mean()
     slope = torch.stack(torch.autograd.grad(before, scales)).flatten()
-    moved = model.head_scale.flatten() - 1
+    moved = model.head_scale.flatten() - first
     clear = slope.abs() > 0.1 * slope.abs().max()
-    right = torch.where(slope < 0, moved > 0, moved < 0 if per_channel else moved == 0)
+    may_fall = moved < 0 if per_channel else (moved < 0) | (first == 1) & (moved == 0)
+    right = torch.where(slope < 0, moved > 0, may_fall)
     mistake = 'the optimizer did not get this scale'
     if (clear & (slope * moved > 0)).any():
         mistake = 'the step goes up the gradient'
-    elif per_channel and (moved >= 0).all() and (moved[clear & (slope < 0)] > 0).all():
+    elif per_channel and (first + moved >= 1).all() and (moved[clear & (slope < 0)] > 0).all():
         mistake = 'the bound of 1 was kept for channels, too'
     for n in (clear & ~right).nonzero():
         require(False, f'{what}: the loss changes by {slope[n].item():.4f} per unit of scale '
@@ -405,10 +420,6 @@ def require_tuned(student, per_channel):
                        f'Usual mistake: {mistake}.')
 
     # At a rate of 0 each step has the same gradient. Twice as much after two steps is a sum.
-    still = [tuned(student, [batch] * steps, per_channel, 0.0) for steps in (1, 2)]
-    require((still[0].head_scale == 1).all(),
-            f'{what}: at a rate of 0 the scales changed. Usual mistake: the optimizer did not get '
-            'the rate.')
     one, two = ([p.grad for p in model.parameters() if p.grad is not None] for model in still)
     summed = one and all(torch.allclose(p, 2 * q, 1e-3) for p, q in zip(two, one))
     require(not summed, f'{what}: the gradient of the second step includes that of the first. '
@@ -420,35 +431,38 @@ def require_tuned(student, per_channel):
 # ---------------------------------------------------------------------- DAPE
 
 def plain_convolution(x, kernel):
-    """x: (rows, channels, keys); kernel: (channels out, in, 3). Returns two keys less."""
-    windows = np.lib.stride_tricks.sliding_window_view(x, 3, axis=2)
+    """x: (rows, channels, keys); kernel: (channels out, in, K). Returns K - 1 keys less."""
+    windows = np.lib.stride_tricks.sliding_window_view(x, kernel.shape[2], axis=2)
     return np.einsum('icjt,oct->ioj', windows, kernel)
 
 
 def plain_dape(scores, bias, first, second):
     seen = np.tri(6)
     maps = np.concatenate((scores, bias)) * seen
-    rows = np.pad(maps.swapaxes(0, 1), ((0, 0), (0, 0), (2, 2)))
-    middle = plain_convolution(rows, first)  # of keys -1 ... 6
+    pad = first.shape[2] // 2
+    rows = np.pad(maps.swapaxes(0, 1), ((0, 0), (0, 0), (2 * pad, 2 * pad)))
+    middle = plain_convolution(rows, first)  # of keys -pad ... 5 + pad
     middle = np.maximum(middle, 0.01 * middle)
-    middle[..., [0]] *= 0
+    middle[..., :pad] *= 0
     f = plain_convolution(middle, second).swapaxes(0, 1)
     return np.where(seen, scores + bias + f, -np.inf)
 
 
 def test_dape(student):
     inputs = *draw(2, 2, 6, 6), draw(5, 4, 3, seed=1), draw(2, 5, 3, seed=2)
+    wider = draw(5, 4, 5, seed=1), draw(2, 5, 5, seed=2)
     found = np.asarray(call(student.dape, *inputs))
     require(found.shape != (2, 6, 6) or np.isinf(found[:, np.tri(6) == 0]).all(),
             'dape: at j > i it should be -inf, so that softmax hides these keys.')
     grade(student, plain_dape, '''
         f sees scores of later keys, which tell it the next token | * seen |
         f sees scores of later keys, and the middle layer ends at the last one \
-            | * seen | | [0] | [0, 7]
-        the middle layer ends at the last key | [0] | [0, 7]
+            | * seen | | middle[..., :pad] | middle[..., [0, 7]]
+        the middle layer ends at the last key | middle[..., :pad] | middle[..., [0, 7]]
         the middle layer begins at key -1: it should be 0 left of key 0 | *= 0 | *= 1
         S + B is not added to f | scores + bias + f | f
         ''', *inputs, found=found)
+    grade(student, plain_dape, '', *inputs[:2], *wider, what=', with K = 5')
 
 
 def plain_leaks(later_keys):
@@ -480,7 +494,7 @@ def test_leaks(student):
 def test_sliding_windows(student):
     for n, length, stride in (20, 8, 3), (20, 8, 8), (5, 8, 3), (8, 8, 2), (21, 4, 1):
         what, scored = f'sliding_windows({n}, {length}, {stride})', []
-        windows = call(student.sliding_windows, n, length, stride)
+        windows = list(call(student.sliding_windows, n, length, stride))
         for lo, hi, count in windows:
             first = hi - count
             require(first >= 1, f'{what}: the window ({lo}, {hi}, {count}) scores token {first}, '
@@ -577,12 +591,13 @@ def test_gain_and_headroom(student):
 # ---------------------------------------------------------------------- local order
 
 def plain_short_conv(x, w, before=None):
-    edge = np.zeros((2, 3, x.shape[2]))
+    last = len(w) - 1
+    edge = np.zeros((2, last, x.shape[2]))
     before = edge if before is None else before
     padded = np.concatenate((before, x, edge), axis=1)
     y = x.copy()
-    for tau in range(4):
-        term = w[tau] * padded[:, 3 - tau:][:, :x.shape[1]]
+    for tau in range(len(w)):
+        term = w[tau] * padded[:, last - tau:][:, :x.shape[1]]
         y += term
     return y
 
@@ -593,11 +608,12 @@ def test_short_conv(student):
     for what, *inputs in (('', x, w), (', the last 4 tokens', x[:, 3:], w, x[:, :3]),
                           (', the last token', x[:, 6:], w, x[:, 3:6])):
         grade(student, plain_short_conv, '''
-            it looks ahead instead of back                | 3 - tau | 3 + tau
-            w is reversed in time, as F.conv1d reads it   | w[tau] | w[3 - tau]
-            w is reversed in time, and it looks ahead     | 3 - tau | 3 + tau | w[tau] | w[3 - tau]
+            it looks ahead instead of back                | last - tau | last + tau
+            w is reversed in time, as F.conv1d reads it   | w[tau] | w[last - tau]
+            w is reversed in time, and it looks ahead     | last - tau | last + tau \
+                                                          | w[tau] | w[last - tau]
             the residual, x_t without a weight, is left out | x.copy() | 0 * x
-            tau begins at 1, so w_0 is left out           | range(4) | range(1, 4)
+            tau begins at 1, so w_0 is left out           | range(len(w)) | range(1, len(w))
             the start of the text wraps around to its end, as torch.roll does \
                                                           | edge if | x[:, -3:] if
             `before` is ignored                           | else before | else edge
@@ -605,4 +621,6 @@ def test_short_conv(student):
                                                           | += term | += term.sum(-1, keepdims=True)
             w is transposed: it is (taps, C)              | w[tau] | w[:, tau]
             ''', *inputs, what=what)
-    grade(student, plain_short_conv, '', draw(2, T, 6), draw(4, 6), what=', with w (4, 6)')
+    for taps in 4, 2:
+        grade(student, plain_short_conv, '', draw(2, T, 6), draw(taps, 6),
+              what=f', with w ({taps}, 6)')

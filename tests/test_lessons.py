@@ -121,6 +121,7 @@ tune_scales_per_channel | the optimizer did not get this scale | optimizer.step(
 tune_scales_per_channel | goes up the gradient | loss.backward() | (-loss).backward()
 tune_scales_per_channel | not expanded to one per channel | if per_channel | if False
 tune_scales_per_channel | the bound of 1 was kept | if not per_channel | if True
+tune_scales_per_channel | were first set to 1 | model.head_scale[..., None] | torch.ones(2, 4, 1)
 dape | at j > i it should be -inf | .masked_fill(later, -math.inf) |
 dape | result if f sees scores of later keys | .tril() |
 dape | begins at key -1 | x[..., :K // 2] = 0 |
