@@ -51,16 +51,28 @@ def stage(name, *arguments, ranks=0):
         assert run.returncode == 0, run.stdout + run.stderr
         return run.stdout
     out = io.StringIO()
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), process_state():
         patch.setattr(sys, 'argv', [str(path), *arguments])
-        try:
-            runpy.run_path(str(path), run_name='__main__')
-        finally:
-            torch.use_deterministic_algorithms(False)  # setup() had set it
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+        runpy.run_path(str(path), run_name='__main__')
     return out.getvalue()
+
+
+@contextlib.contextmanager
+def process_state():
+    """Take back what setup() and train.py change in this process."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
+def same_process_state():
+    with process_state():
+        yield
 
 
 def mistake(name, *arguments):

@@ -21,6 +21,19 @@ def test_every_window_is_measured_once_in_order_whatever_the_batch(cpu):
         cpu.over_windows(windows, 8, lambda x, y: x[:, 0] / 0)
 
 
+def test_two_ranks_measure_each_window_once_in_order(monkeypatch):
+    windows, ranks = torch.arange(5 * 5).view(5, 5), {}
+    for rank in (0, 1, 0):  # the second time with what the others measured
+        def gather(parts, own, rank=rank):
+            ranks[rank] = own
+            parts[:] = [ranks.get(n, own) for n in range(2)]
+
+        monkeypatch.setattr(common.dist, 'all_gather_object', gather)
+        runtime = common.Runtime(torch.device('cpu'), torch.float32, rank, 2)
+        rows = runtime.over_windows(windows, 8, lambda x, y: x[:, 0])
+    assert rows.tolist() == [0, 5, 10, 15, 20]
+
+
 @pytest.mark.parametrize('name, value', [('RANK', ''), ('WORLD_SIZE', '2')])
 def test_what_another_launcher_left_in_the_environment_is_ignored(monkeypatch, name, value):
     monkeypatch.setenv(name, value)
@@ -103,6 +116,6 @@ def test_json_has_nine_digits_and_null_for_what_is_no_number(tmp_path):
 
 
 def test_json_keeps_every_blank_of_a_text(tmp_path):  # such as the merges of a tokenizer
-    common.save_json(tmp_path / 'x.json', {'[ ]': '[ ] [\n1 ]', 'a': [[1, 2], ['[ ]']]})
-    found = json.loads((tmp_path / 'x.json').read_text(encoding='utf-8'))
-    assert found == {'[ ]': '[ ] [\n1 ]', 'a': [[1, 2], ['[ ]']]}
+    data = {'[ ]': '[ ] [\n1 ]', 'a': [[1, 2], ['[ ]']]}
+    common.save_json(tmp_path / 'x.json', data)
+    assert json.loads((tmp_path / 'x.json').read_text()) == data

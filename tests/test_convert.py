@@ -1,6 +1,5 @@
 """$ python -m pytest tests/test_convert.py      (convert, foreign, gguf_file of extras)"""
 
-import json
 
 from configurator import UserError
 
@@ -158,13 +157,6 @@ def test_of_several_sets_of_scales_per_channel_the_one_for_a_length_is_written(t
     same(model, theirs)
     assert theirs.config.max_position_embeddings == 128
 
-    # with RoPE they act after its rotation, so no weights can hold them
-    save_model(random_model(vocab_size=257, position='rope'), tmp_path / 'last.pt')
-    digest = open_model('last', tmp_path, cpu)[1]['digest']
-    sets = json.loads((tmp_path / 'sets.json').read_text())
-    save_json(tmp_path / 'sets.json', sets | {'position_method': 'rope', 'weights_digest': digest})
-    assert 'per channel' in mistake('extras.convert', f'--out_dir={tmp_path}', scale,
-                                    f'--folder={tmp_path}/rope', '--target_length=128')
 
 
 def test_what_no_stock_model_computes_is_not_written(tmp_path):
@@ -173,6 +165,10 @@ def test_what_no_stock_model_computes_is_not_written(tmp_path):
         with pytest.raises(UserError, match='Only NoPE'):
             written(tmp_path, random_model(vocab_size=257, **settings))
     assert not (tmp_path / 'out').exists()
+    model = random_model(position='rope')
+    model.head_scale = torch.ones(2, 4, 8)
+    with pytest.raises(UserError, match='per channel'):
+        convert.fold(model)
 
 
 def test_a_written_tokenizer_pads_on_the_left(tmp_path):

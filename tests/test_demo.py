@@ -58,6 +58,7 @@ def test_commands_that_have_finished_are_not_run_again(tmp_path, monkeypatch):
 
 
 def test_models_of_other_settings_are_not_taken_for_these(tmp_path, monkeypatch):
+    monkeypatch.setenv('OMP_NUM_THREADS', '1')
     monkeypatch.setattr(demo, 'out_dir', str(tmp_path))
     monkeypatch.setattr(demo, 'run', lambda name, command: None)
     demo.train_and_tune()

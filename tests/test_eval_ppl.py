@@ -46,14 +46,13 @@ def test_the_cut_context_reads_at_most_L_tokens_and_scores_each_token_once():
 
 @pytest.mark.parametrize('rule', ['same', 'paper'])
 def test_sliding_windows_score_what_a_loop_scores(tiny_run, losses_of, corpus_dir, tmp_path, rule):
-    found = measured(tiny_run, tmp_path, f'--rule={rule}', '--lengths=[32,64]', '--stride=4',
+    found = measured(tiny_run, tmp_path, f'--rule={rule}', '--lengths=[32,48,64]', '--stride=4',
                      '--max_windows=7')
     data = Windows(str(corpus_dir), 'test', 1)
     for row in found['rows']:
-        T, windows = row['length'], []
-        for start, end in zip(data.starts, [*data.starts[1:], len(data.tokens)]):
-            first = start + (64 if rule == 'same' else T)
-            windows += [(hi - T, hi, 4) for hi in range(first, end - 1, 4)]
+        T = row['length']
+        windows = [(hi - T, hi, 4) for hi in window_ends(data.starts, len(data.tokens), T, 64, 4,
+                                                         rule)]
         n = len(windows)
         chosen = [windows[i * n // 7] for i in range(7)] if rule == 'same' else windows[:7]
         own = [losses_of(data.tokens[lo:hi])[-k:] for lo, hi, k in chosen]
@@ -63,7 +62,9 @@ def test_sliding_windows_score_what_a_loop_scores(tiny_run, losses_of, corpus_di
         assert row['scored_tokens'] == 28
         of_windows = np.mean(own, axis=1)
         assert row['standard_error'] == pytest.approx(of_windows.std(ddof=1) / 7 ** 0.5, abs=1e-5)
-        if row['length'] == 64:
+        assert row['ppl'] == pytest.approx(math.exp(row['loss']))
+        assert row['bits_per_byte'] == pytest.approx(row['loss'] / math.log(2))  # tokens are bytes
+        if T > 32:
             assert row['cut_loss'] == pytest.approx(np.concatenate(cut).mean(), abs=1e-5)
             assert row['gain'] == pytest.approx(row['cut_loss'] - row['loss'], abs=1e-5)
 
@@ -95,8 +96,7 @@ def test_position_and_tail_are_means_over_passes(tiny_run, losses_of, corpus_dir
 
 @pytest.mark.parametrize('words, named', [
     ('--protocol=repeat', 'sliding'), ('--rule=best', 'rule'), ('--stride=64', 'stride'),
-    ('--lengths=[100000]', 'tokens'), ('--split=other', 'other'), ('--scale=0', 'above 0'),
-    ('--scale=none.json', 'none.json'), ('--dataset=nothing', 'not prepared'),
+    ('--lengths=[100000]', 'tokens'), ('--scale=none.json', 'none.json'),
     ('--protocol=tail --tail=500', 'tail')])
 def test_a_mistake_ends_in_one_line(tiny_run, tmp_path, words, named):
     assert named in mistake('eval_ppl', *on(tiny_run, tmp_path), *words.split())

@@ -36,7 +36,7 @@ def data_of(page):
 
 # Reads questions from stdin as JSON and prints the answers as JSON.
 DRIVER = '''
-const {Tokenizer, Model, Reading} = require('ROOT/lessons/model.js');
+const {Tokenizer, Model} = require('ROOT/lessons/model.js');
 const ASK = {
   // A whole text, read in chunks of the given sizes.
   model: ({packed, scales, ids, chunks}) => {
@@ -44,15 +44,6 @@ const ASK = {
     for (const n of chunks) model.read(ids.slice(cache.length, cache.length + n), cache, scales);
     return {logp: ids.map((_, i) => Array.from(model.next(cache, i), Math.log)),
             entropy: cache.layers.map(layer => Array.from(layer.entropy))};
-  },
-  // Several texts, one after the other, by one reading: the losses of each.
-  reading: ({packed, scales, cut, texts}) => {
-    const reading = new Reading(new Model(packed), scales, cut, 1200);
-    return texts.map(ids => {
-      reading.follow(ids);
-      while (reading.step().length);
-      return [...reading.losses];
-    });
   },
   tokenizer: ({state, texts}) => {
     const tokenizer = new Tokenizer(state);
@@ -96,21 +87,6 @@ def test_model_js_computes_what_model_py_does(changes):
                      ids=ids[0].tolist(), chunks=chunks)
         near(found['logp'], model(ids)[0].log_softmax(-1), 1e-3)
         near(found['entropy'], entropy, 1e-3)
-
-
-@needs_node
-@torch.no_grad()
-@pytest.mark.parametrize('cut', [False, True])
-def test_reading_goes_on_where_a_text_changed(cut):
-    """A longer text, and one that was changed in the middle, have the losses of new passes."""
-    (model, packed), ids = page_model(short_conv=4), tokens(1, 5 * L + 1)[0]
-    changed = ids.clone()
-    changed[2 * L + 3] = (changed[2 * L + 3] + 1) % 61
-    texts = [ids[:L + 5], ids, changed, ids[:10], changed[:4 * L + 1]]
-    found = node('reading', packed=packed, scales=model.head_scale.flatten().tolist(), cut=cut,
-                 texts=[text.tolist() for text in texts])
-    for losses, text in zip(found, texts):
-        near(losses, explore.losses_of(model, text, cut and len(text) > L), 1e-3)
 
 
 @needs_node

@@ -90,20 +90,6 @@ def test_a_methods_vector_has_a_name_that_no_vector_of_the_model_has(monkeypatch
 
 # ---------------------------------------------------------------------- scales
 
-def test_a_scale_multiplies_the_queries_of_its_head():
-    model, idx = random_model(), tokens(2, 40)
-    scale = torch.tensor([[0.5, 1, 1.7, 3], [1, 1, 2, 1]])
-    model.head_scale = 1
-    baseline = model(idx)
-    model.head_scale = scale
-    scaled = model(idx)
-    assert (scaled - baseline).abs().max() > 0.05
-    for block, row in zip(model.blocks, scale):  # H heads of q, each of D rows
-        block.attn.qkv.weight.data[:32] *= row.repeat_interleave(8)[:, None]
-    model.head_scale = 1
-    near(model(idx), scaled, atol=1e-4)
-
-
 def test_a_scale_may_be_one_per_channel():
     model, idx = random_model(position='rope', n_kv_head=1), tokens(2, 30)
     model.head_scale = 0.5 + torch.rand(2, 4, 8)
@@ -117,15 +103,6 @@ def test_a_change_of_a_thousandth_in_a_scale_counts_under_bfloat16():
         with torch.autocast('cpu', torch.bfloat16):
             logits.append(model(tokens(1, 40)))
     assert logits[0].dtype == torch.bfloat16 and not torch.equal(*logits)
-
-
-def test_between_two_lengths_scales_of_sets_are_linear_in_the_logarithm_of_the_length():
-    model, name = random_model(), 'blocks.1.attn.head_scale'
-    model.scale_sets = {length: {name: torch.full((4, 1), scale)}
-                        for length, scale in ((32, 1.0), (128, 3.0), (512, 4.0))}
-    for T, scale in (5, 1), (32, 1), (64, 2), (128, 3), (181, 3.25), (512, 4), (600, 4):
-        model(tokens(1, T))
-        near(model.head_scale[1], [scale] * 4, atol=1e-3)
 
 
 # ---------------------------------------------------------------------- speed changes no number

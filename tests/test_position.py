@@ -127,17 +127,6 @@ def test_no_method_changes_when_a_model_goes_on_at_another_length(name):
     assert torch.equal(longer(idx), model(idx))
 
 
-@pytest.mark.parametrize('name', METHODS)
-def test_dape_whose_f_is_0_is_its_method(name):
-    model, idx = random_model(position=name), tokens(1, 50)
-    dape = random_model(position=name, dape_kernel=3)
-    dape.load_state_dict(model.state_dict(), strict=False)
-    for block in dape.blocks:
-        for p in block.attn.position.dape.second.parameters():
-            p.data.zero_()
-    near(dape(idx), model(idx), atol=1e-4)
-
-
 @every
 def test_some_rows_at_a_time_are_the_whole_matrix_forward_and_backward(monkeypatch, changes):
     model, windows, saved = random_model(**changes).requires_grad_(), tokens(2, 101), []

@@ -20,7 +20,6 @@ import pandas
 import pytest
 from conftest import mistake, read, stage
 
-import tokenizer
 from data import open_split, stable_hash
 from tokenizer import SPLITS, get_tokenizer
 
@@ -223,26 +222,6 @@ def test_train_files_come_in_the_order_of_a_hash_and_others_in_that_of_names():
     assert hub.by_split({'x.parquet': 'x', 'test_y.parquet': 'y'}, ['train']) == {'train': ['x']}
     with pytest.raises(SystemExit, match='x.json does not say its split'):
         hub.by_split({'x.json': 'x'}, SPLITS)
-
-
-def test_a_stopped_run_goes_on_behind_the_documents_that_it_wrote(tmp_path, monkeypatch):
-    for n in range(3):
-        write_rows(tmp_path / f'in/train-{n}.parquet', [{'text': f'{i} ' * i} for i in range(5)])
-    arguments = 'pg19', tmp_path / 'out', '--tokenizer=bytes', f'--local={tmp_path}/in'
-    whole, done, encoded = prepare(*arguments), [], tokenizer.encoded
-
-    def stop(*arguments):
-        for ids in encoded(*arguments):
-            done.append(ids)
-            if len(done) == 8:
-                raise KeyboardInterrupt
-            yield ids
-
-    monkeypatch.setattr(tokenizer, 'encoded', stop)
-    with pytest.raises(KeyboardInterrupt):
-        prepare(*arguments)
-    assert prepare(*arguments) == whole and len(whole[0]) == 12
-    assert len(done) == 12 + 2  # twice: the last that was written, and that at which it was stopped
 
 
 def test_a_hub_that_does_not_answer_is_one_line(tmp_path, monkeypatch):

@@ -67,7 +67,13 @@ def test_the_gain_is_the_cut_loss_of_the_untuned_model_minus_the_loss(tiny_run, 
     row = found['rows'][0]
     assert row['gain'] == pytest.approx(np.mean(cut) - np.mean(whole), abs=1e-5)
     assert row['own_gain'] == pytest.approx(np.mean(own) - np.mean(whole), abs=1e-5)
-    copied = repeats.copy_losses(np.array(cut), same, found['copy_weight'])
+    val = Windows(str(corpus_dir), 'val', 128).evenly_spaced(6)
+    val_window, val_t, _, val_same, _ = repeats.find_targets(val, 32, 4, 20)
+    of_val = np.array([loss(plain, val[w, at - 32:at + 1]) for w, at in zip(val_window, val_t)])
+    weight = repeats.fit_copy_weight(of_val, val_same)
+    assert found['copy_weight'] == pytest.approx(weight, abs=1e-4)
+    copied = repeats.copy_losses(np.array(cut), same, weight)
+    assert found['rows'][1]['loss'] == pytest.approx(np.array(whole)[same].mean(), abs=1e-5)
     assert row['headroom'] == pytest.approx(np.mean(cut) - copied.mean(), abs=1e-5)
     assert row['R'] == pytest.approx(row['gain'] / row['headroom'], rel=1e-3)
 

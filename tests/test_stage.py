@@ -1,6 +1,5 @@
 """A trained model for a stage: opened, scaled, and its results beside it."""
 
-import json
 
 import pytest
 import torch
@@ -55,17 +54,10 @@ def test_half_precision_casts_matrices_and_nothing_else(saved):
     assert half == {'qkv', 'out', 'gate_up', 'head'}
 
 
-def test_scales_come_as_number_array_or_file(saved, cpu, tmp_path):
+def test_scales_come_as_number_or_array(saved, cpu):
     model, info = open_model('last', saved[1], cpu)
     assert set_scale(model, torch.full((2, 4), 2.0), info) == 'scales'
     assert (model.head_scale == 2).all()
-    file = {'target_length': 64, 'head_scale': [[1.0, 2, 3, 4]] * 2,
-            'weights_digest': info['digest'], 'position_method': 'rope,none', 'rope_scaling': '',
-            'norm': {'norm.weight': [1.5] * 32}}
-    (tmp_path / 'scales.json').write_text(json.dumps(file))
-    assert set_scale(model, tmp_path / 'scales.json', info) == 'scales'
-    assert model.head_scale[1].tolist() == [1, 2, 3, 4]
-    assert (model.norm.weight == 1.5).all()
     with pytest.raises(SystemExit, match='above 0'):
         set_scale(model, -1.0, info)
 

@@ -14,7 +14,7 @@ from data import Windows
 from stage import open_model
 
 HEAD = ('--target_length=64 --max_iters=3 --batch_size=4 --micro_batch_size=2 --n_samples=4 '
-        '--init_scale=1.2 --compile=False').split()
+        '--init_scale=1.2 --compile=False --tail=16').split()
 
 
 def opened(run, scale=None):
@@ -53,6 +53,9 @@ def test_a_uniform_search_reads_the_same_windows_with_each_scale(tiny_run, tuned
     for scale in found['search']['candidates']:
         model.head_scale = scale
         losses.append(model(x[:, :-1], x[:, 1:]).mean(0))
+    bins = torch.stack(losses).unflatten(1, (-1, 2)).mean(-1)
+    candidates = torch.tensor(found['search']['candidates'])
+    assert found['search']['best_by_position'] == candidates[bins.argmin(0)].tolist()
     for n, best in zip(found['lengths'], found['best_by_length']):  # the last 64 tokens of each
         means = [of_one[max(0, n - 64):n].mean().item() for of_one in losses]
         assert best == found['search']['candidates'][int(np.argmin(means))]
@@ -63,12 +66,12 @@ def test_a_uniform_search_reads_the_same_windows_with_each_scale(tiny_run, tuned
         [1 + found['fit_a'] * math.log(n / 32) for n in (64, 128)])
 
 
-def test_only_head_scales_move_and_none_falls_below_1(tiny_run, tuned, corpus_dir):
+def test_only_head_scales_move_and_none_falls_below_1(tiny_run, tuned, corpus_dir, monkeypatch):
     model, runtime = opened(tiny_run), setup('cpu', 'float32')
     before = {name: p.clone() for name, p in model.named_parameters()}
     model.head_scale = 1.01
     for name, value in dict(max_iters=3, batch_size=4, micro_batch_size=4, compile=False).items():
-        setattr(tune_scale, name, value)
+        monkeypatch.setattr(tune_scale, name, value)
     groups = tune_scale.vectors_to_tune(model)
     tune_scale.tune_vectors(model, groups, Windows(str(corpus_dir), 'train', 64), runtime)
     moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
@@ -113,10 +116,30 @@ def test_a_scale_file_gives_a_model_what_tuning_left(tiny_run, tuned):
     assert np.shape(read(tuned / 'scale_head_64_channel.json')['head_scale']) == (2, 4, 8)
 
 
+def test_the_table_has_the_losses_of_the_last_tokens(tiny_run, tuned, corpus_dir):
+    for T, name in (64, 'scale_head_64.json'), (128, 'scale_sets.json'):
+        x = torch.from_numpy(Windows(str(corpus_dir), 'val', T).evenly_spaced(4))
+        rows = read(tuned / name)['rows']
+        for row, scale in zip(rows, (None, 1.2, tuned / name)):
+            losses = opened(tiny_run, scale)(x[:, :-1], x[:, 1:])
+            assert row[f'loss at {T}'] == pytest.approx(losses[:, -16:].mean().item(), rel=1e-5)
+
+
+def test_head_scales_start_at_the_best_uniform_scale_linear_in_ln_T(tiny_run, tmp_path):
+    model, info = open_model('last', str(tiny_run), setup('cpu', 'float32'))
+    file = {'weights_digest': info['digest'], 'position_method': 'none', 'rope_scaling': '',
+            'target_length': 128, 'head_scale': [[2.0] * 4] * 2, 'lengths': [32, 128],
+            'best_by_length': [1.0, 2.0]}
+    (tmp_path / 'scale_uniform.json').write_text(json.dumps(file))
+    assert tune_scale.first_scale(tmp_path, 64, model, info) == pytest.approx(1.5)
+
+
 def test_each_pass_takes_the_set_of_its_length(tiny_run, tuned):
     model, plain = opened(tiny_run, tuned / 'scale_sets.json'), opened(tiny_run)
     sets = {one['target_length']: torch.tensor(one['head_scale'])
             for one in read(tuned / 'scale_sets.json')['sets']}
+    alone = read(tuned / 'scale_head_64.json')['head_scale']
+    assert torch.equal(sets[64], torch.tensor(alone))
     middle = sets[64] + (sets[128] - sets[64]) * math.log(96 / 64) / math.log(2)
     x = torch.arange(200).view(1, -1) % 256
     for T, scales in {20: 1.0, 32: 1.0, 64: sets[64], 96: middle, 128: sets[128],
@@ -136,8 +159,7 @@ def test_two_ranks_tune_like_one(tiny_run, tuned, tmp_path):
 @pytest.mark.parametrize('words, named', [
     ('--init_scale=uniform --target_length=64', 'scale_uniform.json'),
     ('--tune=sink --init_scale=1.0', 'sink'),
-    ('--target_length=16 --init_scale=1.0', '32'), ('--method=best', 'best'),
-    ('--label=a/b --init_scale=1.0', 'a/b')])
+    ('--target_length=16 --init_scale=1.0', '32'), ('--method=best', 'best')])
 def test_a_mistake_ends_in_one_line(tiny_run, tmp_path, words, named):
     assert named in mistake('tune_scale', *on(tiny_run, tmp_path), *words.split())
 
