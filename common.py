@@ -151,18 +151,18 @@ def can_compile(runtime, wanted):
 
 # ---------------------------------------------------------------------- checkpoints
 
-def weights_digest(weights):
+def weights_digest(weights, dtype=torch.float32):
     """
     SHA-256 of a state dict: over the name, the shape and up to 4,096 evenly spaced values of each
     weight matrix. Small vectors (head scales, norms) are left out, so that a scale file still fits
-    the checkpoint after they are tuned.
+    the checkpoint after they are tuned. dtype: what values are rounded to first.
     """
     digest = hashlib.sha256()
     for name, weight in sorted(weights.items()):
         if weight.dim() >= 2 and not vector_kind(name):
             n = weight.numel()
             places = torch.linspace(0, n - 1, min(n, 4096), dtype=torch.float64).long()
-            values = weight.flatten()[places.to(weight.device)].float().cpu().numpy()
+            values = weight.flatten()[places.to(weight.device)].to(dtype).float().cpu().numpy()
             digest.update(f'{name} {tuple(weight.shape)}'.encode() + values.tobytes())
     return digest.hexdigest()
 

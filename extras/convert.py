@@ -209,9 +209,12 @@ def read(source, position=None, dtype=torch.float32):
         raise UserError(f'{source} cannot be read: {error!r:.300} It must be a Hugging Face '
                         'folder, hf:ORG/NAME or the whole GGUF file of a Llama or Granite, and '
                         'this needs pip install ".[gguf]".') from error
-    weights = model if isinstance(model, dict) else model.state_dict()
-    return {'model': model, 'model_config': c, 'digest': weights_digest(weights), 'step': 0,
-            'settings': {}, 'tokenizer': tokenizer, 'path': source}
+    if isinstance(model, dict):
+        digest = weights_digest(model)
+    else:  # the same whether the model was read in float32 or bfloat16
+        digest = weights_digest(model.state_dict(), torch.bfloat16)
+    return {'model': model, 'model_config': c, 'digest': digest, 'step': 0, 'settings': {},
+            'tokenizer': tokenizer, 'path': source}
 
 
 # ---------------------------------------------------------------------- out: weights and settings

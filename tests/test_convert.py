@@ -104,6 +104,8 @@ def test_what_our_model_does_not_compute_is_run_by_transformers(tmp_path, ours, 
                                                                 reason):
     theirs = stock(tmp_path, kind, **changes)
     model = ours(tmp_path)
+    half = convert.read(str(tmp_path), dtype=torch.bfloat16)['digest']
+    assert half == convert.read(str(tmp_path))['digest']
     if kind == 'Mpt':
         theirs.config.max_seq_len = 100
     same(model, theirs)

@@ -126,11 +126,6 @@ def test_a_tokenizer_json_on_which_the_library_panics_ends_in_one_line(change):
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_a_tokenizer_that_is_not_there_is_named():
-    with pytest.raises(SystemExit, match="no tokenizer 'gpt-2'"):
-        get_tokenizer('gpt-2')
-
-
 # ---------------------------------------------------------------------- token files
 
 def test_each_document_is_read_back_and_followed_by_end_of_text(tmp_path, bpe):
