@@ -93,7 +93,8 @@ def run_lane(lane):
 def train_and_tune():
     """Prepare the text, and run the lanes."""
     args = Path(out_dir, 'train_args.txt')  # of the models that are there
-    if args.exists() and args.read_text() != train_args:
+    has_models = any(Path(out_dir).glob('*/*.pt'))
+    if has_models and args.exists() and args.read_text() != train_args:
         raise UserError(f'{out_dir} has models with other train_args. Choose another --out_dir=.')
     args.parent.mkdir(parents=True, exist_ok=True)
     args.write_text(train_args)

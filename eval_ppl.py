@@ -133,12 +133,15 @@ def sliding(model, data, sizes, runtime):
         losses = mean_of_last(model, samples, step, runtime, f'{n} of {length}')
         row = {'length': length, **summary(losses), 'scored_tokens': n * step}
         if length > L:
-            if cut is None or rule == 'paper':  # with rule same, all lengths score the same tokens
+            if cut is None:
                 cut = np.zeros(n)
                 for lo, hi, scored in cut_windows(0, length, step, L):
-                    short = samples[:, lo:hi + 1]
-                    cut += mean_of_last(model, short, scored, runtime) * scored / step
+                    means = mean_of_last(model, samples[:, lo:hi + 1], scored, runtime,
+                                         f'{n} of {hi - lo}')
+                    cut += means * scored / step
             row |= gain_of(losses, cut)
+            if rule == 'paper' or length - step < L:  # of the next length it is another one
+                cut = None
         rows.append(row)
         by_window[str(length)] = losses
     return {'rule': rule, 'stride': step, 'rows': rows, 'loss_by_window': by_window}

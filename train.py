@@ -162,8 +162,8 @@ def wrap(model, runtime):
     """The model that training calls: compiled, and with several ranks in DDP, or split by FSDP."""
     compiles = can_compile(runtime, compile)
     if fsdp:
-        if not dist.is_initialized():
-            raise UserError('fsdp splits the model over ranks: start train.py by torchrun.')
+        if runtime.world_size == 1:
+            raise UserError('fsdp needs several ranks of torchrun. On one give --fsdp=False.')
         if {'t5', 'fire'} & {*position.split(',')}:
             raise UserError('fsdp can split neither the table that all layers of t5 share nor the '
                             'single numbers of fire.')

@@ -13,8 +13,8 @@ $ python -m lessons.exercises eval_ppl.py --out_dir=out/demo/own --protocol=posi
 
 Shapes: H heads of size D, T tokens. q, k and v are (H, T, D). Scores s_ij and attention weights
 a_ij are (H, T, T), with a row for each query i and a column for each key j, both from 0. The grader
-calls your code with float64 numbers (token ids are int64), so make new tensors in the dtype of the
-inputs.
+calls your code with float64 numbers (token ids and most positions are int64), so make new tensors
+in the dtype of the inputs.
 """
 
 import math

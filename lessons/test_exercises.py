@@ -55,7 +55,7 @@ def call(exercise, *inputs):
                 f'{name}() has changed its input. Usual mistake: an operation in place, such as '
                 'q *= scale.')
     if isinstance(found, tuple | list):
-        return [float(x) if torch.is_tensor(x) else x for x in found]
+        return [x.detach().numpy() if torch.is_tensor(x) else x for x in found]
     return found.detach().numpy() if torch.is_tensor(found) else found
 
 
@@ -243,7 +243,7 @@ def test_rotate(student):
             the angle is place * base^(-n/D) | -2 * | -1 *
             place is ignored                 | outer(place | outer(place - place[0]
             D is the number of heads         | D = x.shape[2] | D = 4
-            ''', draw(H, T, size), np.arange(3, T + 3), 100.0, what=f', with heads of {size}')
+            ''', draw(H, T, size), np.arange(3, T + 3), 100.0)
 
 
 def plain_yarn_frequencies(size, base, s, L):

@@ -62,6 +62,8 @@ def test_models_of_other_settings_are_not_taken_for_these(tmp_path, monkeypatch)
     monkeypatch.setattr(demo, 'out_dir', str(tmp_path))
     monkeypatch.setattr(demo, 'run', lambda name, command: None)
     demo.train_and_tune()
+    (tmp_path / 'none').mkdir()
+    (tmp_path / 'none/last.pt').touch()
     monkeypatch.setattr(demo, 'train_args', '--seed=1338')
     with pytest.raises(SystemExit, match='other train_args'):
         demo.train_and_tune()

@@ -46,12 +46,12 @@ def test_the_cut_context_reads_at_most_L_tokens_and_scores_each_token_once():
 
 @pytest.mark.parametrize('rule', ['same', 'paper'])
 def test_sliding_windows_score_what_a_loop_scores(tiny_run, losses_of, corpus_dir, tmp_path, rule):
-    found = measured(tiny_run, tmp_path, f'--rule={rule}', '--lengths=[32,48,64]', '--stride=4',
+    found = measured(tiny_run, tmp_path, f'--rule={rule}', '--lengths=[32,48,64]', '--stride=20',
                      '--max_windows=7')
     data = Windows(str(corpus_dir), 'test', 1)
     for row in found['rows']:
         T = row['length']
-        windows = [(hi - T, hi, 4) for hi in window_ends(data.starts, len(data.tokens), T, 64, 4,
+        windows = [(hi - T, hi, 20) for hi in window_ends(data.starts, len(data.tokens), T, 64, 20,
                                                          rule)]
         n = len(windows)
         chosen = [windows[i * n // 7] for i in range(7)] if rule == 'same' else windows[:7]

@@ -36,7 +36,7 @@ def data_of(page):
 
 # Reads questions from stdin as JSON and prints the answers as JSON.
 DRIVER = '''
-const {Tokenizer, Model} = require('ROOT/lessons/model.js');
+const {Tokenizer, Model, Reading} = require('ROOT/lessons/model.js');
 const ASK = {
   // A whole text, read in chunks of the given sizes.
   model: ({packed, scales, ids, chunks}) => {
@@ -44,6 +44,15 @@ const ASK = {
     for (const n of chunks) model.read(ids.slice(cache.length, cache.length + n), cache, scales);
     return {logp: ids.map((_, i) => Array.from(model.next(cache, i), Math.log)),
             entropy: cache.layers.map(layer => Array.from(layer.entropy))};
+  },
+  // Several texts, one after the other, by one reading: the losses of each.
+  reading: ({packed, scales, cut, texts}) => {
+    const reading = new Reading(new Model(packed), scales, cut, 1200);
+    return texts.map(ids => {
+      reading.follow(ids);
+      while (reading.step().length);
+      return [...reading.losses];
+    });
   },
   tokenizer: ({state, texts}) => {
     const tokenizer = new Tokenizer(state);

@@ -7,6 +7,7 @@ $ python -m pytest tests/test_prepare.py
 import hashlib
 import json
 import runpy
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -207,7 +208,8 @@ PROOF = {'test/a_test.jsonl.gz': [{'text': '0', 'meta': {'a': 1}}, {'text': '1',
     ('starcoder', CODE, ['--max_tokens=10'], [['nine byte']]),
     ('starcoder', CODE, ['--max_tokens=503'], [['nine byte'] * 51]),
     ('proof_pile', PROOF, [], [['0', '1', '2']])])
-def test_a_corpus_keeps_its_rows(tmp_path, name, files, arguments, kept):
+def test_a_corpus_keeps_its_rows(tmp_path, monkeypatch, name, files, arguments, kept):
+    monkeypatch.setattr(shutil, 'rmtree', None)  # a stopped run goes on, so nothing is removed
     for file, rows in files.items():
         write_rows(tmp_path / 'in' / file, rows)
     assert prepare(name, tmp_path / 'out', '--tokenizer=bytes', f'--local={tmp_path}/in',
