@@ -1,5 +1,5 @@
 """
-Write the tables of the studies' pages from the JSON in results/.
+Write the tables of the studies' pages and of README.md from the JSON in results/.
 
 A page marks the place of a table by <!-- NAME --> before it and <!-- end --> after it. NAME is a
 key of TABLES. A number is a mean over seeds ± their standard deviation; without ± it is one seed.
@@ -60,12 +60,12 @@ MODELS = {'none': 'NoPE', 'rope': 'RoPE', 'alibi': 'ALiBi', 'conv': 'NoPE + conv
           'conv_8L': 'NoPE + conv, trained at 8L', 'rope_conv': 'RoPE + conv',
           'alibi_conv': 'ALiBi + conv'}
 READINGS = {  # {reading: (what the row adds to the model's name, models that have this row)}
-    'untuned': ('', 'none conv rope alibi alibi_conv conv_8L'),
-    'uniform': (', one scale', 'none conv'),
-    'head': (', head scales', 'none conv'),
+    'untuned': ('', 'conv alibi_conv conv_8L'),
+    'uniform': (', one scale', 'conv'),
+    'head': (', head scales', 'conv'),
     'head_clamped': (', head scales of at least 1', 'none'),
     'vectors': (', channel scales and norms', 'none conv'),
-    'yarn': (', YaRN', 'rope rope_conv'),
+    'yarn': (', YaRN', 'rope_conv'),
     'yarn_weights': (', YaRN, every weight', 'rope_conv'),
 }
 SERIES = {  # {folder of past_L: what its models were trained and read on}
@@ -114,18 +114,31 @@ def code():
                 yield title + what, read_model('', model, reading)
 
 
+def inside():
+    """The main rows, of windows that lie in one document: what the stages wrote by seed."""
+    for model, reading in (('none', 'untuned'), ('none', 'head'), ('rope', 'untuned'),
+                           ('rope', 'yarn'), ('alibi', 'untuned'), ('conv', 'untuned'),
+                           ('conv', 'head')):
+        seeds = defaultdict(list)
+        for folder in sorted((RESULTS / 'past_L/code').iterdir()):
+            untuned, own = (read(folder / f'eval_ppl_position_{model}_{how}.json')['rows']
+                            for how in ('untuned', reading))
+            repeats = read(folder / f'repeats_{model}_{reading}.json')['rows']
+            gains = {row['kind']: row['gain'] for row in repeats}
+            seeds['loss at L'].append(own[0]['loss'])
+            seeds['loss at 8L'].append(own[3]['loss'])
+            seeds['only the last L'].append(untuned[3]['cut_loss'])
+            seeds['gain, far repeats'].append(gains['all'])
+            seeds['gain, other text'].append(gains['other document'])
+        yield MODELS[model] + READINGS[reading][0], seeds
+
+
 def series():
     for folder, title in SERIES.items():
         readings = {'untuned': ('conv', 'untuned'), 'head scales': ('conv', 'head'),
                     'RoPE, YaRN': ('rope', 'yarn')}
         yield title, {name: read_model(folder, *which).get('gain, far repeats', '')
                       for name, which in readings.items()}
-
-
-def begin():
-    for row in read('past_L/begin.json')['rows']:
-        yield f"{row['tokens (M)']}M", {'untuned': [row['gain untuned']],
-                                        'head scales': [row['gain head scales']]}
 
 
 def demo():
@@ -314,7 +327,7 @@ def paper():
 # ---------------------------------------------------------------------- pages
 
 TABLES = {
-    'code': code, 'series': series, 'begin': begin, 'demo': demo,
+    'inside': inside, 'code': code, 'series': series, 'demo': demo,
     'scoreboard': scoreboard,
     'text': text, 'tasks': tasks,
     'books': partial(perplexity, 'head_scale/books.json', (256, 512, 1024, 2048), BOOKS),
@@ -350,7 +363,7 @@ def main(arguments):
         for row in stages(arguments):
             print(markdown([row]), end='\n\n')
         return
-    for path in sorted(RESULTS.glob('**/README.md')):
+    for path in RESULTS.parent / 'README.md', *sorted(RESULTS.glob('**/README.md')):
         page = path.read_text(encoding='utf-8')
         if page != update(page):
             print(path)

@@ -1,8 +1,8 @@
 """
 Makes the trained models of this folder: NoPE, RoPE, and NoPE with a short convolution, on Python
 source by one recipe, and their softmax scales for 8L. The matrices are rounded to bfloat16, then
-the scales are tuned. These models are for looking and for lessons: one seed, and no result rests on
-them. A stopped run goes on where it was. To make a model again, first remove its files.
+the scales are tuned. These models are for looking and for lessons, and seed 1338 of results/past_L.
+A stopped run goes on where it was. To make a model again, first remove its files.
 
 $ python data/code/prepare.py
 $ python -m lessons.models.make     # 2.5 hours of one core
