@@ -107,6 +107,7 @@ def has_entropy(model):
 
 
 def require_weights(model):
+    """Raise UserError unless has_entropy(model)."""
     if not has_entropy(model):
         raise UserError(f'{model.config.position} has its own attend(), so its attention weights '
                         'are not known. Override scores() or softmax() instead.')

@@ -140,8 +140,8 @@ def sliding(model, data, sizes, runtime):
                                          f'{n} of {hi - lo}')
                     cut += means * scored / step
             row |= gain_of(losses, cut)
-            if rule == 'paper' or length - step < L:  # of the next length it is another one
-                cut = None
+            if rule == 'paper' or length - step < L:
+                cut = None  # the next length scores other tokens, or sees more before them
         rows.append(row)
         by_window[str(length)] = losses
     return {'rule': rule, 'stride': step, 'rows': rows, 'loss_by_window': by_window}
