@@ -17,6 +17,7 @@ import numpy as np
 from cycler import cycler
 from matplotlib import colormaps, rcParams
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter
 
 paths: list[str] = []        # JSON files of results; several of one stage share a picture, but for
                              # tuned heads and maps
@@ -27,6 +28,8 @@ rcParams.update({'axes.prop_cycle': cycler(ls=['-', '--', '-.', ':']) * cycler(c
                  'font.size': 9, 'axes.titlesize': 9, 'savefig.dpi': 110,
                  'text.parse_math': False})  # a name may hold a $
 
+PROTOCOLS = {'sliding': 'sliding windows', 'position': 'every position of one pass',
+             'tail': 'the last tokens of each length'}
 NAMES = {'none': 'NoPE', 'rope': 'RoPE', 'alibi': 'ALiBi'}  # others as their settings
 
 
@@ -160,24 +163,29 @@ def draw_head(result):
 
 def draw_ppl(*results):
     """Perplexity by window length or position. Equal distances are equal differences of loss."""
-    figure, [axis] = panels(f"{results[0]['dataset']}, protocol {results[0]['protocol']}", 1)
+    protocol = results[0]['protocol']
+    figure, [axis] = panels(f"{results[0]['dataset']}: {PROTOCOLS.get(protocol, protocol)}", 1)
     for result in results:
         rows = result['rows']
         if 'name' in rows[0]:  # a table of several models, with a list of perplexities each
             for row in rows:
-                axis.plot(result['lengths'], np.log(row['ppl']), marker='.', label=row['name'])
+                axis.plot(result['lengths'], row['ppl'], marker='.', label=row['name'])
             continue
-        name, lengths = name_of(result), column(rows, 'length')
-        [line] = axis.plot(lengths, column(rows, 'loss'), marker='.', label=name)
+        lengths = column(rows, 'length')
+        [line] = axis.plot(lengths, column(rows, 'ppl'), marker='.', label=name_of(result))
         if 'position' in result:  # the loss at each position joins the dots
             line.set(linestyle='', marker='o')
-            axis.plot(result['position'], result['loss'], lw=1, ls='-', color=line.get_color())
+            axis.plot(result['position'], np.exp(result['loss']), lw=1, ls='-',
+                      color=line.get_color())
         if 'cut_loss' in rows[-1]:
-            axis.errorbar(lengths, column(rows, 'cut_loss'), column(rows, 'gain_error'), fmt='.--',
-                          lw=0.8, capsize=3, color=line.get_color(),
-                          label=f"{name}, only the last {result['pretrained_length']} tokens\n"
+            cut = np.exp(column(rows, 'cut_loss'))
+            axis.errorbar(lengths, cut, cut * column(rows, 'gain_error'), fmt='.--', lw=0.8,
+                          capsize=3, color=line.get_color(),
+                          label=f"each, only the last {result['pretrained_length']} tokens\n"
                                 '(± standard error of the difference)')
-    axis.yaxis.set_major_formatter(lambda loss, _: f"{float(f'{math.exp(loss):.3g}'):g}")
+    axis.set_yscale('log')
+    axis.yaxis.set_major_formatter('{x:,g}')
+    axis.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
     finish(axis, results, 'perplexity', xlabel='tokens')
     return figure
 
@@ -219,7 +227,7 @@ def draw_maps(result):
             title = f'{part}, mean of a cell'
             if part == 'attention':  # the same colors in all pictures, so that models compare
                 image.set(norm='log', clim=(1e-4, 1))
-                title = 'attention to the keys of a cell'
+                title = f"attention to {math.ceil(row['length'] / len(rows))} keys a cell"
             axis.axvline(L, color='red', ls=':')
             axis.set(xlabel='key (tokens)', ylabel='query (tokens)', title=title)
             figure.colorbar(image, format='{x:g}')
@@ -258,14 +266,13 @@ def draw_demo(result):
     """The loss by position, and the gain at far repeats."""
     figure, [left, right] = panels(f"{result['windows']} windows of {result['source']}", 2)
     tail, T = result['tail'], result['lengths'][-1]
-    for name, reading in result['readings'].items():
-        [line] = left.plot(range(tail, T + 1), reading['curve'][tail - 1:], label=name)
+    for name, reading in result['readings'].items():  # the names of the bars name the curves, too
+        [line] = left.plot(range(tail, T + 1), reading['curve'][tail - 1:])
         right.barh(name, reading['far']['gain'], xerr=reading['far']['gain_error'],
                    color=line.get_color(), ecolor='gray')
-    name, reading = [*result['readings'].items()][-1]
-    cut = column(reading['at'].values(), 'cut_loss')  # of this model, without scales
-    left.plot(result['lengths'], cut, '.--', lw=0.8, color=left.lines[-1].get_color(),
-              label=f"{name.partition(',')[0]}, only the last L tokens")
+        if ',' not in name:  # the baseline is the same with scales
+            left.plot(result['lengths'], column(reading['at'].values(), 'cut_loss'), '.--', lw=0.8,
+                      color=line.get_color(), label='dashed: only the last L tokens')
     finish(left, [result], f'loss (nats per token, mean of {tail})')
     right.invert_yaxis()
     right.set(xlabel='gain (nats per token, ± standard error)',
@@ -287,7 +294,27 @@ def draw_bench(*results):
     axis.set_yticks(range(len(rows)), names)
     axis.set_xscale('log', base=2)
     axis.xaxis.set_major_formatter('{x:g}')
+    axis.set_xlabel('time of the first over time of the second, ± range over rounds')
     axis.invert_yaxis()
+    return figure
+
+
+def draw_scoreboard(result):
+    """A row per method: three of its numbers, ± standard deviation over seeds."""
+    keys = 'loss at L', 'gain at 8L', 'recall at 64L'
+    rows = [row for row in result['rows'] if 'gain at 8L' in row]
+    rows.sort(key=lambda row: row['gain at 8L']['mean'])
+    figure, axes = panels(f"Methods, L = {result['L']}", len(keys))
+    figure.set_size_inches(12, 1.2 + 0.2 * len(rows))
+    for axis, key in zip(axes, keys):
+        numbers = [row.get(key) or {} for row in rows]
+        axis.errorbar(column(numbers, 'mean'), range(len(rows)), xerr=column(numbers, 'sd'),
+                      fmt='o', ecolor='gray')
+        axis.set_yticks(range(len(rows)), [row['title'] for row in rows if axis is axes[0]])
+        axis.set(title=key, xlabel='share right' if 'recall' in key else 'nats per token')
+        axis.grid(alpha=0.3)
+    axes[1].set_xscale('symlog', linthresh=0.1)
+    axes[1].xaxis.set_major_formatter('{x:g}')
     return figure
 
 
@@ -302,6 +329,7 @@ PICTURES = {
     'eval_ppl': draw_ppl,
     'head': draw_head,
     'passkey': draw_passkey,
+    'scoreboard': draw_scoreboard,
     'uniform': draw_uniform,
 }
 

@@ -177,6 +177,7 @@ BOOKS = {  # {name in the file: name in the table}; of these rows there are thre
     'NoPE, every weight, lr 1e-3': 'NoPE, every weight',
     'RoPE': 'RoPE',
     'RoPE, YaRN fair': 'RoPE, YaRN',
+    'RoPE, ntk fair': 'RoPE, NTK',
 }
 TASKS = {  # {name in the table: names in recall.json and passkey.json}
     'NoPE': ('nothing', 'nothing'),
@@ -290,7 +291,8 @@ def speed(files):
                 yield f'{model}: {title}', columns
 
 
-SMOLLM2 = {'plain': 'as it is', 'pi': 'PI', 'ntk': 'NTK', 'dynamic_ntk': 'dynamic NTK',
+SMOLLM2 = {'plain': 'as it is', 'pi': 'PI, factor 4', 'ntk': 'NTK, factor 4',
+           'dynamic_ntk': 'dynamic NTK, factor 4',
            'yarn2': 'YaRN, factor 2', 'yarn': 'YaRN, factor 4',
            'scaled': 'YaRN, factor 4, one scale of 0.9',
            'tuned': 'YaRN, factor 4, head scales', 'none': 'without RoPE'}
@@ -319,7 +321,7 @@ def smollm2(T, yarn):
 def paper():
     """The rows of Table 2 that are compared on a page: perplexity on PG19, 1000 for over 1000."""
     rows = read('papers/tables.json')['nope_table2']['rows']
-    for name in ('RoPE', 'NoPE', 'RoPE YaRN fair 8K', 'RoPE YaRN fair 16K', 'NoPE uniform 1.5',
+    for name in ('RoPE', 'NoPE', 'RoPE YaRN zero-shot', 'RoPE YaRN fair 16K', 'NoPE uniform 1.5',
                  'NoPE head scale 8K', 'NoPE head scale 18K'):
         yield name, dict(zip(('2K', '4K', '8K', '16K'), map(str, rows[name])))
 

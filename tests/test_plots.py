@@ -5,7 +5,6 @@ $ python -m pytest tests/test_plots.py
 """
 
 import json
-import math
 import warnings
 
 from configurator import ROOT
@@ -21,7 +20,7 @@ ALL = '''{
 "position": [1, 2, 3, 4, 5, 6, 7, 8, 16], "loss": [9, 1, 1, 1, 1, 1, 1, 1, 17],
 "cut": {"context": 4, "position": [8, 16], "loss": [6, 7]}}'''
 EACH = '''{
-"eval_ppl": {"rows": [{"length": 4, "loss": 2}, {"length": 8, "loss": 3, "cut_loss": 2.5,
+"eval_ppl": {"rows": [{"length": 4, "ppl": 2}, {"length": 8, "ppl": 3, "cut_loss": 0,
     "gain_error": 0.2}]},
 "entropy": {"mean_entropy": [0, 1, 1, 1, 1, 1, 1, 1, 2],
     "bound": [0, 1, 1, 1, 1, 1, 1, 1, 3],
@@ -37,6 +36,9 @@ EACH = '''{
     "chance": 0.125}}},
 "attention": {"layer": 0, "head": 1, "lengths": [{"length": 8, "maps": {"score": [[1], [2, 3]],
     "attention": [[1], [0.25, 0.75]]}}]},
+"scoreboard": {"L": 4, "rows": [{"title": "cut"},
+    {"title": "NoPE", "loss at L": {"mean": 2}, "gain at 8L": {"mean": 0.5}},
+    {"title": "RoPE", "gain at 8L": {"mean": -1, "sd": 0.5}}]},
 "demo": {"tail": 3, "lengths": [4, 5], "source": "books", "windows": 2, "readings": {"NoPE": {
     "curve": [9, 9, 3, 2, 1], "at": {"4": {}, "5": {"cut_loss": 4}},
     "far": {"gain": 0.5, "gain_error": 0.1}}}},
@@ -48,7 +50,7 @@ RESULTS = {name: {'stage': name, **json.loads(ALL), **result}
 # stage | panel | curve | x:y ... The mean of the first 8 losses is 16 / 8, of the last 8 24 / 8.
 CURVES = '''
 eval_ppl | 0 | NAME | 4:2 8:3
-eval_ppl | 0 | NAME, only the last 4 tokens, (± standard error of the difference) | 4:nan 8:2.5
+eval_ppl | 0 | each, only the last 4 tokens, (± standard error of the difference) | 4:nan 8:1
 entropy | 0 | NAME | 4.5:2 6.375:3
 entropy | 0 | NAME, only the last 4 tokens | 8:6 16:7
 entropy | 1 | NAME | 1:0 2:1 3:1 4:1 5:1 6:1 7:1 8:1 16:2
@@ -56,8 +58,7 @@ entropy | 2 | upper bound: ln i | 1:0 2:1 3:1 4:1 5:1 6:1 7:1 8:1 16:3
 uniform | 0 | scale 1.5 | 4.5:2 6.375:3
 uniform | 1 | NAME: a = 0.500 | 1:1 2:1 3:1 4:1 5:1.11 6:1.2 7:1.28 8:1.35 16:1.69
 che | 0 | RoPE | 4:1 9:0.5
-demo | 0 | NoPE | 3:3 4:2 5:1
-demo | 0 | NoPE, only the last L tokens | 4:nan 5:4
+demo | 0 | dashed: only the last L tokens | 4:nan 5:4
 '''
 
 
@@ -79,9 +80,12 @@ def test_a_curve_has_the_numbers_of_the_json(row):
 
 def test_bars_images_and_points_have_the_numbers_of_the_json():
     [axis] = panels('eval_ppl')
-    assert axis.collections[0].get_segments()[1].tolist() == [[8, 2.3], [8, 2.7]]
-    assert axis.lines[1].get_ydata().tolist() == [9, 1, 1, 1, 1, 1, 1, 1, 17]  # each position
-    assert axis.yaxis.get_major_formatter()(math.log(20), 0) == '20'
+    assert axis.collections[0].get_segments()[1].tolist() == [[8, 0.8], [8, 1.2]]
+    assert axis.lines[1].get_ydata() == pytest.approx(np.exp([9, 1, 1, 1, 1, 1, 1, 1, 17]))
+    assert panels('demo')[0].lines[0].get_xydata().tolist() == [[3, 3], [4, 2], [5, 1]]
+    gains = panels('scoreboard')[1]  # the best at the top
+    assert gains.collections[0].get_segments()[0].tolist() == [[-1.5, 0], [-0.5, 0]]
+    assert gains.lines[0].get_xydata().tolist() == [[-1, 0], [0.5, 1]]
     assert panels('demo')[1].collections[0].get_segments()[0].tolist() == [[0.4, 0], [0.6, 0]]
     assert panels('bench')[0].patches[0].get_width() == 1  # from 1 to 2
     assert panels('head')[0].lines[0].get_ydata().tolist() == [3, 2]
@@ -99,7 +103,7 @@ def test_a_running_mean_of_few_bins_is_their_mean():
 def test_tables_of_several_models_are_drawn():
     table = json.loads((ROOT / 'results/papers/table2.json').read_text())
     [axis] = plots.draw_ppl(table).axes
-    assert np.exp(axis.lines[0].get_ydata()) == pytest.approx([14.5, 491.4, 488.5, 599.5])
+    assert axis.lines[0].get_ydata() == pytest.approx([14.5, 491.4, 488.5, 599.5])
 
 
 @pytest.mark.parametrize('name', RESULTS)

@@ -2,8 +2,8 @@
 # python data/code/prepare.py, 25 to 90 minutes of one core for a model and seed.
 #   MODELS="conv none rope rope_conv alibi alibi_conv conv_8L" bash results/past_L/run.sh
 #   READINGS="untuned uniform head head_clamped vectors weights yarn yarn_weights"
-#       bash results/past_L/run.sh                       # all rows of the page's first table
-#   SERIES=size_5M bash results/past_L/run.sh            # a row of its second table
+#       bash results/past_L/run.sh                       # all rows of the page's second table
+#   SERIES=size_5M bash results/past_L/run.sh            # a row of its third table
 #   SERIES=demo bash results/past_L/run.sh               # make demo with five seeds
 #   python results/tables.py out/past_L/code/*           # what it has measured
 # Other texts, by python data/books/prepare.py FOLDER: for books* --tokenizer=bpe:1024

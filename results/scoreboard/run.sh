@@ -92,4 +92,5 @@ for seed in ${SEEDS:-1337 1338 1339}; do
     train $out/drope15 $drope --max_iters=330 --warmup_iters=0.1
     train $out/drope100 $drope
     for run in drope15 drope100; do uniform $run $run; done
+    baseline=
 done
