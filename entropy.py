@@ -180,7 +180,7 @@ def main(given):
     path = result_path(results_folder(out_dir, init_from, given), 'entropy', label, info)
     block_size = model.config.block_size
     T = length or 8 * block_size
-    windows = Windows(dataset or info['settings'].get('dataset', ''), split, T, info=info)
+    windows = Windows(dataset or info['dataset'], split, T, info=info)
     samples = windows.evenly_spaced(n_samples)
 
     width = block_size // 16

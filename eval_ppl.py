@@ -31,7 +31,6 @@ from stage import (
     bin_means,
     compiled_to_read,
     cut_losses,
-    cut_windows,
     losses_by_position,
     open_model,
     print_rows,
@@ -101,16 +100,17 @@ def window_ends(starts, n_tokens, length, longest, stride, rule):
     return np.array(ends)
 
 
-def mean_of_last(model, samples, n, runtime, label=None):
+def mean_of_last(model, samples, n, runtime):
     """
     The mean loss of the last n of T tokens, (windows,). samples: (windows, T + 1) ids. A window
     a b c d that scores c and d has
     inputs    a b c d   (d, too, because position methods may depend on the number of tokens)
     targets   b c d e   of which the last 3 are asked for, and the last one is dropped.
     """
-    net = compiled_to_read(model, runtime, compile, len(samples), samples.shape[1] - 1)
+    count, T = len(samples), samples.shape[1] - 1
+    net = compiled_to_read(model, runtime, compile, count, T)
     losses = runtime.over_windows(samples, batch_tokens, lambda inputs, targets:
-                                  net(inputs, targets[:, -n - 1:])[:, :-1], label)
+                                  net(inputs, targets[:, -n - 1:])[:, :-1], f'{count} of {T}')
     return losses.mean(1)
 
 
@@ -122,7 +122,7 @@ def sliding(model, data, sizes, runtime):
         raise UserError(f'stride is {step} and rule {rule}. Give a stride below the shortest '
                         f'length, {sizes[0]}, and rule same or paper.')
     rows, by_window, cut = [], {}, None
-    for length in sizes:
+    for length in reversed(sizes):
         ends = window_ends(data.starts, len(data.tokens), length, longest, step, rule)
         if len(ends) == 0:
             raise UserError(f'No document of {data.dataset}, {split} is longer than {longest} '
@@ -130,21 +130,15 @@ def sliding(model, data, sizes, runtime):
         n = min(max_windows, len(ends))
         ends = ends[np.arange(n) * len(ends) // n] if rule == 'same' else ends[:n]
         samples = data.tokens[ends[:, None] + np.arange(-length, 1)].astype(np.int64)
-        losses = mean_of_last(model, samples, step, runtime, f'{n} of {length}')
+        losses = mean_of_last(model, samples, step, runtime)
         row = {'length': length, **summary(losses), 'scored_tokens': n * step}
         if length > L:
-            if cut is None:
-                cut = np.zeros(n)
-                for lo, hi, scored in cut_windows(0, length, step, L):
-                    means = mean_of_last(model, samples[:, lo:hi + 1], scored, runtime,
-                                         f'{n} of {hi - lo}')
-                    cut += means * scored / step
+            if cut is None or rule == 'paper':  # by rule same, all lengths score the same tokens
+                cut = cut_losses(model, samples, length - 1, step, batch_tokens, runtime)
             row |= gain_of(losses, cut)
-            if rule == 'paper' or length - step < L:
-                cut = None  # the next length scores other tokens, or sees more before them
         rows.append(row)
         by_window[str(length)] = losses
-    return {'rule': rule, 'stride': step, 'rows': rows, 'loss_by_window': by_window}
+    return {'rule': rule, 'stride': step, 'rows': rows[::-1], 'loss_by_window': by_window}
 
 
 # ---------------------------------------------------------------------- each position, the tail
@@ -223,7 +217,7 @@ def main(given):
     name = 'eval_ppl' if protocol == 'sliding' else f'eval_ppl_{protocol}'
     path = result_path(results_folder(out_dir, init_from, given), name, label, info)
     sizes = sorted(lengths) or [n * model.config.block_size for n in (1, 2, 4, 8)]
-    data = Windows(dataset or info['settings'].get('dataset', ''), split, sizes[-1], info=info)
+    data = Windows(dataset or info['dataset'], split, sizes[-1], info=info)
     bytes_per_token = mean_bytes(data)
     result = PROTOCOLS[protocol](model, data, sizes, runtime)
     for row in result['rows']:

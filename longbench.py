@@ -27,7 +27,6 @@ from configurator import ROOT, UserError, configure, settings
 from common import setup
 from data import stable_hash
 from generate import answer_all, complete, identity, store_column_major
-from scales import tuned_length
 from stage import open_model, print_rows, result_path, results_folder, write_result
 from tokenizer import get_tokenizer, start_token
 
@@ -179,7 +178,7 @@ def main(given):
     store_column_major(model)
     encoding = get_tokenizer(info['tokenizer'])
     path = result_path(results_folder(out_dir, init_from, given), 'longbench', label, info)
-    length, about_model = context or tuned_length(scale, model, info), identity(model, info)
+    length, about_model = context or info['tuned_length'], identity(model, info)
     most = max(longest for _, _, longest in chosen.values())
     if length < most + 2:
         raise UserError(f'Answers of these tasks have up to {most} tokens, which leaves no room '

@@ -20,7 +20,6 @@ import numpy as np
 
 from common import setup
 from generate import answer_all, complete, identity, store_column_major
-from scales import tuned_length
 from stage import open_model, print_rows, result_path, results_folder, write_result
 from tokenizer import get_tokenizer, start_token
 
@@ -105,7 +104,7 @@ def main(given):
     store_column_major(model)
     encoding = get_tokenizer(info['tokenizer'])
     path = result_path(results_folder(out_dir, init_from, given), 'passkey', label, info)
-    longest = max_length or 2 * tuned_length(scale, model, info)
+    longest = max_length or 2 * info['tuned_length']
     lengths = [longest * i // n_lengths for i in range(1, n_lengths + 1)]
     build_prompt(encoding, lengths[0], 0, 99999)  # to learn now if this length is too short
     cells = draw_cells(lengths, n_depths, n_keys, seed)

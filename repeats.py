@@ -148,18 +148,14 @@ def row_of(kind, which, window, losses, cut):
 
 def other_windows(first, last):
     """
-    For each window another one that shares no document with it, (n,). first, last: (n,), the number
-    of the document in which each window starts and ends.
+    For each window the one half the text away, (n,). first, last: (n,), the number of the document
+    in which each window starts and ends. Raises UserError if two such windows share a document.
     """
-    n, others = len(first), []
-    for w in range(n):
-        further = (w + n // 2 + np.arange(n)) % n  # all windows, from the one half the text away
-        is_other = (last[further] < first[w]) | (first[further] > last[w])
-        if not is_other.any():
-            raise UserError('Every window shares a document with one of the others, so there is no '
-                            'control. Raise --n_samples=, or give other text.')
-        others.append(further[is_other.argmax()])
-    return np.array(others)
+    others = np.roll(np.arange(len(first)), -(len(first) // 2))
+    if ((last[others] >= first) & (first[others] <= last)).any():
+        raise UserError('A document is longer than half the text, so there is no other text for a '
+                        'control. Give --control=False or other text.')
+    return others
 
 
 def main(given):
@@ -168,7 +164,7 @@ def main(given):
     model, info = opened(init_from, position=position, rope_scaling=rope_scaling, scale=scale)
     path = result_path(results_folder(out_dir, init_from, given), 'repeats', label, info)
     L, W = model.config.pretrained_length, length or 8 * model.config.block_size
-    name = dataset or info['settings'].get('dataset', '')
+    name = dataset or info['dataset']
     data = Windows(name, split, W, info=info)
     samples = data.evenly_spaced(n_samples)
     window, t, s, same, n_found = find_targets(samples, L, gram, targets)

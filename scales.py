@@ -104,12 +104,13 @@ def set_scale(model, scale, info):
     """
     Set the softmax scales of a model: a number for all heads, an array (n_layer, H) or (n_layer,
     H, D), a scale file, or None: as trained. A file with several sets gives each pass the set for
-    its length. Returns a name for it, such as scale1.2.
+    its length; info['tuned_length'] becomes the longest one. Returns a name, such as scale1.2.
     """
     if scale is None:
         return ''
     if isinstance(scale, str | Path):
         data, sets = read_scale_file(scale, model, info)
+        info['tuned_length'] = max(sets)
         if 'sets' in data:
             use_sets(model, sets)
         else:
@@ -120,10 +121,3 @@ def set_scale(model, scale, info):
         raise UserError(f'scale is {scale}; a softmax scale must be above 0.')
     model.head_scale = scale
     return f'scale{scale:g}' if np.ndim(scale) == 0 else 'scales'
-
-
-def tuned_length(scale, model, info):
-    """The longest text in tokens that a scale file is tuned for; without a file, block_size."""
-    if isinstance(scale, str):
-        return max(read_scale_file(scale, model, info)[1])
-    return model.config.block_size

@@ -80,7 +80,10 @@ def open_model(init_from, out_dir, runtime, position=None, rope_scaling=None, sc
     digest of the weights, step ...), and
         path              the file or folder
         label             how the model is read, such as yarn4_scale1.2
+        dataset           the text that it was trained on, or ''
         trained_position  the position method that it was trained with
+        tuned_length      the longest text in tokens that a scale file is tuned for; without a file
+                          block_size
     """
     path = f'{out_dir}/{init_from}.pt' if init_from in ('last', 'best') else init_from
     if Path(path, 'last.pt').is_file():
@@ -107,6 +110,8 @@ def open_model(init_from, out_dir, runtime, position=None, rope_scaling=None, sc
     elif position or rope_scaling is not None or scale is not None:
         model.refuse()  # a model that transformers runs cannot be changed
     model = model.to(runtime.device).eval().requires_grad_(False)
+    info |= {'dataset': info['settings'].get('dataset', ''),
+             'tuned_length': model.config.block_size}
     label.append(set_scale(model, scale, info))
     info['label'] = '_'.join(filter(None, label))
     return model, info

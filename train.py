@@ -90,7 +90,8 @@ fsdp = False                 # split the model over the ranks of torchrun
 checkpoint_activations = False  # backward recomputes activations: less memory, more time
 seed = 1337                  # seed of initial weights and data order
 
-NAMES = [*settings(globals()), *(one.name for one in fields(Settings))]  # of all settings
+OF_POSITION = [one.name for one in fields(Settings)]
+NAMES = [*settings(globals()), *OF_POSITION]  # of all settings
 # Settings that a resumed run does not keep, because another machine may need others
 OF_MACHINE = {'out_dir', 'init_from', 'device', 'compile'}
 OF_MODEL = [one.name for one in fields(ModelConfig) if one.name in NAMES]
@@ -99,47 +100,36 @@ WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # tensors, not
 
 # ---------------------------------------------------------------------- where a run begins
 
-def stopped_run(given):
+def starting_point(given):
     """
-    out_dir/last.pt, and the settings that a resumed run takes from it: all but those of the machine
-    and those that the user gave.
+    The checkpoint that the run starts from, and the settings that come with it: of a stopped run
+    all but those of the machine; of a model to fine-tune those of the model. What the user gave
+    replaces them where it may. From scratch there are none.
     """
-    state = read_checkpoint(f'{out_dir}/last.pt')
-    was = {name: value for name, value in state['settings'].items()
-           if name in NAMES and name not in OF_MACHINE}
-    for name in given & {'dataset', 'batch_size', 'seed', *OF_MODEL}:
-        if globals()[name] != was[name]:
-            raise UserError(f'{name} is {globals()[name]!r}, but the run has {was[name]!r}. Leave '
-                            'it out: the model, or the order of the text, depends on it.')
-    if state['step'] >= (max_iters if 'max_iters' in given else was['max_iters']):
-        raise UserError(f"{out_dir} is finished after {state['step']} steps. To go on, give more: "
-                        '--max_iters=N.')
-    return state, {name: value for name, value in was.items() if name not in given}
-
-
-def model_to_fine_tune(given):
-    """
-    The checkpoint init_from, and the settings of its model with the changes that the user gave: the
-    length, the position method and its settings. Everything else stays the model's own.
-    """
-    if init_from.endswith('.pt'):
-        state = read_checkpoint(init_from)
+    if init_from == 'scratch':
+        return {}, {}
+    if init_from == 'resume':
+        start = read_checkpoint(f'{out_dir}/last.pt')
+        own, fixed = start['settings'], {'dataset', 'batch_size', 'seed', *OF_MODEL}
     else:
-        from extras import convert
-        state = convert.read(init_from, position if 'position' in given else None)
-    if not isinstance(state['model'], dict):
-        state['model'].refuse()  # a model that transformers runs cannot be trained here
-    own = asdict(state['model_config'])
-    may_change = {'block_size'} | {one.name for one in fields(Settings)}
-    for name in given & own.keys():
-        if name not in may_change and globals()[name] != own[name]:
-            raise UserError(f'{name} is {globals()[name]!r}, but {init_from} was trained with '
+        if init_from.endswith('.pt'):
+            start = read_checkpoint(init_from)
+        else:
+            from extras import convert
+            start = convert.read(init_from, position if 'position' in given else None)
+        if not isinstance(start['model'], dict):
+            start['model'].refuse()  # a model that transformers runs cannot be trained here
+        own = asdict(start['model_config'])
+        fixed = own.keys() - {'block_size', *OF_POSITION}
+    for name in given & fixed:
+        if globals()[name] != own[name]:
+            raise UserError(f"{name} is {globals()[name]!r}, but {start['path']} was trained with "
                             f'{own[name]!r}. Leave it out.')
-    new = own | {name: globals()[name] for name in given & may_change}
+    new = own | {name: globals()[name] for name in given}
     if new['rope_scaling'] and ':' not in new['rope_scaling']:  # 'yarn': stretch L to block_size
         new['rope_scaling'] += f":{new['block_size'] / own['pretrained_length']:g}"
     new |= {name: value for name, value in unused_settings(new).items() if name not in given}
-    return state, {name: value for name, value in new.items() if name in NAMES}
+    return start, {name: new[name] for name in NAMES if name in new and name not in OF_MACHINE}
 
 
 def only_run(folder):
@@ -263,14 +253,9 @@ def main(given):
     """given: the names of the settings that the user gave."""
     runtime = setup(device, dtype, seed)
     folder = Path(out_dir)
-    start = {}  # the checkpoint that the run starts from
     lock = only_run(folder) if runtime.is_main else None  # noqa: F841, held until the end
-    if init_from == 'resume':
-        start, values = stopped_run(given)
-        globals().update(values)
-    elif init_from != 'scratch':
-        start, values = model_to_fine_tune(given)
-        globals().update(values)
+    start, values = starting_point(given)
+    globals().update(values)
     if batch_size % (micro_batch_size * runtime.world_size):
         raise UserError(f'batch_size {batch_size} must be a multiple of micro_batch_size '
                         f'{micro_batch_size} x {runtime.world_size} ranks.')

@@ -296,7 +296,7 @@ def main(given):
     runtime = setup(device, dtype, seed)
     model, info = open_model(init_from, out_dir, runtime, position, rope_scaling)
     folder, config = results_folder(out_dir, init_from, given), model.config
-    name = dataset or info['settings'].get('dataset', '')
+    name = dataset or info['dataset']
     T = target_length or (8 if method == 'uniform' else 4) * config.block_size
     lengths = sorted(target_lengths) or [T]
     if lengths[0] < config.block_size + (method == 'uniform'):

@@ -130,7 +130,7 @@ def main(given):
     if not (0 <= drawn < n_layer and 0 <= head < n_head):
         raise UserError(f'Choose --layer= from 0 to {n_layer - 1}, --head= from 0 to {n_head - 1}.')
     for T in lengths or [L, 4 * L, 16 * L]:
-        windows = Windows(dataset or info['settings'].get('dataset', ''), split, T, info=info)
+        windows = Windows(dataset or info['dataset'], split, T, info=info)
         samples = torch.from_numpy(windows.evenly_spaced(n_samples)[:, :-1]).to(runtime.device)
         maps, share = maps_and_first_key(model, samples, drawn, head)
         runtime.print(f'{T:8,d} tokens: {share[drawn, head]:.1%} on the first key; '

@@ -34,7 +34,6 @@ from extras import gguf_file
 from extras.foreign import LOCAL, Foreign
 from model import ModelConfig
 from position import NoPE, RoPE, split_scaling, unused_settings
-from scales import tuned_length
 from stage import open_model
 from tokenizer import EOT, get_tokenizer, parse_ranks, start_token, tokenizer_state
 
@@ -339,7 +338,7 @@ def main(given):
             raise UserError(f'{scale} has sets for {[*model.scale_sets]} tokens. Choose one of '
                             'these lengths, or one in between: --target_length=N.')
         model.take_set(target_length)
-    longest = target_length or tuned_length(scale, model, info)
+    longest = target_length or info['tuned_length']
     fold(model)
     c, encoding = model.config, get_tokenizer(info['tokenizer'])
     text = tokenizer_json(info['tokenizer'])

@@ -42,7 +42,7 @@ def main(given):
     runtime = setup(device, dtype)
     model, info = open_model(init_from, out_dir, runtime, position, rope_scaling, scale)
     path = result_path(results_folder(out_dir, init_from, given), 'accuracy', label, info)
-    name, rows = dataset or info['settings'].get('dataset', ''), []
+    name, rows = dataset or info['dataset'], []
     longest = Windows(name, split, max(lengths), info=info).evenly_spaced(n_samples)
     for T in lengths:
         samples = longest[:, -T - 1:]  # the same last tokens at every length

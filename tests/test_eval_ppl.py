@@ -56,8 +56,10 @@ def test_sliding_windows_score_what_a_loop_scores(tiny_run, losses_of, corpus_di
         n = len(windows)
         chosen = [windows[i * n // 7] for i in range(7)] if rule == 'same' else windows[:7]
         own = [losses_of(data.tokens[lo:hi])[-k:] for lo, hi, k in chosen]
-        cut = [np.concatenate([losses_of(data.tokens[a:b])[-c:] for a, b, c in
-                               cut_windows(lo, hi, k, 32)]) for lo, hi, k in chosen]
+        # by rule same the baseline of all lengths is that of the longest
+        cut = [np.concatenate([losses_of(data.tokens[a:b + 1])[-c:] for a, b, c in
+                               cut_windows(hi - 64 if rule == 'same' else lo, hi - 1, k, 32)])
+               for lo, hi, k in chosen]
         assert row['loss'] == pytest.approx(np.concatenate(own).mean(), abs=1e-5)
         of_windows = np.mean(own, axis=1)
         assert row['standard_error'] == pytest.approx(of_windows.std(ddof=1) / 7 ** 0.5, abs=1e-5)
