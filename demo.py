@@ -108,11 +108,14 @@ def train_and_tune():
 # ---------------------------------------------------------------------- read
 
 def text_to_read(info):
-    """The windows that all models read, (n, T + 1) ids, and where they are from."""
+    """
+    The windows that all models read, (n, T + 1) ids, where they are from, and how many reach into
+    another document.
+    """
     T, encoding, middles = lengths[-1], get_tokenizer(info['tokenizer']), []
     if not models:
         data = Windows(info['settings']['dataset'], 'test', T, info=info)
-        return data.evenly_spaced(n_samples), f'data/{data.dataset}, test'
+        return data.evenly_spaced(n_samples), f'data/{data.dataset}, test', data.crossing
     for text in library_files().values():
         ids = encoding.encode_ordinary(text)
         start = (len(ids) - T - 1) // 2
@@ -120,7 +123,7 @@ def text_to_read(info):
             middles.append(ids[start:start + T + 1])
         if len(middles) == n_samples:
             break
-    return np.array(middles), 'the standard library'
+    return np.array(middles), 'the standard library', 0
 
 
 def main():
@@ -129,7 +132,7 @@ def main():
     runtime, folder, T = setup('cpu', 'float32'), models or out_dir, lengths[-1]
     model, info = open_model(f'{folder}/none', '', runtime)
     L = model.config.pretrained_length
-    samples, source = text_to_read(info)
+    samples, source, crossing = text_to_read(info)
     window, t, *_ = find_targets(samples, L, GRAM, targets)
     readings, rows = {}, []
     for title, name, scales in (
@@ -165,7 +168,7 @@ def main():
     print_rows(print, rows)
     write_result(f'{out_dir}/report', {
         'L': L, 'lengths': lengths, 'tail': TAIL, 'source': source, 'windows': len(samples),
-        'readings': readings}, settings(globals()), runtime)
+        'crossing': crossing, 'readings': readings}, settings(globals()), runtime)
 
 
 if __name__ == '__main__':

@@ -103,8 +103,8 @@ def open_model(init_from, out_dir, runtime, position=None, rope_scaling=None, sc
         config = model_config(values)
         model = loaded(model, config, path, runtime.dtype)
         info |= {'model_config': config, 'trained_position': trained.position}
-        if config.position != trained.position:
-            label.append(config.position.replace(',', '_'))
+        if position and (position != trained.position or not path.endswith('.pt')):
+            label.append(position.replace(',', '_'))
         if config.rope_scaling:
             label.append(config.rope_scaling.replace(':', ''))
     elif position or rope_scaling is not None or scale is not None:

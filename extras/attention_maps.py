@@ -137,7 +137,8 @@ def main(given):
                       f'mean of all heads {share.mean():.1%}')
         found.append({'length': T, 'n_windows': len(samples), 'first_key': share, 'maps': maps})
     write_result(path, {'stage': 'attention', 'dataset': windows.dataset, 'layer': drawn,
-                        'head': head, 'lengths': found}, settings(globals()), runtime, info)
+                        'head': head, 'crossing': windows.crossing, 'lengths': found},
+                 settings(globals()), runtime, info)
 
 
 if __name__ == '__main__':

@@ -388,9 +388,12 @@ TASKS = {'train': time_train, 'scale': time_scale, 'methods': time_methods, 'eva
 def main():
     os.environ.setdefault('KINETO_LOG_LEVEL', '6')  # else each profile prints messages
     runtime, results = setup(device, dtype, seed), {}
+    if runtime.device.type not in PRODUCT:
+        raise UserError(f'bench cannot time {runtime.device.type}. Give --device=cpu.')
     read_in = [dtype]
     if dtype == 'auto':  # without the processor's instructions bfloat16 is 50 times slower
-        has_bfloat16 = runtime.device.type == 'cuda' or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        has_bfloat16 = runtime.device.type == 'cuda' or (
+            torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
         read_in = ['float32', 'bfloat16'] if has_bfloat16 else ['float32']
     precisions = {'entropy': ['float32'], 'prefill': read_in, 'decode': read_in}
     for task in tasks:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 # transformers neither asks the hub nor runs code that comes with a model.
 LOCAL = {'local_files_only': True, 'trust_remote_code': False}
+TABLES = 'gpt2', 'gpt_neo', 'gptj', 'openai-gpt', 'opt'  # types with a table of L positions
 
 
 class Foreign(nn.Module):
@@ -37,6 +38,8 @@ class Foreign(nn.Module):
         # If it is causal, the texts 0 0 and 0 1 have the same logits at position 0.
         with torch.no_grad():
             first = [self(torch.tensor([[0, later]]))[:, 0] for later in (0, 1)]
+        if not all(logits.isfinite().all() for logits in first):
+            raise ValueError('its logits are not finite: try another --dtype=')
         if not torch.allclose(*first, rtol=1e-3, atol=1e-5):
             raise ValueError(f'{c.model_type} reads later tokens, so it is not causal')
 
@@ -46,6 +49,9 @@ class Foreign(nn.Module):
         losses of the last positions, (B, K), or without targets the logits of the last `tail`
         positions, (B, K, V); tail 0 means all.
         """
+        if self.config.position in TABLES and idx.shape[1] > self.config.block_size:
+            raise UserError(f'{self.config.position} reads at most {self.config.block_size} tokens,'
+                            ' because it has a table of positions. Give shorter texts.')
         n = tail if targets is None else targets.shape[1]
         state = {'use_cache': False}
         if cache is not None:

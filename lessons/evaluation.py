@@ -42,16 +42,16 @@ def main(given):
     runtime = setup(device, dtype)
     model, info = open_model(init_from, out_dir, runtime, position, rope_scaling, scale)
     path = result_path(results_folder(out_dir, init_from, given), 'accuracy', label, info)
-    name, rows = dataset or info['dataset'], []
-    longest = Windows(name, split, max(lengths), info=info).evenly_spaced(n_samples)
+    data, rows = Windows(dataset or info['dataset'], split, max(lengths), info=info), []
+    longest = data.evenly_spaced(n_samples)
     for T in lengths:
         samples = longest[:, -T - 1:]  # the same last tokens at every length
         shares = runtime.over_windows(samples, batch_tokens, lambda *ids: accuracy(model, *ids))
         error = shares.std(ddof=1) / len(shares) ** 0.5  # over windows
         rows.append({'length': T, 'accuracy': shares.mean(), 'standard_error': error})
     print_rows(runtime.print, rows)
-    write_result(path, {'dataset': name, 'split': split, 'rows': rows}, settings(globals()),
-                 runtime, info)
+    write_result(path, {'dataset': data.dataset, 'split': split, 'crossing': data.crossing,
+                        'rows': rows}, settings(globals()), runtime, info)
 
 
 if __name__ == '__main__':

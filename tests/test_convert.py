@@ -3,11 +3,13 @@
 
 from configurator import UserError
 
+import numpy as np
 import pytest
 import torch
 from conftest import mistake, near, random_model, read, save_model, stage, tokens
 
 from common import save_json
+from data import encode_alike
 from extras import convert, gguf_file
 from generate import complete
 from stage import open_model
@@ -83,7 +85,7 @@ def test_llamas_and_what_is_written_of_them_give_the_logits_of_transformers(
     assert again.config.pretrained_length == model.config.pretrained_length
 
 
-def test_pickled_weights_and_head_scales_of_the_papers_code_are_read(tmp_path, ours):
+def test_pickled_weights_and_head_scales_of_the_papers_code_are_read(tmp_path, ours, cpu):
     weights, scales = stock(tmp_path).state_dict(), 1 + torch.arange(8.0).view(2, 4)
     weights |= {convert.SCALES.format(i): row for i, row in enumerate(scales)}
     (tmp_path / 'model.safetensors').unlink()
@@ -92,7 +94,8 @@ def test_pickled_weights_and_head_scales_of_the_papers_code_are_read(tmp_path, o
     model = ours(tmp_path)
     assert torch.equal(model.head_scale, scales) and model.config.position == 'none'
     near(model.blocks[1].mlp.out.weight, weights['model.layers.1.mlp.down_proj.weight'])
-    assert ours(tmp_path, 'rope').config.position == 'rope'
+    model, info = open_model(str(tmp_path), '', cpu, 'rope')
+    assert model.config.position == info['label'] == 'rope'  # not the name of the plain reading
 
 
 @pytest.mark.parametrize('kind, changes, reason', [
@@ -117,6 +120,12 @@ def test_what_our_model_does_not_compute_is_run_by_transformers(tmp_path, ours, 
     assert complete(model, IDX[:1, :9].tolist(), 6) == text[:, 9:].tolist()
     with pytest.raises(UserError, match=reason):
         written(tmp_path, None, f'--init_from={tmp_path}')
+
+
+def test_a_model_with_a_table_of_positions_reads_no_more_tokens_than_it_has(tmp_path, ours):
+    stock(tmp_path, 'GPT2')
+    with pytest.raises(UserError, match='64 tokens'):
+        ours(tmp_path)(IDX)
 
 
 def test_what_cannot_be_read_is_named_in_a_line(tmp_path, ours):
@@ -190,6 +199,8 @@ def test_a_tiktoken_tokenizer_becomes_a_tokenizer_json(tmp_path):
     for text in "the other  It's 123\r\n\n\n x", '漢字 🙂 <|endoftext|> ñ':
         assert theirs.encode_ordinary(text) == mine.encode_ordinary(text)
         assert theirs.decode(theirs.encode_ordinary(text)) == text
+    states = [tokenizer_state(one) for one in (mine, theirs, BYTES)]
+    assert encode_alike(*states[:2], np.arange(256)) and not encode_alike(*states[1:], IDX[0])
 
 
 # ---------------------------------------------------------------------- GGUF
