@@ -110,7 +110,8 @@ class Windows:
         tokenizers = [meta['tokenizer'] for _, _, meta in opened]
         if info and info['tokenizer']:
             tokenizers.append(info['tokenizer'])
-        if not all(encode_alike(self.tokenizer, state, self.tokens[:10_000]) for state in tokenizers):
+        text = self.tokens[:10_000]
+        if not all(encode_alike(self.tokenizer, state, text) for state in tokenizers):
             raise UserError(f'The parts of {dataset}, or it and the model, have different '
                             'tokenizers. Prepare the text with one, or name other text.')
 

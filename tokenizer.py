@@ -4,7 +4,6 @@ writes.
 """
 
 import base64
-import contextlib
 import json
 import math
 import re
@@ -143,7 +142,7 @@ class HFTokenizer:
     def __init__(self, name, text, eos=None):
         """text: of tokenizer.json. eos: the token that ends a text; None: a usual one."""
         self.name, self.text = name, text
-        with self.errors_as_user_error():
+        try:
             from tokenizers import Tokenizer
             self.tokenizer = Tokenizer.from_str(text)
             self.tokenizer.encode_special_tokens = True  # '</s>' in a document is text, no end
@@ -156,26 +155,17 @@ class HFTokenizer:
             self.n_vocab = max(vocab.values()) + 1  # not len(vocab): some ids may be unused
             # What is put before a text, such as <s>. If that is nothing: end-of-text.
             self.start_token = [*self.tokenizer.encode('').ids, self.eot_token][0]
-
-    @contextlib.contextmanager
-    def errors_as_user_error(self):
-        """What the package tokenizers raises becomes a UserError, of one line."""
-        try:
-            yield
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # panics of the library share no class with its errors
-            raise UserError(f'{self.name} cannot be used ({error!r}). Is it a tokenizer.json? Does '
-                            'it lack the eos_token of the tokenizer_config.json beside it? Is the '
+        except Exception as error:  # errors of the library share no class
+            raise UserError(f'{name} cannot be used ({error!r}). Is it a tokenizer.json? Does it '
+                            'lack the eos_token of the tokenizer_config.json beside it? Is the '
                             'package tokenizers missing (pip install ".[hf]")?') from error
 
     def encode_ordinary(self, text):
-        with self.errors_as_user_error():  # a batch of one, because encode() blocks other threads
-            return self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        # a batch of one, because encode() blocks other threads
+        return self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def decode(self, ids, skip_special_tokens=True):
-        with self.errors_as_user_error():
-            return self.tokenizer.decode(list(ids), skip_special_tokens)
+        return self.tokenizer.decode(list(ids), skip_special_tokens)
 
     def decode_bytes(self, ids):
         return self.decode(ids, skip_special_tokens=False).encode()

@@ -46,7 +46,7 @@ def stage(name, *arguments, ranks=0):
         launcher = ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={ranks}']
         program = ['-m', name] if name.startswith('extras.') else [str(path)]
         command = [sys.executable, *(launcher if ranks > 1 else []), *program, *arguments]
-        run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT,
+        run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600,
                              env=os.environ | {'OMP_NUM_THREADS': '1'})
         assert run.returncode == 0, run.stdout + run.stderr
         return run.stdout
@@ -71,6 +71,7 @@ def process_state():
 
 @pytest.fixture(autouse=True)
 def same_process_state():
+    torch.manual_seed(0)  # for tests that draw
     with process_state():
         yield
 

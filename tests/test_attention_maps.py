@@ -11,7 +11,6 @@ from plain import plain_transformer
 from torch.nn.utils.rnn import pad_sequence
 
 from extras import attention_maps
-from position import METHODS, NoPE, distances
 
 MODELS = [{}, {'position': 'xl'}, {'position': 'rope', 'random_positions': 90},
           {'position': 'rope', 'rope_window': 10, 'dape_kernel': 3},
@@ -55,19 +54,6 @@ def test_cells_are_means_over_the_keys_that_a_query_sees_and_sums_of_attention(m
         for part in whole:
             n = len(seen[cell]) if part == 'attention' else max(1, seen[cell].sum())
             near(found[part][row, column], whole[part][cell].sum() / n, rtol=1e-3, atol=1e-4)
-
-
-class OneBias(NoPE):
-    """One bias for all heads, (1, T, S)."""
-
-    def bias(self, i, j):
-        return -0.1 * distances(i, j)
-
-
-def test_heads_may_share_a_bias(monkeypatch):
-    monkeypatch.setitem(METHODS, 'one', OneBias)
-    found, _ = maps(random_model(position='one', dape_kernel=1), tokens(1, 9))
-    near(found['bias'][8], 0.1 * torch.arange(-8.0, 1), atol=1e-6)
 
 
 def test_run_writes_the_maps_at_the_scale(tiny, windows, tmp_path):

@@ -8,7 +8,7 @@ import torch
 from conftest import random_model, save_model
 
 import common
-from common import read_checkpoint, save_checkpoint, setup, weights_digest
+from common import read_checkpoint, save_checkpoint, weights_digest
 
 
 def test_every_window_is_measured_once_in_order_whatever_the_batch(cpu):
@@ -32,19 +32,6 @@ def test_two_ranks_measure_each_window_once_in_order(monkeypatch):
         runtime = common.Runtime(torch.device('cpu'), torch.float32, rank, 2)
         rows = runtime.over_windows(windows, 8, lambda x, y: x[:, 0])
     assert rows.tolist() == [0, 5, 10, 15, 20]
-
-
-@pytest.mark.parametrize('name, value', [('RANK', ''), ('WORLD_SIZE', '2')])
-def test_what_another_launcher_left_in_the_environment_is_ignored(monkeypatch, name, value):
-    monkeypatch.setenv(name, value)
-    assert setup('cpu', 'float32').world_size == 1
-
-
-def test_one_gpu_is_chosen_by_its_number(monkeypatch):
-    chosen = []
-    monkeypatch.setattr(torch._C, '_cuda_setDevice', chosen.append, raising=False)
-    setup('cuda', 'float32')
-    assert chosen == [0]
 
 
 @pytest.mark.parametrize('damage', ['cut short', 'a flipped bit', 'other content', 'not there'])

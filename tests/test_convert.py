@@ -102,6 +102,8 @@ def test_pickled_weights_and_head_scales_of_the_papers_code_are_read(tmp_path, o
     ('Llama', {'attention_bias': True}, 'proj.bias'), ('Llama', {'head_dim': 32}, 'head_dim'),
     ('Llama', {'rope_parameters': LLAMA3 | {'low_freq_factor': 2.0}}, 'low_freq'),
     ('Mpt', {'d_model': 64, 'n_layers': 2, 'n_heads': 4, 'max_seq_len': 64}, 'mpt'),
+    ('GraniteMoeHybrid', GRANITE | {'attention_multiplier': 0.5}, 'attention_multiplier'),
+    ('GraniteMoeHybrid', GRANITE | {'logits_scaling': 2.0}, 'logits_scaling'),
     ('Mamba', {}, 'mamba'), ('Gemma2', {'head_dim': 16}, 'gemma2')], ids=str)
 def test_what_our_model_does_not_compute_is_run_by_transformers(tmp_path, ours, kind, changes,
                                                                 reason):
@@ -161,13 +163,14 @@ def test_of_several_sets_of_scales_per_channel_the_one_for_a_length_is_written(t
         'sets': [{'target_length': T, 'head_scale': (T / 64 * channels).tolist()}
                  for T in (64, 256)]})
     scale = f'--scale={tmp_path}/sets.json'
+    _, info = open_model('last', tmp_path, cpu, scale=f'{tmp_path}/sets.json')
+    assert info['tuned_length'] == 256
     assert '64, 256' in mistake('extras.convert', f'--out_dir={tmp_path}', scale,
                                 f'--folder={tmp_path}/out')
     theirs = written(tmp_path, model, scale, '--target_length=128')
     model.head_scale = 2.5 * channels  # between 1 and 4 times, linear in ln T
     same(model, theirs)
     assert theirs.config.max_position_embeddings == 128
-
 
 
 def test_what_no_stock_model_computes_is_not_written(tmp_path):

@@ -1,6 +1,7 @@
 """Perplexity: every number again by a plain loop over windows."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -45,7 +46,10 @@ def test_the_cut_context_reads_at_most_L_tokens_and_scores_each_token_once():
 
 
 @pytest.mark.parametrize('rule', ['same', 'paper'])
-def test_sliding_windows_score_what_a_loop_scores(tiny_run, losses_of, corpus_dir, tmp_path, rule):
+def test_sliding_windows_score_what_a_loop_scores(tiny_run, losses_of, corpus_dir, tmp_path, rule,
+                                                  monkeypatch):
+    two_bytes = SimpleNamespace(eot_token=256, decode_bytes=lambda ids: 2 * bytes(ids))
+    monkeypatch.setattr('tokenizer.get_tokenizer', lambda state: two_bytes)
     found = measured(tiny_run, tmp_path, f'--rule={rule}', '--lengths=[32,48,64]', '--stride=20',
                      '--max_windows=7')
     data = Windows(str(corpus_dir), 'test', 1)
@@ -64,7 +68,7 @@ def test_sliding_windows_score_what_a_loop_scores(tiny_run, losses_of, corpus_di
         of_windows = np.mean(own, axis=1)
         assert row['standard_error'] == pytest.approx(of_windows.std(ddof=1) / 7 ** 0.5, abs=1e-5)
         assert row['ppl'] == pytest.approx(math.exp(row['loss']))
-        assert row['bits_per_byte'] == pytest.approx(row['loss'] / math.log(2))  # tokens are bytes
+        assert row['bits_per_byte'] == pytest.approx(row['loss'] / math.log(2) / 2)
         if T > 32:
             assert row['cut_loss'] == pytest.approx(np.concatenate(cut).mean(), abs=1e-5)
             assert row['gain'] == pytest.approx(row['cut_loss'] - row['loss'], abs=1e-5)
@@ -78,6 +82,7 @@ def test_position_and_tail_are_means_over_passes(tiny_run, losses_of, corpus_dir
     assert found['loss'] == pytest.approx(losses.mean(0).reshape(-1, 2).mean(1), abs=1e-5)
     own, cut = losses[:, 64:128].mean(1), np.array([np.mean([
         losses_of(ids[hi - 32:hi + 1])[-4:] for hi in range(68, 129, 4)]) for ids in x])
+    assert found['rows'][0]['loss'] == pytest.approx(losses[:, :32].mean(), abs=1e-5)
     row = found['rows'][1]
     assert (row['loss'], row['cut_loss']) == pytest.approx((own.mean(), cut.mean()), abs=1e-5)
     paired = (cut - own).std(ddof=1) / 5 ** 0.5

@@ -154,4 +154,5 @@ def test_the_identity_of_a_model_tells_its_weights_and_small_vectors():
     found.append(identity(model, info))
     model.scale_sets = {64: {'norm.weight': torch.ones(32)}}
     found.append(identity(model, info))
+    assert needs_equal_lengths(model)  # a pass takes the set for one length
     assert len(set(found)) == 5 and identity(model, info) == found[-1]

@@ -6,7 +6,6 @@ $ python -m pytest tests/test_model.py
 """
 
 import math
-import sys
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from conftest import EVERY, TINY, losses_and_gradients, near, random_model, toke
 from plain import plain_transformer
 
 from model import (
-    Attention,
     ModelConfig,
     Transformer,
     small_vectors,
@@ -81,13 +79,6 @@ def test_small_vectors_are_scales_gains_norms_and_those_of_ones_own_method(monke
     assert frozen == {'head_scale', 'head_gain', 'slope'}
 
 
-def test_a_methods_vector_has_a_name_that_no_vector_of_the_model_has(monkeypatch):
-    monkeypatch.setitem(METHODS, 'own', Own)
-    monkeypatch.setattr(Own, 'vectors', {'head_scale': 0.1})
-    with pytest.raises(ValueError, match='Rename it'):
-        random_model(position='own')
-
-
 # ---------------------------------------------------------------------- scales
 
 def test_a_scale_may_be_one_per_channel():
@@ -106,20 +97,6 @@ def test_a_change_of_a_thousandth_in_a_scale_counts_under_bfloat16():
 
 
 # ---------------------------------------------------------------------- speed changes no number
-
-@pytest.mark.parametrize('position, n_layer', [('none', 2), ('rope,logn', 3)])
-def test_attention_is_one_causal_kernel_in_attention_forward(monkeypatch, position, n_layer):
-    calls, kernel = [], F.scaled_dot_product_attention
-
-    def called(q, k, v, mask=None, **options):
-        calls.append((sys._getframe(1).f_code, mask, options['is_causal']))
-        return kernel(q, k, v, mask, **options)
-
-    model = random_model(position=position, n_layer=n_layer)
-    monkeypatch.setattr(F, 'scaled_dot_product_attention', called)
-    model(tokens(1, 20))
-    assert calls == [(Attention.forward.__code__, None, True)] * n_layer
-
 
 def test_the_last_positions_are_those_of_a_full_pass():
     model, idx, targets = random_model(), tokens(2, 21), tokens(2, 21, seed=2)

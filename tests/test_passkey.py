@@ -80,19 +80,23 @@ def test_places_and_keys_are_drawn_as_by_the_released_code():
 
 # ---------------------------------------------------------------------- as run
 
-def test_the_result_of_a_model_that_reads_300_tokens(tiny_run, tiny, tmp_path, monkeypatch):
-    def reads_300_tokens(model, prompts, n):
-        return [[32, *re.search(rb'\d{5}', bytes(prompt[1:]))[0]] if len(prompt) <= 300 else ids
-                for prompt, ids in zip(prompts, complete(model, prompts, n))]
+def test_accuracy_is_by_length_and_depth(tiny_run, tiny, tmp_path, monkeypatch):
+    found = {key for length, depth, _, key in draw_cells([300, 600], 3, 2, 42)
+             if (length, depth) in ((300, 0), (300, 1), (600, 2))}
 
-    monkeypatch.setattr('generate.complete', reads_300_tokens)
+    def finds_some(model, prompts, n):
+        keys = [re.search(rb'\d{5}', bytes(prompt[1:]))[0] for prompt in prompts]
+        return [[32, *key] if int(key) in found else ids
+                for key, ids in zip(keys, complete(model, prompts, n))]
+
+    monkeypatch.setattr('generate.complete', finds_some)
     scale = tmp_path / 'x.json'
     scale.write_text(json.dumps({
         'weights_digest': tiny[1]['digest'], 'position_method': 'none', 'rope_scaling': '',
         'target_length': 300, 'head_scale': [[1.1] * 4] * 2}))
     stage('passkey', *on(tiny_run, tmp_path, f'{SIZES} --scale={scale}'))
     result = read(tmp_path / 'passkey_x.json')
-    assert (result['lengths'], result['accuracy']) == ([300, 600], [[1, 1, 1], [0, 0, 0]])
+    assert (result['lengths'], result['accuracy']) == ([300, 600], [[1, 1, 0], [0, 0, 1]])
     assert result['accuracy_of_all'] == 0.5
     assert (tmp_path / 'passkey_x.png').exists()
 

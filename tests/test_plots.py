@@ -7,8 +7,6 @@ $ python -m pytest tests/test_plots.py
 import json
 import warnings
 
-from configurator import ROOT
-
 import numpy as np
 import pytest
 
@@ -94,16 +92,6 @@ def test_bars_images_and_points_have_the_numbers_of_the_json():
                                ('head', 1, [[1, 2, 3, 4]]), ('head', 2, [[5, 6]]),
                                ('attention', 0, [[1, None], [2, 3]])):
         assert panels(name)[panel].images[0].get_array().tolist() == cells
-
-
-def test_a_running_mean_of_few_bins_is_their_mean():
-    assert [list(one) for one in plots.smooth([1, 2, 6], [3, 3, 3])] == [[3], [3]]
-
-
-def test_tables_of_several_models_are_drawn():
-    table = json.loads((ROOT / 'results/papers/table2.json').read_text())
-    [axis] = plots.draw_ppl(table).axes
-    assert axis.lines[0].get_ydata() == pytest.approx([14.5, 491.4, 488.5, 599.5])
 
 
 @pytest.mark.parametrize('name', RESULTS)

@@ -12,12 +12,12 @@ from configurator import UserError
 import numpy as np
 import pytest
 import torch
-from conftest import EVERY, losses_and_gradients, near, random_model, tokens
+from conftest import EVERY, TINY, losses_and_gradients, near, random_model, tokens
 from plain import plain_losses, plain_transformer
 
 import position
 from entropy import entropies
-from model import small_vectors, vector_kind
+from model import ModelConfig, small_vectors, vector_kind
 from position import METHODS, NoPE, Place, RoPE, alibi_slopes, distances, rope_frequencies
 
 every = pytest.mark.parametrize('changes', EVERY, ids=str)
@@ -64,6 +64,12 @@ def test_yarn_mixes_pairs_between_8_and_21_at_the_papers_sizes(s, square):
 def test_alibi_slopes_match_the_paper():
     near(alibi_slopes(6), [1 / 4, 1 / 16, 1 / 64, 1 / 256, 1 / 2, 1 / 8], atol=1e-5)
     near(alibi_slopes(16), [2 ** (-k / 2) for k in range(1, 17)], atol=1e-5)
+
+
+def test_methods_that_start_as_nope_do():
+    config = ModelConfig(vocab_size=9, **TINY)
+    assert not METHODS['cope'](config).e.any() and not METHODS['sink'](config).sink.any()
+    near(METHODS['ssmax'](config).factor(torch.tensor([[31.0]])), torch.ones(4, 1))  # at n = L
 
 
 def test_t5_has_one_table_for_all_layers():
@@ -224,15 +230,3 @@ def test_a_step_that_is_misspelt_or_set_on_the_object_is_refused(monkeypatch):
             random_model(position='own')
 
 
-def test_layers_of_another_rope_have_their_own_angles(monkeypatch):
-    """Even if its class has the same name and the same settings."""
-    monkeypatch.setitem(METHODS, 'rope50', type('RoPE', (RoPE,), {
-        'frequencies': lambda method, total: rope_frequencies(8, 50.0, '', 32, total)}))
-    model, q = random_model(position='rope,rope50', n_layer=3), torch.randn(40, 8)
-    methods, i = [block.attn.position for block in model.blocks], torch.arange(40)
-    place = Place(i, i, 40)
-    places = [one.prepare(place) for one in methods]
-    for one, its_place, base in zip(methods, places, (10000.0, 50.0, 10000.0)):
-        alone = method('rope', rope_base=base)
-        expected = alone.encode(q, q, alone.prepare(Place(i, i, 40)))
-        near(one.encode(q, q, its_place), expected, atol=1e-5)

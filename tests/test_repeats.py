@@ -46,16 +46,17 @@ def test_the_error_of_a_ratio_is_over_windows():
     assert error == pytest.approx(np.sqrt((rests ** 2).sum() * 3 / 2) / 6)
 
 
+@pytest.mark.parametrize('name, value', [('scale', 1.3), ('position', 'llama4')])
 def test_the_gain_is_the_cut_loss_of_the_untuned_model_minus_the_loss(tiny_run, corpus_dir,
-                                                                      tmp_path):
-    stage('repeats', *on(tiny_run, tmp_path), '--scale=1.3', '--length=128', '--n_samples=6',
+                                                                      tmp_path, name, value):
+    stage('repeats', *on(tiny_run, tmp_path), f'--{name}={value}', '--length=128', '--n_samples=6',
                '--targets=20', '--gram=4', '--control=True')
-    found = read(tmp_path / 'repeats_scale1.3.json')
+    found = read(next(tmp_path.glob('*.json')))
     data = Windows(str(corpus_dir), 'test', 128)
     x = data.evenly_spaced(6)
-    window, t, _, same, _ = repeats.find_targets(x, 32, 4, 20)
+    window, t, s, same, _ = repeats.find_targets(x, 32, 4, 20)
     runtime = setup('cpu', 'float32')
-    plain, scaled = (open_model('last', tiny_run, runtime, scale=one)[0] for one in (None, 1.3))
+    plain, scaled = (open_model('last', tiny_run, runtime, **how)[0] for how in ({}, {name: value}))
 
     def loss(model, ids):
         ids = torch.from_numpy(ids)[None]
@@ -77,6 +78,10 @@ def test_the_gain_is_the_cut_loss_of_the_untuned_model_minus_the_loss(tiny_run, 
     assert row['headroom'] == pytest.approx(np.mean(cut) - copied.mean(), abs=1e-5)
     assert row['R'] == pytest.approx(row['gain'] / row['headroom'], rel=1e-3)
 
+    rows, is_far = {row['kind']: row for row in found['rows']}, t - s > 64
+    assert rows['33 to 64 back']['targets'] == (~is_far).sum()
+    assert rows['65 to 128 back']['loss'] == pytest.approx(np.array(whole)[is_far].mean(), abs=1e-5)
+
     document = np.searchsorted(data.starts, np.stack((data.places, data.places + 128)), 'right')
     others = repeats.other_windows(*document)
     control = []
@@ -88,6 +93,8 @@ def test_the_gain_is_the_cut_loss_of_the_untuned_model_minus_the_loss(tiny_run, 
     assert found['rows'][-1]['loss'] == pytest.approx(np.mean(control), abs=1e-5)
     assert all(set(range(*document[:, w] + [0, 1])).isdisjoint(range(*document[:, o] + [0, 1]))
                for w, o in enumerate(others))
+    with pytest.raises(SystemExit, match='no other text'):
+        repeats.other_windows(*np.zeros((2, 4), int))
 
 
 def test_a_baseline_with_another_tokenizer_is_refused(tiny_run, tmp_path):

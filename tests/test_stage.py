@@ -13,7 +13,7 @@ from stage import bin_means, open_model, result_path, results_folder
 @pytest.fixture
 def saved(tmp_path):
     """A random model, and the path of its checkpoint."""
-    model = random_model(position='rope,none')
+    model = random_model(position='rope,none', rope_base=500.0)
     save_model(model, tmp_path / 'run/last.pt', dataset='text')
     return model, tmp_path / 'run'
 
@@ -35,7 +35,7 @@ def test_a_model_is_found_by_its_run_file_or_folder(saved, cpu):
 
 def test_a_model_can_be_read_with_another_position_or_scaling(saved, cpu):
     model, run = saved
-    other = random_model(position='rope,none', rope_scaling='yarn:4')
+    other = random_model(position='rope,none', rope_base=500.0, rope_scaling='yarn:4')
     opened, info = open_model('last', run, cpu, rope_scaling='yarn:4', scale=1.5)
     other.load_state_dict(model.state_dict())
     other.head_scale = 1.5

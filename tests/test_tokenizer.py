@@ -114,18 +114,6 @@ def test_a_tokenizer_is_rebuilt_from_its_state(bpe, tmp_path):
     assert tokenizer_state(get_tokenizer(str(tmp_path))) == tokenizer_state(bpe)  # of a dataset
 
 
-@pytest.mark.parametrize('change', [
-    {'model': None}, {'pre_tokenizer': {'type': 'FixedLength', 'length': 0}},
-    {'pre_tokenizer': {'type': 'Split', 'behavior': 'Isolated', 'invert': False,
-                       'pattern': {'Regex': '(a+)+$'}}},
-    {'decoder': {'type': 'Strip', 'content': 'b', 'start': 0, 'stop': 2 ** 40}}])
-def test_a_tokenizer_json_on_which_the_library_panics_ends_in_one_line(change):
-    with pytest.raises(SystemExit, match='^x.json cannot be used') as caught:
-        encoding = HFTokenizer('x.json', json.dumps(json.loads(LLAMA) | change))
-        encoding.decode(encoding.encode_ordinary('a' * 40 + 'b'))
-    assert len(str(caught.value).splitlines()) == 1
-
-
 # ---------------------------------------------------------------------- token files
 
 def test_each_document_is_read_back_and_followed_by_end_of_text(tmp_path, bpe):

@@ -3,6 +3,7 @@
 import gc
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import filelock
 import pytest
 import torch
 from conftest import ROOT, SIZES, mistake, stage
+from plain import plain_entropy
 
 import train
 from common import model_config, read_checkpoint
@@ -38,6 +40,13 @@ def largest_difference(one, other):
     a, b = read_checkpoint(one / 'last.pt')['model'], read_checkpoint(other / 'last.pt')['model']
     assert a.keys() == b.keys()
     return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+def test_the_rate_warms_up_for_a_share_of_the_steps_and_stays_at_min_lr(monkeypatch):
+    for name, value in dict(warmup_iters=0.1, max_iters=40, lr_decay_iters=20).items():
+        monkeypatch.setattr(train, name, value)
+    rates = [train.learning_rate_at(step) for step in (0, 3, 4, 12, 20, 39)]
+    assert rates == pytest.approx([5e-4, 2e-3, 2e-3, 1.1e-3, 2e-4, 2e-4])
 
 
 @pytest.fixture(scope='module')
@@ -83,7 +92,8 @@ def test_a_step_is_adamw_on_the_mean_loss_of_its_batch(corpus_dir, whole):
     measured = [row['val_loss'] for row in rows if 'val_loss' in row]
     assert measured[1] == pytest.approx(model(x[:, :-1], x[:, 1:]).mean().item(), rel=1e-4)
     assert [row['step'] for row in rows if 'val_loss' in row] == [4, 8]
-    assert all(0 < row['entropy'] < math.log(32) for row in rows if 'entropy' in row)
+    assert rows[-1]['entropy'] == pytest.approx(plain_entropy(model, x[:, :-1]).mean(), rel=1e-3)
+    assert rows[-1]['tokens'] == 8 * 4 * 32
 
 
 def test_a_resumed_run_ends_bit_for_bit_like_one_that_was_not_stopped(corpus_dir, whole, tmp_path):
@@ -103,7 +113,8 @@ def test_a_resumed_run_ends_bit_for_bit_like_one_that_was_not_stopped(corpus_dir
 def test_a_stopped_or_killed_process_goes_on_where_it_was(corpus_dir, tmp_path, how):
     command = [sys.executable, ROOT / 'train.py', f'--dataset={corpus_dir}', *RUN,
                '--max_iters=100000', '--lr_decay_iters=8', '--eval_interval=50']
-    process = subprocess.Popen([*command, f'--out_dir={tmp_path}/run'])
+    process = subprocess.Popen([*command, f'--out_dir={tmp_path}/run'],
+                               env=os.environ | {'OMP_NUM_THREADS': '1'})
     while not (tmp_path / 'run/last.pt').exists():
         assert process.poll() is None
         time.sleep(0.05)
@@ -130,6 +141,14 @@ def test_two_ranks_train_like_one_and_resume_exactly(corpus_dir, whole, tmp_path
     assert largest_difference(tmp_path / 'once', tmp_path / 'twice') == 0
 
 
+def test_best_pt_has_the_least_validation_loss_also_after_a_resume(corpus_dir, tmp_path):
+    trained(corpus_dir, tmp_path, '--max_iters=4', '--lr_decay_iters=8')
+    resumed(tmp_path, '--max_iters=8', '--min_lr=1.0', '--beta1=0.8', '--weight_decay=0.0')
+    assert read_checkpoint(tmp_path / 'best.pt')['step'] == 4
+    group = read_checkpoint(tmp_path / 'last.pt')['optimizer']['param_groups'][0]
+    assert (group['betas'], group['weight_decay']) == ((0.8, 0.95), 0)
+
+
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_file(corpus_dir, tmp_path):
     trained(corpus_dir, tmp_path / 'run', '--max_iters=4', '--lr_decay_iters=8')
     good = (tmp_path / 'run/last.pt').read_bytes()
@@ -143,6 +162,7 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_file(corpus_dir
     ('--n_layer=2', 'holds a run'),
     ('--init_from=resume --max_iters=9 --batch_size=8', 'batch_size is 8'),
     ('--init_from=resume --max_iters=9 --n_layer=3', 'n_layer is 3'),
+    ('--init_from=resume --max_iters=9 --seed=1', 'seed is 1'),
     ('--init_from=resume --max_iters=9 --position=rope', 'position'),
     ('--position=ropy --out_dir=other', 'kerple'),
     ('--rope_base=500.0 --out_dir=other', 'rope_base'),
@@ -167,6 +187,9 @@ def test_fine_tuning_keeps_L_and_takes_the_factor_of_yarn_from_the_lengths(corpu
             '--block_size=128', '--rope_scaling=yarn')
     c = read_checkpoint(tmp_path / 'long/last.pt')['model_config']
     assert (c.block_size, c.pretrained_length, c.rope_scaling) == (128, 32, 'yarn:4')
+    trained(corpus_dir, tmp_path / 'again', f'--init_from={tmp_path}/long/last.pt', '--max_iters=1',
+            '--block_size=64', '--rope_scaling=yarn')
+    assert read_checkpoint(tmp_path / 'again/last.pt')['model_config'].rope_scaling == 'yarn:2'
     trained(corpus_dir, tmp_path / 'none', f'--init_from={tmp_path}/rope/last.pt', '--max_iters=1',
             '--position=none')
     model = Transformer(read_checkpoint(tmp_path / 'none/last.pt')['model_config'])
@@ -177,10 +200,14 @@ def test_fine_tuning_keeps_L_and_takes_the_factor_of_yarn_from_the_lengths(corpu
     assert first['loss'] == pytest.approx(model(x[:, :-1], x[:, 1:]).mean().item(), rel=1e-5)
 
 
-def test_random_positions_are_drawn_anew_after_validation_and_resume(corpus_dir, tmp_path):
+def test_each_step_draws_random_positions_also_after_validation_and_resume(corpus_dir, tmp_path,
+                                                                           monkeypatch):
+    drawn, draw = [], torch.rand_like
+    monkeypatch.setattr(torch, 'rand_like', lambda x: drawn.append(draw(x)) or drawn[-1])
     run = '--position=rope', '--random_positions=64', '--lr_decay_iters=8'
     for name, n in ('whole', 6), ('stopped', 4):
         trained(corpus_dir, tmp_path / name, *run, f'--max_iters={n}')
+    assert len({x[0].item() for x in drawn}) == 6 * 2  # steps, layers
     resumed(tmp_path / 'stopped', '--max_iters=6')
     assert largest_difference(tmp_path / 'whole', tmp_path / 'stopped') == 0
 

@@ -26,7 +26,7 @@ def tuned(tiny_run, tmp_path_factory):
     """A folder with the scale files of a few searches of tiny_run."""
     folder = tmp_path_factory.mktemp('tuned')
     stage('tune_scale', *on(tiny_run, folder), '--method=uniform', '--n_samples=4',
-          '--candidate_range=[0.5,2.0,0.5]', '--target_length=128')
+          '--candidate_range=[0.8,2.0,0.4]', '--target_length=128')
     for more in ([], ['--min_scale=None', '--label=no_min', '--tune=head_scale:0.5',
                       '--init_scale=1.0'],
                  ['--tune=channel', '--label=channel'],
@@ -48,13 +48,13 @@ def test_the_fit_is_the_least_squares_line_through_1_at_L():
 def test_a_uniform_search_reads_the_same_windows_with_each_scale(tiny_run, tuned, corpus_dir):
     found, model = read(tuned / 'scale_uniform.json'), opened(tiny_run)
     x = torch.from_numpy(Windows(str(corpus_dir), 'val', 128).evenly_spaced(4))
-    assert found['search']['candidates'] == [0.5, 1.0, 1.5, 2.0]
+    assert found['search']['candidates'] == [0.8, 1.2, 1.6, 2.0]
     losses = []
     for scale in found['search']['candidates']:
         model.head_scale = scale
         losses.append(model(x[:, :-1], x[:, 1:]).mean(0))
     bins = torch.stack(losses).unflatten(1, (-1, 2)).mean(-1)
-    candidates = torch.tensor(found['search']['candidates'])
+    candidates = np.array(found['search']['candidates'])
     assert found['search']['best_by_position'] == candidates[bins.argmin(0)].tolist()
     for n, best in zip(found['lengths'], found['best_by_length']):  # the last 64 tokens of each
         means = [of_one[max(0, n - 64):n].mean().item() for of_one in losses]
@@ -77,8 +77,15 @@ def test_only_head_scales_move_and_none_falls_below_1(tiny_run, tuned, corpus_di
     moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert moved == {f'blocks.{layer}.attn.head_scale' for layer in range(2)}
     assert not any(p.requires_grad for p in model.parameters())
-    assert np.min(read(tuned / 'scale_head_64.json')['head_scale']) >= 1
+    assert model.head_scale.min() == 1  # three steps lead from 1.01 below it
     assert np.min(read(tuned / 'scale_head_64_no_min.json')['head_scale']) < 1  # the ablation
+    gains = read(tuned / 'scale_head_64_all.json')['head_gain'].values()
+    assert np.min([*gains]) < 1  # Eq. (6) is about head scales
+
+
+def test_the_rate_rises_for_20_steps_and_falls_by_a_cosine_to_a_tenth():
+    found = [tune_scale.share_of_peak(step) for step in (0, 19, 20, 110, 200)]
+    assert found == pytest.approx([0.05, 1, 1, 0.55, 0.1])
 
 
 def test_the_first_step_follows_the_slope_of_the_loss(tiny_run, tuned, corpus_dir):
@@ -101,28 +108,19 @@ def test_the_first_step_follows_the_slope_of_the_loss(tiny_run, tuned, corpus_di
                '--label=first', '--tune=head_scale:0.01')
     moved = torch.tensor(read(tuned / 'scale_head_64_first.json')['head_scale']) - 1.2
     assert torch.allclose(moved.abs(), torch.tensor(0.01), atol=1e-4)
-    assert torch.equal(moved.sign(), -slopes.sign())
+    clear = slopes.abs() > 1e-5  # smaller ones are rounding errors
+    assert clear.sum() > 3 and torch.equal(moved.sign()[clear], -slopes.sign()[clear])
 
 
-def test_a_scale_file_gives_a_model_what_tuning_left(tiny_run, tuned):
-    for name, kinds in ('channel', {'head_scale'}), ('all', {'head_scale', 'head_gain', 'norm'}):
-        path = tuned / f'scale_head_64_{name}.json'
-        found = read(path)
-        model = opened(tiny_run, path)
-        assert kinds <= found.keys()
-        assert torch.equal(model.head_scale, torch.tensor(found['head_scale']))
-        for key, rows in found.get('norm', {}).items():
-            assert torch.equal(model.get_parameter(key), torch.tensor(rows))
-    assert np.shape(read(tuned / 'scale_head_64_channel.json')['head_scale']) == (2, 4, 8)
-
-
-def test_the_table_has_the_losses_of_the_last_tokens(tiny_run, tuned, corpus_dir):
-    for T, name in (64, 'scale_head_64.json'), (128, 'scale_sets.json'):
+def test_a_scale_file_gives_a_model_the_losses_that_tuning_measured(tiny_run, tuned, corpus_dir):
+    """Those of the last tokens: as loaded, with the first scale, and tuned."""
+    for T, name in (64, 'head_64'), (64, 'head_64_all'), (64, 'head_64_channel'), (128, 'sets'):
         x = torch.from_numpy(Windows(str(corpus_dir), 'val', T).evenly_spaced(4))
-        rows = read(tuned / name)['rows']
-        for row, scale in zip(rows, (None, 1.2, tuned / name)):
+        path = tuned / f'scale_{name}.json'
+        for row, scale in zip(read(path)['rows'], (None, 1.2, path)):
             losses = opened(tiny_run, scale)(x[:, :-1], x[:, 1:])
-            assert row[f'loss at {T}'] == pytest.approx(losses[:, -16:].mean().item(), rel=1e-5)
+            assert row[f'loss at {T}'] == pytest.approx(losses[:, -16:].mean().item())
+    assert np.shape(read(tuned / 'scale_head_64_channel.json')['head_scale']) == (2, 4, 8)
 
 
 def test_head_scales_start_at_the_best_uniform_scale_linear_in_ln_T(tiny_run, tmp_path):
