@@ -43,10 +43,13 @@ def open_split(dataset, split):
     if not dataset:
         raise UserError('The model does not name its training text. Give one: --dataset=NAME.')
     folder = ROOT / 'data' / dataset
+    script = folder / 'prepare.py'
     folder = folder if folder.is_dir() else Path(dataset)
     if not (folder / 'meta.json').is_file():
-        raise UserError(f'Dataset {dataset} is not prepared. Run: python '
-                        f'{os.path.relpath(folder)}/prepare.py (--help says what it takes).')
+        how = f'python {os.path.relpath(script)} (--help says what it takes)'
+        if not script.is_file():
+            how = f'what its config says, or python data/text/prepare.py FILES --name={dataset}'
+        raise UserError(f'Dataset {dataset} is not prepared. Run {how}.')
     meta = json.loads((folder / 'meta.json').read_text(encoding='utf-8'))
     if split not in meta['splits']:
         raise UserError(f"Dataset {dataset} has no split {split}, but {', '.join(meta['splits'])}.")

@@ -406,11 +406,14 @@ class DAPE(nn.Module):
 
     def forward(self, scores, bias, hidden):
         """scores: (B, H, T, S); bias: as a method's, or None; hidden: (1 or B, 1, T, S)."""
-        x = scores
+        parts = [scores]
         if bias is not None:
             bias = bias.to(scores.dtype)
-            x = torch.cat((scores, bias.expand(scores.shape)), dim=1)        # (B, 2H, T, S)
-        x = self.first(x.masked_fill(hidden, 0))  # S + 2 pad columns; column p is key p - pad
+            parts.append(bias.expand(scores.shape))
+        # Masked before they are joined: of a mask after it, torch.compile (2.13, one window, with
+        # gradients) makes code that overwrites the weights of attention while it reads them.
+        x = torch.cat([part.masked_fill(hidden, 0) for part in parts], dim=1)  # (B, H or 2H, T, S)
+        x = self.first(x)                         # S + 2 pad columns; column p is key p - pad
         # Before key 0 the second convolution sees zeros.
         x = x.masked_fill(torch.arange(x.shape[-1], device=x.device) < self.pad, 0)
         # In place, so that backward reads the signs from the result. Otherwise compiled code stores

@@ -153,8 +153,8 @@ def other_windows(first, last):
     """
     others = np.roll(np.arange(len(first)), -(len(first) // 2))
     if ((last[others] >= first) & (first[others] <= last)).any():
-        raise UserError('A document is longer than half the text, so there is no other text for a '
-                        'control. Give --control=False or other text.')
+        raise UserError('A window shares its document with the one half the text away, so there is '
+                        'no other text for a control. Give more --n_samples= or other text.')
     return others
 
 
@@ -169,6 +169,10 @@ def main(given):
     samples = data.evenly_spaced(n_samples)
     window, t, s, same, n_found = find_targets(samples, L, gram, targets)
     others = other_windows(*data.documents) if control else None
+    if not baseline and {*(position or 'none').split(',')} - {'none', 'rope'} \
+            and not info['path'].endswith(('.pt', '.gguf')):
+        raise UserError(f'{init_from} does not say how it was trained, if you give its position. '
+                        'Name the untuned model: --baseline=FOLDER.')
     untuned, untuned_info = model, info
     if baseline or any(one is not None for one in (position, rope_scaling, scale)):
         trained = None if baseline else info['trained_position']

@@ -129,6 +129,9 @@ def starting_point(given):
     if new['rope_scaling'] and ':' not in new['rope_scaling']:  # 'yarn': stretch L to block_size
         new['rope_scaling'] += f":{new['block_size'] / own['pretrained_length']:g}"
     new |= {name: value for name, value in unused_settings(new).items() if name not in given}
+    if init_from == 'resume' and start['step'] >= new['max_iters']:
+        raise UserError(f"{out_dir} is finished after {start['step']} steps. To go on, give more: "
+                        '--max_iters=N.')
     return start, {name: new[name] for name in NAMES if name in new and name not in OF_MACHINE}
 
 
@@ -169,7 +172,7 @@ def wrap(model, runtime):
     net = torch.compile(model, dynamic=False) if compiles else model
     if runtime.world_size > 1:
         # The bucket view avoids a second copy of all gradients.
-        net = DistributedDataParallel(net, gradient_as_bucket_view=True, broadcast_buffers=False)
+        net = DistributedDataParallel(net, gradient_as_bucket_view=True)
     return net
 
 

@@ -299,9 +299,11 @@ def main(given):
     name = dataset or info['dataset']
     T = target_length or (8 if method == 'uniform' else 4) * config.block_size
     lengths = sorted(target_lengths) or [T]
-    if lengths[0] < config.block_size + (method == 'uniform'):
+    # the uniform search needs a bin of positions past block_size
+    least = config.block_size + (max(1, config.block_size // 16) if method == 'uniform' else 0)
+    if lengths[0] < least:
         raise UserError(f'target_length is {lengths[0]}; the model was trained at '
-                        f'{config.block_size} tokens. Give more.')
+                        f'{config.block_size} tokens. Give at least {least}.')
     if batch_size % runtime.world_size:
         raise UserError(f'batch_size {batch_size} must be a multiple of the '
                         f'{runtime.world_size} ranks.')

@@ -59,14 +59,6 @@ def test_a_result_is_the_mean_over_new_samples_of_each_length(tmp_path):
     assert f"bucket_sort 20.0% {row['inside']:.1%} {row['outside']:.1%}" in out
 
 
-def test_model_learns_even_pairs_and_the_first_length_past_training_is_always_tested(tmp_path):
-    larger = '--n_layer=2 --n_embd=32 --n_hidden=32 --batch_size=64 --learning_rate=3e-3'.split()
-    out, result = run(tmp_path, "['even_pairs']", *larger, '--max_iters=300', '--eval_every=5',
-                      '--position=kerple')
-    assert result['lengths'] == [1, 6, 7] and 'at 1, 6 at 7' in out
-    assert result['tasks']['even_pairs']['accuracy'][1] > 0.9
-
-
 def test_one_model_learns_a_mixture_and_once_trained_is_only_tested(tmp_path):
     arguments = "['flip_flop+copy','recall']", '--lengths=[24,6,3]'
     first, result = run(tmp_path, *arguments, '--max_iters=2')

@@ -22,9 +22,7 @@ SCALES = [[0.5, 1, 2, 4], [1, 1, 1, 1]]
 # ---------------------------------------------------------------------- the formula
 
 LAYOUTS = {
-    'contiguous': lambda x: x,
     'tokens before heads': lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-    'channels before tokens': lambda x: x.mT.contiguous().mT,
     'every second number': lambda x: torch.stack((x, -x), dim=-1)[..., 0],
 }
 

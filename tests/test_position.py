@@ -6,6 +6,7 @@ $ python -m pytest -m '' tests/test_position.py
 """
 
 import math
+import shutil
 
 from configurator import UserError
 
@@ -163,6 +164,16 @@ def test_every_method_is_one_graph_for_a_compiler(changes):
     compiled = torch.compile(model, backend='aot_eager', fullgraph=True, dynamic=False)
     expected = losses_and_gradients(model, windows)
     near(losses_and_gradients(model, windows, compiled), expected, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which('g++'), reason='torch.compile on a CPU needs g++')
+def test_compiled_dape_of_one_window_has_the_gradients_of_uncompiled_dape():
+    torch.compiler.reset()
+    model, windows = random_model(position='kerple', dape_kernel=3, n_layer=1, n_head=8, n_embd=128,
+                                  block_size=128), tokens(1, 129)
+    compiled = losses_and_gradients(model, windows, torch.compile(model, dynamic=False))
+    near(compiled, losses_and_gradients(model, windows), atol=1e-4)
 
 
 # ---------------------------------------------------------------------- classes of one's own

@@ -160,6 +160,7 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_file(corpus_dir
 
 @pytest.mark.parametrize('words, named', [
     ('--n_layer=2', 'holds a run'),
+    ('--init_from=resume --max_iters=4', 'finished after 8 steps'),
     ('--init_from=resume --max_iters=9 --batch_size=8', 'batch_size is 8'),
     ('--init_from=resume --max_iters=9 --n_layer=3', 'n_layer is 3'),
     ('--init_from=resume --max_iters=9 --seed=1', 'seed is 1'),
