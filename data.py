@@ -48,7 +48,7 @@ def open_split(dataset, split):
     if not (folder / 'meta.json').is_file():
         how = f'python {os.path.relpath(script)} (--help says what it takes)'
         if not script.is_file():
-            how = f'what its config says, or python data/text/prepare.py FILES --name={dataset}'
+            how = f'what its config says, or python data/text/prepare.py FILES --name={folder.name}'
         raise UserError(f'Dataset {dataset} is not prepared. Run {how}.')
     meta = json.loads((folder / 'meta.json').read_text(encoding='utf-8'))
     if split not in meta['splits']:

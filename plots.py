@@ -304,13 +304,14 @@ def draw_scoreboard(result):
     keys = 'loss at L', 'gain at 8L', 'recall at 64L'
     rows = [row for row in result['rows'] if 'gain at 8L' in row]
     rows.sort(key=lambda row: row['gain at 8L']['mean'])
+    names = [row['title'] + ' (one seed)' * (len(row['seeds']) == 1) for row in rows]
     figure, axes = panels(f"Methods, L = {result['L']}", len(keys))
     figure.set_size_inches(12, 1.2 + 0.2 * len(rows))
     for axis, key in zip(axes, keys):
         numbers = [row.get(key) or {} for row in rows]
         axis.errorbar(column(numbers, 'mean'), range(len(rows)), xerr=column(numbers, 'sd'),
                       fmt='o', ecolor='gray')
-        axis.set_yticks(range(len(rows)), [row['title'] for row in rows if axis is axes[0]])
+        axis.set_yticks(range(len(rows)), names if axis is axes[0] else [])
         axis.set(title=key, xlabel='share right' if 'recall' in key else 'nats per token')
         axis.grid(alpha=0.3)
     axes[1].set_xscale('symlog', linthresh=0.1)

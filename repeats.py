@@ -14,6 +14,8 @@ headroom is the gain of the copy cache (Grave et al. 2017, arXiv:1612.04426, in 
 it gives the target the probability (1 - w) p + w c, where p is the untuned model's in the cut
 context, and c is 1 if x_s equals the target, else 0. The weight w is fitted on the split val.
 R = gain / headroom.
+A --position= for a Hugging Face folder says how it was trained; if it only says how to read it,
+name the folder as --baseline=, too.
 
 $ python repeats.py                                              # windows of 8L
 $ python repeats.py --scale=out/demo/nope/scale_head_640.json    # with tuned scales

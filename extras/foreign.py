@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 # transformers neither asks the hub nor runs code that comes with a model.
 LOCAL = {'local_files_only': True, 'trust_remote_code': False}
-TABLES = 'gpt2', 'gpt_neo', 'gptj', 'openai-gpt', 'opt'  # types with a table of L positions
+TABLES = 'gpt2', 'gpt_bigcode', 'gpt_neo', 'gptj', 'openai-gpt', 'opt'  # of L positions
 
 
 class Foreign(nn.Module):
@@ -49,9 +49,7 @@ class Foreign(nn.Module):
         losses of the last positions, (B, K), or without targets the logits of the last `tail`
         positions, (B, K, V); tail 0 means all.
         """
-        if self.config.position in TABLES and idx.shape[1] > self.config.block_size:
-            raise UserError(f'{self.config.position} reads at most {self.config.block_size} tokens,'
-                            ' because it has a table of positions. Give shorter texts.')
+        self.require_room(idx.shape[1])
         n = tail if targets is None else targets.shape[1]
         state = {'use_cache': False}
         if cache is not None:
@@ -61,6 +59,11 @@ class Foreign(nn.Module):
             return logits
         return F.cross_entropy(logits.mT.float(), targets, reduction='none')
 
+    def require_room(self, n_tokens):
+        if self.config.position in TABLES and n_tokens > self.config.block_size:
+            raise UserError(f'{self.config.position} reads at most {self.config.block_size} tokens,'
+                            ' because it has a table of positions. Give shorter texts.')
+
     def new_cache(self, max_length):
         """
         A cache of transformers, called like our KVCache. It grows, whatever max_length is. Several
@@ -69,6 +72,7 @@ class Foreign(nn.Module):
         from transformers import DynamicCache
         if not self.past:
             raise UserError(f'{self.config.position} has no cache, so it cannot generate text.')
+        self.require_room(max_length)
         cache = DynamicCache(config=self.model.config)
         cache.repeat = cache.batch_repeat_interleave
         cache.reorder = lambda source, start: cache.reorder_cache(source)

@@ -7,6 +7,8 @@ $ python -m pytest tests/test_plots.py
 import json
 import warnings
 
+from configurator import ROOT
+
 import numpy as np
 import pytest
 
@@ -35,8 +37,8 @@ EACH = '''{
 "attention": {"layer": 0, "head": 1, "lengths": [{"length": 8, "maps": {"score": [[1], [2, 3]],
     "attention": [[1], [0.25, 0.75]]}}]},
 "scoreboard": {"L": 4, "rows": [{"title": "cut"},
-    {"title": "NoPE", "loss at L": {"mean": 2}, "gain at 8L": {"mean": 0.5}},
-    {"title": "RoPE", "gain at 8L": {"mean": -1, "sd": 0.5}}]},
+    {"title": "NoPE", "seeds": [1], "loss at L": {"mean": 2}, "gain at 8L": {"mean": 0.5}},
+    {"title": "RoPE", "seeds": [1, 2], "gain at 8L": {"mean": -1, "sd": 0.5}}]},
 "demo": {"tail": 3, "lengths": [4, 5], "source": "books", "windows": 2, "readings": {"NoPE": {
     "curve": [9, 9, 3, 2, 1], "at": {"4": {}, "5": {"cut_loss": 4}},
     "far": {"gain": 0.5, "gain_error": 0.1}}}},
@@ -81,9 +83,9 @@ def test_bars_images_and_points_have_the_numbers_of_the_json():
     assert axis.collections[0].get_segments()[1].tolist() == [[8, 0.8], [8, 1.2]]
     assert axis.lines[1].get_ydata() == pytest.approx(np.exp([9, 1, 1, 1, 1, 1, 1, 1, 17]))
     assert panels('demo')[0].lines[0].get_xydata().tolist() == [[3, 3], [4, 2], [5, 1]]
-    gains = panels('scoreboard')[1]  # the best at the top
-    assert gains.collections[0].get_segments()[0].tolist() == [[-1.5, 0], [-0.5, 0]]
-    assert gains.lines[0].get_xydata().tolist() == [[-1, 0], [0.5, 1]]
+    assert panels('scoreboard')[1].lines[0].get_xydata().tolist() == [[-1, 0], [0.5, 1]]
+    [axis] = plots.draw_ppl(json.loads((ROOT / 'results/papers/table2.json').read_text())).axes
+    assert axis.lines[0].get_ydata().tolist() == [14.5, 491.4, 488.5, 599.5]
     assert panels('demo')[1].collections[0].get_segments()[0].tolist() == [[0.4, 0], [0.6, 0]]
     assert panels('bench')[0].patches[0].get_width() == 1  # from 1 to 2
     assert panels('head')[0].lines[0].get_ydata().tolist() == [3, 2]

@@ -6,7 +6,6 @@ $ python -m pytest -m '' tests/test_position.py
 """
 
 import math
-import shutil
 
 from configurator import UserError
 
@@ -167,7 +166,6 @@ def test_every_method_is_one_graph_for_a_compiler(changes):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not shutil.which('g++'), reason='torch.compile on a CPU needs g++')
 def test_compiled_dape_of_one_window_has_the_gradients_of_uncompiled_dape():
     torch.compiler.reset()
     model, windows = random_model(position='kerple', dape_kernel=3, n_layer=1, n_head=8, n_embd=128,
@@ -239,5 +237,3 @@ def test_a_step_that_is_misspelt_or_set_on_the_object_is_refused(monkeypatch):
         monkeypatch.setitem(METHODS, 'own', own)
         with pytest.raises(ValueError, match=message):
             random_model(position='own')
-
-
