@@ -74,11 +74,9 @@ def samples_in_a_cycle(weights):
 
 def encode_alike(a, b, ids):
     """
-    True if two tokenizers, given by their states, encode the text of some ids in the same way. The
-    states of equal tokenizers may differ: files spell the same rules in several ways.
+    True if two tokenizers, given by their states, encode the text of some ids of the first in the
+    same way. States of equal tokenizers may differ: files spell the same rules in several ways.
     """
-    if a == b:
-        return True
     from tokenizer import from_state  # it imports this file
     a, b = from_state(a), from_state(b)
     text = a.decode(ids.tolist())
@@ -113,10 +111,11 @@ class Windows:
         tokenizers = [meta['tokenizer'] for _, _, meta in opened]
         if info and info['tokenizer']:
             tokenizers.append(info['tokenizer'])
-        text = self.tokens[:10_000]
-        if not all(encode_alike(self.tokenizer, state, text) for state in tokenizers):
-            raise UserError(f'The parts of {dataset}, or it and the model, have different '
-                            'tokenizers. Prepare the text with one, or name other text.')
+        for state in tokenizers:
+            text = self.tokens[:10_000]
+            if state != self.tokenizer and not encode_alike(self.tokenizer, state, text):
+                raise UserError(f'The parts of {dataset}, or it and the model, have different '
+                                'tokenizers. Prepare the text with one, or name other text.')
 
         size = block_size + 1
         self.blocks = [tokens[:len(tokens) // size * size].reshape(-1, size)

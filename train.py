@@ -104,10 +104,8 @@ def starting_point(given):
     """
     The checkpoint that the run starts from, and the settings that come with it: of a stopped run
     all but those of the machine; of a model to fine-tune those of the model. What the user gave
-    replaces them where it may. From scratch there are none.
+    replaces them where it may.
     """
-    if init_from == 'scratch':
-        return {}, {}
     if init_from == 'resume':
         start = read_checkpoint(f'{out_dir}/last.pt')
         own, fixed = start['settings'], {'dataset', 'batch_size', 'seed', *OF_MODEL}
@@ -257,8 +255,10 @@ def main(given):
     runtime = setup(device, dtype, seed)
     folder = Path(out_dir)
     lock = only_run(folder) if runtime.is_main else None  # noqa: F841, held until the end
-    start, values = starting_point(given)
-    globals().update(values)
+    start = {}  # the checkpoint that the run starts from
+    if init_from != 'scratch':
+        start, values = starting_point(given)
+        globals().update(values)
     if batch_size % (micro_batch_size * runtime.world_size):
         raise UserError(f'batch_size {batch_size} must be a multiple of micro_batch_size '
                         f'{micro_batch_size} x {runtime.world_size} ranks.')
