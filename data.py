@@ -59,19 +59,6 @@ def open_split(dataset, split):
     return tokens, np.fromfile(folder / f'{split}_starts.bin', np.int64), meta
 
 
-def samples_in_a_cycle(weights):
-    """
-    How many of CYCLE samples each source gets, (n,) int. Shares are rounded down, and what is left
-    over goes to the largest remainders: weights 2 and 1 are 6,667 and 3,333 samples.
-    """
-    weights = np.array(weights)
-    exact = weights / weights.sum() * CYCLE
-    samples = np.floor(exact).astype(int)
-    missing = CYCLE - samples.sum()
-    samples[np.argsort(samples - exact, kind='stable')[:missing]] += 1
-    return samples
-
-
 def encode_alike(a, b, ids):
     """
     True if two tokenizers, given by their states, encode the text of some ids of the first in the
@@ -103,7 +90,9 @@ class Windows:
             names.append(name if colon else source)
             weights.append(float(weight) if colon else 1.0)
         opened = [open_split(name, split) for name in (names if split == 'train' else names[:1])]
-        self.samples_in_a_cycle = samples_in_a_cycle(weights[:len(opened)])
+        # How many of CYCLE samples each source gets: with weights 2 and 1, 6,667 and 3,333
+        shares = np.cumsum(weights[:len(opened)]) / sum(weights[:len(opened)])
+        self.samples_in_a_cycle = np.diff(np.round(shares * CYCLE).astype(int), prepend=0)
         self.tokens, self.starts, self.meta = opened[0]
         self.n_tokens = sum(len(tokens) for tokens, _, _ in opened)
 

@@ -245,6 +245,7 @@ def draw_passkey(*results):
         axis.axvline(result['block_size'], color='red', ls=':')
         axis.set(xlabel=f"length of the prompt (tokens; red: L = {result['block_size']})",
                  ylabel='depth of the key (%)', title=name_of(result))
+        axis.locator_params(axis='x', nbins=5)
         figure.colorbar(image, label='accuracy')
     return figure
 
@@ -272,7 +273,7 @@ def draw_demo(result):
                    color=line.get_color(), ecolor='gray')
         if ',' not in name:  # the baseline is the same with scales
             left.plot(result['lengths'], column(reading['at'].values(), 'cut_loss'), '.--', lw=0.8,
-                      color=line.get_color(), label='dashed: only the last L tokens')
+                      color=line.get_color(), label=f'{name}, only the last L tokens')
     finish(left, [result], f'loss (nats per token, mean of {tail})')
     right.invert_yaxis()
     right.set(xlabel='gain (nats per token, ± standard error)',
@@ -294,7 +295,7 @@ def draw_bench(*results):
     axis.set_yticks(range(len(rows)), names)
     axis.set_xscale('log', base=2)
     axis.xaxis.set_major_formatter('{x:g}')
-    axis.set_xlabel('time of the first over time of the second, ± range over rounds')
+    axis.set_xlabel('time of the first over time of the second (above 1: the first is slower), ± range')
     axis.invert_yaxis()
     return figure
 
@@ -312,10 +313,11 @@ def draw_scoreboard(result):
         axis.errorbar(column(numbers, 'mean'), range(len(rows)), xerr=column(numbers, 'sd'),
                       fmt='o', ecolor='gray')
         axis.set_yticks(range(len(rows)), names if axis is axes[0] else [])
-        axis.set(title=key, xlabel='share right' if 'recall' in key else 'nats per token')
+        axis.set(title=key, xlabel='share right (L = 16)' if 'recall' in key else 'nats per token')
         axis.grid(alpha=0.3)
     axes[1].set_xscale('symlog', linthresh=0.1)
     axes[1].xaxis.set_major_formatter('{x:g}')
+    axes[1].set_xlabel('nats per token, logarithmic beyond ±0.1')
     return figure
 
 

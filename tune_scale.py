@@ -23,7 +23,6 @@ scale_head_TARGET.json, or scale_sets.json for target_lengths. Each file but the
 
 import math
 from functools import partial
-from pathlib import Path
 
 from configurator import UserError, configure, settings
 
@@ -169,9 +168,6 @@ def first_scale(folder, length, model, info):
     if init_scale != 'uniform':
         return float(init_scale)
     path = f'{result_path(folder, "scale_uniform", "", info)}.json'
-    if not Path(path).exists():
-        raise UserError(f'{path} does not exist. Run tune_scale.py --method=uniform first, or give '
-                        'a number, such as --init_scale=1.2.')
     data, _ = read_scale_file(path, model, info)
     return float(np.interp(math.log(length), np.log(data['lengths']), data['best_by_length']))
 
@@ -195,10 +191,9 @@ def tune_heads(model, info, folder, lengths, name, runtime):
     measure_as('as loaded')
     cut = cut_losses(model, samples, T, tail, batch_tokens, runtime)
     groups = vectors_to_tune(model)
-    names = {*small_vectors(model, 'head_scale')}  # a scale file holds them in any case
+    saved = small_vectors(model, 'head_scale')  # a scale file holds them in any case
     for group in groups:
-        names.update(group['names'])
-    saved = {name: p for name, p in model.named_parameters() if name in names}
+        saved |= zip(group['names'], group['params'])
     original = {name: p.clone() for name, p in saved.items()}
     model.head_scale = start  # this gives the parameters, which groups hold, new values
     if 'channel' in [group['kind'] for group in groups]:
@@ -259,7 +254,7 @@ def search_uniform(model, info, T, name, runtime):
     first, last, step = candidate_range
     n_steps = math.floor((last - first) / step + 1e-6)
     scales = np.round(first + step * np.arange(n_steps + 1), 6)
-    block_size, own_scale = model.config.block_size, model.head_scale
+    block_size = model.config.block_size
     data = Windows(name, 'val', T, info=info)
     samples = data.evenly_spaced(n_samples)
     net = compiled_to_read(model, runtime, compile, len(samples) * len(scales), T)
@@ -272,7 +267,6 @@ def search_uniform(model, info, T, name, runtime):
         position, binned = bin_means(losses, block_size // 16)
         loss.append(binned)
         at_length.append([losses[max(0, n - tail):n].mean() for n in lengths])
-    model.head_scale = own_scale
 
     loss, at_length = np.array(loss), np.array(at_length)
     best, best_at_length = scales[loss.argmin(0)], scales[at_length.argmin(0)]
@@ -283,7 +277,7 @@ def search_uniform(model, info, T, name, runtime):
          f'only the last {cut["context"]}': cut['loss'][i]} for i, n in enumerate(lengths)])
     runtime.print(f'scale = 1 + {a:.4f} ln(i / {block_size}), R2 {r2:.4f}')
     search = {'candidates': scales, 'loss_at_length': at_length, 'position': position, 'loss': loss,
-              'best_by_position': best, 'fit_a': a, 'fit_r2': r2, 'cut': cut,
+              'best_by_position': best, 'fit_r2': r2, 'cut': cut,
               'samples': len(samples)}
     return same_scale(T, float(best_at_length[-1]), model.config), {
         'lengths': lengths, 'best_by_length': best_at_length, 'fit_a': a,

@@ -58,7 +58,7 @@ entropy | 2 | upper bound: ln i | 1:0 2:1 3:1 4:1 5:1 6:1 7:1 8:1 16:3
 uniform | 0 | scale 1.5 | 4.5:2 6.375:3
 uniform | 1 | NAME: a = 0.500 | 1:1 2:1 3:1 4:1 5:1.11 6:1.2 7:1.28 8:1.35 16:1.69
 che | 0 | RoPE | 4:1 9:0.5
-demo | 0 | dashed: only the last L tokens | 4:nan 5:4
+demo | 0 | NoPE, only the last L tokens | 4:nan 5:4
 '''
 
 

@@ -51,6 +51,8 @@ uniform() {  # one scale on top of YaRN
 
 passkey() {
     for how in plain yarn tuned; do
+        once $out/passkey_${how}_short.json python passkey.py $reads $(as $how) \
+            --label=${how}_short --max_length=2048 --n_lengths=2 --n_depths=5 --n_keys=2
         once $out/passkey_$how.json python passkey.py $reads $(as $how) --label=$how \
             --max_length=$T --n_lengths=4 --n_depths=5 --n_keys=2 --batch_tokens=8192
     done
@@ -59,7 +61,7 @@ passkey() {
 repeats() {  # 40 targets, because each needs a window of 8,192 tokens of its own
     for how in plain yarn tuned; do
         once $out/repeats_$how.json python repeats.py $reads $books $(as $how) --label=$how \
-            --length=$T --n_samples=8 --targets=40
+            --length=$((2 * T)) --n_samples=4 --targets=40
     done
 }
 
