@@ -10,32 +10,34 @@ else
   PYTHON := .venv/bin/python
   SETUP := .venv/ready
 endif
-# $(call need,MODULE,EXTRA): where the module is missing, install its extra of pyproject.toml
-need = @$(PYTHON) -c 'import $(1)' 2> /dev/null || $(PYTHON) -m pip install -q '.[$(2)]'
+# $(call need,MODULE,EXTRA): where the module is missing, install the project and this extra
+need = @$(PYTHON) -c 'import $(1)' 2> /dev/null || $(PYTHON) -m pip install -q '.$(2)'
 
 .PHONY: look demo real test test-all lessons
 look: $(SETUP)
+	$(call need,tiktoken)
 	$(PYTHON) demo.py config/look.py
 
 demo: $(SETUP)
+	$(call need,tiktoken)
 	$(PYTHON) demo.py
 
 real: $(SETUP)
-	$(call need,gguf,gguf)
+	$(call need,gguf,[gguf])
 	PYTHON=$(PYTHON) sh extras/real.sh
 
 test: $(SETUP)
-	$(call need,xdist,dev)
+	$(call need,xdist,[dev])
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m pytest -n 2 --dist loadfile
 
 test-all: $(SETUP)
-	$(call need,xdist,dev)
+	$(call need,xdist,[dev])
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m pytest -n 2 --dist loadfile -m ''
 
 lessons: $(SETUP)
-	$(call need,jupyterlab,lessons)
+	$(call need,jupyterlab,[lessons])
 	$(PYTHON) -m pytest --tb=short lessons/test_exercises.py
 
 .venv/ready: pyproject.toml

@@ -104,8 +104,9 @@ def setup(device='auto', dtype='auto', seed=1337):
         # Make the C library, if it is glibc, keep freed blocks of up to 1 GB for the next step,
         # instead of paying for their pages again: a step of the demo model took 64 ms, not 86 ms.
         with contextlib.suppress(OSError, AttributeError):
-            for option in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
-                ctypes.CDLL('libc.so.6').mallopt(option, 2 ** 30)
+            mallopt = ctypes.CDLL('libc.so.6').mallopt
+            if mallopt(-3, 2 ** 30):   # M_MMAP_THRESHOLD; before version 2.35 at most 32 MB
+                mallopt(-1, 2 ** 30)   # M_TRIM_THRESHOLD
         # Else the gradients of embeddings are summed in another order in each run. For compiled
         # code can_compile() says it once more, in a way that loads the compiler.
         torch.set_deterministic_debug_mode('error')
@@ -188,7 +189,8 @@ def read_checkpoint(path):
         with zipfile.ZipFile(path) as archive:
             if archive.testzip():  # torch.load() does not compare the checksums
                 raise ValueError('a checksum is wrong')
-        state = torch.load(path, 'cpu', weights_only=True, mmap=True)
+        # Windows replaces no file that is mapped, as last.pt would be when a resumed run saves
+        state = torch.load(path, 'cpu', weights_only=True, mmap=sys.platform != 'win32')
         config = state['model_config']
         state['model'], state['digest'], state['step'], state['settings']  # KeyError if one lacks
     except Exception as error:  # errors of zip and unpickling share no class

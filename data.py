@@ -13,7 +13,7 @@ tokenizer.py writes it.
 import functools
 import hashlib
 import json
-import os
+import re
 from pathlib import Path
 
 from configurator import ROOT, UserError
@@ -43,11 +43,10 @@ def open_split(dataset, split):
     if not dataset:
         raise UserError('The model does not name its training text. Give one: --dataset=NAME.')
     folder = ROOT / 'data' / dataset
-    script = folder / 'prepare.py'
     folder = folder if folder.is_dir() else Path(dataset)
     if not (folder / 'meta.json').is_file():
-        how = f'python {os.path.relpath(script)} (--help says what it takes)'
-        if not script.is_file():
+        how = f'python data/{dataset}/prepare.py (--help says what it takes)'
+        if not (ROOT / 'data' / dataset / 'prepare.py').is_file():
             how = f'what its config says, or python data/text/prepare.py FILES --name={folder.name}'
         raise UserError(f'Dataset {dataset} is not prepared. Run {how}.')
     meta = json.loads((folder / 'meta.json').read_text(encoding='utf-8'))
@@ -86,9 +85,9 @@ class Windows:
         self.dataset, self.split, self.block_size, self.seed = dataset, split, block_size, seed
         names, weights = [], []
         for source in dataset.split(','):
-            name, colon, weight = source.rpartition(':')
-            names.append(name if colon else source)
-            weights.append(float(weight) if colon else 1.0)
+            weighted = re.fullmatch(r'(.+):([\d.e-]+)', source)  # C:\mine has no weight
+            names.append(weighted[1] if weighted else source)
+            weights.append(float(weighted[2]) if weighted else 1.0)
         opened = [open_split(name, split) for name in (names if split == 'train' else names[:1])]
         # How many of CYCLE samples each source gets: with weights 2 and 1, 6,667 and 3,333
         shares = np.cumsum(weights[:len(opened)]) / sum(weights[:len(opened)])

@@ -173,7 +173,10 @@ class HFTokenizer:
 
 def train_bpe(texts, vocab_size):
     """A byte-level BPE of vocab_size tokens, with end-of-text, trained on an iterable of str."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    try:
+        from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    except ImportError as error:
+        raise UserError('To train a BPE: pip install ".[hf]"') from error
     trained = Tokenizer(models.BPE())
     words = pre_tokenizers.Split(Regex(PATTERN), 'isolated')
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

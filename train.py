@@ -38,7 +38,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn.parallel import DistributedDataParallel
 
 from common import (
-    DTYPES,
     can_compile,
     load_weights,
     model_config,
@@ -108,7 +107,8 @@ def starting_point(given):
     """
     if init_from == 'resume':
         start = read_checkpoint(f'{out_dir}/last.pt')
-        own, fixed = start['settings'], {'dataset', 'batch_size', 'seed', *OF_MODEL}
+        own = start['settings']
+        fixed = {'dataset', 'batch_size', 'seed', 'eval_windows', *OF_MODEL}
     else:
         if init_from.endswith('.pt'):
             start = read_checkpoint(init_from)
@@ -119,15 +119,17 @@ def starting_point(given):
             start['model'].refuse()  # a model that transformers runs cannot be trained here
         own = asdict(start['model_config'])
         fixed = own.keys() - {'block_size', *OF_POSITION}
-    for name in given & fixed:
-        if globals()[name] != own[name]:
-            raise UserError(f"{name} is {globals()[name]!r}, but {start['path']} was trained with "
-                            f'{own[name]!r}. Leave it out.')
     new = own | {name: globals()[name] for name in given}
     if new['rope_scaling'] and ':' not in new['rope_scaling']:  # 'yarn': stretch L to block_size
-        new['rope_scaling'] += f":{new['block_size'] / own['pretrained_length']:g}"
+        new['rope_scaling'] += f":{new['block_size'] / start['model_config'].pretrained_length:g}"
+    for name in given & fixed:
+        if new[name] != own[name]:
+            raise UserError(f"{name} is {new[name]!r}, but {start['path']} was trained with "
+                            f'{own[name]!r}. Leave it out.')
     new |= {name: value for name, value in unused_settings(new).items() if name not in given}
-    if init_from == 'resume' and start['step'] >= new['max_iters']:
+    # loss.png is a finished run's last file
+    if init_from == 'resume' and start['step'] >= new['max_iters'] \
+            and Path(out_dir, 'loss.png').exists():
         raise UserError(f"{out_dir} is finished after {start['step']} steps. To go on, give more: "
                         '--max_iters=N.')
     return start, {name: new[name] for name in NAMES if name in new and name not in OF_MACHINE}
@@ -259,10 +261,13 @@ def main(given):
     if init_from != 'scratch':
         start, values = starting_point(given)
         globals().update(values)
+    if min(eval_windows, eval_interval, log_interval, micro_batch_size) < 1:
+        raise UserError('eval_windows, eval_interval, log_interval and micro_batch_size must be at '
+                        'least 1.')
     if batch_size % (micro_batch_size * runtime.world_size):
         raise UserError(f'batch_size {batch_size} must be a multiple of micro_batch_size '
                         f'{micro_batch_size} x {runtime.world_size} ranks.')
-    runtime.dtype = DTYPES.get(dtype, runtime.dtype)  # a resumed run names its own
+    runtime = setup(device, dtype, seed)  # again, because a resumed run names its own
 
     # data
     data = Windows(dataset, 'train', block_size, seed, info=start)
@@ -383,7 +388,7 @@ def main(given):
                     raise UserError(f'the loss became {loss} at step {at}. {folder}/last.pt, if it '
                                     'exists, holds the last good state: resume from it with a '
                                     'lower learning_rate or grad_clip.')
-                log(at, loss=loss)
+                log(at, loss=loss, lr=learning_rate_at(at - 1))
             seconds = (time.perf_counter() - time_then) / (step - timed_step)
             left = datetime.timedelta(seconds=round(seconds * (max_iters - step)))
             runtime.print(f'step {step:6d}  loss {sum(losses) / len(losses):.4f}  '

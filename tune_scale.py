@@ -276,6 +276,9 @@ def search_uniform(model, info, T, name, runtime):
          f'with scale {scales[0]}': at_length[0, i],
          f'only the last {cut["context"]}': cut['loss'][i]} for i, n in enumerate(lengths)])
     runtime.print(f'scale = 1 + {a:.4f} ln(i / {block_size}), R2 {r2:.4f}')
+    if np.isin(best[position > block_size], scales[[0, -1]]).mean() > 0.05:
+        runtime.print('The best scale often lies at an end of --candidate_range: widen it, because '
+                      'beyond it a better one may be.')
     search = {'candidates': scales, 'loss_at_length': at_length, 'position': position, 'loss': loss,
               'best_by_position': best, 'fit_r2': r2, 'cut': cut,
               'samples': len(samples)}
