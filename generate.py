@@ -267,11 +267,14 @@ def complete(model, prompts, max_new_tokens, eos=(), beams=1, not_first=()):
 # ---------------------------------------------------------------------- answers
 
 def identity(model, info):
-    """A hash of a model, its softmax scales and its other small vectors. info: of open_model()."""
+    """
+    A hash of a model, its tokenizer, its softmax scales and its other small vectors. info: of
+    open_model().
+    """
     sets = {0: small_vectors(model), **getattr(model, 'scale_sets', {})}
     numbers = [(length, name, vector.tolist()) for length, vectors in sets.items()
                for name, vector in vectors.items()]
-    return stable_hash(info['digest'], info['model_config'], numbers)
+    return stable_hash(info['digest'], info['model_config'], info['tokenizer'], numbers)
 
 
 def read_answers(folder, about):

@@ -79,8 +79,10 @@ def get_tokenizer(source, texts=None):
     text = path.read_text(encoding='utf-8')
     if path.suffix == '.json':
         beside = path.with_name('tokenizer_config.json')
-        eos = json.loads(beside.read_text()).get('eos_token') if beside.is_file() else None
-        return HFTokenizer(source, text, eos['content'] if isinstance(eos, dict) else eos)
+        config = json.loads(beside.read_text(encoding='utf-8')) if beside.is_file() else {}
+        bos, eos = (token['content'] if isinstance(token, dict) else token
+                    for token in (config.get('bos_token'), config.get('eos_token')))
+        return HFTokenizer(source, text, eos, bos if config.get('add_bos_token') else None)
     ranks = parse_ranks(text)
     return byte_pairs(path.name, ranks, PATTERN, max(ranks.values()) + 1)
 
@@ -139,12 +141,19 @@ def byte_pairs(name, ranks, pattern, eot_token):
 class HFTokenizer:
     """A tokenizer.json of Hugging Face under the names that tiktoken.Encoding uses."""
 
-    def __init__(self, name, text, eos=None):
-        """text: of tokenizer.json. eos: the token that ends a text; None: a usual one."""
+    def __init__(self, name, text, eos=None, bos=None):
+        """
+        text: of tokenizer.json. eos: the token that ends a text; None: a usual one. bos: the token
+        before a text, where tokenizer.json does not say it, as in those of DeepSeek.
+        """
         self.name, self.text = name, text
         try:
-            from tokenizers import Tokenizer
+            from tokenizers import Tokenizer, processors
             self.tokenizer = Tokenizer.from_str(text)
+            if bos:
+                self.tokenizer.post_processor = processors.TemplateProcessing(
+                    [bos, '$A'], special_tokens=[(bos, self.tokenizer.token_to_id(bos))])
+                self.text = self.tokenizer.to_str()
             self.tokenizer.encode_special_tokens = True  # '</s>' in a document is text, no end
             self.tokenizer.no_truncation()
             self.tokenizer.no_padding()

@@ -19,14 +19,17 @@ in folders beside it, from which a stopped run continues.
 
 from itertools import groupby
 from operator import itemgetter
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from configurator import UserError, configure, settings
 
 import numpy as np
 import torch
 
-from common import setup
+from common import save_json, setup
 from data import stable_hash
+from extras import convert
 from generate import answer_all, complete, identity
 from stage import open_model, result_path, results_folder, write_result
 from tokenizer import get_tokenizer, start_token
@@ -59,7 +62,6 @@ task_folder = ''             # folder with more task files for lm_eval (.yaml), 
 limit: int | None = None     # number of questions of each task, the first ones; None: all
 read_length: int | None = None  # longest text in tokens, and length of RULER's prompts; None:
                              # block_size
-tokenizer = ''               # Hugging Face tokenizer that RULER counts with; '': init_from's
 add_bos = False              # start questions with the start token
 batch_tokens = 16384         # tokens in one forward pass; lower it when memory runs out
 
@@ -183,9 +185,15 @@ def main(given):
     about = {'model': identity(model, info), 'dtype': str(runtime.dtype)}
     length = read_length or model.config.block_size
     harness = Harness(model, get_tokenizer(info['tokenizer']), runtime, path, about, length)
-    source = init_from.removeprefix('hf:').partition('@')[0]
+    # RULER counts with a tokenizer in a folder. Not that of init_from: lm_eval would run its code.
+    counts_with = TemporaryDirectory()
+    if not {*tasks} <= TABLE_1.keys():
+        text = convert.tokenizer_json(info['tokenizer'])
+        Path(counts_with.name, 'tokenizer.json').write_text(text, encoding='utf-8')
+        save_json(f'{counts_with.name}/tokenizer_config.json',
+                  {'tokenizer_class': 'PreTrainedTokenizerFast'})
     manager = TaskManager(include_path=task_folder or None, metadata={
-        'tokenizer': tokenizer or source, 'max_seq_lengths': [length]})
+        'tokenizer': counts_with.name, 'max_seq_lengths': [length]})
     measured = simple_evaluate(harness, tasks=tasks, task_manager=manager, num_fewshot=0,
                                limit=limit, log_samples=False)
     if not runtime.is_main:

@@ -22,6 +22,7 @@ $ python -m extras.convert --folder=out/demo/gguf --format=gguf       # pip inst
 Writes the folder: the model, its tokenizer, and README.md, which says how it was made
 """
 
+import math
 from functools import partial
 from pathlib import Path
 
@@ -131,8 +132,8 @@ SETTINGS = {
     'n_kv_head': 'num_key_value_heads', 'n_embd': 'hidden_size', 'n_hidden': 'intermediate_size',
     'norm_eps': 'rms_norm_eps', 'rope_base': 'rope_theta', 'tied': 'tie_word_embeddings'}
 # {rope_type: our rope_scaling}
-SCALINGS = {'default': '', 'linear': 'pi:{factor}', 'yarn': 'yarn:{factor}',
-            'llama3': 'llama3:{factor}'}
+SCALINGS = {'default': '', 'linear': 'pi:{factor:g}', 'dynamic': 'dynamic_ntk:{factor:g}',
+            'yarn': 'yarn:{factor:g}', 'llama3': 'llama3:{factor:g}'}
 LLAMA3 = {'low_freq_factor': 1.0, 'high_freq_factor': 4.0}  # of the rope_type llama3
 # What our model computes, where a config.json may ask for something else
 FIXED = LLAMA3 | {
@@ -158,8 +159,10 @@ def read_llama(path, position):
                      # a config.json may say 'attention', which transformers renames on reading
                      'layer_types': ['full_attention'] * config.num_hidden_layers}
     for name, value in fixed.items():
-        if entries.get(name) not in (None, value):
-            raise Unlike(f'its {name} is {entries[name]}')
+        its = entries.get(name)
+        near = isinstance(its, float) and value and math.isclose(its, value, rel_tol=1e-6)
+        if its not in (None, value) and not near:
+            raise Unlike(f'its {name} is {its}')
     if rope['rope_type'] not in SCALINGS:
         raise Unlike(f"its rope_type is {rope['rope_type']}")
 
@@ -177,6 +180,8 @@ def read_llama(path, position):
                'rope_scaling': SCALINGS[rope['rope_type']].format(**rope),
                'n_hidden': entries.get('shared_intermediate_size') or values['n_hidden'],
                'pretrained_length': entries.get('original_max_position_embeddings')}
+    if rope['rope_type'] == 'dynamic':
+        values['pretrained_length'] = None  # L is max_position_embeddings
     # unused_settings() gives the default of each setting that the position method does not have. It
     # replaces the value in the file: with 'none', rope_base becomes 10000.
     c = model_config(values | unused_settings(values))

@@ -52,12 +52,21 @@ class Foreign(nn.Module):
         self.require_room(idx.shape[1])
         n = tail if targets is None else targets.shape[1]
         state = {'use_cache': False}
-        if cache is not None:
+        if cache is None:
+            self.forget_length()
+        else:
             state = {'use_cache': True} | dict.fromkeys(self.past, cache)
         logits = self.model(idx, logits_to_keep=n, **state).logits[:, -n:]      # (B, K, V)
         if targets is None:
             return logits
         return F.cross_entropy(logits.mT.float(), targets, reduction='none')
+
+    def forget_length(self):
+        """Undo dynamic NTK: transformers would read a text of L tokens as the longer one before."""
+        for part in self.model.modules():
+            if getattr(part, 'rope_type', None) == 'dynamic':
+                part.max_seq_len_cached = part.original_max_seq_len
+                part.inv_freq = part.original_inv_freq.to(part.inv_freq.device)
 
     def require_room(self, n_tokens):
         if self.config.position in TABLES and n_tokens > self.config.block_size:
@@ -66,15 +75,22 @@ class Foreign(nn.Module):
 
     def new_cache(self, max_length):
         """
-        A cache of transformers, called like our KVCache. It grows, whatever max_length is. Several
-        beams need repeat(), which transformers lacks for recurrent layers, as in Mamba and LFM2.
+        A cache of transformers, called like our KVCache. It grows, whatever max_length is.
         """
-        from transformers import DynamicCache
+        from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
         if not self.past:
             raise UserError(f'{self.config.position} has no cache, so it cannot generate text.')
         self.require_room(max_length)
+        self.forget_length()
         cache = DynamicCache(config=self.model.config)
-        cache.repeat = cache.batch_repeat_interleave
+
+        def repeat(n):
+            if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
+                raise UserError(f'{self.config.position} has recurrent layers, which transformers '
+                                'cannot read with several beams. Give --beams=1.')
+            cache.batch_repeat_interleave(n)
+
+        cache.repeat = repeat
         cache.reorder = lambda source, start: cache.reorder_cache(source)
         return cache
 

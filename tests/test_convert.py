@@ -122,6 +122,17 @@ def test_what_our_model_does_not_compute_is_run_by_transformers(tmp_path, ours, 
     assert complete(model, IDX[:1, :9].tolist(), 6) == text[:, 9:].tolist()
     with pytest.raises(UserError, match=reason):
         written(tmp_path, None, f'--init_from={tmp_path}')
+    if kind == 'Mamba':
+        with pytest.raises(UserError, match='--beams=1'):
+            complete(model, [[1, 2]], 6, beams=2)
+
+
+@pytest.mark.parametrize('kind', ['Llama', 'Qwen2'])
+def test_dynamic_ntk_does_not_remember_a_longer_text(tmp_path, ours, kind):
+    theirs = stock(tmp_path, kind, rope_parameters=LINEAR | {'rope_type': 'dynamic'})
+    model, short = ours(tmp_path), theirs(IDX[:, :64]).logits
+    same(model, theirs)
+    near(model(IDX[:, :64]), short, atol=1e-4)
 
 
 def test_a_model_with_a_table_of_positions_reads_no_more_tokens_than_it_has(tmp_path, ours):
@@ -147,11 +158,12 @@ def test_what_cannot_be_read_is_named_in_a_line(tmp_path, ours):
 @pytest.mark.parametrize('settings, kind', [
     ({}, 'granitemoehybrid'), ({'position': 'rope', 'rope_base': 500.0}, 'llama'),
     ({'position': 'rope,none', 'rope_scaling': 'yarn:2', 'tied': True}, 'smollm3')], ids=str)
-def test_scales_and_gains_are_part_of_the_weights_that_are_written(tmp_path, settings, kind):
+def test_scales_and_gains_are_in_the_weights_that_are_written(tmp_path, settings, kind, ours):
     model = random_model(vocab_size=257, **settings)
     theirs = written(tmp_path, model)
     assert theirs.config.model_type == kind and len(model.head_scale.unique()) == 8
     same(model, theirs)
+    assert ours(tmp_path / 'out').config.position == model.config.position
 
 
 def test_of_several_sets_of_scales_per_channel_the_one_for_a_length_is_written(tmp_path, cpu):

@@ -147,12 +147,13 @@ def test_answers_survive_a_stop_and_do_not_mix_with_others(tmp_path, cpu):
         answers()
 
 
-def test_the_identity_of_a_model_tells_its_weights_and_small_vectors():
-    model, info = random_model(), {'digest': 'a', 'model_config': 0}
-    found = [identity(model, info | one) for one in ({}, {'digest': 'b'}, {'model_config': 1})]
+def test_the_identity_of_a_model_tells_its_weights_tokenizer_and_small_vectors():
+    model, info = random_model(), {'digest': 'a', 'model_config': 0, 'tokenizer': 0}
+    found = [identity(model, info | one)
+             for one in ({}, {'digest': 'b'}, {'model_config': 1}, {'tokenizer': 1})]
     model.norm.weight.data[0] += 1
     found.append(identity(model, info))
     model.scale_sets = {64: {'norm.weight': torch.ones(32)}}
     found.append(identity(model, info))
     assert needs_equal_lengths(model)  # a pass takes the set for one length
-    assert len(set(found)) == 5 and identity(model, info) == found[-1]
+    assert len(set(found)) == 6 and identity(model, info) == found[-1]

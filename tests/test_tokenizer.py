@@ -98,8 +98,12 @@ def test_a_tokenizer_json_adds_and_cuts_nothing_and_reads_special_tokens_as_text
     ids = encoding.encode_ordinary(text)
     assert len(ids) > 5 and not {1, 70_000} & {*ids}
     assert encoding.decode([1, *ids, 70_000]) == text == encoding.decode_bytes(ids).decode()
-    (tmp_path / 'tokenizer_config.json').write_text('{"eos_token": {"content": "bc"}}')
-    assert get_tokenizer(str(path)).eot_token == 11
+    (tmp_path / 'tokenizer_config.json').write_text(
+        '{"eos_token": {"content": "bc"}, "bos_token": "a", "add_bos_token": true}')
+    encoding = get_tokenizer(str(path))
+    again = get_tokenizer(tokenizer_state(encoding))
+    assert encoding.eot_token == 11
+    assert [encoding.decode([start_token(one)]) for one in (encoding, again)] == ['a', 'a']
 
 
 def test_a_tokenizer_is_rebuilt_from_its_state(bpe, tmp_path):
