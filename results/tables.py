@@ -318,6 +318,17 @@ def smollm2(T, yarn):
             f'below {SMOLLM2[yarn]}': number(mean(below), stdev(below) / len(below) ** 0.5)}
 
 
+def keys():
+    """How many of 10 passkeys were found in texts of each length."""
+    for how in 'plain', 'yarn', 'tuned':
+        row = {}
+        for part in '_short', '':
+            found = read(f'smollm2/passkey_{how}{part}.json')
+            for length, cells in zip(found['lengths'], found['accuracy']):  # by depth
+                row[f'{length:,}'] = f'{10 * mean(cells):.0f}'
+        yield SMOLLM2[how], row
+
+
 def paper():
     """The rows of Table 2 that are compared on a page: perplexity on PG19, 1000 for over 1000."""
     rows = read('papers/tables.json')['nope_table2']['rows']
@@ -338,7 +349,7 @@ TABLES = {
     'che': che,
     'gpu': partial(speed, GPU), 'cpu': partial(speed, CPU),
     'smollm2': partial(smollm2, 16384, 'yarn2'), 'further': partial(smollm2, 32768, 'yarn'),
-    'paper': paper,
+    'keys': keys, 'paper': paper,
 }
 
 
