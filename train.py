@@ -287,9 +287,10 @@ def main(given):
     net, optimizer = wrap(model, runtime), new_optimizer(model)
     is_ddp = isinstance(net, DistributedDataParallel)
     scaler = torch.amp.GradScaler(runtime.device.type, enabled=runtime.dtype == torch.float16)
-    step, best_val_loss = 0, math.inf
+    step, best_val_loss, began_from = 0, math.inf, init_from
     if init_from == 'resume':
         step, best_val_loss = start['step'], start['best_val_loss']
+        began_from = start['settings']['init_from']
         set_optimizer_state_dict(model, optimizer, start['optimizer'], options=WHOLE)
         if start['scaler']:  # a run in float32 or bfloat16 has none
             scaler.load_state_dict(start['scaler'])
@@ -300,7 +301,7 @@ def main(given):
 
     # log and checkpoints
     chosen = {name: globals()[name] for name in NAMES}
-    chosen['dtype'] = str(runtime.dtype).removeprefix('torch.')
+    chosen |= {'dtype': str(runtime.dtype).removeprefix('torch.'), 'init_from': began_from}
     track = begin_log(folder, step, chosen) if runtime.is_main else None
 
     def log(step, **row):

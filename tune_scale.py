@@ -203,9 +203,9 @@ def tune_heads(model, info, folder, lengths, name, runtime):
     n_tuned = sum(p.numel() for group in groups for p in group['params'])
     n_tokens = max_iters * batch_size * sum(lengths)
     runtime.print(f'tuning {n_tuned} numbers on {n_tokens:,} tokens')
+    texts = {length: Windows(name, 'train', length, seed, info) for length in lengths}
     sets, losses = {}, []
-    for length in lengths:
-        data = Windows(name, 'train', length, seed, info)
+    for length, data in texts.items():
         losses += tune_vectors(model, groups, data, runtime)
         sets[length] = {key: p.detach().clone() for key, p in saved.items()}
     for group in groups:
