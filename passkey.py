@@ -12,8 +12,6 @@ Writes out_dir/passkey[_LABEL].json and .png. Each answer is a line in the folde
 passkey[_LABEL]/; a stopped run continues from there
 """
 
-from pathlib import Path
-
 from configurator import UserError, configure, settings
 
 import numpy as np
@@ -96,9 +94,6 @@ def build_prompt(encoding, length, place, key):
 
 
 def main(given):
-    if init_from == 'last' and not Path(out_dir, 'last.pt').exists():
-        raise UserError(f'{out_dir} has no model. config/passkey_nope.py trains a small one that '
-                        'finds passkeys, and names the commands before it.')
     runtime = setup(device, dtype)
     model, info = open_model(init_from, out_dir, runtime, position, rope_scaling, scale)
     store_column_major(model)

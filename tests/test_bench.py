@@ -41,7 +41,7 @@ def test_every_task_is_timed_beside_its_alternative(tmp_path, monkeypatch):
         assert piece[who]['seconds'] > 0, task
 
 
-def test_what_is_compared_takes_turns_and_ratios_are_of_one_round(monkeypatch, cpu, capsys):
+def test_what_is_compared_takes_turns_and_ratios_are_of_one_round(monkeypatch, cpu):
     monkeypatch.setattr(bench, 'rounds', 3)
     times = iter([9, 9, 9, 9, 9, 9, 1, 2, 4, 2, 3, 4, 1, 4, 8])  # two rounds to warm up, then three
     monkeypatch.setattr(bench, 'seconds_of', lambda work, runtime: next(times))
@@ -51,7 +51,6 @@ def test_what_is_compared_takes_turns_and_ratios_are_of_one_round(monkeypatch, c
     assert found['b'] == {'seconds': 3, 'ratio': 2, 'from': 1.5, 'to': 4, 'by_flop': 0.5,
                           'of_limit': 0.25, 'peak_memory': 5}
     assert found['matmul_flops'] == rate and found['a']['ratio'] == 1
-    assert ' b   3.0000  2.0000  1.5000  4.0000   0.5000    0.2500' in capsys.readouterr().out
 
 
 def test_flop_of_reading_are_those_of_the_products_that_are_needed(cpu):
@@ -72,12 +71,3 @@ def test_backward_counts_twice_and_frozen_matrices_once(cpu):
     assert bench.step_flops(model) == 64 * 3 * (matmul + attention)
     only_scales = bench.only_scales(model, cpu)
     assert bench.step_flops(only_scales) == 64 * (2 * matmul + 3 * attention)
-
-
-def test_peak_memory_is_that_of_the_tensors_held_at_once(cpu):
-    def work():
-        one, two = torch.zeros(3 * 10 ** 6), torch.zeros(2 * 10 ** 6)
-        del one
-        return two, torch.zeros(10 ** 6)
-
-    assert bench.peak_memory(work, cpu) == close(4 * 5e6, rel=1e-3)

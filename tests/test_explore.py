@@ -116,9 +116,8 @@ def test_tokenizers_of_the_page_are_tiktokens():
 # ---------------------------------------------------------------------- explore.py
 
 @pytest.mark.parametrize('changes', [
-    {'position': 'alibi'}, {'dape_kernel': 1}, {'position': 'rope', 'rope_window': 8},
-    {'position': 'rope', 'rope_scaling': 'dynamic_ntk:2'},
-    {'position': 'rope', 'random_positions': 99}], ids=str)
+    {'position': 'alibi'}, {'dape_kernel': 1},
+    {'position': 'rope', 'rope_scaling': 'dynamic_ntk:2'}], ids=str)
 def test_models_that_the_page_cannot_compute_are_refused(changes):
     with pytest.raises(UserError, match='x.pt is not for the page'):
         explore.rope_of(random_model(**changes), 'x.pt')

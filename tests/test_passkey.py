@@ -10,7 +10,7 @@ import re
 from configurator import UserError
 
 import pytest
-from conftest import mistake, on, read, stage
+from conftest import on, read, stage
 
 from generate import complete
 from passkey import FILLER, KEY, QUESTION, TASK, build_prompt, draw_cells
@@ -99,10 +99,6 @@ def test_accuracy_is_by_length_and_depth(tiny_run, tiny, tmp_path, monkeypatch):
     assert (result['lengths'], result['accuracy']) == ([300, 600], [[1, 1, 0], [0, 0, 1]])
     assert result['accuracy_of_all'] == 0.5
     assert (tmp_path / 'passkey_x.png').exists()
-
-
-def test_a_folder_without_a_model_is_told_how_to_train_one(tmp_path):
-    assert 'config/passkey_nope.py' in mistake('passkey', f'--out_dir={tmp_path}')
 
 
 @pytest.mark.slow

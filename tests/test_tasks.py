@@ -5,7 +5,6 @@ $ python -m pytest tests/test_tasks.py
 """
 
 import bisect
-import hashlib
 
 import numpy as np
 import pytest
@@ -118,13 +117,3 @@ def test_slow_definitions_give_the_answers_of_the_papers_examples():
                 'binary_addition 001201101 0101120000'):
         name, x, y = row.split()
         assert text(SLOW[name]([*map(int, x)])) == y, row
-
-
-def test_the_samples_of_kept_results_stay_the_same():
-    """Otherwise nobody could repeat what results/che_small and results/scoreboard hold."""
-    digest = hashlib.sha256()
-    for name in 'even_pairs', 'missing_duplicate', 'recall', 'copy':
-        for length in range(1, 61):
-            for array in TASKS[name].generate(np.random.default_rng(0), 4, length):
-                digest.update(f'{array.shape} {array.tolist()}'.encode())
-    assert digest.hexdigest().startswith('50177c6e09c2bd03')
