@@ -100,10 +100,8 @@ def test_a_tokenizer_json_adds_and_cuts_nothing_and_reads_special_tokens_as_text
     assert encoding.decode([1, *ids, 70_000]) == text == encoding.decode_bytes(ids).decode()
     (tmp_path / 'tokenizer_config.json').write_text(
         '{"eos_token": {"content": "bc"}, "bos_token": "a", "add_bos_token": true}')
-    encoding = get_tokenizer(str(path))
-    again = get_tokenizer(tokenizer_state(encoding))
-    assert encoding.eot_token == 11
-    assert [encoding.decode([start_token(one)]) for one in (encoding, again)] == ['a', 'a']
+    again = get_tokenizer(tokenizer_state(get_tokenizer(str(path))))
+    assert (again.eot_token, again.decode([start_token(again)])) == (11, 'a')
 
 
 def test_a_tokenizer_is_rebuilt_from_its_state(bpe, tmp_path):

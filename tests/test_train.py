@@ -168,6 +168,7 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_file(corpus_dir
     ('--position=ropy --out_dir=other', 'kerple'),
     ('--rope_base=500.0 --out_dir=other', 'rope_base'),
     ('--micro_batch_size=3 --out_dir=other', 'micro_batch_size'),
+    ('--eval_windows=0 --out_dir=other', 'eval_windows'),
     ('--n_kv_head=3 --out_dir=other', 'n_kv_head')])
 def test_a_mistake_ends_in_one_line_that_names_it(corpus_dir, whole, tmp_path, words, named):
     words = words.replace('out_dir=other', f'out_dir={tmp_path}/other').split()
@@ -190,7 +191,9 @@ def test_fine_tuning_keeps_L_and_takes_the_factor_of_yarn_from_the_lengths(corpu
     assert (c.block_size, c.pretrained_length, c.rope_scaling) == (128, 32, 'yarn:4')
     trained(corpus_dir, tmp_path / 'again', f'--init_from={tmp_path}/long/last.pt', '--max_iters=1',
             '--block_size=64', '--rope_scaling=yarn')
-    assert read_checkpoint(tmp_path / 'again/last.pt')['model_config'].rope_scaling == 'yarn:2'
+    resumed(tmp_path / 'again', '--max_iters=2', '--rope_scaling=yarn')
+    settings = read_checkpoint(tmp_path / 'again/last.pt')['settings']
+    assert (settings['rope_scaling'], settings['init_from'][-7:]) == ('yarn:2', 'last.pt')
     trained(corpus_dir, tmp_path / 'none', f'--init_from={tmp_path}/rope/last.pt', '--max_iters=1',
             '--position=none')
     model = Transformer(read_checkpoint(tmp_path / 'none/last.pt')['model_config'])
