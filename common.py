@@ -181,7 +181,7 @@ def save_checkpoint(path, model_weights, config, **state):
 
 
 def read_checkpoint(path):
-    """The entries of a checkpoint, tensors memory-mapped, and `model_config` as a ModelConfig."""
+    """The entries of a checkpoint, tensors mapped if possible; `model_config` as a ModelConfig."""
     if not Path(path).is_file():
         raise UserError(f'{path} does not exist. Train that model first, by train.py and its '
                         'config, or name another model.')

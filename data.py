@@ -43,10 +43,11 @@ def open_split(dataset, split):
     if not dataset:
         raise UserError('The model does not name its training text. Give one: --dataset=NAME.')
     folder = ROOT / 'data' / dataset
+    script = folder / 'prepare.py'
     folder = folder if folder.is_dir() else Path(dataset)
     if not (folder / 'meta.json').is_file():
-        how = f'python data/{dataset}/prepare.py (--help says what it takes)'
-        if not (ROOT / 'data' / dataset / 'prepare.py').is_file():
+        how = f'python {script} (--help says what it takes)'
+        if not script.is_file():
             how = f'what its config says, or python data/text/prepare.py FILES --name={folder.name}'
         raise UserError(f'Dataset {dataset} is not prepared. Run {how}.')
     meta = json.loads((folder / 'meta.json').read_text(encoding='utf-8'))
@@ -85,13 +86,14 @@ class Windows:
         self.dataset, self.split, self.block_size, self.seed = dataset, split, block_size, seed
         names, weights = [], []
         for source in dataset.split(','):
-            weighted = re.fullmatch(r'(.+):([\d.e-]+)', source)  # C:\mine has no weight
+            # C:\mine has no weight
+            weighted = re.fullmatch(r'(.+): *(\d*\.?\d+(?:[eE]-?\d+)?)', source)
             names.append(weighted[1] if weighted else source)
             weights.append(float(weighted[2]) if weighted else 1.0)
         opened = [open_split(name, split) for name in (names if split == 'train' else names[:1])]
         # How many of CYCLE samples each source gets: with weights 2 and 1, 6,667 and 3,333
-        shares = np.cumsum(weights[:len(opened)]) / sum(weights[:len(opened)])
-        self.samples_in_a_cycle = np.diff(np.round(shares * CYCLE).astype(int), prepend=0)
+        ends = np.cumsum(weights[:len(opened)])
+        self.samples_in_a_cycle = np.diff(np.round(ends / ends[-1] * CYCLE).astype(int), prepend=0)
         self.tokens, self.starts, self.meta = opened[0]
         self.n_tokens = sum(len(tokens) for tokens, _, _ in opened)
 

@@ -295,7 +295,7 @@ def draw_bench(*results):
     axis.set_yticks(range(len(rows)), names)
     axis.set_xscale('log', base=2)
     axis.xaxis.set_major_formatter('{x:g}')
-    axis.set_xlabel('time of the first over that of the second (above 1: the first is slower)')
+    axis.set_xlabel('time of the first over that of the second (line: range over rounds)')
     axis.invert_yaxis()
     return figure
 

@@ -65,7 +65,7 @@ def read_scale_file(path, model, info):
                                                   'rope_scaling'))
     except OSError as error:
         raise UserError(f'There is no scale file {path} ({error.strerror}). Make one with '
-                        'tune_scale.py, a uniform one by --method=uniform, or give a '
+                        'tune_scale.py (scale_uniform.json: --method=uniform), or give a '
                         'number.') from error
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(f'{path} is not a scale file for this model ({error}). Make one with '

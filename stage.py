@@ -201,8 +201,9 @@ def results_folder(out_dir, init_from, given):
     """
     if init_from in ('last', 'best') or 'out_dir' in given:
         return out_dir
-    name = init_from.removeprefix('hf:').removesuffix('.pt').removesuffix('.gguf')
-    path = Path(name).resolve()
+    if init_from.startswith('hf:'):
+        return 'out/' + init_from[3:].replace('/', '-')
+    path = Path(init_from.removesuffix('.pt').removesuffix('.gguf')).resolve()
     path = path.parent if path.name == 'last' else path
     return f'out/{path.parent.name}-{path.name}'
 

@@ -166,8 +166,9 @@ class HFTokenizer:
             self.start_token = [*self.tokenizer.encode('').ids, self.eot_token][0]
         except Exception as error:  # errors of the library share no class
             raise UserError(f'{name} cannot be used ({error!r}). Is it a tokenizer.json? Does it '
-                            'lack the eos_token of the tokenizer_config.json beside it? Is the '
-                            'package tokenizers missing (pip install ".[hf]")?') from error
+                            'lack the eos_token or bos_token of the tokenizer_config.json beside '
+                            'it? Is the package tokenizers missing (pip install ".[hf]")?'
+                            ) from error
 
     def encode_ordinary(self, text):
         # a batch of one, because encode() blocks other threads

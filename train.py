@@ -128,8 +128,8 @@ def starting_point(given):
                             f'{own[name]!r}. Leave it out.')
     new |= {name: value for name, value in unused_settings(new).items() if name not in given}
     # loss.png is a finished run's last file
-    if init_from == 'resume' and start['step'] >= new['max_iters'] \
-            and Path(out_dir, 'loss.png').exists():
+    left = new['max_iters'] - start['step']
+    if init_from == 'resume' and (left < 0 or left == 0 and Path(out_dir, 'loss.png').exists()):
         raise UserError(f"{out_dir} is finished after {start['step']} steps. To go on, give more: "
                         '--max_iters=N.')
     return start, {name: new[name] for name in NAMES if name in new and name not in OF_MACHINE}

@@ -276,9 +276,9 @@ def search_uniform(model, info, T, name, runtime):
          f'with scale {scales[0]}': at_length[0, i],
          f'only the last {cut["context"]}': cut['loss'][i]} for i, n in enumerate(lengths)])
     runtime.print(f'scale = 1 + {a:.4f} ln(i / {block_size}), R2 {r2:.4f}')
-    if np.isin(best[position > block_size], scales[[0, -1]]).mean() > 0.05:
-        runtime.print('The best scale often lies at an end of --candidate_range: widen it, because '
-                      'beyond it a better one may be.')
+    if {*best_at_length[1:]} & {scales[0], scales[-1]}:
+        runtime.print('A best scale lies at an end of --candidate_range: widen it, because beyond '
+                      'it may be a better one.')
     search = {'candidates': scales, 'loss_at_length': at_length, 'position': position, 'loss': loss,
               'best_by_position': best, 'fit_r2': r2, 'cut': cut,
               'samples': len(samples)}
@@ -295,7 +295,7 @@ def main(given):
     folder, config = results_folder(out_dir, init_from, given), model.config
     name = dataset or info['dataset']
     T = target_length or (8 if method == 'uniform' else 4) * config.block_size
-    lengths = sorted(target_lengths) or [T]
+    lengths = sorted({*target_lengths}) or [T]
     # the uniform search needs a bin of positions past block_size
     least = config.block_size + (max(1, config.block_size // 16) if method == 'uniform' else 0)
     if lengths[0] < least:

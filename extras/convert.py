@@ -132,8 +132,8 @@ SETTINGS = {
     'n_kv_head': 'num_key_value_heads', 'n_embd': 'hidden_size', 'n_hidden': 'intermediate_size',
     'norm_eps': 'rms_norm_eps', 'rope_base': 'rope_theta', 'tied': 'tie_word_embeddings'}
 # {rope_type: our rope_scaling}
-SCALINGS = {'default': '', 'linear': 'pi:{factor:g}', 'dynamic': 'dynamic_ntk:{factor:g}',
-            'yarn': 'yarn:{factor:g}', 'llama3': 'llama3:{factor:g}'}
+SCALINGS = {'default': '', 'linear': 'pi:{factor:.12g}', 'dynamic': 'dynamic_ntk:{factor:.12g}',
+            'yarn': 'yarn:{factor:.12g}', 'llama3': 'llama3:{factor:.12g}'}
 LLAMA3 = {'low_freq_factor': 1.0, 'high_freq_factor': 4.0}  # of the rope_type llama3
 # What our model computes, where a config.json may ask for something else
 FIXED = LLAMA3 | {

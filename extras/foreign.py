@@ -62,7 +62,7 @@ class Foreign(nn.Module):
         return F.cross_entropy(logits.mT.float(), targets, reduction='none')
 
     def forget_length(self):
-        """Undo dynamic NTK: transformers would read a text of L tokens as the longer one before."""
+        """Undo dynamic NTK, if all layers share it: transformers keeps that of a longer text."""
         for part in self.model.modules():
             if getattr(part, 'rope_type', None) == 'dynamic':
                 part.max_seq_len_cached = part.original_max_seq_len

@@ -131,6 +131,7 @@ def test_what_our_model_does_not_compute_is_run_by_transformers(tmp_path, ours, 
 def test_dynamic_ntk_does_not_remember_a_longer_text(tmp_path, ours, kind):
     theirs = stock(tmp_path, kind, rope_parameters=LINEAR | {'rope_type': 'dynamic'})
     model, short = ours(tmp_path), theirs(IDX[:, :64]).logits
+    assert model.config.rope_scaling == {'Llama': 'dynamic_ntk:4'}.get(kind, '')
     same(model, theirs)
     near(model(IDX[:, :64]), short, atol=1e-4)
 

@@ -192,6 +192,9 @@ def test_fine_tuning_keeps_L_and_takes_the_factor_of_yarn_from_the_lengths(corpu
     trained(corpus_dir, tmp_path / 'again', f'--init_from={tmp_path}/long/last.pt', '--max_iters=1',
             '--block_size=64', '--rope_scaling=yarn')
     resumed(tmp_path / 'again', '--max_iters=2', '--rope_scaling=yarn')
+    (tmp_path / 'again/loss.png').unlink()  # as if it had been killed before
+    resumed(tmp_path / 'again', '--max_iters=2')
+    assert (tmp_path / 'again/loss.png').exists()
     settings = read_checkpoint(tmp_path / 'again/last.pt')['settings']
     assert (settings['rope_scaling'], settings['init_from'][-7:]) == ('yarn:2', 'last.pt')
     trained(corpus_dir, tmp_path / 'none', f'--init_from={tmp_path}/rope/last.pt', '--max_iters=1',

@@ -50,7 +50,7 @@ uniform() {  # one scale on top of YaRN
 }
 
 passkey() {
-    for how in plain yarn tuned; do
+    for how in plain yarn scaled tuned; do
         once $out/passkey_${how}_short.json python passkey.py $reads $(as $how) \
             --label=${how}_short --max_length=2048 --n_lengths=2 --n_depths=5 --n_keys=2
         once $out/passkey_$how.json python passkey.py $reads $(as $how) --label=$how \
