@@ -6,7 +6,8 @@ $ make lessons                                                # all exercises
 $ python -m pytest lessons/test_exercises.py -k entropy       # those with this in their names
 
 lessons/README.md says how long an exercise may take, and in which file the project solves it.
-Exercise 10 is your own position bias. Each program then knows it as --position=own:
+Exercise 10 is your own position bias. Each program then knows it as --position=own, if it is run
+so (the `command` in its results leaves `-m lessons.exercises` out):
 
 $ python -m lessons.exercises train.py --position=own --out_dir=out/demo/own --max_iters=800
 $ python -m lessons.exercises eval_ppl.py --out_dir=out/demo/own --protocol=position

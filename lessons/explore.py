@@ -4,7 +4,7 @@ model.js, explore.js and the weights in it. The page needs neither network nor P
 have 8 bits, and each row of a matrix has one scale.
 
 $ python -m lessons.explore                 # 10 s on one core
-$ python -m lessons.explore "--models=['out/demo/nope']"
+$ python -m lessons.explore "--models=['out/demo/nope']" --page=out/explore.html
 """
 
 import base64

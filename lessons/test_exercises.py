@@ -41,6 +41,8 @@ def run(exercise, *inputs, **settings):
     try:
         return exercise(*inputs, **settings)
     except NotImplementedError as error:
+        if 'not implemented for' in str(error):  # by PyTorch, for a dtype
+            raise
         require(False, f'{exercise.__qualname__}() is not written yet. {error}')
 
 
@@ -280,11 +282,13 @@ def plain_alibi(n_head, i, j):
 
 
 def test_alibi(student):
-    grade(student, plain_alibi, '''
-        far keys get more than near ones: the sign is wrong | -m | m
-        the first head has h = 0 | 1, n_head + 1 | n_head
-        i is ignored             | i[:, None] | np.arange(2)[:, None]
-        ''', 8, np.array([5, 6]), np.arange(5))
+    for n_head in 8, 4:
+        grade(student, plain_alibi, '''
+            far keys get more than near ones: the sign is wrong | -m | m
+            the first head has h = 0 | 1, n_head + 1 | n_head
+            the slope of head h is 2^(-h), as with 8 heads | / n_head | / 8
+            i is ignored             | i[:, None] | np.arange(2)[:, None]
+            ''', n_head, np.array([5, 6]), np.arange(5), what=f'({n_head}, i, j)')
 
 
 def test_own_bias(student):
@@ -421,7 +425,8 @@ def require_tuned(student, per_channel):
 
     # At a rate of 0 each step has the same gradient. Twice as much after two steps is a sum.
     one, two = ([p.grad for p in model.parameters() if p.grad is not None] for model in still)
-    summed = one and all(torch.allclose(p, 2 * q, 1e-3) for p, q in zip(two, one))
+    summed = any(map(torch.any, one)) and all(
+        torch.allclose(p, 2 * q, 1e-3) for p, q in zip(two, one))
     require(not summed, f'{what}: the gradient of the second step includes that of the first. '
                         'Usual mistake: zero_grad() was left out.')
     after = tuned(student, [batch] * 20, per_channel)(*batch).mean()
@@ -492,7 +497,7 @@ def test_leaks(student):
 # ---------------------------------------------------------------------- reading beyond L
 
 def test_sliding_windows(student):
-    for n, length, stride in (20, 8, 3), (20, 8, 8), (5, 8, 3), (8, 8, 2), (21, 4, 1):
+    for n, length, stride in (20, 8, 3), (20, 8, 7), (5, 8, 3), (8, 8, 2), (21, 4, 1):
         what, scored = f'sliding_windows({n}, {length}, {stride})', []
         windows = list(call(student.sliding_windows, n, length, stride))
         for lo, hi, count in windows:
