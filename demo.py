@@ -3,10 +3,10 @@ How far do small transformers read, and what helps? Three models read Python sou
 with RoPE, and NoPE with a convolution over four tokens. Softmax scales are tuned for windows of the
 length that they read. The demo draws their loss by position, and what they gain from text more than
 L tokens back. To save time, only the model with the convolution, which must learn to copy, is
-trained for 4,500 steps; the other two fail past L after fewer. results/past_L trains all alike.
+trained for 4,000 steps; the other two fail past L after fewer. results/past_L trains all alike.
 
 $ make look     # = python demo.py config/look.py: reads with the trained models of lessons/models
-$ make demo     # = python demo.py: trains and tunes them first; 15 minutes on two cores
+$ make demo     # = python demo.py: trains and tunes them first; 10 minutes on two cores
 
 The stages that train and tune run as commands, which can also be run alone. Started again, the demo
 goes on where it was stopped. Writes out_dir/report.json and .png
@@ -59,12 +59,12 @@ def lanes():
     """
     T = lengths[-1]
     return [
-        [('conv/loss.png', f'{TRAIN} --short_conv=4 --max_iters=4500 {train_args}'),
+        [('conv/loss.png', f'{TRAIN} --short_conv=4 --max_iters=4000 {train_args}'),
          (f'conv/scale_head_{T}.json', f'{HEADS} --target_length={T}')],
-        [('none/loss.png', f'{TRAIN} --max_iters=3000 {train_args}'),
+        [('none/loss.png', f'{TRAIN} --max_iters=2400 {train_args}'),
          (f'none/scale_uniform_{T}.json', f'{UNIFORM} --target_length={T} --label={T}'),
          (f'none/scale_head_{T}.json', f'{HEADS} --target_length={T}'),
-         ('rope/loss.png', f'{TRAIN} --position=rope --max_iters=1500 {train_args}')],
+         ('rope/loss.png', f'{TRAIN} --position=rope --max_iters=1200 {train_args}')],
     ]
 
 
