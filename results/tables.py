@@ -320,7 +320,7 @@ def smollm2(T, yarn):
 
 def keys():
     """How many of 10 passkeys were found in texts of each length."""
-    for how in 'plain', 'yarn', 'tuned':
+    for how in 'plain', 'yarn', 'scaled', 'tuned':
         row = {}
         for part in '_short', '':
             found = read(f'smollm2/passkey_{how}{part}.json')
