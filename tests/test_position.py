@@ -12,12 +12,12 @@ from configurator import UserError
 import numpy as np
 import pytest
 import torch
-from conftest import EVERY, TINY, losses_and_gradients, near, random_model, tokens
+from conftest import EVERY, losses_and_gradients, near, random_model, tokens
 from plain import plain_losses, plain_transformer
 
 import position
 from entropy import entropies
-from model import ModelConfig, small_vectors, vector_kind
+from model import small_vectors, vector_kind
 from position import METHODS, NoPE, Place, RoPE, alibi_slopes, distances, rope_frequencies
 
 every = pytest.mark.parametrize('changes', EVERY, ids=str)
@@ -64,12 +64,6 @@ def test_yarn_mixes_pairs_between_8_and_21_at_the_papers_sizes(s, square):
 def test_alibi_slopes_match_the_paper():
     near(alibi_slopes(6), [1 / 4, 1 / 16, 1 / 64, 1 / 256, 1 / 2, 1 / 8], atol=1e-5)
     near(alibi_slopes(16), [2 ** (-k / 2) for k in range(1, 17)], atol=1e-5)
-
-
-def test_methods_that_start_as_nope_do():
-    config = ModelConfig(vocab_size=9, **TINY)
-    assert not METHODS['cope'](config).e.any() and not METHODS['sink'](config).sink.any()
-    near(METHODS['ssmax'](config).factor(torch.tensor([[31.0]])), torch.ones(4, 1))  # at n = L
 
 
 def test_t5_has_one_table_for_all_layers():

@@ -15,6 +15,7 @@ as() {
         plain) ;;
         yarn2) echo --rope_scaling=yarn:2 ;;
         none) echo --position=none ;;
+        cool) echo --scale=0.9 ;;
         scaled) echo --rope_scaling=yarn:4 --scale=0.9 ;;  # about the mean of the tuned ones
         tuned) echo --rope_scaling=yarn:4 --scale=$scales ;;
         *) echo --rope_scaling=$1:4 ;;
@@ -33,6 +34,14 @@ loss() {  # the last 1,024 tokens of 8 windows of 16,384, or with LONG=2 of 4 of
         once $out/eval_ppl_position_${how}_$length.json python eval_ppl.py $reads $books \
             $(as $how) --protocol=position --lengths=[8192,$length] --tail=1024 \
             --n_samples=$((8 / ${LONG:-1})) --label=${how}_$length --compile=False
+    done
+}
+
+control() {  # is 0.9 better without YaRN, too?
+    for how in plain cool; do
+        once $out/eval_ppl_position_${how}_8192.json python eval_ppl.py $reads $books $(as $how) \
+            --protocol=position --lengths=[8192] --tail=1024 --n_samples=8 --label=${how}_8192 \
+            --compile=False
     done
 }
 
@@ -65,4 +74,4 @@ repeats() {  # 40 targets, because each needs a window of 8,192 tokens of its ow
     done
 }
 
-for part in ${PARTS:-tune loss entropy uniform passkey repeats}; do $part; done
+for part in ${PARTS:-tune loss control entropy uniform passkey repeats}; do $part; done
