@@ -418,6 +418,7 @@ def main(given):
         track.finish()
     if runtime.world_size > 1:
         dist.barrier()
+        time.sleep(0.1)  # gloo's thread must end before, or DDP may wait for it forever
         dist.destroy_process_group()
     if step < max_iters:
         runtime.print(f'saved step {step}; go on with --out_dir={out_dir} --init_from=resume')
