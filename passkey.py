@@ -35,6 +35,8 @@ max_length: int | None = None  # longest prompt in tokens; None: twice the scale
 n_lengths = 16               # number of lengths, evenly spaced up to max_length
 n_depths = 10                # number of equal parts of a prompt; the key stands in one of them
 n_keys = 10                  # prompts for each length and depth
+hint = 0                     # tokens of the answer that end the prompt; 1: the space before digits.
+                             # A model may know the key and yet begin with a word
 batch_tokens = 32768         # tokens of prompts that the model reads at once
 seed = 42                    # draws the keys and their places
 
@@ -107,18 +109,21 @@ def main(given):
     def answer(items):
         """Ask the model for the keys of some cells."""
         asked = [cells[i] for i in items]
-        prompts = [build_prompt(encoding, length, place, key) for length, _, place, key in asked]
+        prompts, answers = [], []
+        for length, _, place, key in asked:
+            prompt, right = build_prompt(encoding, length, place, key)
+            prompts.append(prompt + right[:hint])
+            answers.append(right[hint:])
         with runtime.autocast():
-            n = max(len(right) for _, right in prompts)
-            written = complete(model, [prompt for prompt, _ in prompts], n)
+            written = complete(model, prompts, max(map(len, answers)))
         rows = []
-        for (length, depth, _, key), (_, right), ids in zip(asked, prompts, written):
+        for (length, depth, _, key), right, ids in zip(asked, answers, written):
             ids = ids[:len(right)]
             rows.append({'length': length, 'depth': depth, 'key': key,
                          'answer': encoding.decode(ids), 'correct': ids == right})
         return rows
 
-    about = identity(model, info), runtime.dtype, seed, lengths, n_depths, n_keys
+    about = identity(model, info), runtime.dtype, seed, lengths, n_depths, n_keys, hint
     sizes = [length for length, *_ in cells]
     rows = answer_all(path, about, sizes, batch_tokens, answer, runtime)
 

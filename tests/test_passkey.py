@@ -86,7 +86,8 @@ def test_accuracy_is_by_length_and_depth(tiny_run, tiny, tmp_path, monkeypatch):
 
     def finds_some(model, prompts, n):
         keys = [re.search(rb'\d{5}', bytes(prompt[1:]))[0] for prompt in prompts]
-        return [[32, *key] if int(key) in found else ids
+        assert all(bytes(prompt[1:]).endswith(b' is' + b' ' * (6 - n)) for prompt in prompts)
+        return [[32, *key][-n:] if int(key) in found else ids
                 for key, ids in zip(keys, complete(model, prompts, n))]
 
     monkeypatch.setattr('generate.complete', finds_some)
@@ -94,10 +95,11 @@ def test_accuracy_is_by_length_and_depth(tiny_run, tiny, tmp_path, monkeypatch):
     scale.write_text(json.dumps({
         'weights_digest': tiny[1]['digest'], 'position_method': 'none', 'rope_scaling': '',
         'target_length': 300, 'head_scale': [[1.1] * 4] * 2}))
-    stage('passkey', *on(tiny_run, tmp_path, f'{SIZES} --scale={scale}'))
-    result = read(tmp_path / 'passkey_x.json')
-    assert (result['lengths'], result['accuracy']) == ([300, 600], [[1, 1, 0], [0, 0, 1]])
-    assert result['accuracy_of_all'] == 0.5
+    for hint in 0, 1:  # the same files, whose answers must not mix
+        stage('passkey', *on(tiny_run, tmp_path, f'{SIZES} --scale={scale} --hint={hint}'))
+        result = read(tmp_path / 'passkey_x.json')
+        assert (result['lengths'], result['accuracy']) == ([300, 600], [[1, 1, 0], [0, 0, 1]])
+        assert result['accuracy_of_all'] == 0.5
     assert (tmp_path / 'passkey_x.png').exists()
 
 

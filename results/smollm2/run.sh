@@ -58,17 +58,19 @@ uniform() {  # one scale on top of YaRN
         --tail=1024 --compile=False
 }
 
-passkey() {
-    for how in plain yarn scaled tuned; do
-        once $out/passkey_${how}_short.json python passkey.py $reads $(as $how) \
-            --label=${how}_short --max_length=2048 --n_lengths=2 --n_depths=5 --n_keys=2
-        once $out/passkey_$how.json python passkey.py $reads $(as $how) --label=$how \
-            --max_length=$T --n_lengths=4 --n_depths=5 --n_keys=2 --batch_tokens=8192
+passkey() {  # with HINT=1 the space before the digits stands in the prompt
+    for how in ${HOW:-plain yarn scaled tuned}; do
+        name=$how${HINT:+_hint}
+        keys="$(as $how) ${HINT:+--hint=1} --n_depths=5 --n_keys=2"
+        once $out/passkey_${name}_short.json python passkey.py $reads $keys \
+            --label=${name}_short --max_length=2048 --n_lengths=2
+        once $out/passkey_$name.json python passkey.py $reads $keys --label=$name \
+            --max_length=$T --n_lengths=4 --batch_tokens=8192
     done
 }
 
 repeats() {  # 40 targets, because each needs a window of 8,192 tokens of its own
-    for how in plain yarn tuned; do
+    for how in ${HOW:-plain yarn tuned}; do
         once $out/repeats_$how.json python repeats.py $reads $books $(as $how) --label=$how \
             --length=$((2 * T)) --n_samples=4 --targets=40
     done
