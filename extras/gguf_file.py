@@ -34,6 +34,8 @@ WEIGHTS = {
 # RoPE rotates rows n and n + D/2 of a head together. llama.cpp stores the two side by side: with
 # D = 4, our rows 0 1 2 3 are stored in the order 0 2 1 3.
 ROTATED = 'attn_q.weight', 'attn_k.weight'
+# Rules that cut text are spelled in many ways. Two that cut this text alike count as equal.
+PROBE = "I'M sure it's  12345 x\n\n \t(3.14²)\r\n   中文，é's can’t👍!!\n"
 
 
 def pre_tokenizers():
@@ -45,6 +47,13 @@ def pre_tokenizers():
             'smollm': Sequence([Digits(individual_digits=True), gpt2]),
             'llama-bpe': Sequence([Split(Regex(PATTERN), 'isolated'),
                                    ByteLevel(add_prefix_space=False, use_regex=False)])}
+
+
+def kind_of(cut):
+    """llama.cpp's name of a pre-tokenizer, or None. cut: None for SentencePiece, which has none."""
+    for name, one in pre_tokenizers().items():
+        if cut and cut.pre_tokenize_str(PROBE) == one.pre_tokenize_str(PROBE):
+            return name
 
 
 # ---------------------------------------------------------------------- in
@@ -147,12 +156,8 @@ def write(path, c, weights, text, encoding, dtype):
     import gguf
     from tokenizers import Tokenizer
     tokenizer, kind = Tokenizer.from_str(text), {'none': 'granite', 'rope': 'llama'}.get(c.position)
-    # llama.cpp's name of the pre-tokenizer. gpt2 is known by name: its tokenizer.json spells the
-    # pattern out, so it equals none below. Single bytes never merge, so for them any will do.
-    pre = {'gpt2': 'gpt-2', 'bytes': 'gpt-2'}.get(encoding.name)
-    for name, one in pre_tokenizers().items():
-        if one.__getstate__() == tokenizer.pre_tokenizer.__getstate__():
-            pre = name
+    # Single bytes never merge, so for them any kind will do.
+    pre = 'gpt-2' if encoding.name == 'bytes' else kind_of(tokenizer.pre_tokenizer)
     scaling, factor = split_scaling(c.rope_scaling)
     if not kind or scaling not in SCALINGS or not pre:
         raise UserError(f'llama.cpp has no name for position {c.position} {c.rope_scaling} with '

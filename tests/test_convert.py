@@ -16,6 +16,8 @@ from stage import open_model
 from tokenizer import byte_pairs, get_tokenizer, tokenizer_state
 
 transformers = pytest.importorskip('transformers')
+tokenizers = pytest.importorskip('tokenizers')
+pre_tokenizers = tokenizers.pre_tokenizers
 gguf = pytest.importorskip('gguf')
 
 BASE = {'vocab_size': 260, 'hidden_size': 64, 'intermediate_size': 96, 'num_hidden_layers': 2,
@@ -272,6 +274,15 @@ def test_the_tokenizer_in_a_gguf_file_cuts_text_as_its_kind_says(kind, expected)
     assert [words[i] for i in tokenizer.encode_ordinary('a  12')] == expected.split()
     assert tokenizer.start_token == 0 and tokenizer.eot_token == len(words) - 1
     assert len(tokenizer.encode_ordinary('<end>')) == 5  # no end, but text
+
+
+@pytest.mark.parametrize('digits, kind', [(r'\p{N}{1,3}', 'llama-bpe'), (r'\p{N}', None)])
+def test_a_rule_that_cuts_text_is_known_in_the_spelling_of_llama_3(digits, kind):
+    rule = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|" + digits +
+            r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+    cut = pre_tokenizers.Split(tokenizers.Regex(rule), 'isolated')
+    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    assert gguf_file.kind_of(pre_tokenizers.Sequence([cut, bytes_only])) == kind
 
 
 def test_a_gguf_file_that_cannot_be_read_is_named_in_a_line(tmp_path, ours):

@@ -80,6 +80,13 @@ def test_a_single_text_file_is_cut_by_lines_without_loss(tmp_path, line):
                    '--test_fraction=1.0') == [[text]]
 
 
+def test_of_few_documents_the_longest_is_cut(tmp_path):
+    folder = write(tmp_path / 'in', *(f'chapter{i}.txt' for i in range(1, 13)))
+    (folder / 'chapter3.txt').write_text('a line\n' * 100)  # by the hash all are train
+    train, val, test = prepare('text', tmp_path / 'out', folder)
+    assert (len(train), val, test) == (12, ['a line\n' * 5], ['a line\n' * 5])
+
+
 def test_splits_that_a_folder_names_are_taken_as_they_are(tmp_path):
     for names in (['train/a', 'validation/a', 'test/a'], ['train.txt', 'valid.txt', 'test.txt']):
         folder = write(tmp_path / names[0], *names, 'README', 'more/x')

@@ -1,7 +1,8 @@
 """
 Your own text: UTF-8 files of any kind, .jsonl files with a text field, and folders of them. A file,
 or a line of .jsonl, is a document. A hash of its path, or of the line, decides whether it goes to
-train, val or test. A single document is cut by lines: val and test get its end.
+train, val or test. If a split stays empty, the longest document is cut by lines: val and test get
+its end.
 
 A folder may also name the splits, by subfolders train/, val/ and test/, or by files such as
 train.jsonl and val.txt. All else in such a folder is left out, and so are hidden files.
@@ -21,8 +22,8 @@ from configurator import ROOT, UserError, configure
 from tokenizer import SPLITS, get_tokenizer, split_of, write_dataset
 
 paths: list[str] = []  # files and folders to read
-val_fraction = 0.05    # of the documents, or of a single one
-test_fraction = 0.05   # of the documents, or of a single one
+val_fraction = 0.05    # of the documents, or of the one that is cut
+test_fraction = 0.05   # of the documents, or of the one that is cut
 name = 'text'          # of the dataset: it is written to data/NAME
 tokenizer = 'bytes'    # bytes, gpt2, bpe:VOCABULARY, FILE.tiktoken, tokenizer.json, hf:ORG/NAME
 field = 'text'         # the field to read in a .jsonl line
@@ -66,10 +67,10 @@ def read(path, file):
                         f"'{field}' ({error!r}).") from error
 
 
-def cut_by_lines(text):
+def cut_by_lines(text, shares):
     """The shares of a text for train, val and test, each up to the end of a line."""
     data, parts, start, stop = text.encode(), [], 0, 0
-    for share in 1 - (val_fraction + test_fraction), val_fraction, test_fraction:
+    for share in shares:
         stop += share * len(data)
         end = round(stop)
         if end > 0:
@@ -88,9 +89,12 @@ def main():
         for identity, text in read(path, file):
             split = named or split_of(identity, val_fraction, test_fraction)
             splits[split].append(text)
-    texts = sum(splits.values(), [])
-    if len(texts) == 1 and not named:
-        splits = {split: [part] for split, part in zip(SPLITS, cut_by_lines(texts[0]))}
+    shares = dict(zip(SPLITS, (1 - (val_fraction + test_fraction), val_fraction, test_fraction)))
+    is_named = any(named for _, named in files.values())
+    if not is_named and any(share and not splits[split] for split, share in shares.items()):
+        longest = max(sum(splits.values(), []), key=len, default='')
+        for split, part in zip(SPLITS, cut_by_lines(longest, shares.values())):
+            splits[split] = [text for text in splits[split] if text is not longest] + [part]
     write_dataset(out_dir or ROOT / 'data' / name, get_tokenizer(tokenizer, splits['train']),
                   splits, paths=paths)
 
