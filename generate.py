@@ -188,7 +188,7 @@ def generate(model, prompt, max_new_tokens, temperature=0, top_k=None, generator
             token = logits.argmax(-1, keepdim=True)                          # (1, 1)
         else:
             logits = logits.float() / temperature
-            if top_k is not None:
+            if top_k:
                 least = logits.topk(min(top_k, logits.shape[1])).values[:, -1:]
                 logits = logits.masked_fill(logits < least, -math.inf)
             token = torch.multinomial(logits.softmax(-1), 1, generator=generator)
@@ -274,7 +274,8 @@ def identity(model, info):
     sets = {0: small_vectors(model), **getattr(model, 'scale_sets', {})}
     numbers = [(length, name, vector.tolist()) for length, vectors in sets.items()
                for name, vector in vectors.items()]
-    return stable_hash(info['digest'], info['model_config'], info['tokenizer'], numbers)
+    tokenizer = info['tokenizer'] | {'name': ''}  # which may be a path
+    return stable_hash(info['digest'], info['model_config'], tokenizer, numbers)
 
 
 def read_answers(folder, about):

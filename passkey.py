@@ -35,8 +35,8 @@ max_length: int | None = None  # longest prompt in tokens; None: twice the scale
 n_lengths = 16               # number of lengths, evenly spaced up to max_length
 n_depths = 10                # number of equal parts of a prompt; the key stands in one of them
 n_keys = 10                  # prompts for each length and depth
-hint = 0                     # tokens of the answer that end the prompt; 1: the space before digits.
-                             # A model may know the key and yet begin with a word
+hint = 0                     # tokens of the answer that end the prompt: 1 is the space, if that is
+                             # a token. A model may know the key and yet begin with a word
 batch_tokens = 32768         # tokens of prompts that the model reads at once
 seed = 42                    # draws the keys and their places
 
@@ -113,6 +113,8 @@ def main(given):
         prompts, answers = [], []
         for length, _, place, key in asked:
             prompt, right = build_prompt(encoding, length, place, key)
+            if encoding.decode(right[:hint]).strip() or hint < 0:
+                raise UserError(f'hint is {hint}, which gives a part of the key away.')
             prompts.append(prompt + right[:hint])
             answers.append(right[hint:])
         with runtime.autocast():

@@ -43,7 +43,6 @@ class Settings:
     rope_scaling: str = ''      # RoPE: extension to longer texts, such as yarn:4; '': none
     rope_share: float = 1.0     # RoPE: share of the pairs that rotate; the slowest stand still
     rope_window: int = 0        # RoPE layers: a query sees keys less than this far back; 0: all
-    random_positions: int = 0   # RoPE, biases: each layer draws positions from 0 ... N - 1; 0: none
     dape_kernel: int = 0        # DAPE on top of the method: 1, 3, 5 ... keys wide; 0: no DAPE
     dape_width: int = 32        # DAPE: channels between its two convolutions
     dape_residual: bool = True  # DAPE: also add the bias itself, Eq. (3) of DAPE V2; False: Eq. (2)
@@ -102,8 +101,7 @@ class NoPE(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.dape = None                                        # a DAPE on top of the method
-        self.register_buffer('draws', None, persistent=False)  # (N,), with random_positions
+        self.dape = None  # a DAPE on top of the method
 
     @property
     def changed(self):
@@ -117,19 +115,8 @@ class NoPE(nn.Module):
         return changed
 
     def prepare(self, place):
-        """
-        The Place that this layer uses. With random_positions (Ruoss et al. 2023, arXiv:2305.16843)
-        its tokens have a sorted random subset of 0 ... N - 1 as positions, so that short texts
-        train the distances of long ones. Training draws new ones; evaluation keeps `draws`.
-        """
-        if self.draws is None:
-            return place
-        if place.total > len(self.draws):
-            raise ValueError(f'random_positions is {len(self.draws)}, so {place.total} tokens '
-                             'cannot be read.')
-        draws = torch.rand_like(self.draws) if self.training else self.draws
-        positions = draws.topk(place.total).indices.sort().values            # (total,)
-        return Place(positions[place.i], positions[place.j], place.total)
+        """The Place that this layer uses, with what can be computed once for all layers."""
+        return place
 
     def encode(self, q, k, place):
         """Put positions into q, (B, H, T, D), and k, (B, n_kv_head, T, D). Returns both."""
@@ -284,7 +271,7 @@ class RoPE(NoPE):
     With rope_window, query i sees only the keys j > i - rope_window. If layers of NoPE, which see
     all keys, alternate with such layers, the model is RNoPE-SWA (Yang et al. 2025).
     """
-    settings = 'rope_base', 'rope_scaling', 'rope_share', 'rope_window', 'random_positions'
+    settings = 'rope_base', 'rope_scaling', 'rope_share', 'rope_window'
 
     def __init__(self, config):
         super().__init__(config)
@@ -318,7 +305,6 @@ class RoPE(NoPE):
 
 class Bias(NoPE):
     """A method that adds bias(i, j) to the scores and changes nothing else."""
-    settings = ('random_positions',)
 
     def bias(self, i, j):
         raise NotImplementedError
@@ -452,11 +438,6 @@ def position_method(config, layer):
         changed = method.changed
         if config.dape_kernel:
             method.dape = DAPE(config, 'bias' in changed)
-    if config.random_positions and 'random_positions' in method_type.settings:
-        random = torch.Generator().manual_seed(0)
-        draws = torch.rand(config.n_layer, config.random_positions, generator=random)
-        method.draws = draws[layer]
-        method.needs_equal_lengths = True
 
     name = method_type.__name__
     for step in STEPS:

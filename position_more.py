@@ -11,7 +11,27 @@ import math
 import torch
 import torch.nn as nn
 
-from position import METHODS, ALiBi, Bias, NoPE, distances, later, repeat_heads
+from position import METHODS, ALiBi, Bias, NoPE, Place, RoPE, distances, later, repeat_heads
+
+# ---------------------------------------------------------------------- positions
+
+class RandomRoPE(RoPE):
+    """
+    RoPE whose tokens have a sorted random subset of 0 ... 2047 as positions, so that short texts
+    train the rotations of long ones (Ruoss et al. 2023, arXiv:2305.16843). Each layer draws anew in
+    each pass of training; evaluation keeps one draw. It cannot read more than 2,048 tokens.
+    """
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.needs_equal_lengths = True
+        self.register_buffer('draws', torch.rand(2048))
+
+    def prepare(self, place):
+        draws = torch.rand_like(self.draws) if self.training else self.draws
+        positions = draws.topk(place.total).indices.sort().values            # (total,)
+        return super().prepare(Place(positions[place.i], positions[place.j], place.total))
+
 
 # ---------------------------------------------------------------------- factors of the query
 
@@ -244,6 +264,7 @@ class Sink(NoPE):
 
 
 METHODS.update({
+    'rope_random': RandomRoPE,
     'logn': LogN,
     'fire': FIRE,
     't5': T5Bias,

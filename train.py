@@ -350,7 +350,6 @@ def main(given):
                 net.require_backward_grad_sync = is_last
             elif fsdp:
                 net.set_requires_gradient_sync(is_last)
-            torch.manual_seed(seed + step)  # random positions: the same in all micro-batches
             with autocast:
                 loss = net(part[:, :-1], part[:, 1:]).mean() / len(micro_batches)
             scaler.scale(loss).backward()

@@ -182,9 +182,10 @@ def main(given):
     runtime = setup(device, dtype)
     model, info = open_model(init_from, out_dir, runtime, position, rope_scaling, scale)
     path = result_path(results_folder(out_dir, init_from, given), 'commonsense', label, info)
+    encoding = get_tokenizer(info['tokenizer'])
     about = {'model': identity(model, info), 'dtype': str(runtime.dtype)}
     length = read_length or model.config.block_size
-    harness = Harness(model, get_tokenizer(info['tokenizer']), runtime, path, about, length)
+    harness = Harness(model, encoding, runtime, path, about, length)
     # RULER counts with a tokenizer in a folder. Not that of init_from: lm_eval would run its code.
     counts_with = TemporaryDirectory()
     if not {*tasks} <= TABLE_1.keys():

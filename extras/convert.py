@@ -185,6 +185,9 @@ def read_llama(path, position):
     # unused_settings() gives the default of each setting that the position method does not have. It
     # replaces the value in the file: with 'none', rope_base becomes 10000.
     c = model_config(values | unused_settings(values))
+    head, embed = (tensors.get(f'{name}.weight') for name in ('lm_head', 'model.embed_tokens'))
+    if c.tied and head is not None and not torch.equal(head, embed):  # as transformers reads it
+        c.tied = False
     return scales | our_weights(c, tensors, WEIGHTS[config.model_type]), c
 
 
@@ -232,7 +235,7 @@ def require_exportable(model):
     has_others = {type(block.attn.position) for block in blocks} - {NoPE, RoPE}
     if has_others or not is_plain or 'ntk' in c.rope_scaling:
         raise UserError('Only NoPE, RoPE and patterns of both can be written, without a window, '
-                        'p-RoPE, NTK, random positions, DAPE or short convolutions.')
+                        'p-RoPE, NTK, DAPE or short convolutions.')
 
 
 @torch.no_grad()

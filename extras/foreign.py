@@ -20,13 +20,19 @@ TABLES = 'gpt2', 'gpt_bigcode', 'gpt_neo', 'gptj', 'openai-gpt', 'opt'  # of L p
 class Foreign(nn.Module):
     """
     A model in a Hugging Face folder, with weights of this dtype, called like our Transformer.
-    reason: why it is not one of ours. Raises ValueError if it is not causal.
+    reason: why it is not one of ours. Raises ValueError if it is not causal, or if transformers
+    would draw weights that the folder lacks, or leave out some of its layers.
     """
 
     def __init__(self, path, dtype, reason):
         super().__init__()
         from transformers import AutoModelForCausalLM
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **LOCAL)
+        self.model, found = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, output_loading_info=True, **LOCAL)
+        lost = [name for name in found['unexpected_keys']
+                if name.startswith('model.layers.') and not name.endswith('inv_freq')]
+        for name in [*found['missing_keys'], *lost]:
+            raise ValueError(f'only one of its files and its code in transformers has {name}')
         self.reason, c = reason, self.model.config.get_text_config()
         L = getattr(c, 'max_position_embeddings', getattr(c, 'max_seq_len', 2048))
         if c.model_type == 'mpt':  # it makes its biases for so many tokens

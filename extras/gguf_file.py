@@ -35,7 +35,7 @@ WEIGHTS = {
 # D = 4, our rows 0 1 2 3 are stored in the order 0 2 1 3.
 ROTATED = 'attn_q.weight', 'attn_k.weight'
 # Rules that cut text are spelled in many ways. Two that cut this text alike count as equal.
-PROBE = "I'M sure it's  12345 x\n\n \t(3.14²)\r\n   中文，é's can’t👍!!\n"
+PROBE = "I'M sure it's  12345 x\n\n \t(3.14²)\r\n   中文，é's can’t👍!! e\u0301 हिन्दी\n"
 
 
 def pre_tokenizers():
@@ -49,11 +49,15 @@ def pre_tokenizers():
                                    ByteLevel(add_prefix_space=False, use_regex=False)])}
 
 
-def kind_of(cut):
-    """llama.cpp's name of a pre-tokenizer, or None. cut: None for SentencePiece, which has none."""
-    for name, one in pre_tokenizers().items():
-        if cut and cut.pre_tokenize_str(PROBE) == one.pre_tokenize_str(PROBE):
-            return name
+def kind_of(tokenizer):
+    """llama.cpp's name of the way in which a tokenizer cuts text, or None."""
+    from tokenizers import models
+    cut = tokenizer.pre_tokenizer                 # None for SentencePiece
+    if not cut or tokenizer.normalizer or not isinstance(tokenizer.model, models.BPE):
+        return None
+    same = [name for name, one in pre_tokenizers().items()
+            if one.pre_tokenize_str(PROBE) == cut.pre_tokenize_str(PROBE)]
+    return same[0] if same else None
 
 
 # ---------------------------------------------------------------------- in
@@ -69,11 +73,11 @@ def config_of(fields, tied):
     # llama.cpp switches a Granite's RoPE off if this field is False, in spite of its name.
     has_rope = kind == 'llama' or own.pop('rope.scaling.finetuned', True)
     values |= {'position': 'rope' if has_rope else 'none', 'tied': tied}
+    values['pretrained_length'] = own.pop('rope.scaling.original_context_length', None)
     scaling = own.get('rope.scaling.type', 'none')
     for ours, theirs in SCALINGS.items():
         if ours and theirs == scaling:
             values['rope_scaling'] = f"{ours}:{own.pop('rope.scaling.factor'):g}"
-            values['pretrained_length'] = own.pop('rope.scaling.original_context_length', None)
     c = model_config(values | unused_settings(values))
     # fields that may be present if they say what our model does anyway
     known = dict.fromkeys(
@@ -132,14 +136,15 @@ def read(path):
 
 # ---------------------------------------------------------------------- out
 
-def write_tokenizer(writer, tokenizer, merges, encoding):
-    """Add the fields of a tokenizer, except for its kind."""
+def write_tokenizer(writer, tokenizer, merges, encoding, n):
+    """Add the fields of a tokenizer, except for its kind. n: ids of the model, some maybe unused"""
     from gguf import TokenType
-    vocab = tokenizer.get_vocab()
-    types = [TokenType.NORMAL] * len(vocab)
+    tokens, types = [f'[unused {i}]' for i in range(n)], [TokenType.UNUSED] * n
+    for token, i in tokenizer.get_vocab().items():
+        tokens[i], types[i] = token, TokenType.NORMAL
     for i, token in tokenizer.get_added_tokens_decoder().items():
         types[i] = TokenType.CONTROL if token.special else TokenType.USER_DEFINED
-    writer.add_token_list(sorted(vocab, key=vocab.get))
+    writer.add_token_list(tokens)
     writer.add_token_types(types)
     # At least one is needed. A merge of two end tokens never applies to text.
     writer.add_token_merges([' '.join(pair) for pair in merges] or [f'{EOT} {EOT}'])
@@ -157,7 +162,7 @@ def write(path, c, weights, text, encoding, dtype):
     from tokenizers import Tokenizer
     tokenizer, kind = Tokenizer.from_str(text), {'none': 'granite', 'rope': 'llama'}.get(c.position)
     # Single bytes never merge, so for them any kind will do.
-    pre = 'gpt-2' if encoding.name == 'bytes' else kind_of(tokenizer.pre_tokenizer)
+    pre = 'gpt-2' if encoding.name == 'bytes' else kind_of(tokenizer)
     scaling, factor = split_scaling(c.rope_scaling)
     if not kind or scaling not in SCALINGS or not pre:
         raise UserError(f'llama.cpp has no name for position {c.position} {c.rope_scaling} with '
@@ -166,7 +171,7 @@ def write(path, c, weights, text, encoding, dtype):
     if scaling:
         writer.add_rope_scaling_type(gguf.RopeScalingType(SCALINGS[scaling]))
         writer.add_rope_scaling_factor(factor)
-        writer.add_rope_scaling_orig_ctx_len(c.pretrained_length)
+    writer.add_rope_scaling_orig_ctx_len(c.pretrained_length)
     for ours, theirs in SETTINGS.items():
         add = writer.add_float32 if ours in ('norm_eps', 'rope_base') else writer.add_uint32
         add(f'{kind}.{theirs}', getattr(c, ours))
@@ -175,7 +180,8 @@ def write(path, c, weights, text, encoding, dtype):
         writer.add_rope_scaling_finetuned(False)  # for llama.cpp this means: without RoPE
     writer.add_tokenizer_model('gpt2')  # byte-level BPE
     writer.add_tokenizer_pre(pre)
-    write_tokenizer(writer, tokenizer, json.loads(tokenizer.to_str())['model']['merges'], encoding)
+    merges = json.loads(text)['model']['merges']
+    write_tokenizer(writer, tokenizer, merges, encoding, c.vocab_size)
     matrix = gguf.GGMLQuantizationType[dtype.replace('float', 'F').upper()]  # F32, F16, BF16
     for name, weight in weights.items():
         if name.endswith(ROTATED):

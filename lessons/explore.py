@@ -70,7 +70,7 @@ def rope_of(model, path):
                 or method.needs_equal_lengths or attention.head_scale.shape[1] > 1
                 or (attention.head_gain != 1).any()):
             raise UserError(f'{path} is not for the page, which has NoPE and RoPE, one scale a '
-                            'head, but no DAPE, window, random positions or dynamic_ntk.')
+                            'head, but no DAPE, window or dynamic_ntk.')
         if isinstance(method, RoPE):
             frequency, factor = method.frequencies(0)
             turned = {'frequency': frequency.tolist(), 'factor': factor}

@@ -153,8 +153,7 @@ EVERY = [{'position': name, **more} for name in METHODS for more in ({}, CONV_DA
     {'position': 'rope', 'rope_share': 0.5, 'short_conv': 4, 'short_conv_at': 'A'},
     {'position': 'rope,none', 'rope_window': 10, 'dape_kernel': 1},
     {'position': 'none,t5,t5', 'n_layer': 3, 'short_conv': 2, 'short_conv_at': 'C'},
-    {'position': 'alibi,none', 'random_positions': 200},
-    {'position': 'rope', 'random_positions': 200, 'dape_kernel': 5},
+    {'position': 'rope_random', 'dape_kernel': 5},
     {'position': 'fire', 'dape_kernel': 1, 'dape_residual': False},
     {'position': 'none', 'tied': True}]
 
@@ -198,7 +197,7 @@ def losses_and_gradients(model, windows, forward=None):
     forward: called instead of the model, such as the compiled model.
     """
     model.zero_grad(set_to_none=True)
-    torch.manual_seed(0)  # training draws random positions
+    torch.manual_seed(0)  # RandomRoPE draws
     losses = (model if forward is None else forward)(windows[:, :-1], windows[:, 1:])
     losses.mean().backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

@@ -64,7 +64,7 @@ def plain_attention(c, method, attn, x, scale):
     """x: (T, C), normed; scale: (H,) or (H, D). Returns (T, C) and the weights, (H, T, T)."""
     own, H, K, T, D = weights_of(attn), c.n_head, c.n_kv_head, len(x), c.head_dim
     at = np.arange(T)
-    if attn.position.draws is not None:  # the places of the T largest draws
+    if method == 'rope_random':  # the places of the T largest draws
         at = np.sort(np.argsort(-attn.position.draws.numpy())[:T])
     d = at[:, None] - at
     hidden = d < 0
@@ -77,7 +77,7 @@ def plain_attention(c, method, attn, x, scale):
     for h in range(H):
         shared = h * K // H  # the key head of this query head
         q, k, v = (x @ rows[place].T for place in (h, H + shared, H + K + shared))
-        if method == 'rope':
+        if method in ('rope', 'rope_random'):
             q, k = plain_rotated(c, q, at), plain_rotated(c, k, at)
         scored = plain_scores(c, method, weights_of(attn.position), h, q * scale[h], k, at)
         heads.append((*scored, v))

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from extras import attention_maps
 
-MODELS = [{}, {'position': 'xl'}, {'position': 'rope', 'random_positions': 90},
+MODELS = [{}, {'position': 'xl'}, {'position': 'rope_random'},
           {'position': 'rope', 'rope_window': 10, 'dape_kernel': 3},
           {'position': 'cope', 'dape_kernel': 1}, {'position': 'kerple', 'dape_kernel': 3},
           {'position': 'kerple', 'dape_kernel': 3, 'dape_residual': False}]

@@ -37,7 +37,7 @@ def alone(model, context, continuation):
 
 
 # With random positions, scores depend on the number of tokens that a pass holds.
-@pytest.mark.parametrize('changes', [{}, {'position': 'rope', 'random_positions': 200}])
+@pytest.mark.parametrize('changes', [{}, {'position': 'rope_random'}])
 def test_scores_are_those_of_a_plain_pass_for_each_choice(cpu, changes, tmp_path, monkeypatch):
     monkeypatch.setattr(commonsense, 'batch_tokens', 60)
     model, random = random_model(**changes), np.random.default_rng(0)

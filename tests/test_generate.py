@@ -148,9 +148,9 @@ def test_answers_survive_a_stop_and_do_not_mix_with_others(tmp_path, cpu):
 
 
 def test_the_identity_of_a_model_tells_its_weights_tokenizer_and_small_vectors():
-    model, info = random_model(), {'digest': 'a', 'model_config': 0, 'tokenizer': 0}
+    model, info = random_model(), {'digest': 'a', 'model_config': 0, 'tokenizer': {'name': 'x'}}
     found = [identity(model, info | one)
-             for one in ({}, {'digest': 'b'}, {'model_config': 1}, {'tokenizer': 1})]
+             for one in ({}, {'digest': 'b'}, {'model_config': 1}, {'tokenizer': {'text': 'b'}})]
     model.norm.weight.data[0] += 1
     found.append(identity(model, info))
     model.scale_sets = {64: {'norm.weight': torch.ones(32)}}

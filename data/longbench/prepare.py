@@ -11,6 +11,7 @@ have their SHA-256. longbench.py also reads such files from another folder, by -
 """
 
 import hashlib
+import http.client
 import io
 import sys
 import urllib.request
@@ -47,7 +48,7 @@ def main():
             file = open(Path(paths[0], name), 'rb') if paths else urllib.request.urlopen(address)
             with file:
                 files[name] = file.read()
-        except OSError as error:
+        except (OSError, http.client.HTTPException) as error:
             raise UserError(f'{name} cannot be read ({error}). Get these by other means and name '
                             f'their folder: {" ".join(SOURCES)}') from error
         if hashlib.sha256(files[name]).hexdigest() != digest:

@@ -68,13 +68,13 @@ def read(path, file):
 
 
 def cut_by_lines(text, shares):
-    """The shares of a text for train, val and test, each up to the end of a line."""
+    """The shares of a text for train, val and test, each up to the end of a line or word."""
     data, parts, start, stop = text.encode(), [], 0, 0
     for share in shares:
         stop += share * len(data)
         end = round(stop)
         if end > 0:
-            end = data.find(b'\n', end - 1) + 1 or len(data)
+            end = data.find(b'\n', end - 1) + 1 or data.find(b' ', end - 1) + 1 or len(data)
         parts.append(data[start:end].decode())
         start = end
     return parts

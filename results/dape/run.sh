@@ -48,7 +48,7 @@ che() {
                 --n_test=128 "${@:2}"
         }
         both rope --position=rope
-        both rope_random --position=rope --random_positions=2048
+        both rope_random --position=rope_random
         both kerple --position=kerple
         both kerple_dape3 --position=kerple --dape_kernel=3
     done
