@@ -16,7 +16,6 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 from configurator import ROOT, UserError, configure, settings
@@ -28,7 +27,7 @@ from common import setup
 from data import Windows
 from eval_ppl import gain_of, summary
 from repeats import cut_target_losses, find_targets, row_of
-from stage import cut_losses, losses_by_position, open_model, print_rows, write_result
+from stage import cut_losses, open_model, print_rows, write_result
 from tokenizer import get_tokenizer, library_files
 
 out_dir = 'out/demo_code'    # folder of the report; the trained models go there, too
@@ -148,8 +147,7 @@ def main():
             cut = {n: cut_losses(model, samples, n, TAIL, BATCH_TOKENS, runtime)
                    for n in lengths[1:]}
             far_cut = cut_target_losses(model, samples, window, t, BATCH_TOKENS, runtime)
-        losses = runtime.over_windows(samples, BATCH_TOKENS, partial(losses_by_position, model),
-                                      title)
+        losses = runtime.over_windows(samples, BATCH_TOKENS, model, title)
         at = {}
         for n in lengths:
             last = losses[:, n - TAIL:n].mean(1)

@@ -22,7 +22,6 @@ from position import in_rows, repeat_heads
 from stage import (
     bin_means,
     cut_curve,
-    losses_by_position,
     open_model,
     print_rows,
     result_path,
@@ -130,18 +129,12 @@ def entropies(model, inputs, targets):
     hooks = [block.attn.register_forward_pre_hook(measure) for block in model.blocks]
     try:
         with torch.compiler.set_stance('force_eager'):  # compiled code would leave hooks out
-            losses = losses_by_position(model, inputs, targets)
+            losses = model(inputs, targets)
     finally:
         for hook in hooks:
             hook.remove()
         model.checkpoint_activations = checkpoints
-    # With scale sets there are several passes, as in losses_by_position().
-    parts, first = [], 0
-    for i in range(0, len(found), len(hooks)):
-        layers = torch.stack(found[i:i + len(hooks)])
-        parts.append(layers[..., first:])
-        first = layers.shape[-1]
-    return torch.cat(parts, dim=-1), losses
+    return torch.stack(found), losses
 
 
 # ---------------------------------------------------------------------- over a text
@@ -162,16 +155,6 @@ def entropy_and_loss(model, samples, width, batch_tokens, runtime, label=None):
 
     means = runtime.over_windows(samples, batch_tokens, measure, label).mean(0)
     return means[T:].reshape(-1, model.config.n_head, bins), means[:T]
-
-
-def spearman(x, y):
-    """Rank correlation of two sequences. Ties share their mean rank."""
-    ranks = []
-    for values in (x, y):
-        _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-        ranks.append((np.cumsum(counts) - (counts - 1) / 2)[inverse])
-    with np.errstate(invalid='ignore'):  # nan if a sequence is constant
-        return float(np.corrcoef(*ranks)[0, 1])
 
 
 def main(given):
@@ -198,10 +181,6 @@ def main(given):
             rows.append({'position': positions[i], 'mean entropy (nats)': mean[i],
                          'bound': bound[i]})
     print_rows(runtime.print, rows)
-    if scales.ndim == 2 and len(np.unique(scales)) > 1:
-        result['spearman'] = [spearman(*layer) for layer in zip(scales, heads[:, :, -1])]
-        runtime.print('Spearman correlation of scale and entropy by layer: '
-                      + '  '.join(f'{one:+.2f}' for one in result['spearman']))
     if T > block_size:
         result['cut'] = cut_curve(model, samples, tail, batch_tokens, runtime)
     write_result(path, result, settings(globals()), runtime, info)

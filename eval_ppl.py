@@ -25,14 +25,13 @@ import math
 from configurator import UserError, configure, settings
 
 import numpy as np
+import torch
 
-from common import setup
+from common import can_compile, setup
 from data import Windows
 from stage import (
     bin_means,
-    compiled_to_read,
     cut_losses,
-    losses_by_position,
     open_model,
     print_rows,
     result_path,
@@ -63,7 +62,7 @@ n_samples = 256              # position, tail: windows of the longest length, ev
 tail: int | None = None      # position, tail: tokens scored at the end of each length; None: 64 for
                              # position, min(256, block_size) for tail
 batch_tokens = 16384         # tokens in one forward pass; lower it when memory runs out
-compile = True               # torch.compile the model, if there is enough to read for this to pay
+compile = False              # torch.compile the model: takes minutes, pays if reading takes an hour
 
 
 def summary(losses):
@@ -108,10 +107,9 @@ def mean_of_last(model, samples, n, runtime):
     inputs    a b c d   (d, too, because position methods may depend on the number of tokens)
     targets   b c d e   of which the last 3 are asked for, and the last one is dropped.
     """
-    count, T = len(samples), samples.shape[1] - 1
-    net = compiled_to_read(model, runtime, compile, count, T)
+    of_what = f'{len(samples)} of {samples.shape[1] - 1}'
     losses = runtime.over_windows(samples, batch_tokens, lambda inputs, targets:
-                                  net(inputs, targets[:, -n - 1:])[:, :-1], f'{count} of {T}')
+                                  model(inputs, targets[:, -n - 1:])[:, :-1], of_what)
     return losses.mean(1)
 
 
@@ -149,9 +147,7 @@ def by_position(model, data, sizes, runtime):
     T, n_tail = sizes[-1], tail or 64  # tokens in a window, and scored at the end of each length
     # Windows may overlap, but their tails do not, so no row scores a token twice.
     samples = data.evenly_spaced(n_samples, spacing=min(n_tail, T))
-    net = compiled_to_read(model, runtime, compile, len(samples), T)
-    losses = runtime.over_windows(samples, batch_tokens, functools.partial(losses_by_position, net),
-                                  f'{T} positions')
+    losses = runtime.over_windows(samples, batch_tokens, model, f'{T} positions')
     rows, by_window = [], {}
     for length in sizes:
         of_tail = losses[:, max(0, length - n_tail):length]
@@ -182,9 +178,8 @@ def tails(model, data, sizes, runtime):
     @functools.cache
     def losses_in(T):
         """Losses of the last max(K, block_size) tokens of each window of T tokens."""
-        net = compiled_to_read(model, runtime, compile, len(samples), T)
         return runtime.over_windows(samples[:, -T - 1:], batch_tokens, lambda inputs, targets:
-                                    net(inputs, targets[:, -max(K, block_size):]), f'length {T}')
+                                    model(inputs, targets[:, -max(K, block_size):]), f'length {T}')
 
     rows = []
     for T in sizes:
@@ -202,14 +197,6 @@ def tails(model, data, sizes, runtime):
 PROTOCOLS = {'sliding': sliding, 'position': by_position, 'tail': tails}
 
 
-def mean_bytes(data):
-    """Bytes of text per token, over the first million tokens of the split."""
-    from tokenizer import get_tokenizer  # its packages are not needed for anything else here
-    encoding, ids = get_tokenizer(data.tokenizer), data.tokens[:1_000_000]
-    ids = ids[ids != encoding.eot_token].tolist()
-    return len(encoding.decode_bytes(ids)) / len(ids)
-
-
 def main(given):
     if protocol not in PROTOCOLS:
         raise UserError(f"protocol is '{protocol}'. Choose {', '.join(PROTOCOLS)}.")
@@ -219,10 +206,10 @@ def main(given):
     path = result_path(results_folder(out_dir, init_from, given), name, label, info)
     sizes = sorted(lengths) or [n * model.config.block_size for n in (1, 2, 4, 8)]
     data = Windows(dataset or info['dataset'], split, sizes[-1], info=info)
-    bytes_per_token = mean_bytes(data)
+    # scale sets change the model from pass to pass
+    if can_compile(runtime, compile and not getattr(model, 'scale_sets', None)):
+        model = torch.compile(model, dynamic=False)
     result = PROTOCOLS[protocol](model, data, sizes, runtime)
-    for row in result['rows']:
-        row['bits_per_byte'] = row['loss'] / math.log(2) / bytes_per_token
     print_rows(runtime.print, result['rows'])
     write_result(path, {'protocol': protocol, 'dataset': data.dataset, 'split': split,
                         'lengths': sizes, **result}, settings(globals()), runtime, info)

@@ -33,7 +33,6 @@ import numpy as np
 from common import setup
 from data import Windows
 from stage import (
-    losses_by_position,
     open_model,
     print_rows,
     result_path,
@@ -190,8 +189,7 @@ def main(given):
         return cut_target_losses(net, samples, window, t, batch_tokens, runtime)
 
     def whole(texts):
-        return runtime.over_windows(texts, batch_tokens, partial(losses_by_position, model),
-                                    f'{W} tokens')
+        return runtime.over_windows(texts, batch_tokens, model, f'{W} tokens')
 
     losses = whole(samples)[window, t - 1]  # the first loss is that of token 1
     cut = cut_with(untuned, samples, window, t)

@@ -6,7 +6,6 @@ write results.
 import contextlib
 import dataclasses
 import json
-import math
 import platform
 import shlex
 import shutil
@@ -21,15 +20,12 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from common import can_compile, load_weights, model_config, read_checkpoint, save_json
+from common import load_weights, model_config, read_checkpoint, save_json
 from model import Transformer
 from position import unused_settings
 from scales import set_scale
 
 BEGAN = time.perf_counter()
-# A model is compiled for reading if this takes more FLOP. On a CPU, compiling took 33 to 101 s and
-# saved 7% of the time, so it pays if reading takes half an hour. The GPU's number is a guess.
-WORTH_COMPILING = {'cpu': 2 ** 48, 'cuda': 2 ** 55}
 
 
 # ---------------------------------------------------------------------- open a model
@@ -117,30 +113,7 @@ def open_model(init_from, out_dir, runtime, position=None, rope_scaling=None, sc
     return model, info
 
 
-def compiled_to_read(model, runtime, wanted, n, length):
-    """The model, compiled if n windows of `length` tokens are enough work for this to pay."""
-    if not isinstance(model, Transformer) or model.scale_sets:
-        return model
-    pays = 2 * model.n_params() * n * length > WORTH_COMPILING.get(runtime.device.type, math.inf)
-    return torch.compile(model, dynamic=False) if can_compile(runtime, wanted and pays) else model
-
-
 # ---------------------------------------------------------------------- losses
-
-def losses_by_position(model, inputs, targets):
-    """
-    The loss of each target in nats, (B, T). inputs, targets: (B, T) ids. With scale sets, each
-    position is read by the shortest pass that contains it: with sets for 128 and 512 tokens and
-    T = 600, passes over the first 128, 512 and 600 give the losses of positions 0 to 127, 128 to
-    511, and 512 to 599. Without sets one pass reads all.
-    """
-    T, first, losses = inputs.shape[1], 0, []
-    lengths = getattr(model, 'scale_sets', ())  # models of others have none
-    for end in [*(n for n in lengths if n < T), T]:
-        losses.append(model(inputs[:, :end], targets[:, first:end]))
-        first = end
-    return torch.cat(losses, dim=1)
-
 
 def cut_windows(lo, hi, n, L):
     """

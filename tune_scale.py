@@ -22,7 +22,6 @@ scale_head_TARGET.json, or scale_sets.json for target_lengths. Each file but the
 """
 
 import math
-from functools import partial
 
 from configurator import UserError, configure, settings
 
@@ -34,13 +33,10 @@ from tqdm import tqdm
 from common import can_compile, save_json, setup
 from data import Windows
 from model import VECTORS, small_vectors
-from scales import put_vectors, read_scale_file, set_entry, use_sets
+from scales import read_scale_file, set_entry
 from stage import (
     bin_means,
-    compiled_to_read,
     cut_curve,
-    cut_losses,
-    losses_by_position,
     open_model,
     print_rows,
     result_path,
@@ -62,9 +58,11 @@ method = 'head'              # uniform or head
 target_length: int | None = None  # L', the context to extend to; None: 8 times block_size for
                                   # uniform, 4 times for head
 target_lengths: list[int] = []  # head: tune a set per length; each starts from the set before it
-tail = 64                    # the loss at T tokens is the mean over the last `tail` of them
 # uniform: each candidate is used for the whole model
 candidate_range: list[float] = [1.0, 2.4, 0.1]  # first, last, step, in units of 1/sqrt(D)
+n_samples = 128              # validation windows over which a loss is the mean
+tail = 64                    # the loss at T tokens is the mean over the last `tail` of them
+batch_tokens = 16384         # tokens per forward pass
 # head: the recipe of Appendix A
 tune = 'head_scale'          # head_scale, channel, head_gain, norm ..., several with commas;
                              # NAME:RATE sets a learning rate
@@ -79,10 +77,7 @@ beta2 = 0.95
 grad_clip = 1.0              # largest global norm of the gradient; 0: no clipping
 checkpoint_activations = False  # recompute activations in backward: less memory, more time
 seed = 314                   # sets the order of the tuning data; pretraining uses another seed
-# how to measure, and the machine
-n_samples = 128              # each curve is the mean over this many validation windows
-batch_tokens = 16384         # tokens per forward pass of a measurement
-compile = True               # torch.compile the tuning step, and the passes of a long search
+compile = True               # torch.compile the step
 
 
 # ---------------------------------------------------------------------- head
@@ -175,52 +170,30 @@ def first_scale(folder, length, model, info):
 def tune_heads(model, info, folder, lengths, name, runtime):
     """
     Tune at each length, from the values of the length before. Returns the sets, {length: vectors},
-    and a result: the loss of each step and, over the last `tail` tokens of validation windows, the
-    loss as loaded, with the first scale, tuned, and with only the last L tokens as context.
+    and a result: the loss of each step.
     """
-    T = lengths[-1]
     start = first_scale(folder, lengths[0], model, info)
-    data = Windows(name, 'val', T, info=info)
-    samples, crossing = data.evenly_spaced(n_samples), data.crossing
-    rows = []
-
-    def measure_as(what):
-        losses = runtime.over_windows(samples, batch_tokens, partial(losses_by_position, model))
-        rows.append({'scales': what, f'loss at {T}': losses[:, -tail:].mean()})
-
-    measure_as('as loaded')
-    cut = cut_losses(model, samples, T, tail, batch_tokens, runtime)
     groups = vectors_to_tune(model)
     saved = small_vectors(model, 'head_scale')  # a scale file holds them in any case
     for group in groups:
         saved |= zip(group['names'], group['params'])
-    original = {name: p.clone() for name, p in saved.items()}
     model.head_scale = start  # this gives the parameters, which groups hold, new values
     if 'channel' in [group['kind'] for group in groups]:
         model.head_scale = model.head_scale[..., None].expand(-1, -1, model.config.head_dim)
-    measure_as(f'uniform {start:.2f}')
 
     n_tuned = sum(p.numel() for group in groups for p in group['params'])
     n_tokens = max_iters * batch_size * sum(lengths)
     runtime.print(f'tuning {n_tuned} numbers on {n_tokens:,} tokens')
-    texts = {length: Windows(name, 'train', length, seed, info) for length in lengths}
+    texts = [Windows(name, 'train', length, seed, info) for length in lengths]
     sets, losses = {}, []
-    for length, data in texts.items():
+    for length, data in zip(lengths, texts):
         losses += tune_vectors(model, groups, data, runtime)
         sets[length] = {key: p.detach().clone() for key, p in saved.items()}
     for group in groups:
         values = torch.cat([p.flatten() for p in group['params']])
         runtime.print(f"{group['kind']} {values.min():.3f} to {values.max():.3f}, "
                       f'mean {values.mean():.3f}')
-    if target_lengths:  # measured as other stages will read them
-        put_vectors(model, original)
-        use_sets(model, sets)
-    measure_as(tune)
-    rows.append({'scales': f'as loaded, only the last {model.config.pretrained_length} tokens',
-                 f'loss at {T}': cut.mean()})
-    print_rows(runtime.print, rows)
-    return sets, {'init_scale': start, 'tuned': tune, 'losses': losses, 'rows': rows,
-                  'samples': len(samples), 'crossing': crossing, 'tuned_numbers': n_tuned,
+    return sets, {'init_scale': start, 'tuned': tune, 'losses': losses, 'tuned_numbers': n_tuned,
                   'tuning_tokens': n_tokens}
 
 
@@ -257,13 +230,12 @@ def search_uniform(model, info, T, name, runtime):
     block_size = model.config.block_size
     data = Windows(name, 'val', T, info=info)
     samples = data.evenly_spaced(n_samples)
-    net = compiled_to_read(model, runtime, compile, len(samples) * len(scales), T)
     cut = cut_curve(model, samples, tail, batch_tokens, runtime)
     lengths = cut['position']  # block_size, twice as many, four times ... T
     loss, at_length = [], []
     for scale in scales:
         model.head_scale = scale
-        losses = runtime.over_windows(samples, batch_tokens, net, f'scale {scale}').mean(0)
+        losses = runtime.over_windows(samples, batch_tokens, model, f'scale {scale}').mean(0)
         position, binned = bin_means(losses, block_size // 16)
         loss.append(binned)
         at_length.append([losses[max(0, n - tail):n].mean() for n in lengths])

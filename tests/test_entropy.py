@@ -5,7 +5,6 @@ $ python -m pytest tests/test_entropy.py
 """
 
 import json
-import math
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ import torch
 from conftest import EVERY, near, on, random_model, read, stage, tokens
 from plain import plain_entropy, plain_losses
 
-from entropy import attention_entropy, entropies, entropy_without_matrix, spearman
+from entropy import attention_entropy, entropies, entropy_without_matrix
 from position import NoPE, Place
 
 SCALES = [[0.5, 1, 2, 4], [1, 1, 1, 1]]
@@ -67,26 +66,6 @@ def test_entropy_of_every_method_and_its_gradient_are_those_of_the_float64_matri
     assert slope == pytest.approx((ahead - behind) / 2e-5, rel=1e-3, abs=1e-6)
 
 
-def test_with_scale_sets_each_position_is_read_by_the_shortest_pass_that_contains_it():
-    model, windows, name = random_model(), tokens(2, 81), 'blocks.1.attn.head_scale'
-    model.scale_sets = {32: {name: torch.ones(4, 1)}, 64: {name: torch.full((4, 1), 3.0)}}
-    with torch.no_grad():
-        found, losses = entropies(model, windows[:, :-1], windows[:, 1:])
-    scales = model.head_scale
-    for first, end, scales[1] in (0, 32, 1), (32, 64, 3), (64, 80, 3):
-        expected = plain_entropy(model, windows[:, :end], scales)
-        near(found[..., first:end], expected[..., first:], atol=1e-4)
-        expected = plain_losses(model, windows[:, :end + 1], scales)
-        near(losses[:, first:end], expected[:, first:], atol=1e-4)
-
-
-def test_spearman_of_hand_worked_examples():
-    # ranks 1 2 3 4 5 and 2 1 4 3 5: 1 - 6 * (1 + 1 + 1 + 1 + 0) / (5 * 24) = 0.8
-    assert spearman([1, 2, 3, 4, 5], [20, 10, 40, 30, 50]) == pytest.approx(0.8)
-    # ties: ranks 1.5 1.5 3 and 1 2 3: deviations (-.5 -.5 1) . (-1 0 1) = 1.5, over sqrt(1.5 * 2)
-    assert spearman([7, 7, 9], [1, 2, 3]) == pytest.approx(1.5 / math.sqrt(3))
-
-
 # ---------------------------------------------------------------------- as run
 
 def test_run_with_tuned_scales_reports_the_float64_matrix(tiny_run, tiny, windows, tmp_path):
@@ -103,4 +82,3 @@ def test_run_with_tuned_scales_reports_the_float64_matrix(tiny_run, tiny, window
     near(result['mean_entropy'], nats.mean((0, 1)), atol=1e-4)
     near(result['loss'], plain_losses(model, ids, SCALES).mean(0).reshape(64, 2).mean(1), atol=1e-4)
     assert result['head_scale'] == SCALES
-    assert result['spearman'] == [pytest.approx(spearman(SCALES[0], nats[0, :, -1])), None]

@@ -68,7 +68,6 @@ def test_sliding_windows_score_what_a_loop_scores(tiny_run, losses_of, corpus_di
         of_windows = np.mean(own, axis=1)
         assert row['standard_error'] == pytest.approx(of_windows.std(ddof=1) / 7 ** 0.5, abs=1e-5)
         assert row['ppl'] == pytest.approx(math.exp(row['loss']))
-        assert row['bits_per_byte'] == pytest.approx(row['loss'] / math.log(2) / 2)
         if T > 32:
             assert row['cut_loss'] == pytest.approx(np.concatenate(cut).mean(), abs=1e-5)
             assert row['gain'] == pytest.approx(row['cut_loss'] - row['loss'], abs=1e-5)
