@@ -303,13 +303,6 @@ class RoPE(NoPE):
 
 # ---------------------------------------------------------------------- biases
 
-class Bias(NoPE):
-    """A method that adds bias(i, j) to the scores and changes nothing else."""
-
-    def bias(self, i, j):
-        raise NotImplementedError
-
-
 def alibi_slopes(n_head):
     """
     A list of H slopes. If H is a power of two: 2^(-8/H), 2^(-16/H) ... 2^-8. For any other H: all
@@ -322,7 +315,7 @@ def alibi_slopes(n_head):
     return slopes + [first ** (h + 0.5) for h in range(n_head - below)]
 
 
-class ALiBi(Bias):
+class ALiBi(NoPE):
     """Bias -slope_h (i - j): distant keys count less. Each head has one fixed slope."""
     slopes_of = staticmethod(alibi_slopes)
 
@@ -336,7 +329,7 @@ class ALiBi(Bias):
         return -self.slopes[:, None, None] * distances(i, j)
 
 
-class Kerple(Bias):
+class Kerple(NoPE):
     """Logarithmic Kerple (Chi et al. 2022): bias -p_h ln(1 + a_h (i - j)), p, a > 0 learned."""
 
     def __init__(self, config):

@@ -11,7 +11,7 @@ import math
 import torch
 import torch.nn as nn
 
-from position import METHODS, ALiBi, Bias, NoPE, Place, RoPE, distances, later, repeat_heads
+from position import METHODS, ALiBi, NoPE, Place, RoPE, distances, later, repeat_heads
 
 # ---------------------------------------------------------------------- positions
 
@@ -128,7 +128,7 @@ def over_heads(x):
     return x.movedim(-1, -4).squeeze(-3)
 
 
-class FIRE(Bias):
+class FIRE(NoPE):
     """
     Bias f(ln(1 + c (i - j)) / ln(1 + c max(i, mu M)))_h (Li et al. 2024). f is a network that maps
     one number to one number per head. c and mu are learned. M is L / 2, as in DAPE's released code.
@@ -149,7 +149,7 @@ class FIRE(Bias):
         return over_heads(self.f(share[..., None]))
 
 
-class T5Bias(Bias):
+class T5Bias(NoPE):
     """
     Bias sqrt(D) table[bucket(i - j), h] (Raffel et al. 2020). The factor sqrt(D) is from DAPE's
     released code. There are 32 buckets. Each distance up to 15 has its own bucket. The next buckets

@@ -273,9 +273,6 @@ def main(given):
     if lengths[0] < least:
         raise UserError(f'target_length is {lengths[0]}; the model was trained at '
                         f'{config.block_size} tokens. Give at least {least}.')
-    if batch_size % runtime.world_size:
-        raise UserError(f'batch_size {batch_size} must be a multiple of the '
-                        f'{runtime.world_size} ranks.')
     read_as = {'method': method, 'dataset': name, 'position_method': config.position,
                'rope_scaling': config.rope_scaling, 'weights_digest': info['digest']}
     if method == 'uniform':

@@ -266,27 +266,6 @@ def copy(rng, B, n):
     return x, x
 
 
-def flip_flop(rng, B, n):
-    """
-    What does a memory of one bit hold? Each instruction has a bit after it: write this bit (2),
-    read the bit that was written last (3), ignore this bit (4). The first instruction is a write.
-    The last is a read, and the answer is its bit. 20413020413 -> 0. The others are write, read and
-    ignore with probabilities 0.1, 0.1 and 0.8, as in Liu et al., arXiv:2306.00946. If n is even,
-    the input has n - 1 symbols; if n < 3, it has 3.
-    """
-    n_pairs = max(1, (n - 1) // 2)
-    instructions = rng.choice([2, 3, 4], (B, n_pairs), p=[0.1, 0.1, 0.8])
-    instructions[:, 0] = 2
-    bits = random_bits(rng, B, n_pairs)
-    writes = np.where(instructions == 2, np.arange(n_pairs), 0)
-    last_write = np.maximum.accumulate(writes, axis=1)
-    held = np.take_along_axis(bits, last_write, axis=1)                # after each instruction
-    x = np.full((B, 2 * n_pairs + 1), 3)
-    x[:, :-1:2] = instructions
-    x[:, 1::2] = np.where(instructions == 3, held, bits)
-    return x, held[:, -1:].copy()
-
-
 # ---------------------------------------------------------------------- all of them
 
 @dataclass
@@ -328,7 +307,6 @@ TASKS = {task.generate.__name__: task for task in (
     Task(compute_sqrt, 2, 2),
     Task(bucket_sort, 5, 5),
     # tasks that Table 6 does not have
-    Task(flip_flop, 5, 2),
     Task(recall, 3 * N_SYMBOLS, N_SYMBOLS, read='queries'),
     Task(copy, N_SYMBOLS, N_SYMBOLS, read='generated'),
 )}

@@ -134,7 +134,7 @@ def alibi(n_head, i, j):
     raise NotImplementedError('Begin with the distances, i[:, None] - j.')
 
 
-class OwnBias(position.Bias):
+class OwnBias(position.NoPE):
     """
     10. Your own position bias: bias() returns what is added to the scores. Make learned numbers in
     __init__, as nn.Parameters. The bias must

@@ -72,7 +72,7 @@ def alibi(n_head, i, j):
     return -slopes[:, None, None] * (i[:, None] - j)
 
 
-class OwnBias(position.Bias):
+class OwnBias(position.NoPE):
     """-p_h ln(1 + i - j), p_h learned."""
 
     def __init__(self, config):

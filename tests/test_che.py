@@ -60,13 +60,13 @@ def test_a_result_is_the_mean_over_new_samples_of_each_length(tmp_path):
 
 
 def test_one_model_learns_a_mixture_and_once_trained_is_only_tested(tmp_path):
-    arguments = "['flip_flop+copy','recall']", '--lengths=[24,6,3]'
+    arguments = "['parity_check+copy','recall']", '--lengths=[24,6,3]'
     first, result = run(tmp_path, *arguments, '--max_iters=2')
     again, the_same = run(tmp_path, *arguments, '--max_iters=2')
     assert 'loss' in first and 'loss' not in again and the_same['tasks'] == result['tasks']
-    assert list(result['tasks']) == ['flip_flop', 'copy', 'recall']
+    assert list(result['tasks']) == ['parity_check', 'copy', 'recall']
     assert result['lengths'] == [3, 6, 24] and 'at 3, 6 at 24 3 6 24 ' in first
-    weights = torch.load(tmp_path / 'flip_flop+copy.pt', weights_only=True)['model']
+    weights = torch.load(tmp_path / 'parity_check+copy.pt', weights_only=True)['model']
     assert weights['embed.weight'].shape[0] == 32 + 1  # the symbols of copy, and the empty token
     for setting, named in {'--max_iters=3': '--max_iters=2', '--tasks=["pairs"]': 'pairs',
                            '--lengths=[6]': 'longer ones'}.items():

@@ -64,15 +64,6 @@ def recalled(x):
     return [pairs[key] for key in asked]
 
 
-def flip_flop(x):
-    assert x[0] == 2 and x[-1] == 3
-    for order, bit in zip(x[:-1:2], x[1::2]):
-        if order == 2:
-            held = bit
-        assert order == 4 or bit == held  # what is read on the way is right, too
-    return [held]
-
-
 SLOW = {
     'even_pairs': lambda x: [sum(a != b for a, b in zip(x, x[1:])) % 2],
     'modular_arithmetic_simple': lambda x: value(x, '01234+-*'),
@@ -88,7 +79,6 @@ SLOW = {
     'binary_addition': total,
     'compute_sqrt': root,
     'bucket_sort': sorted,
-    'flip_flop': flip_flop,
     'recall': recalled,
     'copy': lambda x: x,
 }
@@ -99,8 +89,8 @@ def test_answers_are_those_of_the_slow_definition_in_the_right_shape_and_alphabe
     task, symbols = TASKS[name], set()
     for n in (*range(1, 10), 13, 20, 39, 40):
         inputs, answers = task.generate(np.random.default_rng(n), 50, n)
-        n = max(3, n) if name in ('flip_flop', 'recall') else n
-        n -= name in ('flip_flop', 'modular_arithmetic_simple') and n % 2 == 0
+        n = max(3, n) if name == 'recall' else n
+        n -= name == 'modular_arithmetic_simple' and n % 2 == 0
         assert inputs.shape == (50, n) and inputs.dtype == answers.dtype == np.int64
         assert 0 <= inputs.min() and inputs.max() < task.n_in
         symbols |= {*answers.flatten().tolist()}
