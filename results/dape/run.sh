@@ -27,7 +27,7 @@ head_scales() {
         test $run = rope && extend=--rope_scaling=yarn:4 || extend=
         scales=out/dape/$run/scale_head_512_own.json
         once $scales python tune_scale.py --out_dir=out/dape/$run --target_length=512 \
-            --label=own --init_scale=1.0 --min_scale=None --max_iters=100 --n_samples=32 $extend
+            --label=own --init_scale=1.0 --min_scale=None --max_iters=100 $extend
         as="--n_samples=96 --lengths=[128,256,512,1024,2048] --tail=128 $extend"
         row head_scales $run $run $as
         row head_scales ${run}_head_scale $run $as --scale=$scales

@@ -43,7 +43,7 @@ books() {  # 5M parameters, bytes, L = 256; tuned with 150 steps of 8 windows of
     row fit none --scale=$out/none/scale_uniform_fit.json
     for tune in head_scale head_scale,head_gain,norm; do
         scales=$out/none/scale_head_1024_$tune.json
-        once $scales python tune_scale.py --out_dir=$out/none --n_samples=16 --max_iters=150 \
+        once $scales python tune_scale.py --out_dir=$out/none --max_iters=150 \
             --target_length=1024 --tune=$tune --label=$tune
         row $tune none --scale=$scales
     done
@@ -71,7 +71,7 @@ passkey() {  # 1M parameters, L = 256; tuned with 60 steps of 8 documents of 4L
     for tune in head_scale:0.01 channel head_scale,head_gain,norm; do
         scales=$out/nope/scale_head_1024_$tune.json
         once $scales python tune_scale.py --out_dir=$out/nope --target_length=1024 --tune=$tune \
-            --label=$tune --dataset=passkey_long --init_scale=1.2 --max_iters=60 --n_samples=4
+            --label=$tune --dataset=passkey_long --init_scale=1.2 --max_iters=60
         row $tune nope --scale=$scales
     done
     train $out/weights --init_from=$out/nope/last.pt --dataset=passkey_long --block_size=1024 \

@@ -52,7 +52,7 @@ read_as() {  # READING BASELINE ARGUMENTS...: losses by length, gains at far rep
 tune() {  # READING ARGUMENTS...: tune at 8L, then read with what was tuned
     scales=$run/scale_head_${far}_$1.json
     once $scales python tune_scale.py --out_dir=$run --label=$1 --target_length=$far \
-        --max_iters=80 --warmup_iters=10 --n_samples=32 --init_scale=1.0 $tune_as "${@:2}"
+        --max_iters=80 --warmup_iters=10 --init_scale=1.0 $tune_as "${@:2}"
     read_as $1 '' --scale=$scales
 }
 

@@ -32,7 +32,7 @@ recalls() {  # NAME ARGUMENTS...: the same, and train another one for recall and
 
 tune() {  # NAME WHAT MODEL: a set for 8L, which passes of up to L tokens do not use
     once $out/$3/scale_sets_$1.json python tune_scale.py --out_dir=$out/$3 --tune=$2 \
-        --target_lengths=[$far] --max_iters=$steps --label=$1 --n_samples=16 --dtype=float32
+        --target_lengths=[$far] --max_iters=$steps --label=$1 --dtype=float32
     row $1 $3 --scale=$out/$3/scale_sets_$1.json
 }
 

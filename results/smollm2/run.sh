@@ -25,7 +25,7 @@ as() {
 tune() {  # 270 head scales from YaRN, on 20 windows of the train split
     once $scales python tune_scale.py $reads $books --rope_scaling=yarn:4 --target_length=$T \
         --init_scale=1.0 --min_scale=None --batch_size=1 --micro_batch_size=1 --max_iters=20 \
-        --warmup_iters=3 --n_samples=1 --compile=False
+        --warmup_iters=3 --compile=False
 }
 
 loss() {  # the last 1,024 tokens of 8 windows of 16,384, or with LONG=2 of 4 of 32,768
