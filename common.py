@@ -202,10 +202,11 @@ def read_checkpoint(path):
 def model_config(values):
     """
     A ModelConfig of {setting: value}, from settings or from a checkpoint. Refuses a setting that
-    this version does not have, unless it is off.
+    this version does not have, unless it is off, or says what every model here has.
     """
     known = {one.name for one in dataclasses.fields(ModelConfig)}
-    odd = {name: value for name, value in values.items() if name not in known and value}
+    odd = {name: value for name, value in values.items() if name not in known and value
+           and (name, value) != ('short_conv_at', 'AC')}
     try:
         if odd:
             raise ValueError(f'the model has {odd}, which this version does not have.')

@@ -37,7 +37,6 @@ class ModelConfig(Settings):
     pretrained_length: int | None = None  # L, block_size in pretraining; None: as block_size
     tied: bool = False   # True: embedding and output share one matrix
     short_conv: int = 0  # tokens that each short convolution reads, such as 4; 0: no convolution
-    short_conv_at: str = 'AC'  # A: before attention; C: before the MLP; AC: both
     norm_eps: float = 1e-5
 
     def __post_init__(self):
@@ -48,8 +47,6 @@ class ModelConfig(Settings):
         if self.n_embd % (2 * self.n_head) or self.n_head % self.n_kv_head:
             raise ValueError(f'n_embd {self.n_embd} must be a multiple of twice n_head '
                              f'{self.n_head}, and this of n_kv_head {self.n_kv_head}.')
-        if self.short_conv_at not in ('A', 'C', 'AC'):
-            raise ValueError(f'short_conv_at is {self.short_conv_at!r}; it must be A, C or AC.')
 
 
 class Attention(nn.Module):
@@ -143,8 +140,8 @@ class SwiGLU(nn.Module):
 
 class Block(nn.Module):
     """
-    A layer: attention, then the MLP, each after a norm and added to x. A short convolution may come
-    before either.
+    A layer: attention, then the MLP, each after a norm and added to x. Short convolutions may come
+    before both.
     """
 
     def __init__(self, config, layer):
@@ -153,9 +150,8 @@ class Block(nn.Module):
         self.attn = Attention(config, layer)
         self.mlp_norm = nn.RMSNorm(config.n_embd, eps=config.norm_eps)
         self.mlp = SwiGLU(config)
-        at = config.short_conv_at if config.short_conv else ''
-        self.attn_conv = ShortConv(config, f'{layer}A') if 'A' in at else None
-        self.mlp_conv = ShortConv(config, f'{layer}C') if 'C' in at else None
+        self.attn_conv = ShortConv(config, f'{layer}A') if config.short_conv else None
+        self.mlp_conv = ShortConv(config, f'{layer}C') if config.short_conv else None
 
     def forward(self, x, place, cache=None):
         h = self.attn_norm(x)

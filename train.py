@@ -70,7 +70,6 @@ n_kv_head = 4                # key/value heads; each is shared by n_head / n_kv_
 n_embd = 128
 n_hidden = 384               # inner width of SwiGLU
 short_conv = 0               # tokens that each short convolution reads, such as 4; 0: none
-short_conv_at = 'AC'         # A: before attention; C: before the MLP; AC: both
 # optimizer
 max_iters = 2200             # training steps
 learning_rate = 2e-3         # peak learning rate

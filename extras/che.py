@@ -51,7 +51,6 @@ n_embd = 64
 n_hidden = 176               # width of SwiGLU; about as many weights as the papers' 256 with ReLU
 dape_kernel = 0              # DAPE on top of the method: 1, 3, 5 ... keys wide; 0: no DAPE
 short_conv = 0               # tokens that each short convolution reads, such as 4; 0: none
-short_conv_at = 'AC'         # A: before attention; C: before the MLP; AC: both
 # training
 train_length = 40            # longest input, in symbols; each step draws one length for its batch
 batch_size = 128             # samples in a step; each step makes new samples
