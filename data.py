@@ -29,7 +29,7 @@ def stable_hash(*parts):
     return int.from_bytes(hashlib.sha256(text).digest()[:8], 'big')
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=64)
 def shuffled(n, *key):
     """
     range(n), shuffled, (n,) int64. The order depends only on key, because numpy never changes the

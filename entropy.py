@@ -169,10 +169,10 @@ def main(given):
     width = block_size // 16
     heads, losses = entropy_and_loss(model, samples, width, batch_tokens, runtime, f'{T} tokens')
     positions, loss = bin_means(losses, width)
-    mean, bound, scales = heads.mean((0, 1)), np.log(positions), model.head_scale.numpy(force=True)
+    mean, bound = heads.mean((0, 1)), np.log(positions)
     result = {'dataset': windows.dataset, 'split': split, 'unit': 'nats', 'position': positions,
               'samples': len(samples), 'crossing': windows.crossing, 'loss': loss,
-              'mean_entropy': mean, 'bound': bound, 'head_scale': scales, 'entropy': heads}
+              'mean_entropy': mean, 'bound': bound, 'entropy': heads}
     rows = []
     for factor in (1, 2, 4, 8, 16):
         end = factor * block_size // 2

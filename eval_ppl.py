@@ -120,7 +120,7 @@ def sliding(model, data, sizes, runtime):
     if not 0 < step < sizes[0] or rule not in ('same', 'paper'):
         raise UserError(f'stride is {step} and rule {rule}. Give a stride below the shortest '
                         f'length, {sizes[0]}, and rule same or paper.')
-    rows, by_window, cut = [], {}, None
+    rows, cut = [], None
     for length in reversed(sizes):
         ends = window_ends(data.starts, len(data.tokens), length, longest, step, rule)
         if len(ends) == 0:
@@ -136,8 +136,7 @@ def sliding(model, data, sizes, runtime):
                 cut = cut_losses(model, samples, length - 1, step, batch_tokens, runtime)
             row |= gain_of(losses, cut)
         rows.append(row)
-        by_window[str(length)] = losses
-    return {'rule': rule, 'stride': step, 'rows': rows[::-1], 'loss_by_window': by_window}
+    return {'rule': rule, 'stride': step, 'rows': rows[::-1]}
 
 
 # ---------------------------------------------------------------------- each position, the tail
@@ -147,10 +146,16 @@ def by_position(model, data, sizes, runtime):
     T, n_tail = sizes[-1], tail or 64  # tokens in a window, and scored at the end of each length
     # Windows may overlap, but their tails do not, so no row scores a token twice.
     samples = data.evenly_spaced(n_samples, spacing=min(n_tail, T))
-    losses = runtime.over_windows(samples, batch_tokens, model, f'{T} positions')
-    rows, by_window = [], {}
+
+    def read(length):
+        windows = samples[:, :length + 1]
+        return runtime.over_windows(windows, batch_tokens, model, f'{length} tokens')
+
+    losses, rows, by_window = read(T), [], {}
     for length in sizes:
-        of_tail = losses[:, max(0, length - n_tail):length]
+        # with scale sets, which change with the length, a pass for each length
+        whole = read(length) if getattr(model, 'scale_sets', None) else losses
+        of_tail = whole[:, max(0, length - n_tail):length]
         by_window[str(length)] = of_tail.mean(1)
         row = {'length': length, **summary(of_tail.mean(1)), 'scored_tokens': of_tail.size}
         if length > model.config.pretrained_length:

@@ -19,15 +19,18 @@ class RandomRoPE(RoPE):
     """
     RoPE whose tokens have a sorted random subset of 0 ... 2047 as positions, so that short texts
     train the rotations of long ones (Ruoss et al. 2023, arXiv:2305.16843). Each layer draws anew in
-    each pass of training; evaluation keeps one draw. It cannot read more than 2,048 tokens.
+    each pass of training; evaluation keeps one draw, the same in all layers.
     """
 
     def __init__(self, config):
         super().__init__(config)
         self.needs_equal_lengths = True
-        self.register_buffer('draws', torch.rand(2048))
+        draws = torch.rand(2048, generator=torch.Generator().manual_seed(0))
+        self.register_buffer('draws', draws, persistent=False)
 
     def prepare(self, place):
+        if place.total > len(self.draws):
+            raise ValueError(f'rope_random reads at most 2,048 tokens, but there are {place.total}')
         draws = torch.rand_like(self.draws) if self.training else self.draws
         positions = draws.topk(place.total).indices.sort().values            # (total,)
         return super().prepare(Place(positions[place.i], positions[place.j], place.total))

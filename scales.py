@@ -79,13 +79,6 @@ def read_scale_file(path, model, info):
     return data, sets
 
 
-def put_vectors(model, vectors):
-    """Give a model's small vectors new values. vectors: {parameter name: tensor}."""
-    for name, vector in vectors.items():
-        p = model.get_parameter(name)
-        p.data = vector.to(p.device, copy=True)
-
-
 def use_sets(model, sets):
     """
     Give a model sets for several lengths, {length: {parameter name: tensor}}:
@@ -116,7 +109,9 @@ def set_scale(model, scale, info):
             use_sets(model, sets)
         else:
             [vectors] = sets.values()
-            put_vectors(model, vectors)
+            for name, vector in vectors.items():
+                p = model.get_parameter(name)
+                p.data = vector.to(p.device, copy=True)
         return Path(scale).stem
     if not torch.as_tensor(scale).min() > 0:
         raise UserError(f'scale is {scale}; a softmax scale must be above 0.')

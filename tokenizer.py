@@ -66,7 +66,9 @@ def get_tokenizer(source, texts=None):
     path = Path(source)
     if source.startswith('hf:'):
         from huggingface_hub import snapshot_download
-        folder = snapshot_download(source[3:], allow_patterns='tokenizer*.json')
+        name, _, revision = source[3:].partition('@')
+        folder = snapshot_download(name, revision=revision or None,
+                                   allow_patterns='tokenizer*.json')
         path = Path(folder, 'tokenizer.json')
     if (path / 'meta.json').is_file():
         return from_state(json.loads((path / 'meta.json').read_text())['tokenizer'])

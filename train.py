@@ -118,6 +118,7 @@ def starting_point(given):
             start['model'].refuse()  # a model that transformers runs cannot be trained here
         own = asdict(start['model_config'])
         fixed = own.keys() - {'block_size', *OF_POSITION}
+        own['dataset'] = start['settings'].get('dataset') or dataset  # the model's text
     new = own | {name: globals()[name] for name in given}
     if new['rope_scaling'] and ':' not in new['rope_scaling']:  # 'yarn': stretch L to block_size
         new['rope_scaling'] += f":{new['block_size'] / start['model_config'].pretrained_length:g}"
@@ -142,7 +143,7 @@ def only_run(folder):
         lock.acquire(timeout=0.5)
     except filelock.Timeout:
         raise UserError(f'Another process trains in {folder}. Choose another --out_dir=.') from None
-    if init_from != 'resume' and any(folder.glob('*.pt')):
+    if init_from != 'resume' and (folder / 'last.pt').exists():
         raise UserError(f'{folder} already holds a run. Resume it with --init_from=resume, choose '
                         'another --out_dir=, or remove it.')
     return lock
@@ -341,6 +342,7 @@ def main(given):
         tokens = tokens.to(runtime.device, non_blocking=runtime.device.type == 'cuda')
 
         # forward and backward
+        torch.manual_seed(seed + step)  # for methods that draw, such as rope_random
         step_loss = torch.zeros((), device=runtime.device)
         micro_batches = tokens.split(micro_batch_size)
         for i, part in enumerate(micro_batches):

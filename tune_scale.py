@@ -182,8 +182,7 @@ def tune_heads(model, info, folder, lengths, name, runtime):
         model.head_scale = model.head_scale[..., None].expand(-1, -1, model.config.head_dim)
 
     n_tuned = sum(p.numel() for group in groups for p in group['params'])
-    n_tokens = max_iters * batch_size * sum(lengths)
-    runtime.print(f'tuning {n_tuned} numbers on {n_tokens:,} tokens')
+    runtime.print(f'tuning {n_tuned} numbers on {max_iters * batch_size * sum(lengths):,} tokens')
     texts = [Windows(name, 'train', length, seed, info) for length in lengths]
     sets, losses = {}, []
     for length, data in zip(lengths, texts):
@@ -191,10 +190,11 @@ def tune_heads(model, info, folder, lengths, name, runtime):
         sets[length] = {key: p.detach().clone() for key, p in saved.items()}
     for group in groups:
         values = torch.cat([p.flatten() for p in group['params']])
+        if not values.isfinite().all():
+            raise UserError(f"{group['kind']} is not finite. Lower its rate in --tune=.")
         runtime.print(f"{group['kind']} {values.min():.3f} to {values.max():.3f}, "
                       f'mean {values.mean():.3f}')
-    return sets, {'init_scale': start, 'tuned': tune, 'losses': losses, 'tuned_numbers': n_tuned,
-                  'tuning_tokens': n_tokens}
+    return sets, {'init_scale': start, 'tuned': tune, 'losses': losses}
 
 
 # ---------------------------------------------------------------------- uniform
@@ -268,11 +268,13 @@ def main(given):
     name = dataset or info['dataset']
     T = target_length or (8 if method == 'uniform' else 4) * config.block_size
     lengths = sorted({*target_lengths}) or [T]
-    # the uniform search needs a bin of positions past block_size
-    least = config.block_size + (max(1, config.block_size // 16) if method == 'uniform' else 0)
+    width = max(1, config.block_size // 16)  # a uniform search needs a bin past block_size
+    least = (config.block_size // width + 1) * width
     if lengths[0] < least:
         raise UserError(f'target_length is {lengths[0]}; the model was trained at '
                         f'{config.block_size} tokens. Give at least {least}.')
+    if batch_size < runtime.world_size:
+        raise UserError(f'batch_size {batch_size} is less than the {runtime.world_size} ranks.')
     read_as = {'method': method, 'dataset': name, 'position_method': config.position,
                'rope_scaling': config.rope_scaling, 'weights_digest': info['digest']}
     if method == 'uniform':

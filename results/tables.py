@@ -15,7 +15,6 @@ import re
 import sys
 from collections import defaultdict
 from functools import partial
-from itertools import product
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -320,14 +319,14 @@ def smollm2(T, yarn):
 
 
 def keys():
-    """How many of 10 passkeys were found in texts of each length, also if the space is given."""
-    for how, hint in product(('plain', 'yarn', 'scaled', 'tuned'), ('', '_hint')):
+    """How many of 10 passkeys were found in texts of each length."""
+    for how in 'plain', 'yarn', 'scaled', 'tuned':
         row = {}
         for part in '_short', '':
-            found = read(f'smollm2/passkey_{how}{hint}{part}.json')
+            found = read(f'smollm2/passkey_{how}{part}.json')
             for length, cells in zip(found['lengths'], found['accuracy']):  # by depth
                 row[f'{length:,}'] = f'{10 * mean(cells):.0f}'
-        yield SMOLLM2[how] + (', space given' if hint else ''), row
+        yield SMOLLM2[how], row
 
 
 def paper():

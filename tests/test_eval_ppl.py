@@ -1,7 +1,7 @@
 """Perplexity: every number again by a plain loop over windows."""
 
+import json
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -46,10 +46,7 @@ def test_the_cut_context_reads_at_most_L_tokens_and_scores_each_token_once():
 
 
 @pytest.mark.parametrize('rule', ['same', 'paper'])
-def test_sliding_windows_score_what_a_loop_scores(tiny_run, losses_of, corpus_dir, tmp_path, rule,
-                                                  monkeypatch):
-    two_bytes = SimpleNamespace(eot_token=256, decode_bytes=lambda ids: 2 * bytes(ids))
-    monkeypatch.setattr('tokenizer.get_tokenizer', lambda state: two_bytes)
+def test_sliding_windows_score_what_a_loop_scores(tiny_run, losses_of, corpus_dir, tmp_path, rule):
     found = measured(tiny_run, tmp_path, f'--rule={rule}', '--lengths=[32,48,64]', '--stride=20',
                      '--max_windows=7')
     data = Windows(str(corpus_dir), 'test', 1)
@@ -86,6 +83,14 @@ def test_position_and_tail_are_means_over_passes(tiny_run, losses_of, corpus_dir
     assert (row['loss'], row['cut_loss']) == pytest.approx((own.mean(), cut.mean()), abs=1e-5)
     paired = (cut - own).std(ddof=1) / 5 ** 0.5
     assert row['gain_error'] == pytest.approx(paired, abs=1e-5)
+
+    sharp = {'target_length': 128, 'head_scale': [[9.0] * 4] * 2}
+    (tmp_path / 'sets.json').write_text(json.dumps({
+        'weights_digest': found['weights_digest'], 'position_method': 'none', 'rope_scaling': '',
+        'sets': [sharp]}))
+    sets = measured(tiny_run, tmp_path / 'sets', '--protocol=position', '--n_samples=5',
+                    '--lengths=[32,128]', f'--scale={tmp_path}/sets.json')
+    assert [a['loss'] == b['loss'] for a, b in zip(sets['rows'], found['rows'])] == [True, False]
 
     found = measured(tiny_run, tmp_path / 'tail', '--protocol=tail', '--n_samples=5', '--tail=16',
                      '--lengths=[16,128]')

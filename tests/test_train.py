@@ -189,14 +189,15 @@ def test_fine_tuning_keeps_L_and_takes_the_factor_of_yarn_from_the_lengths(corpu
             '--block_size=128', '--rope_scaling=yarn')
     c = read_checkpoint(tmp_path / 'long/last.pt')['model_config']
     assert (c.block_size, c.pretrained_length, c.rope_scaling) == (128, 32, 'yarn:4')
-    trained(corpus_dir, tmp_path / 'again', f'--init_from={tmp_path}/long/last.pt', '--max_iters=1',
-            '--block_size=64', '--rope_scaling=yarn')
+    stage('train', f'--out_dir={tmp_path}/again', *RUN, f'--init_from={tmp_path}/long/last.pt',
+          '--max_iters=1', '--block_size=64', '--rope_scaling=yarn')  # and the model's own text
     resumed(tmp_path / 'again', '--max_iters=2', '--rope_scaling=yarn')
     (tmp_path / 'again/loss.png').unlink()  # as if it had been killed before
     resumed(tmp_path / 'again', '--max_iters=2')
     assert (tmp_path / 'again/loss.png').exists()
     settings = read_checkpoint(tmp_path / 'again/last.pt')['settings']
     assert (settings['rope_scaling'], settings['init_from'][-7:]) == ('yarn:2', 'last.pt')
+    assert settings['dataset'] == str(corpus_dir)
     trained(corpus_dir, tmp_path / 'none', f'--init_from={tmp_path}/rope/last.pt', '--max_iters=1',
             '--position=none')
     model = Transformer(read_checkpoint(tmp_path / 'none/last.pt')['model_config'])
