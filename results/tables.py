@@ -319,14 +319,15 @@ def smollm2(T, yarn):
 
 
 def keys():
-    """How many of 10 passkeys were found in texts of each length."""
-    for how in 'plain', 'yarn', 'scaled', 'tuned':
+    """How many of 10 passkeys were found in texts of each length, also if the space is given."""
+    for how in 'plain', 'yarn', 'yarn_hint', 'scaled', 'tuned', 'tuned_hint':
         row = {}
         for part in '_short', '':
             found = read(f'smollm2/passkey_{how}{part}.json')
             for length, cells in zip(found['lengths'], found['accuracy']):  # by depth
                 row[f'{length:,}'] = f'{10 * mean(cells):.0f}'
-        yield SMOLLM2[how], row
+        name, _, hint = how.partition('_')
+        yield SMOLLM2[name] + (', space given' if hint else ''), row
 
 
 def paper():
