@@ -176,11 +176,8 @@ class HFTokenizer:
         # a batch of one, because encode() blocks other threads
         return self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
-    def decode(self, ids, skip_special_tokens=True):
-        return self.tokenizer.decode(list(ids), skip_special_tokens)
-
-    def decode_bytes(self, ids):
-        return self.decode(ids, skip_special_tokens=False).encode()
+    def decode(self, ids):
+        return self.tokenizer.decode(list(ids))
 
 
 def train_bpe(texts, vocab_size):

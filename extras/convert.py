@@ -321,7 +321,7 @@ def write_folder(path, model, text, encoding, dtype):
     from safetensors.torch import save_file
     config = their_config(model.config, encoding, dtype)
     save_json(path / 'config.json', config)
-    end = encoding.decode_bytes([encoding.eot_token]).decode()
+    end = getattr(encoding, 'eos', EOT)  # its name in a tokenizer.json
     save_json(path / 'tokenizer_config.json', {
         'tokenizer_class': 'PreTrainedTokenizerFast', 'eos_token': end, 'pad_token': end,
         'padding_side': 'left'})
