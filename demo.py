@@ -41,7 +41,7 @@ train_args = ''              # more settings for train.py, such as '--seed=1338 
 
 TRAIN = 'train.py config/code.py --batch_size=8 --micro_batch_size=8'
 UNIFORM = 'tune_scale.py --n_samples=32 --method=uniform --candidate_range=[0.6,2.4,0.1]'
-HEADS = ('tune_scale.py --n_samples=32 --tune=head_scale:0.1 --init_scale=1.0 --min_scale=None '
+HEADS = ('tune_scale.py --tune=head_scale:0.1 --init_scale=1.0 --min_scale=None '
          '--max_iters=60 --warmup_iters=10')
 GRAM = 4             # this many tokens before a far repeat occurred before
 TAIL = 64            # the loss at T is the mean over this many positions before T

@@ -142,7 +142,7 @@ def sliding(model, data, sizes, runtime):
 # ---------------------------------------------------------------------- each position, the tail
 
 def by_position(model, data, sizes, runtime):
-    """The loss at every position of the longest windows, and of the tail of each length."""
+    """The loss at each position of a pass of the longest length, and of the tail of each length."""
     T, n_tail = sizes[-1], tail or 64  # tokens in a window, and scored at the end of each length
     # Windows may overlap, but their tails do not, so no row scores a token twice.
     samples = data.evenly_spaced(n_samples, spacing=min(n_tail, T))
@@ -154,7 +154,8 @@ def by_position(model, data, sizes, runtime):
     losses, rows, by_window = read(T), [], {}
     for length in sizes:
         # with scale sets, which change with the length, a pass for each length
-        whole = read(length) if getattr(model, 'scale_sets', None) else losses
+        has_sets = getattr(model, 'scale_sets', None)
+        whole = read(length) if has_sets and length < T else losses
         of_tail = whole[:, max(0, length - n_tail):length]
         by_window[str(length)] = of_tail.mean(1)
         row = {'length': length, **summary(of_tail.mean(1)), 'scored_tokens': of_tail.size}
@@ -211,8 +212,8 @@ def main(given):
     path = result_path(results_folder(out_dir, init_from, given), name, label, info)
     sizes = sorted(lengths) or [n * model.config.block_size for n in (1, 2, 4, 8)]
     data = Windows(dataset or info['dataset'], split, sizes[-1], info=info)
-    # scale sets change the model from pass to pass
-    if can_compile(runtime, compile and not getattr(model, 'scale_sets', None)):
+    # scale sets change the model from pass to pass; models of others are left as they are
+    if can_compile(runtime, compile and getattr(model, 'scale_sets', None) == {}):
         model = torch.compile(model, dynamic=False)
     result = PROTOCOLS[protocol](model, data, sizes, runtime)
     print_rows(runtime.print, result['rows'])

@@ -143,7 +143,7 @@ def only_run(folder):
         lock.acquire(timeout=0.5)
     except filelock.Timeout:
         raise UserError(f'Another process trains in {folder}. Choose another --out_dir=.') from None
-    if init_from != 'resume' and (folder / 'last.pt').exists():
+    if init_from != 'resume' and any((folder / f).exists() for f in ('last.pt', 'loss.png')):
         raise UserError(f'{folder} already holds a run. Resume it with --init_from=resume, choose '
                         'another --out_dir=, or remove it.')
     return lock

@@ -268,8 +268,10 @@ def main(given):
     name = dataset or info['dataset']
     T = target_length or (8 if method == 'uniform' else 4) * config.block_size
     lengths = sorted({*target_lengths}) or [T]
-    width = max(1, config.block_size // 16)  # a uniform search needs a bin past block_size
-    least = (config.block_size // width + 1) * width
+    least = config.block_size
+    if method == 'uniform' or target_lengths:  # a bin of positions past it; a set of its own
+        width = max(1, least // 16)
+        least = (least // width + 1) * width
     if lengths[0] < least:
         raise UserError(f'target_length is {lengths[0]}; the model was trained at '
                         f'{config.block_size} tokens. Give at least {least}.')

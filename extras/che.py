@@ -166,7 +166,7 @@ def trained_model(path, names, runtime):
                         settings=chosen)
     state = read_checkpoint(path)
     for key, value in state['settings'].items():
-        if value != chosen.get(key):
+        if key in chosen and value != chosen[key]:
             raise UserError(f'{path} was trained with --{key}={value}. Choose another --out_dir=, '
                             'or remove it.')
     load_weights(model, state['model'], path)

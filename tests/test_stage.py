@@ -94,7 +94,7 @@ def test_a_result_of_other_weights_is_not_replaced(tmp_path):
 
 def test_a_result_says_how_it_was_made(tiny_run, tmp_path):
     stage('eval_ppl', f'--init_from={tiny_run}', f'--out_dir={tmp_path}', '--lengths=[32]',
-          '--max_windows=2', '--label=$\\foo$', '--device=cpu', '--compile=False')
+          '--max_windows=2', '--label=$\\foo$', '--device=cpu')
     found = read(tmp_path / 'eval_ppl_$\\foo$.json')
     assert found['command'].startswith('python eval_ppl.py --init_from=')
     assert found['settings']['max_windows'] == 2 and found['versions']['torch'] == torch.__version__

@@ -208,6 +208,17 @@ def test_fine_tuning_keeps_L_and_takes_the_factor_of_yarn_from_the_lengths(corpu
     assert first['loss'] == pytest.approx(model(x[:, :-1], x[:, 1:]).mean().item(), rel=1e-5)
 
 
+def test_each_step_draws_random_positions_also_after_a_resume(corpus_dir, tmp_path, monkeypatch):
+    drawn, draw = [], torch.rand_like
+    monkeypatch.setattr(torch, 'rand_like', lambda x: drawn.append(draw(x)) or drawn[-1])
+    run = '--position=rope_random', '--lr_decay_iters=8'
+    for name, n in ('whole', 6), ('stopped', 4):
+        trained(corpus_dir, tmp_path / name, *run, f'--max_iters={n}')
+    assert len({x[0].item() for x in drawn}) == 6 * 2  # steps, layers
+    resumed(tmp_path / 'stopped', '--max_iters=6')
+    assert largest_difference(tmp_path / 'whole', tmp_path / 'stopped') == 0
+
+
 def test_kept_steps_and_a_tracker_get_what_the_log_gets(corpus_dir, tmp_path, monkeypatch):
     rows, started = [], []
     module = SimpleNamespace(init=lambda **about: started.append(about['name']),

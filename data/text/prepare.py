@@ -74,7 +74,8 @@ def cut_by_lines(text, shares):
         stop += share * len(data)
         end = round(stop)
         if end > 0:
-            end = data.find(b'\n', end - 1) + 1 or data.find(b' ', end - 1) + 1 or len(data)
+            end = (data.find(b'\n', end - 1, len(data) - 1) + 1
+                   or data.find(b' ', end - 1) + 1 or len(data))
         parts.append(data[start:end].decode())
         start = end
     return parts

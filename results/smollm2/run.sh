@@ -33,15 +33,14 @@ loss() {  # the last 1,024 tokens of 8 windows of 16,384, or with LONG=2 of 4 of
         length=$((T * ${LONG:-1}))
         once $out/eval_ppl_position_${how}_$length.json python eval_ppl.py $reads $books \
             $(as $how) --protocol=position --lengths=[8192,$length] --tail=1024 \
-            --n_samples=$((8 / ${LONG:-1})) --label=${how}_$length --compile=False
+            --n_samples=$((8 / ${LONG:-1})) --label=${how}_$length
     done
 }
 
 control() {  # is 0.9 better without YaRN, too?
     for how in plain cool; do
         once $out/eval_ppl_position_${how}_8192.json python eval_ppl.py $reads $books $(as $how) \
-            --protocol=position --lengths=[8192] --tail=1024 --n_samples=8 --label=${how}_8192 \
-            --compile=False
+            --protocol=position --lengths=[8192] --tail=1024 --n_samples=8 --label=${how}_8192
     done
 }
 
@@ -55,7 +54,7 @@ entropy() {  # of each head by position
 uniform() {  # one scale on top of YaRN
     once $out/scale_uniform_yarn4.json python tune_scale.py $reads $books --rope_scaling=yarn:4 \
         --method=uniform --target_length=$T --candidate_range=[0.6,1.1,0.1] --n_samples=4 \
-        --tail=1024 --compile=False
+        --tail=1024
 }
 
 passkey() {  # with HINT=1 the space before the digits stands in the prompt
