@@ -214,7 +214,7 @@ def test_each_step_draws_random_positions_also_after_a_resume(corpus_dir, tmp_pa
     run = '--position=rope_random', '--lr_decay_iters=8'
     for name, n in ('whole', 6), ('stopped', 4):
         trained(corpus_dir, tmp_path / name, *run, f'--max_iters={n}')
-    assert len({x[0].item() for x in drawn}) == 6 * 2  # steps, layers
+    assert len({x[0].item() for x in drawn}) == 6 * 2 * 2  # steps, layers, micro-batches
     resumed(tmp_path / 'stopped', '--max_iters=6')
     assert largest_difference(tmp_path / 'whole', tmp_path / 'stopped') == 0
 
