@@ -28,7 +28,7 @@ tune() {  # Figures 2 and 7, then 704 scales for 4K, 8K and 18K, and Table 4's a
 
 perplexity() {  # Table 2 on published checkpoints, and RoPE fine-tuned here ("fair")
     row() {  # NAME MODEL ARGUMENTS...
-        once out/table_1b/eval_ppl_$1.json $launch eval_ppl.py --init_from=$2 --label=$1 \
+        once out/table_1b/eval_ppl_$1.json $launch eval_ppl.py --compile=True --init_from=$2 --label=$1 \
             --out_dir=out/table_1b --dataset=pg19 --lengths=[2048,4096,8192,16384] --rule=paper \
             --max_windows=8192 "${@:3}"
     }
@@ -58,7 +58,7 @@ tasks() {  # Figures 6, 8 and 9; Table 3: 16 tasks, 5 beams; Table 1, by Eleuthe
 
 dape() {  # 125M (config/dape/ has 350M, 2.7B, 6.7B, given after it); a column of Table 6
     train out/dape/125m_1x3 config/dape/125m.py --position=kerple --dape_kernel=3
-    once out/dape/125m_1x3/eval_ppl_tail.json $launch eval_ppl.py --protocol=tail \
+    once out/dape/125m_1x3/eval_ppl_tail.json $launch eval_ppl.py --compile=True --protocol=tail \
         --out_dir=out/dape/125m_1x3 --lengths=[512,1024,2048,4096,8192]
     python -m extras.che --tasks=[] --position=kerple --dape_kernel=3 --max_iters=200000
 }
