@@ -29,8 +29,8 @@ tune() {  # Figures 2 and 7, then 704 scales for 4K, 8K and 18K, and Table 4's a
 perplexity() {  # Table 2 on published checkpoints, and RoPE fine-tuned here ("fair")
     row() {  # NAME MODEL ARGUMENTS...
         once out/table_1b/eval_ppl_$1.json $launch eval_ppl.py --init_from=$2 --label=$1 \
-            --compile=True --out_dir=out/table_1b --dataset=pg19 --lengths=[2048,4096,8192,16384] --rule=paper \
-            --max_windows=8192 "${@:3}"
+            --out_dir=out/table_1b --dataset=pg19 --lengths=[2048,4096,8192,16384] --rule=paper \
+            --max_windows=8192 --compile=True "${@:3}"
     }
     rope=hf:TinyLlama/tinyLlama-intermediate-checkpoints@step-50k-token-105B
     nope=hf:AntNLP/TinyLlama-NoPE-1.1B
