@@ -153,9 +153,9 @@ def by_position(model, data, sizes, runtime):
 
     losses, rows, by_window = read(T), [], {}
     for length in sizes:
-        # with scale sets, which change with the length, a pass for each length
-        has_sets = getattr(model, 'scale_sets', None)
-        whole = read(length) if has_sets and length < T else losses
+        # scale sets and dynamic NTK change with the length: a pass for each
+        changes = getattr(model, 'scale_sets', None) or 'dynamic' in model.config.rope_scaling
+        whole = read(length) if changes and length < T else losses
         of_tail = whole[:, max(0, length - n_tail):length]
         by_window[str(length)] = of_tail.mean(1)
         row = {'length': length, **summary(of_tail.mean(1)), 'scored_tokens': of_tail.size}
