@@ -119,20 +119,19 @@ def entropies(model, inputs, targets):
     """
     require_weights(model)
     found, checkpoints = [], model.checkpoint_activations
-    model.checkpoint_activations = False  # backward would compute the blocks again without hooks
+    model.checkpoint_activations = False  # backward would compute the blocks again without probes
 
-    def measure(attention, arguments):
-        x, place = arguments[:2]
-        q, k, _ = attention.queries_keys_values(x, place)
+    def measure(attention, q, k, place):
         found.append(attention_entropy(attention.position, q, k, place))
 
-    hooks = [block.attn.register_forward_pre_hook(measure) for block in model.blocks]
+    for block in model.blocks:
+        block.attn.probe = measure
     try:
-        with torch.compiler.set_stance('force_eager'):  # compiled code would leave hooks out
+        with torch.compiler.set_stance('force_eager'):
             losses = model(inputs, targets)
     finally:
-        for hook in hooks:
-            hook.remove()
+        for block in model.blocks:
+            block.attn.probe = None
         model.checkpoint_activations = checkpoints
     return torch.stack(found), losses
 

@@ -44,8 +44,7 @@ class KVCache:
     def __init__(self, model, max_length, sizes):
         self.max_length, self.device = max_length, model.head.weight.device
         self.sizes = torch.tensor(sizes, device=self.device)[:, None]        # (B, 1)
-        # Tokens of the texts: a number, or (B, 1) if they differ. Transformer.hidden() adds to it.
-        self.length = 0
+        self.length = 0  # tokens of the texts: a number, or (B, 1) if they differ
         # Of each layer the keys and values, (B, 2 K, max_length, D), and of each short convolution
         # the last inputs, (B, taps - 1, C)
         self.stored = {}
@@ -84,6 +83,18 @@ class KVCache:
             joined = torch.cat((self.stored[name], x), dim=1)
             self.stored[name].copy_(joined[:, -n:])  # in place, because of step_of()
         return joined
+
+    def end_pass(self, x):
+        """
+        Count the tokens that a pass has read. x: (B, T, C), what the model made of them. Returns
+        what stands at each text's last token, (B, 1, C).
+        """
+        self.length += x.shape[1]
+        if x.shape[1] == 1:
+            return x
+        if self.sizes.min() < self.sizes.max():
+            self.length = self.sizes
+        return x.take_along_dim(self.sizes[..., None] - 1, dim=1)
 
     def repeat(self, n):
         """Repeat each text n times. The copies of a text are neighbors."""
@@ -127,13 +138,9 @@ def read_prompts(model, prompts, max_new_tokens):
     idx = idx.to(next(model.parameters()).device)                            # (B, T)
     if hasattr(model, 'new_cache'):  # read through transformers: one length, see complete()
         cache = model.new_cache(max_length)
-        logits = model(idx, tail=1, cache=cache)[:, -1]
     else:
         cache = KVCache(model, max_length, sizes)
-        x = model.hidden(idx, cache)                                         # (B, T, C)
-        logits = model.head(x[range(len(sizes)), [n - 1 for n in sizes]])
-        if min(sizes) < max(sizes):
-            cache.length = cache.sizes
+    logits = model(idx, tail=1, cache=cache)[:, -1]
     if not logits.isfinite().all():
         raise UserError('the logits of the model are not finite, so its text would mean nothing. '
                         'Are weights or scales damaged? Try another --scale= or --dtype=.')

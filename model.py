@@ -65,23 +65,19 @@ class Attention(nn.Module):
         self.head_scale = nn.Parameter(torch.ones(config.n_head, 1), requires_grad=False)
         self.head_gain = nn.Parameter(torch.ones(config.n_head, 1), requires_grad=False)
         self.position = position_method(config, layer)
-
-    def queries_keys_values(self, x, place):
-        """
-        x: (B, T, C). Returns the scaled queries, (B, H, T, D), and the keys and values, (B,
-        n_kv_head, T, D).
-        """
-        B, T, C = x.shape
-        qkv = self.qkv(x).view(B, T, -1, self.head_dim).transpose(1, 2)
-        q, k, v = qkv.split(self.head_counts, dim=1)
-        q, k = self.position.encode(q, k, place)
-        # Eq. (4): scores become head_scale_h * q.k / sqrt(D). Multiply q instead of the scores,
-        # because the fused kernels of attention never show the scores.
-        return (q * self.head_scale[:, None]).to(k.dtype), k, v
+        self.probe = None  # a function of (attention, q, k, place) that looks at each pass
 
     def forward(self, x, place, cache=None):
         """x: (B, T, C). cache: the keys and values of earlier tokens, a KVCache of generate.py."""
-        q, k, v = self.queries_keys_values(x, place)
+        B, T, C = x.shape
+        qkv = self.qkv(x).view(B, T, -1, self.head_dim).transpose(1, 2)
+        q, k, v = qkv.split(self.head_counts, dim=1)   # (B, H, T, D), k and v with n_kv_head heads
+        q, k = self.position.encode(q, k, place)
+        # Eq. (4): scores become head_scale_h * q.k / sqrt(D). Multiply q instead of the scores,
+        # because the fused kernels of attention never show the scores.
+        q = (q * self.head_scale[:, None]).to(k.dtype)
+        if self.probe:
+            self.probe(self, q, k, place)
         # NoPE changes nothing, RoPE only q and k: here stands the whole attention.
         if cache is None and self.position.changed <= {'prepare', 'encode'}:
             if q.is_cuda:  # only some of its fused kernels let query heads share a key head
@@ -200,19 +196,13 @@ class Transformer(nn.Module):
 
     def forward(self, idx, targets=None, cache=None, tail=0):
         """
-        idx: (B, T) token ids. With a cache (generate.py), they continue the cached tokens.
+        idx: (B, T) token ids.
         targets: (B, K), the id of the next token for each of the last K positions. With them,
         returns the loss of each target: -ln p in nats, (B, K) float32.
         Without targets, returns the logits of the last `tail` positions, (B, tail, V); 0: of all.
+        With a cache (generate.py), idx continues the cached tokens, and only the logits of each
+        text's last token are returned, (B, 1, V).
         """
-        x = self.hidden(idx, cache)
-        if targets is None:
-            return self.head(x[:, -tail:] if tail else x)
-        x = x[:, -targets.shape[1]:].flatten(0, 1)            # (B K, C)
-        return token_losses(x, self.head.weight, targets.flatten()).view(targets.shape)
-
-    def hidden(self, idx, cache=None):
-        """The input of the output matrix, (B, T, C)."""
         if cache is None:
             i = torch.arange(idx.shape[1], device=idx.device)
             place = Place(i, i, total=len(i))
@@ -228,9 +218,13 @@ class Transformer(nn.Module):
                 x = checkpoint(block, x, its_place, cache, use_reentrant=False)
             else:
                 x = block(x, its_place, cache)
+        x = self.norm(x)
         if cache is not None:
-            cache.length += idx.shape[1]
-        return self.norm(x)
+            x = cache.end_pass(x)                             # (B, 1, C)
+        if targets is None:
+            return self.head(x[:, -tail:])                    # [-0:] is all of them
+        x = x[:, -targets.shape[1]:].flatten(0, 1)            # (B K, C)
+        return token_losses(x, self.head.weight, targets.flatten()).view(targets.shape)
 
     def take_set(self, total):
         """

@@ -95,27 +95,25 @@ def maps_and_first_key(model, tokens, layer, head):
     """
     head_maps() of one head over windows, (windows, T) ids, and the share of attention that each
     head gives to the first key, (n_layer, H): the mean over windows and the queries of the second
-    half. Before each layer's attention a hook looks at its inputs. For the shares it attends once
-    more, with values that are 1 at the first key and 0 elsewhere, so the output is the first
-    weight.
+    half. For the shares a probe attends once more in each layer, with values that are 1 at the first
+    key and 0 elsewhere, so the output is the first weight.
     """
     require_weights(model)
     maps, shares = {}, []
 
-    def look(attention, arguments):
-        x, place = arguments[:2]
-        q, k, _ = attention.queries_keys_values(x, place)
+    def look(attention, q, k, place):
         first = torch.zeros_like(k)
         first[:, :, 0] = 1
-        share = attention.position.attend(q, k, first, place)[:, :, x.shape[1] // 2:, 0]
+        share = attention.position.attend(q, k, first, place)[:, :, q.shape[2] // 2:, 0]
         shares.append(share.mean((0, 2)))
         if attention.layer == layer:
             maps.update(head_maps(attention.position, q, k, place, head))
 
-    hooks = [block.attn.register_forward_pre_hook(look) for block in model.blocks]
+    for block in model.blocks:
+        block.attn.probe = look
     model(tokens, tail=1)
-    for hook in hooks:
-        hook.remove()
+    for block in model.blocks:
+        block.attn.probe = None
     return maps, torch.stack(shares)
 
 
