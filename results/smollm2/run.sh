@@ -3,11 +3,13 @@
 #   make real                                 # the model
 #   model=out/real/SmolLM2-135M-Instruct.Q4_1.gguf
 #   python data/books/prepare.py FOLDER --tokenizer=$model --out_dir=data/books_smollm2
+#   python data/code/prepare.py --tokenizer=$model --out_dir=data/code_smollm2
 . results/common.sh
 model=out/real/SmolLM2-135M-Instruct.Q4_1.gguf out=out/smollm2 T=16384
 scales=$out/scale_head_${T}_yarn4.json
 reads="--init_from=$model --out_dir=$out --dtype=bfloat16"
 books="--dataset=books_smollm2 --batch_tokens=8192"
+code="--dataset=code_smollm2 --batch_tokens=8192"
 
 # How it is read. Scales stand on top of YaRN's own temperature, (1 + 0.1 ln 4)^2 = 1.30
 as() {
@@ -34,6 +36,14 @@ loss() {  # the last 1,024 tokens of 8 windows of 16,384, or with LONG=2 of 4 of
         once $out/eval_ppl_position_${how}_$length.json python eval_ppl.py $reads $books \
             $(as $how) --protocol=position --lengths=[8192,$length] --tail=1024 \
             --n_samples=$((8 / ${LONG:-1})) --label=${how}_$length
+    done
+}
+
+code() {  # the same of Python source, whose windows hold several files
+    for how in ${HOW:-plain yarn tuned}; do
+        once $out/eval_ppl_position_code_${how}_$T.json python eval_ppl.py $reads $code \
+            $(as $how) --protocol=position --lengths=[8192,$T] --tail=1024 --n_samples=4 \
+            --label=code_${how}_$T
     done
 }
 
@@ -68,11 +78,11 @@ passkey() {  # with HINT=1 the space before the digits stands in the prompt
     done
 }
 
-repeats() {  # 40 targets, because each needs a window of 8,192 tokens of its own
-    for how in ${HOW:-plain yarn tuned}; do
-        once $out/repeats_$how.json python repeats.py $reads $books $(as $how) --label=$how \
-            --length=$((2 * T)) --n_samples=4 --targets=40
+repeats() {  # in code; 20 targets, because each is also read with only the last 8,192 tokens
+    for how in ${HOW:-yarn tuned}; do
+        once $out/repeats_$how.json python repeats.py $reads $code $(as $how) --label=$how \
+            --length=24576 --n_samples=8 --targets=20
     done
 }
 
-for part in ${PARTS:-tune loss control entropy uniform passkey repeats}; do $part; done
+for part in ${PARTS:-tune loss code control entropy uniform passkey repeats}; do $part; done
