@@ -154,8 +154,7 @@ def by_position(model, data, sizes, runtime):
     losses, rows, by_window = read(T), [], {}
     for length in sizes:
         # scale sets and dynamic NTK change with the length: a pass for each
-        changes = getattr(model, 'scale_sets', None) or 'dynamic' in model.config.rope_scaling
-        whole = read(length) if changes and length < T else losses
+        whole = read(length) if model.depends_on_length and length < T else losses
         of_tail = whole[:, max(0, length - n_tail):length]
         by_window[str(length)] = of_tail.mean(1)
         row = {'length': length, **summary(of_tail.mean(1)), 'scored_tokens': of_tail.size}
@@ -177,8 +176,6 @@ def tails(model, data, sizes, runtime):
     """
     block_size = model.config.block_size
     K = tail or min(256, block_size)
-    if any(block_size < T < K for T in sizes):
-        raise UserError(f'tail is {K}; it must be at most each length past {block_size}, {sizes}.')
     samples = data.evenly_spaced(n_samples, spacing=min(K, sizes[-1]))
 
     @functools.cache

@@ -121,9 +121,7 @@ def needs_equal_lengths(model):
     True if prompts of different lengths cannot share a pass: with scale sets, some position
     methods, and in models read through transformers.
     """
-    if hasattr(model, 'new_cache') or model.scale_sets:
-        return True
-    return any(block.attn.position.needs_equal_lengths for block in model.blocks)
+    return hasattr(model, 'new_cache') or model.depends_on_length
 
 
 def read_prompts(model, prompts, max_new_tokens):

@@ -240,6 +240,12 @@ class Transformer(nn.Module):
             self.get_parameter(name).data = vector.lerp(self.scale_sets[above][name], share)
 
     @property
+    def depends_on_length(self):
+        """True if it reads a token in another way when more tokens follow."""
+        own = [block.attn.position.needs_equal_lengths for block in self.blocks]
+        return any(own) or bool(self.scale_sets)
+
+    @property
     def head_scale(self):
         """All softmax scales in units of 1 / sqrt(D), (n_layer, H); of channels (n_layer, H, D)."""
         return torch.stack([block.attn.head_scale.detach() for block in self.blocks]).squeeze(-1)

@@ -30,7 +30,8 @@ class RandomRoPE(RoPE):
 
     def prepare(self, place):
         if place.total > len(self.draws):
-            raise ValueError(f'rope_random reads at most 2,048 tokens, but there are {place.total}')
+            raise SystemExit(f'rope_random reads at most 2,048 tokens, but this text would have '
+                             f'{place.total}. Give shorter texts.')
         draws = torch.rand_like(self.draws) if self.training else self.draws
         positions = draws.topk(place.total).indices.sort().values            # (total,)
         return super().prepare(Place(positions[place.i], positions[place.j], place.total))

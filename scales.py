@@ -49,6 +49,8 @@ def read_set(entry, model):
             if len(vector) != len(p) or not vector.isfinite().all():
                 raise ValueError(f'{name} has the wrong length, or a number that is not finite')
             vectors[name] = vector[:, None] if vector.dim() < p.dim() else vector
+    if not vectors:
+        raise ValueError('it has no head_scale')
     return vectors
 
 

@@ -51,7 +51,8 @@ from position import Settings, unused_settings
 
 # output
 out_dir = 'out/demo/nope'    # folder for checkpoints, log and pictures
-init_from = 'scratch'        # scratch; resume (out_dir/last.pt); or a model: FILE or hf:ORG/NAME
+init_from = 'scratch'        # scratch; resume (out_dir/last.pt); or a model: a checkpoint file, a
+                             # folder, hf:ORG/NAME
 eval_interval = 500          # steps between validations; each validation also saves last.pt
 eval_windows = 128           # windows in each validation, always the same ones
 log_interval = 100           # steps between printed lines
@@ -106,11 +107,15 @@ def starting_point(given):
     """
     if init_from == 'resume':
         start = read_checkpoint(f'{out_dir}/last.pt')
+        if 'optimizer' not in start:
+            raise UserError(f'{out_dir}/last.pt holds weights without their optimizer. Begin a new '
+                            'run from them: --init_from=FILE --out_dir=FOLDER.')
         own = start['settings']
         fixed = {'dataset', 'batch_size', 'seed', 'eval_windows', *OF_MODEL}
     else:
-        if init_from.endswith('.pt'):
-            start = read_checkpoint(init_from)
+        last = Path(init_from, 'last.pt')  # if it is the folder of a run
+        if last.is_file() or init_from.endswith('.pt'):
+            start = read_checkpoint(last if last.is_file() else init_from)
         else:
             from extras import convert
             start = convert.read(init_from, position if 'position' in given else None)
@@ -196,7 +201,8 @@ def learning_rate_at(step):
     if step < warmup:
         return learning_rate * (step + 1) / warmup
     share = min(1.0, (step - warmup) / max(1, (lr_decay_iters or max_iters) - warmup))
-    return min_lr + (learning_rate - min_lr) * 0.5 * (1 + math.cos(math.pi * share))
+    least = min(min_lr, learning_rate)  # whoever lowers the peak may forget min_lr
+    return least + (learning_rate - least) * 0.5 * (1 + math.cos(math.pi * share))
 
 
 # ---------------------------------------------------------------------- a run
@@ -324,8 +330,7 @@ def main(given):
                             best_val_loss=best_val_loss, **more)
 
     # loop
-    n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    runtime.print(f'{n_trained:,} parameters, position={position}, {runtime.device.type}, '
+    runtime.print(f'{model.n_params():,} parameters, position={position}, {runtime.device.type}, '
                   f'{runtime.dtype}; training from step {step} to {max_iters}, '
                   f'{batch_size * block_size:,} tokens per step; writing to {out_dir}')
     rows_of_rank = slice(runtime.rank, None, runtime.world_size)

@@ -66,7 +66,8 @@ batch_tokens = 16384         # tokens per forward pass
 # head: the recipe of Appendix A
 tune = 'head_scale'          # head_scale, channel, head_gain, norm ..., several with commas;
                              # NAME:RATE sets a learning rate
-init_scale: float | str = 'uniform'  # a number, or uniform: the best one in scale_uniform.json
+init_scale: float | str = 'uniform'  # a number, or the best one in a file of --method=uniform;
+                             # uniform: scale_uniform.json
 min_scale: float | None = 1.0   # head_scale: least value after each step, Eq. (6); None: no limit
 warmup_iters = 20            # steps in which the learning rate rises linearly
 max_iters = 200              # steps; a cosine lowers the learning rate to a tenth of its peak
@@ -160,9 +161,11 @@ def tune_vectors(model, groups, data, runtime):
 
 def first_scale(folder, length, model, info):
     """The initial scale of every head: a number, or the best uniform one, linear in ln T."""
-    if init_scale != 'uniform':
-        return float(init_scale)
-    path = f'{result_path(folder, "scale_uniform", "", info)}.json'
+    if isinstance(init_scale, float):
+        return init_scale
+    path = init_scale
+    if path == 'uniform':
+        path = f'{result_path(folder, "scale_uniform", "", info)}.json'
     data, _ = read_scale_file(path, model, info)
     return float(np.interp(math.log(length), np.log(data['lengths']), data['best_by_length']))
 
@@ -190,8 +193,6 @@ def tune_heads(model, info, folder, lengths, name, runtime):
         sets[length] = {key: p.detach().clone() for key, p in saved.items()}
     for group in groups:
         values = torch.cat([p.flatten() for p in group['params']])
-        if not values.isfinite().all():
-            raise UserError(f"{group['kind']} is not finite. Lower its rate in --tune=.")
         runtime.print(f"{group['kind']} {values.min():.3f} to {values.max():.3f}, "
                       f'mean {values.mean():.3f}')
     return sets, {'init_scale': start, 'tuned': tune, 'losses': losses}
@@ -235,10 +236,13 @@ def search_uniform(model, info, T, name, runtime):
     loss, at_length = [], []
     for scale in scales:
         model.head_scale = scale
-        losses = runtime.over_windows(samples, batch_tokens, model, f'scale {scale}').mean(0)
-        position, binned = bin_means(losses, block_size // 16)
+        whole = {}  # {length of a pass: losses by position}
+        for n in lengths if model.depends_on_length else [T]:
+            whole[n] = runtime.over_windows(samples[:, :n + 1], batch_tokens, model,
+                                            f'scale {scale}').mean(0)
+        position, binned = bin_means(whole[T], block_size // 16)
         loss.append(binned)
-        at_length.append([losses[max(0, n - tail):n].mean() for n in lengths])
+        at_length.append([whole.get(n, whole[T])[max(0, n - tail):n].mean() for n in lengths])
 
     loss, at_length = np.array(loss), np.array(at_length)
     best, best_at_length = scales[loss.argmin(0)], scales[at_length.argmin(0)]
@@ -269,9 +273,8 @@ def main(given):
     T = target_length or (8 if method == 'uniform' else 4) * config.block_size
     lengths = sorted({*target_lengths}) or [T]
     least = config.block_size
-    if method == 'uniform' or target_lengths:  # a bin of positions past it; a set of its own
-        width = max(1, least // 16)
-        least = (least // width + 1) * width
+    if method == 'uniform' or target_lengths:  # some bins of positions past it; a set of its own
+        least += max(2, least // 8)
     if lengths[0] < least:
         raise UserError(f'target_length is {lengths[0]}; the model was trained at '
                         f'{config.block_size} tokens. Give at least {least}.')

@@ -95,8 +95,8 @@ def maps_and_first_key(model, tokens, layer, head):
     """
     head_maps() of one head over windows, (windows, T) ids, and the share of attention that each
     head gives to the first key, (n_layer, H): the mean over windows and the queries of the second
-    half. For the shares a probe attends once more in each layer, with values that are 1 at the first
-    key and 0 elsewhere, so the output is the first weight.
+    half. For the shares a probe attends once more in each layer, with values that are 1 at the
+    first key and 0 elsewhere, so the output is the first weight.
     """
     require_weights(model)
     maps, shares = {}, []

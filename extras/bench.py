@@ -3,7 +3,7 @@ How long training, tuning and reading take, beside transformers' Llama of the sa
 the arithmetic that they need.
 
 $ python -m extras.bench                                    # on a CPU many minutes: every piece
-$ python -m extras.bench --tasks="['entropy']" --rounds=9   # one piece
+$ python -m extras.bench --tasks="['entropy']" --rounds=9 --name=entropy   # one piece
 $ python -m extras.bench --peer=                            # without transformers
 
 Machines are noisy, so what is compared takes turns: in each round each function runs once. A table
@@ -390,6 +390,8 @@ def main():
     runtime, results = setup(device, dtype, seed), {}
     if runtime.device.type not in PRODUCT:
         raise UserError(f'bench cannot time {runtime.device.type}. Give --device=cpu.')
+    if unknown := {*tasks} - TASKS.keys():
+        raise UserError(f"tasks has {unknown}. Choose from {', '.join(TASKS)}.")
     read_in = [dtype]
     if dtype == 'auto':  # without the processor's instructions bfloat16 is 50 times slower
         has_bfloat16 = runtime.device.type == 'cuda' or (

@@ -194,12 +194,6 @@ def method_name():
     return name + '+conv' if short_conv else name
 
 
-def header(tested):
-    """The header of a mean over lengths, such as 'at 1, 40' or 'at 41, 42 ... 500'."""
-    first = ', '.join(map(str, tested[:2]))
-    return f'at {first} ... {tested[-1]}' if len(tested) > 2 else f'at {first}'
-
-
 def main():
     runtime, method = setup(device, 'float32', seed), method_name()
     folder = Path(out_dir or f'out/che/{method}')
@@ -224,10 +218,7 @@ def main():
             found[name] = {'inside': inside, 'outside': outside, 'chance': chance,
                            'accuracy': right, 'exact': exact}
             rows.append({'task': name, 'chance': f'{chance:.1%}',
-                         header(tested[:n_short]): f'{inside:.1%}',
-                         header(tested[n_short:]): f'{outside:.1%}'})
-            if lengths:
-                rows[-1] |= {str(length): f'{one:.1%}' for length, one in zip(tested, right)}
+                         f'up to {train_length}': f'{inside:.1%}', 'longer': f'{outside:.1%}'})
 
     print_rows(print, rows)
     result = {'method': method, 'train_length': train_length, 'lengths': tested, 'tasks': found}

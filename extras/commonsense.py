@@ -78,7 +78,7 @@ class Harness(TemplateLM):
         self.model, self.encoding, self.runtime = model, encoding, runtime
         self.path, self.about, self.length = path, about, length
         self.eot_token_id = start_token(encoding)  # stands before a text without a question
-        self.n_cut = 0                             # questions that lost their start
+        self.n_cut = 0                             # choices whose question lost its start
 
     def tok_encode(self, string, add_special_tokens=None, **_):
         start = [self.eot_token_id] if add_bos and add_special_tokens is None else []
@@ -204,7 +204,8 @@ def main(given):
     shares = [found[task][f'{metric},none'] for task, metric in TABLE_1.items() if task in found]
     if shares:
         print(f'average of {len(shares)} of the 7 tasks of Table 1: {np.mean(shares):.1%}')
-    print(f'{harness.n_cut} questions have more than {length} tokens and lost their start')
+    print(f'{harness.n_cut} choices have, with their questions, more than {length} tokens and lost '
+          'their start')
     write_result(path, {'read_length': length, 'choices_cut': harness.n_cut, 'tasks': found,
                         'lm_eval': measured['lm_eval_version'], 'questions': measured['n-samples']},
                  settings(globals()), runtime, info)

@@ -167,7 +167,8 @@ def read_llama(path, position):
         raise Unlike(f"its rope_type is {rope['rope_type']}")
 
     tensors, scales, trained = {}, {}, trained_position(config)
-    for file in [*path.glob('model*.safetensors')] or path.glob('pytorch_model*.bin'):
+    files = 'model.safetensors', 'model-*.safetensors', 'pytorch_model*.bin'
+    for file in next(filter(None, (sorted(path.glob(kind)) for kind in files)), ()):
         tensors |= (load_file(file) if file.suffix == '.safetensors' else
                     torch.load(file, 'cpu', weights_only=True, mmap=True))
     if SCALES.format(0) in tensors:  # only NoPE models have them
@@ -216,6 +217,9 @@ def read(source, position=None, dtype=torch.float32):
         raise UserError(f'{source} cannot be read: {error!r:.300} It must be a Hugging Face '
                         'folder, hf:ORG/NAME or the whole GGUF file of a Llama or Granite, and '
                         'this needs pip install ".[gguf]".') from error
+    if not tokenizer:
+        print(f'{source} has no tokenizer.json. Is the text encoded by its tokenizer? Nothing can '
+              'check this.')
     if isinstance(model, dict):
         digest = weights_digest(model)
     else:  # the same whether the model was read in float32 or bfloat16
@@ -259,12 +263,9 @@ def their_weights(model, table):
     c, weights, theirs = model.config, model.state_dict(), {}
     kv = c.n_kv_head * c.head_dim
     for ours, names in weight_names(c, table).items():
-        weight = weights.pop(ours)
+        weight = weights[ours]
         rows = [c.n_embd, kv, kv] if 'qkv' in ours else len(weight) // len(names)
         theirs |= zip(names, weight.split(rows))
-    for name in weights:
-        if not name.endswith(('head_scale', 'head_gain')):
-            raise UserError(f'No stock model has {name}, so the model cannot be written.')
     return theirs
 
 
@@ -335,7 +336,8 @@ def write_folder(path, model, text, encoding, dtype):
 
 def main(given):
     path = Path(folder)
-    if format not in ('hf', 'gguf') or dtype not in DTYPES or any(path.glob('*')):
+    is_new = not path.is_file() and not any(path.glob('*'))
+    if format not in ('hf', 'gguf') or dtype not in DTYPES or not is_new:
         raise UserError(f"Give a new --folder= (it is '{folder}'), --format=hf or gguf, and "
                         f"--dtype={', '.join(DTYPES)}.")
     runtime = setup('cpu', 'float32')

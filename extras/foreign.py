@@ -14,7 +14,9 @@ import torch.nn.functional as F
 
 # transformers neither asks the hub nor runs code that comes with a model.
 LOCAL = {'local_files_only': True, 'trust_remote_code': False}
-TABLES = 'gpt2', 'gpt_bigcode', 'gpt_neo', 'gptj', 'openai-gpt', 'opt'  # of L positions
+# With tables of L positions
+TABLES = ('biogpt', 'codegen', 'ctrl', 'gpt2', 'gpt_bigcode', 'gpt_neo', 'gptj', 'openai-gpt',
+          'opt')
 
 
 class Foreign(nn.Module):
@@ -29,8 +31,8 @@ class Foreign(nn.Module):
         from transformers import AutoModelForCausalLM
         self.model, found = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, output_loading_info=True, **LOCAL)
-        lost = [name for name in found['unexpected_keys']
-                if name.startswith('model.layers.') and not name.endswith('inv_freq')]
+        lost = [name for name in found['unexpected_keys']  # but for buffers of older versions
+                if not name.endswith(('inv_freq', 'masked_bias', 'attn.bias', 'attention.bias'))]
         for name in [*found['missing_keys'], *lost]:
             raise ValueError(f'only one of its files and its code in transformers has {name}')
         self.reason, c = reason, self.model.config.get_text_config()
@@ -67,12 +69,19 @@ class Foreign(nn.Module):
             return logits
         return F.cross_entropy(logits.mT.float(), targets, reduction='none')
 
+    def dynamic(self):
+        """Modules with dynamic NTK, if all layers share it."""
+        return [m for m in self.model.modules() if getattr(m, 'rope_type', None) == 'dynamic']
+
+    @property
+    def depends_on_length(self):
+        return bool(self.dynamic())
+
     def forget_length(self):
-        """Undo dynamic NTK, if all layers share it: transformers keeps that of a longer text."""
-        for part in self.model.modules():
-            if getattr(part, 'rope_type', None) == 'dynamic':
-                part.max_seq_len_cached = part.original_max_seq_len
-                part.inv_freq = part.original_inv_freq.to(part.inv_freq.device)
+        """Undo dynamic NTK: transformers keeps that of a longer text."""
+        for part in self.dynamic():
+            part.max_seq_len_cached = part.original_max_seq_len
+            part.inv_freq = part.original_inv_freq.to(part.inv_freq.device)
 
     def require_room(self, n_tokens):
         if self.config.position in TABLES and n_tokens > self.config.block_size:
@@ -83,20 +92,13 @@ class Foreign(nn.Module):
         """
         A cache of transformers, called like our KVCache. It grows, whatever max_length is.
         """
-        from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
+        from transformers.cache_utils import DynamicCache
         if not self.past:
             raise UserError(f'{self.config.position} has no cache, so it cannot generate text.')
         self.require_room(max_length)
         self.forget_length()
         cache = DynamicCache(config=self.model.config)
-
-        def repeat(n):
-            if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
-                raise UserError(f'{self.config.position} has recurrent layers, which transformers '
-                                'cannot read with several beams. Give --beams=1.')
-            cache.batch_repeat_interleave(n)
-
-        cache.repeat = repeat
+        cache.repeat = cache.batch_repeat_interleave
         cache.reorder = lambda source, start: cache.reorder_cache(source)
         return cache
 

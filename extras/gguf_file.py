@@ -136,14 +136,22 @@ def read(path):
 
 # ---------------------------------------------------------------------- out
 
-def write_tokenizer(writer, tokenizer, merges, encoding, n):
-    """Add the fields of a tokenizer, except for its kind. n: ids of the model, some maybe unused"""
+def write_tokenizer(writer, tokenizer, encoding, n):
+    """
+    Add the fields of a tokenizer. n: ids of the model. It may have unused ones, and the tokenizer
+    more ids, which the model cannot read.
+    """
     from gguf import TokenType
     tokens, types = [f'[unused {i}]' for i in range(n)], [TokenType.UNUSED] * n
+    added = tokenizer.get_added_tokens_decoder()
     for token, i in tokenizer.get_vocab().items():
-        tokens[i], types[i] = token, TokenType.NORMAL
-    for i, token in tokenizer.get_added_tokens_decoder().items():
-        types[i] = TokenType.CONTROL if token.special else TokenType.USER_DEFINED
+        if i < n:
+            tokens[i], types[i] = token, TokenType.NORMAL
+            if i in added:
+                types[i] = TokenType.CONTROL if added[i].special else TokenType.USER_DEFINED
+    # Not those of the file, in which a merge may be spelled in another way
+    merges = json.loads(tokenizer.to_str())['model']['merges']
+    writer.add_tokenizer_model('gpt2')  # byte-level BPE
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     # At least one is needed. A merge of two end tokens never applies to text.
@@ -178,10 +186,8 @@ def write(path, c, weights, text, encoding, dtype):
     if kind == 'granite':
         writer.add_logit_scale(1.0)
         writer.add_rope_scaling_finetuned(False)  # for llama.cpp this means: without RoPE
-    writer.add_tokenizer_model('gpt2')  # byte-level BPE
     writer.add_tokenizer_pre(pre)
-    merges = json.loads(text)['model']['merges']
-    write_tokenizer(writer, tokenizer, merges, encoding, c.vocab_size)
+    write_tokenizer(writer, tokenizer, encoding, c.vocab_size)
     matrix = gguf.GGMLQuantizationType[dtype.replace('float', 'F').upper()]  # F32, F16, BF16
     for name, weight in weights.items():
         if name.endswith(ROTATED):

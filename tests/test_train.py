@@ -143,7 +143,8 @@ def test_two_ranks_train_like_one_and_resume_exactly(corpus_dir, whole, tmp_path
 
 def test_best_pt_has_the_least_validation_loss_also_after_a_resume(corpus_dir, tmp_path):
     trained(corpus_dir, tmp_path, '--max_iters=4', '--lr_decay_iters=8')
-    resumed(tmp_path, '--max_iters=8', '--min_lr=1.0', '--beta1=0.8', '--weight_decay=0.0')
+    resumed(tmp_path, '--max_iters=8', '--learning_rate=1.0', '--min_lr=1.0', '--beta1=0.8',
+            '--weight_decay=0.0')
     assert read_checkpoint(tmp_path / 'best.pt')['step'] == 4
     group = read_checkpoint(tmp_path / 'last.pt')['optimizer']['param_groups'][0]
     assert (group['betas'], group['weight_decay']) == ((0.8, 0.95), 0)

@@ -165,7 +165,8 @@ def test_scales_of_other_weights_or_another_reading_are_refused(tiny_run, tuned,
     path = tuned / 'scale_head_64.json'
     for change, named in (({'weights_digest': 'x'}, 'other weights'),
                           ({'position_method': 'rope'}, '--position=rope'),
-                          ({'head_scale': [[1.0]]}, 'scale file')):
+                          ({'head_scale': [[1.0]]}, 'scale file'),
+                          ({'head_scale': {}}, 'no head_scale')):
         (tmp_path / 'changed.json').write_text(json.dumps(read(path) | change))
         with pytest.raises(SystemExit, match=named):
             opened(tiny_run, tmp_path / 'changed.json')

@@ -64,7 +64,7 @@ def read(path, file):
         return documents
     except (ValueError, LookupError, TypeError) as error:
         raise UserError(f"{path} is not UTF-8, or its line {line[:50]!r} is not JSON with a field "
-                        f"'{field}' ({error!r}).") from error
+                        f"'{field}' ({error}).") from error
 
 
 def cut_by_lines(text, shares):
