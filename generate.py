@@ -89,9 +89,10 @@ class KVCache:
         Count the tokens that a pass has read. x: (B, T, C), what the model made of them. Returns
         what stands at each text's last token, (B, 1, C).
         """
+        is_first = not torch.is_tensor(self.length) and self.length == 0
         self.length += x.shape[1]
-        if x.shape[1] == 1:
-            return x
+        if not is_first:
+            return x[:, -1:]
         if self.sizes.min() < self.sizes.max():
             self.length = self.sizes
         return x.take_along_dim(self.sizes[..., None] - 1, dim=1)

@@ -40,7 +40,8 @@ class Foreign(nn.Module):
         if c.model_type == 'mpt':  # it makes its biases for so many tokens
             c.max_seq_len = 2 ** 17
         self.config = SimpleNamespace(block_size=L, pretrained_length=L, position=c.model_type,
-                                      rope_scaling='', short_conv=0, dape_kernel=0)
+                                      rope_scaling='', short_conv=0, dape_kernel=0,
+                                      json=self.model.config.to_json_string())  # for identity()
         arguments = inspect.signature(self.model.forward).parameters
         self.past = {'past_key_values', 'cache_params'} & arguments.keys()  # names of its cache
         # If it is causal, the texts 0 0 and 0 1 have the same logits at position 0.
@@ -98,7 +99,15 @@ class Foreign(nn.Module):
         self.require_room(max_length)
         self.forget_length()
         cache = DynamicCache(config=self.model.config)
-        cache.repeat = cache.batch_repeat_interleave
+
+        def repeat(n):
+            try:
+                cache.batch_repeat_interleave(n)
+            except AttributeError:
+                raise UserError(f'{self.config.position} has recurrent layers, which transformers '
+                                'cannot read with several beams. Give --beams=1.') from None
+
+        cache.repeat = repeat
         cache.reorder = lambda source, start: cache.reorder_cache(source)
         return cache
 

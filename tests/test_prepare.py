@@ -90,7 +90,9 @@ def test_of_few_documents_the_longest_is_cut(tmp_path):
 def test_splits_that_a_folder_names_are_taken_as_they_are(tmp_path):
     for names in (['train/a', 'validation/a', 'test/a'], ['train.txt', 'valid.txt', 'test.txt']):
         folder = write(tmp_path / names[0], *names, 'README', 'more/x')
-        assert prepare('text', tmp_path / 'out', folder) == [[f'text of {name}'] for name in names]
+        given = [folder / name.partition('/')[0] for name in names]
+        for paths in [folder], given:
+            assert prepare('text', tmp_path / 'out', *paths) == [[f'text of {n}'] for n in names]
     folder = write(tmp_path / 'other', 'a', 'test/b')  # no split is named train
     assert prepare('text', tmp_path / 'out', folder, '--test_fraction=0') == [
         ['text of a', 'text of test/b']]

@@ -34,7 +34,7 @@ def main():
         if hashlib.sha256(content).hexdigest() != book['sha256']:
             raise UserError(f"{path} is missing or changed. It should be {book['title']} by "
                             f"{book['author']}. For other books: python data/text/prepare.py "
-                            'FOLDER --name=books')
+                            'FOLDER --out_dir=data/books')
         splits[book['split']].append(content.decode())
     write_dataset(out_dir or ROOT / 'data/books', get_tokenizer(tokenizer, splits['train']),
                   splits, books=len(books))

@@ -35,8 +35,8 @@ NAMED = re.compile(r'(train|val|dev|test)(id|idation)?(\.jsonl|\.txt)?(/|$)', re
 
 def list_files():
     """{path: (its name in the folder that was given, split)}. split None: a hash decides."""
-    files = {}
-    for root in map(Path, paths):
+    files, names = {}, [NAMED.match(Path(path).name) for path in paths]
+    for root, of_root in zip(map(Path, paths), names):
         if not root.exists():
             raise UserError(f'There is no file or folder {root}. Check the path.')
         folder = root if root.is_dir() else root.parent
@@ -44,6 +44,8 @@ def list_files():
         for path in root, *sorted(root.rglob('*')):
             file = path.relative_to(folder).as_posix()
             named = NAMED.match(file) if names_splits else None
+            if len(names) > 1 and all(names):  # train.jsonl val.jsonl, or folders of these names
+                named = of_root
             is_left_out = names_splits and not named or '/.' in f'/{file}'
             if path.is_file() and not is_left_out:
                 split = named[1].lower().replace('dev', 'val') if named else None
@@ -60,11 +62,11 @@ def read(path, file):
             return [(file, text)]
         for line in map(str.strip, text.split('\n')):
             if line:
-                documents.append((line, json.loads(line)[field] or ''))
+                documents.append((line, '' + (json.loads(line)[field] or '')))
         return documents
     except (ValueError, LookupError, TypeError) as error:
-        raise UserError(f"{path} is not UTF-8, or its line {line[:50]!r} is not JSON with a field "
-                        f"'{field}' ({error}).") from error
+        raise UserError(f"{path} is not UTF-8, or its line {line[:50]!r} is not JSON with a text "
+                        f"in the field '{field}' ({error}).") from error
 
 
 def cut_by_lines(text, shares):
@@ -82,8 +84,9 @@ def cut_by_lines(text, shares):
 
 
 def main():
-    if not re.fullmatch(r'\w[\w.-]*', name):
-        raise UserError(f"name is '{name}'. It becomes a folder of data/, so it has letters, "
+    is_taken = name != 'text' and (ROOT / 'data' / name / 'prepare.py').exists() and not out_dir
+    if is_taken or not re.fullmatch(r'\w[\w.-]*', name):
+        raise UserError(f"name is '{name}'. It becomes a new folder of data/, so it has letters, "
                         'digits, - and _.')
     files, splits = list_files(), {split: [] for split in SPLITS}
     for path, (file, named) in files.items():
