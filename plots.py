@@ -315,7 +315,9 @@ def draw_scoreboard(result):
         axis.set_yticks(range(len(rows)), names if axis is axes[0] else [])
         axis.set(title=key, xlabel='share right (L = 16)' if 'recall' in key else 'nats per token')
         axis.grid(alpha=0.3)
-    axes[1].set_xscale('symlog', linthresh=0.1)
+    axes[1].set_xscale('symlog', linthresh=0.1, linscale=0.6)
+    axes[1].set_xticks([-10, -3, -1, -0.3, -0.1, 0])
+    axes[1].margins(x=0.02)
     axes[1].xaxis.set_major_formatter('{x:g}')
     axes[1].set_xlabel('nats per token, logarithmic beyond ±0.1')
     return figure
