@@ -35,7 +35,7 @@ init_from = 'last'           # last, best (of out_dir), a checkpoint file, a fol
 position: str | None = None  # position method; None: the checkpoint's
 rope_scaling: str | None = None   # extension of RoPE, such as yarn:4; None: the checkpoint's
 scale: float | str | None = None  # softmax scale: a number for all heads, or a scale file
-label = ''                   # name of the result; '': named after the scale
+label = ''                   # name of the result; '': after scale and text
 dataset = ''                 # a folder of data/; '': the text that the model was trained on
 split = 'test'               # split of the dataset to read
 device = 'auto'              # auto, cpu, cuda, mps
@@ -159,7 +159,8 @@ def entropy_and_loss(model, samples, width, batch_tokens, runtime, label=None):
 def main(given):
     runtime = setup(device, dtype)
     model, info = open_model(init_from, out_dir, runtime, position, rope_scaling, scale)
-    path = result_path(results_folder(out_dir, init_from, given), 'entropy', label, info)
+    folder = results_folder(out_dir, init_from, given)
+    path = result_path(folder, 'entropy', label, info, dataset, split)
     block_size = model.config.block_size
     T = length or 8 * block_size
     windows = Windows(dataset or info['dataset'], split, T, info=info)

@@ -45,7 +45,7 @@ init_from = 'last'           # last, best (of out_dir), a checkpoint file, a fol
 position: str | None = None  # position method; None: the checkpoint's
 rope_scaling: str | None = None   # extension of RoPE, such as yarn:4; None: the checkpoint's
 scale: float | str | None = None  # softmax scale: a number for all heads, or a scale file
-label = ''                   # name of the result; '': named after the scale
+label = ''                   # name of the result; '': after scale and text
 dataset = ''                 # a folder of data/; '': the text that the model was trained on
 split = 'test'               # split of the dataset to read
 device = 'auto'              # auto, cpu, cuda, mps
@@ -206,7 +206,8 @@ def main(given):
     runtime = setup(device, dtype)
     model, info = open_model(init_from, out_dir, runtime, position, rope_scaling, scale)
     name = 'eval_ppl' if protocol == 'sliding' else f'eval_ppl_{protocol}'
-    path = result_path(results_folder(out_dir, init_from, given), name, label, info)
+    folder = results_folder(out_dir, init_from, given)
+    path = result_path(folder, name, label, info, dataset, split)
     sizes = sorted(lengths) or [n * model.config.block_size for n in (1, 2, 4, 8)]
     data = Windows(dataset or info['dataset'], split, sizes[-1], info=info)
     # scale sets change the model from pass to pass; models of others are left as they are

@@ -46,7 +46,7 @@ init_from = 'last'           # last, best (of out_dir), a checkpoint file, a fol
 position: str | None = None  # position method; None: the checkpoint's
 rope_scaling: str | None = None   # extension of RoPE, such as yarn:4; None: the checkpoint's
 scale: float | str | None = None  # softmax scale: a number for all heads, or a scale file
-label = ''                   # name of the result; '': named after the scale
+label = ''                   # name of the result; '': after scale and text
 dataset = ''                 # a folder of data/; '': the text that the model was trained on
 split = 'test'               # split of the dataset to read
 device = 'auto'              # auto, cpu, cuda, mps
@@ -163,7 +163,8 @@ def main(given):
     runtime = setup(device, dtype)
     opened = partial(open_model, out_dir=out_dir, runtime=runtime)
     model, info = opened(init_from, position=position, rope_scaling=rope_scaling, scale=scale)
-    path = result_path(results_folder(out_dir, init_from, given), 'repeats', label, info)
+    folder = results_folder(out_dir, init_from, given)
+    path = result_path(folder, 'repeats', label, info, dataset, split)
     L, W = model.config.pretrained_length, length or 8 * model.config.block_size
     name = dataset or info['dataset']
     data = Windows(name, split, W, info=info)

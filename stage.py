@@ -181,12 +181,14 @@ def results_folder(out_dir, init_from, given):
     return f'out/{path.parent.name}-{path.name}'
 
 
-def result_path(folder, stage, label, info):
+def result_path(folder, stage, label, info, dataset='', split='test'):
     """
-    The path FOLDER/STAGE[_LABEL] of a result, without a suffix, in a folder that exists. Raises
+    The path FOLDER/STAGE[_LABEL] of a result, without a suffix, in a folder that exists. Without a
+    label the name says how the model is read, and which text, if it is not the model's own. Raises
     UserError, before the work starts, if a result of other weights is there.
     """
-    name = '_'.join(filter(None, (stage, label or info['label'])))
+    read_as = info['label'], Path(dataset).name, split if split != 'test' else ''
+    name = '_'.join(filter(None, (stage, label) if label else (stage, *read_as)))
     if Path(name).name != name:
         raise UserError(f'label is {label}; it becomes part of a file name, so it has no slash.')
     path = Path(folder, name)

@@ -19,7 +19,7 @@ init_from = 'last'           # last, best (of out_dir), a checkpoint file, a fol
 position: str | None = None  # position method; None: the checkpoint's
 rope_scaling: str | None = None   # extension of RoPE, such as yarn:4; None: the checkpoint's
 scale: float | str | None = None  # softmax scale: a number for all heads, or a scale file
-label = ''                   # name of the result; '': named after the scale
+label = ''                   # name of the result; '': after scale and text
 dataset = ''                 # a folder of data/; '': the text that the model was trained on
 split = 'test'               # split of the dataset to read
 device = 'auto'              # auto, cpu, cuda, mps
@@ -41,7 +41,8 @@ def accuracy(model, inputs, targets):
 def main(given):
     runtime = setup(device, dtype)
     model, info = open_model(init_from, out_dir, runtime, position, rope_scaling, scale)
-    path = result_path(results_folder(out_dir, init_from, given), 'accuracy', label, info)
+    folder = results_folder(out_dir, init_from, given)
+    path = result_path(folder, 'accuracy', label, info, dataset, split)
     data, rows = Windows(dataset or info['dataset'], split, max(lengths), info=info), []
     longest = data.evenly_spaced(n_samples)
     for T in lengths:

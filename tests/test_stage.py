@@ -86,6 +86,7 @@ def test_a_result_of_other_weights_is_not_replaced(tmp_path):
     (tmp_path / 'entropy.json').write_text('{"weights_digest": "b"}')
     with pytest.raises(SystemExit, match='other weights'):
         result_path(tmp_path, 'entropy', '', info)
+    assert result_path(tmp_path, 'entropy', '', info, 'data/x', 'val') == f'{path}_x_val'
     (tmp_path / 'entropy.json').write_text('{"weights_digest": "a"}')
     assert result_path(tmp_path, 'entropy', '', info) == path
     with pytest.raises(SystemExit, match='no slash'):

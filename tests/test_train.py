@@ -169,8 +169,7 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_file(corpus_dir
     ('--position=ropy --out_dir=other', 'kerple'),
     ('--rope_base=500.0 --out_dir=other', 'rope_base'),
     ('--micro_batch_size=3 --out_dir=other', 'micro_batch_size'),
-    ('--eval_windows=0 --out_dir=other', 'eval_windows'),
-    ('--n_kv_head=3 --out_dir=other', 'n_kv_head')])
+    ('--eval_windows=0 --out_dir=other', 'eval_windows')])
 def test_a_mistake_ends_in_one_line_that_names_it(corpus_dir, whole, tmp_path, words, named):
     words = words.replace('out_dir=other', f'out_dir={tmp_path}/other').split()
     start = [] if '--init_from=resume' in words else [f'--dataset={corpus_dir}', *RUN]
