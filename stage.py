@@ -187,7 +187,8 @@ def result_path(folder, stage, label, info, dataset='', split='test'):
     label the name says how the model is read, and which text, if it is not the model's own. Raises
     UserError, before the work starts, if a result of other weights is there.
     """
-    read_as = info['label'], Path(dataset).name, split if split != 'test' else ''
+    of_text = Path(dataset).name if dataset != info.get('dataset') else ''
+    read_as = info['label'], of_text, split if split != 'test' else ''
     name = '_'.join(filter(None, (stage, label) if label else (stage, *read_as)))
     if Path(name).name != name:
         raise UserError(f'label is {label}; it becomes part of a file name, so it has no slash.')

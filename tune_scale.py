@@ -167,6 +167,8 @@ def first_scale(folder, length, model, info):
     if path == 'uniform':
         path = f'{result_path(folder, "scale_uniform", "", info)}.json'
     data, _ = read_scale_file(path, model, info)
+    if 'best_by_length' not in data:
+        raise UserError(f'{path} is no scale_uniform.json. Name one, or give a number.')
     return float(np.interp(math.log(length), np.log(data['lengths']), data['best_by_length']))
 
 
@@ -193,6 +195,8 @@ def tune_heads(model, info, folder, lengths, name, runtime):
         sets[length] = {key: p.detach().clone() for key, p in saved.items()}
     for group in groups:
         values = torch.cat([p.flatten() for p in group['params']])
+        if not values.isfinite().all():
+            raise UserError(f"{group['kind']} is not finite. Lower its rate in --tune=.")
         runtime.print(f"{group['kind']} {values.min():.3f} to {values.max():.3f}, "
                       f'mean {values.mean():.3f}')
     return sets, {'init_scale': start, 'tuned': tune, 'losses': losses}

@@ -26,7 +26,7 @@ init_from = 'last'           # last, best (of out_dir), a checkpoint file, a fol
 position: str | None = None  # position method; None: the checkpoint's
 rope_scaling: str | None = None   # extension of RoPE, such as yarn:4; None: the checkpoint's
 scale: float | str | None = None  # softmax scale: a number for all heads, or a scale file
-label = ''                   # name of the result; '': named after the scale
+label = ''                   # name of the result; '': after scale and text
 dataset = ''                 # a folder of data/; '': the text that the model was trained on
 split = 'test'               # split of the dataset to read
 device = 'auto'              # auto, cpu, cuda, mps
@@ -121,7 +121,8 @@ def maps_and_first_key(model, tokens, layer, head):
 def main(given):
     runtime = setup(device, 'float32')
     model, info = open_model(init_from, out_dir, runtime, position, rope_scaling, scale)
-    path = result_path(results_folder(out_dir, init_from, given), 'attention', label, info)
+    into = results_folder(out_dir, init_from, given)
+    path = result_path(into, 'attention', label, info, dataset, split)
     L, found = model.config.block_size, []
     n_layer, n_head = len(model.blocks), model.config.n_head
     drawn = n_layer // 2 if layer is None else layer

@@ -32,7 +32,8 @@ class Foreign(nn.Module):
         self.model, found = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, output_loading_info=True, **LOCAL)
         lost = [name for name in found['unexpected_keys']  # but for buffers of older versions
-                if not name.endswith(('inv_freq', 'masked_bias', 'attn.bias', 'attention.bias'))]
+                if not name.endswith(('inv_freq', 'causal_mask', 'masked_bias', 'attn.bias',
+                                      'attention.bias'))]
         for name in [*found['missing_keys'], *lost]:
             raise ValueError(f'only one of its files and its code in transformers has {name}')
         self.reason, c = reason, self.model.config.get_text_config()
@@ -70,17 +71,17 @@ class Foreign(nn.Module):
             return logits
         return F.cross_entropy(logits.mT.float(), targets, reduction='none')
 
-    def dynamic(self):
-        """Modules with dynamic NTK, if all layers share it."""
-        return [m for m in self.model.modules() if getattr(m, 'rope_type', None) == 'dynamic']
+    def with_rope(self, *kinds):
+        """The modules with a RoPE of these kinds that all layers share."""
+        return [m for m in self.model.modules() if getattr(m, 'rope_type', None) in kinds]
 
     @property
     def depends_on_length(self):
-        return bool(self.dynamic())
+        return bool(self.with_rope('dynamic', 'longrope'))
 
     def forget_length(self):
         """Undo dynamic NTK: transformers keeps that of a longer text."""
-        for part in self.dynamic():
+        for part in self.with_rope('dynamic'):
             part.max_seq_len_cached = part.original_max_seq_len
             part.inv_freq = part.original_inv_freq.to(part.inv_freq.device)
 

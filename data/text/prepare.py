@@ -5,7 +5,8 @@ train, val or test. If a split stays empty, the longest document is cut by lines
 its end.
 
 A folder may also name the splits, by subfolders train/, val/ and test/, or by files such as
-train.jsonl and val.txt. All else in such a folder is left out, and so are hidden files.
+train.jsonl and val.txt. All else in such a folder is left out, and so are hidden files. Files and
+folders of these names may also be given one by one.
 
 $ python data/text/prepare.py book.txt                               # a token per byte
 $ python data/text/prepare.py corpus/ more.jsonl --name=mine --tokenizer=bpe:8192  # trains a BPE
@@ -44,8 +45,8 @@ def list_files():
         for path in root, *sorted(root.rglob('*')):
             file = path.relative_to(folder).as_posix()
             named = NAMED.match(file) if names_splits else None
-            if len(names) > 1 and all(names):  # train.jsonl val.jsonl, or folders of these names
-                named = of_root
+            if all(names) and len({one[1].lower() for one in names}) > 1:
+                named = of_root  # the arguments are train.jsonl and val.jsonl, or such folders
             is_left_out = names_splits and not named or '/.' in f'/{file}'
             if path.is_file() and not is_left_out:
                 split = named[1].lower().replace('dev', 'val') if named else None
@@ -87,7 +88,7 @@ def main():
     is_taken = name != 'text' and (ROOT / 'data' / name / 'prepare.py').exists() and not out_dir
     if is_taken or not re.fullmatch(r'\w[\w.-]*', name):
         raise UserError(f"name is '{name}'. It becomes a new folder of data/, so it has letters, "
-                        'digits, - and _.')
+                        'digits, - and _. Or give a folder: --out_dir=')
     files, splits = list_files(), {split: [] for split in SPLITS}
     for path, (file, named) in files.items():
         for identity, text in read(path, file):
