@@ -112,7 +112,7 @@ class Harness(TemplateLM):
         rows = dict(zip(order, rows))
         return [rows[i] for i in range(len(rows))]
 
-    def _loglikelihood_tokens(self, requests, kind='choices', **_):
+    def _loglikelihood_tokens(self, requests, **_):
         """
         requests: [(texts, ids of the context, ids of the continuation)]. Returns of each the
         continuation's ln p, and whether greedy decoding would write it.
@@ -139,19 +139,12 @@ class Harness(TemplateLM):
         def shape(question):
             return len(question[0]), question[1]
 
-        rows = self.ask(kind, questions, shape, log_p_of_group)
+        rows = self.ask('choices', questions, shape, log_p_of_group)
         return [(row['log_p'], row['greedy']) for row in rows]
 
     def loglikelihood_rolling(self, requests, **_):
-        """ln p of each text, read in windows of read_length tokens."""
-        windows, owners = [], []
-        for number, request in enumerate(requests):
-            ids = self.encoding.encode_ordinary(request.args[0])
-            for window in utils.get_rolling_token_windows(ids, self.eot_token_id, self.length, 1):
-                windows.append((request.args, *utils.make_disjoint_window(window)))
-                owners.append(number)
-        log_p = [one for one, _ in self._loglikelihood_tokens(windows, 'windows')]
-        return np.bincount(owners, log_p, len(requests)).tolist()
+        raise UserError(f'{requests[0].task_name} measures the perplexity of texts, which '
+                        'eval_ppl.py does. Leave that task out.')
 
     def generate_until(self, requests, **_):
         """The greedy text after each prompt, up to the first string that ends it."""
