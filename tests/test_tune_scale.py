@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import mistake, on, read, stage
+from conftest import mistake, near, on, random_model, read, save_model, stage
 
 import tune_scale
 from common import read_checkpoint, setup
@@ -64,6 +64,16 @@ def test_a_uniform_search_reads_the_same_windows_with_each_scale(tiny_run, tuned
     fit = read(tuned / 'scale_uniform_fit.json')['sets']
     assert [one['head_scale'][0][0] for one in fit] == pytest.approx(
         [1 + found['fit_a'] * math.log(n / 32) for n in (64, 128)])
+
+
+def test_a_model_that_depends_on_the_length_is_searched_at_each_by_itself(corpus_dir, tmp_path):
+    model = random_model(vocab_size=257, position='rope', rope_scaling='dynamic_ntk:4')
+    model.head_scale = 1.0
+    save_model(model, tmp_path / 'last.pt', dataset=str(corpus_dir))
+    stage('tune_scale', f'--out_dir={tmp_path}', '--method=uniform', '--target_length=128',
+          '--candidate_range=[1.0,1.0,0.1]', '--n_samples=2', '--tail=4', '--device=cpu')
+    found = read(tmp_path / 'scale_uniform_dynamic_ntk4.json')['search']
+    near(found['loss_at_length'][0][0], found['cut']['loss'][0], atol=1e-6)  # both of L tokens
 
 
 def test_only_head_scales_move_and_none_falls_below_1(tiny_run, tuned, corpus_dir, monkeypatch):
