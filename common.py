@@ -192,7 +192,6 @@ def read_checkpoint(path):
         # Windows replaces no file that is mapped, as last.pt would be when a resumed run saves
         state = torch.load(path, 'cpu', weights_only=True, mmap=sys.platform != 'win32')
         config = state['model_config']
-        state['model'], state['digest'], state['step'], state['settings']  # KeyError if one lacks
     except Exception as error:  # errors of zip and unpickling share no class
         raise UserError(f'{path} is damaged, cut short or of another program '
                         f'({type(error).__name__}). Take another checkpoint.') from error

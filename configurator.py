@@ -94,6 +94,7 @@ def configure(scope, declared=None):
     fields are settings, too, such as position.Settings. Returns the names of the settings that
     were given. A setting `paths`, where a stage has it, takes all that is not --key=value.
     """
+    # not scope['__annotations__'], which from Python 3.14 on is made only when the module is asked
     kinds = sys.modules[scope['__name__']].__annotations__
     for one in fields(declared) if declared else ():
         scope.setdefault(one.name, one.default)

@@ -91,9 +91,10 @@ class Windows:
             names.append(weighted[1] if weighted else source)
             weights.append(float(weighted[2]) if weighted else 1.0)
         opened = [open_split(name, split) for name in (names if split == 'train' else names[:1])]
-        # How many of CYCLE samples each source gets: with weights 2 and 1, 6,667 and 3,333
+        # The sources of CYCLE samples: with weights 2 and 1, 6,667 are of the first
         ends = np.cumsum(weights[:len(opened)])
-        self.samples_in_a_cycle = np.diff(np.round(ends / ends[-1] * CYCLE).astype(int), prepend=0)
+        ends = np.round(ends / ends[-1] * CYCLE)
+        self.sources = ends.searchsorted(np.arange(CYCLE), side='right')
         self.tokens, self.starts, self.meta = opened[0]
         self.n_tokens = sum(len(tokens) for tokens, _, _ in opened)
 
@@ -123,14 +124,13 @@ class Windows:
         10,000 samples are of source 0, and 20 of the first 30 samples of cycle 2 were of it, the
         next one from it is its sample number 2 * 6,667 + 20.
         """
-        windows, in_a_cycle = [], self.samples_in_a_cycle
+        windows = []
         for sample in range(step * batch_size, (step + 1) * batch_size)[rows]:
-            cycle, place = divmod(sample, CYCLE)
-            sources = np.repeat(np.arange(len(in_a_cycle)), in_a_cycle)
-            sources = sources[shuffled(CYCLE, self.seed, self.split, 'cycle', cycle)]
-            source = int(sources[place])
-            earlier = int((sources[:place] == source).sum())
-            number = cycle * in_a_cycle[source] + earlier
+            cycle, at = divmod(sample, CYCLE)
+            sources = self.sources[shuffled(CYCLE, self.seed, self.split, 'cycle', cycle)]
+            source = int(sources[at])
+            is_of_it = sources == source
+            number = int(cycle * is_of_it.sum() + is_of_it[:at].sum())
             blocks = self.blocks[source]
             epoch, i = divmod(number, len(blocks))
             order = shuffled(len(blocks), self.seed, self.split, source, epoch)

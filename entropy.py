@@ -35,7 +35,7 @@ init_from = 'last'           # last, best (of out_dir), a checkpoint file, a fol
 position: str | None = None  # position method; None: the checkpoint's
 rope_scaling: str | None = None   # extension of RoPE, such as yarn:4; None: the checkpoint's
 scale: float | str | None = None  # softmax scale: a number for all heads, or a scale file
-label = ''                   # name of the result; '': after scale and text
+label = ''                   # name of the result; '': named after scale and text
 dataset = ''                 # a folder of data/; '': the text that the model was trained on
 split = 'test'               # split of the dataset to read
 device = 'auto'              # auto, cpu, cuda, mps
@@ -138,24 +138,6 @@ def entropies(model, inputs, targets):
 
 # ---------------------------------------------------------------------- over a text
 
-def entropy_and_loss(model, samples, width, batch_tokens, runtime, label=None):
-    """
-    Means over samples, in nats: the entropy of every head in bins of `width` positions, (n_layer,
-    n_head, bins), and the loss by position, (T,). samples: (n, T + 1) ids.
-    """
-    T, width = samples.shape[1] - 1, max(1, width)
-    bins = T // width
-
-    def measure(inputs, targets):
-        """A row per window: T losses, then n_layer * n_head * bins entropies."""
-        heads, losses = entropies(model, inputs, targets)         # (n_layer, B, H, T), (B, T)
-        heads = heads[..., :bins * width].unflatten(-1, (bins, width)).mean(-1)
-        return torch.cat((losses, heads.transpose(0, 1).flatten(1)), dim=1)
-
-    means = runtime.over_windows(samples, batch_tokens, measure, label).mean(0)
-    return means[T:].reshape(-1, model.config.n_head, bins), means[:T]
-
-
 def main(given):
     runtime = setup(device, dtype)
     model, info = open_model(init_from, out_dir, runtime, position, rope_scaling, scale)
@@ -166,8 +148,17 @@ def main(given):
     windows = Windows(dataset or info['dataset'], split, T, info=info)
     samples = windows.evenly_spaced(n_samples)
 
-    width = block_size // 16
-    heads, losses = entropy_and_loss(model, samples, width, batch_tokens, runtime, f'{T} tokens')
+    width = max(1, block_size // 16)  # positions in a bin
+    bins = T // width
+
+    def measure(inputs, targets):
+        """A row per window: T losses, then n_layer * n_head * bins entropies."""
+        heads, losses = entropies(model, inputs, targets)         # (n_layer, B, H, T), (B, T)
+        heads = heads[..., :bins * width].unflatten(-1, (bins, width)).mean(-1)
+        return torch.cat((losses, heads.transpose(0, 1).flatten(1)), dim=1)
+
+    means = runtime.over_windows(samples, batch_tokens, measure, f'{T} tokens').mean(0)
+    losses, heads = means[:T], means[T:].reshape(-1, model.config.n_head, bins)
     positions, loss = bin_means(losses, width)
     mean, bound = heads.mean((0, 1)), np.log(positions)
     result = {'dataset': windows.dataset, 'split': split, 'unit': 'nats', 'position': positions,

@@ -5,8 +5,8 @@ tokens of each length and Delta P as in Figures 1 to 6 and Table 1 of "DAPE V2".
 
 L is the length of pretraining. Beside each loss past L stands the loss of the same tokens if the
 same model sees only the last L tokens (cut_loss, in short windows that score L / 8 tokens each).
-It has the same scales, which cost something at L (of scale sets those for L tokens, which are the
-model's own); repeats.py compares with the untuned model.
+The model keeps its scales there, although scales for long texts cost something at L (of scale sets
+those for L, which are the model's own); repeats.py compares with the untuned model instead.
 The gain is cut_loss minus the loss, in nats: above 0 the tokens beyond L help, below 0 they harm.
 If a model was fine-tuned at another length, block_size, the default lengths are multiples of it.
 
@@ -45,7 +45,7 @@ init_from = 'last'           # last, best (of out_dir), a checkpoint file, a fol
 position: str | None = None  # position method; None: the checkpoint's
 rope_scaling: str | None = None   # extension of RoPE, such as yarn:4; None: the checkpoint's
 scale: float | str | None = None  # softmax scale: a number for all heads, or a scale file
-label = ''                   # name of the result; '': after scale and text
+label = ''                   # name of the result; '': named after scale and text
 dataset = ''                 # a folder of data/; '': the text that the model was trained on
 split = 'test'               # split of the dataset to read
 device = 'auto'              # auto, cpu, cuda, mps
@@ -100,19 +100,6 @@ def window_ends(starts, n_tokens, length, longest, stride, rule):
     return np.array(ends)
 
 
-def mean_of_last(model, samples, n, runtime):
-    """
-    The mean loss of the last n of T tokens, (windows,). samples: (windows, T + 1) ids. A window
-    a b c d that scores c and d has
-    inputs    a b c d   (d, too, because position methods may depend on the number of tokens)
-    targets   b c d e   of which the last 3 are asked for, and the last one is dropped.
-    """
-    of_what = f'{len(samples)} of {samples.shape[1] - 1}'
-    losses = runtime.over_windows(samples, batch_tokens, lambda inputs, targets:
-                                  model(inputs, targets[:, -n - 1:])[:, :-1], of_what)
-    return losses.mean(1)
-
-
 def sliding(model, data, sizes, runtime):
     """Sliding windows: a row per length, and the mean loss of each window."""
     L, longest = model.config.pretrained_length, sizes[-1]
@@ -129,7 +116,10 @@ def sliding(model, data, sizes, runtime):
         n = min(max_windows, len(ends))
         ends = ends[np.arange(n) * len(ends) // n] if rule == 'same' else ends[:n]
         samples = data.tokens[ends[:, None] + np.arange(-length, 1)].astype(np.int64)
-        losses = mean_of_last(model, samples, step, runtime)
+        # The model reads the whole window, because some position methods depend on the number of
+        # tokens. So its last target lies past the window, and is dropped.
+        losses = runtime.over_windows(samples, batch_tokens, lambda inputs, targets: model(
+            inputs, targets[:, -step - 1:])[:, :-1], f'{n} of {length}').mean(1)
         row = {'length': length, **summary(losses), 'scored_tokens': n * step}
         if length > L:
             if cut is None or rule == 'paper':  # by rule same, all lengths score the same tokens
@@ -156,11 +146,11 @@ def by_position(model, data, sizes, runtime):
         # scale sets and dynamic NTK change with the length: a pass for each
         whole = read(length) if model.depends_on_length and length < T else losses
         of_tail = whole[:, max(0, length - n_tail):length]
-        by_window[str(length)] = of_tail.mean(1)
-        row = {'length': length, **summary(of_tail.mean(1)), 'scored_tokens': of_tail.size}
+        by_window[length] = tail_losses = of_tail.mean(1)
+        row = {'length': length, **summary(tail_losses), 'scored_tokens': of_tail.size}
         if length > model.config.pretrained_length:
             cut = cut_losses(model, samples, length, n_tail, batch_tokens, runtime)
-            row |= gain_of(of_tail.mean(1), cut)
+            row |= gain_of(tail_losses, cut)
         rows.append(row)
     middle, binned = bin_means(losses.mean(0), model.config.block_size // 16)
     return {'rows': rows, 'tail': n_tail, 'samples': len(losses), 'crossing': data.crossing,

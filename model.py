@@ -211,7 +211,8 @@ class Transformer(nn.Module):
         if self.scale_sets:
             self.take_set(place.total)
         places = [block.attn.position.prepare(place) for block in self.blocks]
-        # float32 even if matrices are in half precision, because the layers' outputs add up in x
+        # float32 also where a tied embedding is in half precision, because the layers' outputs add
+        # up in x
         x = self.embed(idx).to(self.norm.weight.dtype)        # (B, T, C)
         for block, its_place in zip(self.blocks, places):
             if self.checkpoint_activations and torch.is_grad_enabled():
@@ -242,8 +243,8 @@ class Transformer(nn.Module):
     @property
     def depends_on_length(self):
         """True if it reads a token in another way when more tokens follow."""
-        own = [block.attn.position.needs_equal_lengths for block in self.blocks]
-        return any(own) or bool(self.scale_sets)
+        methods = [block.attn.position for block in self.blocks]
+        return bool(self.scale_sets) or any(method.depends_on_length for method in methods)
 
     @property
     def head_scale(self):

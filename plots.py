@@ -78,7 +78,10 @@ def finish(axis, results, ylabel, title='', xlabel='position (tokens)'):
 
 
 def smooth(position, loss):
-    """Positions and losses as means over 8 bins, or all; a bin is block_size / 16 positions."""
+    """
+    Running means of positions and losses over 8 neighboring bins, or over all if there are fewer. A
+    bin is block_size / 16 positions.
+    """
     n = min(8, len(position))
     return [np.convolve(bins, np.ones(n) / n, 'valid') for bins in (position, loss)]
 
@@ -284,10 +287,11 @@ def draw_demo(result):
 def draw_bench(*results):
     """The time of each function over that of the first of its task, with the range over rounds."""
     names, rows = [], []
-    for task in (one for result in results for part in result['results'].values() for one in part):
-        first, *others = (name for name, row in task.items() if isinstance(row, dict))
-        names += [f"{task['task']}: {name} / {first}" for name in others]
-        rows += [task[name] for name in others]
+    for result in results:
+        for task in sum(result['results'].values(), []):
+            first, *others = (name for name, row in task.items() if isinstance(row, dict))
+            names += [f"{task['task']}: {name} / {first}" for name in others]
+            rows += [task[name] for name in others]
     ratio, low, high = (column(rows, key) for key in ('ratio', 'from', 'to'))
     figure, [axis] = panels('Ratios of times', 1)
     figure.set_size_inches(9, 1.2 + 0.22 * len(rows))

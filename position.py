@@ -97,7 +97,7 @@ class NoPE(nn.Module):
     vectors = {}                 # {parameter that tune_scale.py can tune: its learning rate}
     window, sinks = 0, 0         # see mask()
     tied = ()                    # names of parameters that all layers of this method share
-    needs_equal_lengths = False  # True: prompts of different lengths cannot share a pass
+    depends_on_length = False    # True: more tokens after a token change how it is read
 
     def __init__(self, config):
         super().__init__()
@@ -106,12 +106,12 @@ class NoPE(nn.Module):
     @property
     def changed(self):
         """The steps in which this method differs from NoPE, by its class or by its settings."""
-        changed = {'mask'} if self.window else set()
+        changed = {step for step in STEPS
+                   if getattr(type(self), step) is not getattr(NoPE, step)}
+        if self.window:
+            changed.add('mask')
         if self.dape:
             changed.add('scores')
-        for step in STEPS:
-            if getattr(type(self), step) is not getattr(NoPE, step):
-                changed.add(step)
         return changed
 
     def prepare(self, place):
@@ -279,7 +279,7 @@ class RoPE(NoPE):
         self.base, self.scaling = config.rope_base, config.rope_scaling
         self.n_rotated = round(config.rope_share * (self.D // 2))
         self.window = config.rope_window
-        self.needs_equal_lengths = self.scaling.startswith('dynamic')
+        self.depends_on_length = self.scaling.startswith('dynamic')
 
     def frequencies(self, total):
         """rope_frequencies() of this layer, with 0 for the pairs that stand still."""
@@ -440,8 +440,6 @@ def position_method(config, layer):
         near = difflib.get_close_matches(function, STEPS, n=1, cutoff=0.8)
         if near and function not in STEPS:
             raise ValueError(f'{name} has {function}(): did you mean {near[0]}()?')
-    if {'head_scale', 'head_gain', 'norm'} & method.vectors.keys():
-        raise ValueError(f'{name} has a vector with a name that every model has. Rename it.')
     if method.dape and changed & {'scores', 'attend'}:
         raise ValueError(f'{name} has its own scores() or attend(), so DAPE would not be used. '
                          'Leave dape_kernel out.')
@@ -484,11 +482,11 @@ def in_rows(f, q, k, v, place):
     n_rows = (16 if q.is_cuda else 1) * SCORES_AT_ONCE // (B * H * S)
     if many or not q.is_cuda:
         n_rows = min(n_rows, max(32, T // 8))  # several chunks, because early rows need few keys
-    starts = range(0, T, max(1, n_rows))
-    eighth = math.ceil(S / 8)
+    n_rows, eighth = max(1, n_rows), math.ceil(S / 8)
+    starts = range(0, T, n_rows)
 
     def of_chunk(start):
-        stop = min(start + starts.step, T)
+        stop = start + n_rows  # of the last chunk this may lie past T: slices end there
         # The last of these rows sees S - T + stop keys. Rounded up to whole eighths of S, because
         # convolutions plan for each new shape.
         end = min(S, math.ceil((S - T + stop) / eighth) * eighth)

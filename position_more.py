@@ -24,7 +24,7 @@ class RandomRoPE(RoPE):
 
     def __init__(self, config):
         super().__init__(config)
-        self.needs_equal_lengths = True
+        self.depends_on_length = True
         draws = torch.rand(2048, generator=torch.Generator().manual_seed(0))
         self.register_buffer('draws', draws, persistent=False)
 

@@ -24,8 +24,6 @@ $ python repeats.py --control=True   # also with another document's text before 
 Writes out_dir/repeats[_LABEL].json
 """
 
-from functools import partial
-
 from configurator import UserError, configure, settings
 
 import numpy as np
@@ -46,7 +44,7 @@ init_from = 'last'           # last, best (of out_dir), a checkpoint file, a fol
 position: str | None = None  # position method; None: the checkpoint's
 rope_scaling: str | None = None   # extension of RoPE, such as yarn:4; None: the checkpoint's
 scale: float | str | None = None  # softmax scale: a number for all heads, or a scale file
-label = ''                   # name of the result; '': after scale and text
+label = ''                   # name of the result; '': named after scale and text
 dataset = ''                 # a folder of data/; '': the text that the model was trained on
 split = 'test'               # split of the dataset to read
 device = 'auto'              # auto, cpu, cuda, mps
@@ -111,17 +109,10 @@ def copy_losses(losses, same, weight):
 
 
 def fit_copy_weight(losses, same):
-    """
-    The weight in [0, 1) with the smallest mean of copy_losses(). The mean is convex in the weight,
-    so bisection finds where its slope is 0. The slope of -ln((1 - w) p + w) is that of the code
-    with the opposite sign, that of -ln((1 - w) p), where the copied token is wrong, as well.
-    """
-    p, low, high = np.exp(-losses), 0.0, 1.0
-    for _ in range(50):
-        weight = (low + high) / 2
-        rise = np.where(same, (1 - p) / (p + weight * (1 - p)), -1 / (1 - weight))
-        low, high = (weight, high) if rise.sum() > 0 else (low, weight)
-    return low
+    """The weight of 0, 0.001 ... 0.999 with the smallest mean of copy_losses()."""
+    weights = np.arange(1000) / 1000
+    means = [copy_losses(losses, same, weight).mean() for weight in weights]
+    return weights[np.argmin(means)]
 
 
 def ratio_over_windows(a, b, window):
@@ -161,8 +152,7 @@ def other_windows(first, last):
 
 def main(given):
     runtime = setup(device, dtype)
-    opened = partial(open_model, out_dir=out_dir, runtime=runtime)
-    model, info = opened(init_from, position=position, rope_scaling=rope_scaling, scale=scale)
+    model, info = open_model(init_from, out_dir, runtime, position, rope_scaling, scale)
     folder = results_folder(out_dir, init_from, given)
     path = result_path(folder, 'repeats', label, info, dataset, split)
     L, W = model.config.pretrained_length, length or 8 * model.config.block_size
@@ -171,6 +161,8 @@ def main(given):
     samples = data.evenly_spaced(n_samples)
     window, t, s, same, n_found = find_targets(samples, L, gram, targets)
     others = other_windows(*data.documents) if control else None
+    # A Hugging Face folder knows only none and rope. Another --position= may say how it was
+    # trained, or only how to read it.
     if not baseline and {*(position or 'none').split(',')} - {'none', 'rope'} \
             and not info['path'].endswith(('.pt', '.gguf')):
         raise UserError(f'{init_from} does not say how it was trained, if you give its position. '
@@ -178,7 +170,7 @@ def main(given):
     untuned, untuned_info = model, info
     if baseline or any(one is not None for one in (position, rope_scaling, scale)):
         trained = None if baseline else info['trained_position']
-        untuned, untuned_info = opened(baseline or init_from, position=trained)
+        untuned, untuned_info = open_model(baseline or init_from, out_dir, runtime, trained)
     if untuned.config.pretrained_length != L:
         raise UserError(f'baseline was pretrained at {untuned.config.pretrained_length} tokens, '
                         f'the model at {L}. Name the checkpoint that it was fine-tuned from.')

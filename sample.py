@@ -39,14 +39,15 @@ def main():
     encoding = get_tokenizer(info['tokenizer'])
     generator = torch.Generator(runtime.device).manual_seed(seed)
     start = [start_token(encoding), *encoding.encode_ordinary(prompt)]
-    how = temperature, top_k, generator, can_compile(runtime, compile)
+    compiles = can_compile(runtime, compile)
 
     for i in range(n_samples):
         if i > 0:
             print('---')
         ids, shown = start[1:], 0  # shown: printed characters
         with runtime.autocast():
-            for token in generate(model, start, max_new_tokens, *how):
+            for token in generate(model, start, max_new_tokens, temperature, top_k, generator,
+                                  compiles):
                 if token == encoding.eot_token:
                     break
                 ids.append(token)

@@ -217,13 +217,12 @@ def validate(model, windows, runtime):
 
     model.eval()
     tokens = micro_batch_size * block_size
-    measured = {'val_loss': runtime.over_windows(
-        windows, tokens, lambda inputs, targets: model(inputs, targets).mean(1))}
+    measured = {'val_loss': float(runtime.over_windows(windows, tokens, model).mean())}
     if has_entropy(model):
-        measured['entropy'] = runtime.over_windows(
-            windows[:4], tokens, mean_entropy)
+        entropy = runtime.over_windows(windows[:4], tokens, mean_entropy)
+        measured['entropy'] = float(entropy.mean())
     model.train()
-    return {name: float(of_windows.mean()) for name, of_windows in measured.items()}
+    return measured
 
 
 def catch_signals():
@@ -427,7 +426,8 @@ def main(given):
         dist.destroy_process_group()
     if step < max_iters:
         runtime.print(f'saved step {step}; go on with --out_dir={out_dir} --init_from=resume')
-        sys.exit(128 + (signals or [signal.SIGTERM])[0])
+        # 128 + the signal, as a shell does; a rank that got no signal itself says SIGTERM
+        sys.exit(128 + max(signals, default=signal.SIGTERM))
 
 
 if __name__ == '__main__':

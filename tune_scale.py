@@ -230,8 +230,7 @@ def search_uniform(model, info, T, name, runtime):
     with only the last L tokens.
     """
     first, last, step = candidate_range
-    n_steps = math.floor((last - first) / step + 1e-6)
-    scales = np.round(first + step * np.arange(n_steps + 1), 6)
+    scales = np.arange(first, last + 1e-6, step).round(6)  # with `last`, in spite of rounding
     block_size = model.config.block_size
     data = Windows(name, 'val', T, info=info)
     samples = data.evenly_spaced(n_samples)

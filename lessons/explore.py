@@ -67,7 +67,7 @@ def rope_of(model, path):
     for attention in [block.attn for block in model.blocks]:
         method, turned = attention.position, None
         if (type(method) not in (NoPE, RoPE) or method.window or method.dape
-                or method.needs_equal_lengths or attention.head_scale.shape[1] > 1
+                or method.depends_on_length or attention.head_scale.shape[1] > 1
                 or (attention.head_gain != 1).any()):
             raise UserError(f'{path} is not for the page, which has NoPE and RoPE, one scale a '
                             'head, but no DAPE, window or dynamic_ntk.')
