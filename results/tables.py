@@ -320,7 +320,8 @@ def smollm2(T, yarn):
 
 def keys():
     """How many of 10 passkeys were found in texts of each length, also if the space is given."""
-    for how in 'plain', 'plain_hint', 'yarn', 'yarn_hint', 'scaled', 'tuned', 'tuned_hint':
+    for how in ('plain', 'plain_hint', 'yarn', 'yarn_hint', 'scaled', 'scaled_hint', 'tuned',
+                'tuned_hint'):
         row = {}
         for part in '_short', '':
             found = read(f'smollm2/passkey_{how}{part}.json')
