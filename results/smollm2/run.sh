@@ -39,7 +39,7 @@ loss() {  # the last 1,024 tokens of 8 windows of 16,384, or with LONG=2 of 4 of
     done
 }
 
-code() {  # the same of Python source, whose windows hold several files
+code() {  # the same of Python source, in 4 windows of one file each
     for how in ${HOW:-plain yarn tuned}; do
         once $out/eval_ppl_position_code_${how}_$T.json python eval_ppl.py $reads $code \
             $(as $how) --protocol=position --lengths=[8192,$T] --tail=1024 --n_samples=4 \
@@ -78,7 +78,7 @@ passkey() {  # with HINT=1 the space before the digits stands in the prompt
     done
 }
 
-repeats() {  # in code; 20 targets, because each is also read with only the last 8,192 tokens
+repeats() {  # in code, of several files; each of few targets takes two windows of its own
     for how in ${HOW:-yarn tuned}; do
         once $out/repeats_$how.json python repeats.py $reads $code $(as $how) --label=$how \
             --length=24576 --n_samples=8 --targets=20
