@@ -79,11 +79,11 @@ def finish(axis, results, ylabel, title='', xlabel='position (tokens)'):
 
 def smooth(position, loss):
     """
-    Running means of positions and losses over 8 neighboring bins, or over all if there are fewer. A
-    bin is block_size / 16 positions.
+    The mean loss of the last 8 bins at each position, or of all if there are fewer. A bin is
+    block_size / 16 positions.
     """
     n = min(8, len(position))
-    return [np.convolve(bins, np.ones(n) / n, 'valid') for bins in (position, loss)]
+    return position[n - 1:], np.convolve(loss, np.ones(n) / n, 'valid')
 
 
 def draw_cut(axis, results):
@@ -320,7 +320,7 @@ def draw_scoreboard(result):
         axis.set(title=key, xlabel='share right (L = 16)' if 'recall' in key else 'nats per token')
         axis.grid(alpha=0.3)
     axes[1].set_xscale('symlog', linthresh=0.1, linscale=0.6)
-    axes[1].set_xticks([-10, -3, -1, -0.3, -0.1, 0])
+    axes[1].set_xticks([-6, -3, -1, -0.3, -0.1, 0])
     axes[1].margins(x=0.02)
     axes[1].xaxis.set_major_formatter('{x:g}')
     axes[1].set_xlabel('nats per token, logarithmic beyond ±0.1')

@@ -62,7 +62,7 @@ MODELS = {'none': 'NoPE', 'rope': 'RoPE', 'alibi': 'ALiBi', 'conv': 'NoPE + conv
 READINGS = {  # {reading: (what the row adds to the model's name, models that have this row)}
     'untuned': ('', 'conv alibi_conv conv_8L'),
     'uniform': (', one scale', 'conv'),
-    'head': (', head scales', 'conv'),
+    'head': (', head scales', 'none conv'),
     'head_clamped': (', head scales of at least 1', 'none'),
     'vectors': (', channel scales and norms', 'none conv'),
     'yarn': (', YaRN', 'rope_conv'),

@@ -52,6 +52,8 @@ books() {  # 5M parameters, bytes, L = 256; tuned with 150 steps of 8 windows of
     row weights weights
     train $out/yarn config/finetune_books.py config/yarn.py --init_from=$out/rope/last.pt
     row yarn yarn
+    train $out/ntk config/finetune_books.py --rope_scaling=ntk --init_from=$out/rope/last.pt
+    row ntk ntk
 }
 
 passkey() {  # 1M parameters, L = 256; tuned with 60 steps of 8 documents of 4L
