@@ -11,15 +11,15 @@ else
   SETUP := .venv/ready
 endif
 # $(call need,MODULE,EXTRA): where the module is missing, install the project and this extra
-need = @$(PYTHON) -c 'import $(1)' 2> /dev/null || $(PYTHON) -m pip install -q '.$(2)'
+need = @$(PYTHON) -c 'import matplotlib, tiktoken, $(1)' 2> /dev/null || $(PYTHON) -m pip install -q '.$(2)'
 
 .PHONY: look demo real test test-all lessons
 look: $(SETUP)
-	$(call need,tiktoken)
+	$(call need,torch)
 	$(PYTHON) demo.py config/look.py
 
 demo: $(SETUP)
-	$(call need,tiktoken)
+	$(call need,torch)
 	$(PYTHON) demo.py
 
 real: $(SETUP)
@@ -37,7 +37,7 @@ test-all: $(SETUP)
 	$(PYTHON) -m pytest -n 2 --dist loadfile -m ''
 
 lessons: $(SETUP)
-	$(call need,jupyterlab,[lessons])
+	$(call need,jupyterlab; import pytest,[lessons])
 	$(PYTHON) -m pytest --tb=short lessons/test_exercises.py
 
 .venv/ready: pyproject.toml

@@ -145,13 +145,13 @@ def main():
         model, _ = open_model(f'{folder}/{name}', '', runtime, scale=scale)
         if not scales:  # the baseline of this reading and the next ones, which are scaled
             cut = {n: cut_losses(model, samples, n, TAIL, BATCH_TOKENS, runtime)
-                   for n in lengths[1:]}
+                   for n in lengths}
             far_cut = cut_target_losses(model, samples, window, t, BATCH_TOKENS, runtime)
         losses = runtime.over_windows(samples, BATCH_TOKENS, model, title)
         at = {}
         for n in lengths:
             last = losses[:, n - TAIL:n].mean(1)
-            at[n] = summary(last) | (gain_of(last, cut[n]) if n in cut else {})
+            at[n] = summary(last) | gain_of(last, cut[n])
         curve = [losses[:, max(0, n - TAIL):n].mean() for n in range(1, T + 1)]
         far_losses = losses[window, t - 1]  # token t is predicted at position t - 1
         far = row_of('far repeats', np.full(len(t), True), window, far_losses, far_cut)

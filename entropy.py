@@ -168,7 +168,7 @@ def main(given):
     for factor in (1, 2, 4, 8, 16):
         end = factor * block_size // 2
         if end <= T:
-            i = np.searchsorted(positions, end, side='right') - 1  # the last bin up to `end`
+            i = end // width - 1  # the last bin up to `end`
             rows.append({'position': positions[i], 'mean entropy (nats)': mean[i],
                          'bound': bound[i]})
     print_rows(runtime.print, rows)

@@ -189,7 +189,7 @@ def generate(model, prompt, max_new_tokens, temperature=0, top_k=None, generator
     """
     logits, cache = read_prompts(model, [prompt], max_new_tokens)            # (1, V)
     read = step_of(model, cache, compile)
-    for n in range(1, max_new_tokens + 1):
+    for _ in range(max_new_tokens):
         if temperature == 0:
             token = logits.argmax(-1, keepdim=True)                          # (1, 1)
         else:
@@ -199,8 +199,7 @@ def generate(model, prompt, max_new_tokens, temperature=0, top_k=None, generator
                 logits = logits.masked_fill(logits < least, -math.inf)
             token = torch.multinomial(logits.softmax(-1), 1, generator=generator)
         yield token.item()
-        if n < max_new_tokens:
-            logits = read(token, tail=1, cache=cache)[:, -1]
+        logits = read(token, tail=1, cache=cache)[:, -1]
 
 
 @torch.no_grad()
@@ -266,8 +265,7 @@ def complete(model, prompts, max_new_tokens, eos=(), beams=1, not_first=()):
         if beams > 1:
             cache.reorder(rows, n - 1)
         logits = model(tokens[:, None], tail=1, cache=cache)[:, -1]
-    best = [own[0][1] for own in finished]
-    return [[token for token in ids if token not in eos] for ids in best]
+    return [[token for token in own[0][1] if token not in eos] for own in finished]
 
 
 # ---------------------------------------------------------------------- answers

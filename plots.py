@@ -28,8 +28,6 @@ rcParams.update({'axes.prop_cycle': cycler(ls=['-', '--', '-.', ':']) * cycler(c
                  'font.size': 9, 'axes.titlesize': 9, 'savefig.dpi': 110,
                  'text.parse_math': False})  # a name may hold a $
 
-PROTOCOLS = {'sliding': 'sliding windows', 'position': 'every position of one pass',
-             'tail': 'the last tokens of each length'}
 NAMES = {'none': 'NoPE', 'rope': 'RoPE', 'alibi': 'ALiBi'}  # others as their settings
 
 
@@ -37,18 +35,14 @@ NAMES = {'none': 'NoPE', 'rope': 'RoPE', 'alibi': 'ALiBi'}  # others as their se
 
 def name_of(result):
     """
-    A result's position method, its label, which says how the model is read, and its run, unless
-    draw() took it away.
+    A result's position method, and its file, whose name says how the model is read, and what.
     """
     name = NAMES.get(result['position_method'], result['position_method'])
     if result.get('dape_kernel'):
         name += ' + DAPE'
     if result.get('short_conv'):
         name += ' + conv'
-    if result['label']:
-        name += f", {result['label']}"
-    run = '/'.join(Path(result['checkpoint']).parts[-3:])
-    return f'{name} ({run})' if run else name
+    return f"{name} ({result['file']})"
 
 
 def panels(title, n, columns=4):
@@ -166,8 +160,7 @@ def draw_head(result):
 
 def draw_ppl(*results):
     """Perplexity by window length or position. Equal distances are equal differences of loss."""
-    protocol = results[0]['protocol']
-    figure, [axis] = panels(f"{results[0]['dataset']}: {PROTOCOLS.get(protocol, protocol)}", 1)
+    figure, [axis] = panels(f"{results[0]['dataset']}, protocol {results[0]['protocol']}", 1)
     for result in results:
         rows = result['rows']
         if 'name' in rows[0]:  # a table of several models, with a list of perplexities each
@@ -260,7 +253,8 @@ def draw_tasks(*results):
     for axis, task in zip(axes, tasks):
         for result in results:
             row = result['tasks'][task]
-            axis.plot(result['lengths'], row['accuracy'], marker='.', label=result['method'])
+            axis.plot(result['lengths'], row['accuracy'], marker='.',
+                      label=f"{result['method']} ({result['file']})")
         finish(axis, results, f"accuracy (chance: {row['chance']:.3g})", task,
                'length of the input (symbols)')
     return figure
@@ -304,29 +298,6 @@ def draw_bench(*results):
     return figure
 
 
-def draw_scoreboard(result):
-    """A row per method: three of its numbers, ± standard deviation over seeds."""
-    keys = 'loss at L', 'gain at 8L', 'recall at 64L'
-    rows = [row for row in result['rows'] if 'gain at 8L' in row]
-    rows.sort(key=lambda row: row['gain at 8L']['mean'])
-    names = [row['title'] + ' (one seed)' * (len(row['seeds']) == 1) for row in rows]
-    figure, axes = panels(f"Methods, L = {result['L']}", len(keys))
-    figure.set_size_inches(12, 1.2 + 0.2 * len(rows))
-    for axis, key in zip(axes, keys):
-        numbers = [row.get(key) or {} for row in rows]
-        axis.errorbar(column(numbers, 'mean'), range(len(rows)), xerr=column(numbers, 'sd'),
-                      fmt='o', ecolor='gray')
-        axis.set_yticks(range(len(rows)), names if axis is axes[0] else [])
-        axis.set(title=key, xlabel='share right (L = 16)' if 'recall' in key else 'nats per token')
-        axis.grid(alpha=0.3)
-    axes[1].set_xscale('symlog', linthresh=0.1, linscale=0.6)
-    axes[1].set_xticks([-6, -3, -1, -0.3, -0.1, 0])
-    axes[1].margins(x=0.02)
-    axes[1].xaxis.set_major_formatter('{x:g}')
-    axes[1].set_xlabel('nats per token, logarithmic beyond ±0.1')
-    return figure
-
-
 # ---------------------------------------------------------------------- any result
 
 PICTURES = {
@@ -338,7 +309,6 @@ PICTURES = {
     'eval_ppl': draw_ppl,
     'head': draw_head,
     'passkey': draw_passkey,
-    'scoreboard': draw_scoreboard,
     'uniform': draw_uniform,
 }
 
@@ -348,15 +318,13 @@ def draw(*files):
     Draw the picture of results of one stage beside the first JSON: A.png, or A_and_B.png. Returns
     [its path], or [] if the stage has no picture.
     """
-    results = [json.loads(Path(file).read_text(encoding='utf-8')) for file in files]
+    results = [json.loads(Path(file).read_text(encoding='utf-8')) | {'file': file}
+               for file in files]
     stage = results[0].get('stage')
     kind = results[0]['method'] if stage == 'tune_scale' else stage
     if kind not in PICTURES:
         return []
-    if len(results) > 1 and len({result.get('checkpoint') for result in results}) == 1:
-        for result in results:  # one model: do not repeat its run in each name
-            result['checkpoint'] = ''
-    name = '_and_'.join(Path(file).stem for file in files)
+    name = '_and_'.join(Path(file).stem for file in files)[:200]  # 255 are too many
     path = Path(files[0]).with_name(f'{name}.png')
     save(PICTURES[kind](*results), path)
     return [path]

@@ -117,7 +117,6 @@ def maps_and_first_key(model, tokens, layer, head):
     return maps, torch.stack(shares)
 
 
-@torch.no_grad()
 def main(given):
     runtime = setup(device, 'float32')
     model, info = open_model(init_from, out_dir, runtime, position, rope_scaling, scale)

@@ -21,13 +21,11 @@ Writes out_dir/NAME.json and .png
 """
 
 import itertools
-import math
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
@@ -45,10 +43,10 @@ from position import Settings, repeat_heads
 from stage import matrices, print_rows, write_result
 from tokenizer import get_tokenizer, write_dataset
 
-tasks: list[str] = ['train', 'scale', 'methods', 'eval', 'entropy', 'prefill', 'decode', 'start']
+tasks: list[str] = []        # train, scale, methods, eval, entropy, prefill, decode, start; []: all
 peer = 'hf'                  # hf: transformers' Llama does the same work; '': without it
 out_dir = 'out/bench'        # folder of the result
-name = ''                    # name of the result; '': the device, cpu or cuda
+name = ''                    # name of the result; '': the device and the tasks
 # model; settings that only some position methods have, such as rope_base, stand in position.py
 position = 'rope'            # the peer uses RoPE; a model without RoPE is a little faster
 n_layer = 8
@@ -66,8 +64,7 @@ n_decode = 32                # tokens decoded in a round
 rounds = 5                   # timed rounds, after two that warm up
 # machine
 device = 'auto'              # auto, cpu, cuda
-dtype = 'auto'               # auto, float32, bfloat16; entropy always uses float32, and with auto
-                             # prefill and decode use float32, and bfloat16 if the processor has it
+dtype = 'auto'               # auto, float32, bfloat16; entropy always uses float32
 compile = True               # compile training steps, and time windows and decoding compiled, too
 seed = 1337
 
@@ -157,15 +154,15 @@ def compare(title, works, flops, runtime):
         found[who] = row
     title = f"{title}, {str(runtime.dtype).removeprefix('torch.')}"
     print_rows(runtime.print, [{title: who} | row for who, row in found.items()])
-    return {'task': title, 'matmul_flops': np.median(rate)} | found
+    return {'task': title} | found
 
 
 # ---------------------------------------------------------------------- the models and their work
 
 def new_model(block_size, runtime, **changes):
     torch.manual_seed(seed)
-    of_model = {one.name for one in fields(ModelConfig)}
-    config = {key: value for key, value in globals().items() if key in of_model}
+    config = {key: value for key, value in globals().items()
+              if key in ModelConfig.__dataclass_fields__}
     config = model_config(config | {'block_size': block_size} | changes)
     return Transformer(config).init_weights().to(runtime.device)
 
@@ -300,7 +297,7 @@ def time_entropy(runtime):
     later = torch.ones(T, T, dtype=torch.bool, device=runtime.device).triu(1)
 
     def matrix():
-        weights = (q @ keys.mT).mul_(D ** -0.5).masked_fill_(later, -math.inf).softmax(-1)
+        weights = (q @ keys.mT).mul_(D ** -0.5).masked_fill_(later, -torch.inf).softmax(-1)
         return torch.special.entr(weights, out=weights).sum(-1)  # entr(a) is -a ln a
 
     works = {'ours': partial(entropy_without_matrix, q, k), 'matrix': matrix}
@@ -392,18 +389,12 @@ def main():
         raise UserError(f'bench cannot time {runtime.device.type}. Give --device=cpu.')
     if unknown := {*tasks} - TASKS.keys():
         raise UserError(f"tasks has {unknown}. Choose from {', '.join(TASKS)}.")
-    read_in = [dtype]
-    if dtype == 'auto':  # without the processor's instructions bfloat16 is 50 times slower
-        has_bfloat16 = runtime.device.type == 'cuda' or (
-            torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
-        read_in = ['float32', 'bfloat16'] if has_bfloat16 else ['float32']
-    precisions = {'entropy': ['float32'], 'prefill': read_in, 'decode': read_in}
-    for task in tasks:
-        runtimes = [setup(device, one, seed) for one in precisions.get(task, [dtype])]
-        results[task] = [TASKS[task](one) for one in runtimes]
-    path = Path(out_dir, name or runtime.device.type)
+    path = Path(out_dir, name or '_'.join([runtime.device.type, *tasks]))
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_result(path, {'results': results}, settings(globals()), runtime)
+    for task in tasks or TASKS:
+        precision = 'float32' if task == 'entropy' else dtype
+        results[task] = [TASKS[task](setup(device, precision, seed))]
+        write_result(path, {'results': results}, settings(globals()), runtime)
 
 
 if __name__ == '__main__':

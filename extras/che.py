@@ -22,8 +22,6 @@ Writes out_dir/TASK.pt when a task is trained, and in the end che[_LABEL].json a
 whose TASK.pt is there is only tested, so a stopped command goes on at the task where it stopped.
 """
 
-import math
-from dataclasses import fields
 from pathlib import Path
 
 from configurator import UserError, configure, settings
@@ -89,19 +87,19 @@ def draw(name, rng, batch, length, empty):
 
 def loss_and_accuracy(logits, answers, ends):
     """
-    The mean cross-entropy of answers in nats per symbol, the share of symbols that are right, and
-    the share of whole answers that are right. logits: (B, m, symbols); answers: (B, m); ends: True
-    if they have an END; the zeros after it do not belong to the answer.
+    The mean cross-entropy of answers in nats per symbol, and the share of symbols that are right.
+    logits: (B, m, symbols); answers: (B, m); ends: True if they have an END; the zeros after it do
+    not belong to the answer.
     """
     loss = F.cross_entropy(logits.flatten(0, 1), answers.flatten())
     is_end = (answers == END) & ends
     counted = is_end.cumsum(1) - is_end.int() == 0  # False after END
     right = logits.argmax(-1) == answers
-    return loss, (right & counted).sum() / counted.sum(), (right | ~counted).all(1).float().mean()
+    return loss, (right & counted).sum() / counted.sum()
 
 
 def answer(model, name, rng, batch, length):
-    """The loss and the accuracies of a model on new samples of a task: see loss_and_accuracy()."""
+    """The loss and the accuracy of a model on new samples of a task: see loss_and_accuracy()."""
     samples = draw(name, rng, batch, length, empty=model.config.vocab_size - 1)
     tokens, answers = (ids.to(model.head.weight.device) for ids in samples)
     logits = model(tokens, tail=answers.shape[1])[..., :TASKS[name].n_out]
@@ -116,8 +114,8 @@ def new_model(names):
     empty, rng = max(TASKS[name].n_in for name in names), np.random.default_rng(0)
     # Draw a sample of each task to measure its length, because a task may round lengths.
     longest = [draw(name, rng, 1, train_length, empty)[0].shape[1] for name in names]
-    of_model = {one.name for one in fields(ModelConfig)}
-    config = {key: value for key, value in settings(globals()).items() if key in of_model}
+    config = {key: value for key, value in settings(globals()).items()
+              if key in ModelConfig.__dataclass_fields__}
     config |= {'vocab_size': empty + 1, 'n_kv_head': n_head, 'block_size': max(longest)}
     torch.manual_seed(seed)  # the weights do not depend on earlier tasks
     return Transformer(model_config(config)).init_weights()
@@ -136,7 +134,7 @@ def train(model, names):
         rng = np.random.default_rng([seed, *f'train {name}'.encode(), step])
         torch.manual_seed(seed + step)  # seeds random positions
         length = int(rng.integers(1, train_length + 1))
-        loss, accuracy, _ = answer(model, name, rng, batch_size, length)
+        loss, accuracy = answer(model, name, rng, batch_size, length)
         loss.backward()
         if grad_clip:
             torch.nn.utils.clip_grad_norm_(weights, grad_clip)
@@ -146,7 +144,7 @@ def train(model, names):
 
         if (step + 1) % eval_interval == 0 or step + 1 == max_iters:
             mean_loss, mean_accuracy = torch.stack(recent).mean(0).tolist()
-            if not math.isfinite(mean_loss):
+            if not np.isfinite(mean_loss):
                 raise UserError(f'the loss became {mean_loss} by step {step + 1}. Lower '
                                 'learning_rate.')
             print(f'step {step + 1:6d}  loss {mean_loss:.4f}  accuracy {mean_accuracy:.1%}',
@@ -157,16 +155,13 @@ def train(model, names):
 def trained_model(path, names, runtime):
     """The model in TASK.pt; if there is none, train it first."""
     model = new_model(names).to(runtime.device)
-    chosen = settings(globals())
-    for key in NOT_OF_TRAINING:
-        del chosen[key]
     if not path.exists():
         train(model, names)
         save_checkpoint(path, model.state_dict(), model.config, step=max_iters,
-                        settings=chosen)
+                        settings=settings(globals()))
     state = read_checkpoint(path)
     for key, value in state['settings'].items():
-        if key in chosen and value != chosen[key]:
+        if key not in NOT_OF_TRAINING and value != globals().get(key, value):
             raise UserError(f'{path} was trained with --{key}={value}. Choose another --out_dir=, '
                             'or remove it.')
     load_weights(model, state['model'], path)
@@ -175,14 +170,14 @@ def trained_model(path, names, runtime):
 
 @torch.no_grad()
 def accuracies(model, name, tested):
-    """The shares of symbols and of whole answers that are right, each (len(tested),)."""
-    shares = np.zeros((2, len(tested)))
+    """The share of symbols that are right, (len(tested),)."""
+    shares = np.zeros(len(tested))
     for i, length in enumerate(tqdm(tested, f'{name}, test', disable=None)):
         rng = np.random.default_rng([seed, *f'test {name}'.encode(), length])
         for start in range(0, n_test, 64):
             size = min(64, n_test - start)
-            _, *right = answer(model, name, rng, size, length)
-            shares[:, i] += np.array([share.item() for share in right]) * size / n_test
+            _, right = answer(model, name, rng, size, length)
+            shares[i] += right.item() * size / n_test
     return shares
 
 
@@ -212,11 +207,11 @@ def main():
         print(f'{mixture}: {method}, {path}')
         model = trained_model(path, names, runtime)
         for name in names:
-            right, exact = accuracies(model, name, tested)
+            right = accuracies(model, name, tested)
             inside, outside = right[:n_short].mean(), right[n_short:].mean()
             chance = 1 / TASKS[name].n_out
-            found[name] = {'inside': inside, 'outside': outside, 'chance': chance,
-                           'accuracy': right, 'exact': exact}
+            found[name if name not in found else f'{mixture}: {name}'] = {
+                'inside': inside, 'outside': outside, 'chance': chance, 'accuracy': right}
             rows.append({'task': name, 'chance': f'{chance:.1%}',
                          f'up to {train_length}': f'{inside:.1%}', 'longer': f'{outside:.1%}'})
 

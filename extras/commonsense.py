@@ -37,7 +37,7 @@ from tokenizer import get_tokenizer, start_token
 try:
     from lm_eval import simple_evaluate, utils
     from lm_eval.api.model import TemplateLM
-    from lm_eval.models.utils import normalize_gen_kwargs
+    from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
     from lm_eval.tasks import TaskManager
 except ImportError as error:
     raise UserError('Commonsense tasks need lm_eval: pip install ".[tasks]"') from error
@@ -57,7 +57,7 @@ label = ''                   # name of the result; '': named after the scale
 device = 'auto'              # auto, cpu, cuda, mps
 dtype = 'auto'               # auto, float32, bfloat16, float16
 # questions
-tasks: list[str] = [*TABLE_1]
+tasks: list[str] = []        # names of lm_eval; []: those of Table 1
 task_folder = ''             # folder with more task files for lm_eval (.yaml), such as your own
 limit: int | None = None     # number of questions of each task, the first ones; None: all
 read_length: int | None = None  # longest text in tokens, and length of RULER's prompts; None:
@@ -97,7 +97,6 @@ class Harness(TemplateLM):
         sizes = [len(ids) + n for ids, n in questions]
         order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], shape(questions[i])))
 
-        @torch.no_grad()
         def answer_items(items):
             rows = []
             for _, group in groupby([questions[order[item]] for item in items], shape):
@@ -162,13 +161,9 @@ class Harness(TemplateLM):
             written = complete(self.model, ids, n, [self.encoding.eot_token])
             return [{'text': self.encoding.decode(new)} for new in written]
 
-        texts = []
-        for row, until in zip(self.ask('texts', prompts, itemgetter(1), text_of_group), ends):
-            text = row['text']
-            for end in until:
-                text = text.partition(end)[0]
-            texts.append(text)
-        return texts
+        rows = self.ask('texts', prompts, itemgetter(1), text_of_group)
+        return [postprocess_generated_text(row['text'], until, None)
+                for row, until in zip(rows, ends)]
 
 
 def main(given):
@@ -188,8 +183,8 @@ def main(given):
                   {'tokenizer_class': 'PreTrainedTokenizerFast'})
     manager = TaskManager(include_path=task_folder or None, metadata={
         'tokenizer': counts_with.name, 'max_seq_lengths': [length]})
-    measured = simple_evaluate(harness, tasks=tasks, task_manager=manager, num_fewshot=0,
-                               limit=limit, log_samples=False)
+    measured = simple_evaluate(harness, tasks=tasks or [*TABLE_1], task_manager=manager,
+                               num_fewshot=0, limit=limit, log_samples=False)
     if not runtime.is_main:
         return
     found = measured['results']  # {task: {'METRIC,FILTER': value}}

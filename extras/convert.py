@@ -23,7 +23,6 @@ Writes the folder: the model, its tokenizer, and README.md, which says how it wa
 """
 
 import math
-from functools import partial
 from pathlib import Path
 
 from configurator import UserError, configure
@@ -106,10 +105,11 @@ def folder_of(source):
         return Path(source)
     from huggingface_hub import snapshot_download
     name, _, revision = source[3:].partition('@')
-    download = partial(snapshot_download, name, revision=revision or None)
-    path = Path(download(allow_patterns=['*.json', 'model*.safetensors']))
-    if not any(path.glob('model*.safetensors')):
-        download(allow_patterns='pytorch_model*.bin')
+    for weights in 'model*.safetensors', 'pytorch_model*.bin':
+        path = Path(snapshot_download(name, revision=revision or None,
+                                      allow_patterns=['*.json', weights]))
+        if any(path.glob(weights)):
+            break
     return path
 
 
@@ -348,11 +348,10 @@ def main(given):
             raise UserError(f'{scale} has sets for {[*model.scale_sets]} tokens. Choose one of '
                             'these lengths, or one in between: --target_length=N.')
         model.take_set(target_length)
-    longest = target_length or info['tuned_length']
     fold(model)
     c, encoding = model.config, get_tokenizer(info['tokenizer'])
     text = tokenizer_json(info['tokenizer'])
-    c.block_size = max(c.block_size, longest,
+    c.block_size = max(c.block_size, target_length or info['tuned_length'],
                        int(split_scaling(c.rope_scaling)[1] * c.pretrained_length))
     path.mkdir(parents=True, exist_ok=True)
     if format == 'hf':

@@ -77,7 +77,7 @@ def config_of(fields, tied):
     scaling = own.get('rope.scaling.type', 'none')
     for ours, theirs in SCALINGS.items():
         if ours and theirs == scaling:
-            values['rope_scaling'] = f"{ours}:{own.pop('rope.scaling.factor'):g}"
+            values['rope_scaling'] = f"{ours}:{own.pop('rope.scaling.factor'):.12g}"
     c = model_config(values | unused_settings(values))
     # fields that may be present if they say what our model does anyway
     known = dict.fromkeys(

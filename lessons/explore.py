@@ -64,11 +64,11 @@ def rope_of(model, path):
     UserError if model.js cannot compute the model.
     """
     layers = []
-    for attention in [block.attn for block in model.blocks]:
-        method, turned = attention.position, None
+    for block in model.blocks:
+        method, turned = block.attn.position, None
         if (type(method) not in (NoPE, RoPE) or method.window or method.dape
-                or method.depends_on_length or attention.head_scale.shape[1] > 1
-                or (attention.head_gain != 1).any()):
+                or method.depends_on_length or block.attn.head_scale.shape[1] > 1
+                or (block.attn.head_gain != 1).any()):
             raise UserError(f'{path} is not for the page, which has NoPE and RoPE, one scale a '
                             'head, but no DAPE, window or dynamic_ntk.')
         if isinstance(method, RoPE):
@@ -116,9 +116,9 @@ def head_gains(model, ids, path):
     return gains
 
 
-def short(numbers, digits=3):
+def short(numbers):
     """Numbers of few digits, because more would not change what the page shows."""
-    return [round(float(number), digits) for number in numbers]
+    return [round(float(number), 4) for number in numbers]
 
 
 @torch.no_grad()
@@ -128,18 +128,17 @@ def model_of(model, info, ids):
     the first text that the page shows at once.
     """
     c, rope, tensors = model.config, rope_of(model, info['path']), pack_weights(model)
-    config = {name: value for name, value in vars(c).items() if isinstance(value, int | float)}
-    sets = {'own': short(model.head_scale.flatten(), 4)}
+    sets = {'own': short(model.head_scale.flatten())}
     losses = {'own': short(losses_of(model, ids)), 'own cut': short(losses_of(model, ids, True))}
     heads = short(head_gains(model, ids, info['path']))
     for file in scales:
         data = json.loads(Path(file).read_text(encoding='utf-8'))
         if data['weights_digest'] == info['digest']:
             model.head_scale = data['head_scale']
-            sets[data['method']] = short(model.head_scale.flatten(), 4)
+            sets[data['method']] = short(model.head_scale.flatten())
             losses[data['method']] = short(losses_of(model, ids))
     return {'position': c.position, 'parameters': model.n_params(), 'sets': sets,
-            'packed': {'config': config, 'rope': rope, 'tensors': tensors},
+            'packed': {'config': vars(c), 'rope': rope, 'tensors': tensors},
             'stored': {'losses': losses, 'heads': heads}}
 
 

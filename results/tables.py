@@ -273,13 +273,13 @@ def speed(files):
     found = [(model, read(f'speed/{file}.json')['results']) for file, model in files.items()]
     for model, task in ((model, task) for model, tasks in found for task in tasks.values()):
         for one in task if isinstance(task, list) else [task]:
-            if 'bfloat16' in one['task']:
+            if files is CPU and 'bfloat16' in one['task']:
                 continue
             beside = [who for who in BESIDE if who in one]
             ours = ['ours'] if 'ours' in one else [
                 name for name, row in one.items() if isinstance(row, dict) and name not in beside]
             for name in ours:
-                own, title = one[name], one['task'].replace(', float32', '')
+                own, title = one[name], re.sub(', b?float[0-9]+', '', one['task'])
                 title += '' if name == 'ours' else f', {name}'
                 title += f' ({beside[0]})' if beside else ''
                 columns = {'seconds': f"{own['seconds']:.3g}",

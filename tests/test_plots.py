@@ -15,7 +15,7 @@ import pytest
 import plots
 
 ALL = '''{
-"position_method": "rope", "short_conv": 4, "label": "$x_$", "checkpoint": "a/b/c/last.pt",
+"position_method": "rope", "short_conv": 4, "file": "a/$x_$.json",
 "block_size": 4, "pretrained_length": 4, "dataset": "books", "protocol": "position",
 "position": [1, 2, 3, 4, 5, 6, 7, 8, 16], "loss": [9, 1, 1, 1, 1, 1, 1, 1, 17],
 "cut": {"context": 4, "position": [8, 16], "loss": [6, 7]}}'''
@@ -36,13 +36,10 @@ EACH = '''{
     "chance": 0.125}}},
 "attention": {"layer": 0, "head": 1, "lengths": [{"length": 8, "maps": {"score": [[1], [2, 3]],
     "attention": [[1], [0.25, 0.75]]}}]},
-"scoreboard": {"L": 4, "rows": [{"title": "cut"},
-    {"title": "NoPE", "seeds": [1], "loss at L": {"mean": 2}, "gain at 8L": {"mean": 0.5}},
-    {"title": "RoPE", "seeds": [1, 2], "gain at 8L": {"mean": -1, "sd": 0.5}}]},
 "demo": {"tail": 3, "lengths": [4, 5], "source": "books", "windows": 2, "readings": {"NoPE": {
     "curve": [9, 9, 3, 2, 1], "at": {"4": {}, "5": {"cut_loss": 4}},
     "far": {"gain": 0.5, "gain_error": 0.1}}}},
-"bench": {"results": {"eval": [{"task": "window", "matmul_flops": 9,
+"bench": {"results": {"eval": [{"task": "window",
     "ours": {"ratio": 1, "from": 1, "to": 1}, "peer": {"ratio": 2, "from": 1.5, "to": 4}}]}}}'''
 RESULTS = {name: {'stage': name, **json.loads(ALL), **result}
            for name, result in json.loads(EACH).items()}
@@ -51,13 +48,13 @@ RESULTS = {name: {'stage': name, **json.loads(ALL), **result}
 CURVES = '''
 eval_ppl | 0 | NAME | 4:2 8:3
 eval_ppl | 0 | each, only the last 4 tokens, (± standard error of the difference) | 4:nan 8:1
-entropy | 0 | NAME | 4.5:2 6.375:3
+entropy | 0 | NAME | 8:2 16:3
 entropy | 0 | NAME, only the last 4 tokens | 8:6 16:7
 entropy | 1 | NAME | 1:0 2:1 3:1 4:1 5:1 6:1 7:1 8:1 16:2
 entropy | 2 | upper bound: ln i | 1:0 2:1 3:1 4:1 5:1 6:1 7:1 8:1 16:3
-uniform | 0 | scale 1.5 | 4.5:2 6.375:3
+uniform | 0 | scale 1.5 | 8:2 16:3
 uniform | 1 | NAME: a = 0.500 | 1:1 2:1 3:1 4:1 5:1.11 6:1.2 7:1.28 8:1.35 16:1.69
-che | 0 | RoPE | 4:1 9:0.5
+che | 0 | RoPE (a/$x_$.json) | 4:1 9:0.5
 demo | 0 | NoPE, only the last L tokens | 4:nan 5:4
 '''
 
@@ -73,7 +70,7 @@ def test_a_curve_has_the_numbers_of_the_json(row):
     found = {label.replace('\n', ', '): getattr(line, 'lines', [line])[0]  # of error bars the curve
              for line, label in zip(*axis.get_legend_handles_labels())}
     expected = np.array([point.split(':') for point in points.split()], float)
-    curve = curve.replace('NAME', 'RoPE + conv, $x_$ (b/c/last.pt)')
+    curve = curve.replace('NAME', 'RoPE + conv (a/$x_$.json)')
     assert found[curve].get_xydata() == pytest.approx(expected, abs=0.006, nan_ok=True)
     assert 'L = 4' in found
 
@@ -83,7 +80,6 @@ def test_bars_images_and_points_have_the_numbers_of_the_json():
     assert axis.collections[0].get_segments()[1].tolist() == [[8, 0.8], [8, 1.2]]
     assert axis.lines[1].get_ydata() == pytest.approx(np.exp([9, 1, 1, 1, 1, 1, 1, 1, 17]))
     assert panels('demo')[0].lines[0].get_xydata().tolist() == [[3, 3], [4, 2], [5, 1]]
-    assert panels('scoreboard')[1].lines[0].get_xydata().tolist() == [[-1, 0], [0.5, 1]]
     table = json.loads((ROOT / 'results/dape/methods.json').read_text())
     assert plots.draw_ppl(table).axes[0].lines[0].get_ydata().tolist() == table['rows'][0]['ppl']
     assert panels('demo')[1].collections[0].get_segments()[0].tolist() == [[0.4, 0], [0.6, 0]]

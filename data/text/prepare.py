@@ -41,7 +41,8 @@ def list_files():
         if not root.exists():
             raise UserError(f'There is no file or folder {root}. Check the path.')
         folder = root if root.is_dir() else root.parent
-        names_splits = any((root / f'train{suffix}').exists() for suffix in ('', '.jsonl', '.txt'))
+        names_splits = any(re.fullmatch(r'train(\.jsonl|\.txt)?', path.name, re.IGNORECASE)
+                           for path in root.glob('*'))
         for path in root, *sorted(root.rglob('*')):
             file = path.relative_to(folder).as_posix()
             named = NAMED.match(file) if names_splits else None

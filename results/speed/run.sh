@@ -10,11 +10,15 @@ bench() {  # NAME ARGUMENTS...
 
 bench steps $full "--tasks=['train','scale']"
 bench windows $full "--tasks=['eval']"
-bench decode --rounds=7 "--tasks=['prefill','decode']"
 bench entropy --rounds=7 "--tasks=['entropy']"
 bench methods $full "--tasks=['methods']"
 bench start --rounds=7 "--tasks=['start']"
 bench smollm2_windows $smollm2 --dtype=float32 "--tasks=['eval']" --context=256  # of 2,048 tokens
 bench smollm2_scale $smollm2 --dtype=float32 "--tasks=['scale']" --context=2048 --batch_size=1
-bench smollm2_prefill $smollm2 "--tasks=['prefill']"
-bench smollm2_decode $smollm2 "--tasks=['decode']" --read_context=2048 --n_decode=128
+for dtype in float32 bfloat16; do
+    name=$(test $dtype = float32 || echo _$dtype)
+    bench decode$name --dtype=$dtype --rounds=7 "--tasks=['prefill','decode']"
+    bench smollm2_prefill$name $smollm2 --dtype=$dtype "--tasks=['prefill']"
+    bench smollm2_decode$name $smollm2 --dtype=$dtype "--tasks=['decode']" --read_context=2048 \
+        --n_decode=128
+done
