@@ -55,28 +55,28 @@ class Runtime:
         windows: (n, T + 1) int64 ids. measure(inputs, targets) gets two (B, T) tensors and returns
         a tensor of B rows. Returns the rows of all windows in order, (n, ...) float64, on every
         rank. label: text of a progress bar. Raises UserError if a number is not finite.
-        With 2 ranks and batches of 2 windows per rank, five windows are read as 01|23 and then
-        40|12: the first rank reads what stands left of the bar; the second 0, 1 and 2 only fill up
-        the batches.
+        With 2 ranks and batches of 2 windows, the first rank reads windows 0 2 and 4 1, the second
+        1 3 and 0 2; the last three only fill up the batches.
         """
         n, windows = len(windows), torch.as_tensor(windows)
         # Batches have one size, because each new size would be compiled, and all ranks have equally
         # many, because ranks that share a model (FSDP) run each pass together.
-        most = max(1, batch_tokens // (windows.shape[1] - 1)) * self.world_size
-        n_batches = math.ceil(n / most)
+        most = max(1, batch_tokens // (windows.shape[1] - 1))
+        n_batches = math.ceil(n / most / self.world_size)
         size = math.ceil(n / n_batches / self.world_size)
-        rows, starts = [], range(self.rank * size, n_batches * size * self.world_size,
-                                 size * self.world_size)
-        for start in tqdm(starts, label, disable=None if label and self.is_main else True):
-            batch = windows[torch.arange(start, start + size) % n].to(self.device)
+        own = torch.arange(self.rank, n_batches * size * self.world_size, self.world_size) % n
+        rows = []
+        for batch in tqdm(own.split(size), label, disable=None if label and self.is_main else True):
+            batch = windows[batch].to(self.device)
             with self.autocast():
                 rows.append(measure(batch[:, :-1], batch[:, 1:]).cpu().double().numpy())
-        parts = [np.stack(rows)]                          # each (n_batches, size, ...)
+        rows = np.concatenate(rows)                       # of this rank
+        parts = [rows]
         if self.world_size > 1:
             parts = [None] * self.world_size
-            dist.all_gather_object(parts, np.stack(rows))
-        rows = np.stack(parts, axis=1)                    # (n_batches, ranks, size, ...)
-        rows = rows.reshape(-1, *rows.shape[3:])[:n]
+            dist.all_gather_object(parts, rows)
+        rows = np.stack(parts, axis=1)                    # (n_batches * size, ranks, ...)
+        rows = rows.reshape(-1, *rows.shape[2:])[:n]
         if not np.isfinite(rows).all():
             raise UserError('a measured number is not finite, so nothing was written. Did training '
                             'diverge, or is the checkpoint or scale file damaged?')
@@ -198,6 +198,19 @@ def read_checkpoint(path):
     return state | {'model_config': model_config(config), 'path': str(path)}
 
 
+def read_model(path, position=None, dtype=torch.float32):
+    """
+    What read_checkpoint() returns, of a checkpoint file, a run's folder, a Hugging Face folder,
+    hf:ORG/NAME or a .gguf file. position, dtype: see convert.read().
+    """
+    if Path(path, 'last.pt').is_file():
+        path = f'{path}/last.pt'
+    if path.startswith('hf:') or path.endswith('.gguf') or Path(path).is_dir():
+        from extras import convert
+        return convert.read(path, position, dtype)
+    return read_checkpoint(path)
+
+
 def model_config(values):
     """
     A ModelConfig of {setting: value}, from settings or from a checkpoint. Refuses a setting that
@@ -227,6 +240,14 @@ def load_weights(model, weights, path, **options):
     if wrong:
         raise UserError(f'{path} does not fit a model with position {model.config.position}: '
                         f'only one of them has {wrong[0]}.')
+
+
+def rate_at(step, peak, least, warmup, last):
+    """A learning rate: linear warm-up to `peak`, then a cosine that is `least` from `last` on."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    share = min(1.0, (step - warmup) / max(1, last - warmup))
+    return least + (peak - least) * 0.5 * (1 + math.cos(math.pi * share))
 
 
 # ---------------------------------------------------------------------- JSON files

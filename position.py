@@ -59,6 +59,8 @@ class Settings:
                              'has it.')
         if self.rope_scaling:
             split_scaling(self.rope_scaling)
+        if not 0 <= self.rope_share <= 1:
+            raise ValueError(f'rope_share is {self.rope_share}; it must be from 0 to 1.')
         if self.dape_kernel and self.dape_kernel % 2 == 0:
             raise ValueError(f'dape_kernel is {self.dape_kernel}; it must be odd, or 0.')
 

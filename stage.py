@@ -18,9 +18,8 @@ from configurator import ROOT, UserError
 
 import numpy as np
 import torch
-from torch.overrides import TorchFunctionMode
 
-from common import load_weights, model_config, read_checkpoint, save_json
+from common import load_weights, model_config, read_model, save_json
 from model import Transformer
 from position import unused_settings
 from scales import set_scale
@@ -40,22 +39,9 @@ def matrices(model):
     return {name: p for name, p in model.named_parameters() if name.endswith(names)}
 
 
-class Uninitialized(TorchFunctionMode):
-    """
-    Inside this mode torch.nn.init does nothing. A model whose weights will be loaded needs no
-    random ones, and to draw them takes 17 s for the 1.1B model.
-    """
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if getattr(function, '__module__', '') == 'torch.nn.init':
-            return kwargs['tensor']
-        return function(*args, **(kwargs or {}))
-
-
 def loaded(weights, config, path, dtype):
     """A Transformer with a checkpoint's weights, its matrices in this dtype."""
-    with Uninitialized():
-        model = Transformer(config)
+    model = Transformer(config)
     load_weights(model, weights, path, assign=True)
     if config.tied:
         model.head.weight = model.embed.weight
@@ -82,14 +68,8 @@ def open_model(init_from, out_dir, runtime, position=None, rope_scaling=None, sc
                           block_size
     """
     path = f'{out_dir}/{init_from}.pt' if init_from in ('last', 'best') else init_from
-    if Path(path, 'last.pt').is_file():
-        path = f'{path}/last.pt'
-    if path.startswith('hf:') or path.endswith('.gguf') or Path(path).is_dir():
-        from extras import convert
-        info = convert.read(path, position, runtime.dtype)
-    else:
-        info = read_checkpoint(path)
-    model, trained, label = info.pop('model'), info['model_config'], []
+    info = read_model(path, position, runtime.dtype)
+    path, model, trained, label = info['path'], info.pop('model'), info['model_config'], []
     info.pop('optimizer', None)
     if isinstance(model, dict):
         values = dataclasses.asdict(trained) | {'position': position or trained.position}

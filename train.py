@@ -41,7 +41,9 @@ from common import (
     can_compile,
     load_weights,
     model_config,
+    rate_at,
     read_checkpoint,
+    read_model,
     save_checkpoint,
     setup,
 )
@@ -113,12 +115,7 @@ def starting_point(given):
         own = start['settings']
         fixed = {'dataset', 'batch_size', 'seed', 'eval_windows', *OF_MODEL}
     else:
-        last = Path(init_from, 'last.pt')  # if it is the folder of a run
-        if last.is_file() or init_from.endswith('.pt'):
-            start = read_checkpoint(last if last.is_file() else init_from)
-        else:
-            from extras import convert
-            start = convert.read(init_from, position if 'position' in given else None)
+        start = read_model(init_from, position if 'position' in given else None)
         if not isinstance(start['model'], dict):
             start['model'].refuse()  # a model that transformers runs cannot be trained here
         own = asdict(start['model_config'])
@@ -198,11 +195,8 @@ def new_optimizer(model):
 def learning_rate_at(step):
     """The learning rate of a step: linear warm-up, then a cosine from learning_rate to min_lr."""
     warmup = warmup_iters if warmup_iters >= 1 else round(warmup_iters * max_iters)
-    if step < warmup:
-        return learning_rate * (step + 1) / warmup
-    share = min(1.0, (step - warmup) / max(1, (lr_decay_iters or max_iters) - warmup))
     least = min(min_lr, learning_rate)  # whoever lowers the peak may forget min_lr
-    return least + (learning_rate - least) * 0.5 * (1 + math.cos(math.pi * share))
+    return rate_at(step, learning_rate, least, warmup, lr_decay_iters or max_iters)
 
 
 # ---------------------------------------------------------------------- a run
@@ -277,8 +271,7 @@ def main(given):
     # data
     data = Windows(dataset, 'train', block_size, seed, info=start)
     val_windows = Windows(dataset, 'val', block_size, info=start).evenly_spaced(eval_windows)
-    n_tokens = data.n_tokens
-    if init_from == 'resume' and start.get('n_tokens', n_tokens) != n_tokens:
+    if init_from == 'resume' and start['n_tokens'] != data.n_tokens:
         raise UserError(f'{dataset} has changed since the run began. Prepare it as it was.')
 
     # model and optimizer
@@ -325,7 +318,7 @@ def main(given):
                 raise UserError(f'a weight is not finite at step {step}. {folder}/last.pt holds '
                                 'the last good state: resume from it with a lower learning_rate.')
             save_checkpoint(folder / name, weights, model.config, tokenizer=data.tokenizer,
-                            step=step, settings=chosen, n_tokens=n_tokens,
+                            step=step, settings=chosen, n_tokens=data.n_tokens,
                             best_val_loss=best_val_loss, **more)
 
     # loop

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from common import can_compile, save_json, setup
+from common import can_compile, rate_at, save_json, setup
 from data import Windows
 from model import VECTORS, small_vectors
 from scales import read_scale_file, set_entry
@@ -73,9 +73,6 @@ warmup_iters = 20            # steps in which the learning rate rises linearly
 max_iters = 200              # steps; a cosine lowers the learning rate to a tenth of its peak
 batch_size = 8               # sequences of target_length per step, all devices together
 micro_batch_size = 8         # sequences per forward pass on one device; lower it to save memory
-beta1 = 0.9
-beta2 = 0.95
-grad_clip = 1.0              # largest global norm of the gradient; 0: no clipping
 checkpoint_activations = False  # recompute activations in backward: less memory, more time
 seed = 314                   # sets the order of the tuning data; pretraining uses another seed
 compile = True               # torch.compile the step
@@ -102,14 +99,6 @@ def vectors_to_tune(model):
     return groups
 
 
-def share_of_peak(step):
-    """The share of its peak that a learning rate has: linear warm-up, then a cosine to a tenth."""
-    if step < warmup_iters:
-        return (step + 1) / warmup_iters
-    share = (step - warmup_iters) / max(1, max_iters - warmup_iters)
-    return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * share))
-
-
 def tune_vectors(model, groups, data, runtime):
     """
     HeadScale (Appendix A): minimize the mean loss, Eq. (5), over a few numbers, with every matrix
@@ -118,7 +107,7 @@ def tune_vectors(model, groups, data, runtime):
     vectors_to_tune(). Returns the loss of each step.
     """
     vectors = [p.requires_grad_(True) for group in groups for p in group['params']]
-    optimizer = torch.optim.AdamW(groups, betas=(beta1, beta2), weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     scaler = torch.amp.GradScaler(runtime.device.type, enabled=runtime.dtype == torch.float16)
     model.checkpoint_activations = checkpoint_activations
     net = torch.compile(model, dynamic=False) if can_compile(runtime, compile) else model
@@ -138,10 +127,10 @@ def tune_vectors(model, groups, data, runtime):
                 dist.all_reduce(tensor)
 
         for group in optimizer.param_groups:
-            group['lr'] = share_of_peak(step) * group['peak']
-        if grad_clip:
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(vectors, grad_clip)
+            peak = group['peak']
+            group['lr'] = rate_at(step, peak, peak / 10, warmup_iters, max_iters)
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(vectors, 1.0)  # only in the paper's code
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
@@ -165,7 +154,7 @@ def first_scale(folder, length, model, info):
         return init_scale
     path = init_scale
     if path == 'uniform':
-        path = f'{result_path(folder, "scale_uniform", "", info)}.json'
+        path = f'{result_path(folder, "scale_uniform", "", info, dataset)}.json'
     data, _ = read_scale_file(path, model, info)
     if 'best_by_length' not in data:
         raise UserError(f'{path} is no scale_uniform.json. Name one, or give a number.')
@@ -177,7 +166,7 @@ def tune_heads(model, info, folder, lengths, name, runtime):
     Tune at each length, from the values of the length before. Returns the sets, {length: vectors},
     and a result: the loss of each step.
     """
-    start = first_scale(folder, lengths[0], model, info)
+    start = max(first_scale(folder, lengths[0], model, info), min_scale or 0)  # Eq. (6)
     groups = vectors_to_tune(model)
     saved = small_vectors(model, 'head_scale')  # a scale file holds them in any case
     for group in groups:
@@ -271,6 +260,8 @@ def main(given):
         raise UserError(f"method is '{method}'. Choose uniform or head.")
     runtime = setup(device, dtype, seed)
     model, info = open_model(init_from, out_dir, runtime, position, rope_scaling)
+    if hasattr(model, 'refuse'):
+        model.refuse()  # a model that transformers runs cannot be changed
     folder, config = results_folder(out_dir, init_from, given), model.config
     name = dataset or info['dataset']
     T = target_length or (8 if method == 'uniform' else 4) * config.block_size
@@ -286,7 +277,7 @@ def main(given):
     read_as = {'method': method, 'dataset': name, 'position_method': config.position,
                'rope_scaling': config.rope_scaling, 'weights_digest': info['digest']}
     if method == 'uniform':
-        path = result_path(folder, 'scale_uniform', label, info)
+        path = result_path(folder, 'scale_uniform', label, info, dataset)
         entry, result = search_uniform(model, info, T, name, runtime)
         # The fit as a scale file, with one uniform scale for each length past block_size
         fit = [same_scale(n, 1 + result['fit_a'] * math.log(n / config.block_size), config)
@@ -295,7 +286,7 @@ def main(given):
             save_json(f'{path}_fit.json', read_as | {'sets': fit, 'fit_a': result['fit_a']})
     else:
         stem = 'scale_sets' if target_lengths else f'scale_head_{T}'
-        path = result_path(folder, stem, label, info)
+        path = result_path(folder, stem, label, info, dataset)
         sets, result = tune_heads(model, info, folder, lengths, name, runtime)
         entries = [set_entry(length, vectors) for length, vectors in sets.items()]
         entry = {'sets': entries} if target_lengths else entries[0]

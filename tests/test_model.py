@@ -21,7 +21,6 @@ from model import (
     vector_kind,
 )
 from position import METHODS, NoPE
-from stage import Uninitialized
 
 TINYLLAMA = dict(vocab_size=32000, block_size=2048, n_layer=22, n_head=32, n_kv_head=4,
                  n_embd=2048, n_hidden=5632)
@@ -31,7 +30,7 @@ TINYLLAMA = dict(vocab_size=32000, block_size=2048, n_layer=22, n_head=32, n_kv_
 
 def test_model_of_the_paper_has_1_100_048_384_weights_and_704_scales():
     for position in 'none', 'rope':
-        with torch.device('meta'), Uninitialized():
+        with torch.device('meta'):
             model = Transformer(ModelConfig(**TINYLLAMA, position=position))
         assert model.n_params() == 1_100_048_384
         # There are as many head gains as head scales.

@@ -9,7 +9,7 @@ import torch
 from conftest import mistake, near, on, random_model, read, save_model, stage
 
 import tune_scale
-from common import read_checkpoint, setup
+from common import rate_at, read_checkpoint, setup
 from data import Windows
 from stage import open_model
 
@@ -94,8 +94,8 @@ def test_only_head_scales_move_and_none_falls_below_1(tiny_run, tuned, corpus_di
 
 
 def test_the_rate_rises_for_20_steps_and_falls_by_a_cosine_to_a_tenth():
-    found = [tune_scale.share_of_peak(step) for step in (0, 19, 20, 110, 200)]
-    assert found == pytest.approx([0.05, 1, 1, 0.55, 0.1])
+    found = [rate_at(step, 2, 0.2, 20, 200) for step in (0, 19, 20, 110, 200)]
+    assert found == pytest.approx([0.1, 2, 2, 1.1, 0.2])
 
 
 def test_the_first_step_follows_the_slope_of_the_loss(tiny_run, tuned, corpus_dir):

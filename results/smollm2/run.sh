@@ -27,7 +27,7 @@ as() {
 tune() {  # 270 head scales from YaRN, on 20 windows of the train split
     once $scales python tune_scale.py $reads $books --rope_scaling=yarn:4 --target_length=$T \
         --init_scale=1.0 --min_scale=None --batch_size=1 --micro_batch_size=1 --max_iters=20 \
-        --warmup_iters=3 --compile=False
+        --warmup_iters=3 --compile=False --label=yarn4
 }
 
 loss() {  # the last 1,024 tokens of 8 windows of 16,384, or with LONG=2 of 4 of 32,768
@@ -64,7 +64,7 @@ entropy() {  # of each head by position
 uniform() {  # one scale on top of YaRN
     once $out/scale_uniform_yarn4.json python tune_scale.py $reads $books --rope_scaling=yarn:4 \
         --method=uniform --target_length=$T --candidate_range=[0.6,1.1,0.1] --n_samples=4 \
-        --tail=1024
+        --tail=1024 --label=yarn4
 }
 
 passkey() {  # with HINT=1 the space before the digits stands in the prompt
