@@ -150,6 +150,19 @@ def can_compile(runtime, wanted):
     return True
 
 
+# ---------------------------------------------------------------------- learning rate
+
+def rate_at(step, peak, least, warmup, last):
+    """
+    A learning rate: linear warm-up to `peak`, then a cosine that is `least` from step `last` on, if
+    that is after the warm-up.
+    """
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    share = min(1.0, (step - warmup) / max(1, last - warmup))
+    return least + (peak - least) * 0.5 * (1 + math.cos(math.pi * share))
+
+
 # ---------------------------------------------------------------------- checkpoints
 
 def weights_digest(weights, dtype=torch.float32):
@@ -240,14 +253,6 @@ def load_weights(model, weights, path, **options):
     if wrong:
         raise UserError(f'{path} does not fit a model with position {model.config.position}: '
                         f'only one of them has {wrong[0]}.')
-
-
-def rate_at(step, peak, least, warmup, last):
-    """A learning rate: linear warm-up to `peak`, then a cosine that is `least` from `last` on."""
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    share = min(1.0, (step - warmup) / max(1, last - warmup))
-    return least + (peak - least) * 0.5 * (1 + math.cos(math.pi * share))
 
 
 # ---------------------------------------------------------------------- JSON files

@@ -324,7 +324,7 @@ def draw(*files):
     kind = results[0]['method'] if stage == 'tune_scale' else stage
     if kind not in PICTURES:
         return []
-    name = '_and_'.join(Path(file).stem for file in files)[:200]  # 255 are too many
+    name = '_and_'.join(Path(file).stem for file in files)[:200]  # a name has at most 255 bytes
     path = Path(files[0]).with_name(f'{name}.png')
     save(PICTURES[kind](*results), path)
     return [path]

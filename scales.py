@@ -66,8 +66,8 @@ def read_scale_file(path, model, info):
                                                   'rope_scaling'))
     except OSError as error:
         raise UserError(f'There is no scale file {path} ({error.strerror}). Make one with '
-                        'tune_scale.py (scale_uniform.json: --method=uniform), or give a '
-                        'number.') from error
+                        'tune_scale.py (scale_uniform.json: --method=uniform, with the same '
+                        '--dataset=), or give a number.') from error
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(f'{path} is not a scale file for this model ({error}). Make one with '
                         'tune_scale.py.') from error
@@ -97,9 +97,9 @@ def use_sets(model, sets):
 
 def set_scale(model, scale, info):
     """
-    Set the softmax scales of a model: a number for all heads, a scale file, or None: as
-    trained. A file with several sets gives each pass the set for
-    its length; info['tuned_length'] becomes the longest one. Returns a name, such as scale1.2.
+    Set the softmax scales of a model: a number for all heads, a scale file, or None: as trained. A
+    file with several sets gives each pass the set for its length; info['tuned_length'] becomes the
+    longest one. Returns a name, such as scale1.2.
     """
     if scale is None:
         return ''

@@ -271,7 +271,7 @@ def main(given):
     # data
     data = Windows(dataset, 'train', block_size, seed, info=start)
     val_windows = Windows(dataset, 'val', block_size, info=start).evenly_spaced(eval_windows)
-    if init_from == 'resume' and start['n_tokens'] != data.n_tokens:
+    if init_from == 'resume' and start.get('n_tokens') != data.n_tokens:
         raise UserError(f'{dataset} has changed since the run began. Prepare it as it was.')
 
     # model and optimizer

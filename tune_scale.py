@@ -49,7 +49,7 @@ out_dir = 'out/demo/nope'    # folder of the run to read; results go there, too
 init_from = 'last'           # last, best (of out_dir), a checkpoint file, a folder, hf:ORG/NAME
 position: str | None = None  # position method; None: the checkpoint's
 rope_scaling: str | None = None   # extension of RoPE, such as yarn:4; None: the checkpoint's
-label = ''                   # appended to the names of the files that this stage writes
+label = ''                   # ends the names of files; '': how the model is read, and text
 dataset = ''                 # a folder of data/; '': the text that the model was trained on
 device = 'auto'              # auto, cpu, cuda, mps
 dtype = 'auto'               # auto, float32, bfloat16, float16
@@ -67,7 +67,7 @@ batch_tokens = 16384         # tokens per forward pass
 tune = 'head_scale'          # head_scale, channel, head_gain, norm ..., several with commas;
                              # NAME:RATE sets a learning rate
 init_scale: float | str = 'uniform'  # a number, or the best one in a file of --method=uniform;
-                             # uniform: scale_uniform.json
+                             # uniform: scale_uniform.json of this text
 min_scale: float | None = 1.0   # head_scale: least value after each step, Eq. (6); None: no limit
 warmup_iters = 20            # steps in which the learning rate rises linearly
 max_iters = 200              # steps; a cosine lowers the learning rate to a tenth of its peak
@@ -166,7 +166,7 @@ def tune_heads(model, info, folder, lengths, name, runtime):
     Tune at each length, from the values of the length before. Returns the sets, {length: vectors},
     and a result: the loss of each step.
     """
-    start = max(first_scale(folder, lengths[0], model, info), min_scale or 0)  # Eq. (6)
+    start = first_scale(folder, lengths[0], model, info)
     groups = vectors_to_tune(model)
     saved = small_vectors(model, 'head_scale')  # a scale file holds them in any case
     for group in groups:

@@ -125,6 +125,7 @@ def test_what_our_model_does_not_compute_is_run_by_transformers(tmp_path, ours, 
     with pytest.raises(UserError, match=reason):
         written(tmp_path, None, f'--init_from={tmp_path}')
     if kind == 'Mamba':
+        assert reason in mistake('tune_scale', f'--init_from={tmp_path}', '--method=uniform')
         with pytest.raises(UserError, match='--beams=1'):
             complete(model, [[1, 2]], 6, beams=2)
 

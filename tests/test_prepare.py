@@ -88,7 +88,7 @@ def test_of_few_documents_the_longest_is_cut(tmp_path):
 
 
 def test_splits_that_a_folder_names_are_taken_as_they_are(tmp_path):
-    for names in (['train/a', 'validation/a', 'test/a'], ['train.txt', 'valid.txt', 'test.txt']):
+    for names in (['train/a', 'validation/a', 'test/a'], ['Train.txt', 'Valid.txt', 'Test.txt']):
         folder = write(tmp_path / names[0], *names, 'README', 'more/x')
         given = [folder / name.partition('/')[0] for name in names]
         for paths in [folder], given:

@@ -167,6 +167,7 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_file(corpus_dir
     ('--init_from=resume --max_iters=9 --position=rope', 'position'),
     ('--position=ropy --out_dir=other', 'kerple'),
     ('--rope_base=500.0 --out_dir=other', 'rope_base'),
+    ('--position=rope --rope_share=25 --out_dir=other', 'from 0 to 1'),
     ('--micro_batch_size=3 --out_dir=other', 'micro_batch_size'),
     ('--eval_windows=0 --out_dir=other', 'eval_windows')])
 def test_a_mistake_ends_in_one_line_that_names_it(corpus_dir, whole, tmp_path, words, named):

@@ -9,7 +9,7 @@ import torch
 from conftest import mistake, near, on, random_model, read, save_model, stage
 
 import tune_scale
-from common import rate_at, read_checkpoint, setup
+from common import read_checkpoint, setup
 from data import Windows
 from stage import open_model
 
@@ -91,11 +91,6 @@ def test_only_head_scales_move_and_none_falls_below_1(tiny_run, tuned, corpus_di
     assert np.min(read(tuned / 'scale_head_64_no_min.json')['head_scale']) < 1  # the ablation
     gains = read(tuned / 'scale_head_64_all.json')['head_gain'].values()
     assert np.min([*gains]) < 1  # Eq. (6) is about head scales
-
-
-def test_the_rate_rises_for_20_steps_and_falls_by_a_cosine_to_a_tenth():
-    found = [rate_at(step, 2, 0.2, 20, 200) for step in (0, 19, 20, 110, 200)]
-    assert found == pytest.approx([0.1, 2, 2, 1.1, 0.2])
 
 
 def test_the_first_step_follows_the_slope_of_the_loss(tiny_run, tuned, corpus_dir):

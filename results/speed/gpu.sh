@@ -1,5 +1,6 @@
 # What is measured on one GPU, in order of worth, in 32 minutes:
-#   bash results/speed/gpu.sh            # a run that was stopped goes on where it was
+#   bash results/speed/gpu.sh            # a run that was stopped goes on where it was; a bench
+#                                        # whose time was over keeps the tasks that it finished
 #   SIZE=toy bash results/speed/gpu.sh   # small models, on a CPU too, to try the script
 # It needs pip install ".[dev]" and, for the last two parts, data/code and the model and the text of
 # results/smollm2/run.sh.
