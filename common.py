@@ -150,19 +150,6 @@ def can_compile(runtime, wanted):
     return True
 
 
-# ---------------------------------------------------------------------- learning rate
-
-def rate_at(step, peak, least, warmup, last):
-    """
-    A learning rate: linear warm-up to `peak`, then a cosine that is `least` from step `last` on, if
-    that is after the warm-up.
-    """
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    share = min(1.0, (step - warmup) / max(1, last - warmup))
-    return least + (peak - least) * 0.5 * (1 + math.cos(math.pi * share))
-
-
 # ---------------------------------------------------------------------- checkpoints
 
 def weights_digest(weights, dtype=torch.float32):

@@ -41,7 +41,6 @@ from common import (
     can_compile,
     load_weights,
     model_config,
-    rate_at,
     read_checkpoint,
     read_model,
     save_checkpoint,
@@ -195,8 +194,11 @@ def new_optimizer(model):
 def learning_rate_at(step):
     """The learning rate of a step: linear warm-up, then a cosine from learning_rate to min_lr."""
     warmup = warmup_iters if warmup_iters >= 1 else round(warmup_iters * max_iters)
+    if step < warmup:
+        return learning_rate * (step + 1) / warmup
+    share = min(1.0, (step - warmup) / max(1, (lr_decay_iters or max_iters) - warmup))
     least = min(min_lr, learning_rate)  # whoever lowers the peak may forget min_lr
-    return rate_at(step, learning_rate, least, warmup, lr_decay_iters or max_iters)
+    return least + (learning_rate - least) * 0.5 * (1 + math.cos(math.pi * share))
 
 
 # ---------------------------------------------------------------------- a run

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from common import can_compile, rate_at, save_json, setup
+from common import can_compile, save_json, setup
 from data import Windows
 from model import VECTORS, small_vectors
 from scales import read_scale_file, set_entry
@@ -99,6 +99,14 @@ def vectors_to_tune(model):
     return groups
 
 
+def share_of_peak(step):
+    """The share of its peak that a learning rate has: linear warm-up, then a cosine to a tenth."""
+    if step < warmup_iters:
+        return (step + 1) / warmup_iters
+    share = (step - warmup_iters) / max(1, max_iters - warmup_iters)
+    return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * share))
+
+
 def tune_vectors(model, groups, data, runtime):
     """
     HeadScale (Appendix A): minimize the mean loss, Eq. (5), over a few numbers, with every matrix
@@ -127,8 +135,7 @@ def tune_vectors(model, groups, data, runtime):
                 dist.all_reduce(tensor)
 
         for group in optimizer.param_groups:
-            peak = group['peak']
-            group['lr'] = rate_at(step, peak, peak / 10, warmup_iters, max_iters)
+            group['lr'] = share_of_peak(step) * group['peak']
         scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(vectors, 1.0)  # only in the paper's code
         scaler.step(optimizer)

@@ -298,13 +298,13 @@ SMOLLM2 = {'plain': 'as it is', 'pi': 'PI, factor 4', 'ntk': 'NTK, factor 4',
            'tuned': 'YaRN, factor 4, head scales', 'none': 'without RoPE'}
 
 
-def smollm2(T, yarn):
+def smollm2(T, yarn, text=''):
     """
     Losses before 8,192 and T tokens, the gain over the same reading with only the last 8,192, and
     how far the loss is below YaRN's with the factor for T. ± is the standard error over windows of
     a difference.
     """
-    files = {how: RESULTS / f'smollm2/eval_ppl_position_{how}_{T}.json' for how in SMOLLM2}
+    files = {how: RESULTS / f'smollm2/eval_ppl_position_{text}{how}_{T}.json' for how in SMOLLM2}
     found = {how: read(path) for how, path in files.items() if path.is_file()}
     base = found[yarn]['loss_at_by_window'][str(T)]
     for how, result in found.items():
@@ -351,6 +351,7 @@ TABLES = {
     'che': che,
     'gpu': partial(speed, GPU), 'cpu': partial(speed, CPU),
     'smollm2': partial(smollm2, 16384, 'yarn2'), 'further': partial(smollm2, 32768, 'yarn'),
+    'source': partial(smollm2, 16384, 'yarn', 'code_'),
     'keys': keys, 'paper': paper,
 }
 

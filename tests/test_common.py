@@ -34,11 +34,6 @@ def test_two_ranks_measure_each_window_once_in_order(monkeypatch):
     assert rows.tolist() == [0, 5, 10, 15, 20]
 
 
-def test_the_rate_rises_for_20_steps_and_falls_by_a_cosine():
-    found = [common.rate_at(step, 2, 0.2, 20, 200) for step in (0, 19, 20, 110, 200, 300)]
-    assert found == pytest.approx([0.1, 2, 2, 1.1, 0.2, 0.2])
-
-
 @pytest.mark.parametrize('damage', ['cut short', 'a flipped bit', 'other content', 'not there'])
 def test_a_damaged_checkpoint_ends_in_one_line(tmp_path, damage):
     path = tmp_path / 'last.pt'

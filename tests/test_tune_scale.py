@@ -93,6 +93,11 @@ def test_only_head_scales_move_and_none_falls_below_1(tiny_run, tuned, corpus_di
     assert np.min([*gains]) < 1  # Eq. (6) is about head scales
 
 
+def test_the_rate_rises_for_20_steps_and_falls_by_a_cosine_to_a_tenth():
+    found = [tune_scale.share_of_peak(step) for step in (0, 19, 20, 110, 200)]
+    assert found == pytest.approx([0.05, 1, 1, 0.55, 0.1])
+
+
 def test_the_first_step_follows_the_slope_of_the_loss(tiny_run, tuned, corpus_dir):
     """Adam's first step is the rate times the sign of the gradient, here by finite differences."""
     model, x = opened(tiny_run), Windows(str(corpus_dir), 'train', 64, seed=314).batch(0, 4)
