@@ -40,7 +40,7 @@ loss() {  # the last 1,024 tokens of 8 windows of 16,384, or with LONG=2 of 4 of
 }
 
 code() {  # the same of Python source, in 4 windows of one file each
-    for how in ${HOW:-plain yarn tuned}; do
+    for how in ${HOW:-plain yarn tuned dynamic_ntk ntk pi none}; do
         once $out/eval_ppl_position_code_${how}_$T.json python eval_ppl.py $reads $code \
             $(as $how) --protocol=position --lengths=[8192,$T] --tail=1024 --n_samples=4 \
             --label=code_${how}_$T
