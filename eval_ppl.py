@@ -55,7 +55,7 @@ protocol = 'sliding'         # sliding: sliding windows; position: every positio
                              # last tokens of each length. repeats.py reads far repeats
 lengths: list[int] = []      # window lengths in tokens; []: 1, 2, 4 and 8 times block_size
 rule = 'same'                # sliding: same or paper; see window_ends()
-stride: int | None = None    # sliding: tokens scored per window; None: block_size / 8, at most 256
+stride: int | None = None    # sliding: tokens scored per window; None: L / 8, at most 256
 max_windows = 1024           # sliding: windows per length; rule same spaces them evenly, rule paper
                              # takes the first ones
 n_samples = 256              # position, tail: windows of the longest length, evenly spaced
@@ -103,7 +103,7 @@ def window_ends(starts, n_tokens, length, longest, stride, rule):
 def sliding(model, data, sizes, runtime):
     """Sliding windows: a row per length, and the mean loss of each window."""
     L, longest = model.config.pretrained_length, sizes[-1]
-    step = stride or min(256, max(1, model.config.block_size // 8))
+    step = stride or min(256, max(1, L // 8))
     if not 0 < step < sizes[0] or rule not in ('same', 'paper'):
         raise UserError(f'stride is {step} and rule {rule}. Give a stride below the shortest '
                         f'length, {sizes[0]}, and rule same or paper.')
@@ -199,6 +199,8 @@ def main(given):
     folder = results_folder(out_dir, init_from, given)
     path = result_path(folder, name, label, info, dataset, split)
     sizes = sorted(lengths) or [n * model.config.block_size for n in (1, 2, 4, 8)]
+    if sizes[0] < 1:
+        raise UserError(f'lengths is {lengths}; a window has at least 1 token.')
     data = Windows(dataset or info['dataset'], split, sizes[-1], info=info)
     # scale sets change the model from pass to pass; models of others are left as they are
     if can_compile(runtime, compile and getattr(model, 'scale_sets', None) == {}):

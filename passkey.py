@@ -90,7 +90,8 @@ def build_prompt(encoding, length, place, key):
     prompt = whole(before, after)
     if len(prompt) > length:
         raise UserError(f'a prompt without filler and its answer have {len(whole(0, 0))} tokens, '
-                        f'so the length {length} is too short. Choose longer prompts.')
+                        f'so the length {length} is too short. Give longer ones: a larger '
+                        '--max_length=, or fewer --n_lengths=.')
     n_answer = len(ids(QUESTION + answer)) - len(ids(QUESTION))
     return prompt[:-n_answer], prompt[-n_answer:]
 

@@ -61,7 +61,7 @@ def column(rows, key):
 
 def finish(axis, results, ylabel, title='', xlabel='position (tokens)'):
     """A logarithmic x axis with a line at each L, and labels."""
-    trained_at = {result.get('block_size') or result.get('train_length') or result['L']
+    trained_at = {result.get('pretrained_length') or result.get('train_length') or result['L']
                   for result in results}
     for L in trained_at:
         axis.axvline(L, color='black', ls=':', label=f'L = {L}')

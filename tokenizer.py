@@ -289,6 +289,9 @@ def split_of(identity, val_fraction, test_fraction):
     train, val or test, by a hash of the identity: a document stays in its split when others are
     added or removed.
     """
+    if min(val_fraction, test_fraction) < 0 or val_fraction + test_fraction > 1:
+        raise UserError('val_fraction and test_fraction are shares of the text: from 0 to 1, also '
+                        'their sum.')
     u = stable_hash(identity) / 2 ** 64
     if u < val_fraction:
         return 'val'

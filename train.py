@@ -262,9 +262,9 @@ def main(given):
     if init_from != 'scratch':
         start, values = starting_point(given)
         globals().update(values)
-    if min(eval_windows, eval_interval, log_interval, micro_batch_size) < 1:
-        raise UserError('eval_windows, eval_interval, log_interval and micro_batch_size must be at '
-                        'least 1.')
+    if min(eval_windows, eval_interval, log_interval, micro_batch_size, batch_size, max_iters) < 1:
+        raise UserError('max_iters, batch_size, micro_batch_size, eval_windows, eval_interval and '
+                        'log_interval must be at least 1.')
     if batch_size % (micro_batch_size * runtime.world_size):
         raise UserError(f'batch_size {batch_size} must be a multiple of micro_batch_size '
                         f'{micro_batch_size} x {runtime.world_size} ranks.')
@@ -324,9 +324,10 @@ def main(given):
                             best_val_loss=best_val_loss, **more)
 
     # loop
-    runtime.print(f'{model.n_params():,} parameters, position={position}, {runtime.device.type}, '
-                  f'{runtime.dtype}; training from step {step} to {max_iters}, '
-                  f'{batch_size * block_size:,} tokens per step; writing to {out_dir}')
+    runtime.print(f'{model.n_params():,} parameters, position={position} '
+                  f'{model.config.rope_scaling}, {runtime.device.type}, {runtime.dtype}; training '
+                  f'from step {step} to {max_iters}, {batch_size * block_size:,} tokens per step; '
+                  f'writing to {out_dir}')
     rows_of_rank = slice(runtime.rank, None, runtime.world_size)
     signals, stops = catch_signals(), False
     pending = []  # losses that are not logged yet
@@ -359,7 +360,7 @@ def main(given):
         lr = learning_rate_at(step)
         for group in optimizer.param_groups:
             group['lr'] = lr
-        if grad_clip:
+        if grad_clip > 0:
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
         scaler.step(optimizer)

@@ -136,7 +136,7 @@ def train(model, names):
         length = int(rng.integers(1, train_length + 1))
         loss, accuracy = answer(model, name, rng, batch_size, length)
         loss.backward()
-        if grad_clip:
+        if grad_clip > 0:
             torch.nn.utils.clip_grad_norm_(weights, grad_clip)
         optimizer.step()
         optimizer.zero_grad()

@@ -96,6 +96,7 @@ def test_splits_that_a_folder_names_are_taken_as_they_are(tmp_path):
     folder = write(tmp_path / 'other', 'a', 'test/b')  # no split is named train
     assert prepare('text', tmp_path / 'out', folder, '--test_fraction=0') == [
         ['text of a', 'text of test/b']]
+    assert 'their sum' in refused('text', tmp_path / 'new', folder, '--test_fraction=1.5')
 
 
 @pytest.mark.parametrize('arguments, said', [
