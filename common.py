@@ -97,7 +97,7 @@ def setup(device='auto', dtype='auto', seed=1337):
     if device == 'cuda' and world_size > 1:
         device = f"cuda:{os.environ['LOCAL_RANK']}"
     device = torch.device(device)
-    if device.type == 'cpu':
+    if device.type == 'cpu':  # for speed, and so that runs repeat; skip this at first
         # Sharp attention has weights below 1e-38, with which a CPU computes slowly unless it rounds
         # them to 0: a tuning step took 7.5 s instead of 19 s. Set before the first thread starts.
         torch.set_flush_denormal(True)
@@ -108,7 +108,7 @@ def setup(device='auto', dtype='auto', seed=1337):
             if mallopt(-3, 2 ** 30):   # M_MMAP_THRESHOLD; before version 2.35 at most 32 MB
                 mallopt(-1, 2 ** 30)   # M_TRIM_THRESHOLD
         # Else the gradients of embeddings are summed in another order in each run. For compiled
-        # code can_compile() says it once more, in a way that loads the compiler.
+        # code can_compile() asks for the same by a function that loads the compiler.
         torch.set_deterministic_debug_mode('error')
         torch.utils.deterministic.fill_uninitialized_memory = False
     if device.type == 'cuda':
@@ -217,6 +217,7 @@ def model_config(values):
     this version does not have, unless it is off, or says what every model here has.
     """
     known = {one.name for one in dataclasses.fields(ModelConfig)}
+    # short_conv_at is of older versions: A before attention, C before the MLP
     odd = {name: value for name, value in values.items() if name not in known and value
            and (name, value) != ('short_conv_at', 'AC')}
     try:

@@ -32,8 +32,8 @@ def stable_hash(*parts):
 @functools.lru_cache(maxsize=64)
 def shuffled(n, *key):
     """
-    range(n), shuffled, (n,) int64. The order depends only on key, because numpy never changes the
-    raw numbers of Philox.
+    range(n) in the order that sorts n random numbers, (n,) int64. It depends only on key. It is not
+    rng.permutation(n), because only Philox's raw numbers stay the same in all versions of numpy.
     """
     return np.random.Philox(key=stable_hash(*key)).random_raw(n).argsort(kind='stable')
 
@@ -146,6 +146,7 @@ class Windows:
         """
         size = self.block_size + 1
         places = np.arange(0, self.blocks[0].size - size + 1, spacing or size)
+        # (2, n): the document of each window's first token, and of its last
         documents = self.starts.searchsorted((places, places + size - 1), side='right')
         inside, = np.nonzero(documents[0] == documents[1])
         chosen = inside if len(inside) >= n else np.arange(len(places))

@@ -5,9 +5,9 @@ tokens of each length and Delta P as in Figures 1 to 6 and Table 1 of "DAPE V2".
 
 L is the length of pretraining. Beside each loss past L stands the loss of the same tokens if the
 same model sees only the last L tokens (cut_loss, in short windows that score L / 8 tokens each).
-The model keeps its scales there, although scales for long texts cost something at L (of scale sets
-those for L, which are the model's own); repeats.py compares with the untuned model instead.
-The gain is cut_loss minus the loss, in nats: above 0 the tokens beyond L help, below 0 they harm.
+gain = cut_loss - loss, in nats: above 0 the tokens beyond L help, below 0 they harm. The model
+keeps its scales there, although scales for long texts cost something at L; repeats.py compares with
+the untuned model instead.
 If a model was fine-tuned at another length, block_size, the default lengths are multiples of it.
 
 $ python eval_ppl.py                                             # sliding windows of L ... 8L

@@ -51,6 +51,7 @@ class KVCache:
 
     def place(self, T):
         """A Place: the positions of the next T tokens, (T,) or (B, T), and of the keys, (S,)."""
+        # append() needs the end, too
         self.end = self.max_length if torch.is_tensor(self.length) else self.length + T
         i = self.length + torch.arange(T, device=self.device)
         return Place(i, torch.arange(self.end, device=self.device), self.max_length)
@@ -242,7 +243,7 @@ def complete(model, prompts, max_new_tokens, eos=(), beams=1, not_first=()):
         log_p = log_p[:, None] + logits.float().log_softmax(-1)              # (B * beams, V)
         if n == 1:
             log_p[:, not_first] = -math.inf
-        # Each beam can end in len(eos) ways. So of so many texts, at least `beams` do not end.
+        # At most len(eos) * beams new texts end, so of this many at least `beams` go on.
         ranked = log_p.view(B, beams * V).topk((1 + len(eos)) * beams)       # (B, ranks)
         beams_of_all = []
         for b in range(B):
@@ -255,6 +256,7 @@ def complete(model, prompts, max_new_tokens, eos=(), beams=1, not_first=()):
                 elif rank < beams and b not in done:
                     finished[b].append((score / n, texts[row] + [token]))
             finished[b] = sorted(finished[b], reverse=True)[:beams]
+            # finished texts are scored by ln p / tokens, so their rival is, too
             if going_on and len(finished[b]) == beams and going_on[0][0] / n <= finished[b][-1][0]:
                 done.add(b)
             beams_of_all += going_on[:beams]

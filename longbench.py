@@ -156,6 +156,7 @@ def prompt_ids(text, encoding, room):
 
     prompt, half = ids(text), room // 2
     if len(prompt) > room:
+        # [1:], because ids() puts the start token there again
         prompt = ids(encoding.decode(prompt[1:half]) + encoding.decode(prompt[-half:]))
     # The new ids of the halves can be more than before, for example if the cut splits a character.
     if len(prompt) > room:

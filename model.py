@@ -184,7 +184,8 @@ class Transformer(nn.Module):
     def init_weights(self, generator=None):
         """
         TinyLlama's initialization. All matrices start small. The output matrices of attention and
-        MLP start smaller in deeper models. Returns the model.
+        MLP start smaller in deeper models. Other weights stay as their classes made them. Returns
+        the model.
         """
         C, n_layer = self.config.n_embd, self.config.n_layer
         for name, p in self.named_parameters():
@@ -211,8 +212,7 @@ class Transformer(nn.Module):
         if self.scale_sets:
             self.take_set(place.total)
         places = [block.attn.position.prepare(place) for block in self.blocks]
-        # float32 also where a tied embedding is in half precision, because the layers' outputs add
-        # up in x
+        # x is float32 even if a tied embedding is not, because it sums the outputs of all layers
         x = self.embed(idx).to(self.norm.weight.dtype)        # (B, T, C)
         for block, its_place in zip(self.blocks, places):
             if self.checkpoint_activations and torch.is_grad_enabled():

@@ -131,6 +131,7 @@ def main(given):
     rows = answer_all(path, about, sizes, batch_tokens, answer, runtime)
 
     correct = np.array([row['correct'] for row in rows], float)
+    # [::-1], because the cells begin with the longest length
     accuracy = correct.reshape(n_lengths, n_depths, n_keys)[::-1].mean(-1)
     print_rows(runtime.print, [{'length': length, 'accuracy': row.mean()}
                                for length, row in zip(lengths, accuracy)])

@@ -391,7 +391,7 @@ class DAPE(nn.Module):
         if bias is not None:
             bias = bias.to(scores.dtype)
             parts.append(bias.expand(scores.shape))
-        # Masked before they are joined: of a mask after it, torch.compile (2.13, one window, with
+        # Each part is masked before cat: of a mask after it, torch.compile (2.13, one window, with
         # gradients) makes code that overwrites the weights of attention while it reads them.
         x = torch.cat([part.masked_fill(hidden, 0) for part in parts], dim=1)  # (B, H or 2H, T, S)
         x = self.first(x)                         # S + 2 pad columns; column p is key p - pad
@@ -463,7 +463,8 @@ def fused_attention(q, k, v, place):
     """Causal attention without a bias, (B, H, T, D), with or without a cache."""
     B, H, T, D = q.shape
     mask = None
-    if T < k.shape[2] and (T > 1 or place.i.dim() > 1):  # else the newest query sees every key
+    # No mask if T == S, where is_causal does it, or if the one query, the newest, sees every key
+    if T < k.shape[2] and (T > 1 or place.i.dim() > 1):
         mask = ~later(place.i, place.j)
     if T == 1:
         # The query heads that share a key become rows of one head, so that each key is read once.

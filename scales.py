@@ -41,6 +41,7 @@ def read_set(entry, model):
     """{parameter name: tensor} from a set of a scale file."""
     vectors = {}
     for name, p in small_vectors(model).items():
+        # head_scale is a list with a row per layer, other kinds are {parameter: numbers}
         rows, layer = entry.get(vector_kind(name), {}), name.split('.')[1]  # blocks.LAYER.attn ...
         row = rows.get(name) if isinstance(rows, dict) else rows[int(layer)]
         if row is not None:

@@ -71,7 +71,7 @@ def open_model(init_from, out_dir, runtime, position=None, rope_scaling=None, sc
     info = read_model(path, position, runtime.dtype)
     path, model, trained, label = info['path'], info.pop('model'), info['model_config'], []
     info.pop('optimizer', None)
-    if isinstance(model, dict):
+    if isinstance(model, dict):  # a state dict, for our Transformer; else transformers runs it
         values = dataclasses.asdict(trained) | {'position': position or trained.position}
         values |= unused_settings(values)  # another position method may not have them
         if rope_scaling is not None:
@@ -79,6 +79,7 @@ def open_model(init_from, out_dir, runtime, position=None, rope_scaling=None, sc
         config = model_config(values)
         model = loaded(model, config, path, runtime.dtype)
         info |= {'model_config': config, 'trained_position': trained.position}
+        # of a folder, trained.position already is the position that was given
         if position and (position != trained.position or not path.endswith('.pt')):
             label.append(position.replace(',', '_'))
         if config.rope_scaling:

@@ -104,29 +104,30 @@ def starting_point(given):
     """
     The checkpoint that the run starts from, and the settings that come with it: of a stopped run
     all but those of the machine; of a model to fine-tune those of the model. What the user gave
-    replaces them where it may.
+    replaces them where it may. saved: settings of the checkpoint; fixed: those that must stay as
+    saved; new: saved, with what the user gave.
     """
     if init_from == 'resume':
         start = read_checkpoint(f'{out_dir}/last.pt')
         if 'optimizer' not in start:
             raise UserError(f'{out_dir}/last.pt holds weights without their optimizer. Begin a new '
                             'run from them: --init_from=FILE --out_dir=FOLDER.')
-        own = start['settings']
+        saved = start['settings']
         fixed = {'dataset', 'batch_size', 'seed', 'eval_windows', *OF_MODEL}
     else:
         start = read_model(init_from, position if 'position' in given else None)
         if not isinstance(start['model'], dict):
             start['model'].refuse()  # a model that transformers runs cannot be trained here
-        own = asdict(start['model_config'])
-        fixed = own.keys() - {'block_size', *OF_POSITION}
-        own['dataset'] = start['settings'].get('dataset') or dataset  # the model's text
-    new = own | {name: globals()[name] for name in given}
+        saved = asdict(start['model_config'])
+        fixed = saved.keys() - {'block_size', *OF_POSITION}
+        saved['dataset'] = start['settings'].get('dataset') or dataset  # the model's text
+    new = saved | {name: globals()[name] for name in given}
     if new['rope_scaling'] and ':' not in new['rope_scaling']:  # 'yarn': stretch L to block_size
         new['rope_scaling'] += f":{new['block_size'] / start['model_config'].pretrained_length:g}"
     for name in given & fixed:
-        if new[name] != own[name]:
+        if new[name] != saved[name]:
             raise UserError(f"{name} is {new[name]!r}, but {start['path']} was trained with "
-                            f'{own[name]!r}. Leave it out.')
+                            f'{saved[name]!r}. Leave it out.')
     new |= {name: value for name, value in unused_settings(new).items() if name not in given}
     # loss.png is a finished run's last file
     left = new['max_iters'] - start['step']
@@ -261,7 +262,7 @@ def main(given):
     start = {}  # the checkpoint that the run starts from
     if init_from != 'scratch':
         start, values = starting_point(given)
-        globals().update(values)
+        globals().update(values)  # from here on each setting has the run's, or the model's, value
     if min(eval_windows, eval_interval, log_interval, micro_batch_size, batch_size, max_iters) < 1:
         raise UserError('max_iters, batch_size, micro_batch_size, eval_windows, eval_interval and '
                         'log_interval must be at least 1.')

@@ -115,6 +115,7 @@ def tune_vectors(model, groups, data, runtime):
     vectors_to_tune(). Returns the loss of each step.
     """
     vectors = [p.requires_grad_(True) for group in groups for p in group['params']]
+    # AdamW keeps what else is in a group: kind, names, peak
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     scaler = torch.amp.GradScaler(runtime.device.type, enabled=runtime.dtype == torch.float16)
     model.checkpoint_activations = checkpoint_activations
@@ -178,7 +179,7 @@ def tune_heads(model, info, folder, lengths, name, runtime):
     saved = small_vectors(model, 'head_scale')  # a scale file holds them in any case
     for group in groups:
         saved |= zip(group['names'], group['params'])
-    model.head_scale = start  # this gives the parameters, which groups hold, new values
+    model.head_scale = start  # replaces p.data, so the parameters in groups and saved change, too
     if 'channel' in [group['kind'] for group in groups]:
         model.head_scale = model.head_scale[..., None].expand(-1, -1, model.config.head_dim)
 
@@ -274,7 +275,7 @@ def main(given):
     T = target_length or (8 if method == 'uniform' else 4) * config.block_size
     lengths = sorted({*target_lengths}) or [T]
     least = config.block_size
-    if method == 'uniform' or target_lengths:  # some bins of positions past it; a set of its own
+    if method == 'uniform' or target_lengths:  # which need bins, or a set, past block_size
         least += max(2, least // 8)
     if lengths[0] < least:
         raise UserError(f'target_length is {lengths[0]}; the model was trained at '
