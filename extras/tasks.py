@@ -275,8 +275,7 @@ class Task:
     'slots': at empty tokens after the input, one for each symbol of the answer.
     'queries': at the last symbols of the input.
     'generated': at an empty token after the input, then at the symbols of the right answer, each
-    read to predict the next. The whole answer is right exactly if greedy generation is right,
-    because both make the same first mistake.
+    read to predict the next.
     """
     generate: Callable  # (rng, B, n) -> inputs, answers
     n_in: int           # size of the inputs' alphabet; a symbol may never occur, see TASKS
