@@ -20,6 +20,7 @@ from pathlib import Path
 
 from configurator import UserError
 
+import numpy as np
 import torch
 
 from model import small_vectors, vector_kind
@@ -98,9 +99,9 @@ def use_sets(model, sets):
 
 def set_scale(model, scale, info):
     """
-    Set the softmax scales of a model: a number for all heads, a scale file, or None: as trained. A
-    file with several sets gives each pass the set for its length; info['tuned_length'] becomes the
-    longest one. Returns a name, such as scale1.2.
+    Set the softmax scales of a model: a number for all heads, an array (n_layer, H) or (n_layer,
+    H, D), a scale file, or None: as trained. A file with several sets gives each pass the set for
+    its length; info['tuned_length'] becomes the longest one. Returns a name, such as scale1.2.
     """
     if scale is None:
         return ''
@@ -115,7 +116,7 @@ def set_scale(model, scale, info):
                 p = model.get_parameter(name)
                 p.data = vector.to(p.device, copy=True)
         return Path(scale).stem
-    if scale <= 0:
+    if not torch.as_tensor(scale).min() > 0:
         raise UserError(f'scale is {scale}; a softmax scale must be above 0.')
     model.head_scale = scale
-    return f'scale{scale:g}'
+    return f'scale{scale:g}' if np.ndim(scale) == 0 else 'scales'

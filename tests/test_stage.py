@@ -54,9 +54,9 @@ def test_half_precision_casts_matrices_and_nothing_else(saved):
     assert half == {'qkv', 'out', 'gate_up', 'head'}
 
 
-def test_a_number_is_the_scale_of_every_head(saved, cpu):
+def test_scales_come_as_number_or_array(saved, cpu):
     model, info = open_model('last', saved[1], cpu)
-    assert set_scale(model, 2.0, info) == 'scale2'
+    assert set_scale(model, torch.full((2, 4), 2.0), info) == 'scales'
     assert (model.head_scale == 2).all()
     with pytest.raises(SystemExit, match='above 0'):
         set_scale(model, -1.0, info)
