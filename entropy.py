@@ -158,7 +158,6 @@ def main(given):
         return torch.cat((losses, heads.transpose(0, 1).flatten(1)), dim=1)
 
     means = runtime.over_windows(samples, batch_tokens, measure, f'{T} tokens').mean(0)
-    # and apart again
     losses, heads = means[:T], means[T:].reshape(-1, model.config.n_head, bins)
     positions, loss = bin_means(losses, width)
     mean, bound = heads.mean((0, 1)), np.log(positions)
