@@ -319,12 +319,11 @@ def alibi_slopes(n_head):
 
 class ALiBi(NoPE):
     """Bias -slope_h (i - j): distant keys count less. Each head has one fixed slope."""
-    slopes_of = staticmethod(alibi_slopes)
 
     def __init__(self, config):
         super().__init__(config)
         # A buffer, so that it moves to the GPU with the model
-        slopes = torch.tensor(self.slopes_of(config.n_head))
+        slopes = torch.tensor(alibi_slopes(config.n_head))
         self.register_buffer('slopes', slopes, persistent=False)
 
     def bias(self, i, j):

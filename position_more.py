@@ -11,7 +11,7 @@ import math
 import torch
 import torch.nn as nn
 
-from position import METHODS, ALiBi, NoPE, Place, RoPE, distances, later, repeat_heads
+from position import METHODS, NoPE, Place, RoPE, distances, later, repeat_heads
 
 # ---------------------------------------------------------------------- positions
 
@@ -79,21 +79,6 @@ class SSMax(QueryFactor):
         return self.s[:, None] * (i + 1).log()
 
 
-class LogBeta(QueryFactor):
-    """
-    Multiplies query i by 1 + beta_h ln(i + 2)^gamma_h (arXiv:2506.16640). beta and gamma are
-    learned. They start as in the paper's released code.
-    """
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.beta = nn.Parameter(torch.empty(config.n_head).uniform_(0.1, 1))
-        self.gamma = nn.Parameter(0.1 * torch.randn(config.n_head))
-
-    def factor(self, i):
-        return 1 + self.beta[:, None] * (i + 2).log() ** self.gamma[:, None]
-
-
 class Llama4(QueryFactor):
     """
     Multiplies query i by 1 + 0.1 ln(1 + floor((i + 1) / L)). Llama 4 reads long texts this way in
@@ -102,27 +87,6 @@ class Llama4(QueryFactor):
 
     def factor(self, i):
         return 1 + 0.1 * torch.log1p(((i + 1) / self.L).floor())
-
-
-class Adaptive(NoPE):
-    """
-    Multiplies a row of scores by max(1, P(H)) if the entropy H of its attention is above 0.5 nats
-    (arXiv:2410.01104). The authors of the paper fitted the polynomial P. Above 5.9 nats P is below
-    1, so the row does not change. The method has no weights, so a trained NoPE model can use it.
-    """
-    P = -0.037, 0.481, -2.3, 4.917, -1.791  # coefficients, highest power first
-
-    def similarity(self, q, k, i, j):
-        scores = super().similarity(q, k, i, j)
-        mask = later(i, j)
-        log_a = scores.float().masked_fill(mask, -math.inf).log_softmax(-1)
-        terms = log_a.exp() * log_a.masked_fill(mask, 0)
-        H = -terms.sum(-1, keepdim=True)
-        beta = 0  # P(H), by Horner's rule
-        for coefficient in self.P:
-            beta = beta * H + coefficient
-        factor = beta.clamp(min=1).where(H > 0.5, 1)
-        return (scores * factor).to(scores.dtype)
 
 
 # ---------------------------------------------------------------------- biases
@@ -172,17 +136,6 @@ class T5Bias(NoPE):
         wider = 16 + (16 * wider).long()
         bucket = torch.where(distance < 16, distance, wider.clamp(max=31))
         return self.factor * over_heads(self.table[bucket])
-
-
-class NAPE(ALiBi):
-    """
-    ALiBi with slopes 1, 1/2, 1/3 ... on half of the heads (arXiv:2506.16640). The other heads are
-    plain NoPE.
-    """
-
-    def slopes_of(self, n_head):
-        half = n_head // 2
-        return [1 / (h + 1) for h in range(half)] + [0.0] * (n_head - half)
 
 
 # ---------------------------------------------------------------------- scores of other kinds
@@ -275,10 +228,7 @@ METHODS.update({
     'cope': CoPE,
     'xl': TransformerXL,
     'ssmax': SSMax,
-    'logbeta': LogBeta,
     'llama4': Llama4,
-    'adaptive': Adaptive,
-    'nape': NAPE,
     'window': Window,
     'sink': Sink,
 })

@@ -152,7 +152,7 @@ def demo():
 # ---------------------------------------------------------------------- other studies
 
 SCOREBOARD = """none uniform head vectors weights conv rope_conv alibi_conv logn rope yarn yarn_8l
-    drope100 alibi nape kerple dape3 kerple_dape3"""
+    drope100 alibi kerple dape3 kerple_dape3"""
 
 
 def scoreboard():

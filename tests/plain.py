@@ -146,12 +146,8 @@ def plain_scores(c, method, own, h, q, k, at):
         s *= 1 + 0.1 * log(1 + n // L)
     if method == 'ssmax':
         s *= own['s'][h] * log(n)
-    if method == 'logbeta':
-        s *= 1 + own['beta'][h] * log(n + 1) ** own['gamma'][h]
     if method == 'alibi':
         bias = -d / 4 ** (h + 1)
-    if method == 'nape':
-        bias = -d * (1, 1 / 2, 0, 0)[h]
     if method == 'kerple':
         bias = -own['p'][h] * log(1 + own['a'][h] * d)
     if method == 'fire':
@@ -163,12 +159,6 @@ def plain_scores(c, method, own, h, q, k, at):
         wide = 16 + np.floor(log(np.maximum(d, 1) / 16) / log(8) * 16)
         bucket = np.where(d < 16, d, np.minimum(wide, 31)).astype(int)
         bias = math.sqrt(D) * own['table'][bucket, h]
-    if method == 'adaptive':
-        a = np.tril(np.exp(s))
-        a /= a.sum(-1, keepdims=True)
-        H = -(a * log(np.where(a > 0, a, 1))).sum(-1, keepdims=True)
-        P = -0.037 * H ** 4 + 0.481 * H ** 3 - 2.3 * H ** 2 + 4.917 * H - 1.791
-        s *= np.where(H > 0.5, np.maximum(1, P), 1)
     if method == 'cope':
         for i in range(T):  # count[j]: of the keys from j to i, at most 63
             count = sigmoid(s[i, i::-1]).cumsum()[::-1]

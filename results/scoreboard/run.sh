@@ -69,9 +69,9 @@ for seed in ${SEEDS:-1337 1338 1339}; do
     row yarn rope --rope_scaling=yarn:8
     tuned yarn_8l rope --rope_scaling=yarn
     test $size = small || continue
-    for method in logn ssmax logbeta nape kerple; do recalls $method --position=$method; done
+    for method in logn ssmax kerple; do recalls $method --position=$method; done
     for method in t5 fire cope xl; do model $method --position=$method; done
-    for method in llama4 adaptive; do row $method none --position=$method; done
+    row llama4 none --position=llama4
     for method in pi ntk; do
         row $method rope --rope_scaling=$method:8
         tuned ${method}_8l rope --rope_scaling=$method
