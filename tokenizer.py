@@ -6,12 +6,11 @@ writes.
 import base64
 import json
 import math
-import re
 import shutil
 import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 
 from configurator import UserError
@@ -47,21 +46,15 @@ def get_tokenizer(source, texts=None):
     FILE.json     a tokenizer.json
     FILE.tiktoken end-of-text is the highest rank + 1
     """
-    if source is None:
-        raise UserError('The model came without a tokenizer. Put its tokenizer.json into its '
-                        'folder.')
     if isinstance(source, dict):
         return from_state(source)
     if source == 'bytes':
         ranks = {bytes([byte]): byte for byte in range(256)}
         # No bytes merge, so any pattern that drops nothing would do. This one cuts few words.
         return byte_pairs(source, ranks, r'[\s\S]{1,64}', 256)
-    if source == 'gpt2':  # by way of its state, because that makes a BytePairs
-        return from_state(tokenizer_state(tiktoken.get_encoding(source)))
+    if source == 'gpt2':
+        return tiktoken.get_encoding(source)
     if source.startswith('bpe:'):
-        if texts is None:
-            raise UserError('data/text, data/books and data/code train a BPE. Here name one that '
-                            'is trained: data/NAME or FILE.json.')
         return train_bpe(texts, int(source[4:]))
     path = Path(source)
     if source.startswith('hf:'):
@@ -70,11 +63,8 @@ def get_tokenizer(source, texts=None):
         folder = snapshot_download(name, revision=revision or None,
                                    allow_patterns='tokenizer*.json')
         path = Path(folder, 'tokenizer.json')
-    if (path / 'meta.json').is_file():
+    if path.is_dir():
         return from_state(json.loads((path / 'meta.json').read_text())['tokenizer'])
-    if not path.is_file():
-        raise UserError(f"There is no tokenizer '{source}'. Choose bytes, gpt2, FILE.tiktoken, "
-                        'FILE.json, FILE.gguf, hf:ORG/NAME or a prepared dataset.')
     if path.suffix == '.gguf':
         from extras import convert
         return get_tokenizer(convert.read(source)['tokenizer'])
@@ -117,27 +107,10 @@ def start_token(encoding):
     return getattr(encoding, 'start_token', encoding.eot_token)
 
 
-def pieces(text):
-    """
-    The text, cut where 10,000 blanks follow each other. tiktoken fails on a million of them, and
-    training a BPE on them would take minutes.
-    """
-    return re.split(r'(\s{10000})', text)  # because of the brackets, split() keeps the blanks
-
-
-class BytePairs(tiktoken.Encoding):
-    """tiktoken's byte-pair encoding, which now encodes any number of blanks."""
-
-    def encode_ordinary(self, text):
-        ids = []
-        for piece in pieces(text):
-            ids += super().encode_ordinary(piece)
-        return ids
-
-
 def byte_pairs(name, ranks, pattern, eot_token):
-    """The BytePairs of {token: rank}. pattern: cuts text into words."""
-    return BytePairs(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={EOT: eot_token})
+    """The tiktoken.Encoding of {token: rank}. pattern: cuts text into words."""
+    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks,
+                             special_tokens={EOT: eot_token})
 
 
 class HFTokenizer:
@@ -148,29 +121,22 @@ class HFTokenizer:
         text: of tokenizer.json. eos: the token that ends a text; None: a usual one. bos: the token
         before a text, where tokenizer.json does not say it, as in those of DeepSeek.
         """
-        self.name, self.text = name, text
-        try:
-            from tokenizers import Tokenizer, processors
-            self.tokenizer = Tokenizer.from_str(text)
-            if bos:
-                self.tokenizer.post_processor = processors.TemplateProcessing(
-                    [bos, '$A'], special_tokens=[(bos, self.tokenizer.token_to_id(bos))])
-                self.text = self.tokenizer.to_str()
-            self.tokenizer.encode_special_tokens = True  # '</s>' in a document is text, no end
-            self.tokenizer.no_truncation()
-            self.tokenizer.no_padding()
-            vocab = self.tokenizer.get_vocab()
-            usual = [eos] if eos else ['</s>', EOT, '<|end_of_text|>', '<|im_end|>', '<eos>']
-            self.eos = [token for token in usual if token in vocab][0]
-            self.eot_token = vocab[self.eos]
-            self.n_vocab = max(vocab.values()) + 1  # not len(vocab): some ids may be unused
-            # What is put before a text, such as <s>. If that is nothing: end-of-text.
-            self.start_token = [*self.tokenizer.encode('').ids, self.eot_token][0]
-        except Exception as error:  # errors of the library share no class
-            raise UserError(f'{name} cannot be used ({error!r}). Is it a tokenizer.json? Does it '
-                            'lack the eos_token or bos_token of the tokenizer_config.json beside '
-                            'it? Is the package tokenizers missing (pip install ".[hf]")?'
-                            ) from error
+        from tokenizers import Tokenizer, processors
+        self.name, self.text, self.tokenizer = name, text, Tokenizer.from_str(text)
+        vocab = self.tokenizer.get_vocab()
+        if bos:
+            self.tokenizer.post_processor = processors.TemplateProcessing(
+                [bos, '$A'], special_tokens=[(bos, vocab[bos])])
+            self.text = self.tokenizer.to_str()
+        self.tokenizer.encode_special_tokens = True  # '</s>' in a document is text, no end
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        usual = [eos] if eos else ['</s>', EOT, '<|end_of_text|>', '<|im_end|>', '<eos>']
+        self.eos = [token for token in usual if token in vocab][0]
+        self.eot_token = vocab[self.eos]
+        self.n_vocab = max(vocab.values()) + 1  # not len(vocab): some ids may be unused
+        # What is put before a text, such as <s>. If that is nothing: end-of-text.
+        self.start_token = [*self.tokenizer.encode('').ids, self.eot_token][0]
 
     def encode_ordinary(self, text):
         # a batch of one, because encode() blocks other threads
@@ -182,10 +148,7 @@ class HFTokenizer:
 
 def train_bpe(texts, vocab_size):
     """A byte-level BPE of vocab_size tokens, with end-of-text, trained on an iterable of str."""
-    try:
-        from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-    except ImportError as error:
-        raise UserError('To train a BPE: pip install ".[hf]"') from error
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     trained = Tokenizer(models.BPE())
     words = pre_tokenizers.Split(Regex(PATTERN), 'isolated')
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -193,7 +156,7 @@ def train_bpe(texts, vocab_size):
     trained.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[EOT], show_progress=False,
                                   initial_alphabet=byte_level.alphabet())
-    trained.train_from_iterator(chain.from_iterable(map(pieces, texts)), trainer)
+    trained.train_from_iterator(texts, trainer)
     return HFTokenizer(f'bpe_{vocab_size}', trained.to_str(), EOT)
 
 
