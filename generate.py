@@ -13,8 +13,6 @@ from configurator import UserError
 import filelock
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from data import stable_hash
@@ -25,32 +23,22 @@ from position import Place
 
 class KVCache:
     """
-    The keys and values of the tokens read so far. A text has max_length slots, one for each token
-    that it will hold in the end; its next token goes to the slot `length`. The first pass reads the
-    prompts, of `sizes` tokens, and each later pass one new token of every text.
-
-    Prompts of different lengths share a pass. They are padded on the right, and the new tokens
-    overwrite the padding. For the prompts abcde and xyz and two new tokens each, the slots hold
-
-        abcde..        abcdeF.        abcdeFG
-        xyz--..   ->   xyzU-..   ->   xyzUV..      -: padding, .: empty
-
-    Slot and position are the same. So padding and empty slots come later than the query, and causal
-    attention does not see them.
+    The keys and values of the tokens read so far, of texts of one length. A text has max_length
+    slots, one for each token that it will hold in the end; its next token goes to the slot
+    `length`. So slot and position are the same, and causal attention does not see empty slots.
 
     Shapes are as in position.py: B texts, S slots, K key heads, D = head size.
     """
 
-    def __init__(self, model, max_length, sizes):
+    def __init__(self, model, max_length):
         self.max_length, self.device = max_length, model.head.weight.device
-        self.sizes = torch.tensor(sizes, device=self.device)[:, None]        # (B, 1)
-        self.length = 0  # tokens of the texts: a number, or (B, 1) if they differ
+        self.length = 0  # tokens of each text; in a compiled step a tensor, (1, 1)
         # Of each layer the keys and values, (B, 2 K, max_length, D), and of each short convolution
         # the last inputs, (B, taps - 1, C)
         self.stored = {}
 
     def place(self, T):
-        """A Place: the positions of the next T tokens, (T,) or (B, T), and of the keys, (S,)."""
+        """A Place: the positions of the next T tokens, (T,) or (1, T), and of the keys, (S,)."""
         # append() needs the end, too
         self.end = self.max_length if torch.is_tensor(self.length) else self.length + T
         i = self.length + torch.arange(T, device=self.device)
@@ -65,8 +53,7 @@ class KVCache:
         if layer not in self.stored:
             self.stored[layer] = x.new_zeros(*x.shape[:2], self.max_length, x.shape[3])
         if torch.is_tensor(self.length):
-            rows = torch.arange(len(x), device=self.device)[:, None]
-            self.stored[layer][rows, :, self.length] = x.transpose(1, 2)     # (B, 1, 2 K, D)
+            self.stored[layer].index_copy_(2, self.length[0], x)
         else:
             self.stored[layer][:, :, self.length:self.end] = x
         return self.stored[layer][:, :, :self.end].chunk(2, dim=1)
@@ -76,13 +63,10 @@ class KVCache:
         Put the previous n inputs of a short convolution before x, (B, T, C). Returns (B, n + T, C).
         Before the first token, the inputs are zeros. Keeps the last n inputs for the next pass.
         """
-        if name not in self.stored:  # the last inputs of a prompt stand before its padding
-            joined = F.pad(x, (0, 0, n, 0))
-            last = self.sizes + torch.arange(n, device=self.device)          # (B, n)
-            self.stored[name] = joined.take_along_dim(last[..., None], dim=1)
-        else:
-            joined = torch.cat((self.stored[name], x), dim=1)
-            self.stored[name].copy_(joined[:, -n:])  # in place, because of step_of()
+        if name not in self.stored:
+            self.stored[name] = x.new_zeros(len(x), n, x.shape[2])
+        joined = torch.cat((self.stored[name], x), dim=1)
+        self.stored[name].copy_(joined[:, x.shape[1]:])  # in place, because of step_of()
         return joined
 
     def end_pass(self, x):
@@ -90,18 +74,11 @@ class KVCache:
         Count the tokens that a pass has read. x: (B, T, C), what the model made of them. Returns
         what stands at each text's last token, (B, 1, C).
         """
-        is_first = not torch.is_tensor(self.length) and self.length == 0
         self.length += x.shape[1]
-        if not is_first:
-            return x[:, -1:]
-        if self.sizes.min() < self.sizes.max():
-            self.length = self.sizes
-        return x.take_along_dim(self.sizes[..., None] - 1, dim=1)
+        return x[:, -1:]
 
     def repeat(self, n):
         """Repeat each text n times. The copies of a text are neighbors."""
-        if torch.is_tensor(self.length):
-            self.length = self.length.repeat_interleave(n, dim=0)
         for name, x in self.stored.items():
             self.stored[name] = x.repeat_interleave(n, dim=0)
 
@@ -109,37 +86,26 @@ class KVCache:
         """
         Make text b a copy of text source[b]. source: (B,). Only their last n tokens may differ.
         """
-        rows = torch.arange(len(source), device=self.device)
-        last = self.length - n + torch.arange(n, device=self.device)         # (n,) or (B, n)
+        last = slice(self.length - n, self.length)
         for x in self.stored.values():
             if x.dim() == 4:
-                x[rows[:, None], :, last] = x[source[:, None], :, last]
+                x[:, :, last] = x[source, :, last]
             else:
                 x.copy_(x[source])
 
 
-def needs_equal_lengths(model):
-    """
-    True if prompts of different lengths cannot share a pass: with scale sets, some position
-    methods, and in models read through transformers.
-    """
-    return hasattr(model, 'new_cache') or model.depends_on_length
-
-
 def read_prompts(model, prompts, max_new_tokens):
     """
-    Read a batch of prompts, lists of ids, in one pass. Returns the logits after each prompt,
-    (B, V), and the cache, which has room for max_new_tokens more. Raises UserError if a logit is
-    infinite or NaN, because any token would then be the best.
+    Read a batch of prompts, lists of equally many ids, in one pass. Returns the logits after each
+    prompt, (B, V), and the cache, which has room for max_new_tokens more. Raises UserError if a
+    logit is infinite or NaN, because any token would then be the best.
     """
-    sizes = [len(prompt) for prompt in prompts]
-    max_length = max(sizes) + max_new_tokens
-    idx = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
-    idx = idx.to(next(model.parameters()).device)                            # (B, T)
-    if hasattr(model, 'new_cache'):  # read through transformers: one length, see complete()
+    idx = torch.tensor(prompts, device=next(model.parameters()).device)      # (B, T)
+    max_length = idx.shape[1] + max_new_tokens
+    if hasattr(model, 'new_cache'):  # read through transformers
         cache = model.new_cache(max_length)
     else:
-        cache = KVCache(model, max_length, sizes)
+        cache = KVCache(model, max_length)
     logits = model(idx, tail=1, cache=cache)[:, -1]
     if not logits.isfinite().all():
         raise UserError('the logits of the model are not finite, so its text would mean nothing. '
@@ -170,9 +136,9 @@ def step_of(model, cache, compile):
     All steps of a graph do the same with tensors of the same shapes at the same addresses. So the
     length becomes a tensor, and a step reads all slots.
     """
-    if not compile or needs_equal_lengths(model):
+    if not compile or model.depends_on_length or not isinstance(cache, KVCache):
         return model
-    cache.length = cache.sizes
+    cache.length = torch.tensor([[cache.length]], device=cache.device)
     for x in cache.length, *cache.stored.values():
         torch._dynamo.mark_static_address(x, guard=False)
     mode = 'reduce-overhead' if cache.device.type == 'cuda' else None
@@ -209,7 +175,18 @@ def complete(model, prompts, max_new_tokens, eos=(), beams=1, not_first=()):
     Continue each prompt, a list of ids, by beam search; with one beam, this is greedy decoding.
     Returns a list of at most max_new_tokens new ids for each. eos: ids that end a text and are not
     part of it. not_first: ids that may not come first. The result does not depend on the other
-    prompts. The rules are the defaults of transformers.
+    prompts.
+    """
+    found = {}
+    for n in {len(prompt) for prompt in prompts}:  # those of one length share a batch
+        batch = [prompt for prompt in prompts if len(prompt) == n]
+        found[n] = iter(beam_search(model, batch, max_new_tokens, eos, beams, not_first))
+    return [next(found[len(prompt)]) for prompt in prompts]
+
+
+def beam_search(model, prompts, max_new_tokens, eos, beams, not_first):
+    """
+    complete() for prompts of one length. The rules are the defaults of transformers.
 
     Greedy decoding keeps one text and always adds the likeliest token. A beam search keeps several
     unfinished texts, the beams, so that a text with an unlikely token can win if what follows it is
@@ -227,9 +204,6 @@ def complete(model, prompts, max_new_tokens, eos=(), beams=1, not_first=()):
     A prompt is done when it has `beams` finished texts and its best beam, by ln p / its number of
     tokens, is no better than the worst of them. After max_new_tokens every text counts as ended.
     """
-    if needs_equal_lengths(model) and len({len(prompt) for prompt in prompts}) > 1:
-        return [complete(model, [prompt], max_new_tokens, eos, beams, not_first)[0]
-                for prompt in prompts]
     logits, cache = read_prompts(model, prompts, max_new_tokens)
     B, V = logits.shape
     if beams > 1:  # not every cache of transformers can repeat
