@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from common import json_value
 from data import stable_hash
 from model import small_vectors
 from position import Place
@@ -251,11 +252,9 @@ def identity(model, info):
     A hash of a model, its tokenizer, its softmax scales and its other small vectors. info: of
     open_model().
     """
-    sets = {0: small_vectors(model), **getattr(model, 'scale_sets', {})}
-    numbers = [(length, name, vector.tolist()) for length, vectors in sets.items()
-               for name, vector in vectors.items()]
-    tokenizer = info['tokenizer'] | {'name': ''}  # which may be a path
-    return stable_hash(info['digest'], info['model_config'], tokenizer, numbers)
+    vectors = {0: small_vectors(model), **getattr(model, 'scale_sets', {})}
+    return stable_hash(info['digest'], info['model_config'], info['tokenizer'],
+                       json_value(vectors))
 
 
 def read_answers(folder, about):
