@@ -24,16 +24,13 @@ from functools import partial
 
 from configurator import ROOT, UserError, configure, settings
 
+import rouge
+
 from common import setup
 from data import stable_hash
 from generate import answer_all, complete, identity, store_column_major
 from stage import open_model, print_rows, result_path, results_folder, write_result
 from tokenizer import get_tokenizer, start_token
-
-try:
-    import rouge
-except ImportError as error:
-    raise UserError('LongBench needs rouge: pip install ".[tasks]"') from error
 
 # which model, text and device
 out_dir = 'out/demo/nope'    # folder of the run to read; results go there, too
@@ -165,12 +162,7 @@ def prompt_ids(text, encoding, room):
 
 
 def main(given):
-    folder = ROOT / data
-    if not (folder / 'dataset2prompt.json').is_file():
-        raise UserError(f'{folder} does not hold LongBench. Run data/longbench/prepare.py.')
-    if not TASKS.keys() >= {*tasks}:
-        raise UserError(f"tasks is {tasks}. Choose from {', '.join(TASKS)}.")
-    chosen = {name: read_task(folder, name) for name in tasks or TASKS}
+    chosen = {name: read_task(ROOT / data, name) for name in tasks or TASKS}
     runtime = setup(device, dtype)
     model, info = open_model(init_from, out_dir, runtime, position, rope_scaling, scale)
     store_column_major(model)

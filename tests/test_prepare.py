@@ -87,22 +87,19 @@ def test_of_few_documents_the_longest_is_cut(tmp_path):
     assert (len(train), val, test) == (12, ['a line\n' * 5], ['a line\n' * 5])
 
 
-def test_splits_that_a_folder_names_are_taken_as_they_are(tmp_path):
-    for names in (['train/a', 'validation/a', 'test/a'], ['Train.txt', 'Valid.txt', 'Test.txt']):
-        folder = write(tmp_path / names[0], *names, 'README', 'more/x')
-        given = [folder / name.partition('/')[0] for name in names]
-        for paths in [folder], given:
-            assert prepare('text', tmp_path / 'out', *paths) == [[f'text of {n}'] for n in names]
-    folder = write(tmp_path / 'other', 'a', 'test/b')  # no split is named train
-    assert prepare('text', tmp_path / 'out', folder, '--test_fraction=0') == [
-        ['text of a', 'text of test/b']]
+def test_splits_that_are_named_are_taken_as_they_are(tmp_path):
+    folder = write(tmp_path / 'in', 'train/a', 'validation/b', 'test.txt')
+    assert prepare('text', tmp_path / 'out', folder / 'train', f'--val={folder}/validation',
+                   f'--test={folder}/test.txt') == [
+        [f'text of {file}'] for file in ('train/a', 'validation/b', 'test.txt')]
+    assert prepare('text', tmp_path / 'two', folder / 'train', f'--val={folder}/test.txt') == [
+        ['text of train/a'], ['text of test.txt']]
     assert 'their sum' in refused('text', tmp_path / 'new', folder, '--test_fraction=1.5')
 
 
 @pytest.mark.parametrize('arguments, said', [
-    (['nowhere.txt'], 'no file or folder nowhere.txt'), ([], 'There is no text'),
-    (['{}', '--name=../../..'], "name is '../../..'"), (['{}', '--name='], "name is ''"),
-    (['{}/bad.txt'], 'bad.txt is not UTF-8'), (['{}/bad.jsonl'], """line '{"text":' is not""")])
+    ([], 'There is no text'), (['{}/bad.txt'], 'bad.txt is not UTF-8'),
+    (['{}/bad.jsonl'], 'bad.jsonl is not UTF-8, or a line of it not JSON')])
 def test_text_that_cannot_be_read_is_refused(tmp_path, arguments, said):
     (tmp_path / 'bad.txt').write_bytes(b'fine\n\xe4')
     (tmp_path / 'bad.jsonl').write_text('{"text": "fine"}\n{"text":')
