@@ -70,11 +70,7 @@ def prepare(name, repo, revision, local, tokenizer, max_tokens, out_dir, splits=
     Prepare data/NAME. The arguments up to out_dir are the settings of its page. field: the column
     that holds the text. keep: a function of a row's meta that says if the row is kept; None: all.
     """
-    try:
-        found = by_split(find_files(repo, revision, local), splits)
-    except Exception as error:  # errors of name, terms and network share no class
-        raise UserError(f'{local or repo} cannot be read ({error!r}). Give your own files with '
-                        '--local=FOLDER. --help says which.') from error
+    found = by_split(find_files(repo, revision, local), splits)
     files = {split: f'{len(paths)} from {paths[0]} on' for split, paths in found.items()}
     write_dataset(out_dir or ROOT / 'data' / name, get_tokenizer(tokenizer),
                   {split: stream(paths, field, keep) for split, paths in found.items()},

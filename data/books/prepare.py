@@ -17,19 +17,17 @@ from configurator import ROOT, UserError, configure
 
 from tokenizer import SPLITS, get_tokenizer, write_dataset
 
-paths: list[str] = []  # the folder of books
+paths: list[str] = []  # the folder of books; none: this one
 tokenizer = 'bytes'    # bytes, gpt2, bpe:VOCABULARY, FILE.tiktoken, tokenizer.json, hf:ORG/NAME
 manifest = ''          # the list of books; '' for data/books/manifest.json
 out_dir = ''           # where the token files go; '' for data/books
 
 
 def main():
-    if len(paths) != 1:
-        raise UserError('Name the folder that holds the books.')
     books = json.loads(Path(manifest or ROOT / 'data/books/manifest.json').read_text('utf-8'))
     splits = {split: [] for split in SPLITS}
     for book in books:
-        path = Path(paths[0], book['file'])
+        path = Path(*paths, book['file'])
         content = path.read_bytes() if path.is_file() else b''
         if hashlib.sha256(content).hexdigest() != book['sha256']:
             raise UserError(f"{path} is missing or changed. It should be {book['title']} by "

@@ -5,13 +5,14 @@ dropped, and files that share a passage with an earlier split. The text has seve
 not part of this project: pip downloads the wheels once and keeps them beside the token files.
 
 $ python data/code/prepare.py     # downloads 49 MB; 20.5M tokens to train on
+$ python data/stdlib/prepare.py --tokenizer=data/code/bpe_1024.tiktoken --out_dir=data/code
+                                  # without a network: Python's own library in its place
 
 bpe_1024.tiktoken is a BPE of 1,024 tokens that was trained on the train split.
 """
 
 import hashlib
 import json
-import re
 import subprocess
 import sys
 import zipfile
@@ -27,8 +28,6 @@ tokenizer = ''  # as in data/stdlib/prepare.py; '' for data/code/bpe_1024.tiktok
 manifest = ''   # the list of wheels; '' for data/code/manifest.json
 out_dir = ''    # where wheels and token files go; '' for data/code
 
-# The name of a wheel. Anything else, such as 'x @ file:///x.tar.gz', pip might build and so run.
-WHEEL = re.compile(r'(\w[\w.]*)-([\w.!+]+)-(\w\w)[\w.]*-([\w.]+)-([\w.]+)\.whl')
 PASSAGE = 200       # characters of consecutive lines that mark two files as related
 LARGEST = 200_000   # bytes of a file; larger ones are mostly tables that programs wrote
 SKIP = {'test', 'tests'}  # folders left out
@@ -36,20 +35,15 @@ SKIP = {'test', 'tests'}  # folders left out
 
 def download(file, sha256, folder):
     """Have pip put a wheel into a folder, unless it is there. Returns its path."""
-    name, path = WHEEL.fullmatch(file), folder / file
-    if not name:
-        raise UserError(f'{file} is not the name of a wheel. Correct the manifest.')
+    path = folder / file
     if not path.exists():
         print(f'downloading {file}', flush=True)
-        package, version, python, abi, system = name.groups()
-        done = subprocess.run(
+        package, version, python, abi, system = path.stem.split('-')
+        subprocess.run(  # pip builds nothing, because a build runs a stranger's code
             [sys.executable, '-m', 'pip', 'download', '--quiet', '--no-deps',
              '--only-binary=:all:', f'--dest={folder}', f'--platform={system}', f'--abi={abi}',
-             f'--implementation={python}', '--python-version=3.11', '--', f'{package}=={version}'])
-        if done.returncode:
-            raise UserError('pip cannot download it. Instead of the wheels, Python\'s own library '
-                            'will do: python data/stdlib/prepare.py '
-                            '--tokenizer=data/code/bpe_1024.tiktoken --out_dir=data/code')
+             f'--implementation={python[:2]}', '--python-version=3.11', '--',
+             f'{package}=={version}'], check=True)
     if hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
         raise UserError(f'{path} has another SHA-256 than in the manifest. Remove it, then try '
                         'again.')

@@ -11,7 +11,6 @@ have their SHA-256. longbench.py also reads such files from another folder, by -
 """
 
 import hashlib
-import http.client
 import io
 import sys
 import urllib.request
@@ -43,14 +42,9 @@ def main():
     files, folder = {}, Path(out_dir or ROOT / 'data/longbench')
     for address, digest in SOURCES.items():
         name = Path(address).name
-        try:
-            print(f'reading {name}')
-            file = open(Path(paths[0], name), 'rb') if paths else urllib.request.urlopen(address)
-            with file:
-                files[name] = file.read()
-        except (OSError, http.client.HTTPException) as error:
-            raise UserError(f'{name} cannot be read ({error}). Get these by other means and name '
-                            f'their folder: {" ".join(SOURCES)}') from error
+        print(f'reading {name}')
+        with open(Path(*paths, name), 'rb') if paths else urllib.request.urlopen(address) as file:
+            files[name] = file.read()
         if hashlib.sha256(files[name]).hexdigest() != digest:
             raise UserError(f'{name} has another SHA-256 than {address} had. Nothing was written.')
     archive = zipfile.ZipFile(io.BytesIO(files.pop('data.zip')))
