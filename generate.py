@@ -33,17 +33,18 @@ class KVCache:
 
     def __init__(self, model, max_length):
         self.max_length, self.device = max_length, model.head.weight.device
-        self.length = 0  # tokens of each text; in a compiled step a tensor, (1, 1)
+        self.length = 0  # tokens of each text; in a compiled step a tensor, (1,)
         # Of each layer the keys and values, (B, 2 K, max_length, D), and of each short convolution
         # the last inputs, (B, taps - 1, C)
         self.stored = {}
 
     def place(self, T):
-        """A Place: the positions of the next T tokens, (T,) or (1, T), and of the keys, (S,)."""
-        # append() needs the end, too
-        self.end = self.max_length if torch.is_tensor(self.length) else self.length + T
+        """A Place: the positions of the next T tokens, (T,), and of the keys, (S,)."""
+        is_compiled = torch.is_tensor(self.length)
+        self.end = self.max_length if is_compiled else self.length + T  # append() needs it, too
         i = self.length + torch.arange(T, device=self.device)
-        return Place(i, torch.arange(self.end, device=self.device), self.max_length)
+        j = torch.arange(self.end, device=self.device)
+        return Place(i, j, self.max_length, sees_all=T == 1 and not is_compiled)
 
     def append(self, layer, k, v):
         """
@@ -54,7 +55,7 @@ class KVCache:
         if layer not in self.stored:
             self.stored[layer] = x.new_zeros(*x.shape[:2], self.max_length, x.shape[3])
         if torch.is_tensor(self.length):
-            self.stored[layer].index_copy_(2, self.length[0], x)
+            self.stored[layer].index_copy_(2, self.length, x)
         else:
             self.stored[layer][:, :, self.length:self.end] = x
         return self.stored[layer][:, :, :self.end].chunk(2, dim=1)
@@ -69,14 +70,6 @@ class KVCache:
         joined = torch.cat((self.stored[name], x), dim=1)
         self.stored[name].copy_(joined[:, x.shape[1]:])  # in place, because of step_of()
         return joined
-
-    def end_pass(self, x):
-        """
-        Count the tokens that a pass has read. x: (B, T, C), what the model made of them. Returns
-        what stands at each text's last token, (B, 1, C).
-        """
-        self.length += x.shape[1]
-        return x[:, -1:]
 
     def repeat(self, n):
         """Repeat each text n times. The copies of a text are neighbors."""
@@ -139,7 +132,7 @@ def step_of(model, cache, compile):
     """
     if not compile or model.depends_on_length or not isinstance(cache, KVCache):
         return model
-    cache.length = torch.tensor([[cache.length]], device=cache.device)
+    cache.length = torch.tensor([cache.length], device=cache.device)
     for x in cache.length, *cache.stored.values():
         torch._dynamo.mark_static_address(x, guard=False)
     mode = 'reduce-overhead' if cache.device.type == 'cuda' else None

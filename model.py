@@ -201,8 +201,7 @@ class Transformer(nn.Module):
         targets: (B, K), the id of the next token for each of the last K positions. With them,
         returns the loss of each target: -ln p in nats, (B, K) float32.
         Without targets, returns the logits of the last `tail` positions, (B, tail, V); 0: of all.
-        With a cache (generate.py), idx continues the cached tokens, and only the logits of each
-        text's last token are returned, (B, 1, V).
+        With a cache (generate.py), idx continues the cached tokens.
         """
         if cache is None:
             i = torch.arange(idx.shape[1], device=idx.device)
@@ -221,7 +220,7 @@ class Transformer(nn.Module):
                 x = block(x, its_place, cache)
         x = self.norm(x)
         if cache is not None:
-            x = cache.end_pass(x)                             # (B, 1, C)
+            cache.length += idx.shape[1]
         if targets is None:
             return self.head(x[:, -tail:])                    # [-0:] is all of them
         x = x[:, -targets.shape[1]:].flatten(0, 1)            # (B K, C)

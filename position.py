@@ -85,9 +85,10 @@ STEPS = 'prepare', 'encode', 'similarity', 'bias', 'mask', 'scores', 'softmax', 
 @dataclass
 class Place:
     """The positions of the tokens of a pass."""
-    i: torch.Tensor  # positions of queries, (T,); (B, T) if prompts differ in length
+    i: torch.Tensor  # positions of queries, (T,)
     j: torch.Tensor  # positions of keys, (S,)
     total: int       # tokens in the text, with those that are still to be generated
+    sees_all: bool = False  # True: the one query is the newest token, so it sees every key
     tables: dict = field(default_factory=dict)  # what prepare() computes once for all layers
 
 
@@ -129,14 +130,14 @@ class NoPE(nn.Module):
         return q @ repeat_heads(k, q.shape[1]).mT / math.sqrt(q.shape[-1])
 
     def bias(self, i, j):
-        """What to add to the scores, (H, T, S), or (B, H, T, S) if i has a B axis."""
+        """What to add to the scores, (H, T, S)."""
         return None  # no bias
 
     def mask(self, i, j):
         """
-        True for each key that a query does not see, (1 or B, 1, T, S): later keys, and with a
-        window all but the newest `window` keys and the first `sinks` of the text. If a class
-        forgets the later keys here, attention hides them all the same.
+        True for each key that a query does not see, (T, S): later keys, and with a window all but
+        the newest `window` keys and the first `sinks` of the text. If a class forgets the later
+        keys here, attention hides them all the same.
         """
         hidden = later(i, j)
         if self.window:
@@ -178,20 +179,20 @@ class NoPE(nn.Module):
         """attend() for some query rows by a fused kernel, which adds the bias and the mask."""
         bias = self.bias(i, j)
         if bias is None:
-            bias = torch.zeros((), device=i.device)
-        bias = bias.masked_fill(self.mask(i, j) | later(i, j), -math.inf)
+            bias = torch.zeros(1, 1, 1, device=i.device)
+        bias = bias.masked_fill(self.mask(i, j) | later(i, j), -math.inf)[None]  # (1, H, T, S)
         return F.scaled_dot_product_attention(q, *for_kernel(q, k, v), bias.to(q.dtype),
                                               enable_gqa=not q.is_cuda)
 
 
 def later(i, j):
-    """True where the key at position j comes after the query at position i: (1 or B, 1, T, S)."""
-    return j > torch.atleast_2d(i)[:, None, :, None]
+    """True where the key at position j comes after the query at position i: (T, S)."""
+    return j > i[:, None]
 
 
 def distances(i, j):
-    """i - j, or 0 if the key is later: (1, T, S), or (B, 1, T, S) if i has a B axis."""
-    return (i[..., None, :, None] - j).clamp(min=0)
+    """i - j, or 0 if the key is later: (T, S)."""
+    return (i[:, None] - j).clamp(min=0)
 
 
 def repeat_heads(x, n_head):
@@ -260,7 +261,7 @@ def rope_frequencies(D, base, scaling, L, total):
 def rotate(x, cos, sin):
     """
     Rotate each pair (x[k], x[k + D/2]) of a head by its angle: Llama's half-split layout.
-    x: (B, H, T, D); cos, sin: (1, T, D/2) or (B, 1, T, D/2). Computes in float32, returns x.dtype.
+    x: (B, H, T, D); cos, sin: (T, D/2). Computes in float32, returns x.dtype.
     """
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
@@ -293,8 +294,8 @@ class RoPE(NoPE):
         place = super().prepare(place)
         if type(self) not in place.tables:  # all layers of this class share one
             frequency, factor = self.frequencies(place.total)
-            angle = place.i.float()[..., None, :, None] * frequency.to(place.i.device)
-            cos, sin = angle.cos() * factor, angle.sin() * factor            # (1 or B, 1, T, D/2)
+            angle = place.i.float()[:, None] * frequency.to(place.i.device)
+            cos, sin = angle.cos() * factor, angle.sin() * factor            # (T, D/2)
             place.tables[type(self)] = cos, sin
         return place
 
@@ -385,7 +386,7 @@ class DAPE(nn.Module):
         self.second = nn.Conv2d(config.dape_width, config.n_head, kernel)
 
     def forward(self, scores, bias, hidden):
-        """scores: (B, H, T, S); bias: as a method's, or None; hidden: (1 or B, 1, T, S)."""
+        """scores: (B, H, T, S); bias: as a method's, or None; hidden: (T, S)."""
         parts = [scores]
         if bias is not None:
             bias = bias.to(scores.dtype)
@@ -462,8 +463,7 @@ def fused_attention(q, k, v, place):
     """Causal attention without a bias, (B, H, T, D), with or without a cache."""
     B, H, T, D = q.shape
     mask = None
-    # No mask if T == S, where is_causal does it, or if the one query, the newest, sees every key
-    if T < k.shape[2] and (T > 1 or place.i.dim() > 1):
+    if T < k.shape[2] and not place.sees_all:  # if T == S, is_causal does it
         mask = ~later(place.i, place.j)
     if T == 1:
         # The query heads that share a key become rows of one head, so that each key is read once.
@@ -492,8 +492,8 @@ def in_rows(f, q, k, v, place):
         # The last of these rows sees S - T + stop keys. Rounded up to whole eighths of S, because
         # convolutions plan for each new shape.
         end = min(S, math.ceil((S - T + stop) / eighth) * eighth)
-        return f(q[:, :, start:stop], k[:, :, :end], v[:, :, :end], place.i[..., start:stop],
-                 place.j[..., :end])
+        return f(q[:, :, start:stop], k[:, :, :end], v[:, :, :end], place.i[start:stop],
+                 place.j[:end])
 
     y = []
     for start in reversed(starts):  # the longest first: shorter ones reuse the memory they free

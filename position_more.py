@@ -47,11 +47,11 @@ class QueryFactor(NoPE):
         self.L = config.pretrained_length
 
     def factor(self, i):
-        """i: (1, T) or (B, 1, T) float. Returns factors of that shape, or (H, T), (B, H, T)."""
+        """i: (T,) float. Returns factors, (T,) or (H, T)."""
         raise NotImplementedError
 
     def encode(self, q, k, place):
-        factor = self.factor(place.i[..., None, :].float())
+        factor = self.factor(place.i.float())
         return (q * factor[..., None]).to(q.dtype), k
 
 
@@ -91,11 +91,6 @@ class Llama4(QueryFactor):
 
 # ---------------------------------------------------------------------- biases
 
-def over_heads(x):
-    """A bias (..., H, T, S) from one number per head in the last axis, (..., 1, T, S, H)."""
-    return x.movedim(-1, -4).squeeze(-3)
-
-
 class FIRE(NoPE):
     """
     Bias f(ln(1 + c (i - j)) / ln(1 + c max(i, mu M)))_h (Li et al. 2024). f is a network that maps
@@ -110,11 +105,11 @@ class FIRE(NoPE):
         self.f = nn.Sequential(nn.Linear(1, 32), nn.ReLU(), nn.Linear(32, config.n_head))
 
     def bias(self, i, j):
-        longest = torch.maximum(i.float(), (self.mu * self.M).abs())[..., None, :, None]
+        longest = torch.maximum(i.float(), (self.mu * self.M).abs())[:, None]
         near = torch.log1p((self.c * distances(i, j)).abs())
         far = torch.log1p((self.c * longest).abs())
-        share = near / (far + 1e-6)                                          # (1, T, S)
-        return over_heads(self.f(share[..., None]))
+        share = near / (far + 1e-6)                                          # (T, S)
+        return self.f(share[..., None]).movedim(-1, 0)
 
 
 class T5Bias(NoPE):
@@ -135,7 +130,7 @@ class T5Bias(NoPE):
         wider = torch.log(distance.clamp(min=1) / 16) / math.log(128 / 16)
         wider = 16 + (16 * wider).long()
         bucket = torch.where(distance < 16, distance, wider.clamp(max=31))
-        return self.factor * over_heads(self.table[bucket])
+        return self.factor * self.table[bucket].movedim(-1, 0)
 
 
 # ---------------------------------------------------------------------- scores of other kinds

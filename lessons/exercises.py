@@ -155,9 +155,7 @@ class OwnBias(position.NoPE):
     def bias(self, i, j):
         """
         i: (T,), positions of queries; j: (S,), positions of keys. Returns (H, T, S).
-        If prompts differ in length, i is (B, T), and the result is (B, H, T, S).
-        position.distances(i, j) works in both cases: it returns i - j, or 0 if j > i, of shape
-        (1, T, S) or (B, 1, T, S).
+        position.distances(i, j) returns i - j, or 0 if j > i: (T, S).
         """
         raise NotImplementedError('Begin with -slope * position.distances(i, j), then bend the '
                                   'line: a logarithm, a square root, a horizon ...')

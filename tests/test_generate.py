@@ -38,7 +38,7 @@ def test_steps_with_a_cache_give_the_logits_of_full_passes_over_each_text_alone(
     model, texts = random_model(**changes), tokens(2, 46)
     logits, cache = read_prompts(model, [text[:-6].tolist() for text in texts], 6)
     if fixed:
-        cache.length = torch.tensor([[40]])  # as in a compiled step
+        cache.length = torch.tensor([40])  # as in a compiled step
     steps = texts[:, -6:].split(1, dim=1)
     found = torch.cat([logits[:, None], *(model(ids, cache=cache) for ids in steps)], 1)
     for text, its in zip(texts, found):

@@ -101,9 +101,8 @@ own_bias | no gradient reaches p | self.p[ | self.p.detach()[
 own_bias | it has no nn.Parameter | nn.Parameter(torch.ones(config.n_head)) \
     | torch.ones(config.n_head)
 own_bias | gradient of p is not finite | position.distances(i, j) | \
-    i[..., None, :, None] - j \
+    i[:, None] - j \
     | -self | torch.where(distance < 0, 0, -self | log1p(distance) | log1p(distance))
-own_bias | of position.distances() | position.distances(i, j) | (i[:, None] - j).clamp(min=0)
 tune_scales | Clamp after each step | scale.data.clamp_(min=1) | pass
 tune_scales | Clamp after each step | inputs, targets in batches | n, batch in enumerate(batches) \
     | model(inputs, targets) | model(*batch) | not per_channel | n == len(batches) - 1
