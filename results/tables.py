@@ -28,28 +28,34 @@ def read(path):
 def number(value, spread=None):
     """The text of a number, for example 0.59±0.02."""
     after = '' if spread is None else f'±{spread:.2f}'
-    return f'{round(value, 2) + 0:.2f}{after}'  # + 0: -0.0 becomes 0.0
+    return f'{value:z.2f}{after}'  # z: not -0.00
 
 
-def cell(seeds):
-    """The text of a cell from the numbers of its seeds. It is empty if a seed lacks it."""
-    if not seeds or None in seeds:
+def cell(found):
+    """The text of a cell: the mean over seeds, or the only text; empty if there is none."""
+    if not found:
         return ''
-    return number(mean(seeds), stdev(seeds) if len(seeds) > 1 else None)
+    if isinstance(found[0], str):
+        return found[0]
+    return number(mean(found), stdev(found) if len(found) > 1 else None)
 
 
 def markdown(rows):
     """
-    The table of rows (name, {column: text, or a list with the number of each seed}). Its columns
-    are those of the longest row; what another row lacks stays empty.
+    The table of rows (name, [{column: number or text}]). Each dict is of one seed; a seed may have
+    several. A cell gathers its column from all of them, and what they lack stays empty.
     """
-    rows = list(rows)
-    columns = max((row for _, row in rows), key=len)
+    rows, columns = list(rows), {}
+    for _, seeds in rows:
+        for one in seeds:
+            columns |= one
     lines = [f"| | {' | '.join(columns)} |", '|---' * (len(columns) + 1) + '|']
-    for name, row in rows:
-        cells = [row.get(column, '') for column in columns]
-        texts = [one if isinstance(one, str) else cell(one) for one in cells]
-        lines.append(f"| {name} | {' | '.join(texts)} |")
+    for name, seeds in rows:
+        cells = []
+        for column in columns:
+            found = [one.get(column) for one in seeds]
+            cells.append(cell([number for number in found if number is not None]))
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return '\n'.join(lines)
 
 
@@ -59,14 +65,14 @@ def markdown(rows):
 MODELS = {'none': 'NoPE', 'rope': 'RoPE', 'alibi': 'ALiBi', 'conv': 'NoPE + conv',
           'conv_8L': 'NoPE + conv, trained at 8L', 'rope_conv': 'RoPE + conv',
           'alibi_conv': 'ALiBi + conv'}
-READINGS = {  # {reading: (what the row adds to the model's name, models that have this row)}
-    'untuned': ('', 'conv alibi_conv conv_8L'),
-    'uniform': (', one scale', 'conv'),
-    'head': (', head scales', 'none conv'),
-    'head_clamped': (', head scales of at least 1', 'none'),
-    'vectors': (', channel scales and norms', 'none conv'),
-    'yarn': (', YaRN', 'rope_conv'),
-    'yarn_weights': (', YaRN, every weight', 'rope_conv'),
+READINGS = {  # {how a model was read: what this adds to its name}
+    'untuned': '',
+    'uniform': ', one scale',
+    'head': ', head scales',
+    'head_clamped': ', head scales of at least 1',
+    'vectors': ', channel scales and norms',
+    'yarn': ', YaRN',
+    'yarn_weights': ', YaRN, every weight',
 }
 SERIES = {  # {folder of past_L: what its models were trained and read on}
     'size_5M': 'code, 5M parameters',
@@ -82,71 +88,66 @@ SERIES = {  # {folder of past_L: what its models were trained and read on}
 }
 
 
-def read_model(series, model, reading):
+def of_seed(text, repeats, untuned):
     """
-    {column: [the number of each seed]} of a model of past_L. Gains are over the untuned model, or
-    its twin that was trained at L, with only the last L tokens.
+    The numbers of one seed, from rows of eval_ppl.py and repeats.py. Gains are over the untuned
+    model, or its twin that was trained at L, with only the last L tokens.
     """
+    gains = {row['kind']: row['gain'] for row in repeats}
+    return {
+        'loss at L': text[0]['loss'],
+        'loss at 8L': text[3]['loss'],
+        'gain, all tokens': untuned[3]['cut_loss'] - text[3]['loss'],
+        'gain, far repeats': gains.get('all'),
+        'gain, other text': gains.get('other document', gains.get('other document, all')),
+    }
+
+
+def read_new(model, reading):
+    """The numbers of each seed, from what the stages wrote by seed; windows lie in one document."""
+    seeds = []
+    for path in sorted((RESULTS / 'past_L/code').glob(f'*/repeats_{model}_{reading}.json')):
+        text = read(path.with_name(f'eval_ppl_position_{model}_{reading}.json'))
+        untuned = read(path.with_name(f'eval_ppl_position_{model}_untuned.json'))
+        seeds.append(of_seed(text['rows'], read(path)['rows'], untuned['rows']))
+    return seeds
+
+
+def read_old(model, reading, series=''):
+    """The same of an older measurement, which has a file for each model and seed."""
     seeds = []
     for path in sorted((RESULTS / 'past_L' / series).glob(f'{model}_????.json')):
-        one = read(path)['readings'].get(reading)
-        if one is None:
-            continue
-        twin = read(path.with_name(path.name.replace('_8L', '')))
-        cut_loss = twin['readings']['untuned']['text'][3]['cut_loss']
-        at_L, _, _, at_8L, _ = one['text']
-        gains = {row['kind']: row['gain'] for row in one.get('repeats', ())}
-        seeds.append({
-            'loss at L': at_L['loss'],
-            'loss at 8L': at_8L['loss'],
-            'gain, all tokens': cut_loss - at_8L['loss'],
-            'gain, far repeats': gains.get('all'),
-            'gain, other text': gains.get('other document, all'),
-        })
-    columns = seeds[0] if seeds else {}
-    return {name: [one[name] for one in seeds] for name in columns}
+        readings = read(path)['readings']
+        twin = read(path.with_name(path.name.replace('_8L', '')))['readings']
+        if one := readings.get(reading):
+            seeds.append(of_seed(one['text'], one.get('repeats', ()), twin['untuned']['text']))
+    return seeds
 
 
-def code():
-    for model, title in MODELS.items():
-        for reading, (what, models) in READINGS.items():
-            if model in models.split():
-                yield title + what, read_model('', model, reading)
-
-
-def inside():
-    """The main rows, of windows that lie in one document: what the stages wrote by seed."""
-    for model, reading in (('none', 'untuned'), ('none', 'head'), ('rope', 'untuned'),
-                           ('rope', 'yarn'), ('alibi', 'untuned'), ('conv', 'untuned'),
-                           ('conv', 'head')):
-        seeds = defaultdict(list)
-        for folder in sorted((RESULTS / 'past_L/code').iterdir()):
-            untuned, own = (read(folder / f'eval_ppl_position_{model}_{how}.json')['rows']
-                            for how in ('untuned', reading))
-            repeats = read(folder / f'repeats_{model}_{reading}.json')['rows']
-            gains = {row['kind']: row['gain'] for row in repeats}
-            seeds['loss at L'].append(own[0]['loss'])
-            seeds['loss at 8L'].append(own[3]['loss'])
-            seeds['only the last L'].append(untuned[3]['cut_loss'])
-            seeds['gain, far repeats'].append(gains['all'])
-            seeds['gain, other text'].append(gains['other document'])
-        yield MODELS[model] + READINGS[reading][0], seeds
+def past_L(read_seeds):
+    for model, name in MODELS.items():
+        for reading, how in READINGS.items():
+            if seeds := read_seeds(model, reading):
+                yield name + how, seeds
 
 
 def series():
     for folder, title in SERIES.items():
-        readings = {'untuned': ('conv', 'untuned'), 'head scales': ('conv', 'head'),
-                    'RoPE, YaRN': ('rope', 'yarn')}
-        yield title, {name: read_model(folder, *which).get('gain, far repeats', '')
-                      for name, which in readings.items()}
+        gains = []
+        for column, model, reading in (('untuned', 'conv', 'untuned'),
+                                       ('head scales', 'conv', 'head'),
+                                       ('RoPE, YaRN', 'rope', 'yarn')):
+            for one in read_old(model, reading, folder):
+                gains.append({column: one['gain, far repeats']})
+        yield title, gains
 
 
 def demo():
     reports = read('past_L/demo_seeds.json')['reports'].values()
     for name in 'NoPE, head scales', 'NoPE + conv', 'NoPE + conv, head scales':
         ones = [report['readings'][name] for report in reports]
-        yield name, {'loss at 4L': [one['at']['512']['loss'] for one in ones],
-                     'gain, far repeats': [one['far']['gain'] for one in ones]}
+        yield name, [{'loss at 4L': one['at']['512']['loss'],
+                      'gain, far repeats': one['far']['gain']} for one in ones]
 
 
 # ---------------------------------------------------------------------- other studies
@@ -163,78 +164,54 @@ def scoreboard():
             numbers = {name: row.get(name) for name in (
                 'loss at L', 'gain at 8L', 'gain at far repeats', 'recall at 64L')}
             numbers['5M: gain at 8L'] = larger.get(row['row'], {}).get('gain at 8L')
-            yield row['title'], {name: number(one['mean'], one['sd']) if one else ''
-                                 for name, one in numbers.items()}
+            yield row['title'], [{name: number(one['mean'], one['sd'])
+                                  for name, one in numbers.items() if one}]
 
 
 # ---------------------------------------------------------------------- head_scale
-
-BOOKS = {  # {name in the file: name in the table}; of these rows there are three seeds
-    'NoPE': 'NoPE',
-    'NoPE, uniform scale by the fit': 'NoPE, one scale',
-    'NoPE, scale': 'NoPE, head scales',
-    'NoPE, scale,out,norm': 'NoPE, head scales, head gains, norms',
-    'NoPE, every weight, lr 1e-3': 'NoPE, every weight',
-    'RoPE': 'RoPE',
-    'RoPE, YaRN fair': 'RoPE, YaRN',
-    'RoPE, ntk fair': 'RoPE, NTK',
-}
-TASKS = {  # {name in the table: names in recall.json and passkey.json}
-    'NoPE': ('nothing', 'nothing'),
-    'one scale': ('uniform scale', 'uniform scale'),
-    'head scales': ('scale per head', 'scale per head, rate 0.01'),
-    'channel scales': ('scale per channel', 'scale per channel'),
-    'head scales, head gains, norms': ('scale per head, gains of heads and norms',) * 2,
-    'every weight': ('every weight', 'every weight'),
-    'only the last tokens': ('nothing, context cut', 'nothing, context cut to L'),
-}
-
 
 def text():
     seeds = [seed['methods'] for seed in read('head_scale/text.json')['seeds'].values()]
     for name, key in {'NoPE': 'NoPE', 'one scale': 'uniform 512', 'head scales': 'head 512',
                       'channel scales and norms': 'vectors 512',
                       'only the last L tokens': 'cut'}.items():
-        yield name, {
-            'loss at L': [seed[key]['128']['loss'] for seed in seeds],
-            'at 2L': [seed[key]['256']['loss'] for seed in seeds],
-            'at 4L': [seed[key]['512']['loss'] for seed in seeds],
-            'gain at 4L': [seed['NoPE']['512']['cut_loss'] - seed[key]['512']['loss']
-                           for seed in seeds],
-        }
+        yield name, [{
+            'loss at L': seed[key]['128']['loss'],
+            'at 2L': seed[key]['256']['loss'],
+            'at 4L': seed[key]['512']['loss'],
+            'gain at 4L': seed['NoPE']['512']['cut_loss'] - seed[key]['512']['loss'],
+        } for seed in seeds]
 
 
 def tasks():
-    recall, passkey = read('head_scale/recall.json'), read('head_scale/passkey.json')
-    for name, (in_recall, in_passkey) in TASKS.items():
-        yield name, {'recall at 4L': [seed[2] for seed in recall['right'][in_recall]['each']],
-                     'keys at 4L': [seed[3] for seed in passkey['found'][in_passkey]['each']]}
+    recall = read('head_scale/recall.json')['right']
+    for name, keys in read('head_scale/passkey.json')['found'].items():
+        if name in recall:
+            recalled = [{'recall at 4L': seed[2]} for seed in recall[name]['each']]
+            yield name, recalled + [{'keys at 4L': seed[3]} for seed in keys['each']]
 
 
-def perplexity(file, lengths, names=None):
-    """Perplexity by length, of all rows of a file, or of those in names, {old: new name}."""
+def perplexity(file, lengths):
+    """Perplexity by length, of all rows of a file."""
     result = read(file)
-    columns = [result['lengths'].index(T) for T in lengths]
     for row in result['rows']:
-        if names is None or row['name'] in names:
-            runs = row.get('runs', [row])  # the seeds
-            name = names[row['name']] if names else row['name']
-            yield name, {str(T): [run['ppl'][i] for run in runs] for T, i in zip(lengths, columns)}
+        seeds = []
+        for run in row.get('runs', [row]):
+            ppl = dict(zip(result['lengths'], run['ppl']))
+            seeds.append({str(T): ppl[T] for T in lengths})
+        yield row['name'], seeds
 
 
 # ---------------------------------------------------------------------- dape, speed
 
 def che():
-    for name, method in {'RoPE': 'rope', 'RoPE, random positions': 'rope_random',
-                         'Kerple': 'kerple', 'DAPE 1x3-Kerple': 'kerple_dape3'}.items():
-        columns = {}
-        for task, lengths in {'even_pairs': '41 to 500', 'missing_duplicate': '41 to 60'}.items():
-            files = sorted((RESULTS / 'dape/che').glob(f'{method}_????_{task}*.json'))
-            found = [read(file)['tasks'][task] for file in files]
-            if task != 'even_pairs':  # which was read at no length from 2 to 40
-                columns[f'{task}, 1 to 40'] = [one['inside'] for one in found]
-            columns[f'{task}, {lengths}'] = [one['outside'] for one in found]
-        yield name, columns
+    methods = defaultdict(list)
+    for path in sorted((RESULTS / 'dape/che').iterdir()):
+        result = read(path)
+        for task, found in result['tasks'].items():
+            column = f"{task}, 41 to {result['lengths'][-1]}"
+            methods[result['method']].append({column: found['outside']})
+    return methods.items()
 
 
 GPU = {'train_1b': '1.1B', 'growth_1b': '1.1B', 'eval_1b': '1.1B', 'entropy_1b': '1.1B',
@@ -242,53 +219,34 @@ GPU = {'train_1b': '1.1B', 'growth_1b': '1.1B', 'eval_1b': '1.1B', 'entropy_1b':
 CPU = {'steps': '39M', 'methods': '39M', 'windows': '39M', 'decode': '39M', 'entropy': '39M',
        'start': '0.85M', 'smollm2_windows': '135M', 'smollm2_prefill': '135M',
        'smollm2_decode': '135M', 'smollm2_scale': '135M'}
-
-
-BESIDE = 'transformers', 'whole step', 'matrix', 'NoPE', 'import torch'
-
-
-def times(who, name, one):
-    """
-    The time of a function over that of ours. New files have its range over the rounds, its
-    arithmetic over ours where that differs, and how long the faster of theirs, compiled or not,
-    takes beside ours compiled.
-    """
-    other, own = one[who], one[name]
-    if 'ratio' not in own:
-        return number(other['seconds'] / own['seconds'])
-    low, high = other['from'], other['to']
-    if own['ratio'] != 1:  # then all are compared with the other one
-        low, high = 1 / own['to'], 1 / own['from']
-    text = f"{other['ratio'] / own['ratio']:.2f} ({low:.2f}–{high:.2f})"
-    if other.get('by_flop') != own.get('by_flop'):
-        text += f", by FLOP {other['by_flop'] / own['by_flop']:.2f}"
-    if compiled := one.get(f'{name}, compiled'):
-        fastest = min(row['seconds'] for key, row in one.items() if key.startswith(who))
-        text += f", compiled {fastest / compiled['seconds']:.2f}"
-    return text
+BESIDE = {  # {what was timed: what it may be compared with}; theirs is no faster when compiled
+    'ours': ('transformers', 'whole step', 'matrix'),
+    'ours, compiled': ('transformers',),
+    'Kerple': ('NoPE',),
+    'DAPE 1x3 Kerple': ('NoPE',),
+    'first line of training': ('import torch',),
+}
 
 
 def speed(files):
     """A row for each function that was timed; in brackets what took turns with it."""
-    found = [(model, read(f'speed/{file}.json')['results']) for file, model in files.items()]
-    for model, task in ((model, task) for model, tasks in found for task in tasks.values()):
-        for one in task if isinstance(task, list) else [task]:
-            if files is CPU and 'bfloat16' in one['task']:
-                continue
-            beside = [who for who in BESIDE if who in one]
-            ours = ['ours'] if 'ours' in one else [
-                name for name, row in one.items() if isinstance(row, dict) and name not in beside]
-            for name in ours:
-                own, title = one[name], re.sub(', b?float[0-9]+', '', one['task'])
-                title += '' if name == 'ours' else f', {name}'
-                title += f' ({beside[0]})' if beside else ''
-                columns = {'seconds': f"{own['seconds']:.3g}",
-                           'of the limit': f"{own['of_limit']:.0%}" if 'of_limit' in own else '',
-                           'GB': '/'.join(number(one[who]['peak_memory'] / 1e9)
-                                          for who in (name, *beside) if 'peak_memory' in one[who])}
-                for who in beside:
-                    columns['times ours'] = times(who, name, one)
-                yield f'{model}: {title}', columns
+    for file, model in files.items():
+        for one in sum(read(f'speed/{file}.json')['results'].values(), []):
+            for name, others in BESIDE.items():
+                if name not in one:
+                    continue
+                own, title = one[name], f"{model}: {one['task']}, {name}"
+                row = {'seconds': f"{own['seconds']:.3g}"}
+                if 'of_limit' in own:
+                    row |= {'of the limit': f"{own['of_limit']:.0%}",
+                            'GB': own['peak_memory'] / 1e9}
+                for who in others:
+                    if who in one:
+                        title += f' ({who})'
+                        row['times ours'] = one[who]['ratio'] / own['ratio']
+                        if 'of_limit' in own:
+                            row['GB, theirs'] = one[who]['peak_memory'] / 1e9
+                yield title, [row]
 
 
 SMOLLM2 = {'plain': 'as it is', 'pi': 'PI, factor 4', 'ntk': 'NTK, factor 4',
@@ -298,24 +256,19 @@ SMOLLM2 = {'plain': 'as it is', 'pi': 'PI, factor 4', 'ntk': 'NTK, factor 4',
            'tuned': 'YaRN, factor 4, head scales', 'none': 'without RoPE'}
 
 
-def smollm2(T, yarn, text=''):
+def smollm2(T, text=''):
     """
-    Losses before 8,192 and T tokens, the gain over the same reading with only the last 8,192, and
-    how far the loss is below YaRN's with the factor for T. ± is the standard error over windows of
-    a difference.
+    Losses before 8,192 and T tokens, and the gain over the same reading with only the last 8,192.
+    ± is its standard error over windows.
     """
-    files = {how: RESULTS / f'smollm2/eval_ppl_position_{text}{how}_{T}.json' for how in SMOLLM2}
-    found = {how: read(path) for how, path in files.items() if path.is_file()}
-    base = found[yarn]['loss_at_by_window'][str(T)]
-    for how, result in found.items():
-        at_L, at_T = result['rows']
-        below = [b - a for a, b in zip(result['loss_at_by_window'][str(T)], base)]
-        yield SMOLLM2[how], {
-            'loss at 8,192': number(at_L['loss']),
-            f'loss at {T:,}': number(at_T['loss']),
-            'with only the last 8,192': number(at_T['cut_loss']),
-            'gain from the rest': number(at_T['gain'], at_T['gain_error']),
-            f'below {SMOLLM2[yarn]}': number(mean(below), stdev(below) / len(below) ** 0.5)}
+    for how, name in SMOLLM2.items():
+        path = RESULTS / f'smollm2/eval_ppl_position_{text}{how}_{T}.json'
+        if path.exists():
+            at_L, at_T = read(path)['rows']
+            yield name, [{'loss at 8,192': at_L['loss'],
+                          f'loss at {T:,}': at_T['loss'],
+                          'with only the last 8,192': at_T['cut_loss'],
+                          'gain from the rest': number(at_T['gain'], at_T['gain_error'])}]
 
 
 def keys():
@@ -328,31 +281,21 @@ def keys():
             for length, cells in zip(found['lengths'], found['accuracy']):  # by depth
                 row[f'{length:,}'] = f'{10 * mean(cells):.0f}'
         name, _, hint = how.partition('_')
-        yield SMOLLM2[name] + (', space given' if hint else ''), row
-
-
-def paper():
-    """The rows of Table 2 that are compared on a page: perplexity on PG19, 1000 for over 1000."""
-    rows = read('papers/tables.json')['nope_table2']['rows']
-    for name in ('RoPE', 'NoPE', 'RoPE YaRN zero-shot', 'RoPE YaRN fair 16K', 'NoPE uniform 1.5',
-                 'NoPE head scale 8K', 'NoPE head scale 18K'):
-        yield name, dict(zip(('2K', '4K', '8K', '16K'), map(str, rows[name])))
+        yield SMOLLM2[name] + (', space given' if hint else ''), [row]
 
 
 # ---------------------------------------------------------------------- pages
 
 TABLES = {
-    'inside': inside, 'code': code, 'series': series, 'demo': demo,
-    'scoreboard': scoreboard,
-    'text': text, 'tasks': tasks,
-    'books': partial(perplexity, 'head_scale/books.json', (256, 512, 1024, 2048), BOOKS),
+    'inside': partial(past_L, read_new), 'code': partial(past_L, read_old),
+    'series': series, 'demo': demo, 'scoreboard': scoreboard, 'text': text, 'tasks': tasks,
+    'books': partial(perplexity, 'head_scale/books.json', (256, 512, 1024, 2048)),
     'methods': partial(perplexity, 'dape/methods.json', (128, 512, 2048, 8192)),
     'scaled': partial(perplexity, 'dape/head_scales.json', (128, 512, 2048)),
-    'che': che,
+    'che': che, 'keys': keys,
     'gpu': partial(speed, GPU), 'cpu': partial(speed, CPU),
-    'smollm2': partial(smollm2, 16384, 'yarn2'), 'further': partial(smollm2, 32768, 'yarn'),
-    'source': partial(smollm2, 16384, 'yarn', 'code_'),
-    'keys': keys, 'paper': paper,
+    'smollm2': partial(smollm2, 16384), 'further': partial(smollm2, 32768),
+    'source': partial(smollm2, 16384, 'code_'),
 }
 
 
@@ -363,15 +306,15 @@ def update(page):
 
 
 def stages(folders):
-    """The losses that stages wrote into folders, as rows of {length or kind: numbers of seeds}."""
-    seeds = defaultdict(lambda: defaultdict(list))
+    """The losses that stages wrote into folders, as rows of {length or kind: number}."""
+    rows = defaultdict(list)
     for folder in folders:
         for path in sorted(Path(folder).glob('*.json')):
             for row in read(path.absolute()).get('rows', ()):
                 at = str(row.get('length') or row.get('kind'))
                 for key in 'loss', 'cut_loss', 'gain':
-                    seeds[f'{path.stem}: {key}'][at].append(row.get(key))
-    return seeds.items()
+                    rows[f'{path.stem}: {key}'].append({at: row.get(key)})
+    return rows.items()
 
 
 def main(arguments):
