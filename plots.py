@@ -17,10 +17,9 @@ import numpy as np
 from cycler import cycler
 from matplotlib import colormaps, rcParams
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogFormatter
 
 paths: list[str] = []        # JSON files of results; several of one stage share a picture, but for
-                             # tuned heads and maps
+                             # scales and maps
 
 # Color-blind readers can distinguish these colors, by Okabe and Ito; then they come again, dashed.
 COLORS = ['#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000', '#999999']
@@ -59,7 +58,7 @@ def column(rows, key):
     return np.array([row.get(key) for row in rows], float)
 
 
-def finish(axis, results, ylabel, title='', xlabel='position (tokens)'):
+def finish(axis, results, ylabel, xlabel='position (tokens)'):
     """A logarithmic x axis with a line at each L, and labels."""
     trained_at = {result.get('pretrained_length') or result.get('train_length') or result['L']
                   for result in results}
@@ -67,7 +66,7 @@ def finish(axis, results, ylabel, title='', xlabel='position (tokens)'):
         axis.axvline(L, color='black', ls=':', label=f'L = {L}')
     axis.set_xscale('log', base=2)
     axis.xaxis.set_major_formatter('{x:g}')
-    axis.set(xlabel=xlabel, ylabel=ylabel, title=title)
+    axis.set(xlabel=xlabel, ylabel=ylabel)
     axis.grid(alpha=0.3)
 
 
@@ -80,13 +79,11 @@ def smooth(position, loss):
     return position[n - 1:], np.convolve(loss, np.ones(n) / n, 'valid')
 
 
-def draw_cut(axis, results):
-    """The loss of each model if it sees only the last L tokens."""
-    for i, result in enumerate(results):
-        cut = result.get('cut')
-        if cut:
-            axis.plot(cut['position'], cut['loss'], '.--', lw=0.8, color=f'C{i}',
-                      label=f"{name_of(result)}, only the last {cut['context']} tokens")
+def draw_cut(axis, result, color):
+    """The loss of the model if it sees only the last L tokens, where the result has it."""
+    if cut := result.get('cut'):
+        axis.plot(cut['position'], cut['loss'], '.--', lw=0.8, color=color,
+                  label=f"{name_of(result)}, only the last {cut['context']} tokens")
 
 
 def save(figure, path):
@@ -115,25 +112,21 @@ def draw_log(log_path, png_path):
 
 # ---------------------------------------------------------------------- scales
 
-def draw_uniform(*results):
-    """Loss with six of the scales, for the first result; Figure 7: the best at each position."""
-    figure, axes = panels(f'Uniform scales of {name_of(results[0])}', 2)
-    results = [result | result['search'] for result in results]
-    first = results[0]
-    shown = np.linspace(0, len(first['candidates']) - 1, 6).round().astype(int)
-    for i in shown:
-        axes[0].plot(*smooth(first['position'], first['loss'][i]),
-                     color=colormaps['viridis'](i / len(first['candidates'])),
-                     label=f"scale {first['candidates'][i]:g}")
-    draw_cut(axes[0], [first])
-    finish(axes[0], [first], 'loss (nats per token, running mean)')
-    for result in results:
-        position = np.array(result['position'])
-        fit = 1 + result['fit_a'] * np.log(position / result['block_size']).clip(0)
-        [line] = axes[1].plot(position, fit,
-                              label=f"{name_of(result)}: a = {result['fit_a']:.3f}")
-        axes[1].plot(position, result['best_by_position'], '.', ms=3, color=line.get_color())
-    finish(axes[1], results, 'best scale (1/√d)', 'best scale, and its fit 1 + a ln(i / L)')
+def draw_uniform(result):
+    """Loss with up to six of the scales; Figure 7: the best scale at each position."""
+    result = result | result['search']
+    position, candidates = np.array(result['position']), result['candidates']
+    figure, [left, right] = panels(f'Uniform scales of {name_of(result)}', 2)
+    for i in range(0, len(candidates), math.ceil(len(candidates) / 6)):
+        left.plot(*smooth(position, result['loss'][i]), label=f'scale {candidates[i]:g}',
+                  color=colormaps['viridis'](i / len(candidates)))
+    draw_cut(left, result, 'C0')
+    finish(left, [result], 'loss (nats per token, running mean)')
+    fit = 1 + result['fit_a'] * np.log(position / result['block_size']).clip(0)
+    right.plot(position, fit, label=f"fit, a = {result['fit_a']:.3f}")
+    right.plot(position, result['best_by_position'], '.', ms=3, color='C0')
+    right.set_title('best scale, and its fit 1 + a ln(i / L)')
+    finish(right, [result], 'best scale (1/√d)')
     return figure
 
 
@@ -159,50 +152,46 @@ def draw_head(result):
 # ---------------------------------------------------------------------- what a model reads
 
 def draw_ppl(*results):
-    """Perplexity by window length or position. Equal distances are equal differences of loss."""
+    """The loss, the logarithm of the perplexity, by window length or position."""
     figure, [axis] = panels(f"{results[0]['dataset']}, protocol {results[0]['protocol']}", 1)
     for result in results:
         rows = result['rows']
         if 'name' in rows[0]:  # a table of several models, with a list of perplexities each
             for row in rows:
-                axis.plot(result['lengths'], row['ppl'], marker='.', label=row['name'])
+                axis.plot(result['lengths'], np.log(row['ppl']), marker='.', label=row['name'])
             continue
         lengths = column(rows, 'length')
-        [line] = axis.plot(lengths, column(rows, 'ppl'), marker='.', label=name_of(result))
+        [line] = axis.plot(lengths, column(rows, 'loss'), marker='.', label=name_of(result))
         if 'position' in result:  # the loss at each position joins the dots
             line.set(linestyle='', marker='o')
-            axis.plot(result['position'], np.exp(result['loss']), lw=1, ls='-',
-                      color=line.get_color())
+            axis.plot(result['position'], result['loss'], lw=1, ls='-', color=line.get_color())
         if 'cut_loss' in rows[-1]:
-            cut = np.exp(column(rows, 'cut_loss'))
-            axis.errorbar(lengths, cut, cut * column(rows, 'gain_error'), fmt='.--', lw=0.8,
-                          capsize=3, color=line.get_color(),
+            axis.errorbar(lengths, column(rows, 'cut_loss'), column(rows, 'gain_error'),
+                          fmt='.--', lw=0.8, capsize=3, color=line.get_color(),
                           label=f"each, only the last {result['pretrained_length']} tokens\n"
                                 '(± standard error of the difference)')
-    axis.set_yscale('log')
-    axis.yaxis.set_major_formatter('{x:,g}')
-    axis.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
-    finish(axis, results, 'perplexity', xlabel='tokens')
+    finish(axis, results, 'loss (nats per token)', xlabel='tokens')
     return figure
 
 
 def draw_entropy(*results):
     """Figure 1: loss and mean entropy. For one result also Figures 3 and 10-12: each head's."""
     first = results[0]
-    layers = np.array(first['entropy']) if len(results) == 1 else []
-    figure, axes = panels('Attention entropy', 2 + len(layers))
-    for result in results:
-        axes[0].plot(*smooth(result['position'], result['loss']), label=name_of(result))
-        axes[1].plot(result['position'], result['mean_entropy'], label=name_of(result))
-    for axis, heads in zip(axes[2:], layers):
-        axis.plot(first['position'], heads.T, color='C0', ls='-', lw=0.7)
-    draw_cut(axes[0], results)
-    finish(axes[0], results, 'loss (nats per token, running mean)')
-    titles = ['mean of all heads', *(f'the heads of layer {i}' for i in range(len(layers)))]
-    for axis, title in zip(axes[1:], titles):
+    layers = first['entropy'] if len(results) == 1 else []
+    figure, [left, middle, *others] = panels('Attention entropy', 2 + len(layers))
+    for i, result in enumerate(results):
+        left.plot(*smooth(result['position'], result['loss']), label=name_of(result))
+        draw_cut(left, result, f'C{i}')
+        middle.plot(result['position'], result['mean_entropy'], label=name_of(result))
+    finish(left, results, 'loss (nats per token, running mean)')
+    middle.set_title('mean of all heads')
+    for i, heads in enumerate(layers):
+        others[i].plot(first['position'], np.transpose(heads), color='C0', ls='-', lw=0.7)
+        others[i].set_title(f'the heads of layer {i}')
+    for axis in middle, *others:
         axis.plot(first['position'], first['bound'], color='gray', lw=0.8, ls='-',
                   label='upper bound: ln i')
-        finish(axis, results, 'entropy of attention (nats)', title)
+        finish(axis, results, 'entropy of attention (nats)')
     return figure
 
 
@@ -255,7 +244,8 @@ def draw_tasks(*results):
             row = result['tasks'][task]
             axis.plot(result['lengths'], row['accuracy'], marker='.',
                       label=f"{result['method']} ({result['file']})")
-        finish(axis, results, f"accuracy (chance: {row['chance']:.3g})", task,
+        axis.set_title(task)
+        finish(axis, results, f"accuracy (chance: {row['chance']:.3g})",
                'length of the input (symbols)')
     return figure
 
@@ -278,31 +268,10 @@ def draw_demo(result):
     return figure
 
 
-def draw_bench(*results):
-    """The time of each function over that of the first of its task, with the range over rounds."""
-    names, rows = [], []
-    for result in results:
-        for task in sum(result['results'].values(), []):
-            first, *others = (name for name, row in task.items() if isinstance(row, dict))
-            names += [f"{task['task']}: {name} / {first}" for name in others]
-            rows += [task[name] for name in others]
-    ratio, low, high = (column(rows, key) for key in ('ratio', 'from', 'to'))
-    figure, [axis] = panels('Ratios of times', 1)
-    figure.set_size_inches(9, 1.2 + 0.22 * len(rows))
-    axis.barh(range(len(rows)), ratio - 1, xerr=(ratio - low, high - ratio), left=1, ecolor='gray')
-    axis.set_yticks(range(len(rows)), names)
-    axis.set_xscale('log', base=2)
-    axis.xaxis.set_major_formatter('{x:g}')
-    axis.set_xlabel('time of the first over that of the second (line: range over rounds)')
-    axis.invert_yaxis()
-    return figure
-
-
 # ---------------------------------------------------------------------- any result
 
 PICTURES = {
     'attention': draw_maps,
-    'bench': draw_bench,
     'che': draw_tasks,
     'demo': draw_demo,
     'entropy': draw_entropy,

@@ -17,7 +17,7 @@ has for each function
                precision, which takes its turn in each round, too
   peak memory  most bytes of tensors that a call held, without those held before
 
-Writes out_dir/NAME.json and .png
+Writes out_dir/NAME.json
 """
 
 import itertools
