@@ -12,6 +12,7 @@ The stages that train and tune run as commands, which can also be run alone. Sta
 goes on where it was stopped. Writes out_dir/report.json and .png
 """
 
+import itertools
 import os
 import subprocess
 import sys
@@ -25,8 +26,8 @@ import torch
 
 from common import setup
 from data import Windows
-from eval_ppl import gain_of, summary
 from repeats import cut_target_losses, find_targets, row_of
+from scales import set_scale
 from stage import cut_losses, open_model, print_rows, write_result
 from tokenizer import get_tokenizer, library_files
 
@@ -43,6 +44,12 @@ TRAIN = 'train.py config/code.py --batch_size=8 --micro_batch_size=8'
 UNIFORM = 'tune_scale.py --n_samples=32 --method=uniform --candidate_range=[0.6,2.4,0.1]'
 HEADS = ('tune_scale.py --tune=head_scale:0.1 --init_scale=1.0 --min_scale=None '
          '--max_iters=60 --warmup_iters=10')
+READINGS = {  # {folder of a model: {title: the scales that it is read with}}
+    'none': {'NoPE': None, 'NoPE, best uniform scale': 'scale_uniform',
+             'NoPE, head scales': 'scale_head'},
+    'rope': {'RoPE': None},
+    'conv': {'NoPE + conv': None, 'NoPE + conv, head scales': 'scale_head'},
+}
 GRAM = 4             # this many tokens before a far repeat occurred before
 TAIL = 64            # the loss at T is the mean over this many positions before T
 BATCH_TOKENS = 8192  # in one forward pass
@@ -92,9 +99,8 @@ def run_lane(lane):
 def train_and_tune():
     """Prepare the text, and run the lanes."""
     args = Path(out_dir, 'train_args.txt')  # of the models that are there
-    has_models = any(Path(out_dir).glob('*/*.pt'))
-    if has_models and args.exists() and args.read_text() != train_args:
-        raise UserError(f'{out_dir} has models with other train_args. Choose another --out_dir=.')
+    if args.exists() and args.read_text() != train_args:
+        raise UserError(f'{out_dir} is for other train_args. Choose another --out_dir=.')
     args.parent.mkdir(parents=True, exist_ok=True)
     args.write_text(train_args)
     if not (ROOT / 'data/code/meta.json').exists():
@@ -111,17 +117,13 @@ def text_to_read(info):
     The windows that all models read, (n, T + 1) ids, where they are from, and how many reach into
     another document.
     """
-    T, encoding, middles = lengths[-1], get_tokenizer(info['tokenizer']), []
+    T, encoding = lengths[-1], get_tokenizer(info['tokenizer'])
     if not models:
         data = Windows(info['settings']['dataset'], 'test', T, info=info)
         return data.evenly_spaced(n_samples), f'data/{data.dataset}, test', data.crossing
-    for text in library_files().values():
-        ids = encoding.encode_ordinary(text)
-        start = (len(ids) - T - 1) // 2
-        if start >= 0:
-            middles.append(ids[start:start + T + 1])
-        if len(middles) == n_samples:
-            break
+    files = map(encoding.encode_ordinary, library_files().values())
+    long = itertools.islice((ids for ids in files if len(ids) > T), n_samples)
+    middles = [ids[(len(ids) - T - 1) // 2:][:T + 1] for ids in long]
     return np.array(middles), 'the standard library', 0
 
 
@@ -134,30 +136,23 @@ def main():
     samples, source, crossing = text_to_read(info)
     window, t, *_ = find_targets(samples, L, GRAM, targets)
     readings, rows = {}, []
-    for title, name, scales in (
-            ('NoPE', 'none', None),
-            ('NoPE, best uniform scale', 'none', f'scale_uniform_{T}.json'),
-            ('NoPE, head scales', 'none', f'scale_head_{T}.json'),
-            ('RoPE', 'rope', None),
-            ('NoPE + conv', 'conv', None),
-            ('NoPE + conv, head scales', 'conv', f'scale_head_{T}.json')):
-        scale = f'{folder}/{name}/{scales}' if scales else None
-        model, _ = open_model(f'{folder}/{name}', '', runtime, scale=scale)
-        if not scales:  # the baseline of this reading and the next ones, which are scaled
-            cut = {n: cut_losses(model, samples, n, TAIL, BATCH_TOKENS, runtime)
-                   for n in lengths}
-            far_cut = cut_target_losses(model, samples, window, t, BATCH_TOKENS, runtime)
-        losses = runtime.over_windows(samples, BATCH_TOKENS, model, title)
-        at = {}
-        for n in lengths:
-            last = losses[:, n - TAIL:n].mean(1)
-            at[n] = summary(last) | gain_of(last, cut[n])
-        curve = [losses[:, max(0, n - TAIL):n].mean() for n in range(1, T + 1)]
-        far_losses = losses[window, t - 1]  # token t is predicted at position t - 1
-        far = row_of('far repeats', np.full(len(t), True), window, far_losses, far_cut)
-        readings[title] = {'at': at, 'curve': curve, 'far': far}
-        rows.append({'': title, **{f'loss at {n}': one['loss'] for n, one in at.items()},
-                     'gain': far['gain'], '±': far['gain_error']})
+    for name, titles in READINGS.items():
+        model, info = open_model(f'{folder}/{name}', '', runtime)
+        # without scales, the baseline of all readings of this model
+        cut = [cut_losses(model, samples, n, TAIL, BATCH_TOKENS, runtime).mean() for n in lengths]
+        far_cut = cut_target_losses(model, samples, window, t, BATCH_TOKENS, runtime)
+        for title, scale in titles.items():
+            if scale:
+                set_scale(model, f'{folder}/{name}/{scale}_{T}.json', info)
+            losses = runtime.over_windows(samples, BATCH_TOKENS, model, title)
+            curve = [losses[:, max(0, n - TAIL):n].mean() for n in range(1, T + 1)]
+            at = {n: {'loss': curve[n - 1], 'cut_loss': cut_loss}
+                  for n, cut_loss in zip(lengths, cut)}
+            far = row_of('far repeats', np.full(len(t), True), window,
+                         losses[window, t - 1], far_cut)  # token t is predicted at position t - 1
+            readings[title] = {'at': at, 'curve': curve, 'far': far}
+            rows.append({'': title, **{f'loss at {n}': at[n]['loss'] for n in lengths},
+                         'gain': far['gain'], '±': far['gain_error']})
 
     print(f'\n{len(samples)} windows of {source}. Loss: nats per token, mean of the last {TAIL} '
           f'tokens at each length.\nGain: at {len(t)} tokens where text repeats from more than {L} '
