@@ -23,7 +23,7 @@ paths: list[str] = []        # JSON files of results; several of one stage share
 
 # Color-blind readers can distinguish these colors, by Okabe and Ito; then they come again, dashed.
 COLORS = ['#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000', '#999999']
-rcParams.update({'axes.prop_cycle': cycler(ls=['-', '--', '-.', ':']) * cycler(color=COLORS),
+rcParams.update({'axes.prop_cycle': cycler(ls=['-', '--']) * cycler(color=COLORS),
                  'font.size': 9, 'axes.titlesize': 9, 'savefig.dpi': 110,
                  'text.parse_math': False})  # a name may hold a $
 
@@ -131,21 +131,17 @@ def draw_uniform(result):
 
 
 def draw_head(result):
-    """The loss of each tuning step, and what was tuned: a row per vector, a column per number."""
+    """The loss of each tuning step, and the softmax scales (of the last set, if there are more)."""
     tuned = result.get('sets', [result])[-1]
-    kinds = [part.partition(':')[0] for part in result['tuned'].split(',')]
-    figure, axes = panels(f"Tuned at {tuned['target_length']} tokens: {name_of(result)}",
-                          1 + len(kinds))
-    axes[0].plot(result['losses'])
-    axes[0].set(xlabel='step', ylabel='loss of a batch (nats per token)', title='tuning')
-    for axis, kind in zip(axes[1:], kinds):
-        rows = tuned['head_scale' if kind == 'channel' else kind]
-        rows = np.array([*rows.values()] if isinstance(rows, dict) else rows)
-        image = axis.imshow(rows.reshape(len(rows), -1), aspect='auto')
-        axis.set(title=f'{kind} (scales in 1/√d)', xlabel='head, or channel',
-                 ylabel='layer, or vector')
-        axis.locator_params(integer=True)
-        figure.colorbar(image)
+    scales = np.array(tuned['head_scale'])            # (n_layer, H), with channels (n_layer, H, D)
+    title = f"Tuned at {tuned['target_length']} tokens: {name_of(result)}"
+    figure, [left, right] = panels(title, 2)
+    left.plot(result['losses'])
+    left.set(xlabel='step', ylabel='loss of a batch (nats per token)')
+    image = right.imshow(scales.reshape(len(scales), -1), aspect='auto')
+    right.set(xlabel='head, or head and channel', ylabel='layer')
+    right.locator_params(integer=True)
+    figure.colorbar(image, label='scale (1/√d)')
     return figure
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from configurator import ROOT, UserError, configure
 
 import torch
-from tqdm import tqdm
 
 from common import setup
 from position import NoPE, RoPE
@@ -37,7 +36,7 @@ SHARPER = 1.5  # the factor on one head's scale in the map of heads
 # ---------------------------------------------------------------------- weights and tokenizer
 
 def in_base64(tensor):
-    return base64.b64encode(tensor.contiguous().numpy().tobytes()).decode()
+    return base64.b64encode(tensor.numpy().tobytes()).decode()
 
 
 def pack_weights(model):
@@ -65,7 +64,7 @@ def rope_of(model, path):
     """
     layers = []
     for block in model.blocks:
-        method, turned = block.attn.position, None
+        method = block.attn.position
         if (type(method) not in (NoPE, RoPE) or method.window or method.dape
                 or method.depends_on_length or block.attn.head_scale.shape[1] > 1
                 or (block.attn.head_gain != 1).any()):
@@ -73,17 +72,18 @@ def rope_of(model, path):
                             'head, but no DAPE, window or dynamic_ntk.')
         if isinstance(method, RoPE):
             frequency, factor = method.frequencies(0)
-            turned = {'frequency': frequency.tolist(), 'factor': factor}
-        layers.append(turned)
+            layers.append({'frequency': frequency.tolist(), 'factor': factor})
+        else:
+            layers.append(None)
     return layers
 
 
-def tokenizer_of(state, path):
+def tokenizer_of(state):
     """A tokenizer as model.js takes it."""
     kind = {r'[\s\S]{1,64}': 'bytes', PATTERN: 'bpe'}.get(state.get('pattern'))
     if not kind:
-        raise UserError(f"{path} has the tokenizer {state['name']}. The page has only bytes, or a "
-                        'BPE with the pattern of tokenizer.py.')
+        raise UserError('The page has only bytes, or a BPE with the pattern of tokenizer.py, not '
+                        f"the tokenizer {state['name']}.")
     return {'kind': kind, 'eot': state['eot_token'],
             'ranks': [line.split()[0] for line in state['text'].splitlines()]}
 
@@ -103,11 +103,11 @@ def losses_of(model, ids, cut=False):
                       for lo, hi, n in windows])
 
 
-def head_gains(model, ids, path):
+def head_gains(model, ids):
     """By how much the mean loss past L falls if one head is sharpened, layer by layer."""
     own, L, gains = model.head_scale, model.config.block_size, []
     before = losses_of(model, ids)[L:].mean()
-    for n in tqdm(range(own.numel()), path):
+    for n in range(own.numel()):
         changed = own.clone()
         changed.view(-1)[n] *= SHARPER
         model.head_scale = changed
@@ -130,7 +130,7 @@ def model_of(model, info, ids):
     c, rope, tensors = model.config, rope_of(model, info['path']), pack_weights(model)
     sets = {'own': short(model.head_scale.flatten())}
     losses = {'own': short(losses_of(model, ids)), 'own cut': short(losses_of(model, ids, True))}
-    heads = short(head_gains(model, ids, info['path']))
+    heads = short(head_gains(model, ids))
     for file in scales:
         data = json.loads(Path(file).read_text(encoding='utf-8'))
         if data['weights_digest'] == info['digest']:
@@ -162,13 +162,12 @@ def page_of(data):
 
 def main():
     opened = [open_model(path, '', setup('cpu', 'float32')) for path in models]
-    model, info = opened[0]
-    tokenizer, L = tokenizer_of(info['tokenizer'], models[0]), model.config.block_size
-    for path, (other, its) in zip(models, opened):
-        if (other.config.block_size, other.head_scale.shape, tokenizer_of(its['tokenizer'], path)
-                ) != (L, model.head_scale.shape, tokenizer):
-            raise UserError(f'{path} has another L, other heads or another tokenizer than '
-                            f'{models[0]}.')
+    shared = [(model.config.block_size, model.head_scale.shape, tokenizer_of(info['tokenizer']))
+              for model, info in opened]
+    if any(one != shared[0] for one in shared):
+        raise UserError('Models of one page share L, the number of heads and the tokenizer.')
+    L, _, tokenizer = shared[0]
+    info = opened[0][1]
     ids = get_tokenizer(info['tokenizer']).encode_ordinary(Path(text).read_text(encoding='utf-8'))
     ids = [tokenizer['eot'], *ids[:8 * L]]
     if len(ids) <= 8 * L:

@@ -143,8 +143,8 @@ def series():
 
 
 def demo():
-    reports = read('past_L/demo_seeds.json')['reports'].values()
-    for name in 'NoPE, head scales', 'NoPE + conv', 'NoPE + conv, head scales':
+    reports = [*read('past_L/demo_seeds.json')['reports'].values()]
+    for name in reports[0]['readings']:
         ones = [report['readings'][name] for report in reports]
         yield name, [{'loss at 4L': one['at']['512']['loss'],
                       'gain, far repeats': one['far']['gain']} for one in ones]
@@ -273,15 +273,14 @@ def smollm2(T, text=''):
 
 def keys():
     """How many of 10 passkeys were found in texts of each length, also if the space is given."""
-    for how in ('plain', 'plain_hint', 'yarn', 'yarn_hint', 'scaled', 'scaled_hint', 'tuned',
-                'tuned_hint'):
-        row = {}
-        for part in '_short', '':
-            found = read(f'smollm2/passkey_{how}{part}.json')
-            for length, cells in zip(found['lengths'], found['accuracy']):  # by depth
-                row[f'{length:,}'] = f'{10 * mean(cells):.0f}'
-        name, _, hint = how.partition('_')
-        yield SMOLLM2[name] + (', space given' if hint else ''), [row]
+    for how in 'plain', 'yarn', 'scaled', 'tuned':
+        for hint, given in ('', ''), ('_hint', ', space given'):
+            row = {}
+            for part in '_short', '':
+                found = read(f'smollm2/passkey_{how}{hint}{part}.json')
+                for length, cells in zip(found['lengths'], found['accuracy']):  # by depth
+                    row[f'{length:,}'] = f'{10 * mean(cells):.0f}'
+            yield SMOLLM2[how] + given, [row]
 
 
 # ---------------------------------------------------------------------- pages

@@ -108,7 +108,7 @@ def test_tokenizers_of_the_page_are_tiktokens():
     texts = odd + [''.join(draw.choices(odd, k=8)) for _ in range(200)]
     for name in str(ROOT / 'data/code/bpe_1024.tiktoken'), 'bytes':
         theirs = get_tokenizer(name)
-        state = explore.tokenizer_of(tokenizer_state(theirs), name)
+        state = explore.tokenizer_of(tokenizer_state(theirs))
         expected = [[theirs.encode_ordinary(text), text] for text in texts]
         assert node('tokenizer', state=state, texts=texts) == expected
 
