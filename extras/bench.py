@@ -22,14 +22,11 @@ Writes out_dir/NAME.json
 
 import itertools
 import os
-import subprocess
-import sys
-import tempfile
 import time
 from functools import partial
 from pathlib import Path
 
-from configurator import ROOT, UserError, configure, settings
+from configurator import UserError, configure, settings
 
 import numpy as np
 import torch
@@ -41,9 +38,8 @@ from generate import read_prompts, step_of, store_column_major
 from model import ModelConfig, Transformer
 from position import Settings, repeat_heads
 from stage import matrices, print_rows, write_result
-from tokenizer import get_tokenizer, write_dataset
 
-tasks: list[str] = []        # train, scale, methods, eval, entropy, prefill, decode, start; []: all
+tasks: list[str] = []        # train, scale, methods, eval, entropy, prefill, decode; []: all
 peer = 'hf'                  # hf: transformers' Llama does the same work; '': without it
 out_dir = 'out/bench'        # folder of the result
 name = ''                    # name of the result; '': the device and the tasks
@@ -356,30 +352,8 @@ def forget(cache, n):
         cache.length -= n
 
 
-def first_line(*command):
-    """Start a Python program, and end it when it has printed a line."""
-    with subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, cwd=ROOT) as process:
-        line = process.stdout.readline()
-        process.kill()
-    if not line:
-        raise RuntimeError(f'{command} printed nothing')
-
-
-def time_start(runtime):
-    """The first line of training after the command, beside `import torch`."""
-    with tempfile.TemporaryDirectory() as folder:
-        text = ['import this\n' * 10000]
-        write_dataset(folder, get_tokenizer('bytes'), {'train': text, 'val': text})
-        command = ('train.py', f'--dataset={folder}', f'--out_dir={folder}/run',
-                   f'--device={device}', '--compile=False')
-        works = {'import torch': partial(first_line, '-c', 'import torch; print()'),
-                 'first line of training': partial(first_line, *command)}
-        return compare('start', works, {}, runtime)
-
-
 TASKS = {'train': time_train, 'scale': time_scale, 'methods': time_methods, 'eval': time_eval,
-         'entropy': time_entropy, 'prefill': time_prefill, 'decode': time_decode,
-         'start': time_start}
+         'entropy': time_entropy, 'prefill': time_prefill, 'decode': time_decode}
 
 
 def main():

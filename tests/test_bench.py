@@ -4,8 +4,6 @@ bench.py at a tiny shape, and its arithmetic against counts made by hand.
 $ python -m pytest tests/test_bench.py
 """
 
-import functools
-
 import pytest
 import torch
 from conftest import read
@@ -29,12 +27,11 @@ def sizes(monkeypatch):
 def test_every_task_is_timed_beside_its_alternative(tmp_path, monkeypatch):
     pytest.importorskip('transformers')
     monkeypatch.setattr(bench, 'out_dir', str(tmp_path))
-    monkeypatch.setattr(bench, 'first_line', functools.cache(bench.first_line))  # once each
     bench.main()
     found = read(tmp_path / 'cpu.json')['results']
     beside = {'train': 'transformers', 'scale': 'whole step', 'methods': 'DAPE 1x3 Kerple',
               'eval': 'transformers', 'entropy': 'matrix', 'prefill': 'transformers',
-              'decode': 'transformers', 'start': 'first line of training'}
+              'decode': 'transformers'}
     assert list(found) == list(beside)
     for task, who in beside.items():
         [piece] = found[task]

@@ -12,7 +12,6 @@ bench steps $full "--tasks=['train','scale']"
 bench windows $full "--tasks=['eval']"
 bench entropy --rounds=7 "--tasks=['entropy']"
 bench methods $full "--tasks=['methods']"
-bench start --rounds=7 "--tasks=['start']"
 bench smollm2_windows $smollm2 --dtype=float32 "--tasks=['eval']" --context=256  # of 2,048 tokens
 bench smollm2_scale $smollm2 --dtype=float32 "--tasks=['scale']" --context=2048 --batch_size=1
 for dtype in float32 bfloat16; do
