@@ -29,7 +29,7 @@ import torch
 
 from common import save_json, setup
 from data import stable_hash
-from extras import convert
+from extras.hf_folder import tokenizer_json
 from generate import answer_all, complete, identity
 from stage import open_model, result_path, results_folder, write_result
 from tokenizer import get_tokenizer, start_token
@@ -177,7 +177,7 @@ def main(given):
     # RULER counts with a tokenizer in a folder. Not that of init_from: lm_eval would run its code.
     counts_with = TemporaryDirectory()
     if not {*tasks} <= TABLE_1.keys():
-        text = convert.tokenizer_json(info['tokenizer'])
+        text = tokenizer_json(info['tokenizer'])
         Path(counts_with.name, 'tokenizer.json').write_text(text, encoding='utf-8')
         save_json(f'{counts_with.name}/tokenizer_config.json',
                   {'tokenizer_class': 'PreTrainedTokenizerFast'})

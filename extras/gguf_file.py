@@ -12,6 +12,7 @@ from configurator import UserError
 import torch
 
 from common import model_config
+from extras.hf_folder import our_weights, their_weights
 from position import split_scaling, unused_settings
 from tokenizer import EOT, PATTERN, HFTokenizer, start_token, tokenizer_state
 
@@ -21,16 +22,16 @@ SETTINGS = {
     'n_head': 'attention.head_count', 'n_kv_head': 'attention.head_count_kv',
     'n_embd': 'embedding_length', 'n_hidden': 'feed_forward_length',
     'norm_eps': 'attention.layer_norm_rms_epsilon', 'rope_base': 'rope.freq_base'}
-SCALINGS = {'': 'none', 'pi': 'linear', 'yarn': 'yarn'}  # {kind of our rope_scaling: its name}
-# {our weight: its name}, as in convert.py
+SCALINGS = {'none': '', 'linear': 'pi', 'yarn': 'yarn'}  # {its name: kind of our rope_scaling}
+# {our weight: its names}, as in hf_folder.py
 WEIGHTS = {
-    'embed': 'token_embd', 'norm': 'output_norm', 'head': 'output',
-    'blocks.*.attn_norm': 'blk.*.attn_norm',
-    'blocks.*.attn.qkv': 'blk.*.attn_q blk.*.attn_k blk.*.attn_v',
-    'blocks.*.attn.out': 'blk.*.attn_output',
-    'blocks.*.mlp_norm': 'blk.*.ffn_norm',
-    'blocks.*.mlp.gate_up': 'blk.*.ffn_gate blk.*.ffn_up',
-    'blocks.*.mlp.out': 'blk.*.ffn_down'}
+    'embed': ['token_embd'], 'norm': ['output_norm'], 'head': ['output'],
+    'blocks.*.attn_norm': ['blk.*.attn_norm'],
+    'blocks.*.attn.qkv': ['blk.*.attn_q', 'blk.*.attn_k', 'blk.*.attn_v'],
+    'blocks.*.attn.out': ['blk.*.attn_output'],
+    'blocks.*.mlp_norm': ['blk.*.ffn_norm'],
+    'blocks.*.mlp.gate_up': ['blk.*.ffn_gate', 'blk.*.ffn_up'],
+    'blocks.*.mlp.out': ['blk.*.ffn_down']}
 # RoPE rotates rows n and n + D/2 of a head together. llama.cpp stores the two side by side: with
 # D = 4, our rows 0 1 2 3 are stored in the order 0 2 1 3.
 ROTATED = 'attn_q.weight', 'attn_k.weight'
@@ -62,27 +63,31 @@ def kind_of(tokenizer):
 
 # ---------------------------------------------------------------------- in
 
+def below(fields, prefix):
+    """The fields whose names start with a prefix, without it."""
+    return {name.removeprefix(prefix): value for name, value in fields.items()
+            if name.startswith(prefix)}
+
+
 def config_of(fields, tied):
     """The ModelConfig of the fields of a file. Raises ValueError if ours cannot be such a model."""
     kind = fields['general.architecture']
     if kind not in ('llama', 'granite'):
         raise ValueError(f'its architecture is {kind}, not llama or granite')
-    own = {name.removeprefix(f'{kind}.'): value for name, value in fields.items()
-           if name.startswith(f'{kind}.')}
+    own = below(fields, f'{kind}.')
     values = {ours: own.pop(theirs) for ours, theirs in SETTINGS.items()}
     # llama.cpp switches a Granite's RoPE off if this field is False, in spite of its name.
     has_rope = kind == 'llama' or own.pop('rope.scaling.finetuned', True)
-    values |= {'position': 'rope' if has_rope else 'none', 'tied': tied}
-    values['pretrained_length'] = own.pop('rope.scaling.original_context_length', None)
-    scaling = own.get('rope.scaling.type', 'none')
-    for ours, theirs in SCALINGS.items():
-        if ours and theirs == scaling:
-            values['rope_scaling'] = f"{ours}:{own.pop('rope.scaling.factor'):.12g}"
+    values |= {'position': 'rope' if has_rope else 'none', 'tied': tied,
+               'pretrained_length': own.pop('rope.scaling.original_context_length', None)}
+    scaling = SCALINGS[own.pop('rope.scaling.type', 'none')]
+    if scaling:
+        values['rope_scaling'] = f"{scaling}:{own.pop('rope.scaling.factor'):.12g}"
     c = model_config(values | unused_settings(values))
     # fields that may be present if they say what our model does anyway
     known = dict.fromkeys(
         ('rope.dimension_count', 'attention.key_length', 'attention.value_length'), c.head_dim)
-    known |= {'logit_scale': 1, 'rope.scaling.type': SCALINGS[split_scaling(c.rope_scaling)[0]]}
+    known['logit_scale'] = 1
     for name, value in own.items():
         if value != known.get(name):
             raise ValueError(f'its {name} is {value}, which our model does not compute')
@@ -93,15 +98,14 @@ def read_tokenizer(name, fields):
     """The state of the tokenizer in the fields of a file."""
     from gguf import TokenType
     from tokenizers import Tokenizer, decoders, models, processors
-    own = {key.removeprefix('tokenizer.ggml.'): value for key, value in fields.items()}
-    kind, tokens, known = own.get('pre', own['model']), own['tokens'], pre_tokenizers()
+    own, known = below(fields, 'tokenizer.ggml.'), pre_tokenizers()
+    kind, tokens = own.get('pre', own['model']), own['tokens']
     if kind not in known:
         raise ValueError(f'its tokenizer is {kind}, not {" or ".join(known)}')
     vocab = {token: i for i, token in enumerate(tokens)}
-    pairs = [tuple(pair.split(' ')) for pair in own['merges']]
     # A tokenizer of bytes has no merges, but its file must have one. It is of two end tokens, which
     # make no token together, so it is left out.
-    merges = [pair for pair in pairs if ''.join(pair) in vocab]
+    merges = [tuple(pair.split(' ')) for pair in own['merges'] if pair.replace(' ', '') in vocab]
     tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=kind == 'llama-bpe'))
     tokenizer.pre_tokenizer, tokenizer.decoder = known[kind], decoders.ByteLevel()
     for token, its in zip(tokens, own['token_type']):
@@ -118,20 +122,21 @@ def read_tokenizer(name, fields):
 
 def read(path):
     """
-    The ModelConfig of a file, its weights under their names in the file, {name: float32 tensor},
-    and the state of its tokenizer. Raises ValueError if our model does not compute what it asks.
+    The ModelConfig of a file, our weights in float32, and the state of its tokenizer. Raises
+    ValueError if our model does not compute what it asks.
     """
     import gguf
-    reader, weights = gguf.GGUFReader(path), {}
+    reader = gguf.GGUFReader(path)
     fields = {name: field.contents() for name, field in reader.fields.items()}
     c = config_of(fields, 'output.weight' not in [tensor.name for tensor in reader.tensors])
+    weights = {}
     for tensor in reader.tensors:
         weight = torch.tensor(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
         if tensor.name.endswith(ROTATED):
             weight = weight.view(-1, c.head_dim // 2, 2, c.n_embd)           # (H, D/2, 2, C)
             weight = weight.transpose(1, 2).flatten(0, 2)                    # (H D, C)
         weights[tensor.name] = weight
-    return c, weights, read_tokenizer(Path(path).name, fields)
+    return c, our_weights(c, weights, WEIGHTS), read_tokenizer(Path(path).name, fields)
 
 
 # ---------------------------------------------------------------------- out
@@ -161,35 +166,35 @@ def write_tokenizer(writer, tokenizer, encoding, n):
     writer.add_add_bos_token(start_token(encoding) != encoding.eot_token)
 
 
-def write(path, c, weights, text, encoding, dtype):
+def write(path, model, text, encoding, dtype):
     """
-    Write a file. c: a ModelConfig; weights: {name in the file: float32 tensor}; text: the
-    tokenizer.json of the tokenizer `encoding`; dtype: of the matrices.
+    Write a file. text: the tokenizer.json of the tokenizer `encoding`; dtype: of the matrices.
     """
     import gguf
     from tokenizers import Tokenizer
-    tokenizer, kind = Tokenizer.from_str(text), {'none': 'granite', 'rope': 'llama'}.get(c.position)
+    c, tokenizer = model.config, Tokenizer.from_str(text)
+    kind = {'none': 'granite', 'rope': 'llama'}.get(c.position)
     # Single bytes never merge, so for them any kind will do.
     pre = 'gpt-2' if encoding.name == 'bytes' else kind_of(tokenizer)
     scaling, factor = split_scaling(c.rope_scaling)
-    if not kind or scaling not in SCALINGS or not pre:
+    if not kind or scaling not in SCALINGS.values() or not pre:
         raise UserError(f'llama.cpp has no name for position {c.position} {c.rope_scaling} with '
                         f'tokenizer {encoding.name}. Write --format=hf.')
     writer = gguf.GGUFWriter(path, kind)
-    if scaling:
-        writer.add_rope_scaling_type(gguf.RopeScalingType(SCALINGS[scaling]))
-        writer.add_rope_scaling_factor(factor)
-    writer.add_rope_scaling_orig_ctx_len(c.pretrained_length)
     for ours, theirs in SETTINGS.items():
         add = writer.add_float32 if ours in ('norm_eps', 'rope_base') else writer.add_uint32
         add(f'{kind}.{theirs}', getattr(c, ours))
+    writer.add_rope_scaling_orig_ctx_len(c.pretrained_length)
+    if scaling:
+        writer.add_rope_scaling_type(gguf.RopeScalingType('linear' if scaling == 'pi' else scaling))
+        writer.add_rope_scaling_factor(factor)
     if kind == 'granite':
         writer.add_logit_scale(1.0)
         writer.add_rope_scaling_finetuned(False)  # for llama.cpp this means: without RoPE
     writer.add_tokenizer_pre(pre)
     write_tokenizer(writer, tokenizer, encoding, c.vocab_size)
     matrix = gguf.GGMLQuantizationType[dtype.replace('float', 'F').upper()]  # F32, F16, BF16
-    for name, weight in weights.items():
+    for name, weight in their_weights(model, WEIGHTS).items():
         if name.endswith(ROTATED):
             weight = weight.view(-1, 2, c.head_dim // 2, c.n_embd)           # (H, 2, D/2, C)
             weight = weight.transpose(1, 2).flatten(0, 2)                    # (H D, C)
