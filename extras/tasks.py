@@ -18,6 +18,11 @@ def random_bits(rng, B, n):
     return rng.integers(0, 2, (B, n))
 
 
+def values_of(texts):
+    """The value mod 5 of each expression, by Python's own arithmetic: (B, 1)."""
+    return np.array([[eval(text) % 5] for text in texts])
+
+
 # ---------------------------------------------------------------------- regular
 
 def even_pairs(rng, B, n):
@@ -39,12 +44,8 @@ def modular_arithmetic_simple(rng, B, n):
     x = np.empty((B, 2 * n_digits - 1), np.int64)
     x[:, ::2] = rng.integers(0, 5, (B, n_digits))
     x[:, 1::2] = rng.integers(5, 8, (B, n_digits - 1))
-
-    total, term = 0, x[:, 0]  # term: the product that is not yet in the total
-    for operator, digit in zip(x[:, 1::2].T, x[:, 2::2].T):
-        total = np.where(operator == 7, total, total + term)
-        term = np.choose(operator - 5, (digit, -digit, term * digit)) % 5
-    return x, (total + term)[:, None] % 5
+    texts = [''.join('01234+-*'[symbol] for symbol in row) for row in x]
+    return x, values_of(texts)
 
 
 def parity_check(rng, B, n):
@@ -97,22 +98,19 @@ def reverse_string(rng, B, n):
 
 def expression(rng, n, operators):
     """
-    A random expression of n characters with every operation in brackets, such as ((-2)*(4-1)), and
-    its value mod 5. Up to four characters hold a digit: 1, -1, (1) or (-1). A longer expression
-    is two expressions with an operator between them, in brackets.
+    A random expression of n characters with every operation in brackets, such as ((-2)*(4-1)). Up
+    to four characters hold a digit: 1, -1, (1) or (-1). A longer expression is two expressions with
+    an operator between them, in brackets.
     """
     if n <= 2:
-        digit = int(rng.integers(5))
-        return ('-' + str(digit), -digit % 5) if n == 2 else (str(digit), digit)
+        return '-' * (n - 1) + str(rng.integers(5))
     if n <= 4:
-        inside, value = expression(rng, n - 2, operators)
-        return f'({inside})', value
+        return f'({expression(rng, n - 2, operators)})'
     n_left = rng.integers(1, n - 3)
-    left, a = expression(rng, n_left, operators)
-    right, b = expression(rng, n - 3 - n_left, operators)
+    left = expression(rng, n_left, operators)
+    right = expression(rng, n - 3 - n_left, operators)
     operator = operators[rng.integers(len(operators))]
-    value = {'+': a + b, '-': a - b, '*': a * b}[operator] % 5
-    return f'({left}{operator}{right})', value
+    return f'({left}{operator}{right})'
 
 
 def symbols_of(texts, alphabet):
@@ -122,8 +120,8 @@ def symbols_of(texts, alphabet):
 
 def modular_arithmetic(rng, B, n):
     """The value mod 5 of an expression of 01234+-*(). ((-2)*(4-1)) -> 4."""
-    texts, values = zip(*(expression(rng, n, '+-*') for _ in range(B)))
-    return symbols_of(texts, '01234+-*()'), np.array(values)[:, None]
+    texts = [expression(rng, n, '+-*') for _ in range(B)]
+    return symbols_of(texts, '01234+-*()'), values_of(texts)
 
 
 def solve_equation(rng, B, n):
@@ -135,11 +133,11 @@ def solve_equation(rng, B, n):
         return np.zeros((B, n), np.int64), np.zeros((B, 1), np.int64)
     equations, answers = [], []
     for _ in range(B):
-        text, value = expression(rng, n - 2, '+-')
+        text = expression(rng, n - 2, '+-')
         place = rng.integers(n - 2)
         while not text[place].isdigit():  # find the next digit; after the end, go on from the start
             place = (place + 1) % (n - 2)
-        equations.append(f'{text[:place]}x{text[place + 1:]}={value}')
+        equations.append(f'{text[:place]}x{text[place + 1:]}={eval(text) % 5}')
         answers.append([int(text[place])])
     return symbols_of(equations, '01234+-()x='), np.array(answers)
 
