@@ -67,7 +67,5 @@ def test_one_model_learns_a_mixture_and_once_trained_is_only_tested(tmp_path):
     assert result['lengths'] == [3, 6, 24] and 'up to 6 longer' in first
     weights = torch.load(tmp_path / 'parity_check+copy.pt', weights_only=True)['model']
     assert weights['embed.weight'].shape[0] == 32 + 1  # the symbols of copy, and the empty token
-    for setting, named in {'--max_iters=3': '--max_iters=2', '--tasks=["pairs"]': 'pairs',
-                           '--lengths=[6]': 'longer ones'}.items():
-        assert named in mistake('extras.che', *TINY, f'--tasks={arguments[0]}', '--max_iters=2',
-                                f'--out_dir={tmp_path}', setting)
+    assert '--max_iters=2' in mistake('extras.che', *TINY, f'--tasks={arguments[0]}',
+                                      '--max_iters=3', f'--out_dir={tmp_path}')
