@@ -13,9 +13,9 @@ gguf_file.py  The GGUF file of a Llama or Granite becomes one of ours, whatever 
 The config.json of a NoPE model may say llama, as that of hf:AntNLP/TinyLlama-NoPE-1.1B does. It is
 then read with RoPE, unless you give --position=none or the paper's code left head scales in it.
 
-Out: a new folder for transformers and vLLM, or for llama.cpp. NoPE becomes Granite without position
-embedding, RoPE becomes Llama, and a pattern of both becomes SmolLM3. The softmax scales become part
-of the weights of q, so that they cost nothing.
+Out: a new folder for transformers and vLLM, or for llama.cpp. In a folder RoPE becomes a Llama, and
+NoPE or a pattern of both a SmolLM3, whose config says which layers have RoPE; in a GGUF file NoPE
+becomes a Granite. The softmax scales become part of the weights of q, so that they cost nothing.
 
 $ python -m extras.convert --folder=out/demo/hf                       # as trained
 $ python -m extras.convert --folder=out/demo/hf_640 --scale=out/demo/nope/scale_head_640.json

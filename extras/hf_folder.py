@@ -166,25 +166,16 @@ def read(path, position=None):
 
 def their_config(c, encoding, dtype):
     """The config.json of a model, as a dict. dtype: name of the dtype of its matrices."""
-    kind, architecture = {
-        'none': ('granitemoehybrid', 'GraniteMoeHybridForCausalLM'),
-        'rope': ('llama', 'LlamaForCausalLM'),
-    }.get(c.position, ('smollm3', 'SmolLM3ForCausalLM'))
-    config = {theirs: getattr(c, ours) for ours, theirs in SETTINGS.items()} | {
-        'model_type': kind, 'architectures': [architecture], 'dtype': dtype,
-        'original_max_position_embeddings': c.pretrained_length,
+    has_rope = [int(c.methods[n % len(c.methods)] == 'rope') for n in range(c.n_layer)]
+    if all(has_rope):
+        kind = {'model_type': 'llama', 'architectures': ['LlamaForCausalLM']}
+    else:
+        kind = {'model_type': 'smollm3', 'architectures': ['SmolLM3ForCausalLM'],
+                'no_rope_layers': has_rope}
+    config = {theirs: getattr(c, ours) for ours, theirs in SETTINGS.items()} | kind | {
+        'dtype': dtype, 'original_max_position_embeddings': c.pretrained_length,
         'bos_token_id': start_token(encoding), 'eos_token_id': encoding.eot_token,
         'pad_token_id': None}  # transformers never trains its row of the embedding
-    if kind == 'granitemoehybrid':
-        return config | {
-            'position_embedding_type': 'nope', 'shared_intermediate_size': c.n_hidden,
-            # the word of Granite's files; transformers renames it to 'full_attention' on reading
-            'layer_types': ['attention'] * c.n_layer, 'num_local_experts': 0,
-            'attention_multiplier': c.head_dim ** -0.5,
-            'mamba_n_heads': 1}  # no layer has it, but it must divide twice the width
-    if kind == 'smollm3':
-        layers = range(c.n_layer)
-        config['no_rope_layers'] = [int(c.methods[n % len(c.methods)] == 'rope') for n in layers]
     scaling, factor = split_scaling(c.rope_scaling)
     if scaling:  # in its older form, because newer versions of transformers read it, too
         config['rope_scaling'] = rope = {

@@ -164,7 +164,7 @@ def test_what_cannot_be_read_is_named_in_a_line(tmp_path, ours):
 # ---------------------------------------------------------------------- out
 
 @pytest.mark.parametrize('settings, kind', [
-    ({}, 'granitemoehybrid'), ({'position': 'rope', 'rope_base': 500.0}, 'llama'),
+    ({}, 'smollm3'), ({'position': 'rope', 'rope_base': 500.0}, 'llama'),
     ({'position': 'rope,none', 'rope_scaling': 'yarn:2', 'tied': True}, 'smollm3')], ids=str)
 def test_scales_and_gains_are_in_the_weights_that_are_written(tmp_path, settings, kind, ours):
     model = random_model(vocab_size=257, **settings)
