@@ -11,7 +11,7 @@ Writes out_dir/attention[_LABEL].json and .png
 
 import math
 
-from configurator import UserError, configure, settings
+from configurator import configure, settings
 
 import torch
 
@@ -99,14 +99,14 @@ def maps_and_first_key(model, tokens, layer, head):
     first key and 0 elsewhere, so the output is the first weight.
     """
     require_weights(model)
-    maps, shares = {}, []
+    drawn, maps, shares = model.blocks[layer].attn, {}, []
 
     def look(attention, q, k, place):
         first = torch.zeros_like(k)
         first[:, :, 0] = 1
         share = attention.position.attend(q, k, first, place)[:, :, q.shape[2] // 2:, 0]
         shares.append(share.mean((0, 2)))
-        if attention.layer == layer:
+        if attention is drawn:
             maps.update(head_maps(attention.position, q, k, place, head))
 
     for block in model.blocks:
@@ -123,10 +123,7 @@ def main(given):
     into = results_folder(out_dir, init_from, given)
     path = result_path(into, 'attention', label, info, dataset, split)
     L, found = model.config.block_size, []
-    n_layer, n_head = len(model.blocks), model.config.n_head
-    drawn = n_layer // 2 if layer is None else layer
-    if not (0 <= drawn < n_layer and 0 <= head < n_head):
-        raise UserError(f'Choose --layer= from 0 to {n_layer - 1}, --head= from 0 to {n_head - 1}.')
+    drawn = len(model.blocks) // 2 if layer is None else layer
     for T in lengths or [L, 4 * L, 16 * L]:
         windows = Windows(dataset or info['dataset'], split, T, info=info)
         samples = torch.from_numpy(windows.evenly_spaced(n_samples)[:, :-1]).to(runtime.device)

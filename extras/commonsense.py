@@ -13,8 +13,9 @@ the same after each score is divided by the choice's number of characters. Text 
 Of a question of more than read_length tokens the model reads the end; a prompt of that length is
 refused, because nobody can answer a prompt that was cut.
 
-Prints lm_eval's own table. Writes every metric to out_dir/commonsense[_LABEL].json. The answers are
-in folders beside it, from which a stopped run continues.
+Needs pip install ".[tasks]". Prints lm_eval's own table and writes every metric to
+out_dir/commonsense[_LABEL].json. The answers are in folders beside it, from which a stopped run
+continues.
 """
 
 from itertools import groupby
@@ -26,6 +27,10 @@ from configurator import UserError, configure, settings
 
 import numpy as np
 import torch
+from lm_eval import simple_evaluate, utils
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.tasks import TaskManager
 
 from common import save_json, setup
 from data import stable_hash
@@ -33,14 +38,6 @@ from extras.hf_folder import tokenizer_json
 from generate import answer_all, complete, identity
 from stage import open_model, result_path, results_folder, write_result
 from tokenizer import get_tokenizer, start_token
-
-try:
-    from lm_eval import simple_evaluate, utils
-    from lm_eval.api.model import TemplateLM
-    from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
-    from lm_eval.tasks import TaskManager
-except ImportError as error:
-    raise UserError('Commonsense tasks need lm_eval: pip install ".[tasks]"') from error
 
 # The tasks of Table 1, and the metric that it has for each.
 TABLE_1 = {'arc_challenge': 'acc_norm', 'arc_easy': 'acc_norm', 'boolq': 'acc',
