@@ -138,8 +138,7 @@ def fold(model):
 
 def main(given):
     path = Path(folder)
-    is_new = not path.is_file() and not any(path.glob('*'))
-    if format not in ('hf', 'gguf') or dtype not in DTYPES or not is_new:
+    if any(path.glob('*')) or format not in ('hf', 'gguf') or dtype not in DTYPES:
         raise UserError(f"Give a new --folder= (it is '{folder}'), --format=hf or gguf, and "
                         f"--dtype={', '.join(DTYPES)}.")
     runtime = setup('cpu', 'float32')

@@ -56,9 +56,10 @@ def kind_of(tokenizer):
     cut = tokenizer.pre_tokenizer                 # None for SentencePiece
     if not cut or tokenizer.normalizer or not isinstance(tokenizer.model, models.BPE):
         return None
-    same = [name for name, one in pre_tokenizers().items()
-            if one.pre_tokenize_str(PROBE) == cut.pre_tokenize_str(PROBE)]
-    return same[0] if same else None
+    for name, known in pre_tokenizers().items():
+        if known.pre_tokenize_str(PROBE) == cut.pre_tokenize_str(PROBE):
+            return name
+    return None
 
 
 # ---------------------------------------------------------------------- in
@@ -85,9 +86,8 @@ def config_of(fields, tied):
         values['rope_scaling'] = f"{scaling}:{own.pop('rope.scaling.factor'):.12g}"
     c = model_config(values | unused_settings(values))
     # fields that may be present if they say what our model does anyway
-    known = dict.fromkeys(
-        ('rope.dimension_count', 'attention.key_length', 'attention.value_length'), c.head_dim)
-    known['logit_scale'] = 1
+    known = {'rope.dimension_count': c.head_dim, 'attention.key_length': c.head_dim,
+             'attention.value_length': c.head_dim, 'logit_scale': 1}
     for name, value in own.items():
         if value != known.get(name):
             raise ValueError(f'its {name} is {value}, which our model does not compute')
@@ -147,13 +147,15 @@ def write_tokenizer(writer, tokenizer, encoding, n):
     more ids, which the model cannot read.
     """
     from gguf import TokenType
-    tokens, types = [f'[unused {i}]' for i in range(n)], [TokenType.UNUSED] * n
-    added = tokenizer.get_added_tokens_decoder()
-    for token, i in tokenizer.get_vocab().items():
-        if i < n:
-            tokens[i], types[i] = token, TokenType.NORMAL
-            if i in added:
-                types[i] = TokenType.CONTROL if added[i].special else TokenType.USER_DEFINED
+    tokens, types, added = [], [], tokenizer.get_added_tokens_decoder()
+    for i in range(n):
+        token, kind = tokenizer.id_to_token(i), TokenType.NORMAL
+        if token is None:
+            token, kind = f'[unused {i}]', TokenType.UNUSED
+        elif i in added:
+            kind = TokenType.CONTROL if added[i].special else TokenType.USER_DEFINED
+        tokens.append(token)
+        types.append(kind)
     # Not those of the file, in which a merge may be spelled in another way
     merges = json.loads(tokenizer.to_str())['model']['merges']
     writer.add_tokenizer_model('gpt2')  # byte-level BPE
