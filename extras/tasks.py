@@ -68,6 +68,16 @@ def cycle_navigation(rng, B, n):
 END = 2  # the end of an answer whose length varies; zeros follow
 
 
+def ended(text, n):
+    """A text of up to n characters, END, and zeros: n + 1 characters."""
+    return f'{text}{END}'.ljust(n + 1, '0')
+
+
+def symbols_of(texts, alphabet):
+    """The index in the alphabet of each character: (B, n) from B texts of n characters."""
+    return np.array([[alphabet.index(character) for character in text] for text in texts])
+
+
 def stack_manipulation(rng, B, n):
     """
     What is left on a stack after some orders? The input is the stack, top last, then the orders: 2
@@ -78,16 +88,13 @@ def stack_manipulation(rng, B, n):
     bits, orders = random_bits(rng, B, n), rng.integers(2, 5, (B, n))
     x = np.where(np.arange(n) < height, bits, orders)
 
-    answers = np.zeros((B, n + 1), np.int64)
-    for row, answer in zip(x.tolist(), answers):
-        stack = []  # the input's own stack is pushed, too: its 0 and 1 act like the orders 3 and 4
+    answers = []
+    for row in x.tolist():
+        stack = ''  # the input's own stack is pushed, too: its 0 and 1 act like the orders 3 and 4
         for symbol in row:
-            if symbol != 2:
-                stack.append(symbol % 3)  # 0 and 3 push 0, 1 and 4 push 1
-            elif stack:
-                stack.pop()
-        answer[:len(stack) + 1] = [*reversed(stack), END]
-    return x, answers
+            stack = stack[:-1] if symbol == 2 else stack + str(symbol % 3)
+        answers.append(ended(stack[::-1], n))
+    return x, symbols_of(answers, '012')
 
 
 def reverse_string(rng, B, n):
@@ -111,11 +118,6 @@ def expression(rng, n, operators):
     right = expression(rng, n - 3 - n_left, operators)
     operator = operators[rng.integers(len(operators))]
     return f'({left}{operator}{right})'
-
-
-def symbols_of(texts, alphabet):
-    """The index in the alphabet of each character: (B, n) from B texts of n characters."""
-    return np.array([[alphabet.index(character) for character in text] for text in texts])
 
 
 def modular_arithmetic(rng, B, n):
@@ -174,21 +176,11 @@ def odds_first(rng, B, n):
 
 
 def bits_above_zero(rng, n):
-    """A list of n random bits that are not all 0."""
-    bits = []
-    while not any(bits):
-        bits = random_bits(rng, 1, n)[0].tolist()
+    """A str of n random bits that are not all 0."""
+    bits = ''
+    while '1' not in bits:
+        bits = ''.join(map(str, random_bits(rng, 1, n)[0]))
     return bits
-
-
-def to_number(bits):
-    """A Python integer of any size from its bits, lowest first."""
-    return sum(bit << place for place, bit in enumerate(bits))
-
-
-def to_bits(number, n):
-    """The n lowest bits of a Python integer, lowest first."""
-    return [number >> place & 1 for place in range(n)]
 
 
 def binary_addition(rng, B, n):
@@ -197,19 +189,18 @@ def binary_addition(rng, B, n):
     have the lowest bit first. 001201101 -> 0101120000, which is 4 + 22. If n < 3, the input is one
     number, and its bits are not all ones.
     """
-    x, answers = [], []
+    inputs, answers = [], []
     for _ in range(B):
         if n < 3:
             total = int(rng.integers(2 ** n - 1))
-            x.append(to_bits(total, n))
+            inputs.append(f'{total:0{n}b}'[::-1])
         else:
             n_first = rng.integers(1, n - 1)
             first, second = bits_above_zero(rng, n_first), bits_above_zero(rng, n - 1 - n_first)
-            total = to_number(first) + to_number(second)
-            x.append([*first, 2, *second])
-        answers.append(to_bits(total, n + 1))
-        answers[-1][max(1, total.bit_length())] = END
-    return np.array(x), np.array(answers)
+            total = int(first[::-1], 2) + int(second[::-1], 2)
+            inputs.append(f'{first}2{second}')
+        answers.append(ended(f'{total:b}'[::-1], n))
+    return symbols_of(inputs, '012'), symbols_of(answers, '012')
 
 
 def compute_sqrt(rng, B, n):
@@ -217,9 +208,10 @@ def compute_sqrt(rng, B, n):
     The square root of a number above 0, rounded down. Both have the highest bit first.
     100101 (37) -> 110 (6).
     """
-    x = [bits_above_zero(rng, n) for _ in range(B)]
-    roots = [math.isqrt(to_number(reversed(bits))) for bits in x]
-    return np.array(x), np.array([to_bits(root, (n + 1) // 2)[::-1] for root in roots])
+    numbers = [bits_above_zero(rng, n) for _ in range(B)]
+    roots = [math.isqrt(int(bits, 2)) for bits in numbers]
+    texts = [f'{root:0{(n + 1) // 2}b}' for root in roots]
+    return symbols_of(numbers, '01'), symbols_of(texts, '01')
 
 
 def bucket_sort(rng, B, n):
