@@ -1,8 +1,7 @@
 """
 Folders of Hugging Face: a Llama (TinyLlama, Llama 1 to 3, SmolLM2), a SmolLM3 or a Granite is read
-as one of our models, and ours are written as these. convert.py calls this.
+as one of our models, and ours are written as a Llama or a SmolLM3. convert.py calls this.
 """
-
 
 import torch
 
@@ -205,14 +204,13 @@ def write(path, model, text, encoding, dtype):
     tokenizer.json; encoding: that tokenizer; dtype: of the matrices.
     """
     from safetensors.torch import save_file
-    config = their_config(model.config, encoding, dtype)
-    save_json(path / 'config.json', config)
+    save_json(path / 'config.json', their_config(model.config, encoding, dtype))
     end = getattr(encoding, 'eos', EOT)  # its name in a tokenizer.json
     save_json(path / 'tokenizer_config.json', {
         'tokenizer_class': 'PreTrainedTokenizerFast', 'eos_token': end, 'pad_token': end,
         'padding_side': 'left'})
     (path / 'tokenizer.json').write_text(text, encoding='utf-8')
-    weights = their_weights(model, WEIGHTS[config['model_type']])
+    weights = their_weights(model, LLAMA)
     for name, weight in weights.items():
         its = DTYPES[dtype] if weight.dim() == 2 else torch.float32
         weights[name] = weight.to(its, copy=True)
