@@ -41,12 +41,12 @@ CELLS = 64  # most cells per side of a map, so that the JSON of three lengths is
 
 def parts_of(method, q, k, i, j):
     """
-    {part: (windows, H, rows, keys)} of some query rows. The parts are
+    {part: (windows, H, rows, keys)} of some query rows, and True where a query sees a key. The
+    parts are
     score      q.k / sqrt(D), plus what CoPE or Transformer-XL add: S of Eq. (3)
     bias       the position bias: B of Eq. (3)
     dape       f([S; B]) of Eq. (3)
     attention  the weights
-    seen       True where the query sees the key
     """
     parts = {'score': method.similarity(q, k, i, j)}
     scores, bias = method.scores(q, k, i, j), method.bias(i, j)
@@ -55,7 +55,8 @@ def parts_of(method, q, k, i, j):
     if method.dape:
         others = sum(parts.values()) if method.dape.residual else parts['score']
         parts['dape'] = scores - others
-    return parts | {'attention': method.softmax(scores), 'seen': scores.isfinite()}
+    parts['attention'] = method.softmax(scores)
+    return parts, scores.isfinite()
 
 
 def cell_sums(numbers, width):
@@ -80,8 +81,8 @@ def head_maps(method, q, k, place, head):
     width = math.ceil(T / CELLS)  # tokens in a cell
     for start in range(0, T, width):
         rows, keys = slice(start, start + width), slice(start + width)
-        parts = parts_of(method, q[:, :, rows], k[:, :, keys], place.i[rows], place.j[keys])
-        seen = parts.pop('seen')[:, head]                                    # (windows, rows, keys)
+        parts, seen = parts_of(method, q[:, :, rows], k[:, :, keys], place.i[rows], place.j[keys])
+        seen = seen[:, head]                                                 # (windows, rows, keys)
         n_queries = seen[:, :, 0].numel()                                    # of all windows
         n_pairs = cell_sums(seen, width).clamp(min=1)                        # (cells,)
         for part, numbers in parts.items():
