@@ -358,7 +358,7 @@ def main():
     path = Path(out_dir, name or '_'.join([runtime.device.type, *tasks]))
     path.parent.mkdir(parents=True, exist_ok=True)
     for task in tasks or TASKS:
-        results[task] = TASKS[task](runtime)
+        results[task] = [TASKS[task](runtime)]
         write_result(path, {'results': results}, settings(globals()), runtime)
 
 
