@@ -62,7 +62,6 @@ rounds = 5                   # timed rounds, after two that warm up
 device = 'auto'              # auto, cpu, cuda
 dtype = 'auto'               # auto, float32, bfloat16; entropy always uses float32
 compile = True               # compile training steps, and time windows and decoding compiled, too
-seed = 1337
 
 PRODUCT = {'cpu': 2048, 'cuda': 8192}  # {device: rows of the large matrix product}
 
@@ -156,7 +155,6 @@ def compare(title, works, flops, runtime):
 # ---------------------------------------------------------------------- the models and their work
 
 def new_model(block_size, runtime, **changes):
-    torch.manual_seed(seed)
     config = {key: value for key, value in globals().items()
               if key in ModelConfig.__dataclass_fields__}
     config = model_config(config | {'block_size': block_size} | changes)
@@ -282,7 +280,7 @@ def time_eval(runtime):
 def time_entropy(runtime):
     """Entropy of every head of a layer, by the kernel and from the matrix of all weights."""
     T, D = read_context, n_embd // n_head
-    runtime = setup(device, 'float32', seed)  # entropy.py computes in float32, too
+    runtime = setup(device, 'float32')  # entropy.py computes in float32, too
     q = torch.randn(1, n_head, T, D, device=runtime.device)
     k = q[:, :n_kv_head].contiguous()
     keys = repeat_heads(k, n_head)
@@ -354,7 +352,7 @@ TASKS = {'train': time_train, 'scale': time_scale, 'methods': time_methods, 'eva
 
 def main():
     os.environ.setdefault('KINETO_LOG_LEVEL', '6')  # else each profile prints messages
-    runtime, results = setup(device, dtype, seed), {}
+    runtime, results = setup(device, dtype), {}
     path = Path(out_dir, name or '_'.join([runtime.device.type, *tasks]))
     path.parent.mkdir(parents=True, exist_ok=True)
     for task in tasks or TASKS:

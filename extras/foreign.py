@@ -28,8 +28,9 @@ class Foreign(nn.Module):
         from transformers import AutoModelForCausalLM
         self.model, found = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, output_loading_info=True, **LOCAL)
-        for name in found['missing_keys']:
-            raise ValueError(f'the folder lacks {name}, which transformers would draw at random')
+        if found['missing_keys']:
+            raise ValueError(f"the folder lacks {min(found['missing_keys'])}, which transformers "
+                             'would draw at random')
         self.reason, c = reason, self.model.config.get_text_config()
         L = getattr(c, 'max_position_embeddings', getattr(c, 'max_seq_len', 2048))
         if c.model_type == 'mpt':  # it makes its biases for so many tokens

@@ -54,9 +54,9 @@ def weight_names(c, table):
     """{our weight: its names elsewhere}. c: a ModelConfig; table: such as LLAMA."""
     names = {}
     for ours, theirs in table.items():
-        for i in map(str, range(c.n_layer if '*' in ours else 1)):
-            parts = [f'{part}.weight'.replace('*', i) for part in theirs]
-            names[f'{ours}.weight'.replace('*', i)] = parts
+        for i in range(c.n_layer if '*' in ours else 1):
+            parts = [f'{part}.weight'.replace('*', str(i)) for part in theirs]
+            names[f'{ours}.weight'.replace('*', str(i))] = parts
     if c.tied:
         names['head.weight'] = names['embed.weight']
     return names
