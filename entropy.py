@@ -22,6 +22,7 @@ from position import in_rows, repeat_heads
 from stage import (
     bin_means,
     cut_curve,
+    doublings,
     open_model,
     print_rows,
     result_path,
@@ -144,37 +145,31 @@ def main(given):
     folder = results_folder(out_dir, init_from, given)
     path = result_path(folder, 'entropy', label, info, dataset, split)
     block_size = model.config.block_size
-    T = length or 8 * block_size
+    T, width = length or 8 * block_size, max(1, block_size // 16)
     windows = Windows(dataset or info['dataset'], split, T, info=info)
     samples = windows.evenly_spaced(n_samples)
 
-    width = max(1, block_size // 16)  # positions in a bin
-    bins = T // width
-
     def measure(inputs, targets):
-        """A row per window: T losses, then n_layer * n_head * bins entropies."""
+        """The loss, then the entropy of each head, in bins: (B, 1 + n_layer * n_head, bins)."""
         heads, losses = entropies(model, inputs, targets)         # (n_layer, B, H, T), (B, T)
-        heads = heads[..., :bins * width].unflatten(-1, (bins, width)).mean(-1)
-        return torch.cat((losses, heads.transpose(0, 1).flatten(1)), dim=1)
+        rows = torch.cat((losses[:, None], heads.transpose(0, 1).flatten(1, 2)), dim=1)
+        return bin_means(rows, width)[1]
 
     means = runtime.over_windows(samples, batch_tokens, measure, f'{T} tokens').mean(0)
-    losses, heads = means[:T], means[T:].reshape(-1, model.config.n_head, bins)
-    positions, loss = bin_means(losses, width)
+    loss, heads = means[0], means[1:].reshape(len(model.blocks), -1, means.shape[1])
+    positions = bin_means(np.arange(1, T + 1), width)[1]
     mean, bound = heads.mean((0, 1)), np.log(positions)
-    result = {'dataset': windows.dataset, 'split': split, 'unit': 'nats', 'position': positions,
-              'samples': len(samples), 'crossing': windows.crossing, 'loss': loss,
-              'mean_entropy': mean, 'bound': bound, 'entropy': heads}
     rows = []
-    for factor in (1, 2, 4, 8, 16):
-        end = factor * block_size // 2
-        if end <= T:
-            i = end // width - 1  # the last bin up to `end`
-            rows.append({'position': positions[i], 'mean entropy (nats)': mean[i],
-                         'bound': bound[i]})
+    for end in doublings(block_size // 2, T):
+        i = end // width - 1  # the last bin up to `end`
+        rows.append({'position': positions[i], 'mean entropy (nats)': mean[i], 'bound': bound[i]})
     print_rows(runtime.print, rows)
-    if T > block_size:
-        result['cut'] = cut_curve(model, samples, tail, batch_tokens, runtime)
-    write_result(path, result, settings(globals()), runtime, info)
+    write_result(path, {
+        'dataset': windows.dataset, 'position': positions,
+        'samples': len(samples), 'crossing': windows.crossing, 'loss': loss, 'mean_entropy': mean,
+        'bound': bound, 'entropy': heads,
+        'cut': cut_curve(model, samples, tail, batch_tokens, runtime)},
+        settings(globals()), runtime, info)
 
 
 if __name__ == '__main__':

@@ -19,7 +19,6 @@ $ torchrun --nproc_per_node=8 eval_ppl.py --out_dir=out/nope_1b --dataset=pg19 -
 Writes out_dir/eval_ppl[_PROTOCOL][_LABEL].json and .png
 """
 
-import functools
 import math
 
 from configurator import UserError, configure, settings
@@ -32,6 +31,8 @@ from data import Windows
 from stage import (
     bin_means,
     cut_losses,
+    doublings,
+    losses_by_length,
     open_model,
     print_rows,
     result_path,
@@ -95,18 +96,28 @@ def window_ends(starts, n_tokens, length, longest, stride, rule):
     starts: of the documents, whose last token is end-of-text and is not scored.
     """
     first, ends = longest if rule == 'same' else length, []
-    for start, end in zip(starts.tolist(), [*starts[1:].tolist(), n_tokens]):
+    borders = [*starts.tolist(), n_tokens]
+    for start, end in zip(borders, borders[1:]):
         ends += range(start + first, end - 1, stride)
     return np.array(ends)
 
 
 def sliding(model, data, sizes, runtime):
-    """Sliding windows: a row per length, and the mean loss of each window."""
+    """Sliding windows: a row per length."""
     L, longest = model.config.pretrained_length, sizes[-1]
     step = stride or min(256, max(1, L // 8))
     if not 0 < step < sizes[0] or rule not in ('same', 'paper'):
         raise UserError(f'stride is {step} and rule {rule}. Give a stride below the shortest '
                         f'length, {sizes[0]}, and rule same or paper.')
+
+    def last_losses(inputs, targets):
+        """
+        The losses of the last `step` tokens of each window, (B, step). The model reads the whole
+        window, because some position methods depend on the number of tokens. So its last target
+        lies past the window, and is dropped.
+        """
+        return model(inputs, targets[:, -step - 1:])[:, :-1]
+
     rows, cut = [], None
     for length in reversed(sizes):
         ends = window_ends(data.starts, len(data.tokens), length, longest, step, rule)
@@ -116,44 +127,35 @@ def sliding(model, data, sizes, runtime):
         n = min(max_windows, len(ends))
         ends = ends[np.arange(n) * len(ends) // n] if rule == 'same' else ends[:n]
         samples = data.tokens[ends[:, None] + np.arange(-length, 1)].astype(np.int64)
-        # The model reads the whole window, because some position methods depend on the number of
-        # tokens. So its last target lies past the window, and is dropped.
-        losses = runtime.over_windows(samples, batch_tokens, lambda inputs, targets: model(
-            inputs, targets[:, -step - 1:])[:, :-1], f'{n} of {length}').mean(1)
-        row = {'length': length, **summary(losses), 'scored_tokens': n * step}
+        losses = runtime.over_windows(samples, batch_tokens, last_losses, f'{n} of {length}')
+        row = {'length': length, **summary(losses.mean(1)), 'scored_tokens': losses.size}
         if length > L:
             if cut is None or rule == 'paper':  # by rule same, all lengths score the same tokens
                 cut = cut_losses(model, samples, length - 1, step, batch_tokens, runtime)
-            row |= gain_of(losses, cut)
-        rows.append(row)
-    return {'rule': rule, 'stride': step, 'rows': rows[::-1]}
+            row |= gain_of(losses.mean(1), cut)
+        rows.insert(0, row)
+    return {'rule': rule, 'stride': step, 'rows': rows}
 
 
 # ---------------------------------------------------------------------- each position, the tail
 
 def by_position(model, data, sizes, runtime):
     """The loss at each position of a pass of the longest length, and of the tail of each length."""
-    T, n_tail = sizes[-1], tail or 64  # tokens in a window, and scored at the end of each length
+    n_tail = tail or 64  # tokens scored at the end of each length
     # Windows may overlap, but their tails do not, so no row scores a token twice.
-    samples = data.evenly_spaced(n_samples, spacing=min(n_tail, T))
-
-    def read(length):
-        windows = samples[:, :length + 1]
-        return runtime.over_windows(windows, batch_tokens, model, f'{length} tokens')
-
-    losses, rows, by_window = read(T), [], {}
+    samples = data.evenly_spaced(n_samples, spacing=min(n_tail, sizes[-1]))
+    losses = losses_by_length(model, samples, sizes, batch_tokens, runtime)
+    rows, by_window = [], {}
     for length in sizes:
-        # scale sets and dynamic NTK change with the length: a pass for each
-        whole = read(length) if model.depends_on_length and length < T else losses
-        of_tail = whole[:, max(0, length - n_tail):length]
+        of_tail = losses[length][:, -n_tail:]                 # (windows, n_tail)
         by_window[length] = tail_losses = of_tail.mean(1)
         row = {'length': length, **summary(tail_losses), 'scored_tokens': of_tail.size}
         if length > model.config.pretrained_length:
             cut = cut_losses(model, samples, length, n_tail, batch_tokens, runtime)
             row |= gain_of(tail_losses, cut)
         rows.append(row)
-    middle, binned = bin_means(losses.mean(0), model.config.block_size // 16)
-    return {'rows': rows, 'tail': n_tail, 'samples': len(losses), 'crossing': data.crossing,
+    middle, binned = bin_means(losses[sizes[-1]].mean(0), model.config.block_size // 16)
+    return {'rows': rows, 'tail': n_tail, 'samples': len(samples), 'crossing': data.crossing,
             'position': middle, 'loss': binned, 'loss_at_by_window': by_window}
 
 
@@ -168,21 +170,22 @@ def tails(model, data, sizes, runtime):
     K = tail or min(256, block_size)
     samples = data.evenly_spaced(n_samples, spacing=min(K, sizes[-1]))
 
-    @functools.cache
-    def losses_in(T):
-        """Losses of the last max(K, block_size) tokens of each window of T tokens."""
-        return runtime.over_windows(samples[:, -T - 1:], batch_tokens, lambda inputs, targets:
-                                    model(inputs, targets[:, -max(K, block_size):]), f'length {T}')
+    def read(length):
+        """The losses of the last max(K, block_size) tokens of each window, read from its end."""
+        windows = samples[:, -length - 1:]
+        return runtime.over_windows(
+            windows, batch_tokens, lambda inputs, targets:
+            model(inputs, targets[:, -max(K, block_size):]), f'{length} tokens')
 
-    rows = []
-    for T in sizes:
-        losses = losses_in(T)
+    ppl_alone, rows = math.exp(read(block_size).mean()), []
+    for length in sizes:
+        losses = read(length)
         scored = losses[:, -K:]
-        row = {'length': T, **summary(scored.mean(1)), 'scored_tokens': scored.size}
-        if T > block_size:
-            alone, whole = losses_in(block_size).mean(), losses[:, -block_size:].mean()
-            row['ppl_alone'], row['ppl_with_all'] = math.exp(alone), math.exp(whole)
-            row['delta_p'] = row['ppl_alone'] - row['ppl_with_all']
+        row = {'length': length, **summary(scored.mean(1)), 'scored_tokens': scored.size}
+        if length > block_size:
+            ppl_with_all = math.exp(losses[:, -block_size:].mean())
+            row |= {'ppl_alone': ppl_alone, 'ppl_with_all': ppl_with_all,
+                    'delta_p': ppl_alone - ppl_with_all}
         rows.append(row)
     return {'rows': rows, 'tail': K, 'samples': len(samples), 'crossing': data.crossing}
 
@@ -191,24 +194,20 @@ PROTOCOLS = {'sliding': sliding, 'position': by_position, 'tail': tails}
 
 
 def main(given):
-    if protocol not in PROTOCOLS:
-        raise UserError(f"protocol is '{protocol}'. Choose {', '.join(PROTOCOLS)}.")
-    runtime = setup(device, dtype)
+    measure, runtime = PROTOCOLS[protocol], setup(device, dtype)
     model, info = open_model(init_from, out_dir, runtime, position, rope_scaling, scale)
-    name = 'eval_ppl' if protocol == 'sliding' else f'eval_ppl_{protocol}'
     folder = results_folder(out_dir, init_from, given)
+    name = 'eval_ppl' if protocol == 'sliding' else f'eval_ppl_{protocol}'
     path = result_path(folder, name, label, info, dataset, split)
-    sizes = sorted(lengths) or [n * model.config.block_size for n in (1, 2, 4, 8)]
-    if sizes[0] < 1:
-        raise UserError(f'lengths is {lengths}; a window has at least 1 token.')
+    sizes = sorted(lengths) or doublings(model.config.block_size, 8 * model.config.block_size)
     data = Windows(dataset or info['dataset'], split, sizes[-1], info=info)
     # scale sets change the model from pass to pass; models of others are left as they are
     if can_compile(runtime, compile and getattr(model, 'scale_sets', None) == {}):
         model = torch.compile(model, dynamic=False)
-    result = PROTOCOLS[protocol](model, data, sizes, runtime)
+    result = measure(model, data, sizes, runtime)
     print_rows(runtime.print, result['rows'])
-    write_result(path, {'protocol': protocol, 'dataset': data.dataset, 'split': split,
-                        'lengths': sizes, **result}, settings(globals()), runtime, info)
+    result |= {'protocol': protocol, 'dataset': data.dataset, 'lengths': sizes}
+    write_result(path, result, settings(globals()), runtime, info)
 
 
 if __name__ == '__main__':

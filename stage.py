@@ -3,7 +3,6 @@ What the stages share that read a trained model: open it, read the last tokens w
 write results.
 """
 
-import contextlib
 import dataclasses
 import json
 import platform
@@ -11,7 +10,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from configurator import ROOT, UserError
@@ -23,9 +21,6 @@ from common import load_weights, model_config, read_model, save_json
 from model import Transformer
 from position import unused_settings
 from scales import set_scale
-
-BEGAN = time.perf_counter()
-
 
 # ---------------------------------------------------------------------- open a model
 
@@ -39,14 +34,21 @@ def matrices(model):
     return {name: p for name, p in model.named_parameters() if name.endswith(names)}
 
 
-def loaded(weights, config, path, dtype):
-    """A Transformer with a checkpoint's weights, its matrices in this dtype."""
+def build_model(weights, trained, position, rope_scaling, path, dtype):
+    """
+    A Transformer with a checkpoint's weights, its matrices in this dtype. trained: the ModelConfig
+    of the checkpoint. position, rope_scaling: instead of its own, unless None. path: for errors.
+    """
+    values = dataclasses.asdict(trained) | {'position': position or trained.position}
+    values |= unused_settings(values)  # another position method may not have them
+    if rope_scaling is not None:
+        values['rope_scaling'] = rope_scaling
+    config = model_config(values)
     model = Transformer(config)
     load_weights(model, weights, path, assign=True)
-    if config.tied:
+    if config.tied:  # assign=True gave each its own
         model.head.weight = model.embed.weight
-    for p in model.parameters():
-        p.data = p.data.float()
+    model.float()
     for p in matrices(model).values():
         p.data = p.data.to(dtype)
     return model
@@ -69,28 +71,18 @@ def open_model(init_from, out_dir, runtime, position=None, rope_scaling=None, sc
     """
     path = f'{out_dir}/{init_from}.pt' if init_from in ('last', 'best') else init_from
     info = read_model(path, position, runtime.dtype)
-    path, model, trained, label = info['path'], info.pop('model'), info['model_config'], []
-    info.pop('optimizer', None)
-    if isinstance(model, dict):  # a state dict, for our Transformer; else transformers runs it
-        values = dataclasses.asdict(trained) | {'position': position or trained.position}
-        values |= unused_settings(values)  # another position method may not have them
-        if rope_scaling is not None:
-            values['rope_scaling'] = rope_scaling
-        config = model_config(values)
-        model = loaded(model, config, path, runtime.dtype)
-        info |= {'model_config': config, 'trained_position': trained.position}
-        # of a folder, trained.position already is the position that was given
-        if position and (position != trained.position or not path.endswith('.pt')):
-            label.append(position.replace(',', '_'))
-        if config.rope_scaling:
-            label.append(config.rope_scaling.replace(':', ''))
+    model, trained = info.pop('model'), info['model_config']
+    if isinstance(model, dict):  # weights of a Transformer
+        model = build_model(model, trained, position, rope_scaling, info['path'], runtime.dtype)
+        info |= {'model_config': model.config, 'trained_position': trained.position}
     elif position or rope_scaling is not None or scale is not None:
         model.refuse()  # a model that transformers runs cannot be changed
     model = model.to(runtime.device).eval().requires_grad_(False)
-    info |= {'dataset': info['settings'].get('dataset', ''),
-             'tuned_length': model.config.block_size}
-    label.append(set_scale(model, scale, info))
-    info['label'] = '_'.join(filter(None, label))
+    info['dataset'] = info['settings'].get('dataset', '')
+    info['tuned_length'] = model.config.block_size
+    scales = set_scale(model, scale, info)
+    names = position, model.config.rope_scaling.replace(':', ''), scales
+    info['label'] = '_'.join(filter(None, names))
     return model, info
 
 
@@ -103,7 +95,7 @@ def cut_windows(lo, hi, n, L):
     L / 8 each. With L = 8, the last 3 tokens of tokens[0:20] are read by (12, 20, 1), (11, 19, 1)
     and (10, 18, 1).
     """
-    stride, windows = min(n, max(1, L // 8)), []
+    stride, windows = max(1, L // 8), []
     for end in range(hi, hi - n, -stride):
         left = end - (hi - n)  # tokens that are still to be scored
         windows.append((max(lo, end - L), end, min(stride, left)))
@@ -115,32 +107,51 @@ def cut_losses(model, samples, end, tail, batch_tokens, runtime):
     The baseline of every model that reads past L: the mean loss of each sample over the last `tail`
     targets up to position `end`, (n,), if it sees only the last L tokens. samples: (n, T + 1) ids.
     """
-    L, n_scored, total = model.config.pretrained_length, min(tail, end), 0
-    for lo, hi, n in cut_windows(0, end, n_scored, L):
-        def last_losses(inputs, targets, n=n):
-            return model(inputs, targets[:, -n:]).sum(1)
-
-        total += runtime.over_windows(samples[:, lo:hi + 1], batch_tokens, last_losses)
+    n_scored, total = min(tail, end), 0
+    for lo, hi, n in cut_windows(0, end, n_scored, model.config.pretrained_length):
+        total += runtime.over_windows(
+            samples[:, lo:hi + 1], batch_tokens,
+            lambda inputs, targets, n=n: model(inputs, targets[:, -n:]).sum(1))
     return total / n_scored
+
+
+def doublings(first, last):
+    """The lengths first, twice as many, four times ... and last."""
+    lengths = []
+    while first < last:
+        lengths.append(first)
+        first *= 2
+    return [*lengths, last]
 
 
 def cut_curve(model, samples, tail, batch_tokens, runtime):
     """The mean of cut_losses() at block_size tokens, twice as many, four times ... and at T."""
-    T, lengths = samples.shape[1] - 1, [model.config.block_size]
-    while 2 * lengths[-1] < T:
-        lengths.append(2 * lengths[-1])
-    if lengths[-1] < T:
-        lengths.append(T)
+    lengths = doublings(model.config.block_size, samples.shape[1] - 1)
     losses = [cut_losses(model, samples, n, tail, batch_tokens, runtime).mean() for n in lengths]
     return {'context': model.config.pretrained_length, 'position': lengths, 'loss': losses}
 
 
+def losses_by_length(model, samples, lengths, batch_tokens, runtime, title=''):
+    """
+    The losses of the first n targets of each sample, {n: (samples, n)}, for each n in lengths. One
+    pass of the longest length gives them all, unless a token is read in another way when more
+    tokens follow, as with scale sets and dynamic NTK: then each length has its own pass.
+    """
+    def read(n):
+        return runtime.over_windows(samples[:, :n + 1], batch_tokens, model, f'{title}{n} tokens')
+
+    if model.depends_on_length:
+        return {n: read(n) for n in lengths}
+    losses = read(max(lengths))
+    return {n: losses[:, :n] for n in lengths}
+
+
 def bin_means(values, width):
     """
-    Means over bins of `width` positions. values: (..., T). Returns the mean position of each bin,
-    counted from 1, (bins,), and the means, (..., bins).
+    Means over bins of `width` positions. values: (..., T), of numpy or torch. Returns the mean
+    position of each bin, counted from 1, (bins,), and the means, (..., bins).
     """
-    values, width = np.asarray(values), max(1, width)
+    width = max(1, width)
     bins = values.shape[-1] // width
     means = values[..., :bins * width].reshape(*values.shape[:-1], bins, width).mean(-1)
     return np.arange(bins) * width + (width + 1) / 2, means
@@ -155,10 +166,10 @@ def results_folder(out_dir, init_from, given):
     """
     if init_from in ('last', 'best') or 'out_dir' in given:
         return out_dir
-    if init_from.startswith('hf:'):
-        return 'out/' + init_from[3:].replace('/', '-')
-    path = Path(init_from.removesuffix('.pt').removesuffix('.gguf')).resolve()
-    path = path.parent if path.name == 'last' else path
+    name = init_from.removeprefix('hf:')
+    for ending in '/last.pt', '.pt', '.gguf':
+        name = name.removesuffix(ending)
+    path = Path(name).resolve()
     return f'out/{path.parent.name}-{path.name}'
 
 
@@ -168,56 +179,52 @@ def result_path(folder, stage, label, info, dataset='', split='test'):
     label the name says how the model is read, and which text, if it is not the model's own. Raises
     UserError, before the work starts, if a result of other weights is there.
     """
-    of_text = Path(dataset).name if dataset != info.get('dataset') else ''
-    read_as = info['label'], of_text, split if split != 'test' else ''
-    name = '_'.join(filter(None, (stage, label) if label else (stage, *read_as)))
-    if Path(name).name != name:
-        raise UserError(f'label is {label}; it becomes part of a file name, so it has no slash.')
-    path = Path(folder, name)
+    of_text = Path(dataset).name if dataset != info['dataset'] else ''
+    of_split = split if split != 'test' else ''
+    parts = [stage, label] if label else [stage, info['label'], of_text, of_split]
+    path = Path(folder, '_'.join(filter(None, parts)))
     path.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # there is none
-        there = json.loads(Path(f'{path}.json').read_text(encoding='utf-8')).get('weights_digest')
-        if there not in (None, info['digest']):
-            raise UserError(f"{path}.json is a result of other weights than {info['path']}. Give "
-                            'this one a --label=NAME, or another --out_dir=.')
+    there = Path(f'{path}.json')
+    if there.exists():
+        digest = json.loads(there.read_text(encoding='utf-8')).get('weights_digest')
+        if digest not in (None, info['digest']):
+            raise UserError(f"{there} is a result of other weights than {info['path']}. Give this "
+                            'one a --label=NAME, or another --out_dir=.')
     return str(path)
 
 
 def commit():
-    """The commit of the project's folder, and whether it has changes; None without git."""
-    git = shutil.which('git')
-    if not git or not (ROOT / '.git').exists():  # not that of a surrounding repository
-        return None
-    describe = [git, '-C', ROOT, 'describe', '--always', '--exclude=*', '--dirty= with changes']
+    """The commit of the project's folder, and whether it has changes; '' without git."""
+    if not shutil.which('git'):
+        return ''
+    describe = ['git', '-C', ROOT, 'describe', '--always', '--exclude=*', '--dirty= with changes']
     return subprocess.run(describe, capture_output=True, text=True).stdout.strip()
 
 
 def write_result(path, result, chosen, runtime, info=None):
     """
-    Write PATH.json, on the first rank, and its pictures. The file holds how the model was read, the
+    Write PATH.json, on the first rank, and its picture. The file holds how the model was read, the
     result, and what is needed to measure it again. chosen: settings(globals()) of the stage.
     """
     if not runtime.is_main:
         return
-    module = sys.modules['__main__'].__spec__
-    program = ['-m', module.name] if module else [Path(sys.argv[0]).name]
-    data = {'stage': Path(sys.argv[0]).stem, 'label': chosen.get('label', '')}
+    data = {'stage': Path(sys.argv[0]).stem}
     if info:
-        c = info['model_config']
-        data |= {'label': data['label'] or info['label'], 'position_method': c.position,
-                 'short_conv': c.short_conv, 'dape_kernel': c.dape_kernel,
-                 'block_size': c.block_size, 'pretrained_length': c.pretrained_length,
-                 'rope_scaling': c.rope_scaling, 'checkpoint': info['path'],
-                 'weights_digest': info['digest'], 'scale': chosen.get('scale')}
+        config = info['model_config']
+        data |= {'checkpoint': info['path'], 'weights_digest': info['digest'],
+                 'position_method': config.position}
+        for name in 'rope_scaling', 'short_conv', 'dape_kernel', 'block_size', 'pretrained_length':
+            data[name] = getattr(config, name)
     data |= result
-    device = runtime.device.type
+    module = sys.modules['__main__'].__spec__  # None unless the stage was run by python -m
+    program = ['-m', module.name] if module else [Path(sys.argv[0]).name]
+    is_cuda = runtime.device.type == 'cuda'
     data |= {'command': shlex.join(['python', *program, *sys.argv[1:]]), 'settings': chosen,
              'commit': commit(),
              'versions': {'python': platform.python_version(), 'torch': torch.__version__},
-             'device': torch.cuda.get_device_name() if device == 'cuda' else platform.machine(),
-             'threads': torch.get_num_threads(), 'ranks': runtime.world_size,
-             'dtype': str(runtime.dtype).removeprefix('torch.'),
-             'seconds': round(time.perf_counter() - BEGAN, 1)}
+             'device': torch.cuda.get_device_name() if is_cuda else platform.machine(),
+             'threads': torch.get_num_threads(),
+             'dtype': str(runtime.dtype).removeprefix('torch.')}
     save_json(f'{path}.json', data)
     import plots  # matplotlib takes a second
     print('wrote', f'{path}.json', *plots.draw(f'{path}.json'))
@@ -228,11 +235,13 @@ def write_result(path, result, chosen, runtime, info=None):
 
 def print_rows(say, rows):
     """Print rows, {column: number or text}, as a table. A cell is empty if its row lacks it."""
-    columns = dict.fromkeys(name for row in rows for name in row)
-    table = [[name.replace('_', ' ') for name in columns]]
-    for row in rows:
-        cells = [row.get(name, '') for name in columns]
-        table.append([f'{cell:.4f}' if isinstance(cell, float) else str(cell) for cell in cells])
-    widths = [max(map(len, column)) for column in zip(*table)]
-    for cells in table:
-        say('  '.join(f'{cell:>{width}}' for cell, width in zip(cells, widths)))
+    lines = [''] * (1 + len(rows))
+    for column in dict.fromkeys(name for row in rows for name in row):
+        cells = [column.replace('_', ' ')]
+        for row in rows:
+            cell = row.get(column, '')
+            cells.append(f'{cell:.4f}' if isinstance(cell, float) else str(cell))
+        width = max(map(len, cells))
+        lines = [f'{line}  {cell:>{width}}' for line, cell in zip(lines, cells)]
+    for line in lines:
+        say(line[2:])

