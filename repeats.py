@@ -6,10 +6,10 @@ copied, but only by a model that sees the first definition.
 
 A target is a token x_t, t >= 2L, whose `gram` tokens before it also stand before an earlier token
 x_s, with s < t - L, and before no s in [t - L, t). So x_s is not among the last L tokens. The cut
-context is the L tokens before the target. L is the length of pretraining.
+context is the L tokens before the target. L is the untuned model's length of pretraining.
 
 gain = loss of the untuned model in the cut context - loss of this model in the whole window. Above
-0 a model reads past L. own_gain is the same with this model, and its scales, in both places.
+0 a model reads past L.
 headroom is the gain of the copy cache (Grave et al. 2017, arXiv:1612.04426, in its simplest form):
 it gives the target the probability (1 - w) p + w c, where p is the untuned model's in the cut
 context, and c is 1 if x_s equals the target, else 0. The weight w is fitted on the split val.
@@ -30,13 +30,7 @@ import numpy as np
 
 from common import setup
 from data import Windows
-from stage import (
-    open_model,
-    print_rows,
-    result_path,
-    results_folder,
-    write_result,
-)
+from stage import doublings, open_model, print_rows, result_path, results_folder, write_result
 
 # which model, text and device
 out_dir = 'out/demo/nope'    # folder of the run to read; results go there, too
@@ -87,9 +81,8 @@ def find_targets(samples, L, g, most):
     if n_found == 0:
         raise UserError(f'No token of {len(samples)} windows is a far repeat of {g} tokens. Give '
                         'longer windows, other text, or a lower --gram=.')
-    if n_found > most:
-        drawn = np.sort(np.random.default_rng(0).choice(n_found, most, replace=False))
-        window, at = window[drawn], at[drawn]
+    drawn = np.random.default_rng(0).choice(n_found, min(most, n_found), replace=False)
+    window, at = window[np.sort(drawn)], at[np.sort(drawn)]
     s = s[window, at]
     return window, at, s, samples[window, at] == samples[window, s], n_found
 
@@ -127,15 +120,21 @@ def ratio_over_windows(a, b, window):
     return ratio, variance ** 0.5 / abs(b.sum())
 
 
-def row_of(kind, which, window, losses, cut):
+def row_of(kind, which, window, losses, cut, copied=None):
     """
-    A row of the result for the targets `which`, (n,) bool. window, losses, cut: one number per
-    target; the gain is cut - losses.
+    A row of the result for the targets `which`, (n,) bool. window, losses, cut, copied: one number
+    per target. The gain is cut - losses. With the losses of the copy cache, `copied`, the row also
+    has the headroom and R.
     """
     window, losses, cut = window[which], losses[which], cut[which]
     gain, error = ratio_over_windows(cut - losses, np.ones(len(window)), window)
-    return {'kind': kind, 'loss': losses.mean(), 'cut_loss': cut.mean(), 'gain': gain,
-            'gain_error': error, 'targets': len(window), 'windows': len(np.unique(window))}
+    row = {'kind': kind, 'loss': losses.mean(), 'cut_loss': cut.mean(), 'gain': gain,
+           'gain_error': error, 'targets': len(window), 'windows': len(np.unique(window))}
+    if copied is not None:
+        headroom = cut - copied[which]
+        row['headroom'] = headroom.mean()
+        row['R'], row['R_error'] = ratio_over_windows(cut - losses, headroom, window)
+    return row
 
 
 def other_windows(first, last):
@@ -155,72 +154,51 @@ def main(given):
     model, info = open_model(init_from, out_dir, runtime, position, rope_scaling, scale)
     folder = results_folder(out_dir, init_from, given)
     path = result_path(folder, 'repeats', label, info, dataset, split)
-    L, W = model.config.pretrained_length, length or 8 * model.config.block_size
-    name = dataset or info['dataset']
+    name, W = dataset or info['dataset'], length or 8 * model.config.block_size
+
+    # The untuned model: another checkpoint, or this one as it was trained, without its scales.
+    trained = None if baseline else info.get('trained_position')
+    untuned, untuned_info = open_model(baseline or init_from, out_dir, runtime, trained)
+    L = untuned.config.pretrained_length
+
+    # Find the targets, and others in the split val, on which the copy cache is fitted.
     data = Windows(name, split, W, info=info)
     samples = data.evenly_spaced(n_samples)
     window, t, s, same, n_found = find_targets(samples, L, gram, targets)
     others = other_windows(*data.documents) if control else None
-    # A Hugging Face folder knows only none and rope. Another --position= may say how it was
-    # trained, or only how to read it.
-    if not baseline and {*(position or 'none').split(',')} - {'none', 'rope'} \
-            and not info['path'].endswith(('.pt', '.gguf')):
-        raise UserError(f'{init_from} does not say how it was trained, if you give its position. '
-                        'Name the untuned model: --baseline=FOLDER.')
-    untuned, untuned_info = model, info
-    if baseline or any(one is not None for one in (position, rope_scaling, scale)):
-        trained = None if baseline else info['trained_position']
-        untuned, untuned_info = open_model(baseline or init_from, out_dir, runtime, trained)
-    if untuned.config.pretrained_length != L:
-        raise UserError(f'baseline was pretrained at {untuned.config.pretrained_length} tokens, '
-                        f'the model at {L}. Name the checkpoint that it was fine-tuned from.')
     # untuned_info: the baseline, too, must have the tokenizer of the text
     val = Windows(name, 'val', W, info=untuned_info).evenly_spaced(n_samples)
     val_window, val_t, _, val_same, _ = find_targets(val, L, gram, targets)
 
-    def cut_with(net, samples, window, t):
-        return cut_target_losses(net, samples, window, t, batch_tokens, runtime)
+    # Read them in the whole window, and with only the last L tokens.
+    losses = runtime.over_windows(samples, batch_tokens, model, f'{W} tokens')
+    losses = losses[window, t - 1]  # the first loss is that of token 1
+    cut = cut_target_losses(untuned, samples, window, t, batch_tokens, runtime)
 
-    def whole(texts):
-        return runtime.over_windows(texts, batch_tokens, model, f'{W} tokens')
-
-    losses = whole(samples)[window, t - 1]  # the first loss is that of token 1
-    cut = cut_with(untuned, samples, window, t)
-    own_cut = cut if untuned is model else cut_with(model, samples, window, t)
-    weight = fit_copy_weight(cut_with(untuned, val, val_window, val_t), val_same)
+    # Fit the copy cache.
+    val_cut = cut_target_losses(untuned, val, val_window, val_t, batch_tokens, runtime)
+    weight = fit_copy_weight(val_cut, val_same)
     copied = copy_losses(cut, same, weight)
 
-    def full_row(kind, which, losses):
-        row = row_of(kind, which, window, losses, cut)
-        own = row_of(kind, which, window, losses, own_cut)
-        row['own_gain'], row['own_gain_error'] = own['gain'], own['gain_error']
-        headroom = (cut - copied)[which]
-        row['headroom'] = headroom.mean()
-        row['R'], row['R_error'] = ratio_over_windows((cut - losses)[which], headroom,
-                                                      window[which])
-        return row
-
-    all_targets = np.full(len(t), True)
-    rows = [full_row('all', all_targets, losses), full_row('same token', same, losses)]
-    far = L
-    while far < W:  # by distance: from L to 2L, to 4L ... to W
-        near, far = far, min(2 * far, W)
-        between = (near < t - s) & (t - s <= far)
-        if between.any():
-            rows.append(full_row(f'{near + 1} to {far} back', between, losses))
-    if control:
+    # A row for all targets, for those where a copy is right, and by distance, L to 2L, to 4L ... W.
+    kinds = {'all': np.full(len(t), True), 'same token': same}
+    edges = doublings(L, W)
+    for near, far in zip(edges, edges[1:]):
+        kinds[f'{near + 1} to {far} back'] = (near < t - s) & (t - s <= far)
+    rows = [row_of(kind, which, window, losses, cut, copied)
+            for kind, which in kinds.items() if which.any()]
+    if control:  # the last L tokens of each target after another document's text
         is_far = np.arange(W + 1) < t[:, None] - L
         texts = np.where(is_far, samples[others[window]], samples[window])
-        with_other = whole(texts)[np.arange(len(t)), t - 1]
-        rows.append(full_row('other document', all_targets, with_other))
-    share = n_found / (len(samples) * (W + 1 - 2 * L))
-    runtime.print(f'found {n_found:,} far repeats of {gram} tokens, {share:.1%} of the tokens from '
-                  f'position {2 * L} on; scored {len(t):,} of them')
+        with_other = runtime.over_windows(texts, batch_tokens, model, 'other document')
+        with_other = with_other[np.arange(len(t)), t - 1]
+        rows.append(row_of('other document', kinds['all'], window, with_other, cut, copied))
+
+    runtime.print(f'found {n_found:,} far repeats of {gram} tokens, scored {len(t):,} of them')
     print_rows(runtime.print, rows)
     write_result(path, {
-        'dataset': name, 'split': split, 'length': W, 'gram': gram, 'rows': rows,
-        'samples': len(samples), 'crossing': data.crossing, 'found': n_found, 'share': share,
-        'copy_weight': weight,
+        'dataset': name, 'length': W, 'rows': rows, 'samples': len(samples),
+        'crossing': data.crossing, 'found': n_found, 'copy_weight': weight,
         'untuned': {'checkpoint': untuned_info['path'], 'weights_digest': untuned_info['digest']}},
         settings(globals()), runtime, info)
 
