@@ -26,32 +26,30 @@ import torch
 from model import small_vectors, vector_kind
 
 
-def set_entry(length, vectors):
-    """A set of a scale file. vectors: {parameter name: tensor}, with all head scales."""
-    entry = {}
-    for name, vector in vectors.items():
-        is_column = vector.dim() == 2 and vector.shape[1] == 1     # one number per head
-        numbers = (vector[:, 0] if is_column else vector).numpy(force=True)
-        numbers = numbers.astype(str).astype(float)                # no more digits than float32 has
-        entry.setdefault(vector_kind(name), {})[name] = numbers.tolist()
+def set_entry(length, model, kinds):
+    """A set of a scale file: all small vectors of a model that are of these kinds."""
+    entry = {'target_length': length}
+    for kind in sorted(kinds):
+        entry[kind] = {}
+        for name, p in small_vectors(model, kind).items():
+            is_column = p.dim() == 2 and p.shape[1] == 1  # one number per head
+            entry[kind][name] = (p[:, 0] if is_column else p).tolist()
     entry['head_scale'] = list(entry['head_scale'].values())
-    return {'target_length': length} | entry
+    return entry
 
 
 def read_set(entry, model):
     """{parameter name: tensor} from a set of a scale file."""
+    numbers = {}
+    for layer, row in enumerate(entry['head_scale']):
+        numbers[f'blocks.{layer}.attn.head_scale'] = row
+    for kind in {vector_kind(name) for name in small_vectors(model)} - {'head_scale'}:
+        numbers |= entry.get(kind, {})
     vectors = {}
-    for name, p in small_vectors(model).items():
-        # head_scale is a list with a row per layer, other kinds are {parameter: numbers}
-        rows, layer = entry.get(vector_kind(name), {}), name.split('.')[1]  # blocks.LAYER.attn ...
-        row = rows.get(name) if isinstance(rows, dict) else rows[int(layer)]
-        if row is not None:
-            vector = torch.tensor(row, dtype=torch.float32)
-            if len(vector) != len(p) or not vector.isfinite().all():
-                raise ValueError(f'{name} has the wrong length, or a number that is not finite')
-            vectors[name] = vector[:, None] if vector.dim() < p.dim() else vector
-    if not vectors:
-        raise ValueError('it has no head_scale')
+    for name, row in numbers.items():
+        vector = torch.tensor(row, dtype=torch.float32)
+        has_column = vector.dim() < model.get_parameter(name).dim()  # one number per head
+        vectors[name] = vector[:, None] if has_column else vector
     return vectors
 
 
@@ -60,41 +58,31 @@ def read_scale_file(path, model, info):
     The JSON of a scale file, and its sets, {target_length: {parameter name: tensor}}. Raises
     UserError if it was tuned for other weights, or for these weights read in another way.
     """
-    try:
-        data = json.loads(Path(path).read_text(encoding='utf-8'))
-        sets = {entry['target_length']: read_set(entry, model)
-                for entry in data.get('sets', [data])}
-        digest, *read_as = (data[key] for key in ('weights_digest', 'position_method',
-                                                  'rope_scaling'))
-    except OSError as error:
-        raise UserError(f'There is no scale file {path} ({error.strerror}). Make one with '
-                        'tune_scale.py (scale_uniform.json: --method=uniform, with the same '
-                        '--dataset=), or give a number.') from error
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UserError(f'{path} is not a scale file for this model ({error}). Make one with '
-                        'tune_scale.py.') from error
-    if digest != info['digest']:
-        raise UserError(f"{path} was tuned for other weights than {info['path']}. Tune it again "
-                        'for this checkpoint.')
-    if read_as != [model.config.position, model.config.rope_scaling]:
-        raise UserError(f'{path} was tuned with --position={read_as[0]} '
-                        f'--rope_scaling={read_as[1]}. Give both.')
-    return data, sets
+    if not Path(path).is_file():
+        raise UserError(f'There is no scale file {path}. Make one with tune_scale.py '
+                        '(scale_uniform.json: --method=uniform, with the same --dataset=), or give '
+                        'a number.')
+    data = json.loads(Path(path).read_text(encoding='utf-8'))
+    own = {'weights_digest': info['digest'], 'position_method': model.config.position,
+           'rope_scaling': model.config.rope_scaling}
+    for name, value in own.items():
+        if data[name] != value:
+            raise UserError(f"{path} was tuned with {name} '{data[name]}', and this model has "
+                            f"'{value}'. Tune it again, or read the model in the same way.")
+    entries = data.get('sets', [data])
+    return data, {entry['target_length']: read_set(entry, model) for entry in entries}
 
 
 def use_sets(model, sets):
     """
     Give a model sets for several lengths, {length: {parameter name: tensor}}:
-    Transformer.take_set() then takes one for each pass. Up to block_size it is the model's own;
-    sets for shorter texts are left out.
+    Transformer.take_set() then takes one for each pass. Up to block_size it is the model's own.
     """
-    block_size, device = model.config.block_size, model.norm.weight.device
+    device = model.norm.weight.device
     own = {name: model.get_parameter(name).detach().clone() for name in sets[max(sets)]}
-    model.scale_sets = {block_size: own}
-    for length in sorted(sets):
-        if length > block_size:
-            vectors = {name: vector.to(device) for name, vector in sets[length].items()}
-            model.scale_sets[length] = vectors
+    model.scale_sets = {model.config.block_size: own}
+    for length, vectors in sorted(sets.items()):
+        model.scale_sets[length] = {name: vector.to(device) for name, vector in vectors.items()}
 
 
 def set_scale(model, scale, info):
@@ -105,18 +93,16 @@ def set_scale(model, scale, info):
     """
     if scale is None:
         return ''
-    if isinstance(scale, str | Path):
-        data, sets = read_scale_file(scale, model, info)
-        info['tuned_length'] = max(sets)
-        if 'sets' in data:
-            use_sets(model, sets)
-        else:
-            [vectors] = sets.values()
-            for name, vector in vectors.items():
-                p = model.get_parameter(name)
-                p.data = vector.to(p.device, copy=True)
-        return Path(scale).stem
-    if not torch.as_tensor(scale).min() > 0:
-        raise UserError(f'scale is {scale}; a softmax scale must be above 0.')
-    model.head_scale = scale
-    return f'scale{scale:g}' if np.ndim(scale) == 0 else 'scales'
+    if not isinstance(scale, str | Path):
+        model.head_scale = scale
+        return f'scale{scale:g}' if np.ndim(scale) == 0 else 'scales'
+    data, sets = read_scale_file(scale, model, info)
+    info['tuned_length'] = max(sets)
+    if 'sets' in data:
+        use_sets(model, sets)
+    else:
+        [vectors] = sets.values()
+        for name, vector in vectors.items():
+            p = model.get_parameter(name)
+            p.data = vector.to(p.device)
+    return Path(scale).stem

@@ -37,6 +37,7 @@ from scales import read_scale_file, set_entry
 from stage import (
     bin_means,
     cut_curve,
+    losses_by_length,
     open_model,
     print_rows,
     result_path,
@@ -66,8 +67,7 @@ batch_tokens = 16384         # tokens per forward pass
 # head: the recipe of Appendix A
 tune = 'head_scale'          # head_scale, channel, head_gain, norm ..., several with commas;
                              # NAME:RATE sets a learning rate
-init_scale: float | str = 'uniform'  # a number, or the best one in a file of --method=uniform;
-                             # uniform: scale_uniform.json of this text
+init_scale: float | None = None  # None: the best one in scale_uniform.json, found on this text
 min_scale: float | None = 1.0   # head_scale: least value after each step, Eq. (6); None: no limit
 warmup_iters = 20            # steps in which the learning rate rises linearly
 max_iters = 200              # steps; a cosine lowers the learning rate to a tenth of its peak
@@ -85,16 +85,17 @@ def vectors_to_tune(model):
     What the setting `tune` names, as AdamW's groups of parameters. channel is head_scale with one
     number per channel of a head instead of one per head.
     """
-    rates, groups = VECTORS | {'channel': 0.03}, []
+    rates = VECTORS | {'channel': 0.03}
     for block in model.blocks:
         rates |= block.attn.position.vectors
+    groups = []
     for part in tune.split(','):
         kind, _, rate = part.partition(':')
-        vectors = small_vectors(model, 'head_scale' if kind == 'channel' else kind)
-        if not vectors:
+        if kind not in rates:
             raise UserError(f"tune has '{kind}', which this model does not have. Choose from "
                             f'{", ".join(rates)}.')
-        groups.append({'kind': kind, 'names': [*vectors], 'params': [*vectors.values()],
+        vectors = small_vectors(model, 'head_scale' if kind == 'channel' else kind)
+        groups.append({'kind': kind, 'params': [*vectors.values()],
                        'peak': float(rate or rates[kind])})
     return groups
 
@@ -115,7 +116,7 @@ def tune_vectors(model, groups, data, runtime):
     vectors_to_tune(). Returns the loss of each step.
     """
     vectors = [p.requires_grad_(True) for group in groups for p in group['params']]
-    # AdamW keeps what else is in a group: kind, names, peak
+    # AdamW keeps what else is in a group: kind and peak
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     scaler = torch.amp.GradScaler(runtime.device.type, enabled=runtime.dtype == torch.float16)
     model.checkpoint_activations = checkpoint_activations
@@ -135,68 +136,63 @@ def tune_vectors(model, groups, data, runtime):
             for tensor in [step_loss, *(p.grad for p in vectors)]:
                 dist.all_reduce(tensor)
 
-        for group in optimizer.param_groups:
-            group['lr'] = share_of_peak(step) * group['peak']
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(vectors, 1.0)  # only in the paper's code
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad(set_to_none=True)
-        for group in optimizer.param_groups:
-            if group['kind'] == 'head_scale' and min_scale is not None:
-                for p in group['params']:
-                    p.data.clamp_(min=min_scale)  # Eq. (6)
-
         losses.append(step_loss.item())
+        bar.set_postfix_str(f'loss {losses[-1]:.4f}', refresh=False)
         if not math.isfinite(losses[-1]):
             raise UserError(f'the loss became {losses[-1]} at step {step + 1}, so nothing was '
                             'written. Lower the learning rate in --tune=.')
-        bar.set_postfix_str(f'loss {losses[-1]:.4f}', refresh=False)
+
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(vectors, 1.0)  # only in the paper's code
+        for group in optimizer.param_groups:
+            group['lr'] = share_of_peak(step) * group['peak']
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        for group in groups:
+            if group['kind'] == 'head_scale' and min_scale is not None:
+                for p in group['params']:
+                    p.data.clamp_(min=min_scale)  # Eq. (6)
     model.requires_grad_(False)
     return losses
 
 
 def first_scale(folder, length, model, info):
     """The initial scale of every head: a number, or the best uniform one, linear in ln T."""
-    if isinstance(init_scale, float):
+    if init_scale is not None:
         return init_scale
-    path = init_scale
-    if path == 'uniform':
-        path = f'{result_path(folder, "scale_uniform", "", info, dataset)}.json'
-    data, _ = read_scale_file(path, model, info)
-    if 'best_by_length' not in data:
-        raise UserError(f'{path} is no scale_uniform.json. Name one, or give a number.')
+    path = result_path(folder, 'scale_uniform', '', info, dataset)
+    data, _ = read_scale_file(f'{path}.json', model, info)
     return float(np.interp(math.log(length), np.log(data['lengths']), data['best_by_length']))
 
 
-def tune_heads(model, info, folder, lengths, name, runtime):
+def tune_heads(model, info, folder, text, runtime):
     """
-    Tune at each length, from the values of the length before. Returns the sets, {length: vectors},
-    and a result: the loss of each step.
+    Tune at each length, from the values of the length before. Returns the path of the result, and
+    the result: a scale file with the loss of each step.
     """
-    start = first_scale(folder, lengths[0], model, info)
+    c = model.config
+    lengths = sorted(target_lengths) or [target_length or 4 * c.block_size]
+    stem = 'scale_sets' if target_lengths else f'scale_head_{lengths[0]}'
+    path = result_path(folder, stem, label, info, dataset)
+    model.head_scale = start = first_scale(folder, lengths[0], model, info)
+    if 'channel' in tune:
+        model.head_scale = torch.full((c.n_layer, c.n_head, c.head_dim), start)
     groups = vectors_to_tune(model)
-    saved = small_vectors(model, 'head_scale')  # a scale file holds them in any case
-    for group in groups:
-        saved |= zip(group['names'], group['params'])
-    model.head_scale = start  # replaces p.data, so the parameters in groups and saved change, too
-    if 'channel' in [group['kind'] for group in groups]:
-        model.head_scale = model.head_scale[..., None].expand(-1, -1, model.config.head_dim)
-
-    n_tuned = sum(p.numel() for group in groups for p in group['params'])
-    runtime.print(f'tuning {n_tuned} numbers on {max_iters * batch_size * sum(lengths):,} tokens')
-    texts = [Windows(name, 'train', length, seed, info) for length in lengths]
-    sets, losses = {}, []
-    for length, data in zip(lengths, texts):
+    # a scale file holds all head scales in any case
+    kinds = {'head_scale', *(group['kind'] for group in groups)} - {'channel'}
+    # All are opened first, because a text that is too short shall not end a search of hours.
+    texts = [Windows(text, 'train', length, seed, info) for length in lengths]
+    sets, losses = [], []
+    for data in texts:
         losses += tune_vectors(model, groups, data, runtime)
-        sets[length] = {key: p.detach().clone() for key, p in saved.items()}
+        sets.append(set_entry(data.block_size, model, kinds))
     for group in groups:
         values = torch.cat([p.flatten() for p in group['params']])
-        if not values.isfinite().all():
-            raise UserError(f"{group['kind']} is not finite. Lower its rate in --tune=.")
-        runtime.print(f"{group['kind']} {values.min():.3f} to {values.max():.3f}, "
-                      f'mean {values.mean():.3f}')
-    return sets, {'init_scale': start, 'tuned': tune, 'losses': losses}
+        runtime.print(f"{group['kind']}: {len(values)} numbers from {values.min():.3f} to "
+                      f'{values.max():.3f}')
+    tuned = {'sets': sets} if target_lengths else sets[0]
+    return path, {**tuned, 'init_scale': start, 'tuned': tune, 'losses': losses}
 
 
 # ---------------------------------------------------------------------- uniform
@@ -207,7 +203,6 @@ def fit_scale(position, best, L):
     parameter is a. position, best: (n,). Returns a and R^2 = 1 - SS_res / SS_tot. R^2 is nan if
     all these values of `best` are equal. Source: Appendix B.
     """
-    position, best = np.asarray(position, float), np.asarray(best, float)
     x, y = np.log(position[position > L] / L), best[position > L]
     a = float(x @ (y - 1) / (x @ x))
     rest, spread = y - 1 - a * x, y - y.mean()
@@ -216,89 +211,77 @@ def fit_scale(position, best, L):
 
 def same_scale(length, scale, config):
     """A set of a scale file with the same scale for every head."""
-    return {'target_length': length, 'head_scale': [[scale] * config.n_head] * config.n_layer}
+    return {'target_length': length, 'head_scale': np.full((config.n_layer, config.n_head), scale)}
 
 
-def search_uniform(model, info, T, name, runtime):
+def search_uniform(model, info, folder, text, runtime):
     """
-    Read windows of T tokens with each candidate scale. Returns the set of the scale that is best at
-    T, and a result: the loss in bins of block_size / 16 positions with each candidate, the best
-    candidate per bin and per length, the fit of Appendix B, and the loss of the model as loaded
-    with only the last L tokens.
+    Read windows of T tokens with each candidate scale. Returns the path of the result, and the
+    result: a scale file with the candidate that is best at T; the loss in bins of block_size / 16
+    positions with each candidate, the best candidate per bin and per length, the fit of Appendix B,
+    and the loss of the model as loaded with only the last L tokens. Also writes the fit as a scale
+    file, with a set for each length.
     """
+    config, block_size = model.config, model.config.block_size
+    path = result_path(folder, 'scale_uniform', label, info, dataset)
+    T = target_length or 8 * block_size
     first, last, step = candidate_range
     scales = np.arange(first, last + 1e-6, step).round(6)  # with `last`, in spite of rounding
-    block_size = model.config.block_size
-    data = Windows(name, 'val', T, info=info)
+    data = Windows(text, 'val', T, info=info)
     samples = data.evenly_spaced(n_samples)
     cut = cut_curve(model, samples, tail, batch_tokens, runtime)
     lengths = cut['position']  # block_size, twice as many, four times ... T
-    loss, at_length = [], []
+
+    loss, loss_at_length = [], []  # a row for each scale
     for scale in scales:
         model.head_scale = scale
-        whole = {}  # {length of a pass: losses by position}
-        for n in lengths if model.depends_on_length else [T]:
-            whole[n] = runtime.over_windows(samples[:, :n + 1], batch_tokens, model,
-                                            f'scale {scale}').mean(0)
-        position, binned = bin_means(whole[T], block_size // 16)
+        by_length = losses_by_length(model, samples, lengths, batch_tokens, runtime,
+                                     f'scale {scale}, ')
+        means = {n: losses.mean(0) for n, losses in by_length.items()}  # at each position
+        position, binned = bin_means(means[T], block_size // 16)
         loss.append(binned)
-        at_length.append([whole.get(n, whole[T])[max(0, n - tail):n].mean() for n in lengths])
+        loss_at_length.append([means[n][-tail:].mean() for n in lengths])
+    loss_at_length = np.array(loss_at_length)
+    best_by_length = scales[loss_at_length.argmin(0)]
+    best_by_position = scales[np.argmin(loss, axis=0)]
+    a, r2 = fit_scale(position, best_by_position, block_size)
 
-    loss, at_length = np.array(loss), np.array(at_length)
-    best, best_at_length = scales[loss.argmin(0)], scales[at_length.argmin(0)]
-    a, r2 = fit_scale(position, best, block_size)
-    print_rows(runtime.print, [
-        {'length': n, 'best scale': best_at_length[i], 'loss': at_length[:, i].min(),
-         f'with scale {scales[0]}': at_length[0, i],
-         f'only the last {cut["context"]}': cut['loss'][i]} for i, n in enumerate(lengths)])
+    rows = []
+    for i, n in enumerate(lengths):
+        of_scales = loss_at_length[:, i]
+        rows.append({'length': n, 'best scale': best_by_length[i], 'loss': of_scales.min(),
+                     f'with scale {scales[0]}': of_scales[0],
+                     f"only the last {cut['context']}": cut['loss'][i]})
+    print_rows(runtime.print, rows)
     runtime.print(f'scale = 1 + {a:.4f} ln(i / {block_size}), R2 {r2:.4f}')
-    if {*best_at_length[1:]} & {scales[0], scales[-1]}:
+    if {*best_by_length[1:]} & {scales[0], scales[-1]}:
         runtime.print('A best scale lies at an end of --candidate_range: widen it, because beyond '
                       'it may be a better one.')
-    search = {'candidates': scales, 'loss_at_length': at_length, 'position': position, 'loss': loss,
-              'best_by_position': best, 'fit_r2': r2, 'cut': cut,
-              'samples': len(samples)}
-    return same_scale(T, float(best_at_length[-1]), model.config), {
-        'lengths': lengths, 'best_by_length': best_at_length, 'fit_a': a,
+    if runtime.is_main:
+        fit = [same_scale(n, 1 + a * math.log(n / block_size), config) for n in lengths[1:]]
+        save_json(f'{path}_fit.json', {
+            'weights_digest': info['digest'], 'position_method': config.position,
+            'rope_scaling': config.rope_scaling, 'sets': fit})
+    search = {'candidates': scales, 'position': position, 'loss': loss,
+              'best_by_position': best_by_position, 'loss_at_length': loss_at_length, 'fit_r2': r2,
+              'cut': cut}
+    return path, same_scale(T, best_by_length[-1], config) | {
+        'lengths': lengths, 'best_by_length': best_by_length, 'fit_a': a,
         'crossing': data.crossing, 'search': search}
 
 
+METHODS = {'uniform': search_uniform, 'head': tune_heads}
+
+
 def main(given):
-    if method not in ('uniform', 'head'):
-        raise UserError(f"method is '{method}'. Choose uniform or head.")
     runtime = setup(device, dtype, seed)
     model, info = open_model(init_from, out_dir, runtime, position, rope_scaling)
     if hasattr(model, 'refuse'):
         model.refuse()  # a model that transformers runs cannot be changed
-    folder, config = results_folder(out_dir, init_from, given), model.config
-    name = dataset or info['dataset']
-    T = target_length or (8 if method == 'uniform' else 4) * config.block_size
-    lengths = sorted({*target_lengths}) or [T]
-    least = config.block_size
-    if method == 'uniform' or target_lengths:  # which need bins, or a set, past block_size
-        least += max(2, least // 8)
-    if lengths[0] < least:
-        raise UserError(f'target_length is {lengths[0]}; the model was trained at '
-                        f'{config.block_size} tokens. Give at least {least}.')
-    if batch_size < runtime.world_size:
-        raise UserError(f'batch_size {batch_size} is less than the {runtime.world_size} ranks.')
-    read_as = {'method': method, 'dataset': name, 'position_method': config.position,
-               'rope_scaling': config.rope_scaling, 'weights_digest': info['digest']}
-    if method == 'uniform':
-        path = result_path(folder, 'scale_uniform', label, info, dataset)
-        entry, result = search_uniform(model, info, T, name, runtime)
-        # The fit as a scale file, with one uniform scale for each length past block_size
-        fit = [same_scale(n, 1 + result['fit_a'] * math.log(n / config.block_size), config)
-               for n in result['lengths'][1:]]
-        if runtime.is_main:
-            save_json(f'{path}_fit.json', read_as | {'sets': fit, 'fit_a': result['fit_a']})
-    else:
-        stem = 'scale_sets' if target_lengths else f'scale_head_{T}'
-        path = result_path(folder, stem, label, info, dataset)
-        sets, result = tune_heads(model, info, folder, lengths, name, runtime)
-        entries = [set_entry(length, vectors) for length, vectors in sets.items()]
-        entry = {'sets': entries} if target_lengths else entries[0]
-    write_result(path, read_as | entry | result, settings(globals()), runtime, info)
+    folder, text = results_folder(out_dir, init_from, given), dataset or info['dataset']
+    path, result = METHODS[method](model, info, folder, text, runtime)
+    result |= {'method': method, 'dataset': text}
+    write_result(path, result, settings(globals()), runtime, info)
 
 
 if __name__ == '__main__':
