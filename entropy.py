@@ -127,13 +127,11 @@ def entropies(model, inputs, targets):
 
     for block in model.blocks:
         block.attn.probe = measure
-    try:
-        with torch.compiler.set_stance('force_eager'):
-            losses = model(inputs, targets)
-    finally:
-        for block in model.blocks:
-            block.attn.probe = None
-        model.checkpoint_activations = checkpoints
+    with torch.compiler.set_stance('force_eager'):
+        losses = model(inputs, targets)
+    for block in model.blocks:
+        block.attn.probe = None
+    model.checkpoint_activations = checkpoints
     return torch.stack(found), losses
 
 
@@ -157,19 +155,18 @@ def main(given):
 
     means = runtime.over_windows(samples, batch_tokens, measure, f'{T} tokens').mean(0)
     loss, heads = means[0], means[1:].reshape(len(model.blocks), -1, means.shape[1])
-    positions = bin_means(np.arange(1, T + 1), width)[1]
+    positions, _ = bin_means(np.arange(T), width)
     mean, bound = heads.mean((0, 1)), np.log(positions)
+
     rows = []
     for end in doublings(block_size // 2, T):
         i = end // width - 1  # the last bin up to `end`
         rows.append({'position': positions[i], 'mean entropy (nats)': mean[i], 'bound': bound[i]})
     print_rows(runtime.print, rows)
-    write_result(path, {
-        'dataset': windows.dataset, 'position': positions,
-        'samples': len(samples), 'crossing': windows.crossing, 'loss': loss, 'mean_entropy': mean,
-        'bound': bound, 'entropy': heads,
-        'cut': cut_curve(model, samples, tail, batch_tokens, runtime)},
-        settings(globals()), runtime, info)
+    result = {'dataset': windows.dataset, 'samples': len(samples), 'crossing': windows.crossing,
+              'position': positions, 'loss': loss, 'mean_entropy': mean, 'bound': bound,
+              'entropy': heads, 'cut': cut_curve(model, samples, tail, batch_tokens, runtime)}
+    write_result(path, result, settings(globals()), runtime, info)
 
 
 if __name__ == '__main__':

@@ -55,7 +55,7 @@ dtype = 'auto'               # auto, float32, bfloat16, float16
 protocol = 'sliding'         # sliding: sliding windows; position: every position of one pass; tail:
                              # last tokens of each length. repeats.py reads far repeats
 lengths: list[int] = []      # window lengths in tokens; []: 1, 2, 4 and 8 times block_size
-rule = 'same'                # sliding: same or paper; see window_ends()
+rule = 'same'                # sliding: same or paper; see sliding()
 stride: int | None = None    # sliding: tokens scored per window; None: L / 8, at most 256
 max_windows = 1024           # sliding: windows per length; rule same spaces them evenly, rule paper
                              # takes the first ones
@@ -84,27 +84,28 @@ def gain_of(losses, cut):
 
 # ---------------------------------------------------------------------- sliding windows
 
-def window_ends(starts, n_tokens, length, longest, stride, rule):
+def window_ends(starts, n_tokens, first, stride):
     """
-    Where the sliding windows of `length` tokens end, (n,): a window with the end e reads
-    tokens[e - length:e], within one document, and scores the last `stride` of them. Each ends
-    `stride` tokens after the one before.
-    same:    the first window of a document ends `longest` tokens after its start, so that all
-             lengths score the same tokens; only the context differs.
-    paper:   the first window is the first `length` tokens, as in the released code (run_ppl.py of
-             AntNLP/nope_head_scale): each length scores its own tokens.
-    starts: of the documents, whose last token is end-of-text and is not scored.
+    Where sliding windows end, (n,): in each document the first one `first` tokens after its start,
+    and each later one `stride` tokens after the one before. starts: of the documents, whose last
+    token is end-of-text and is not scored. A window with the end e scores tokens[e - stride:e].
     """
-    first, ends = longest if rule == 'same' else length, []
-    borders = [*starts.tolist(), n_tokens]
+    ends, borders = [], [*starts.tolist(), n_tokens]
     for start, end in zip(borders, borders[1:]):
         ends += range(start + first, end - 1, stride)
     return np.array(ends)
 
 
 def sliding(model, data, sizes, runtime):
-    """Sliding windows: a row per length."""
-    L, longest = model.config.pretrained_length, sizes[-1]
+    """
+    A row per length. A window of `length` tokens scores its last `stride` ones, and the next window
+    ends `stride` tokens later.
+    same:    the first window of a document ends where the longest one would, so that all lengths
+             score the same tokens; only the context differs.
+    paper:   the first window is the first `length` tokens, as in the released code (run_ppl.py of
+             AntNLP/nope_head_scale): each length scores its own tokens.
+    """
+    L = model.config.pretrained_length
     step = stride or min(256, max(1, L // 8))
     if not 0 < step < sizes[0] or rule not in ('same', 'paper'):
         raise UserError(f'stride is {step} and rule {rule}. Give a stride below the shortest '
@@ -118,22 +119,24 @@ def sliding(model, data, sizes, runtime):
         """
         return model(inputs, targets[:, -step - 1:])[:, :-1]
 
-    rows, cut = [], None
-    for length in reversed(sizes):
-        ends = window_ends(data.starts, len(data.tokens), length, longest, step, rule)
+    rows, cuts = [], {}  # cuts: losses with the cut context; one for all lengths by rule same
+    for length in sizes:
+        first = sizes[-1] if rule == 'same' else length
+        ends = window_ends(data.starts, len(data.tokens), first, step)
         if len(ends) == 0:
-            raise UserError(f'No document of {data.dataset}, {split} is longer than {longest} '
+            raise UserError(f'No document of {data.dataset}, {split} is longer than {first} '
                             'tokens. Choose shorter --lengths= or other text.')
         n = min(max_windows, len(ends))
         ends = ends[np.arange(n) * len(ends) // n] if rule == 'same' else ends[:n]
-        samples = data.tokens[ends[:, None] + np.arange(-length, 1)].astype(np.int64)
-        losses = runtime.over_windows(samples, batch_tokens, last_losses, f'{n} of {length}')
-        row = {'length': length, **summary(losses.mean(1)), 'scored_tokens': losses.size}
+        samples = data.tokens[ends[:, None] + np.arange(-first, 1)].astype(np.int64)
+        losses = runtime.over_windows(samples[:, -length - 1:], batch_tokens, last_losses,
+                                      f'{n} of {length}').mean(1)
+        row = {'length': length, **summary(losses), 'scored_tokens': n * step}
         if length > L:
-            if cut is None or rule == 'paper':  # by rule same, all lengths score the same tokens
-                cut = cut_losses(model, samples, length - 1, step, batch_tokens, runtime)
-            row |= gain_of(losses.mean(1), cut)
-        rows.insert(0, row)
+            if first not in cuts:
+                cuts[first] = cut_losses(model, samples, first - 1, step, batch_tokens, runtime)
+            row |= gain_of(losses, cuts[first])
+        rows.append(row)
     return {'rule': rule, 'stride': step, 'rows': rows}
 
 

@@ -196,11 +196,10 @@ def main(given):
 
     runtime.print(f'found {n_found:,} far repeats of {gram} tokens, scored {len(t):,} of them')
     print_rows(runtime.print, rows)
-    write_result(path, {
-        'dataset': name, 'length': W, 'rows': rows, 'samples': len(samples),
-        'crossing': data.crossing, 'found': n_found, 'copy_weight': weight,
-        'untuned': {'checkpoint': untuned_info['path'], 'weights_digest': untuned_info['digest']}},
-        settings(globals()), runtime, info)
+    result = {'dataset': name, 'length': W, 'samples': len(samples), 'crossing': data.crossing,
+              'found': n_found, 'copy_weight': weight, 'rows': rows, 'untuned': {
+                  'checkpoint': untuned_info['path'], 'weights_digest': untuned_info['digest']}}
+    write_result(path, result, settings(globals()), runtime, info)
 
 
 if __name__ == '__main__':

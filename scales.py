@@ -30,10 +30,8 @@ def set_entry(length, model, kinds):
     """A set of a scale file: all small vectors of a model that are of these kinds."""
     entry = {'target_length': length}
     for kind in sorted(kinds):
-        entry[kind] = {}
-        for name, p in small_vectors(model, kind).items():
-            is_column = p.dim() == 2 and p.shape[1] == 1  # one number per head
-            entry[kind][name] = (p[:, 0] if is_column else p).tolist()
+        vectors = small_vectors(model, kind)
+        entry[kind] = {name: p.squeeze(-1).tolist() for name, p in vectors.items()}  # (H, 1): H
     entry['head_scale'] = list(entry['head_scale'].values())
     return entry
 
@@ -47,9 +45,9 @@ def read_set(entry, model):
         numbers |= entry.get(kind, {})
     vectors = {}
     for name, row in numbers.items():
-        vector = torch.tensor(row, dtype=torch.float32)
-        has_column = vector.dim() < model.get_parameter(name).dim()  # one number per head
-        vectors[name] = vector[:, None] if has_column else vector
+        p, vector = model.get_parameter(name), torch.tensor(row, dtype=torch.float32)
+        # (C,), or with a row per head (H, 1), or (H, D) if it was tuned per channel
+        vectors[name] = vector.reshape(p.shape if p.dim() == 1 else (len(p), -1))
     return vectors
 
 

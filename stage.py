@@ -235,8 +235,10 @@ def write_result(path, result, chosen, runtime, info=None):
 
 def print_rows(say, rows):
     """Print rows, {column: number or text}, as a table. A cell is empty if its row lacks it."""
-    lines = [''] * (1 + len(rows))
-    for column in dict.fromkeys(name for row in rows for name in row):
+    columns, lines = {}, [''] * (1 + len(rows))
+    for row in rows:
+        columns |= row
+    for column in columns:
         cells = [column.replace('_', ' ')]
         for row in rows:
             cell = row.get(column, '')

@@ -34,8 +34,8 @@ def measured(tiny_run, out_dir, *more):
 
 def test_where_sliding_windows_end_by_hand():
     starts = np.array([10, 31])  # two documents, the second shorter than a window; tokens to 36
-    assert window_ends(starts, 36, 8, 12, 4, 'same').tolist() == [22, 26]
-    assert window_ends(starts, 36, 8, 12, 4, 'paper').tolist() == [18, 22, 26]
+    assert window_ends(starts, 36, 12, 4).tolist() == [22, 26]
+    assert window_ends(starts, 36, 8, 4).tolist() == [18, 22, 26]
 
 
 def test_the_cut_context_reads_at_most_L_tokens_and_scores_each_token_once():
@@ -52,8 +52,8 @@ def test_sliding_windows_score_what_a_loop_scores(tiny_run, losses_of, corpus_di
     data = Windows(str(corpus_dir), 'test', 1)
     for row in found['rows']:
         T = row['length']
-        windows = [(hi - T, hi, 20) for hi in window_ends(data.starts, len(data.tokens), T, 64, 20,
-                                                         rule)]
+        ends = window_ends(data.starts, len(data.tokens), 64 if rule == 'same' else T, 20)
+        windows = [(hi - T, hi, 20) for hi in ends]
         n = len(windows)
         chosen = [windows[i * n // 7] for i in range(7)] if rule == 'same' else windows[:7]
         own = [losses_of(data.tokens[lo:hi])[-k:] for lo, hi, k in chosen]
