@@ -191,8 +191,8 @@ def tune_heads(model, info, folder, text, runtime):
         values = torch.cat([p.flatten() for p in group['params']])
         runtime.print(f"{group['kind']}: {len(values)} numbers from {values.min():.3f} to "
                       f'{values.max():.3f}')
-    tuned = {'sets': sets} if target_lengths else sets[0]
-    return path, {**tuned, 'init_scale': start, 'tuned': tune, 'losses': losses}
+    result = {'sets': sets} if target_lengths else sets[0]
+    return path, result | {'init_scale': start, 'tuned': tune, 'losses': losses}
 
 
 # ---------------------------------------------------------------------- uniform
@@ -207,11 +207,6 @@ def fit_scale(position, best, L):
     a = float(x @ (y - 1) / (x @ x))
     rest, spread = y - 1 - a * x, y - y.mean()
     return a, 1 - rest @ rest / (spread @ spread) if spread.any() else math.nan
-
-
-def same_scale(length, scale, config):
-    """A set of a scale file with the same scale for every head."""
-    return {'target_length': length, 'head_scale': np.full((config.n_layer, config.n_head), scale)}
 
 
 def search_uniform(model, info, folder, text, runtime):
@@ -232,20 +227,20 @@ def search_uniform(model, info, folder, text, runtime):
     cut = cut_curve(model, samples, tail, batch_tokens, runtime)
     lengths = cut['position']  # block_size, twice as many, four times ... T
 
-    loss, loss_at_length = [], []  # a row for each scale
+    # Read with each scale: the mean loss in each bin, and at the end of each length.
+    loss, loss_at_length = [], []
     for scale in scales:
         model.head_scale = scale
         by_length = losses_by_length(model, samples, lengths, batch_tokens, runtime,
                                      f'scale {scale}, ')
-        means = {n: losses.mean(0) for n, losses in by_length.items()}  # at each position
+        means = {n: losses.mean(0) for n, losses in by_length.items()}  # at each position, (n,)
         position, binned = bin_means(means[T], block_size // 16)
         loss.append(binned)
         loss_at_length.append([means[n][-tail:].mean() for n in lengths])
-    loss_at_length = np.array(loss_at_length)
-    best_by_length = scales[loss_at_length.argmin(0)]
-    best_by_position = scales[np.argmin(loss, axis=0)]
-    a, r2 = fit_scale(position, best_by_position, block_size)
 
+    loss, loss_at_length = np.array(loss), np.array(loss_at_length)  # a row for each scale
+    best_by_position, best_by_length = scales[loss.argmin(0)], scales[loss_at_length.argmin(0)]
+    a, r2 = fit_scale(position, best_by_position, block_size)
     rows = []
     for i, n in enumerate(lengths):
         of_scales = loss_at_length[:, i]
@@ -257,17 +252,22 @@ def search_uniform(model, info, folder, text, runtime):
     if {*best_by_length[1:]} & {scales[0], scales[-1]}:
         runtime.print('A best scale lies at an end of --candidate_range: widen it, because beyond '
                       'it may be a better one.')
+
+    # The fit as a scale file: one scale for all heads, at each length past block_size.
+    every_head, fit = np.ones((config.n_layer, config.n_head)), []
+    for n in lengths[1:]:
+        scale = 1 + a * math.log(n / block_size)
+        fit.append({'target_length': n, 'head_scale': scale * every_head})
     if runtime.is_main:
-        fit = [same_scale(n, 1 + a * math.log(n / block_size), config) for n in lengths[1:]]
         save_json(f'{path}_fit.json', {
             'weights_digest': info['digest'], 'position_method': config.position,
             'rope_scaling': config.rope_scaling, 'sets': fit})
     search = {'candidates': scales, 'position': position, 'loss': loss,
               'best_by_position': best_by_position, 'loss_at_length': loss_at_length, 'fit_r2': r2,
               'cut': cut}
-    return path, same_scale(T, best_by_length[-1], config) | {
-        'lengths': lengths, 'best_by_length': best_by_length, 'fit_a': a,
-        'crossing': data.crossing, 'search': search}
+    return path, {
+        'target_length': T, 'head_scale': best_by_length[-1] * every_head, 'lengths': lengths,
+        'best_by_length': best_by_length, 'fit_a': a, 'crossing': data.crossing, 'search': search}
 
 
 METHODS = {'uniform': search_uniform, 'head': tune_heads}
