@@ -30,7 +30,7 @@ import numpy as np
 
 from common import setup
 from data import Windows
-from stage import doublings, open_model, print_rows, result_path, results_folder, write_result
+from stage import open_model, print_rows, result_path, results_folder, write_result
 
 # which model, text and device
 out_dir = 'out/demo/nope'    # folder of the run to read; results go there, too
@@ -164,7 +164,7 @@ def main(given):
     # Find the targets, and others in the split val, on which the copy cache is fitted.
     data = Windows(name, split, W, info=info)
     samples = data.evenly_spaced(n_samples)
-    window, t, s, same, n_found = find_targets(samples, L, gram, targets)
+    window, t, _, same, n_found = find_targets(samples, L, gram, targets)
     others = other_windows(*data.documents) if control else None
     # untuned_info: the baseline, too, must have the tokenizer of the text
     val = Windows(name, 'val', W, info=untuned_info).evenly_spaced(n_samples)
@@ -180,19 +180,16 @@ def main(given):
     weight = fit_copy_weight(val_cut, val_same)
     copied = copy_losses(cut, same, weight)
 
-    # A row for all targets, for those where a copy is right, and by distance, L to 2L, to 4L ... W.
-    kinds = {'all': np.full(len(t), True), 'same token': same}
-    edges = doublings(L, W)
-    for near, far in zip(edges, edges[1:]):
-        kinds[f'{near + 1} to {far} back'] = (near < t - s) & (t - s <= far)
-    rows = [row_of(kind, which, window, losses, cut, copied)
-            for kind, which in kinds.items() if which.any()]
+    # A row for all targets, and for those where the copy is right.
+    every = np.full(len(t), True)
+    rows = [row_of('all', every, window, losses, cut, copied),
+            row_of('same token', same, window, losses, cut, copied)]
     if control:  # the last L tokens of each target after another document's text
         is_far = np.arange(W + 1) < t[:, None] - L
         texts = np.where(is_far, samples[others[window]], samples[window])
         with_other = runtime.over_windows(texts, batch_tokens, model, 'other document')
         with_other = with_other[np.arange(len(t)), t - 1]
-        rows.append(row_of('other document', kinds['all'], window, with_other, cut, copied))
+        rows.append(row_of('other document', every, window, with_other, cut, copied))
 
     runtime.print(f'found {n_found:,} far repeats of {gram} tokens, scored {len(t):,} of them')
     print_rows(runtime.print, rows)

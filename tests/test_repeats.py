@@ -54,7 +54,7 @@ def test_the_gain_is_the_cut_loss_of_the_untuned_model_minus_the_loss(tiny_run, 
     found = read(next(tmp_path.glob('*.json')))
     data = Windows(str(corpus_dir), 'test', 128)
     x = data.evenly_spaced(6)
-    window, t, s, same, _ = repeats.find_targets(x, 32, 4, 20)
+    window, t, _, same, _ = repeats.find_targets(x, 32, 4, 20)
     runtime = setup('cpu', 'float32')
     plain, scaled = (open_model('last', tiny_run, runtime, **how)[0] for how in ({}, {name: value}))
 
@@ -75,10 +75,6 @@ def test_the_gain_is_the_cut_loss_of_the_untuned_model_minus_the_loss(tiny_run, 
     assert found['rows'][1]['loss'] == pytest.approx(np.array(whole)[same].mean(), abs=1e-5)
     assert row['headroom'] == pytest.approx(np.mean(cut) - copied.mean(), abs=1e-5)
     assert row['R'] == pytest.approx(row['gain'] / row['headroom'], rel=1e-3)
-
-    rows, is_far = {row['kind']: row for row in found['rows']}, t - s > 64
-    assert rows['33 to 64 back']['targets'] == (~is_far).sum()
-    assert rows['65 to 128 back']['loss'] == pytest.approx(np.array(whole)[is_far].mean(), abs=1e-5)
 
     document = np.searchsorted(data.starts, np.stack((data.places, data.places + 128)), 'right')
     others = repeats.other_windows(*document)
