@@ -131,14 +131,14 @@ def cut_curve(model, samples, tail, batch_tokens, runtime):
     return {'context': model.config.pretrained_length, 'position': lengths, 'loss': losses}
 
 
-def losses_by_length(model, samples, lengths, batch_tokens, runtime, title=''):
+def losses_by_length(model, samples, lengths, batch_tokens, runtime):
     """
     The losses of the first n targets of each sample, {n: (samples, n)}, for each n in lengths. One
     pass of the longest length gives them all, unless a token is read in another way when more
     tokens follow, as with scale sets and dynamic NTK: then each length has its own pass.
     """
     def read(n):
-        return runtime.over_windows(samples[:, :n + 1], batch_tokens, model, f'{title}{n} tokens')
+        return runtime.over_windows(samples[:, :n + 1], batch_tokens, model, f'{n} tokens')
 
     if model.depends_on_length:
         return {n: read(n) for n in lengths}

@@ -209,13 +209,40 @@ def fit_scale(position, best, L):
     return a, 1 - rest @ rest / (spread @ spread) if spread.any() else math.nan
 
 
+def try_scales(model, samples, scales, lengths, runtime):
+    """
+    Read windows of T tokens, (n, T + 1) ids, with each uniform scale. Returns the mean loss in bins
+    of block_size / 16 positions: the position of each bin, (bins,), and (scales, bins); and the
+    mean loss over the last `tail` tokens of each length, (scales, lengths).
+    """
+    loss, loss_at_length = [], []
+    for scale in scales:
+        model.head_scale = scale
+        by_length = losses_by_length(model, samples, lengths, batch_tokens, runtime)
+        means = {n: losses.mean(0) for n, losses in by_length.items()}  # at each position, (n,)
+        position, binned = bin_means(means[lengths[-1]], model.config.block_size // 16)
+        loss.append(binned)
+        loss_at_length.append([means[n][-tail:].mean() for n in lengths])
+    return position, np.array(loss), np.array(loss_at_length)
+
+
+def fit_file(a, lengths, model, info):
+    """The fit as a scale file: for each length a set with one scale for all heads."""
+    config, sets = model.config, []
+    for n in lengths:
+        scale = 1 + a * math.log(n / config.block_size)
+        head_scale = np.full((config.n_layer, config.n_head), scale)
+        sets.append({'target_length': n, 'head_scale': head_scale})
+    return {'weights_digest': info['digest'], 'position_method': config.position,
+            'rope_scaling': config.rope_scaling, 'sets': sets}
+
+
 def search_uniform(model, info, folder, text, runtime):
     """
-    Read windows of T tokens with each candidate scale. Returns the path of the result, and the
-    result: a scale file with the candidate that is best at T; the loss in bins of block_size / 16
-    positions with each candidate, the best candidate per bin and per length, the fit of Appendix B,
-    and the loss of the model as loaded with only the last L tokens. Also writes the fit as a scale
-    file, with a set for each length.
+    Find the uniform scale that is best at T tokens. Returns the path of the result, and the result:
+    a scale file with that scale; the loss with each candidate, the best one at each position and
+    length, and the loss of the model as loaded with only the last L tokens. Also writes the fit of
+    Appendix B, as a scale file, too.
     """
     config, block_size = model.config, model.config.block_size
     path = result_path(folder, 'scale_uniform', label, info, dataset)
@@ -226,21 +253,10 @@ def search_uniform(model, info, folder, text, runtime):
     samples = data.evenly_spaced(n_samples)
     cut = cut_curve(model, samples, tail, batch_tokens, runtime)
     lengths = cut['position']  # block_size, twice as many, four times ... T
-
-    # Read with each scale: the mean loss in each bin, and at the end of each length.
-    loss, loss_at_length = [], []
-    for scale in scales:
-        model.head_scale = scale
-        by_length = losses_by_length(model, samples, lengths, batch_tokens, runtime,
-                                     f'scale {scale}, ')
-        means = {n: losses.mean(0) for n, losses in by_length.items()}  # at each position, (n,)
-        position, binned = bin_means(means[T], block_size // 16)
-        loss.append(binned)
-        loss_at_length.append([means[n][-tail:].mean() for n in lengths])
-
-    loss, loss_at_length = np.array(loss), np.array(loss_at_length)  # a row for each scale
+    position, loss, loss_at_length = try_scales(model, samples, scales, lengths, runtime)
     best_by_position, best_by_length = scales[loss.argmin(0)], scales[loss_at_length.argmin(0)]
     a, r2 = fit_scale(position, best_by_position, block_size)
+
     rows = []
     for i, n in enumerate(lengths):
         of_scales = loss_at_length[:, i]
@@ -252,21 +268,14 @@ def search_uniform(model, info, folder, text, runtime):
     if {*best_by_length[1:]} & {scales[0], scales[-1]}:
         runtime.print('A best scale lies at an end of --candidate_range: widen it, because beyond '
                       'it may be a better one.')
-
-    # The fit as a scale file: one scale for all heads, at each length past block_size.
-    every_head, fit = np.ones((config.n_layer, config.n_head)), []
-    for n in lengths[1:]:
-        scale = 1 + a * math.log(n / block_size)
-        fit.append({'target_length': n, 'head_scale': scale * every_head})
     if runtime.is_main:
-        save_json(f'{path}_fit.json', {
-            'weights_digest': info['digest'], 'position_method': config.position,
-            'rope_scaling': config.rope_scaling, 'sets': fit})
+        save_json(f'{path}_fit.json', fit_file(a, lengths[1:], model, info))
     search = {'candidates': scales, 'position': position, 'loss': loss,
               'best_by_position': best_by_position, 'loss_at_length': loss_at_length, 'fit_r2': r2,
               'cut': cut}
+    head_scale = np.full((config.n_layer, config.n_head), best_by_length[-1])
     return path, {
-        'target_length': T, 'head_scale': best_by_length[-1] * every_head, 'lengths': lengths,
+        'target_length': T, 'head_scale': head_scale, 'lengths': lengths,
         'best_by_length': best_by_length, 'fit_a': a, 'crossing': data.crossing, 'search': search}
 
 
