@@ -10,45 +10,39 @@ import math
 import re
 from pathlib import Path
 
-from configurator import ROOT, UserError
+from configurator import ROOT
 
 from data import stable_hash
 from tokenizer import SPLITS, get_tokenizer, write_dataset
 
 KIND = re.compile(r'\.(parquet|json)l?(\.gz|\.zst)?$')
-# The first of these words in a file's name, which includes its folders, is its split.
+# The first of these words in a file's name, which includes its folders, is its split. Files without
+# one are left out.
 SPLIT = re.compile(r'(?:^|[/_.-])(train|val|dev|test)(?:id|idation)?(?![a-z])')
 
 
 def find_files(repo, revision, local):
-    """{name: path or URL} of the files of a local folder, or one file, or a dataset on the hub."""
+    """{name: path or URL} of the files of a local folder, or of a dataset on the hub."""
     if local:
-        root = Path(local)
-        folder, paths = (root, root.rglob('*')) if root.is_dir() else (root.parent, [root])
-        return {path.relative_to(folder).as_posix(): str(path) for path in paths}
+        return {path.relative_to(local).as_posix(): str(path) for path in Path(local).rglob('*')}
     from huggingface_hub import HfApi
     info = HfApi().dataset_info(repo, revision=revision)
     return {file.rfilename: f'hf://datasets/{repo}@{info.sha}/{file.rfilename}'
             for file in info.siblings}
 
 
-def by_split(files, splits):
+def paths_of(split, files):
     """
-    {split: the paths of its files}, in the order to read them. For train this is the order of a
+    The paths of the files of a split, in the order to read them. For train this is the order of a
     hash, so that the first few files are of all kinds. For val and test it is by name, because
-    evaluations read the first documents. If only one split is wanted, files need not name it.
+    evaluations read the first documents.
     """
-    found = {}
-    for name in sorted(filter(KIND.search, files)):
+    names = []
+    for name in sorted(filter(KIND.search, files), key=stable_hash if split == 'train' else None):
         named = SPLIT.search(name)
-        if not named and len(splits) > 1:
-            raise UserError(f'{name} does not say its split. Name it, or a folder it is in, '
-                            'train, val or test, or leave it out.')
-        split = named[1].replace('dev', 'val') if named else splits[0]
-        found.setdefault(split, []).append(name)
-    if 'train' in found:
-        found['train'].sort(key=stable_hash)
-    return {split: [files[name] for name in found[split]] for split in splits if split in found}
+        if named and named[1].replace('dev', 'val') == split:
+            names.append(files[name])
+    return names
 
 
 def stream(paths, field, keep):
@@ -70,9 +64,12 @@ def prepare(name, repo, revision, local, tokenizer, max_tokens, out_dir, splits=
     Prepare data/NAME. The arguments up to out_dir are the settings of its page. field: the column
     that holds the text. keep: a function of a row's meta that says if the row is kept; None: all.
     """
-    found = by_split(find_files(repo, revision, local), splits)
-    files = {split: f'{len(paths)} from {paths[0]} on' for split, paths in found.items()}
-    write_dataset(out_dir or ROOT / 'data' / name, get_tokenizer(tokenizer),
-                  {split: stream(paths, field, keep) for split, paths in found.items()},
-                  max_tokens or math.inf, go_on=True, files=files,
+    files, texts, sources = find_files(repo, revision, local), {}, {}
+    for split in splits:
+        paths = paths_of(split, files)
+        if paths:
+            texts[split] = stream(paths, field, keep)
+            sources[split] = f'{len(paths)} from {paths[0]} on'
+    write_dataset(out_dir or ROOT / 'data' / name, get_tokenizer(tokenizer), texts,
+                  max_tokens or math.inf, go_on=True, files=sources,
                   kept=keep.__name__ if keep else 'all')

@@ -222,9 +222,7 @@ def test_a_corpus_keeps_its_rows(tmp_path, monkeypatch, name, files, arguments, 
 
 def test_train_files_come_in_the_order_of_a_hash_and_others_in_that_of_names():
     files = {f'{letter}/{name}.json': letter for letter in 'hgfedcba' for name in ('train', 'dev')}
-    found = hub.by_split(files | {'README.md': 'r'}, SPLITS)
-    assert found['train'] == sorted('abcdefgh', key=lambda x: stable_hash(f'{x}/train.json'))
-    assert found['val'] == [*'abcdefgh'] and 'test' not in found
-    assert hub.by_split({'x.parquet': 'x', 'test_y.parquet': 'y'}, ['train']) == {'train': ['x']}
-    with pytest.raises(SystemExit, match='x.json does not say its split'):
-        hub.by_split({'x.json': 'x'}, SPLITS)
+    train, val, test = (hub.paths_of(split, files | {'README.md': '', 'infos.json': ''})
+                        for split in SPLITS)
+    assert train == sorted('abcdefgh', key=lambda x: stable_hash(f'{x}/train.json'))
+    assert val == [*'abcdefgh'] and test == []

@@ -3,9 +3,8 @@ The ArXiv papers of the Pile, one of the two corpora of DAPE V2. They come from 
 without its withdrawn text. Sources: Gao et al. 2020, arXiv:2101.00027; monology/pile-uncopyrighted.
 
 $ python data/arxiv/prepare.py                  # reads the whole Pile to find them; needs zstandard
-$ python data/arxiv/prepare.py --held_out=True  # only val and test, from suolyer/pile_arxiv
-$ python data/arxiv/prepare.py --local=FOLDER   # train/*.jsonl.zst, val.jsonl.zst, test.jsonl.zst;
-                                                # with --held_out=True: val.json, test.json
+$ python data/arxiv/prepare.py --repo=suolyer/pile_arxiv    # only val and test
+$ python data/arxiv/prepare.py --local=FOLDER   # train/*.jsonl.zst, val.jsonl.zst, test.jsonl.zst
 """
 
 import sys
@@ -16,9 +15,9 @@ from configurator import configure
 
 from hub import prepare
 
-held_out = False               # True: only val and test, of which every row is ArXiv's
+repo = 'monology/pile-uncopyrighted'  # on the hub; all rows of another one are taken
 revision = 'main'              # not pinned, because we knew no commit
-local = ''                     # a folder of such files, or one file; '': read the hub's
+local = ''                     # a folder of such files; '': read the hub's
 tokenizer = 'gpt2'             # DAPE V2's; or bytes, FILE.tiktoken, tokenizer.json, hf:ORG/NAME
 max_tokens: int | None = None  # of each split, to the end of a document; None: all
 out_dir = ''                   # where the token files go; '' for data/NAME
@@ -30,8 +29,5 @@ def is_arxiv(meta):
 
 if __name__ == '__main__':
     configure(globals())
-    settings = revision, local, tokenizer, max_tokens, out_dir
-    if held_out:
-        prepare('arxiv', 'suolyer/pile_arxiv', *settings, splits=['val', 'test'])
-    else:
-        prepare('arxiv', 'monology/pile-uncopyrighted', *settings, keep=is_arxiv)
+    keep = is_arxiv if repo == 'monology/pile-uncopyrighted' else None
+    prepare('arxiv', repo, revision, local, tokenizer, max_tokens, out_dir, keep=keep)

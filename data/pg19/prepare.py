@@ -19,7 +19,7 @@ from hub import prepare
 
 repo = 'emozilla/pg19'         # deepmind/pg19 is a script, and datasets runs no scripts
 revision = 'main'              # not pinned, because we knew no commit
-local = ''                     # a folder of such files, or one file; '': read the hub's
+local = ''                     # a folder of such files; '': read the hub's
 tokenizer = 'hf:TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T'
 max_tokens: int | None = None  # of each split, to the end of a document; None: all
 out_dir = ''                   # where the token files go; '' for data/NAME

@@ -4,7 +4,7 @@ besides PG19. Source: Azerbayev et al. 2022, hoskinson-center/proof-pile. Eleuth
 another corpus. dwzhu/PoSE-Datasets has a copy, proof-pile/test.jsonl; we have not compared it.
 
 $ python data/proof_pile/prepare.py
-$ python data/proof_pile/prepare.py --local=proofpile_test.jsonl.gz    # your own copy of the file
+$ python data/proof_pile/prepare.py --local=FOLDER     # with your own copy, such as test.jsonl.gz
 """
 
 import sys
@@ -17,7 +17,7 @@ from hub import prepare
 
 repo = 'hoskinson-center/proof-pile'  # on the hub
 revision = '490b980249446f2f3bd2df3a8cf085d0f2de240a'  # its commit
-local = ''                     # a folder of such files, or one file; '': read the hub's
+local = ''                     # a folder of such files; '': read the hub's
 tokenizer = 'hf:TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T'
 max_tokens: int | None = None  # of each split, to the end of a document; None: all
 out_dir = ''                   # where the token files go; '' for data/NAME

@@ -20,7 +20,7 @@ from hub import prepare
 
 repo = 'gmongaras/SlimPajama-627B_Reupload'  # the publisher's copy is gone
 revision = 'c34c22dbb10ae6b264a2f357a909d1a537141b36'  # its commit
-local = ''                     # a folder of such files, or one file; '': read the hub's
+local = ''                     # a folder of such files; '': read the hub's
 tokenizer = 'hf:TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T'
 max_tokens: int | None = None  # of each split, to the end of a document; None: all
 out_dir = ''                   # where the token files go; '' for data/NAME

@@ -6,7 +6,7 @@ scripts/prepare_starcoder.py of jzhang38/TinyLlama.
 
 $ hf auth login && python data/starcoder/prepare.py
 $ python data/starcoder/prepare.py --local=FOLDER --max_tokens=10_000_000   # part of your own
-                                      # files, .parquet or .jsonl, with a column `content`
+                                      # train*, .parquet or .jsonl, with a column `content`
 """
 
 import sys
@@ -19,7 +19,7 @@ from hub import prepare
 
 repo = 'bigcode/starcoderdata'  # on the hub
 revision = 'main'              # not pinned, because we knew no commit
-local = ''                     # a folder of such files, or one file; '': read the hub's
+local = ''                     # a folder of such files; '': read the hub's
 tokenizer = 'hf:TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T'
 max_tokens: int | None = None  # of each split, to the end of a document; None: all
 out_dir = ''                   # where the token files go; '' for data/NAME
@@ -27,5 +27,4 @@ out_dir = ''                   # where the token files go; '' for data/NAME
 
 if __name__ == '__main__':
     configure(globals())
-    prepare('starcoder', repo, revision, local, tokenizer, max_tokens, out_dir, ['train'],
-            'content')
+    prepare('starcoder', repo, revision, local, tokenizer, max_tokens, out_dir, field='content')
