@@ -10,7 +10,7 @@ $ python data/arxiv/prepare.py --local=FOLDER   # train/*.jsonl.zst, val.jsonl.z
 import sys
 from pathlib import Path
 
-sys.path[:0] += map(str, Path(__file__).resolve().parents[1:3])
+sys.path[:0] += map(str, Path(__file__).parents[1:3])
 from configurator import configure
 
 from hub import prepare

@@ -12,7 +12,7 @@ import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from configurator import ROOT, UserError, configure
 
 from tokenizer import SPLITS, get_tokenizer, write_dataset

@@ -18,7 +18,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from configurator import ROOT, UserError, configure
 
 from data import stable_hash

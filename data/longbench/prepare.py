@@ -17,7 +17,7 @@ import urllib.request
 import zipfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from configurator import ROOT, UserError, configure
 
 from longbench import TASKS

@@ -9,7 +9,7 @@ $ python data/passkey/prepare.py                                       # 7M toke
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from configurator import ROOT, configure
 
 import numpy as np

@@ -12,7 +12,7 @@ $ python data/pg19/prepare.py --local=FOLDER              # your own files: trai
 import sys
 from pathlib import Path
 
-sys.path[:0] += map(str, Path(__file__).resolve().parents[1:3])
+sys.path[:0] += map(str, Path(__file__).parents[1:3])
 from configurator import configure
 
 from hub import prepare

@@ -10,7 +10,7 @@ $ python data/proof_pile/prepare.py --local=FOLDER     # with your own copy, suc
 import sys
 from pathlib import Path
 
-sys.path[:0] += map(str, Path(__file__).resolve().parents[1:3])
+sys.path[:0] += map(str, Path(__file__).parents[1:3])
 from configurator import configure
 
 from hub import prepare

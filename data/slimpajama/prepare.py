@@ -13,7 +13,7 @@ $ python data/slimpajama/prepare.py --local=FOLDER   # your own files: train*, v
 import sys
 from pathlib import Path
 
-sys.path[:0] += map(str, Path(__file__).resolve().parents[1:3])
+sys.path[:0] += map(str, Path(__file__).parents[1:3])
 from configurator import configure
 
 from hub import prepare

@@ -12,7 +12,7 @@ $ python data/starcoder/prepare.py --local=FOLDER --max_tokens=10_000_000   # pa
 import sys
 from pathlib import Path
 
-sys.path[:0] += map(str, Path(__file__).resolve().parents[1:3])
+sys.path[:0] += map(str, Path(__file__).parents[1:3])
 from configurator import configure
 
 from hub import prepare

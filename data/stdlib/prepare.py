@@ -11,7 +11,7 @@ import platform
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from configurator import ROOT, configure
 
 from tokenizer import SPLITS, get_tokenizer, library_files, split_of, write_dataset
