@@ -5,7 +5,6 @@ writes.
 
 import base64
 import json
-import math
 import shutil
 import sys
 import sysconfig
@@ -174,8 +173,9 @@ def encoded(encoding, texts):
 
 def write_split(path, encoding, dtype, texts, max_tokens):
     """
-    Write PATH.bin and PATH_starts.bin, up to the document that reaches max_tokens. If a stopped run
-    has written a part, this goes on behind it. Returns how many tokens and documents there are.
+    Write PATH.bin and PATH_starts.bin, up to the document that reaches max_tokens; None: all. If a
+    stopped run has written a part, this goes on behind it. Returns how many tokens and documents
+    there are.
 
     A stopped run may have written less of one file than of the other. Example: starts 0 5 9 14, and
     12 tokens. The start 14 is dropped, because its tokens are missing. The document that starts at
@@ -190,7 +190,7 @@ def write_split(path, encoding, dtype, texts, max_tokens):
         starts.truncate(n_documents * 8)
         tokens.truncate(n_tokens * size)
         for ids in encoded(encoding, islice(filter(None, texts), n_documents, None)):
-            if n_tokens >= max_tokens:
+            if max_tokens and n_tokens >= max_tokens:
                 break
             starts.write(np.int64(n_tokens).tobytes())
             tokens.write(np.array(ids, dtype).tobytes())
@@ -199,7 +199,7 @@ def write_split(path, encoding, dtype, texts, max_tokens):
     return {'tokens': n_tokens, 'documents': n_documents}
 
 
-def write_dataset(folder, encoding, splits, max_tokens=math.inf, go_on=False, **about):
+def write_dataset(folder, encoding, splits, max_tokens=None, go_on=False, **about):
     """
     Tokenize {split: texts} into a folder. Its old files stay until all new ones are whole. A split
     without text is left out. go_on: behind what a stopped run has written with the same arguments,

@@ -6,7 +6,6 @@ The package datasets reads the files as a stream, so a corpus need not fit on th
 was stopped reads the stream again, but goes on behind the documents that it had already tokenized.
 """
 
-import math
 import re
 from pathlib import Path
 
@@ -71,5 +70,5 @@ def prepare(name, repo, revision, local, tokenizer, max_tokens, out_dir, splits=
             texts[split] = stream(paths, field, keep)
             sources[split] = f'{len(paths)} from {paths[0]} on'
     write_dataset(out_dir or ROOT / 'data' / name, get_tokenizer(tokenizer), texts,
-                  max_tokens or math.inf, go_on=True, files=sources,
+                  max_tokens, go_on=True, files=sources,
                   kept=keep.__name__ if keep else 'all')

@@ -6,7 +6,7 @@ scripts/prepare_starcoder.py of jzhang38/TinyLlama.
 
 $ hf auth login && python data/starcoder/prepare.py
 $ python data/starcoder/prepare.py --local=FOLDER --max_tokens=10_000_000   # part of your own
-                                      # train*, .parquet or .jsonl, with a column `content`
+                                      # files train*.parquet or .jsonl with a column `content`
 """
 
 import sys
