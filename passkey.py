@@ -113,7 +113,7 @@ def main(given):
         prompts, answers = [], []
         for length, _, place, key in asked:
             prompt, right = build_prompt(encoding, length, place, key)
-            if encoding.decode(right[:hint]).strip() or hint < 0:
+            if encoding.decode(right[:hint]).strip():
                 raise UserError(f'hint is {hint}, which gives a part of the key away.')
             prompts.append(prompt + right[:hint])
             answers.append(right[hint:])

@@ -6,12 +6,11 @@ from a FOLDER with dataset2prompt.json, dataset2maxlen.json and data.zip.
 $ python data/longbench/prepare.py            # downloads 0.11 GB
 $ python data/longbench/prepare.py FOLDER     # no network
 
-Writes data/longbench/TASK.jsonl, dataset2prompt.json and dataset2maxlen.json, if all three files
-have their SHA-256. longbench.py also reads such files from another folder, by --data=.
+Writes data/longbench/TASK.jsonl of the archive, and the three files, if they have their SHA-256.
+longbench.py also reads such files from another folder, by --data=.
 """
 
 import hashlib
-import io
 import sys
 import urllib.request
 import zipfile
@@ -39,19 +38,19 @@ SOURCES = {  # {address: SHA-256}
 
 
 def main():
-    files, folder = {}, Path(out_dir or ROOT / 'data/longbench')
+    folder = Path(out_dir or ROOT / 'data/longbench')
+    folder.mkdir(parents=True, exist_ok=True)
     for address, digest in SOURCES.items():
         name = Path(address).name
         print(f'reading {name}')
         with open(Path(*paths, name), 'rb') if paths else urllib.request.urlopen(address) as file:
-            files[name] = file.read()
-        if hashlib.sha256(files[name]).hexdigest() != digest:
-            raise UserError(f'{name} has another SHA-256 than {address} had. Nothing was written.')
-    archive = zipfile.ZipFile(io.BytesIO(files.pop('data.zip')))
-    files |= {f'{task}.jsonl': archive.read(f'data/{task}.jsonl') for task in TASKS}
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():
+            content = file.read()
+        if hashlib.sha256(content).hexdigest() != digest:
+            raise UserError(f'{name} has another SHA-256 than {address} had.')
         (folder / name).write_bytes(content)
+    with zipfile.ZipFile(folder / 'data.zip') as archive:
+        for task in TASKS:
+            (folder / f'{task}.jsonl').write_bytes(archive.read(f'data/{task}.jsonl'))
     print(f'wrote LongBench to {folder}')
 
 
