@@ -47,7 +47,8 @@ tasks: list[str] = []        # names of tasks; empty: all 16
 context: int | None = None   # tokens of prompt and longest answer together; None: the length that
                              # the scale file is tuned for, without a file block_size
 beams = 5                    # sequences that beam search keeps; 1: greedy
-batch_size = 4               # samples that the model reads at once, each with all its beams
+batch_size = 4               # samples that are answered at once; of these, the model reads those
+                             # together whose prompts have the same length, each with all its beams
 max_samples: int | None = None  # number of samples of each task, the first ones; None: all
 
 

@@ -147,16 +147,15 @@ def test_pip_is_asked_for_a_wheel_that_is_missing_and_may_build_nothing(tmp_path
     assert prepare('code', out, manifest) == [['of one/a.py']]
 
     (out / 'meta.json').unlink()
-    pip = Mock(side_effect=subprocess.CalledProcessError(1, 'pip'))
+    pip = Mock(return_value=Mock(returncode=1))
     monkeypatch.setattr(subprocess, 'run', pip)
     wheel.write_text('another wheel')
     assert 'another SHA-256' in refused('code', out, manifest)
     wheel.unlink()
-    with pytest.raises(subprocess.CalledProcessError):
-        prepare('code', out, manifest)
+    assert 'data/stdlib/prepare.py' in refused('code', out, manifest)
     *command, package = pip.call_args[0][0]
     assert '--only-binary=:all:' in command and command[-1] == '--' and package == 'one==1.0'
-    assert '--implementation=py' in command and not (out / 'meta.json').exists()
+    assert '--implementation=py' in command
 
 
 def test_longbench_is_unpacked_if_its_files_are_those_that_we_know(tmp_path):

@@ -5,8 +5,6 @@ dropped, and files that share a passage with an earlier split. The text has seve
 not part of this project: pip downloads the wheels once and keeps them beside the token files.
 
 $ python data/code/prepare.py     # downloads 49 MB; 20.5M tokens to train on
-$ python data/stdlib/prepare.py --tokenizer=data/code/bpe_1024.tiktoken --out_dir=data/code
-                                  # without a network: Python's own library in its place
 
 bpe_1024.tiktoken is a BPE of 1,024 tokens that was trained on the train split.
 """
@@ -39,11 +37,15 @@ def download(file, sha256, folder):
     if not path.exists():
         print(f'downloading {file}', flush=True)
         package, version, python, abi, system = path.stem.split('-')
-        subprocess.run(  # pip builds nothing, because a build runs a stranger's code
+        done = subprocess.run(  # pip builds nothing, because a build runs a stranger's code
             [sys.executable, '-m', 'pip', 'download', '--quiet', '--no-deps',
              '--only-binary=:all:', f'--dest={folder}', f'--platform={system}', f'--abi={abi}',
              f'--implementation={python[:2]}', '--python-version=3.11', '--',
-             f'{package}=={version}'], check=True)
+             f'{package}=={version}'])
+        if done.returncode:
+            raise UserError('pip cannot download it. Instead of the wheels, Python\'s own library '
+                            'will do: python data/stdlib/prepare.py '
+                            '--tokenizer=data/code/bpe_1024.tiktoken --out_dir=data/code')
     if hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
         raise UserError(f'{path} has another SHA-256 than in the manifest. Remove it, then try '
                         'again.')
