@@ -30,11 +30,13 @@ field = 'text'         # the field to read in a .jsonl line
 out_dir = ''           # where the token files go; '' for data/NAME
 
 
-def list_files(paths):
+def list_files(roots):
     """{path: its name in the folder that was given} of files, and of those in folders."""
     files = {}
-    for root in map(Path, filter(None, paths)):
-        folder, inside = (root, sorted(root.rglob('*'))) if root.is_dir() else (root.parent, [root])
+    for root in map(Path, roots):
+        folder, inside = root.parent, [root]
+        if root.is_dir():
+            folder, inside = root, sorted(root.rglob('*'))
         for path in inside:
             file = path.relative_to(folder).as_posix()
             if not path.is_dir() and '/.' not in f'/{file}':
@@ -42,9 +44,9 @@ def list_files(paths):
     return files
 
 
-def read(paths):
+def read(roots):
     """Yield the documents of files and folders: (what a hash decides by, text)."""
-    for path, file in list_files(paths).items():
+    for path, file in list_files(roots).items():
         try:
             text = path.read_bytes().decode('utf-8-sig')  # without some tools' byte order mark
             if path.suffix.lower() != '.jsonl':
@@ -72,7 +74,7 @@ def cut_by_lines(text, shares):
 
 
 def share_out(documents):
-    """{split: texts} of documents."""
+    """{split: texts} of documents, as the top of this file says."""
     splits = {split: [] for split in SPLITS}
     for identity, text in documents:
         splits[split_of(identity, val_fraction, test_fraction)].append(text)
@@ -87,8 +89,8 @@ def share_out(documents):
 def main():
     if val or test:
         splits = {}
-        for split, where in ('train', paths), ('val', [val]), ('test', [test]):
-            splits[split] = [text for _, text in read(where)]
+        for split, roots in ('train', paths), ('val', [val]), ('test', [test]):
+            splits[split] = [text for _, text in read(filter(None, roots))]
     else:
         splits = share_out(read(paths))
     write_dataset(out_dir or ROOT / 'data' / name, get_tokenizer(tokenizer, splits['train']),
