@@ -245,22 +245,12 @@ def load_weights(model, weights, path, **options):
 
 # ---------------------------------------------------------------------- JSON files
 
-def json_value(value):
-    """A value in JSON's types: numbers with 9 digits, as float32 needs; None for NaN, infinity."""
-    if hasattr(value, 'tolist'):  # of numpy or torch
-        value = value.tolist()
-    if isinstance(value, dict):
-        return {str(key): json_value(one) for key, one in value.items()}
-    if isinstance(value, list | tuple | range):
-        return [json_value(one) for one in value]
-    if isinstance(value, float):
-        return float(f'{value:.9g}') if math.isfinite(value) else None
-    return value
-
-
 def save_json(path, data):
-    """Write JSON that a person can read, each list of numbers on one line; whole or not at all."""
-    text = json.dumps(json_value(data), indent=1)
+    """
+    Write JSON that a person can read, each list of numbers on one line; whole or not at all. data
+    may hold arrays and tensors. Python's JSON has NaN, which other programs may not read.
+    """
+    text = json.dumps(data, indent=1, default=lambda array: array.tolist())  # of numpy or torch
     # indent puts each number of a list on a line of its own: join them
     text = re.sub(r'\[\n([^][{}"]*)\]', lambda found: f"[{' '.join(found[1].split())}]", text)
     part = Path(f'{path}.part')
