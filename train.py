@@ -92,49 +92,53 @@ seed = 1337                  # seed of initial weights and data order
 
 OF_POSITION = [one.name for one in fields(Settings)]
 NAMES = [*settings(globals()), *OF_POSITION]  # of all settings
-# Settings that a resumed run does not keep, because another machine may need others
-OF_MACHINE = {'out_dir', 'init_from', 'device', 'compile'}
 OF_MODEL = [one.name for one in fields(ModelConfig) if one.name in NAMES]
+# A resumed run does not keep these settings, because another machine may need others,
+OF_MACHINE = {'out_dir', 'device', 'compile'}
+# and it cannot change these.
+OF_RUN = {'dataset', 'batch_size', 'seed', 'eval_windows', 'beta1', 'beta2', 'weight_decay',
+          *OF_MODEL}
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # tensors, not shards of FSDP
 
 
 # ---------------------------------------------------------------------- where a run begins
 
-def starting_point(given):
+def resume(given):
     """
-    The checkpoint that the run starts from, and the settings that come with it: of a stopped run
-    all but those of the machine; of a model to fine-tune those of the model. What the user gave
-    replaces them where it may. saved: settings of the checkpoint; fixed: those that must stay as
-    saved; new: saved, with what the user gave.
+    The checkpoint of the stopped run in out_dir. Its settings become this run's, but for those of
+    the machine and those that the user gave. Refuses to change what the run cannot change.
     """
-    if init_from == 'resume':
-        start = read_checkpoint(f'{out_dir}/last.pt')
-        if 'optimizer' not in start:
-            raise UserError(f'{out_dir}/last.pt holds weights without their optimizer. Begin a new '
-                            'run from them: --init_from=FILE --out_dir=FOLDER.')
-        saved = start['settings']
-        fixed = {'dataset', 'batch_size', 'seed', 'eval_windows', *OF_MODEL}
-    else:
-        start = read_model(init_from, position if 'position' in given else None)
-        if not isinstance(start['model'], dict):
-            start['model'].refuse()  # a model that transformers runs cannot be trained here
-        saved = asdict(start['model_config'])
-        fixed = saved.keys() - {'block_size', *OF_POSITION}
-        saved['dataset'] = start['settings'].get('dataset') or dataset  # the model's text
-    new = saved | {name: globals()[name] for name in given}
-    if new['rope_scaling'] and ':' not in new['rope_scaling']:  # 'yarn': stretch L to block_size
-        new['rope_scaling'] += f":{new['block_size'] / start['model_config'].pretrained_length:g}"
-    for name in given & fixed:
-        if new[name] != saved[name]:
-            raise UserError(f"{name} is {new[name]!r}, but {start['path']} was trained with "
-                            f'{saved[name]!r}. Leave it out.')
-    new |= {name: value for name, value in unused_settings(new).items() if name not in given}
-    # loss.png is a finished run's last file
-    left = new['max_iters'] - start['step']
-    if init_from == 'resume' and (left < 0 or left == 0 and Path(out_dir, 'loss.png').exists()):
-        raise UserError(f"{out_dir} is finished after {start['step']} steps. To go on, give more: "
-                        '--max_iters=N.')
-    return start, {name: new[name] for name in NAMES if name in new and name not in OF_MACHINE}
+    start = read_checkpoint(f'{out_dir}/last.pt')
+    for name, value in start['settings'].items():
+        if name not in OF_MACHINE | given:
+            globals()[name] = value
+        elif name in OF_RUN and globals()[name] != value:
+            raise UserError(f'{name} is {globals()[name]!r}, but {out_dir} was trained with '
+                            f'{value!r}. Leave it out.')
+    return start
+
+
+def fine_tune(given):
+    """
+    The trained model to begin from. Its sizes, position method and text become settings, but for
+    those that the user gave.
+    """
+    global rope_scaling
+    start = read_model(init_from, position if 'position' in given else None)
+    if not isinstance(start['model'], dict):
+        start['model'].refuse()  # a model that transformers runs cannot be trained here
+    config = start['model_config']
+    its = {name: getattr(config, name) for name in OF_MODEL}
+    its['dataset'] = start['settings'].get('dataset', dataset)
+    for name in its.keys() - given:
+        globals()[name] = its[name]
+    if rope_scaling and ':' not in rope_scaling:  # 'yarn': stretch L to block_size
+        rope_scaling += f':{block_size / config.pretrained_length:g}'
+    # If the user chose another position method, it may not have the settings of the model's.
+    for name, default in unused_settings(globals()).items():
+        if name not in given:
+            globals()[name] = default
+    return start
 
 
 def only_run(folder):
@@ -145,9 +149,6 @@ def only_run(folder):
         lock.acquire(timeout=0.5)
     except filelock.Timeout:
         raise UserError(f'Another process trains in {folder}. Choose another --out_dir=.') from None
-    if init_from != 'resume' and any((folder / f).exists() for f in ('last.pt', 'loss.png')):
-        raise UserError(f'{folder} already holds a run. Resume it with --init_from=resume, choose '
-                        'another --out_dir=, or remove it.')
     return lock
 
 
@@ -256,25 +257,27 @@ def begin_log(folder, step, chosen):
 
 def main(given):
     """given: the names of the settings that the user gave."""
+    is_resumed = init_from == 'resume'
+    start = None  # the checkpoint that the run begins from
+    if is_resumed:
+        start = resume(given - {'init_from'})  # also this becomes what it was
+    elif init_from != 'scratch':
+        start = fine_tune(given)
     runtime = setup(device, dtype, seed)
     folder = Path(out_dir)
-    lock = only_run(folder) if runtime.is_main else None  # noqa: F841, held until the end
-    start = {}  # the checkpoint that the run starts from
-    if init_from != 'scratch':
-        start, values = starting_point(given)
-        globals().update(values)  # from here on each setting has the run's, or the model's, value
-    if min(eval_windows, eval_interval, log_interval, micro_batch_size, batch_size, max_iters) < 1:
-        raise UserError('max_iters, batch_size, micro_batch_size, eval_windows, eval_interval and '
-                        'log_interval must be at least 1.')
+    if runtime.is_main:
+        lock = only_run(folder)  # noqa: F841, held until the end
+        if not is_resumed and any((folder / f).exists() for f in ('last.pt', 'loss.png')):
+            raise UserError(f'{folder} already holds a run. Resume it with --init_from=resume, '
+                            'choose another --out_dir=, or remove it.')
     if batch_size % (micro_batch_size * runtime.world_size):
         raise UserError(f'batch_size {batch_size} must be a multiple of micro_batch_size '
                         f'{micro_batch_size} x {runtime.world_size} ranks.')
-    runtime = setup(device, dtype, seed)  # again, because a resumed run names its own
 
     # data
     data = Windows(dataset, 'train', block_size, seed, info=start)
     val_windows = Windows(dataset, 'val', block_size, info=start).evenly_spaced(eval_windows)
-    if init_from == 'resume' and start.get('n_tokens') != data.n_tokens:
+    if is_resumed and start['n_tokens'] != data.n_tokens:
         raise UserError(f'{dataset} has changed since the run began. Prepare it as it was.')
 
     # model and optimizer
@@ -288,21 +291,16 @@ def main(given):
     net, optimizer = wrap(model, runtime), new_optimizer(model)
     is_ddp = isinstance(net, DistributedDataParallel)
     scaler = torch.amp.GradScaler(runtime.device.type, enabled=runtime.dtype == torch.float16)
-    step, best_val_loss, began_from = 0, math.inf, init_from
-    if init_from == 'resume':
+    step, best_val_loss = 0, math.inf
+    if is_resumed:
         step, best_val_loss = start['step'], start['best_val_loss']
-        began_from = start['settings']['init_from']
         set_optimizer_state_dict(model, optimizer, start['optimizer'], options=WHOLE)
-        if start['scaler']:  # a run in float32 or bfloat16 has none
-            scaler.load_state_dict(start['scaler'])
-        for group in optimizer.param_groups:  # the user may have given others
-            group['betas'] = beta1, beta2
-        optimizer.param_groups[0]['weight_decay'] = weight_decay
+        scaler.load_state_dict(start['scaler'])
     start = None  # frees the file's copy of weights and optimizer
 
     # log and checkpoints
     chosen = {name: globals()[name] for name in NAMES}
-    chosen |= {'dtype': str(runtime.dtype).removeprefix('torch.'), 'init_from': began_from}
+    chosen['dtype'] = str(runtime.dtype).removeprefix('torch.')  # what auto stands for
     track = begin_log(folder, step, chosen) if runtime.is_main else None
 
     def log(step, **row):
@@ -412,7 +410,7 @@ def main(given):
         if is_log_step or is_eval_step or is_first:  # do not time compilation and validation
             timed_step, time_then, is_first = step, time.perf_counter(), False
 
-    if runtime.is_main and step == max_iters:
+    if runtime.is_main and step >= max_iters:
         import plots
         plots.draw_log(folder / 'log.jsonl', folder / 'loss.png')
     if track:
