@@ -20,7 +20,6 @@ import os
 import signal
 import sys
 import time
-import warnings
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -93,9 +92,9 @@ seed = 1337                  # seed of initial weights and data order
 OF_POSITION = [one.name for one in fields(Settings)]
 NAMES = [*settings(globals()), *OF_POSITION]  # of all settings
 OF_MODEL = [one.name for one in fields(ModelConfig) if one.name in NAMES]
-# A resumed run does not keep these settings, because another machine may need others,
+# A resumed run takes its settings from last.pt, but not OF_MACHINE. The user may change all but
+# OF_RUN.
 OF_MACHINE = {'out_dir', 'device', 'compile'}
-# and it cannot change these.
 OF_RUN = {'dataset', 'batch_size', 'seed', 'eval_windows', 'beta1', 'beta2', 'weight_decay',
           *OF_MODEL}
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # tensors, not shards of FSDP
@@ -158,14 +157,7 @@ def wrap(model, runtime):
     """The model that training calls: compiled, and with several ranks in DDP, or split by FSDP."""
     compiles = can_compile(runtime, compile)
     if fsdp:
-        if runtime.world_size == 1:
-            raise UserError('fsdp needs several ranks of torchrun. On one give --fsdp=False.')
-        if {'t5', 'fire'} & {*position.split(',')}:
-            raise UserError('fsdp can split neither the table that all layers of t5 share nor the '
-                            'single numbers of fire.')
         from torch.distributed.fsdp import fully_shard
-        # Nothing changes the losses in place.
-        warnings.filterwarnings('ignore', message='.*returned a view tensor')
         mesh = dist.init_device_mesh(runtime.device.type, (runtime.world_size,))
         for block in model.blocks:
             if compiles:
@@ -223,18 +215,14 @@ def validate(model, windows, runtime):
     return measured
 
 
-def catch_signals():
-    """The list to which Ctrl-C and SIGTERM add their number; a second one ends the process."""
-    received = []
+SIGNALS = []  # the numbers of those that this process got
 
-    def on_signal(number, frame):
-        received.append(number)
-        signal.signal(number, signal.SIG_DFL)
-        os.write(2, b'\nfinishing this step, then saving; once more stops at once\n')
 
-    for number in signal.SIGTERM, signal.SIGINT:
-        signal.signal(number, on_signal)
-    return received
+def on_signal(number, frame):
+    """Ctrl-C or SIGTERM: main() will save and end. A second one ends the process at once."""
+    SIGNALS.append(number)
+    signal.signal(number, signal.SIG_DFL)
+    os.write(2, b'\nfinishing this step, then saving; once more stops at once\n')
 
 
 def begin_log(folder, step, chosen):
@@ -245,7 +233,7 @@ def begin_log(folder, step, chosen):
     (folder / 'config.json').write_text(json.dumps(chosen, indent=1) + '\n')
     (folder / 'loss.png').unlink(missing_ok=True)  # it means that the run has finished
     log = folder / 'log.jsonl'
-    lines = log.read_text().splitlines(True) if step and log.exists() else []
+    lines = log.read_text().splitlines(True) if log.exists() else []
     whole = [line for line in lines if line.endswith('\n')]
     log.write_text(''.join(line for line in whole if json.loads(line)['step'] <= step))
     if not tracker:
@@ -260,7 +248,7 @@ def main(given):
     is_resumed = init_from == 'resume'
     start = None  # the checkpoint that the run begins from
     if is_resumed:
-        start = resume(given - {'init_from'})  # also this becomes what it was
+        start = resume(given - {'init_from'})  # this, too, becomes what it was when the run began
     elif init_from != 'scratch':
         start = fine_tune(given)
     runtime = setup(device, dtype, seed)
@@ -328,7 +316,9 @@ def main(given):
                   f'from step {step} to {max_iters}, {batch_size * block_size:,} tokens per step; '
                   f'writing to {out_dir}')
     rows_of_rank = slice(runtime.rank, None, runtime.world_size)
-    signals, stops = catch_signals(), False
+    for number in signal.SIGTERM, signal.SIGINT:
+        signal.signal(number, on_signal)
+    stops = False
     pending = []  # losses that are not logged yet
     timed_step, time_then, is_first = step, time.perf_counter(), True
     autocast = runtime.autocast()
@@ -364,7 +354,7 @@ def main(given):
             torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
         scaler.step(optimizer)
         scaler.update()
-        optimizer.zero_grad(set_to_none=not is_ddp)  # DDP's gradients are views of its buckets
+        optimizer.zero_grad()
         step += 1
 
         # what to do after this step
@@ -374,11 +364,11 @@ def main(given):
             dist.all_reduce(step_loss)
             step_loss /= runtime.world_size
             if is_log_step:  # ranks stop together; they ask seldom, because it waits for the GPU
-                n_signals = torch.tensor(len(signals), device=runtime.device)
+                n_signals = torch.tensor(len(SIGNALS), device=runtime.device)
                 dist.all_reduce(n_signals)
                 stops = bool(n_signals)
         else:
-            stops = bool(signals)
+            stops = bool(SIGNALS)
         pending.append(step_loss)  # still on the device, because to read it would wait for the step
 
         if is_log_step or is_eval_step or stops:
@@ -422,7 +412,7 @@ def main(given):
     if step < max_iters:
         runtime.print(f'saved step {step}; go on with --out_dir={out_dir} --init_from=resume')
         # 128 + the signal, as a shell does; a rank that got no signal itself says SIGTERM
-        sys.exit(128 + max(signals, default=signal.SIGTERM))
+        sys.exit(128 + max(SIGNALS, default=signal.SIGTERM))
 
 
 if __name__ == '__main__':
