@@ -27,6 +27,9 @@ from tqdm import tqdm
 
 from model import ModelConfig, vector_kind
 
+# Sharp attention has weights below 1e-38, with which a CPU computes slowly unless it rounds them to
+# 0: a tuning step took 7.5 s instead of 19 s. Threads inherit this when they start.
+torch.set_flush_denormal(True)
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 
 
@@ -88,47 +91,46 @@ def setup(device='auto', dtype='auto', seed=1337):
     The Runtime of this process. device: auto, cpu, cuda, cuda:1, mps. dtype: float32, bfloat16,
     float16, or auto: bfloat16 where it is fast, else float16 on a GPU and float32 on a CPU.
     """
-    rank, world_size = 0, 1
+    rank, local_rank, world_size = 0, 0, 1
     if dist.is_torchelastic_launched():  # by torchrun; others may leave RANK in the environment
-        rank, world_size = int(os.environ['RANK']), int(os.environ['WORLD_SIZE'])
+        names = 'RANK', 'LOCAL_RANK', 'WORLD_SIZE'
+        rank, local_rank, world_size = (int(os.environ[name]) for name in names)
     if device == 'auto':
-        found = torch.accelerator.current_accelerator(check_available=True)
-        device = found.type if found else 'cpu'
-    if device == 'cuda' and world_size > 1:
-        device = f"cuda:{os.environ['LOCAL_RANK']}"
+        device = torch.accelerator.current_accelerator(check_available=True) or 'cpu'
     device = torch.device(device)
-    if device.type == 'cpu':  # for speed, and so that runs repeat; skip this at first
-        # Sharp attention has weights below 1e-38, with which a CPU computes slowly unless it rounds
-        # them to 0: a tuning step took 7.5 s instead of 19 s. Set before the first thread starts.
-        torch.set_flush_denormal(True)
-        # Make the C library, if it is glibc, keep freed blocks of up to 1 GB for the next step,
-        # instead of paying for their pages again: a step of the demo model took 64 ms, not 86 ms.
-        with contextlib.suppress(OSError, AttributeError):
-            mallopt = ctypes.CDLL('libc.so.6').mallopt
-            if mallopt(-3, 2 ** 30):   # M_MMAP_THRESHOLD; before version 2.35 at most 32 MB
-                mallopt(-1, 2 ** 30)   # M_TRIM_THRESHOLD
-        # Else the gradients of embeddings are summed in another order in each run. For compiled
-        # code can_compile() asks for the same by a function that loads the compiler.
-        torch.set_deterministic_debug_mode('error')
-        torch.utils.deterministic.fill_uninitialized_memory = False
     if device.type == 'cuda':
-        torch.cuda.set_device(device.index or 0)
+        device = torch.device('cuda', device.index or local_rank)
+        torch.cuda.set_device(device)
         torch.backends.cudnn.allow_tf32 = False  # else DAPE's convolutions keep only 10 bits
+    if device.type == 'cpu':
+        prepare_cpu()
     if dtype == 'auto':
+        dtype = 'float32'
         if device.type == 'cuda':
-            fast = torch.cuda.is_bf16_supported(including_emulation=False)
-            dtype = 'bfloat16' if fast else 'float16'
-        else:
-            fast = device.type == 'cpu' and torch.cpu._is_amx_tile_supported()
-            dtype = 'bfloat16' if fast else 'float32'
-    if dtype not in DTYPES or dtype == 'float16' and device.type == 'cpu':
-        raise UserError(f"dtype is '{dtype}'. Choose auto, float32, bfloat16, or on a GPU float16.")
-    if world_size > 1 and not dist.is_initialized():
+            is_fast = torch.cuda.is_bf16_supported(including_emulation=False)
+            dtype = 'bfloat16' if is_fast else 'float16'
+        elif device.type == 'cpu' and torch.cpu._is_amx_tile_supported():
+            dtype = 'bfloat16'
+    if world_size > 1:
         # Saving a large checkpoint may take longer than NCCL's 10 minutes.
         dist.init_process_group('nccl' if device.type == 'cuda' else 'gloo',
                                 timeout=datetime.timedelta(hours=2))
     torch.manual_seed(seed)
     return Runtime(device, DTYPES[dtype], rank, world_size, is_main=rank == 0)
+
+
+def prepare_cpu():
+    """Make a CPU fast, and its runs repeatable bit for bit. Nothing here is about the model."""
+    # Make the C library, if it is glibc, keep freed blocks of up to 1 GB for the next step,
+    # instead of paying for their pages again: a step of the demo model took 64 ms, not 86 ms.
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL('libc.so.6').mallopt
+        if mallopt(-3, 2 ** 30):   # M_MMAP_THRESHOLD; before version 2.35 at most 32 MB
+            mallopt(-1, 2 ** 30)   # M_TRIM_THRESHOLD
+    # Else the gradients of embeddings are summed in another order in each run. This function does
+    # not load the compiler, as torch.use_deterministic_algorithms() would.
+    torch.set_deterministic_debug_mode('error')
+    torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 def can_compile(runtime, wanted):
@@ -144,8 +146,6 @@ def can_compile(runtime, wanted):
         runtime.print(f'torch.compile needs {compiler} and {header} (Debian, Ubuntu: apt-get '
                       'install g++ python3-dev); going on uncompiled, which is slower.')
         return False
-    if runtime.device.type == 'cpu':
-        torch.use_deterministic_algorithms(True)
     torch._dynamo.config.recompile_limit = 64  # shapes; beyond it a call would run uncompiled
     return True
 
