@@ -73,13 +73,11 @@ class Runtime:
             batch = windows[batch].to(self.device)
             with self.autocast():
                 rows.append(measure(batch[:, :-1], batch[:, 1:]).cpu().double().numpy())
-        rows = np.concatenate(rows)                       # of this rank
-        parts = [rows]
+        rows = np.concatenate(rows)                       # of this rank, (n_batches * size, ...)
+        parts = [rows] * self.world_size
         if self.world_size > 1:
-            parts = [None] * self.world_size
             dist.all_gather_object(parts, rows)
-        rows = np.stack(parts, axis=1)                    # (n_batches * size, ranks, ...)
-        rows = rows.reshape(-1, *rows.shape[2:])[:n]
+        rows = np.stack(parts, axis=1).reshape(-1, *rows.shape[1:])[:n]
         if not np.isfinite(rows).all():
             raise UserError('a measured number is not finite, so nothing was written. Did training '
                             'diverge, or is the checkpoint or scale file damaged?')
@@ -191,11 +189,10 @@ def read_checkpoint(path):
                 raise ValueError('a checksum is wrong')
         # Windows replaces no file that is mapped, as last.pt would be when a resumed run saves
         state = torch.load(path, 'cpu', weights_only=True, mmap=sys.platform != 'win32')
-        config = state['model_config']
+        return state | {'model_config': model_config(state['model_config']), 'path': str(path)}
     except Exception as error:  # errors of zip and unpickling share no class
         raise UserError(f'{path} is damaged, cut short or of another program '
                         f'({type(error).__name__}). Take another checkpoint.') from error
-    return state | {'model_config': model_config(config), 'path': str(path)}
 
 
 def read_model(path, position=None, dtype=torch.float32):
@@ -212,18 +209,13 @@ def read_model(path, position=None, dtype=torch.float32):
 
 
 def model_config(values):
-    """
-    A ModelConfig of {setting: value}, from settings or from a checkpoint. Refuses a setting that
-    this version does not have, unless it is off, or says what every model here has.
-    """
+    """A ModelConfig of {setting: value}, from settings or from a checkpoint, also an older one."""
     known = {one.name for one in dataclasses.fields(ModelConfig)}
-    # short_conv_at is of older versions: A before attention, C before the MLP
-    odd = {name: value for name, value in values.items() if name not in known and value
-           and (name, value) != ('short_conv_at', 'AC')}
+    # of settings that are gone, those that were off; and short_conv_at, which is AC in every model
+    values = {name: value for name, value in values.items()
+              if name in known or (value and value != 'AC')}
     try:
-        if odd:
-            raise ValueError(f'the model has {odd}, which this version does not have.')
-        return ModelConfig(**{name: values[name] for name in known & values.keys()})
+        return ModelConfig(**values)
     except (ValueError, TypeError) as error:
         raise UserError(str(error)) from error
 
@@ -233,10 +225,7 @@ def load_weights(model, weights, path, **options):
     Load a checkpoint's weights. A small vector of attention that it lacks, such as a head gain or a
     sink, keeps its first value.
     """
-    try:
-        missing, unknown = model.load_state_dict(weights, strict=False, **options)
-    except RuntimeError as error:  # of the shapes
-        raise UserError(f"{path} does not fit: {' '.join(str(error).split())[:300]}") from error
+    missing, unknown = model.load_state_dict(weights, strict=False, **options)
     wrong = [name for name in missing if vector_kind(name) in (None, 'norm')] + unknown
     if wrong:
         raise UserError(f'{path} does not fit a model with position {model.config.position}: '
