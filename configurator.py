@@ -69,22 +69,15 @@ def run_config(name):
     return settings(runpy.run_path(str(path)))
 
 
-def names_in(text):
-    """The first word of each line."""
-    return {re.split('[ :]', line.strip())[0] for line in text.splitlines()}
-
-
 def show_help(scope, known, declared):
-    """
-    Print a stage's docstring and the source of its settings, comments included: the paragraph of
-    its file with the most settings, and those lines of `declared` that it lacks.
-    """
-    paragraphs = Path(scope['__file__']).read_text(encoding='utf-8').split('\n\n')
-    block = max(paragraphs, key=lambda text: len(names_in(text) & known.keys()))
-    print(scope['__doc__'].strip(), block.strip(), sep='\n\n')
-    for line in inspect.getsource(declared).splitlines() if declared else ():
-        if names_in(line) & (known.keys() - names_in(block)):
-            print(line.strip())
+    """Print a stage's docstring, and of each setting the source line with its comment."""
+    print(scope['__doc__'].strip() + '\n')
+    source = Path(scope['__file__']).read_text(encoding='utf-8')
+    if declared:
+        source += inspect.getsource(declared)
+    for name in known:
+        # lines that are indented far belong to the one before, such as those of a long comment
+        print(re.search(rf'(?m)^ *({name}(: .+)? = .+(\n {{8,}}.+)*)', source)[1])
     sys.exit()
 
 
@@ -99,31 +92,27 @@ def configure(scope, declared=None):
     for one in fields(declared) if declared else ():
         scope.setdefault(one.name, one.default)
         kinds = {one.name: one.type} | kinds
-    known = settings(scope)
-    from_files, from_keys = [], []  # (name, value or text, the function that converts it)
-    paths = []
+    known, given = settings(scope), set()
     if {'-h', '--help'} & {*sys.argv}:
         show_help(scope, known, declared)
-    for word in sys.argv[1:]:
+    for word in sorted(sys.argv[1:], key=lambda word: word.startswith('--')):  # first the files
         name, equals, text = word.partition('=')
         if name.startswith('--') and equals:
-            from_keys.append((name[2:], text, parse))
+            values, convert = {name[2:]: text}, parse
         elif 'paths' in known and not name.startswith('-'):
-            paths.append(word)
+            values, convert = {'paths': [*scope['paths'], word]}, fit
         elif word.endswith('.py'):
-            for key, setting in run_config(word).items():
-                from_files.append((key, setting, fit))
+            values, convert = run_config(word), fit
         else:
             raise UserError(f"'{word}' is neither config/FILE.py nor --key=value.")
-    if paths:
-        from_keys.append(('paths', paths, fit))
-    for name, value, convert in from_files + from_keys:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            advice = f"Did you mean '{near[0]}'?" if near else '--help lists the settings.'
-            raise UserError(f"{Path(scope['__file__']).name} has no setting '{name}'. {advice}")
-        try:
-            scope[name] = convert(value, kinds.get(name, type(known[name])))
-        except TypeError as error:
-            raise UserError(f'{name} is {value!r}, but {error}.') from None
-    return {name for name, *_ in from_files + from_keys}
+        for name, value in values.items():
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                advice = f"Did you mean '{near[0]}'?" if near else '--help lists the settings.'
+                raise UserError(f"{Path(scope['__file__']).name} has no setting '{name}'. {advice}")
+            try:
+                scope[name] = convert(value, kinds.get(name, type(known[name])))
+            except TypeError as error:
+                raise UserError(f'{name} is {value!r}, but {error}.') from None
+            given.add(name)
+    return given
