@@ -43,13 +43,12 @@ def open_split(dataset, split):
     if not dataset:
         raise UserError('The model does not name its training text. Give one: --dataset=NAME.')
     folder = ROOT / 'data' / dataset
-    script = folder / 'prepare.py'
-    folder = folder if folder.is_dir() else Path(dataset)
+    if not folder.is_dir():
+        folder = Path(dataset)
     if not (folder / 'meta.json').is_file():
-        how = f'python {script} (--help says what it takes)'
-        if not script.is_file():
-            how = f'what its config says, or python data/text/prepare.py FILES --name={folder.name}'
-        raise UserError(f'Dataset {dataset} is not prepared. Run {how}.')
+        raise UserError(f'Dataset {dataset} is not prepared. Run data/{dataset}/prepare.py, if it '
+                        'is there, what its config says, or for your own text '
+                        'data/text/prepare.py.')
     meta = json.loads((folder / 'meta.json').read_text(encoding='utf-8'))
     if split not in meta['splits']:
         raise UserError(f"Dataset {dataset} has no split {split}, but {', '.join(meta['splits'])}.")
@@ -84,15 +83,15 @@ class Windows:
 
     def __init__(self, dataset, split, block_size, seed=0, info=None):
         self.dataset, self.split, self.block_size, self.seed = dataset, split, block_size, seed
-        names, weights = [], []
-        for source in dataset.split(','):
-            # C:\mine has no weight
-            weighted = re.fullmatch(r'(.+): *(\d*\.?\d+(?:[eE]-?\d+)?)', source)
-            names.append(weighted[1] if weighted else source)
-            weights.append(float(weighted[2]) if weighted else 1.0)
-        opened = [open_split(name, split) for name in (names if split == 'train' else names[:1])]
+        opened, weights = [], []
+        sources = dataset.split(',')
+        for source in sources if split == 'train' else sources[:1]:
+            # NAME:WEIGHT, or NAME alone, which may be C:\mine
+            name, weight = re.fullmatch(r'(.+?)(?:: *([\d.]+))?', source).groups()
+            opened.append(open_split(name, split))
+            weights.append(float(weight or 1))
         # The sources of CYCLE samples: with weights 2 and 1, 6,667 are of the first
-        ends = np.cumsum(weights[:len(opened)])
+        ends = np.cumsum(weights)
         ends = np.round(ends / ends[-1] * CYCLE)
         self.sources = ends.searchsorted(np.arange(CYCLE), side='right')
         self.tokens, self.starts, self.meta = opened[0]
@@ -128,14 +127,14 @@ class Windows:
         for sample in range(step * batch_size, (step + 1) * batch_size)[rows]:
             cycle, at = divmod(sample, CYCLE)
             sources = self.sources[shuffled(CYCLE, self.seed, self.split, 'cycle', cycle)]
-            source = int(sources[at])
+            source = sources[at]
             is_of_it = sources == source
-            number = int(cycle * is_of_it.sum() + is_of_it[:at].sum())
+            number = cycle * is_of_it.sum() + is_of_it[:at].sum()
             blocks = self.blocks[source]
             epoch, i = divmod(number, len(blocks))
             order = shuffled(len(blocks), self.seed, self.split, source, epoch)
             windows.append(blocks[order[i]])
-        return np.array(windows, np.int64).reshape(-1, self.block_size + 1)
+        return np.array(windows, np.int64)
 
     def evenly_spaced(self, n, spacing=None):
         """
