@@ -63,9 +63,7 @@ def parse(text, kind):
 
 def run_config(name):
     """The settings that a config file makes. It is searched here, then in the project's folder."""
-    path = Path(name) if Path(name).is_file() else ROOT / name
-    if not path.is_file():
-        raise UserError(f'There is no {name} in {Path.cwd()} or in the project. Check the name.')
+    path = name if Path(name).is_file() else ROOT / name
     return settings(runpy.run_path(str(path)))
 
 

@@ -89,8 +89,7 @@ fsdp = False                 # split the model over the ranks of torchrun
 checkpoint_activations = False  # backward recomputes activations: less memory, more time
 seed = 1337                  # seed of initial weights and data order
 
-OF_POSITION = [one.name for one in fields(Settings)]
-NAMES = [*settings(globals()), *OF_POSITION]  # of all settings
+NAMES = [*settings(globals()), *(one.name for one in fields(Settings))]  # of all settings
 OF_MODEL = [one.name for one in fields(ModelConfig) if one.name in NAMES]
 # A resumed run takes its settings from last.pt, but not OF_MACHINE. The user may change all but
 # OF_RUN.
@@ -158,12 +157,11 @@ def wrap(model, runtime):
     compiles = can_compile(runtime, compile)
     if fsdp:
         from torch.distributed.fsdp import fully_shard
-        mesh = dist.init_device_mesh(runtime.device.type, (runtime.world_size,))
         for block in model.blocks:
             if compiles:
                 block.compile(dynamic=False)
-            fully_shard(block, mesh=mesh)
-        return fully_shard(model, mesh=mesh)
+            fully_shard(block)
+        return fully_shard(model)
     net = torch.compile(model, dynamic=False) if compiles else model
     if runtime.world_size > 1:
         # The bucket view avoids a second copy of all gradients.
@@ -176,11 +174,13 @@ def new_optimizer(model):
     AdamW over all trained weights. Short convolutions have no weight decay, because it would pull
     their few weights to 0, where the convolution does nothing.
     """
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    groups = [{'params': [p for name, p in trained.items() if not name.endswith('conv.w')]}]
-    if short_conv:
-        groups.append({'params': [p for name, p in trained.items() if name.endswith('conv.w')],
-                       'weight_decay': 0.0})
+    decayed, convolutions = [], []
+    for name, p in model.named_parameters():
+        if name.endswith('conv.w'):
+            convolutions.append(p)
+        elif p.requires_grad:
+            decayed.append(p)
+    groups = [{'params': decayed}, {'params': convolutions, 'weight_decay': 0.0}]
     return torch.optim.AdamW(groups, lr=learning_rate, betas=(beta1, beta2),
                              weight_decay=weight_decay, fused=True)
 
@@ -326,9 +326,9 @@ def main(given):
         # the batch; on a GPU this runs, and copies, while the GPU still computes the last step
         tokens = torch.from_numpy(data.batch(step, batch_size, rows_of_rank))
         if runtime.device.type == 'cuda':
-            tokens = tokens.pin_memory()
-        # not on mps, where a copy may still read what is already freed (pytorch issue 189690)
-        tokens = tokens.to(runtime.device, non_blocking=runtime.device.type == 'cuda')
+            tokens = tokens.pin_memory().to(runtime.device, non_blocking=True)
+        else:  # on mps a copy could still read what is already freed (pytorch issue 189690)
+            tokens = tokens.to(runtime.device)
 
         # forward and backward
         torch.manual_seed(seed + step)  # for methods that draw, such as rope_random
@@ -387,8 +387,7 @@ def main(given):
         if is_eval_step:
             measured = validate(model, val_windows, runtime)
             log(step, **measured)
-            runtime.print(f"step {step:6d}  validation loss {measured['val_loss']:.4f}  "
-                          f"ppl {math.exp(min(measured['val_loss'], 700)):.2f}")
+            runtime.print(f"step {step:6d}  validation loss {measured['val_loss']:.4f}")
             if measured['val_loss'] < best_val_loss:
                 best_val_loss = measured['val_loss']
                 save('best.pt', step)

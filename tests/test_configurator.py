@@ -43,7 +43,7 @@ def test_files_are_read_in_order_and_keys_come_last(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize('word, named', [
     ('--stepps=20', "'steps'"), ('--steps=2.5', 'int'), ('--lengths=3', 'list[int]'),
-    ('--rate=fast', 'float'), ('steps', 'steps'), ('config/none.py', 'config/none.py')])
+    ('--rate=fast', 'float'), ('steps', 'steps')])
 def test_a_mistake_names_the_setting_and_what_it_wants(monkeypatch, word, named):
     with pytest.raises(UserError) as caught:
         given(monkeypatch, word)

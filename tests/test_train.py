@@ -57,8 +57,7 @@ def whole(corpus_dir, tmp_path_factory):
     return out_dir
 
 
-def test_the_optimizer_decays_all_weights_but_convolutions_and_leaves_out_scales(monkeypatch):
-    monkeypatch.setattr(train, 'short_conv', 4)
+def test_the_optimizer_decays_all_weights_but_convolutions_and_leaves_out_scales():
     model = Transformer(model_config(dict(vocab_size=9, block_size=8, n_layer=1, n_head=2, n_embd=8,
                                           n_kv_head=2, n_hidden=8, short_conv=4)))
     decayed, convolutions = train.new_optimizer(model).param_groups
