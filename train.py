@@ -277,7 +277,6 @@ def main(given):
     model.checkpoint_activations = checkpoint_activations
     model.to(runtime.device)
     net, optimizer = wrap(model, runtime), new_optimizer(model)
-    is_ddp = isinstance(net, DistributedDataParallel)
     scaler = torch.amp.GradScaler(runtime.device.type, enabled=runtime.dtype == torch.float16)
     step, best_val_loss = 0, math.inf
     if is_resumed:
@@ -336,10 +335,10 @@ def main(given):
         micro_batches = tokens.split(micro_batch_size)
         for i, part in enumerate(micro_batches):
             is_last = i + 1 == len(micro_batches)  # only then average gradients over the ranks
-            if is_ddp:
-                net.require_backward_grad_sync = is_last
-            elif fsdp:
+            if fsdp:
                 net.set_requires_gradient_sync(is_last)
+            else:
+                net.require_backward_grad_sync = is_last  # only DDP reads it
             with autocast:
                 loss = net(part[:, :-1], part[:, 1:]).mean() / len(micro_batches)
             scaler.scale(loss).backward()
@@ -360,20 +359,20 @@ def main(given):
         # what to do after this step
         is_log_step = step % log_interval == 0 or step == max_iters
         is_eval_step = step % eval_interval == 0 or step == max_iters or step in keep_steps
-        if runtime.world_size > 1:
-            dist.all_reduce(step_loss)
-            step_loss /= runtime.world_size
-            if is_log_step:  # ranks stop together; they ask seldom, because it waits for the GPU
-                n_signals = torch.tensor(len(SIGNALS), device=runtime.device)
-                dist.all_reduce(n_signals)
-                stops = bool(n_signals)
-        else:
-            stops = bool(SIGNALS)
         pending.append(step_loss)  # still on the device, because to read it would wait for the step
+        if runtime.world_size == 1:
+            stops = bool(SIGNALS)
+        elif is_log_step:  # ranks stop together; they ask seldom, because it waits for the GPU
+            n_signals = torch.tensor(len(SIGNALS), device=runtime.device)
+            dist.all_reduce(n_signals)
+            stops = bool(n_signals)
 
         if is_log_step or is_eval_step or stops:
-            losses, pending = torch.stack(pending).tolist(), []
-            for at, loss in enumerate(losses, step - len(losses) + 1):
+            losses, pending = torch.stack(pending), []
+            if runtime.world_size > 1:
+                dist.all_reduce(losses)
+                losses /= runtime.world_size
+            for at, loss in enumerate(losses.tolist(), step - len(losses) + 1):
                 if not math.isfinite(loss):
                     raise UserError(f'the loss became {loss} at step {at}. {folder}/last.pt, if it '
                                     'exists, holds the last good state: resume from it with a '
@@ -381,7 +380,7 @@ def main(given):
                 log(at, loss=loss, lr=learning_rate_at(at - 1))
             seconds = (time.perf_counter() - time_then) / (step - timed_step)
             left = datetime.timedelta(seconds=round(seconds * (max_iters - step)))
-            runtime.print(f'step {step:6d}  loss {sum(losses) / len(losses):.4f}  '
+            runtime.print(f'step {step:6d}  loss {losses.mean():.4f}  '
                           f'lr {lr:.2e}  {batch_size * block_size / seconds:9,.0f} '
                           f'tokens/s  {left} left')
         if is_eval_step:
