@@ -121,15 +121,16 @@ def fine_tune(given):
     The trained model to begin from. Its sizes, position method and text become settings, but for
     those that the user gave.
     """
-    global rope_scaling
+    global dataset, rope_scaling
     start = read_model(init_from, position if 'position' in given else None)
     if not isinstance(start['model'], dict):
         start['model'].refuse()  # a model that transformers runs cannot be trained here
     config = start['model_config']
-    its = {name: getattr(config, name) for name in OF_MODEL}
-    its['dataset'] = start['settings'].get('dataset', dataset)
-    for name in its.keys() - given:
-        globals()[name] = its[name]
+    for name in OF_MODEL:
+        if name not in given:
+            globals()[name] = getattr(config, name)
+    if 'dataset' not in given:
+        dataset = start['settings'].get('dataset', dataset)
     if rope_scaling and ':' not in rope_scaling:  # 'yarn': stretch L to block_size
         rope_scaling += f':{block_size / config.pretrained_length:g}'
     # If the user chose another position method, it may not have the settings of the model's.
@@ -180,7 +181,9 @@ def new_optimizer(model):
             convolutions.append(p)
         elif p.requires_grad:
             decayed.append(p)
-    groups = [{'params': decayed}, {'params': convolutions, 'weight_decay': 0.0}]
+    groups = [{'params': decayed}]
+    if convolutions:
+        groups.append({'params': convolutions, 'weight_decay': 0.0})
     return torch.optim.AdamW(groups, lr=learning_rate, betas=(beta1, beta2),
                              weight_decay=weight_decay, fused=True)
 
@@ -233,14 +236,13 @@ def begin_log(folder, step, chosen):
     (folder / 'config.json').write_text(json.dumps(chosen, indent=1) + '\n')
     (folder / 'loss.png').unlink(missing_ok=True)  # it means that the run has finished
     log = folder / 'log.jsonl'
-    lines = log.read_text().splitlines(True) if log.exists() else []
-    whole = [line for line in lines if line.endswith('\n')]
+    log.touch()
+    whole = [line for line in log.read_text().splitlines(True) if line.endswith('\n')]
     log.write_text(''.join(line for line in whole if json.loads(line)['step'] <= step))
-    if not tracker:
-        return None
-    track = importlib.import_module(tracker)  # trackio and wandb share these functions
-    track.init(project='nope-length', name=out_dir, config=chosen)
-    return track
+    if tracker:
+        track = importlib.import_module(tracker)  # trackio and wandb share these functions
+        track.init(project='nope-length', name=out_dir, config=chosen)
+        return track
 
 
 def main(given):
@@ -255,12 +257,15 @@ def main(given):
     folder = Path(out_dir)
     if runtime.is_main:
         lock = only_run(folder)  # noqa: F841, held until the end
-        if not is_resumed and any((folder / f).exists() for f in ('last.pt', 'loss.png')):
+        has_run = (folder / 'last.pt').exists() or (folder / 'loss.png').exists()
+        if has_run and not is_resumed:
             raise UserError(f'{folder} already holds a run. Resume it with --init_from=resume, '
                             'choose another --out_dir=, or remove it.')
     if batch_size % (micro_batch_size * runtime.world_size):
         raise UserError(f'batch_size {batch_size} must be a multiple of micro_batch_size '
                         f'{micro_batch_size} x {runtime.world_size} ranks.')
+    chosen = {name: globals()[name] for name in NAMES}
+    chosen['dtype'] = str(runtime.dtype).removeprefix('torch.')  # what auto stands for
 
     # data
     data = Windows(dataset, 'train', block_size, seed, info=start)
@@ -270,7 +275,7 @@ def main(given):
 
     # model and optimizer
     config = asdict(start['model_config']) if start else {'vocab_size': data.meta['vocab_size']}
-    config |= {name: globals()[name] for name in OF_MODEL}
+    config |= {name: chosen[name] for name in OF_MODEL}
     model = Transformer(model_config(config)).init_weights()
     if start:
         load_weights(model, start['model'], start['path'])
@@ -286,8 +291,6 @@ def main(given):
     start = None  # frees the file's copy of weights and optimizer
 
     # log and checkpoints
-    chosen = {name: globals()[name] for name in NAMES}
-    chosen['dtype'] = str(runtime.dtype).removeprefix('torch.')  # what auto stands for
     track = begin_log(folder, step, chosen) if runtime.is_main else None
 
     def log(step, **row):
