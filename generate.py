@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from common import json_value
 from data import stable_hash
 from model import small_vectors
 from position import Place
@@ -245,9 +244,12 @@ def identity(model, info):
     A hash of a model, its tokenizer, its softmax scales and its other small vectors. info: of
     open_model().
     """
-    vectors = {0: small_vectors(model), **getattr(model, 'scale_sets', {})}
-    return stable_hash(info['digest'], info['model_config'], info['tokenizer'],
-                       json_value(vectors))
+    parts = [info['digest'], info['model_config'], info['tokenizer']]
+    sets = {0: small_vectors(model), **getattr(model, 'scale_sets', {})}
+    for length, vectors in sets.items():
+        for name, vector in vectors.items():
+            parts += [length, name, vector.tolist()]
+    return stable_hash(*parts)
 
 
 def read_answers(folder, about):

@@ -31,7 +31,10 @@ def set_entry(length, model, kinds):
     entry = {'target_length': length}
     for kind in sorted(kinds):
         vectors = small_vectors(model, kind)
-        entry[kind] = {name: p.squeeze(-1).tolist() for name, p in vectors.items()}  # (H, 1): H
+        entry[kind] = {}
+        for name, p in vectors.items():
+            numbers = p.squeeze(-1).numpy(force=True)                 # (H,) instead of (H, 1)
+            entry[kind][name] = numbers.astype(str).astype(float)     # no more digits than float32
     entry['head_scale'] = list(entry['head_scale'].values())
     return entry
 
