@@ -50,10 +50,11 @@ books() {  # 5M parameters, bytes, L = 256; tuned with 150 steps of 8 windows of
     train $out/weights config/finetune_books.py --init_from=$out/none/last.pt \
         --learning_rate=1e-3 --min_lr=0
     row weights weights
-    train $out/yarn config/finetune_books.py config/yarn.py --init_from=$out/rope/last.pt
-    row yarn yarn
-    train $out/ntk config/finetune_books.py --rope_scaling=ntk --init_from=$out/rope/last.pt
-    row ntk ntk
+    for scaling in pi yarn ntk dynamic_ntk; do
+        train $out/$scaling config/finetune_books.py --rope_scaling=$scaling \
+            --init_from=$out/rope/last.pt
+        row $scaling $scaling
+    done
 }
 
 passkey() {  # 1M parameters, L = 256; tuned with 60 steps of 8 documents of 4L
