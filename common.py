@@ -211,9 +211,10 @@ def read_model(path, position=None, dtype=torch.float32):
 def model_config(values):
     """A ModelConfig of {setting: value}, from settings or from a checkpoint, also an older one."""
     known = {one.name for one in dataclasses.fields(ModelConfig)}
-    # of settings that are gone, those that were off; and short_conv_at, which is AC in every model
+    # of settings that are gone, those that changed nothing
+    unchanged = {'short_conv_at': 'AC', 'rope_share': 1.0}
     values = {name: value for name, value in values.items()
-              if name in known or (value and value != 'AC')}
+              if name in known or (value and value != unchanged.get(name))}
     try:
         return ModelConfig(**values)
     except (ValueError, TypeError) as error:

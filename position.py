@@ -41,8 +41,6 @@ class Settings:
     position: str = 'none'      # none (NoPE), rope ...: a key of METHODS; a,b: layers alternate
     rope_base: float = 10000.0  # RoPE: pair k of a head rotates by rope_base^(-2k/D) per token
     rope_scaling: str = ''      # RoPE: extension to longer texts, such as yarn:4; '': none
-    rope_share: float = 1.0     # RoPE: share of the pairs that rotate; the slowest stand still
-    rope_window: int = 0        # RoPE layers: a query sees keys less than this far back; 0: all
     dape_kernel: int = 0        # DAPE on top of the method: 1, 3, 5 ... keys wide; 0: no DAPE
     dape_width: int = 32        # DAPE: channels between its two convolutions
     dape_residual: bool = True  # DAPE: also add the bias itself, Eq. (3) of DAPE V2; False: Eq. (2)
@@ -59,8 +57,6 @@ class Settings:
                              'has it.')
         if self.rope_scaling:
             split_scaling(self.rope_scaling)
-        if not 0 <= self.rope_share <= 1:
-            raise ValueError(f'rope_share is {self.rope_share}; it must be from 0 to 1.')
         if self.dape_kernel and self.dape_kernel % 2 == 0:
             raise ValueError(f'dape_kernel is {self.dape_kernel}; it must be odd, or 0.')
 
@@ -98,7 +94,6 @@ class NoPE(nn.Module):
     """No position encoding. Every other method is derived from this class."""
     settings = ()                # names of its settings in Settings
     vectors = {}                 # {parameter that tune_scale.py can tune: its learning rate}
-    window, sinks = 0, 0         # see mask()
     tied = ()                    # names of parameters that all layers of this method share
     depends_on_length = False    # True: more tokens after a token change how it is read
 
@@ -108,14 +103,10 @@ class NoPE(nn.Module):
 
     @property
     def changed(self):
-        """The steps in which this method differs from NoPE, by its class or by its settings."""
+        """The steps in which this method differs from NoPE, by its class or by a DAPE on top."""
         changed = {step for step in STEPS
                    if getattr(type(self), step) is not getattr(NoPE, step)}
-        if self.window:
-            changed.add('mask')
-        if self.dape:
-            changed.add('scores')
-        return changed
+        return changed | {'scores'} if self.dape else changed
 
     def prepare(self, place):
         """The Place that this layer uses, with what can be computed once for all layers."""
@@ -135,15 +126,10 @@ class NoPE(nn.Module):
 
     def mask(self, i, j):
         """
-        True for each key that a query does not see, (T, S): later keys, and with a window all but
-        the newest `window` keys and the first `sinks` of the text. If a class forgets the later
-        keys here, attention hides them all the same.
+        True for each key that a query does not see, (T, S). If a class forgets the later keys here,
+        attention hides them all the same.
         """
-        hidden = later(i, j)
-        if self.window:
-            old = distances(i, j) >= self.window
-            hidden = hidden | old & (j >= self.sinks)
-        return hidden
+        return later(i, j)
 
     def scores(self, q, k, i, j):
         """The input of softmax, (B, H, T, S): -inf at keys that the query does not see."""
@@ -268,33 +254,21 @@ def rotate(x, cos, sin):
 
 
 class RoPE(NoPE):
-    """
-    Rotates q_i and k_j by angles proportional to i and j, so that q_i . k_j depends on i - j.
-    With rope_share below 1, the slowest pairs stand still: p-RoPE (Barbero et al. 2024).
-    With rope_window, query i sees only the keys j > i - rope_window. If layers of NoPE, which see
-    all keys, alternate with such layers, the model is RNoPE-SWA (Yang et al. 2025).
-    """
-    settings = 'rope_base', 'rope_scaling', 'rope_share', 'rope_window'
+    """Rotates q_i and k_j by angles proportional to i and j: q_i . k_j depends on i - j."""
+    settings = 'rope_base', 'rope_scaling'
 
     def __init__(self, config):
         super().__init__(config)
         self.D, self.L = config.head_dim, config.pretrained_length
         self.base, self.scaling = config.rope_base, config.rope_scaling
-        self.n_rotated = round(config.rope_share * (self.D // 2))
-        self.window = config.rope_window
         self.depends_on_length = self.scaling.startswith('dynamic')
-
-    def frequencies(self, total):
-        """rope_frequencies() of this layer, with 0 for the pairs that stand still."""
-        frequency, factor = rope_frequencies(self.D, self.base, self.scaling, self.L, total)
-        frequency[self.n_rotated:] = 0
-        return frequency.float(), factor
 
     def prepare(self, place):
         place = super().prepare(place)
         if type(self) not in place.tables:  # all layers of this class share one
-            frequency, factor = self.frequencies(place.total)
-            angle = place.i.float()[:, None] * frequency.to(place.i.device)
+            frequency, factor = rope_frequencies(self.D, self.base, self.scaling, self.L,
+                                                 place.total)
+            angle = place.i.float()[:, None] * frequency.float().to(place.i.device)
             cos, sin = angle.cos() * factor, angle.sin() * factor            # (T, D/2)
             place.tables[type(self)] = cos, sin
         return place

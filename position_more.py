@@ -195,7 +195,11 @@ class Window(NoPE):
 
     def __init__(self, config):
         super().__init__(config)
-        self.window, self.sinks = config.pretrained_length, 4
+        self.L = config.pretrained_length
+
+    def mask(self, i, j):
+        is_old = (distances(i, j) >= self.L) & (j >= 4)
+        return later(i, j) | is_old
 
 
 class Sink(NoPE):

@@ -116,8 +116,8 @@ def require_exportable(c):
     # equal if everything else, such as short_conv, is at its default
     plain = ModelConfig(**{name: getattr(c, name) for name in names})
     if c != plain or not {*c.methods} <= {'none', 'rope'} or 'ntk' in c.rope_scaling:
-        raise UserError('Only NoPE, RoPE and patterns of both can be written, without a window, '
-                        'p-RoPE, NTK, DAPE or short convolutions.')
+        raise UserError('Only NoPE, RoPE and patterns of both can be written, without NTK, DAPE '
+                        'or short convolutions.')
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from configurator import ROOT, UserError, configure
 import torch
 
 from common import setup
-from position import NoPE, RoPE
+from position import NoPE, RoPE, rope_frequencies
 from stage import cut_windows, matrices, open_model
 from tokenizer import PATTERN, get_tokenizer
 
@@ -65,14 +65,14 @@ def rope_of(model, path):
     layers = []
     for block in model.blocks:
         method = block.attn.position
-        if (type(method) not in (NoPE, RoPE) or method.window or method.dape
-                or method.depends_on_length or block.attn.head_scale.shape[1] > 1
-                or (block.attn.head_gain != 1).any()):
+        if (type(method) not in (NoPE, RoPE) or method.dape or method.depends_on_length
+                or block.attn.head_scale.shape[1] > 1 or (block.attn.head_gain != 1).any()):
             raise UserError(f'{path} is not for the page, which has NoPE and RoPE, one scale a '
                             'head, but no DAPE, window or dynamic_ntk.')
         if isinstance(method, RoPE):
-            frequency, factor = method.frequencies(0)
-            layers.append({'frequency': frequency.tolist(), 'factor': factor})
+            frequency, factor = rope_frequencies(method.D, method.base, method.scaling, method.L,
+                                                 total=0)
+            layers.append({'frequency': frequency.float().tolist(), 'factor': factor})
         else:
             layers.append(None)
     return layers

@@ -150,8 +150,7 @@ CONV_DAPE = {'short_conv': 3, 'dape_kernel': 3, 'dape_width': 8}
 EVERY = [{'position': name, **more} for name in METHODS for more in ({}, CONV_DAPE)] + [
     *({'position': 'rope', 'rope_scaling': f'{name}:4'}
       for name in ('pi', 'ntk', 'dynamic_ntk', 'yarn')),
-    {'position': 'rope', 'rope_share': 0.5, 'short_conv': 4},
-    {'position': 'rope,none', 'rope_window': 10, 'dape_kernel': 1},
+    {'position': 'rope,none', 'dape_kernel': 1},
     {'position': 'none,t5,t5', 'n_layer': 3, 'short_conv': 2},
     {'position': 'rope_random', 'dape_kernel': 5},
     {'position': 'fire', 'dape_kernel': 1, 'dape_residual': False},

@@ -68,8 +68,6 @@ def plain_attention(c, method, attn, x, scale):
         at = np.sort(np.argsort(-attn.position.draws.numpy())[:T])
     d = at[:, None] - at
     hidden = d < 0
-    if method == 'rope' and c.rope_window:
-        hidden = hidden | (d >= c.rope_window)
     if method == 'window':
         hidden = hidden | (d >= c.pretrained_length) & (at >= 4)
 
@@ -127,7 +125,6 @@ def plain_rotated(c, x, at):
         low, high = max(0, math.floor(low)), min(D - 1, math.ceil(high))
         ramp = ((k - low) / (high - low)).clip(0, 1)
         frequency, factor = frequency * (1 - ramp + ramp / s), 1 + 0.1 * math.log(s)
-    frequency[round(c.rope_share * D / 2):] = 0
     x = (x[:, :D // 2] + 1j * x[:, D // 2:]) * factor * np.exp(1j * np.outer(at, frequency))
     return np.concatenate((x.real, x.imag), axis=1)
 

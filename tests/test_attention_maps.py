@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from extras import attention_maps
 
 MODELS = [{}, {'position': 'xl'}, {'position': 'rope_random'},
-          {'position': 'rope', 'rope_window': 10, 'dape_kernel': 3},
+          {'position': 'window', 'dape_kernel': 3},
           {'position': 'cope', 'dape_kernel': 1}, {'position': 'kerple', 'dape_kernel': 3},
           {'position': 'kerple', 'dape_kernel': 3, 'dape_residual': False}]
 
@@ -44,11 +44,12 @@ def test_parts_of_one_head_add_up_to_the_float64_attention(changes):
 
 
 def test_cells_are_means_over_the_keys_that_a_query_sees_and_sums_of_attention(monkeypatch):
-    model, idx = random_model(position='rope', rope_window=14, dape_kernel=3), tokens(1, 43)
+    model, idx = random_model(position='window', dape_kernel=3), tokens(1, 43)
     whole, _ = maps(model, idx)
     monkeypatch.setattr(attention_maps, 'CELLS', 11)  # of 4 tokens, the last of 3
     found, _ = maps(model, idx)
-    seen = torch.ones(43, 43).tril().triu(-13)
+    seen = torch.ones(43, 43).tril().triu(-31)
+    seen[:, :4] = 1
     for row, column in (5, 2), (5, 5), (10, 10), (5, 1):
         cell = slice(4 * row, 4 * row + 4), slice(4 * column, 4 * column + 4)
         for part in whole:

@@ -85,7 +85,7 @@ def page_model(**changes):
 @pytest.mark.parametrize('changes', [
     {}, {'position': 'rope'}, {'short_conv': 4},
     {'position': 'rope', 'rope_scaling': 'yarn:4', 'tied': True},
-    {'position': 'rope,none', 'rope_share': 0.5, 'short_conv': 2}], ids=str)
+    {'position': 'rope,none', 'short_conv': 2}], ids=str)
 def test_model_js_computes_what_model_py_does(changes):
     model, packed = page_model(**changes)
     model.head_scale = 1.7 * model.head_scale

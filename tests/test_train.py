@@ -164,7 +164,6 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_file(corpus_dir
     ('--init_from=resume --max_iters=9 --beta1=0.8', 'beta1 is 0.8'),
     ('--position=ropy --out_dir=other', 'kerple'),
     ('--rope_base=500.0 --out_dir=other', 'rope_base'),
-    ('--position=rope --rope_share=25 --out_dir=other', 'from 0 to 1'),
     ('--micro_batch_size=3 --out_dir=other', 'micro_batch_size')])
 def test_a_mistake_ends_in_one_line_that_names_it(corpus_dir, whole, tmp_path, words, named):
     words = words.replace('out_dir=other', f'out_dir={tmp_path}/other').split()

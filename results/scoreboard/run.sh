@@ -81,11 +81,9 @@ for seed in ${SEEDS:-1337 1338 1339}; do
     recalls alibi_conv --position=alibi --short_conv=4
     search conv
     tune conv_head head_scale conv
-    recalls prope --position=rope --rope_share=0.25
     recalls dape3 --dape_kernel=3
     model kerple_dape1 --position=kerple --dape_kernel=1
     model rope_none --position=rope,none
-    model swa_none --position=rope,none --rope_window=64
     # DroPE goes on without RoPE, on the text in another order.
     baseline=--baseline=$out/rope/last.pt
     drope="$config --init_from=$out/rope/last.pt --position=none --seed=$((seed + 1000))"
