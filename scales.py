@@ -26,6 +26,13 @@ import torch
 from model import small_vectors, vector_kind
 
 
+def way_of_reading(info):
+    """What a scale file and a result say about a model: which weights, and how they were read."""
+    config = info['model_config']
+    return {'weights_digest': info['digest'], 'position_method': config.position,
+            'rope_scaling': config.rope_scaling}
+
+
 def set_entry(length, model, kinds):
     """A set of a scale file: all small vectors of a model that are of these kinds."""
     entry = {'target_length': length}
@@ -64,9 +71,7 @@ def read_scale_file(path, model, info):
                         '(scale_uniform.json: --method=uniform, with the same --dataset=), or give '
                         'a number.')
     data = json.loads(Path(path).read_text(encoding='utf-8'))
-    own = {'weights_digest': info['digest'], 'position_method': model.config.position,
-           'rope_scaling': model.config.rope_scaling}
-    for name, value in own.items():
+    for name, value in way_of_reading(info).items():
         if data[name] != value:
             raise UserError(f"{path} was tuned with {name} '{data[name]}', and this model has "
                             f"'{value}'. Tune it again, or read the model in the same way.")

@@ -20,7 +20,7 @@ import torch
 from common import load_weights, model_config, read_model, save_json
 from model import Transformer
 from position import unused_settings
-from scales import set_scale
+from scales import set_scale, way_of_reading
 
 # ---------------------------------------------------------------------- open a model
 
@@ -210,11 +210,9 @@ def write_result(path, result, chosen, runtime, info=None):
         return
     data = {'stage': Path(sys.argv[0]).stem}
     if info:
-        config = info['model_config']
-        data |= {'checkpoint': info['path'], 'weights_digest': info['digest'],
-                 'position_method': config.position}
-        for name in 'rope_scaling', 'short_conv', 'dape_kernel', 'block_size', 'pretrained_length':
-            data[name] = getattr(config, name)
+        data |= {'checkpoint': info['path'], **way_of_reading(info)}
+        for name in 'short_conv', 'dape_kernel', 'block_size', 'pretrained_length':
+            data[name] = getattr(info['model_config'], name)
     data |= result
     module = sys.modules['__main__'].__spec__  # None unless the stage was run by python -m
     program = ['-m', module.name] if module else [Path(sys.argv[0]).name]

@@ -33,7 +33,7 @@ from tqdm import tqdm
 from common import can_compile, save_json, setup
 from data import Windows
 from model import VECTORS, small_vectors
-from scales import read_scale_file, set_entry
+from scales import read_scale_file, set_entry, way_of_reading
 from stage import (
     bin_means,
     cut_curve,
@@ -228,13 +228,11 @@ def try_scales(model, samples, scales, lengths, runtime):
 
 def fit_file(a, lengths, model, info):
     """The fit as a scale file: for each length a set with one scale for all heads."""
-    config, sets = model.config, []
+    sets = []
     for n in lengths:
-        scale = 1 + a * math.log(n / config.block_size)
-        head_scale = np.full((config.n_layer, config.n_head), scale)
-        sets.append({'target_length': n, 'head_scale': head_scale})
-    return {'weights_digest': info['digest'], 'position_method': config.position,
-            'rope_scaling': config.rope_scaling, 'sets': sets}
+        model.head_scale = 1 + a * math.log(n / model.config.block_size)
+        sets.append(set_entry(n, model, {'head_scale'}))
+    return way_of_reading(info) | {'sets': sets}
 
 
 def search_uniform(model, info, folder, text, runtime):
@@ -244,7 +242,7 @@ def search_uniform(model, info, folder, text, runtime):
     length, and the loss of the model as loaded with only the last L tokens. Also writes the fit of
     Appendix B, as a scale file, too.
     """
-    config, block_size = model.config, model.config.block_size
+    block_size = model.config.block_size
     path = result_path(folder, 'scale_uniform', label, info, dataset)
     T = target_length or 8 * block_size
     first, last, step = candidate_range
@@ -273,10 +271,10 @@ def search_uniform(model, info, folder, text, runtime):
     search = {'candidates': scales, 'position': position, 'loss': loss,
               'best_by_position': best_by_position, 'loss_at_length': loss_at_length, 'fit_r2': r2,
               'cut': cut}
-    head_scale = np.full((config.n_layer, config.n_head), best_by_length[-1])
-    return path, {
-        'target_length': T, 'head_scale': head_scale, 'lengths': lengths,
-        'best_by_length': best_by_length, 'fit_a': a, 'crossing': data.crossing, 'search': search}
+    model.head_scale = best_by_length[-1]
+    return path, set_entry(T, model, {'head_scale'}) | {
+        'lengths': lengths, 'best_by_length': best_by_length, 'fit_a': a,
+        'crossing': data.crossing, 'search': search}
 
 
 METHODS = {'uniform': search_uniform, 'head': tune_heads}
