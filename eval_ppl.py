@@ -29,12 +29,11 @@ import torch
 from common import can_compile, setup
 from data import Windows
 from stage import (
-    bin_means,
     cut_losses,
     doublings,
-    losses_by_length,
     open_model,
     print_rows,
+    read_lengths,
     result_path,
     results_folder,
     write_result,
@@ -147,19 +146,17 @@ def by_position(model, data, sizes, runtime):
     n_tail = tail or 64  # tokens scored at the end of each length
     # Windows may overlap, but their tails do not, so no row scores a token twice.
     samples = data.evenly_spaced(n_samples, spacing=min(n_tail, sizes[-1]))
-    losses = losses_by_length(model, samples, sizes, batch_tokens, runtime)
-    rows, by_window = [], {}
-    for length in sizes:
-        of_tail = losses[length][:, -n_tail:]                 # (windows, n_tail)
-        by_window[length] = tail_losses = of_tail.mean(1)
-        row = {'length': length, **summary(tail_losses), 'scored_tokens': of_tail.size}
+    position, binned, at_length = read_lengths(model, samples, sizes, n_tail, batch_tokens, runtime)
+    rows = []
+    for length, losses in at_length.items():
+        row = {'length': length, **summary(losses),
+               'scored_tokens': len(losses) * min(n_tail, length)}
         if length > model.config.pretrained_length:
             cut = cut_losses(model, samples, length, n_tail, batch_tokens, runtime)
-            row |= gain_of(tail_losses, cut)
+            row |= gain_of(losses, cut)
         rows.append(row)
-    middle, binned = bin_means(losses[sizes[-1]].mean(0), model.config.block_size // 16)
     return {'rows': rows, 'tail': n_tail, 'samples': len(samples), 'crossing': data.crossing,
-            'position': middle, 'loss': binned, 'loss_at_by_window': by_window}
+            'position': position, 'loss': binned, 'loss_at_by_window': at_length}
 
 
 def tails(model, data, sizes, runtime):

@@ -131,21 +131,6 @@ def cut_curve(model, samples, tail, batch_tokens, runtime):
     return {'context': model.config.pretrained_length, 'position': lengths, 'loss': losses}
 
 
-def losses_by_length(model, samples, lengths, batch_tokens, runtime):
-    """
-    The losses of the first n targets of each sample, {n: (samples, n)}, for each n in lengths. One
-    pass of the longest length gives them all, unless a token is read in another way when more
-    tokens follow, as with scale sets and dynamic NTK: then each length has its own pass.
-    """
-    def read(n):
-        return runtime.over_windows(samples[:, :n + 1], batch_tokens, model, f'{n} tokens')
-
-    if model.depends_on_length:
-        return {n: read(n) for n in lengths}
-    losses = read(max(lengths))
-    return {n: losses[:, :n] for n in lengths}
-
-
 def bin_means(values, width):
     """
     Means over bins of `width` positions. values: (..., T), of numpy or torch. Returns the mean
@@ -155,6 +140,26 @@ def bin_means(values, width):
     bins = values.shape[-1] // width
     means = values[..., :bins * width].reshape(*values.shape[:-1], bins, width).mean(-1)
     return np.arange(bins) * width + (width + 1) / 2, means
+
+
+def read_lengths(model, samples, lengths, tail, batch_tokens, runtime):
+    """
+    Read the first n tokens of each sample, for each n in lengths. Returns the mean loss in bins of
+    block_size / 16 positions, read at the longest length: the position of each bin, (bins,), and
+    its loss; and the mean loss of each sample over the last `tail` tokens of each length,
+    {n: (samples,)}. One pass of the longest length gives all, unless a token is read in another way
+    when more tokens follow, as with scale sets and dynamic NTK: then each length has its own pass.
+    """
+    losses = {}
+    for n in lengths if model.depends_on_length else [max(lengths)]:
+        losses[n] = runtime.over_windows(samples[:, :n + 1], batch_tokens, model, f'{n} tokens')
+    longest = losses[max(lengths)]
+    position, binned = bin_means(longest.mean(0), model.config.block_size // 16)
+    tails = {}
+    for n in lengths:
+        of_length = losses.get(n, longest)[:, :n]
+        tails[n] = of_length[:, -tail:].mean(1)
+    return position, binned, tails
 
 
 # ---------------------------------------------------------------------- results

@@ -35,11 +35,10 @@ from data import Windows
 from model import VECTORS, small_vectors
 from scales import read_scale_file, set_entry, way_of_reading
 from stage import (
-    bin_means,
     cut_curve,
-    losses_by_length,
     open_model,
     print_rows,
+    read_lengths,
     result_path,
     results_folder,
     write_result,
@@ -209,23 +208,6 @@ def fit_scale(position, best, L):
     return a, 1 - rest @ rest / (spread @ spread) if spread.any() else math.nan
 
 
-def try_scales(model, samples, scales, lengths, runtime):
-    """
-    Read windows of T tokens, (n, T + 1) ids, with each uniform scale. Returns the mean loss in bins
-    of block_size / 16 positions: the position of each bin, (bins,), and (scales, bins); and the
-    mean loss over the last `tail` tokens of each length, (scales, lengths).
-    """
-    loss, loss_at_length = [], []
-    for scale in scales:
-        model.head_scale = scale
-        by_length = losses_by_length(model, samples, lengths, batch_tokens, runtime)
-        means = {n: losses.mean(0) for n, losses in by_length.items()}  # at each position, (n,)
-        position, binned = bin_means(means[lengths[-1]], model.config.block_size // 16)
-        loss.append(binned)
-        loss_at_length.append([means[n][-tail:].mean() for n in lengths])
-    return position, np.array(loss), np.array(loss_at_length)
-
-
 def fit_file(a, lengths, model, info):
     """The fit as a scale file: for each length a set with one scale for all heads."""
     sets = []
@@ -251,7 +233,15 @@ def search_uniform(model, info, folder, text, runtime):
     samples = data.evenly_spaced(n_samples)
     cut = cut_curve(model, samples, tail, batch_tokens, runtime)
     lengths = cut['position']  # block_size, twice as many, four times ... T
-    position, loss, loss_at_length = try_scales(model, samples, scales, lengths, runtime)
+
+    loss, loss_at_length = [], []  # (scales, bins) and (scales, lengths)
+    for scale in scales:
+        model.head_scale = scale
+        position, binned, at_length = read_lengths(model, samples, lengths, tail, batch_tokens,
+                                                   runtime)
+        loss.append(binned)
+        loss_at_length.append([losses.mean() for losses in at_length.values()])
+    loss, loss_at_length = np.array(loss), np.array(loss_at_length)
     best_by_position, best_by_length = scales[loss.argmin(0)], scales[loss_at_length.argmin(0)]
     a, r2 = fit_scale(position, best_by_position, block_size)
 
