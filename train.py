@@ -89,8 +89,7 @@ fsdp = False                 # split the model over the ranks of torchrun
 checkpoint_activations = False  # backward recomputes activations: less memory, more time
 seed = 1337                  # seed of initial weights and data order
 
-NAMES = [*settings(globals()), *(one.name for one in fields(Settings))]  # of all settings
-OF_MODEL = [one.name for one in fields(ModelConfig) if one.name in NAMES]
+OF_MODEL = {one.name for one in fields(ModelConfig)}  # also of what is no setting: vocab_size ...
 # A resumed run takes its settings from last.pt, but not OF_MACHINE. The user may change all but
 # OF_RUN.
 OF_MACHINE = {'out_dir', 'device', 'compile'}
@@ -126,9 +125,8 @@ def fine_tune(given):
     if not isinstance(start['model'], dict):
         start['model'].refuse()  # a model that transformers runs cannot be trained here
     config = start['model_config']
-    for name in OF_MODEL:
-        if name not in given:
-            globals()[name] = getattr(config, name)
+    for name in (OF_MODEL - given) & settings(globals()).keys():
+        globals()[name] = getattr(config, name)
     if 'dataset' not in given:
         dataset = start['settings'].get('dataset', dataset)
     if rope_scaling and ':' not in rope_scaling:  # 'yarn': stretch L to block_size
@@ -264,7 +262,7 @@ def main(given):
     if batch_size % (micro_batch_size * runtime.world_size):
         raise UserError(f'batch_size {batch_size} must be a multiple of micro_batch_size '
                         f'{micro_batch_size} x {runtime.world_size} ranks.')
-    chosen = {name: globals()[name] for name in NAMES}
+    chosen = settings(globals())
     chosen['dtype'] = str(runtime.dtype).removeprefix('torch.')  # what auto stands for
 
     # data
@@ -275,7 +273,7 @@ def main(given):
 
     # model and optimizer
     config = asdict(start['model_config']) if start else {'vocab_size': data.meta['vocab_size']}
-    config |= {name: chosen[name] for name in OF_MODEL}
+    config |= {name: chosen[name] for name in chosen.keys() & OF_MODEL}
     model = Transformer(model_config(config)).init_weights()
     if start:
         load_weights(model, start['model'], start['path'])
