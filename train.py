@@ -9,7 +9,7 @@ $ python train.py --init_from=resume                     # resume out_dir; on a 
 $ python train.py config/finetune_demo.py config/yarn.py --out_dir=out/demo/rope_yarn
 $ torchrun --nproc_per_node=8 train.py config/nope_1b.py # the paper's model on eight GPUs
 
-Writes out_dir/last.pt, best.pt, step_N.pt, config.json, log.jsonl, loss.png
+Writes out_dir/last.pt, best.pt, config.json, log.jsonl, loss.png
 """
 
 import datetime
@@ -57,7 +57,6 @@ eval_interval = 500          # steps between validations; each validation also s
 eval_windows = 128           # windows in each validation, always the same ones
 log_interval = 100           # steps between printed lines
 tracker = ''                 # also send the log to trackio or wandb; '': neither
-keep_steps: list[int] = []   # steps whose weights are kept as step_N.pt
 # data
 dataset = 'stdlib'           # a folder in data/, or a mixture: 'slimpajama:0.694,starcoder:0.306'
 block_size = 128             # L: tokens in a training window
@@ -359,7 +358,7 @@ def main(given):
 
         # what to do after this step
         is_log_step = step % log_interval == 0 or step == max_iters
-        is_eval_step = step % eval_interval == 0 or step == max_iters or step in keep_steps
+        is_eval_step = step % eval_interval == 0 or step == max_iters
         pending.append(step_loss)  # still on the device, because to read it would wait for the step
         if runtime.world_size == 1:
             stops = bool(SIGNALS)
@@ -391,8 +390,6 @@ def main(given):
             if measured['val_loss'] < best_val_loss:
                 best_val_loss = measured['val_loss']
                 save('best.pt', step)
-            if step in keep_steps:
-                save(f'step_{step}.pt', step)
         if is_eval_step or stops:  # last: a run that is killed before resumes from the one before
             save('last.pt', step, scaler=scaler.state_dict(),
                  optimizer=get_optimizer_state_dict(model, optimizer, options=WHOLE))

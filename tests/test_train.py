@@ -214,14 +214,13 @@ def test_each_step_draws_random_positions_also_after_a_resume(corpus_dir, tmp_pa
     assert largest_difference(tmp_path / 'whole', tmp_path / 'stopped') == 0
 
 
-def test_kept_steps_and_a_tracker_get_what_the_log_gets(corpus_dir, tmp_path, monkeypatch):
+def test_a_tracker_gets_what_the_log_gets(corpus_dir, tmp_path, monkeypatch):
     rows, started = [], []
     module = SimpleNamespace(init=lambda **about: started.append(about['name']),
                              log=lambda row, step: rows.append({'step': step} | row),
                              finish=lambda: started.append('finished'))
     monkeypatch.setitem(sys.modules, 'trackio', module)
-    trained(corpus_dir, tmp_path / 'run', '--tracker=trackio', '--keep_steps=[3]', '--max_iters=4')
+    trained(corpus_dir, tmp_path / 'run', '--tracker=trackio', '--max_iters=4')
     log = [json.loads(line) for line in (tmp_path / 'run/log.jsonl').read_text().splitlines()]
     assert rows == log and started == [f'{tmp_path}/run', 'finished']
-    assert read_checkpoint(tmp_path / 'run/step_3.pt')['step'] == 3
     assert (tmp_path / 'run/loss.png').exists()
