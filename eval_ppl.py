@@ -130,7 +130,7 @@ def sliding(model, data, sizes, runtime):
         samples = data.tokens[ends[:, None] + np.arange(-first, 1)].astype(np.int64)
         losses = runtime.over_windows(samples[:, -length - 1:], batch_tokens, last_losses,
                                       f'{n} of {length}').mean(1)
-        row = {'length': length, **summary(losses), 'scored_tokens': n * step}
+        row = {'length': length, **summary(losses)}
         if length > L:
             if first not in cuts:
                 cuts[first] = cut_losses(model, samples, first - 1, step, batch_tokens, runtime)
@@ -149,14 +149,13 @@ def by_position(model, data, sizes, runtime):
     position, binned, at_length = read_lengths(model, samples, sizes, n_tail, batch_tokens, runtime)
     rows = []
     for length, losses in at_length.items():
-        row = {'length': length, **summary(losses),
-               'scored_tokens': len(losses) * min(n_tail, length)}
+        row = {'length': length, **summary(losses)}
         if length > model.config.pretrained_length:
             cut = cut_losses(model, samples, length, n_tail, batch_tokens, runtime)
             row |= gain_of(losses, cut)
         rows.append(row)
-    return {'rows': rows, 'tail': n_tail, 'samples': len(samples), 'crossing': data.crossing,
-            'position': position, 'loss': binned, 'loss_at_by_window': at_length}
+    return {'rows': rows, 'tail': n_tail, 'crossing': data.crossing, 'position': position,
+            'loss': binned, 'loss_at_by_window': at_length}
 
 
 def tails(model, data, sizes, runtime):
@@ -180,14 +179,13 @@ def tails(model, data, sizes, runtime):
     ppl_alone, rows = math.exp(read(block_size).mean()), []
     for length in sizes:
         losses = read(length)
-        scored = losses[:, -K:]
-        row = {'length': length, **summary(scored.mean(1)), 'scored_tokens': scored.size}
+        row = {'length': length, **summary(losses[:, -K:].mean(1))}
         if length > block_size:
             ppl_with_all = math.exp(losses[:, -block_size:].mean())
             row |= {'ppl_alone': ppl_alone, 'ppl_with_all': ppl_with_all,
                     'delta_p': ppl_alone - ppl_with_all}
         rows.append(row)
-    return {'rows': rows, 'tail': K, 'samples': len(samples), 'crossing': data.crossing}
+    return {'rows': rows, 'tail': K, 'crossing': data.crossing}
 
 
 PROTOCOLS = {'sliding': sliding, 'position': by_position, 'tail': tails}
