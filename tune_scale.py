@@ -208,15 +208,6 @@ def fit_scale(position, best, L):
     return a, 1 - rest @ rest / (spread @ spread) if spread.any() else math.nan
 
 
-def fit_file(a, lengths, model, info):
-    """The fit as a scale file: for each length a set with one scale for all heads."""
-    sets = []
-    for n in lengths:
-        model.head_scale = 1 + a * math.log(n / model.config.block_size)
-        sets.append(set_entry(n, model, {'head_scale'}))
-    return way_of_reading(info) | {'sets': sets}
-
-
 def search_uniform(model, info, folder, text, runtime):
     """
     Find the uniform scale that is best at T tokens. Returns the path of the result, and the result:
@@ -256,8 +247,13 @@ def search_uniform(model, info, folder, text, runtime):
     if {*best_by_length[1:]} & {scales[0], scales[-1]}:
         runtime.print('A best scale lies at an end of --candidate_range: widen it, because beyond '
                       'it may be a better one.')
+
+    sets = []  # the fit as a scale file: one scale for all heads at each length
+    for n in lengths[1:]:
+        model.head_scale = 1 + a * math.log(n / block_size)
+        sets.append(set_entry(n, model, {'head_scale'}))
     if runtime.is_main:
-        save_json(f'{path}_fit.json', fit_file(a, lengths[1:], model, info))
+        save_json(f'{path}_fit.json', way_of_reading(info) | {'sets': sets})
     search = {'candidates': scales, 'position': position, 'loss': loss,
               'best_by_position': best_by_position, 'loss_at_length': loss_at_length, 'fit_r2': r2,
               'cut': cut}
