@@ -181,9 +181,7 @@ def tails(model, data, sizes, runtime):
         losses = read(length)
         row = {'length': length, **summary(losses[:, -K:].mean(1))}
         if length > block_size:
-            ppl_with_all = math.exp(losses[:, -block_size:].mean())
-            row |= {'ppl_alone': ppl_alone, 'ppl_with_all': ppl_with_all,
-                    'delta_p': ppl_alone - ppl_with_all}
+            row['delta_p'] = ppl_alone - math.exp(losses[:, -block_size:].mean())
         rows.append(row)
     return {'rows': rows, 'tail': K, 'crossing': data.crossing}
 

@@ -20,7 +20,7 @@ import os
 import signal
 import sys
 import time
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 
 from configurator import UserError, configure, settings
@@ -88,7 +88,8 @@ fsdp = False                 # split the model over the ranks of torchrun
 checkpoint_activations = False  # backward recomputes activations: less memory, more time
 seed = 1337                  # seed of initial weights and data order
 
-OF_MODEL = {one.name for one in fields(ModelConfig)}  # also of what is no setting: vocab_size ...
+NAMES = {*settings(globals()), *Settings.__dataclass_fields__}  # of all settings
+OF_MODEL = NAMES & ModelConfig.__dataclass_fields__.keys()
 # A resumed run takes its settings from last.pt, but not OF_MACHINE. The user may change all but
 # OF_RUN.
 OF_MACHINE = {'out_dir', 'device', 'compile'}
@@ -124,7 +125,7 @@ def fine_tune(given):
     if not isinstance(start['model'], dict):
         start['model'].refuse()  # a model that transformers runs cannot be trained here
     config = start['model_config']
-    for name in (OF_MODEL - given) & settings(globals()).keys():
+    for name in OF_MODEL - given:
         globals()[name] = getattr(config, name)
     if 'dataset' not in given:
         dataset = start['settings'].get('dataset', dataset)
@@ -261,7 +262,7 @@ def main(given):
     if batch_size % (micro_batch_size * runtime.world_size):
         raise UserError(f'batch_size {batch_size} must be a multiple of micro_batch_size '
                         f'{micro_batch_size} x {runtime.world_size} ranks.')
-    chosen = settings(globals())
+    chosen = {name: value for name, value in globals().items() if name in NAMES}
     chosen['dtype'] = str(runtime.dtype).removeprefix('torch.')  # what auto stands for
 
     # data
@@ -272,7 +273,7 @@ def main(given):
 
     # model and optimizer
     config = asdict(start['model_config']) if start else {'vocab_size': data.meta['vocab_size']}
-    config |= {name: chosen[name] for name in chosen.keys() & OF_MODEL}
+    config |= {name: chosen[name] for name in OF_MODEL}
     model = Transformer(model_config(config)).init_weights()
     if start:
         load_weights(model, start['model'], start['path'])
