@@ -87,7 +87,7 @@ class Windows:
         sources = dataset.split(',')
         for source in sources if split == 'train' else sources[:1]:
             # NAME:WEIGHT, or NAME alone, which may be C:\mine
-            name, weight = re.fullmatch(r'(.+?)(?:: *([\d.]+))?', source).groups()
+            name, weight = re.fullmatch(r'(.*?)(?:: *([\d.]+))?', source).groups()
             opened.append(open_split(name, split))
             weights.append(float(weight or 1))
         # The sources of CYCLE samples: with weights 2 and 1, 6,667 are of the first

@@ -57,8 +57,6 @@ class Settings:
                              'has it.')
         if self.rope_scaling:
             split_scaling(self.rope_scaling)
-        if self.dape_kernel and self.dape_kernel % 2 == 0:
-            raise ValueError(f'dape_kernel is {self.dape_kernel}; it must be odd, or 0.')
 
 
 def unused_settings(settings):

@@ -200,7 +200,7 @@ def result_path(folder, stage, label, info, dataset='', split='test'):
 
 def commit():
     """The commit of the project's folder, and whether it has changes; '' without git."""
-    if not shutil.which('git'):
+    if not shutil.which('git') or not (ROOT / '.git').exists():
         return ''
     describe = ['git', '-C', ROOT, 'describe', '--always', '--exclude=*', '--dirty= with changes']
     return subprocess.run(describe, capture_output=True, text=True).stdout.strip()

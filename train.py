@@ -245,20 +245,18 @@ def begin_log(folder, step, chosen):
 
 def main(given):
     """given: the names of the settings that the user gave."""
-    is_resumed = init_from == 'resume'
+    folder, is_resumed = Path(out_dir), init_from == 'resume'
+    if os.environ.get('RANK', '0') == '0':  # the first rank of torchrun locks, then reads last.pt
+        lock = only_run(folder)  # noqa: F841, held until the end
+        if not is_resumed and any(folder.glob('*.pt')):
+            raise UserError(f'{folder} already holds a run. Resume it with --init_from=resume, '
+                            'choose another --out_dir=, or remove it.')
     start = None  # the checkpoint that the run begins from
     if is_resumed:
         start = resume(given - {'init_from'})  # this, too, becomes what it was when the run began
     elif init_from != 'scratch':
         start = fine_tune(given)
     runtime = setup(device, dtype, seed)
-    folder = Path(out_dir)
-    if runtime.is_main:
-        lock = only_run(folder)  # noqa: F841, held until the end
-        has_run = (folder / 'last.pt').exists() or (folder / 'loss.png').exists()
-        if has_run and not is_resumed:
-            raise UserError(f'{folder} already holds a run. Resume it with --init_from=resume, '
-                            'choose another --out_dir=, or remove it.')
     if batch_size % (micro_batch_size * runtime.world_size):
         raise UserError(f'batch_size {batch_size} must be a multiple of micro_batch_size '
                         f'{micro_batch_size} x {runtime.world_size} ranks.')
@@ -285,7 +283,8 @@ def main(given):
     if is_resumed:
         step, best_val_loss = start['step'], start['best_val_loss']
         set_optimizer_state_dict(model, optimizer, start['optimizer'], options=WHOLE)
-        scaler.load_state_dict(start['scaler'])
+        if start['scaler']:  # that of float32 or bfloat16 is empty
+            scaler.load_state_dict(start['scaler'])
     start = None  # frees the file's copy of weights and optimizer
 
     # log and checkpoints

@@ -172,6 +172,8 @@ def tune_heads(model, info, folder, text, runtime):
     """
     c = model.config
     lengths = sorted(target_lengths) or [target_length or 4 * c.block_size]
+    if lengths[0] < c.block_size:  # a model reads shorter texts without any set
+        raise UserError(f'target_length is {lengths[0]}. Give at least {c.block_size}.')
     stem = 'scale_sets' if target_lengths else f'scale_head_{lengths[0]}'
     path = result_path(folder, stem, label, info, dataset)
     model.head_scale = start = first_scale(folder, lengths[0], model, info)
