@@ -11,7 +11,7 @@ import math
 import torch
 import torch.nn as nn
 
-from position import METHODS, NoPE, Place, RoPE, distances, later, repeat_heads
+from position import METHODS, NoPE, Place, RoPE, distances, later
 
 # ---------------------------------------------------------------------- positions
 
@@ -19,7 +19,8 @@ class RandomRoPE(RoPE):
     """
     RoPE whose tokens have a sorted random subset of 0 ... 2047 as positions, so that short texts
     train the rotations of long ones (Ruoss et al. 2023, arXiv:2305.16843). Each layer draws anew in
-    each pass of training; evaluation keeps one draw, the same in all layers.
+    each pass of training; evaluation keeps one draw, the same in all layers. Texts of more than
+    2,048 tokens raise RuntimeError.
     """
 
     def __init__(self, config):
@@ -29,9 +30,6 @@ class RandomRoPE(RoPE):
         self.register_buffer('draws', draws, persistent=False)
 
     def prepare(self, place):
-        if place.total > len(self.draws):
-            raise SystemExit(f'rope_random reads at most 2,048 tokens, but this text would have '
-                             f'{place.total}. Give shorter texts.')
         draws = torch.rand_like(self.draws) if self.training else self.draws
         positions = draws.topk(place.total).indices.sort().values            # (total,)
         return super().prepare(Place(positions[place.i], positions[place.j], place.total))
@@ -174,15 +172,14 @@ class TransformerXL(NoPE):
         self.W = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
     def similarity(self, q, k, i, j):
-        scores, S, (H, D) = super().similarity(q, k, i, j), k.shape[2], self.u.shape
+        S, (H, D) = k.shape[2], self.u.shape
         pair = torch.arange(0, H * D, 2, device=k.device)
         angle = torch.arange(S, device=k.device)[:, None] * 10000 ** (-pair / (H * D))
         r = torch.cat((angle.sin(), angle.cos()), dim=-1)                    # (S, C)
         projected = self.W(r).view(S, H, D).permute(1, 2, 0).to(k.dtype)     # (H, D, distance)
         by_distance = (q + self.v[:, None].to(q.dtype)) @ projected          # (B, H, T, distance)
-        position_term = by_distance.gather(-1, distances(i, j).expand(scores.shape))
-        key_term = repeat_heads(k, H) @ self.u[..., None].to(k.dtype)        # (B, H, S, 1)
-        return scores + (position_term + key_term.mT) / math.sqrt(D)
+        scores = super().similarity(q + self.u[:, None].to(q.dtype), k, i, j)
+        return scores + by_distance.gather(-1, distances(i, j).expand(scores.shape)) / math.sqrt(D)
 
 
 # ---------------------------------------------------------------------- mask and softmax
