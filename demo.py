@@ -26,7 +26,7 @@ import torch
 
 from common import setup
 from data import Windows
-from repeats import cut_target_losses, find_targets, row_of
+from repeats import cut_target_losses, find_targets, ratio_over_windows
 from scales import set_scale
 from stage import cut_losses, open_model, print_rows, write_result
 from tokenizer import get_tokenizer, library_files
@@ -148,11 +148,11 @@ def main():
             curve = [losses[:, max(0, n - TAIL):n].mean() for n in range(1, T + 1)]
             at = {n: {'loss': curve[n - 1], 'cut_loss': cut_loss}
                   for n, cut_loss in zip(lengths, cut)}
-            far = row_of('far repeats', np.full(len(t), True), window,
-                         losses[window, t - 1], far_cut)  # token t is predicted at position t - 1
-            readings[title] = {'at': at, 'curve': curve, 'far': far}
+            gains = far_cut - losses[window, t - 1]  # token t is predicted at position t - 1
+            gain, error = ratio_over_windows(gains, np.ones(len(t)), window)
+            readings[title] = {'at': at, 'curve': curve, 'far': {'gain': gain, 'gain_error': error}}
             rows.append({'': title, **{f'loss at {n}': at[n]['loss'] for n in lengths},
-                         'gain': far['gain'], '±': far['gain_error']})
+                         'gain': gain, '±': error})
 
     print(f'\n{len(samples)} windows of {source}. Loss: nats per token, mean of the last {TAIL} '
           f'tokens at each length.\nGain: at {len(t)} tokens where text repeats from more than {L} '

@@ -120,21 +120,16 @@ def ratio_over_windows(a, b, window):
     return ratio, variance ** 0.5 / abs(b.sum())
 
 
-def row_of(kind, which, window, losses, cut, copied=None):
+def row_of(kind, window, losses, cut, copied):
     """
-    A row of the result for the targets `which`, (n,) bool. window, losses, cut, copied: one number
-    per target. The gain is cut - losses. With the losses of the copy cache, `copied`, the row also
-    has the headroom and R.
+    A row of the result. window, losses, cut, and the losses of the copy cache, `copied`: one number
+    per target. The gain is cut - losses.
     """
-    window, losses, cut = window[which], losses[which], cut[which]
-    gain, error = ratio_over_windows(cut - losses, np.ones(len(window)), window)
-    row = {'kind': kind, 'loss': losses.mean(), 'cut_loss': cut.mean(), 'gain': gain,
-           'gain_error': error, 'targets': len(window), 'windows': len(np.unique(window))}
-    if copied is not None:
-        headroom = cut - copied[which]
-        row['headroom'] = headroom.mean()
-        row['R'], row['R_error'] = ratio_over_windows(cut - losses, headroom, window)
-    return row
+    gain, gain_error = ratio_over_windows(cut - losses, np.ones(len(cut)), window)
+    R, R_error = ratio_over_windows(cut - losses, cut - copied, window)
+    return {'kind': kind, 'loss': losses.mean(), 'cut_loss': cut.mean(), 'gain': gain,
+            'gain_error': gain_error, 'targets': len(window), 'windows': len(np.unique(window)),
+            'headroom': (cut - copied).mean(), 'R': R, 'R_error': R_error}
 
 
 def other_windows(first, last):
@@ -180,16 +175,13 @@ def main(given):
     weight = fit_copy_weight(val_cut, val_same)
     copied = copy_losses(cut, same, weight)
 
-    # A row for all targets, and for those where the copy is right.
-    every = np.full(len(t), True)
-    rows = [row_of('all', every, window, losses, cut, copied),
-            row_of('same token', same, window, losses, cut, copied)]
+    rows = [row_of('all', window, losses, cut, copied)]
     if control:  # the last L tokens of each target after another document's text
         is_far = np.arange(W + 1) < t[:, None] - L
         texts = np.where(is_far, samples[others[window]], samples[window])
         with_other = runtime.over_windows(texts, batch_tokens, model, 'other document')
         with_other = with_other[np.arange(len(t)), t - 1]
-        rows.append(row_of('other document', every, window, with_other, cut, copied))
+        rows.append(row_of('other document', window, with_other, cut, copied))
 
     runtime.print(f'found {n_found:,} far repeats of {gram} tokens, scored {len(t):,} of them')
     print_rows(runtime.print, rows)

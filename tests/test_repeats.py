@@ -72,7 +72,6 @@ def test_the_gain_is_the_cut_loss_of_the_untuned_model_minus_the_loss(tiny_run, 
     weight = repeats.fit_copy_weight(of_val, val_same)
     assert found['copy_weight'] == pytest.approx(weight, abs=1e-4)
     copied = repeats.copy_losses(np.array(cut), same, weight)
-    assert found['rows'][1]['loss'] == pytest.approx(np.array(whole)[same].mean(), abs=1e-5)
     assert row['headroom'] == pytest.approx(np.mean(cut) - copied.mean(), abs=1e-5)
     assert row['R'] == pytest.approx(row['gain'] / row['headroom'], rel=1e-3)
 
