@@ -20,7 +20,7 @@ look: $(SETUP)
 
 demo: $(SETUP)
 	$(call need,torch)
-	$(PYTHON) demo.py
+	PYTHON=$(PYTHON) bash results/past_L/demo.sh
 
 real: $(SETUP)
 	$(call need,gguf,[gguf])

@@ -1,8 +1,12 @@
 """
-The demo: what its report says is what the models do, and nothing is trained twice.
+The demo: what its report says is what the models do.
 
 $ python -m pytest tests/test_demo.py -m ''
 """
+
+import os
+import subprocess
+import sys
 
 from configurator import ROOT
 
@@ -11,8 +15,6 @@ import pytest
 import torch
 from conftest import near, read, stage
 
-import demo
-from common import read_checkpoint
 from repeats import find_targets
 from scales import set_scale
 from stage import open_model
@@ -44,42 +46,29 @@ def test_report_has_the_losses_of_the_models(tmp_path, cpu):
     near(tuned['far']['gain'], np.mean(far_cut) - losses[window, t - 1].mean(), atol=1e-4)
 
 
-def test_commands_that_have_finished_are_not_run_again(tmp_path, monkeypatch):
-    ran = []
-    monkeypatch.setattr(demo, 'out_dir', str(tmp_path))
-    monkeypatch.setattr(demo, 'run', lambda name, command: ran.append('=resume' in command))
-    (tmp_path / 'conv').mkdir()
-    for there, resumed in (('last.pt', [True, False]), ('loss.png', [False]),
-                           ('scale_head_512.json', [])):
-        (tmp_path / 'conv' / there).touch()
-        ran.clear()
-        demo.run_lane(demo.lanes()[0])
-        assert ran == resumed
-
-
-def test_models_of_other_settings_are_not_taken_for_these(tmp_path, monkeypatch):
-    monkeypatch.setenv('OMP_NUM_THREADS', '1')
-    monkeypatch.setattr(demo, 'out_dir', str(tmp_path))
-    monkeypatch.setattr(demo, 'run', lambda name, command: None)
-    demo.train_and_tune()
-    (tmp_path / 'none').mkdir()
-    (tmp_path / 'none/last.pt').touch()
-    monkeypatch.setattr(demo, 'train_args', '--seed=1338')
-    with pytest.raises(SystemExit, match='other train_args'):
-        demo.train_and_tune()
+SMALL = '''#!/bin/bash
+case $1 in
+    data/*) exit ;;
+    train.py) set -- "$@" --dataset={0} --n_layer=1 --n_embd=32 --n_hidden=32 --max_iters=2 \\
+        --eval_windows=2 --compile=False --device=cpu ;;
+    tune_scale.py) set -- "$@" --n_samples=1 --max_iters=1 --compile=False --device=cpu ;;
+    demo.py) set -- "$@" --dataset={0} --n_samples=3 --targets=9 ;;
+esac
+exec {1} "$@"
+'''
 
 
 @pytest.mark.slow
-def test_models_are_trained_and_tuned_by_the_stages(tmp_path, monkeypatch, corpus_dir, capfd):
-    small = (f'--dataset={corpus_dir} --block_size=32 --n_layer=1 --n_embd=32 --n_hidden=48 '
-             '--max_iters=3 --compile=False --device=cpu')
-    tune = f'{demo.HEADS} --max_iters=1 --batch_size=1 --compile=False --device=cpu'
-    for name, value in (('out_dir', str(tmp_path)), ('lengths', [32, 64]), ('train_args', small),
-                        ('HEADS', tune)):
-        monkeypatch.setattr(demo, name, value)
-    demo.run_lane(demo.lanes()[0])
-    assert read_checkpoint(tmp_path / 'conv/last.pt')['model_config'].short_conv == 4
-    assert read(tmp_path / 'conv/scale_head_64.json')['target_length'] == 64
-    with pytest.raises(SystemExit, match='failed. Its message is above'):
-        demo.run('rope', 'train.py --n_layer=none')
-    assert 'rope | n_layer is' in capfd.readouterr().out
+def test_the_script_trains_and_tunes_what_the_demo_reads(tmp_path, corpus_dir):
+    python = tmp_path / 'small'
+    python.write_text(SMALL.format(corpus_dir, sys.executable))
+    python.chmod(0o755)
+    for path in ROOT.iterdir():
+        if path.name != 'out':
+            (tmp_path / path.name).symlink_to(path)
+    for _ in range(2):  # the second time all is there
+        subprocess.run(['bash', 'results/past_L/demo.sh'], cwd=tmp_path, check=True,
+                       env=os.environ | {'PYTHON': str(python), 'SEED': '3'})
+    out = tmp_path / 'out/demo_code_3'
+    assert len(read(out / 'report.json')['readings']) == 6
+    assert read(out / 'rope/config.json')['seed'] == 3

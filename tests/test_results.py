@@ -55,7 +55,7 @@ def test_a_script_gives_stages_only_settings_that_they_have(script, tmp_path, mo
         if path.name != 'out':  # of which scripts leave out what is there
             (tmp_path / 'project' / path.name).symlink_to(path)
     where = {'PATH': f"{tmp_path}:{os.environ['PATH']}", 'SEEDS': '1337', 'MODELS': MODELS,
-             'READINGS': READINGS}
+             'READINGS': READINGS, 'PYTHON': 'python'}
     subprocess.run(['bash', script], cwd=tmp_path / 'project', env=os.environ | where, check=True)
     lines = set(commands.read_text().splitlines())
     assert lines

@@ -15,8 +15,7 @@ mix=--dataset=code:0.5,books_code:0.5 size_5M='--n_layer=6 --n_embd=256 --n_hidd
 case $series in
     demo)
         for seed in ${SEEDS:-1337 1338 1339 1340 1341}; do
-            out=out/demo_code_seeds/$seed
-            once $out/report.json python demo.py --out_dir=$out --train_args=--seed=$seed
+            SEED=$seed once out/demo_code_$seed/report.json bash results/past_L/demo.sh
         done
         exit ;;
     books) recipe=--dataset=books_1024 ;;
