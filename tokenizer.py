@@ -42,7 +42,7 @@ def get_tokenizer(source, texts=None):
     hf:ORG/NAME   the tokenizer.json of a model on the hub
     data/NAME     that of a prepared dataset
     FILE.gguf     that of a model
-    FILE.json     a tokenizer.json
+    FILE.json     a tokenizer.json; in its folder tokenizer_config.json says what ends a text
     FILE.tiktoken end-of-text is the highest rank + 1
     """
     if isinstance(source, dict):
@@ -72,7 +72,7 @@ def get_tokenizer(source, texts=None):
         beside = path.with_name('tokenizer_config.json')
         config = json.loads(beside.read_text(encoding='utf-8')) if beside.is_file() else {}
         bos, eos = (token['content'] if isinstance(token, dict) else token
-                    for token in (config.get('bos_token'), config.get('eos_token')))
+                    for token in (config.get('bos_token'), config.get('eos_token', EOT)))
         return HFTokenizer(source, text, eos, bos if config.get('add_bos_token') else None)
     ranks = parse_ranks(text)
     return byte_pairs(path.name, ranks, PATTERN, max(ranks.values()) + 1)
@@ -115,10 +115,10 @@ def byte_pairs(name, ranks, pattern, eot_token):
 class HFTokenizer:
     """A tokenizer.json of Hugging Face under the names that tiktoken.Encoding uses."""
 
-    def __init__(self, name, text, eos=None, bos=None):
+    def __init__(self, name, text, eos, bos=None):
         """
-        text: of tokenizer.json. eos: the token that ends a text; None: a usual one. bos: the token
-        before a text, where tokenizer.json does not say it, as in those of DeepSeek.
+        text: of tokenizer.json. eos: the token that ends a text. bos: the token before a text,
+        where tokenizer.json does not say it, as in those of DeepSeek.
         """
         from tokenizers import Tokenizer, processors
         self.name, self.text, self.tokenizer = name, text, Tokenizer.from_str(text)
@@ -130,9 +130,7 @@ class HFTokenizer:
         self.tokenizer.encode_special_tokens = True  # '</s>' in a document is text, no end
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
-        usual = [eos] if eos else ['</s>', EOT, '<|end_of_text|>', '<|im_end|>', '<eos>']
-        self.eos = [token for token in usual if token in vocab][0]
-        self.eot_token = vocab[self.eos]
+        self.eos, self.eot_token = eos, vocab[eos]
         self.n_vocab = max(vocab.values()) + 1  # not len(vocab): some ids may be unused
         # What is put before a text, such as <s>. If that is nothing: end-of-text.
         self.start_token = [*self.tokenizer.encode('').ids, self.eot_token][0]

@@ -87,13 +87,14 @@ LLAMA = like_llama()
 def test_a_tokenizer_json_adds_and_cuts_nothing_and_reads_special_tokens_as_text(tmp_path):
     path, text = tmp_path / 'tokenizer.json', 'a bc</s> a bc a bc'
     path.write_text(LLAMA)
+    config = tmp_path / 'tokenizer_config.json'
+    config.write_text('{"eos_token": "</s>"}')
     encoding = get_tokenizer(str(path))
     assert (encoding.eot_token, encoding.n_vocab, start_token(encoding)) == (70_000, 70_001, 1)
     ids = encoding.encode_ordinary(text)
     assert len(ids) > 5 and not {1, 70_000} & {*ids}
     assert encoding.decode([1, *ids, 70_000]) == text
-    (tmp_path / 'tokenizer_config.json').write_text(
-        '{"eos_token": {"content": "bc"}, "bos_token": "a", "add_bos_token": true}')
+    config.write_text('{"eos_token": {"content": "bc"}, "bos_token": "a", "add_bos_token": true}')
     again = get_tokenizer(tokenizer_state(get_tokenizer(str(path))))
     assert (again.eot_token, again.decode([start_token(again)])) == (11, 'a')
 
@@ -113,7 +114,7 @@ def test_a_tokenizer_is_rebuilt_from_its_state(bpe, tmp_path):
 # ---------------------------------------------------------------------- token files
 
 def test_each_document_is_read_back_and_followed_by_end_of_text(tmp_path, bpe):
-    texts, large = ['one', UNICODE, '', 'last'], HFTokenizer('large', LLAMA)
+    texts, large = ['one', UNICODE, '', 'last'], HFTokenizer('large', LLAMA, '</s>')
     splits = {'train': texts, 'val': [''], 'test': ['x']}
     for encoding in BYTES, bpe, large:
         write_dataset(tmp_path, encoding, splits, made='here')
