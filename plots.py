@@ -60,9 +60,9 @@ def column(rows, key):
 
 def finish(axis, results, ylabel, xlabel='position (tokens)'):
     """A logarithmic x axis with a line at each L, and labels."""
-    trained_at = {result.get('pretrained_length') or result.get('train_length') or result['L']
-                  for result in results}
-    for L in trained_at:
+    for result in results:  # their name of L depends on the stage; old ones have only block_size
+        L = (result.get('pretrained_length') or result.get('train_length') or result.get('L')
+             or result['block_size'])
         axis.axvline(L, color='black', ls=':', label=f'L = {L}')
     axis.set_xscale('log', base=2)
     axis.xaxis.set_major_formatter('{x:g}')

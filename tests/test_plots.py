@@ -77,6 +77,8 @@ def test_bars_images_and_points_have_the_numbers_of_the_json():
     assert axis.collections[0].get_segments()[1].tolist() == [[8, 0.8], [8, 1.2]]
     assert axis.lines[1].get_ydata().tolist() == [9, 1, 1, 1, 1, 1, 1, 1, 17]
     assert panels('demo')[0].lines[0].get_xydata().tolist() == [[3, 3], [4, 2], [5, 1]]
+    scales = json.loads((ROOT / 'lessons/scale_uniform.json').read_text()) | {'file': 'x.json'}
+    assert plots.draw_uniform(scales).axes[1].lines[1].get_ydata().max() == 2
     table = json.loads((ROOT / 'results/dape/methods.json').read_text())
     found = plots.draw_ppl(table).axes[0].lines[0].get_ydata()
     assert found == pytest.approx(np.log(table['rows'][0]['ppl']))
