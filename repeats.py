@@ -71,8 +71,8 @@ def last_repeats(tokens, g):
 
 def find_targets(samples, L, g, most):
     """
-    Targets t >= 2L in windows (n, W + 1): window, t, s, whether x_s equals the target, each (n,),
-    and how many were found. If these are more than `most`, the same random ones are always drawn.
+    Targets t >= 2L in windows (n, W + 1): window, t, whether x_s equals the target, each (n,), and
+    how many were found. If these are more than `most`, the same random ones are always drawn.
     """
     s = last_repeats(samples, g)
     t = np.arange(samples.shape[1])
@@ -83,8 +83,8 @@ def find_targets(samples, L, g, most):
                         'longer windows, other text, or a lower --gram=.')
     drawn = np.random.default_rng(0).choice(n_found, min(most, n_found), replace=False)
     window, at = window[np.sort(drawn)], at[np.sort(drawn)]
-    s = s[window, at]
-    return window, at, s, samples[window, at] == samples[window, s], n_found
+    same = samples[window, at] == samples[window, s[window, at]]
+    return window, at, same, n_found
 
 
 def cut_target_losses(model, samples, window, t, batch_tokens, runtime):
@@ -159,11 +159,11 @@ def main(given):
     # Find the targets, and others in the split val, on which the copy cache is fitted.
     data = Windows(name, split, W, info=info)
     samples = data.evenly_spaced(n_samples)
-    window, t, _, same, n_found = find_targets(samples, L, gram, targets)
+    window, t, same, n_found = find_targets(samples, L, gram, targets)
     others = other_windows(*data.documents) if control else None
     # untuned_info: the baseline, too, must have the tokenizer of the text
     val = Windows(name, 'val', W, info=untuned_info).evenly_spaced(n_samples)
-    val_window, val_t, _, val_same, _ = find_targets(val, L, gram, targets)
+    val_window, val_t, val_same, _ = find_targets(val, L, gram, targets)
 
     # Read them in the whole window, and with only the last L tokens.
     losses = runtime.over_windows(samples, batch_tokens, model, f'{W} tokens')
@@ -186,8 +186,7 @@ def main(given):
     runtime.print(f'found {n_found:,} far repeats of {gram} tokens, scored {len(t):,} of them')
     print_rows(runtime.print, rows)
     result = {'dataset': name, 'length': W, 'samples': len(samples), 'crossing': data.crossing,
-              'found': n_found, 'copy_weight': weight, 'rows': rows, 'untuned': {
-                  'checkpoint': untuned_info['path'], 'weights_digest': untuned_info['digest']}}
+              'found': n_found, 'copy_weight': weight, 'rows': rows}
     write_result(path, result, settings(globals()), runtime, info)
 
 
