@@ -24,11 +24,10 @@ device = 'auto'              # auto, cpu, cuda, mps
 dtype = 'auto'               # auto, float32, bfloat16, float16
 # what to write
 prompt = ''                  # text that the model continues; '': the start of a document
-n_samples = 1                # number of continuations
-max_new_tokens = 500         # tokens in one sample
+max_new_tokens = 500         # it ends before, if the model writes end-of-text
 temperature = 0.8            # 0: always take the likeliest token
 top_k: int | None = None     # draw only from the k likeliest tokens; None: from all tokens
-seed = 1337
+seed = 1337                  # another one gives another text
 compile = False              # compile one graph for all tokens; pays for thousands of tokens
 
 
@@ -41,21 +40,18 @@ def main():
     start = [start_token(encoding), *encoding.encode_ordinary(prompt)]
     compiles = can_compile(runtime, compile)
 
-    for i in range(n_samples):
-        if i > 0:
-            print('---')
-        ids, shown = start[1:], 0  # shown: printed characters
-        with runtime.autocast():
-            for token in generate(model, start, max_new_tokens, temperature, top_k, generator,
-                                  compiles):
-                if token == encoding.eot_token:
-                    break
-                ids.append(token)
-                text = encoding.decode(ids)  # of all, as a token's text may depend on earlier ones
-                if not text.endswith('\ufffd'):  # else its last character is incomplete
-                    print(text[shown:], end='', flush=True)
-                    shown = len(text)
-        print(encoding.decode(ids)[shown:])
+    ids, shown = start[1:], 0  # shown: printed characters
+    with runtime.autocast():
+        for token in generate(model, start, max_new_tokens, temperature, top_k, generator,
+                              compiles):
+            if token == encoding.eot_token:
+                break
+            ids.append(token)
+            text = encoding.decode(ids)  # of all, as a token's text may depend on earlier ones
+            if not text.endswith('\ufffd'):  # else its last character is incomplete
+                print(text[shown:], end='', flush=True)
+                shown = len(text)
+    print(encoding.decode(ids)[shown:])
 
 
 if __name__ == '__main__':
