@@ -38,15 +38,14 @@ class RandomRoPE(RoPE):
 # ---------------------------------------------------------------------- factors of the query
 
 class QueryFactor(NoPE):
-    """A method that multiplies the query at position i by factor(i) and changes nothing else."""
+    """
+    A method that multiplies the query at position i by factor(i) and changes nothing else. A class
+    derived from this has factor(i), i: (T,) float. It returns factors, (T,) or (H, T).
+    """
 
     def __init__(self, config):
         super().__init__(config)
         self.L = config.pretrained_length
-
-    def factor(self, i):
-        """i: (T,) float. Returns factors, (T,) or (H, T)."""
-        raise NotImplementedError
 
     def encode(self, q, k, place):
         factor = self.factor(place.i.float())

@@ -103,9 +103,7 @@ def copy_losses(losses, same, weight):
 
 def fit_copy_weight(losses, same):
     """The weight of 0, 0.001 ... 0.999 with the smallest mean of copy_losses()."""
-    weights = np.arange(1000) / 1000
-    means = [copy_losses(losses, same, weight).mean() for weight in weights]
-    return weights[np.argmin(means)]
+    return min(np.arange(1000) / 1000, key=lambda w: copy_losses(losses, same, w).mean())
 
 
 def ratio_over_windows(a, b, window):
