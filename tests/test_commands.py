@@ -18,7 +18,7 @@ import pytest
 from position import Settings
 
 CONFIGS = sorted(ROOT.glob('config/**/*.py'))
-PATTERNS = '*.md', '*/*.md', 'results/*/*.md', '*.py', 'extras/*.py', 'data/*/prepare.py'
+PATTERNS = '*.md', '*/*.md', 'results/*/*.md', '*.py', 'extras/*.py', 'data/*/*.py'
 FILES = [path for pattern in PATTERNS for path in sorted(ROOT.glob(pattern))] + CONFIGS
 COMMAND = re.compile(r'(?:torchrun|python3?) (?:--\S+ )*(?:-m )?(\w[\w./]*)(.*)')
 

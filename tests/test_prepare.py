@@ -9,7 +9,6 @@ import json
 import runpy
 import shutil
 import subprocess
-import sys
 import zipfile
 from unittest.mock import Mock
 
@@ -23,12 +22,12 @@ from conftest import mistake, read, stage
 from data import open_split, stable_hash
 from tokenizer import SPLITS, get_tokenizer
 
-sys.path.append(str(ROOT / 'data'))
-import hub  # noqa: E402
-
 
 def prepare(name, out, *arguments):
     """Run data/NAME/prepare.py. Returns the texts of [train, val, test], as far as there are."""
+    config = ROOT / f'data/hub/{name}.py'
+    if config.exists():
+        name, arguments = 'hub', [config, *arguments]
     stage(f'data.{name}.prepare', f'--out_dir={out}', *arguments)
     found = []
     for split in read(out / 'meta.json')['splits']:
@@ -210,6 +209,7 @@ PROOF = {'test/a_test.jsonl.gz': [{'text': '0', 'meta': {'a': 1}}, {'text': '1',
     ('arxiv', {'train/0.jsonl.zst': PILE, 'val.jsonl.zst': PILE}, [], [['ArXiv'], ['ArXiv']]),
     ('starcoder', CODE, ['--max_tokens=10'], [['nine byte']]),
     ('starcoder', CODE, ['--max_tokens=503'], [['nine byte'] * 51]),
+    ('pg19', {'test.jsonl': [{'text': 'a'}]}, [], [['a']]),
     ('proof_pile', PROOF, [], [['0', '1', '2']])])
 def test_a_corpus_keeps_its_rows(tmp_path, monkeypatch, name, files, arguments, kept):
     monkeypatch.setattr(shutil, 'rmtree', None)  # a stopped run goes on, so nothing is removed
@@ -220,8 +220,9 @@ def test_a_corpus_keeps_its_rows(tmp_path, monkeypatch, name, files, arguments, 
 
 
 def test_train_files_come_in_the_order_of_a_hash_and_others_in_that_of_names():
+    hub = runpy.run_path(str(ROOT / 'data/hub/prepare.py'))
     files = {f'{letter}/{name}.json': letter for letter in 'hgfedcba' for name in ('train', 'dev')}
-    train, val, test = (hub.paths_of(split, files | {'README.md': '', 'infos.json': ''})
+    train, val, test = (hub['paths_of'](split, files | {'README.md': '', 'infos.json': ''})
                         for split in SPLITS)
     assert train == sorted('abcdefgh', key=lambda x: stable_hash(f'{x}/train.json'))
     assert val == [*'abcdefgh'] and test == []

@@ -1,6 +1,6 @@
 # DAPE V2, Table 8: 125M on Pile ArXiv at L = 512, 6.6B tokens. The position method is given after
 # it:
-# python data/arxiv/prepare.py --tokenizer=gpt2
+# python data/hub/prepare.py data/hub/arxiv.py
 # torchrun --nproc_per_node=8 train.py config/dape/125m.py --position=kerple --dape_kernel=3 \
 #     --out_dir=out/dape/125m_1x3
 # python eval_ppl.py --protocol=tail --out_dir=out/dape/125m_1x3 --lengths=[512,1024,2048,4096,8192]

@@ -1,9 +1,10 @@
 # The papers' experiments at full size, never run by us. First pip install '.[hf,tasks]' and the data:
-#   for name in slimpajama starcoder proof_pile longbench; do python data/$name/prepare.py; done
-#   python data/pg19/prepare.py --repo=emozilla/pg19-test
-#   python data/pg19/prepare.py --repo=emozilla/pg19-test --tokenizer=hf:bigscience/bloom-1b1 \
+#   corpus() { python data/hub/prepare.py data/hub/$1.py "${@:2}"; }
+#   for name in slimpajama starcoder proof_pile arxiv; do corpus $name; done
+#   corpus pg19 --repo=emozilla/pg19-test
+#   corpus pg19 --repo=emozilla/pg19-test --tokenizer=hf:bigscience/bloom-1b1 \
 #       --out_dir=data/pg19_bloom
-#   python data/arxiv/prepare.py --tokenizer=gpt2
+#   python data/longbench/prepare.py
 #   LAUNCH="torchrun --nproc_per_node=8" PARTS="pretrain tune" bash results/papers/run.sh
 . results/common.sh
 launch=${LAUNCH:-python}
