@@ -19,12 +19,12 @@ from tokenizer import SPLITS, get_tokenizer, write_dataset
 
 paths: list[str] = []  # the folder of books; none: this one
 tokenizer = 'bytes'    # bytes, gpt2, bpe:VOCABULARY, FILE.tiktoken, tokenizer.json, hf:ORG/NAME
-manifest = ''          # the list of books; '' for data/books/manifest.json
-out_dir = ''           # where the token files go; '' for data/books
+manifest = 'data/books/manifest.json'  # the list of books, a file of the project
+out_dir = 'data/books'  # a folder of the project, where the token files go
 
 
 def main():
-    books = json.loads(Path(manifest or ROOT / 'data/books/manifest.json').read_text('utf-8'))
+    books = json.loads((ROOT / manifest).read_text('utf-8'))
     splits = {split: [] for split in SPLITS}
     for book in books:
         path = Path(*paths, book['file'])
@@ -34,7 +34,7 @@ def main():
                             f"{book['author']}. For other books: python data/text/prepare.py "
                             'FOLDER --out_dir=data/books')
         splits[book['split']].append(content.decode())
-    write_dataset(out_dir or ROOT / 'data/books', get_tokenizer(tokenizer, splits['train']),
+    write_dataset(ROOT / out_dir, get_tokenizer(tokenizer, splits['train']),
                   splits, books=len(books))
 
 

@@ -22,9 +22,9 @@ from configurator import ROOT, UserError, configure
 from data import stable_hash
 from tokenizer import SPLITS, get_tokenizer, write_dataset
 
-tokenizer = ''  # as in data/stdlib/prepare.py; '' for data/code/bpe_1024.tiktoken
-manifest = ''   # the list of wheels; '' for data/code/manifest.json
-out_dir = ''    # where wheels and token files go; '' for data/code
+tokenizer = f'{ROOT}/data/code/bpe_1024.tiktoken'  # or another, as in data/stdlib/prepare.py
+manifest = 'data/code/manifest.json'  # the list of wheels, a file of the project
+out_dir = 'data/code'  # a folder of the project, where wheels and token files go
 
 PASSAGE = 200       # characters of consecutive lines that mark two files as related
 LARGEST = 200_000   # bytes of a file; larger ones are mostly tables that programs wrote
@@ -98,14 +98,13 @@ def without_shared(splits):
 
 
 def main():
-    folder, splits = Path(out_dir or ROOT / 'data/code'), {split: {} for split in SPLITS}
-    wheels = json.loads(Path(manifest or ROOT / 'data/code/manifest.json').read_text('utf-8'))
+    folder, splits = ROOT / out_dir, {split: {} for split in SPLITS}
+    wheels = json.loads((ROOT / manifest).read_text('utf-8'))
     for wheel in wheels:
         path = download(wheel['file'], wheel['sha256'], folder / 'wheels')
         splits[wheel['split']] |= sources(path)
     texts = without_shared(splits)
-    name = tokenizer or str(ROOT / 'data/code/bpe_1024.tiktoken')
-    write_dataset(folder, get_tokenizer(name, texts['train']), texts, source='wheels')
+    write_dataset(folder, get_tokenizer(tokenizer, texts['train']), texts, source='wheels')
 
 
 if __name__ == '__main__':

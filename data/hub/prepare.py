@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from configurator import configure
+from configurator import ROOT, configure
 
 from data import stable_hash
 from tokenizer import SPLITS, get_tokenizer, write_dataset
@@ -29,7 +29,7 @@ only = ''                      # keep only rows whose meta has this value; '': a
 without = ''                   # leave out rows whose meta has this value
 tokenizer = 'hf:TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T'
 max_tokens: int | None = None  # of each split, to the end of a document; None: all
-out_dir = ''                   # where the token files go
+out_dir = ''                   # a folder of the project, where the token files go
 
 KIND = re.compile(r'\.(parquet|json)l?(\.gz|\.zst)?$')
 # The first of these words in a file's name, which includes its folders, is its split. Files without
@@ -83,8 +83,8 @@ def main():
         if paths:
             texts[split] = stream(paths)
             sources[split] = f'{len(paths)} from {paths[0]} on'
-    write_dataset(out_dir, get_tokenizer(tokenizer), texts, max_tokens, go_on=True, files=sources,
-                  only=only, without=without)
+    write_dataset(ROOT / out_dir, get_tokenizer(tokenizer), texts, max_tokens, go_on=True,
+                  files=sources, only=only, without=without)
 
 
 if __name__ == '__main__':

@@ -22,7 +22,7 @@ from configurator import ROOT, UserError, configure
 from longbench import TASKS
 
 paths: list[str] = []  # the folder that holds the files; none: download them
-out_dir = ''           # where the files go; '' for data/longbench
+out_dir = 'data/longbench'  # a folder of the project, where the files go
 
 CONFIG = ('https://raw.githubusercontent.com/THUDM/LongBench/'
           '2e00731f8d0bff23dc4325161044d0ed8af94c1e/LongBench/config/')
@@ -38,7 +38,7 @@ SOURCES = {  # {address: SHA-256}
 
 
 def main():
-    folder = Path(out_dir or ROOT / 'data/longbench')
+    folder = ROOT / out_dir
     folder.mkdir(parents=True, exist_ok=True)
     for address, digest in SOURCES.items():
         name = Path(address).name

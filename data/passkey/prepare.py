@@ -22,7 +22,7 @@ min_length = 128     # of a document, in tokens
 max_length = 256     # of a document, in tokens; at most block_size
 n_documents = 40000  # for train; val and test get a hundredth of this
 seed = 1             # of lengths, places and keys
-out_dir = ''         # where the token files go; '' for data/passkey
+out_dir = 'data/passkey'  # a folder of the project, where the token files go
 
 
 def documents(encoding, n, stream):
@@ -38,7 +38,7 @@ def main():
     encoding, few = get_tokenizer(tokenizer), n_documents // 100
     splits = {'train': documents(encoding, n_documents, 0), 'val': documents(encoding, few, 1),
               'test': documents(encoding, few, 2)}
-    write_dataset(out_dir or ROOT / 'data/passkey', encoding, splits)
+    write_dataset(ROOT / out_dir, encoding, splits)
 
 
 if __name__ == '__main__':

@@ -19,14 +19,14 @@ from tokenizer import SPLITS, get_tokenizer, library_files, split_of, write_data
 tokenizer = 'bytes'   # bytes, gpt2, bpe:VOCABULARY, FILE.tiktoken, tokenizer.json, hf:ORG/NAME
 val_fraction = 0.07   # of the files
 test_fraction = 0.07  # of the files
-out_dir = ''          # where the token files go; '' for data/stdlib
+out_dir = 'data/stdlib'  # a folder of the project, where the token files go
 
 
 def main():
     splits = {split: [] for split in SPLITS}
     for name, text in library_files().items():
         splits[split_of(name, val_fraction, test_fraction)].append(text)
-    write_dataset(out_dir or ROOT / 'data/stdlib', get_tokenizer(tokenizer, splits['train']),
+    write_dataset(ROOT / out_dir, get_tokenizer(tokenizer, splits['train']),
                   splits, source=f'standard library of Python {platform.python_version()}')
 
 

@@ -1,12 +1,11 @@
 """
 Your own text: UTF-8 files of any kind, .jsonl files with a text field, and folders of them, but for
-hidden files. A file, or a line of .jsonl, is a document. A hash of its path, or of the line,
-decides whether it goes to train, val or test. If a split stays empty, the longest document is cut
-by lines: val and test get its end. Text that already has such splits keeps them by --val and
---test.
+hidden files. A file, or a line of .jsonl, is a document. A hash of its text decides whether it goes
+to train, val or test. If a split stays empty, the longest document is cut by lines: val and test
+get its end. Text that already has such splits keeps them by --val and --test.
 
 $ python data/text/prepare.py book.txt                               # a token per byte
-$ python data/text/prepare.py corpus/ more.jsonl --name=mine --tokenizer=bpe:8192  # trains a BPE
+$ python data/text/prepare.py corpus/ more.jsonl --tokenizer=bpe:8192 --out_dir=data/mine
 $ python data/text/prepare.py corpus/train --val=corpus/val --test=corpus/test
 """
 
@@ -24,39 +23,27 @@ val = ''               # the file or folder of val; '': a share of the documents
 test = ''              # the file or folder of test; '': a share of the documents, or none with val
 val_fraction = 0.05    # of the documents, or of the one that is cut
 test_fraction = 0.05   # of the documents, or of the one that is cut
-name = 'text'          # of the dataset: it is written to data/NAME
 tokenizer = 'bytes'    # bytes, gpt2, bpe:VOCABULARY, FILE.tiktoken, tokenizer.json, hf:ORG/NAME
 field = 'text'         # the field to read in a .jsonl line
-out_dir = ''           # where the token files go; '' for data/NAME
-
-
-def list_files(roots):
-    """{path: its name in the folder that was given} of files, and of those in folders."""
-    files = {}
-    for root in map(Path, roots):
-        folder, inside = root.parent, [root]
-        if root.is_dir():
-            folder, inside = root, sorted(root.rglob('*'))
-        for path in inside:
-            file = path.relative_to(folder).as_posix()
-            if not path.is_dir() and '/.' not in f'/{file}':
-                files[path.resolve()] = file
-    return files
+out_dir = 'data/text'  # a folder of the project, where the token files go
 
 
 def read(roots):
-    """Yield the documents of files and folders: (what a hash decides by, text)."""
-    for path, file in list_files(roots).items():
-        try:
-            text = path.read_bytes().decode('utf-8-sig')  # without some tools' byte order mark
-            if path.suffix.lower() != '.jsonl':
-                yield file, text
+    """Yield the documents of files, and of the files in folders."""
+    for root in map(Path, roots):
+        for path in [root, *sorted(root.rglob('*'))]:
+            inside = path.relative_to(root).parts  # () for a file that was given itself
+            if path.is_dir() or any(part.startswith('.') for part in inside):
                 continue
-            for line in map(str.strip, text.split('\n')):
-                if line:
-                    yield line, json.loads(line)[field] or ''
-        except ValueError as error:
-            raise UserError(f'{path} is not UTF-8, or a line of it not JSON: {error}') from error
+            try:
+                text = path.read_bytes().decode('utf-8-sig')  # without a byte order mark
+                if path.suffix.lower() == '.jsonl':
+                    for line in filter(str.strip, text.split('\n')):
+                        yield json.loads(line)[field] or ''
+                else:
+                    yield text
+            except ValueError as error:
+                raise UserError(f'{path} is not UTF-8, or not JSON: {error}') from error
 
 
 def cut_by_lines(text, shares):
@@ -76,8 +63,8 @@ def cut_by_lines(text, shares):
 def share_out(documents):
     """{split: texts} of documents, as the top of this file says."""
     splits = {split: [] for split in SPLITS}
-    for identity, text in documents:
-        splits[split_of(identity, val_fraction, test_fraction)].append(text)
+    for text in documents:
+        splits[split_of(text, val_fraction, test_fraction)].append(text)
     shares = 1 - (val_fraction + test_fraction), val_fraction, test_fraction
     if any(share and not splits[split] for split, share in zip(SPLITS, shares)):
         longest = max(sum(splits.values(), []), key=len, default='')
@@ -90,11 +77,10 @@ def main():
     if val or test:
         splits = {}
         for split, roots in ('train', paths), ('val', [val]), ('test', [test]):
-            splits[split] = [text for _, text in read(filter(None, roots))]
+            splits[split] = [*read(filter(None, roots))]
     else:
         splits = share_out(read(paths))
-    write_dataset(out_dir or ROOT / 'data' / name, get_tokenizer(tokenizer, splits['train']),
-                  splits, paths=paths)
+    write_dataset(ROOT / out_dir, get_tokenizer(tokenizer, splits['train']), splits, paths=paths)
 
 
 if __name__ == '__main__':
