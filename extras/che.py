@@ -14,7 +14,7 @@ so they would test counting. The model answers recall at the keys that are asked
 generates copy symbol by symbol. reverse_string is in Table 6 and uses slots as there, so it tests
 counting, too. All position methods see the same tokens, in one pass.
 
-$ python -m extras.che --max_iters=1000 --test_length=100 --eval_every=10
+$ python -m extras.che --max_iters=1000 --lengths=[20,40,60,80,100]
 $ python -m extras.che --tasks=[] --position=kerple --dape_kernel=3 --max_iters=200000  # Table 6
 $ python -m extras.che config/recall.py  # one model for two tasks, tested at 1 to 64 times L
 
@@ -58,17 +58,14 @@ warmup_iters = 100           # steps in which the learning rate rises linearly f
 grad_clip = 1.0              # largest global norm of the gradient; 0: no clipping
 eval_interval = 500          # steps between lines on screen
 # test
-lengths: list[int] = []      # lengths of inputs; []: as test_length and eval_every say
-test_length = 500            # longest input
-eval_every = 1               # step from one length to the next: 1 means 1, 2 ... 40, 41, 42 ... 500
+lengths: list[int] = []      # lengths of inputs, in symbols; []: 1, 2 ... 500, as in Table 6
 n_test = 512                 # samples of each length, in batches of 64
 # machine
 device = 'auto'              # auto, cpu, cuda, mps
 seed = 1337                  # draws the initial weights and the samples
 
 # The settings that a trained model does not depend on. TASK.pt is for all values of these.
-NOT_OF_TRAINING = {'tasks', 'out_dir', 'label', 'eval_interval', 'lengths', 'test_length',
-                   'eval_every', 'n_test', 'device'}
+NOT_OF_TRAINING = {'tasks', 'out_dir', 'label', 'eval_interval', 'lengths', 'n_test', 'device'}
 
 
 def draw(name, rng, batch, length, empty):
@@ -193,8 +190,7 @@ def main():
     runtime, method = setup(device, 'float32', seed), method_name()
     folder = Path(out_dir or f'out/che/{method}')
     folder.mkdir(parents=True, exist_ok=True)
-    tested = sorted(lengths) or [*range(1, train_length + 1, eval_every),
-                                 *range(train_length + 1, test_length + 1, eval_every)]
+    tested = sorted(lengths) or [*range(1, 501)]
     is_inside = np.array(tested) <= train_length
 
     rows, found = [], {}

@@ -14,7 +14,7 @@ from extras.tasks import TASKS
 from model import Transformer
 
 TINY = ('--n_layer=1 --n_head=2 --n_embd=16 --n_hidden=16 --batch_size=8 --train_length=6 '
-        '--test_length=9 --n_test=100 --warmup_iters=5 --device=cpu').split()
+        '--lengths=[1,2,3,4,5,6,7,8,9] --n_test=100 --warmup_iters=5 --device=cpu').split()
 
 
 def run(out_dir, tasks, *more):

@@ -42,10 +42,10 @@ che() {
                 "--tasks=['$2']" --eval_interval=100 "${@:3}"
         }
         both() {  # METHOD ARGUMENTS...
-            task $1 even_pairs --max_iters=300 --test_length=500 --eval_every=51 --n_test=64 \
+            task $1 even_pairs --max_iters=300 --lengths=[1,$(seq -s, 41 51 500)] --n_test=64 \
                 "${@:2}"
-            task $1 missing_duplicate --max_iters=800 --test_length=60 --eval_every=3 \
-                --n_test=128 "${@:2}"
+            task $1 missing_duplicate --max_iters=800 --n_test=128 \
+                --lengths=[$(seq -s, 1 3 40),$(seq -s, 41 3 60)] "${@:2}"
         }
         both rope --position=rope
         both rope_random --position=rope_random
