@@ -32,9 +32,9 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.tasks import TaskManager
 
-from common import save_json, setup
+from common import setup
 from data import stable_hash
-from extras.hf_folder import tokenizer_json
+from extras.hf_folder import write_tokenizer
 from generate import answer_all, complete, identity
 from stage import open_model, result_path, results_folder, write_result
 from tokenizer import get_tokenizer, start_token
@@ -173,11 +173,7 @@ def main(given):
     harness = Harness(model, encoding, runtime, path, about, length)
     # RULER counts with a tokenizer in a folder. Not that of init_from: lm_eval would run its code.
     counts_with = TemporaryDirectory()
-    if not {*tasks} <= TABLE_1.keys():
-        text = tokenizer_json(info['tokenizer'])
-        Path(counts_with.name, 'tokenizer.json').write_text(text, encoding='utf-8')
-        save_json(f'{counts_with.name}/tokenizer_config.json',
-                  {'tokenizer_class': 'PreTrainedTokenizerFast'})
+    write_tokenizer(Path(counts_with.name), info['tokenizer'])
     manager = TaskManager(include_path=task_folder or None, metadata={
         'tokenizer': counts_with.name, 'max_seq_lengths': [length]})
     measured = simple_evaluate(harness, tasks=tasks or [*TABLE_1], task_manager=manager,

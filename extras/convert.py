@@ -145,7 +145,7 @@ def main(given):
     model, info = open_model(init_from, out_dir, runtime, position, rope_scaling, scale)
     if isinstance(model, Foreign):
         model.refuse()
-    c, encoding = model.config, get_tokenizer(info['tokenizer'])
+    c = model.config
     require_exportable(c)
     if model.scale_sets:
         if not target_length:
@@ -156,11 +156,10 @@ def main(given):
     c.block_size = max(c.block_size, target_length or info['tuned_length'],
                        int(split_scaling(c.rope_scaling)[1] * c.pretrained_length))
     path.mkdir(parents=True, exist_ok=True)
-    text = hf_folder.tokenizer_json(info['tokenizer'])
     if format == 'hf':
-        hf_folder.write(path, model, text, encoding, dtype)
+        hf_folder.write(path, model, info['tokenizer'], dtype)
     else:
-        gguf_file.write(path / 'model.gguf', model, text, encoding, dtype)
+        gguf_file.write(path / 'model.gguf', model, info['tokenizer'], dtype)
     print(f"{info['path']} is now {folder}, in {dtype}")
 
 

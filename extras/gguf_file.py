@@ -12,9 +12,16 @@ from configurator import UserError
 import torch
 
 from common import model_config
-from extras.hf_folder import our_weights, their_weights
+from extras.hf_folder import our_weights, their_weights, tokenizer_json
 from position import split_scaling, unused_settings
-from tokenizer import EOT, PATTERN, HFTokenizer, start_token, tokenizer_state
+from tokenizer import (
+    EOT,
+    PATTERN,
+    HFTokenizer,
+    get_tokenizer,
+    start_token,
+    tokenizer_state,
+)
 
 # {our setting: its name, after the architecture}
 SETTINGS = {
@@ -50,12 +57,19 @@ def pre_tokenizers():
                                    ByteLevel(add_prefix_space=False, use_regex=False)])}
 
 
+def merges_of(tokenizer):
+    """Its merges as pairs, however a file spells them."""
+    return json.loads(tokenizer.to_str())['model']['merges']
+
+
 def kind_of(tokenizer):
     """llama.cpp's name of the way in which a tokenizer cuts text, or None."""
     from tokenizers import models
     cut = tokenizer.pre_tokenizer                 # None for SentencePiece
     if not cut or tokenizer.normalizer or not isinstance(tokenizer.model, models.BPE):
         return None
+    if not merges_of(tokenizer):
+        return 'gpt-2'  # single bytes never merge, so for them any kind will do
     for name, known in pre_tokenizers().items():
         if known.pre_tokenize_str(PROBE) == cut.pre_tokenize_str(PROBE):
             return name
@@ -156,28 +170,23 @@ def write_tokenizer(writer, tokenizer, encoding, n):
             kind = TokenType.CONTROL if added[i].special else TokenType.USER_DEFINED
         tokens.append(token)
         types.append(kind)
-    # Not those of the file, in which a merge may be spelled in another way
-    merges = json.loads(tokenizer.to_str())['model']['merges']
     writer.add_tokenizer_model('gpt2')  # byte-level BPE
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     # At least one is needed. A merge of two end tokens never applies to text.
-    writer.add_token_merges([' '.join(pair) for pair in merges] or [f'{EOT} {EOT}'])
+    writer.add_token_merges([' '.join(pair) for pair in merges_of(tokenizer)] or [f'{EOT} {EOT}'])
     writer.add_bos_token_id(start_token(encoding))
     writer.add_eos_token_id(encoding.eot_token)
     writer.add_add_bos_token(start_token(encoding) != encoding.eot_token)
 
 
-def write(path, model, text, encoding, dtype):
-    """
-    Write a file. text: the tokenizer.json of the tokenizer `encoding`; dtype: of the matrices.
-    """
+def write(path, model, state, dtype):
+    """Write a file. state: of the tokenizer; dtype: of the matrices."""
     import gguf
     from tokenizers import Tokenizer
-    c, tokenizer = model.config, Tokenizer.from_str(text)
-    kind = {'none': 'granite', 'rope': 'llama'}.get(c.position)
-    # Single bytes never merge, so for them any kind will do.
-    pre = 'gpt-2' if encoding.name == 'bytes' else kind_of(tokenizer)
+    c, encoding = model.config, get_tokenizer(state)
+    tokenizer = Tokenizer.from_str(tokenizer_json(state))
+    kind, pre = {'none': 'granite', 'rope': 'llama'}.get(c.position), kind_of(tokenizer)
     scaling, factor = split_scaling(c.rope_scaling)
     if not kind or scaling not in SCALINGS.values() or not pre:
         raise UserError(f'llama.cpp has no name for position {c.position} {c.rope_scaling} with '

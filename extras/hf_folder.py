@@ -8,7 +8,7 @@ import torch
 from common import DTYPES, model_config, save_json
 from extras.foreign import LOCAL
 from position import split_scaling, unused_settings
-from tokenizer import EOT, parse_ranks, start_token
+from tokenizer import EOT, get_tokenizer, parse_ranks, start_token
 
 # {our weight: its names in a folder}, * is a layer. Of several names the rows follow each other in
 # ours. Example: with 4 heads of 16 channels for q, and 2 for k and for v, the 128 rows of qkv are
@@ -198,18 +198,23 @@ def tokenizer_json(state):
     return converter.converted().to_str()
 
 
-def write(path, model, text, encoding, dtype):
-    """
-    Write what AutoModelForCausalLM and AutoTokenizer of unmodified transformers load. text: of
-    tokenizer.json; encoding: that tokenizer; dtype: of the matrices.
-    """
-    from safetensors.torch import save_file
-    save_json(path / 'config.json', their_config(model.config, encoding, dtype))
-    end = getattr(encoding, 'eos', EOT)  # its name in a tokenizer.json
+def write_tokenizer(path, state):
+    """Write what AutoTokenizer loads of the tokenizer with this state into a folder."""
+    end = state.get('eos', EOT)
     save_json(path / 'tokenizer_config.json', {
         'tokenizer_class': 'PreTrainedTokenizerFast', 'eos_token': end, 'pad_token': end,
         'padding_side': 'left'})
-    (path / 'tokenizer.json').write_text(text, encoding='utf-8')
+    (path / 'tokenizer.json').write_text(tokenizer_json(state), encoding='utf-8')
+
+
+def write(path, model, state, dtype):
+    """
+    Write what AutoModelForCausalLM and AutoTokenizer of unmodified transformers load. state: of the
+    tokenizer; dtype: of the matrices.
+    """
+    from safetensors.torch import save_file
+    write_tokenizer(path, state)
+    save_json(path / 'config.json', their_config(model.config, get_tokenizer(state), dtype))
     weights = their_weights(model, LLAMA)
     for name, weight in weights.items():
         its = DTYPES[dtype] if weight.dim() == 2 else torch.float32

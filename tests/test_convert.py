@@ -205,11 +205,14 @@ def test_what_no_stock_model_computes_is_not_written(tmp_path):
         convert.fold(model)
 
 
-def test_a_written_tokenizer_pads_on_the_left(tmp_path):
+def test_a_written_tokenizer_pads_on_the_left_and_is_written_again(tmp_path):
     written(tmp_path, random_model(vocab_size=257))
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / 'out')
     assert tokenizer(['def f', 'x'], padding=True)['input_ids'] == [
         [*b'def f'], [256] * 4 + [*b'x']]
+    stage('extras.convert', f'--init_from={tmp_path}/out', f'--folder={tmp_path}/b',
+          '--format=gguf')
+    assert get_tokenizer(f'{tmp_path}/b/model.gguf').encode_ordinary('def f') == [*b'def f']
 
 
 def test_a_tiktoken_tokenizer_becomes_a_tokenizer_json(tmp_path):
@@ -250,8 +253,7 @@ def test_a_gguf_file_keeps_the_extension_of_rope(tmp_path, ours):
 
 def gguf_of(model, path, kind='float32'):
     """Write a GGUF file of a model with matrices of this kind."""
-    text = hf_folder.tokenizer_json(tokenizer_state(BYTES))
-    gguf_file.write(path, model, text, BYTES, kind)
+    gguf_file.write(path, model, tokenizer_state(BYTES), kind)
 
 
 def test_a_gguf_file_is_read_as_transformers_reads_it(tmp_path, ours):
@@ -287,7 +289,7 @@ def test_a_rule_that_cuts_text_is_known_in_the_spelling_of_llama_3(digits, kind)
             r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
     cut = pre_tokenizers.Split(tokenizers.Regex(rule), 'isolated')
     bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({'a': 0, 'b': 1, 'ab': 2}, [('a', 'b')]))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([cut, bytes_only])
     assert gguf_file.kind_of(tokenizer) == kind
 
