@@ -13,7 +13,7 @@ the same after each score is divided by the choice's number of characters. Text 
 Of a question of more than read_length tokens the model reads the end; a prompt of that length is
 refused, because nobody can answer a prompt that was cut.
 
-Needs pip install ".[tasks]". Prints lm_eval's own table and writes every metric to
+Needs pip install ".[hf,tasks]". Prints lm_eval's own table and writes every metric to
 out_dir/commonsense[_LABEL].json. The answers are in folders beside it, from which a stopped run
 continues.
 """

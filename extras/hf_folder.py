@@ -106,8 +106,6 @@ def require_like_ours(config):
 def trained_position(config):
     """The position method of a Llama, SmolLM3 or Granite."""
     kind = getattr(config, 'position_embedding_type', 'rope')  # only Granite has it
-    if kind not in (None, 'none', 'nope', 'rope'):  # transformers would take it for NoPE
-        raise ValueError(f'position_embedding_type {kind} is unknown')
     layers = getattr(config, 'no_rope_layers', [kind == 'rope'])  # only SmolLM3 has it
     names = ['rope' if has_rope else 'none' for has_rope in layers]
     n = 1
@@ -119,13 +117,12 @@ def trained_position(config):
 def read_tensors(path):
     """{name: tensor} of the weights in a folder."""
     from safetensors.torch import load_file
-    for kind in 'model.safetensors', 'model-*.safetensors', 'pytorch_model*.bin':
-        tensors = {}
-        for file in path.glob(kind):
-            tensors |= (load_file(file) if file.suffix == '.safetensors' else
-                        torch.load(file, 'cpu', weights_only=True, mmap=True))
-        if tensors:
-            break
+    tensors = {}
+    for file in sorted(path.glob('model*.safetensors')):  # model.safetensors is last, so it wins
+        tensors |= load_file(file)
+    if not tensors:
+        for file in path.glob('pytorch_model*.bin'):
+            tensors |= torch.load(file, 'cpu', weights_only=True, mmap=True)
     return {name: tensor for name, tensor in tensors.items() if not name.endswith('inv_freq')}
 
 

@@ -149,7 +149,6 @@ def test_dynamic_ntk_does_not_remember_a_longer_text(tmp_path, ours):
 
 def test_what_cannot_be_read_is_named_in_a_line(tmp_path, ours):
     for kind, changes, entry, text in (
-            ('GraniteMoeHybrid', GRANITE, {'position_embedding_type': 'alibi'}, 'alibi'),
             ('Llama', {}, {'num_hidden_layers': 3}, 'model.layers.2'),
             ('GPT2', {}, {'n_layer': 3}, 'the folder lacks .*h.2'),
             ('Qwen2', {'rope_parameters': LINEAR | {'rope_type': 'dynamic'}}, {}, 'dynamic NTK'),
