@@ -128,12 +128,9 @@ def modular_arithmetic(rng, B, n):
 
 def solve_equation(rng, B, n):
     """
-    Which digit is x in an equation mod 5 of 01234+-()x=? (x-(-4))=2 -> 3. If n < 3, the input and
-    the answer are zeros.
+    Which digit is x in an equation mod 5 of 01234+-()x=? (x-(-4))=2 -> 3. If n < 3, n is 3.
     """
-    if n < 3:
-        return np.zeros((B, n), np.int64), np.zeros((B, 1), np.int64)
-    equations, answers = [], []
+    n, equations, answers = max(3, n), [], []
     for _ in range(B):
         text = expression(rng, n - 2, '+-')
         place = rng.integers(n - 2)
@@ -186,19 +183,14 @@ def bits_above_zero(rng, n):
 def binary_addition(rng, B, n):
     """
     The sum of two numbers above 0, then END. The input has a 2 between the numbers. All numbers
-    have the lowest bit first. 001201101 -> 0101120000, which is 4 + 22. If n < 3, the input is one
-    number, and its bits are not all ones.
+    have the lowest bit first. 001201101 -> 0101120000, which is 4 + 22. If n < 3, n is 3.
     """
-    inputs, answers = [], []
+    n, inputs, answers = max(3, n), [], []
     for _ in range(B):
-        if n < 3:
-            total = int(rng.integers(2 ** n - 1))
-            inputs.append(f'{total:0{n}b}'[::-1])
-        else:
-            n_first = rng.integers(1, n - 1)
-            first, second = bits_above_zero(rng, n_first), bits_above_zero(rng, n - 1 - n_first)
-            total = int(first[::-1], 2) + int(second[::-1], 2)
-            inputs.append(f'{first}2{second}')
+        n_first = rng.integers(1, n - 1)
+        first, second = bits_above_zero(rng, n_first), bits_above_zero(rng, n - 1 - n_first)
+        total = int(first[::-1], 2) + int(second[::-1], 2)
+        inputs.append(f'{first}2{second}')
         answers.append(ended(f'{total:b}'[::-1], n))
     return symbols_of(inputs, '012'), symbols_of(answers, '012')
 
