@@ -19,7 +19,6 @@ continues.
 """
 
 from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -81,18 +80,21 @@ class Harness(TemplateLM):
         start = [self.eot_token_id] if add_bos and add_special_tokens is None else []
         return start + self.encoding.encode_ordinary(string)
 
-    def ask(self, kind, questions, shape, answer_group):
+    def ask(self, kind, questions, answer_group):
         """
         The answers to questions, [(ids, tokens that follow)], a dict each. answer_group(ids, n)
-        answers questions of one shape(question), in one pass: a list of ids, and n tokens follow
-        each. kind: names the file of answers.
+        answers those of one shape: lists of equally many ids, and n tokens follow each. kind: names
+        the file of answers.
 
-        Example: questions of 5, 9 and 5 ids, 2 tokens follow each, and the shape is (ids, tokens).
-        The longest comes first, so the order is 1 0 2. answer_all() asks for items 0 1 2 of that
-        order. answer_group() gets question 1, then 0 and 2 together. The answers return as 0 1 2.
+        Example: questions of 5, 9 and 5 ids, and 2 tokens follow each. The longest comes first, so
+        the order is 1 0 2. answer_all() asks for items 0 1 2 of that order. answer_group() gets
+        question 1, then 0 and 2 together. The answers return as 0 1 2.
         """
-        sizes = [len(ids) + n for ids, n in questions]
-        order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], shape(questions[i])))
+        def shape(question):
+            return len(question[0]), question[1]
+
+        order = sorted(range(len(questions)), key=lambda i: shape(questions[i]), reverse=True)
+        sizes = [sum(shape(questions[i])) for i in order]
 
         def answer_items(items):
             rows = []
@@ -103,10 +105,9 @@ class Harness(TemplateLM):
             return rows
 
         about = self.about | {'questions': stable_hash(questions)}
-        rows = answer_all(f'{self.path}_{kind}', about, [sizes[i] for i in order], batch_tokens,
-                          answer_items, self.runtime)
-        rows = dict(zip(order, rows))
-        return [rows[i] for i in range(len(rows))]
+        rows = answer_all(f'{self.path}_{kind}', about, sizes, batch_tokens, answer_items,
+                          self.runtime)
+        return [row for _, row in sorted(zip(order, rows))]  # as they were asked
 
     def _loglikelihood_tokens(self, requests, **_):
         """
@@ -132,10 +133,7 @@ class Harness(TemplateLM):
             log_p = log_p.gather(-1, targets).sum(1)
             return [{'log_p': one.item(), 'greedy': its.item()} for one, its in zip(log_p, greedy)]
 
-        def shape(question):
-            return len(question[0]), question[1]
-
-        rows = self.ask('choices', questions, shape, log_p_of_group)
+        rows = self.ask('choices', questions, log_p_of_group)
         return [(row['log_p'], row['greedy']) for row in rows]
 
     def loglikelihood_rolling(self, requests, **_):
@@ -158,7 +156,7 @@ class Harness(TemplateLM):
             written = complete(self.model, ids, n, [self.encoding.eot_token])
             return [{'text': self.encoding.decode(new)} for new in written]
 
-        rows = self.ask('texts', prompts, itemgetter(1), text_of_group)
+        rows = self.ask('texts', prompts, text_of_group)
         return [postprocess_generated_text(row['text'], until, None)
                 for row, until in zip(rows, ends)]
 
