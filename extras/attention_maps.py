@@ -59,11 +59,6 @@ def parts_of(method, q, k, i, j):
     return parts, scores.isfinite()
 
 
-def cell_sums(numbers, width):
-    """The sums (cells,) over cells of `width` keys. numbers: (windows, rows, keys)."""
-    return torch.stack([cell.sum() for cell in numbers.split(width, dim=2)])
-
-
 def head_maps(method, q, k, place, head):
     """
     {part: map} of one head. A cell is `width` queries by `width` keys. A map is a triangle of
@@ -82,13 +77,14 @@ def head_maps(method, q, k, place, head):
     for start in range(0, T, width):
         rows, keys = slice(start, start + width), slice(start + width)
         parts, seen = parts_of(method, q[:, :, rows], k[:, :, keys], place.i[rows], place.j[keys])
-        seen = seen[:, head]                                                 # (windows, rows, keys)
-        n_queries = seen[:, :, 0].numel()                                    # of all windows
-        n_pairs = cell_sums(seen, width).clamp(min=1)                        # (cells,)
         for part, numbers in parts.items():
-            sums = cell_sums(numbers[:, head].masked_fill(~seen, 0), width)  # (cells,)
-            mean = sums / (n_queries if part == 'attention' else n_pairs)
-            maps.setdefault(part, []).append(mean)
+            numbers = numbers.where(seen, math.nan)[:, head]                 # (windows, rows, keys)
+            cells = numbers.split(width, dim=2)
+            if part == 'attention':
+                means = [cell.nansum(2).mean() for cell in cells]
+            else:
+                means = [cell.nanmean() for cell in cells]
+            maps.setdefault(part, []).append(torch.stack(means).nan_to_num())  # 0: sees no key
     return maps
 
 
