@@ -1,6 +1,7 @@
 # Fine-tune TinyLlama at 50K steps for 8K tokens, as the paper does ("fair": 200 steps, 13M tokens).
 # --block_size=4096 and 16384 are the other lengths of Table 2 (its fair 16K rows had 30M tokens of
-# tuning, 18,432 x 8 x 200; ours have 26M). The method is given after it:
+# tuning, 18,432 x 8 x 200; ours have 26M). The text is that of config/nope_1b.py. The method is
+# given after it:
 # torchrun --nproc_per_node=8 train.py config/finetune_8k.py config/yarn.py --out_dir=out/yarn_8k
 # torchrun --nproc_per_node=8 train.py config/finetune_8k.py config/pi.py config/raw.py \
 #     --out_dir=out/pi_8k_raw

@@ -1,5 +1,7 @@
 # The paper's model (Section 4.1): TinyLlama 1.1B without position encoding, 50K steps of 2M tokens,
-# 105B in all. First: python data/hub/prepare.py data/hub/slimpajama.py, then data/hub/starcoder.py
+# 105B in all. First:
+# python data/hub/prepare.py data/hub/slimpajama.py
+# python data/hub/prepare.py data/hub/starcoder.py
 # torchrun --nproc_per_node=8 train.py config/nope_1b.py
 out_dir = 'out/nope_1b'
 dataset = 'slimpajama:0.693584,starcoder:0.306416'

@@ -354,7 +354,6 @@ def main():
     os.environ.setdefault('KINETO_LOG_LEVEL', '6')  # else each profile prints messages
     runtime, results = setup(device, dtype), {}
     path = Path(out_dir, name or '_'.join([runtime.device.type, *tasks]))
-    path.parent.mkdir(parents=True, exist_ok=True)
     for task in tasks or TASKS:
         results[task] = [TASKS[task](runtime)]
         write_result(path, {'results': results}, settings(globals()), runtime)
