@@ -32,7 +32,7 @@ def test_every_task_is_timed_beside_its_alternative(tmp_path, monkeypatch):
     beside = {'train': 'transformers', 'scale': 'whole step', 'methods': 'DAPE 1x3 Kerple',
               'eval': 'transformers', 'entropy': 'matrix', 'prefill': 'transformers',
               'decode': 'transformers'}
-    assert list(found) == list(beside)
+    assert [*found] == [*beside]
     for task, who in beside.items():
         [piece] = found[task]
         assert piece[who]['seconds'] > 0, task
