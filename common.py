@@ -114,7 +114,7 @@ def setup(device='auto', dtype='auto', seed=1337):
         dist.init_process_group('nccl' if device.type == 'cuda' else 'gloo',
                                 timeout=datetime.timedelta(hours=2))
     torch.manual_seed(seed)
-    return Runtime(device, DTYPES[dtype], rank, world_size, is_main=rank == 0)
+    return Runtime(device, DTYPES[dtype], rank, world_size, rank == 0)
 
 
 def prepare_cpu():

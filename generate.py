@@ -129,7 +129,7 @@ def step_of(model, cache, compile):
     All steps of a graph do the same with tensors of the same shapes at the same addresses. So the
     length becomes a tensor, and a step reads all slots.
     """
-    if not compile or model.depends_on_length or not isinstance(cache, KVCache):
+    if not compile or not isinstance(cache, KVCache) or model.depends_on_length:
         return model
     cache.length = torch.tensor([cache.length], device=cache.device)
     for x in cache.length, *cache.stored.values():
@@ -244,7 +244,8 @@ def identity(model, info):
     A hash of a model, its tokenizer, its softmax scales and its other small vectors. info: of
     open_model().
     """
-    parts = [info['digest'], info['model_config'], info['tokenizer']]
+    tokenizer = info['tokenizer'] | {'name': ''}  # which may be a path
+    parts = [info['digest'], info['model_config'], tokenizer]
     sets = {0: small_vectors(model), **getattr(model, 'scale_sets', {})}
     for length, vectors in sets.items():
         for name, vector in vectors.items():

@@ -3,7 +3,7 @@ LongBench (Bai et al. 2024, arXiv:2308.14508) on a checkpoint with any softmax s
 and the beam search are those of Table 3 of "Length Generalization of Causal Transformers without
 Position Encoding".
 
-$ python data/longbench/prepare.py                                 # the data
+$ python data/longbench/prepare.py                             # the data; pip install ".[tasks]"
 $ python longbench.py --init_from=hf:AntNLP/TinyLlama-NoPE-1.1B --position=none
 $ torchrun --nproc_per_node=8 longbench.py --out_dir=out/nope_1b --tasks="['trec']" --max_samples=20
 

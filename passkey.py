@@ -37,7 +37,7 @@ n_depths = 10                # number of equal parts of a prompt; the key stands
 n_keys = 10                  # prompts for each length and depth
 hint = 0                     # tokens of the answer that end the prompt: 1 is the space, if that is
                              # a token. A model may know the key and yet begin with a word
-batch_tokens = 32768         # tokens of prompts that the model reads at once
+batch_tokens = 32768         # tokens that the model reads at once, of prompts of one length
 seed = 42                    # draws the keys and their places
 
 TASK = ('There is an important info hidden inside a lot of irrelevant text. Find it and memorize '

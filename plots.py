@@ -131,17 +131,21 @@ def draw_uniform(result):
 
 
 def draw_head(result):
-    """The loss of each tuning step, and the softmax scales (of the last set, if there are more)."""
+    """The loss of each tuning step, and what was tuned: a row per vector, a column per number."""
     tuned = result.get('sets', [result])[-1]
-    scales = np.array(tuned['head_scale'])            # (n_layer, H), with channels (n_layer, H, D)
+    kinds = [part.partition(':')[0] for part in result['tuned'].split(',')]
     title = f"Tuned at {tuned['target_length']} tokens: {name_of(result)}"
-    figure, [left, right] = panels(title, 2)
+    figure, [left, *others] = panels(title, 1 + len(kinds))
     left.plot(result['losses'])
     left.set(xlabel='step', ylabel='loss of a batch (nats per token)')
-    image = right.imshow(scales.reshape(len(scales), -1), aspect='auto')
-    right.set(xlabel='head, or head and channel', ylabel='layer')
-    right.locator_params(integer=True)
-    figure.colorbar(image, label='scale (1/√d)')
+    for axis, kind in zip(others, kinds):
+        vectors = tuned['head_scale' if kind == 'channel' else kind]
+        rows = np.array([*vectors.values()] if isinstance(vectors, dict) else vectors)
+        image = axis.imshow(rows.reshape(len(rows), -1), aspect='auto')
+        axis.set(title=f'{kind} (scales in 1/√d)', xlabel='head, or channel',
+                 ylabel='layer, or vector')
+        axis.locator_params(integer=True)
+        figure.colorbar(image)
     return figure
 
 

@@ -59,7 +59,7 @@ limit: int | None = None     # number of questions of each task, the first ones;
 read_length: int | None = None  # longest text in tokens, and length of RULER's prompts; None:
                              # block_size
 add_bos = False              # start questions with the start token
-batch_tokens = 16384         # tokens in one forward pass; lower it when memory runs out
+batch_tokens = 16384         # tokens in one forward pass, of texts of one length
 
 
 class Harness(TemplateLM):

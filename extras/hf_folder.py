@@ -106,6 +106,8 @@ def require_like_ours(config):
 def trained_position(config):
     """The position method of a Llama, SmolLM3 or Granite."""
     kind = getattr(config, 'position_embedding_type', 'rope')  # only Granite has it
+    if kind not in (None, 'none', 'nope', 'rope'):  # transformers would take it for NoPE
+        raise ValueError(f'position_embedding_type {kind} is unknown')
     layers = getattr(config, 'no_rope_layers', [kind == 'rope'])  # only SmolLM3 has it
     names = ['rope' if has_rope else 'none' for has_rope in layers]
     n = 1
@@ -144,9 +146,14 @@ def read(path, position=None):
     rope = config.rope_parameters
     entries = config.to_dict() | rope
     values = {ours: entries[theirs] for ours, theirs in SETTINGS.items()}
-    values |= {
-        'position': position or trained, 'tied': values['tied'] and 'lm_head.weight' not in tensors,
-        'n_hidden': entries.get('shared_intermediate_size') or values['n_hidden']}  # of Granite
+    values['position'] = position or trained
+    if 'shared_intermediate_size' in entries:  # of Granite
+        values['n_hidden'] = entries['shared_intermediate_size']
+    if values['tied'] and 'lm_head.weight' in tensors:  # a copy, or a matrix of its own
+        if torch.equal(tensors['lm_head.weight'], tensors['model.embed_tokens.weight']):
+            del tensors['lm_head.weight']
+        else:
+            values['tied'] = False
     scaling = SCALINGS[rope['rope_type']]
     if scaling:
         values['rope_scaling'] = f"{scaling}:{rope['factor']:.12g}"

@@ -64,6 +64,8 @@ def test_compiled_steps_are_one_graph_that_writes_what_growing_steps_write(posit
         prompt = tokens(40, seed=seed).tolist()
         grown, compiled = (list(generate(model, prompt, 20, compile=on)) for on in (False, True))
         assert compiled == grown and stats['unique_graphs'] == before + 1
+    other = object()  # a model of transformers stays as it is
+    assert module.step_of(other, None, True) is other
 
 
 # ---------------------------------------------------------------------- beam search

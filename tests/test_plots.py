@@ -28,8 +28,9 @@ EACH = '''{
 "uniform": {"stage": "tune_scale", "method": "uniform", "search": {"candidates": [1.5],
     "position": [1, 2, 3, 4, 5, 6, 7, 8, 16], "fit_a": 0.5,
     "loss": [[9, 1, 1, 1, 1, 1, 1, 1, 17]], "best_by_position": [1, 1, 1, 1, 1, 1, 1, 1, 2]}},
-"head": {"stage": "tune_scale", "method": "head", "losses": [3, 2], "target_length": 16,
-    "head_scale": [[[1, 2], [3, 4]]]},
+"head": {"stage": "tune_scale", "method": "head", "tuned": "channel:0.1,norm",
+    "losses": [3, 2], "target_length": 16, "head_scale": [[[1, 2], [3, 4]]],
+    "norm": {"norm.weight": [5, 6]}},
 "passkey": {"lengths": [4, 8], "accuracy": [[1, 0.5, 1], [0, 0.5, 0]]},
 "che": {"method": "RoPE", "lengths": [4, 9], "tasks": {"copy": {"accuracy": [1, 0.5],
     "chance": 0.125}}},
@@ -86,7 +87,7 @@ def test_bars_images_and_points_have_the_numbers_of_the_json():
     assert panels('head')[0].lines[0].get_ydata().tolist() == [3, 2]
     assert [line.get_ydata()[-1] for line in panels('entropy')[2].lines[:2]] == [3, 1]
     for name, panel, cells in (('passkey', 0, [[1, 0], [0.5, 0.5], [1, 0]]),
-                               ('head', 1, [[1, 2, 3, 4]]),
+                               ('head', 1, [[1, 2, 3, 4]]), ('head', 2, [[5, 6]]),
                                ('attention', 0, [[1, None], [2, 3]])):
         assert panels(name)[panel].images[0].get_array().tolist() == cells
 

@@ -78,6 +78,8 @@ def main():
         splits = {}
         for split, roots in ('train', paths), ('val', [val]), ('test', [test]):
             splits[split] = [*read(filter(None, roots))]
+        held_out = {*splits['val'], *splits['test']}  # which may lie in a folder of paths
+        splits['train'] = [text for text in splits['train'] if text not in held_out]
     else:
         splits = share_out(read(paths))
     write_dataset(ROOT / out_dir, get_tokenizer(tokenizer, splits['train']), splits, paths=paths)
