@@ -105,7 +105,8 @@ def draw_log(log_path, png_path):
     figure, [axis] = panels(f'Training: {Path(log_path).parent}', 1)
     for key in 'loss', 'val_loss', 'entropy':
         measured = [row for row in rows if key in row]
-        axis.plot(column(measured, 'tokens'), column(measured, key), label=key)
+        dots = '' if key == 'loss' else '.'  # there may be only one validation
+        axis.plot(column(measured, 'tokens'), column(measured, key), marker=dots, label=key)
     axis.set(xlabel='tokens read', ylabel='loss per token, attention entropy (nats)')
     save(figure, png_path)
 

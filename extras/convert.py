@@ -159,8 +159,9 @@ def main(given):
     if format == 'hf':
         hf_folder.write(path, model, info['tokenizer'], dtype)
     else:
-        gguf_file.write(path / 'model.gguf', model, info['tokenizer'], dtype)
-    print(f"{info['path']} is now {folder}, in {dtype}")
+        path = path / 'model.gguf'
+        gguf_file.write(path, model, info['tokenizer'], dtype)
+    print(f"{info['path']} is now {path}, in {dtype}")
 
 
 if __name__ == '__main__':
