@@ -39,7 +39,7 @@ DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch
 class Runtime:
     """Where this process runs: its device, its precision and its place among the ranks."""
     device: torch.device
-    dtype: torch.dtype   # of activations; head scales and trained weights stay float32
+    dtype: torch.dtype   # of activations; in models that are only read, of matrices, too
     rank: int = 0
     world_size: int = 1
     is_main: bool = True  # the first rank: it prints and writes
@@ -58,8 +58,8 @@ class Runtime:
         windows: (n, T + 1) int64 ids. measure(inputs, targets) gets two (B, T) tensors and returns
         a tensor of B rows. Returns the rows of all windows in order, (n, ...) float64, on every
         rank. label: text of a progress bar. Raises UserError if a number is not finite.
-        With 2 ranks and batches of 2 windows, the first rank reads windows 0 2 and 4 1, the second
-        1 3 and 0 2; the last three only fill up the batches.
+        With 2 ranks and 5 windows in batches of 2, the first rank reads windows 0 2 and 4 1, the
+        second 1 3 and 0 2; the last three only fill up the batches.
         """
         n, windows = len(windows), torch.as_tensor(windows)
         # Batches have one size, because each new size would be compiled, and all ranks have equally
@@ -211,7 +211,8 @@ def read_model(path, position=None, dtype=torch.float32):
 def model_config(values):
     """A ModelConfig of {setting: value}, from settings or from a checkpoint, also an older one."""
     known = {one.name for one in dataclasses.fields(ModelConfig)}
-    # of settings that are gone, those that changed nothing
+    # A setting that is gone is dropped if it was off or had this value, which changed nothing; with
+    # any other value ModelConfig() refuses it.
     unchanged = {'short_conv_at': 'AC', 'rope_share': 1.0}
     values = {name: value for name, value in values.items()
               if name in known or (value and value != unchanged.get(name))}

@@ -20,7 +20,7 @@ from configurator import ROOT, UserError
 
 import numpy as np
 
-CYCLE = 10_000  # samples of a mixture, with the same number from each source in every cycle
+CYCLE = 10_000  # samples of a mixture; each cycle has equally many of a source, by its weight
 
 
 def stable_hash(*parts):
@@ -119,9 +119,9 @@ class Windows:
         The windows of a step, (n_rows, block_size + 1) int64. They depend only on (seed, split,
         step). rows: the slice of the batch for this rank or micro-batch. Each source is read epoch
         after epoch, and each epoch reads each block once, in a new order. In a mixture the samples
-        come in cycles: each has the same number from each source, in a new order. If 6,667 of
-        10,000 samples are of source 0, and 20 of the first 30 samples of cycle 2 were of it, the
-        next one from it is its sample number 2 * 6,667 + 20.
+        come in cycles. Each has a fixed number of every source, by its weight, in a new order. If
+        6,667 of 10,000 samples are of source 0, and 20 of the first 30 samples of cycle 2 were of
+        it, the next one from it is its sample number 2 * 6,667 + 20.
         """
         windows = []
         for sample in range(step * batch_size, (step + 1) * batch_size)[rows]:
@@ -129,6 +129,7 @@ class Windows:
             sources = self.sources[shuffled(CYCLE, self.seed, self.split, 'cycle', cycle)]
             source = sources[at]
             is_of_it = sources == source
+            # samples of this source before this one, since step 0
             number = cycle * is_of_it.sum() + is_of_it[:at].sum()
             blocks = self.blocks[source]
             epoch, i = divmod(number, len(blocks))

@@ -54,6 +54,7 @@ def text_to_read(info):
         return data.evenly_spaced(n_samples), f'data/{data.dataset}, test', data.crossing
     files = map(encoding.encode_ordinary, library_files().values())
     long = itertools.islice((ids for ids in files if len(ids) > T), n_samples)
+    # T + 1 tokens from the middle of each
     middles = [ids[(len(ids) - T - 1) // 2:][:T + 1] for ids in long]
     return np.array(middles), 'the standard library', 0
 
@@ -71,7 +72,7 @@ def main():
         cut = [cut_losses(model, samples, n, TAIL, BATCH_TOKENS, runtime).mean() for n in lengths]
         far_cut = cut_target_losses(model, samples, window, t, BATCH_TOKENS, runtime)
         for title, scale in titles.items():
-            if scale:
+            if scale:  # in place of the scales of the title before
                 set_scale(model, f'{models}/{name}/{scale}_{T}.json', info)
             losses = runtime.over_windows(samples, BATCH_TOKENS, model, title)
             curve = [losses[:, max(0, n - TAIL):n].mean() for n in range(1, T + 1)]

@@ -5,9 +5,10 @@ tokens of each length and Delta P as in Figures 1 to 6 and Table 1 of "DAPE V2".
 
 L is the length of pretraining. Beside each loss past L stands the loss of the same tokens if the
 same model sees only the last L tokens (cut_loss, in short windows that score L / 8 tokens each).
-gain = cut_loss - loss, in nats: above 0 the tokens beyond L help, below 0 they harm. The model
-keeps its scales there, although scales for long texts cost something at L; repeats.py compares with
-the untuned model instead.
+gain = cut_loss - loss, in nats: above 0 the tokens beyond L help, below 0 they harm. With a number
+or a file of one set the model keeps its scales there, although scales for long texts cost something
+at L; with several sets, these short windows are read with the model's own vectors. repeats.py
+compares with the untuned model instead.
 If a model was fine-tuned at another length, block_size, the default lengths are multiples of it.
 
 $ python eval_ppl.py                                             # sliding windows of L ... 8L
@@ -91,6 +92,7 @@ def window_ends(starts, n_tokens, first, stride):
     """
     ends, borders = [], [*starts.tolist(), n_tokens]
     for start, end in zip(borders, borders[1:]):
+        # end - 1: a sample also holds tokens[e], unscored, which shall not be end-of-text
         ends += range(start + first, end - 1, stride)
     return np.array(ends)
 

@@ -170,6 +170,7 @@ def complete(model, prompts, max_new_tokens, eos=(), beams=1, not_first=()):
     part of it. not_first: ids that may not come first. The result does not depend on the other
     prompts.
     """
+    # each prompt takes the next result of its length: beam_search() keeps their order
     found = {}
     for n in {len(prompt) for prompt in prompts}:  # those of one length share a batch
         batch = [prompt for prompt in prompts if len(prompt) == n]

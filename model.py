@@ -78,7 +78,8 @@ class Attention(nn.Module):
         q = (q * self.head_scale[:, None]).to(k.dtype)
         if self.probe:
             self.probe(self, q, k, place)
-        # NoPE changes nothing, RoPE only q and k: here stands the whole attention.
+        # NoPE changes no step and RoPE only steps that are done by now, so this is the whole
+        # attention. With a bias, another mask or a cache, attend() of position.py does it.
         if cache is None and self.position.changed <= {'prepare', 'encode'}:
             if q.is_cuda:  # only some of its fused kernels let query heads share a key head
                 k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
@@ -211,8 +212,7 @@ class Transformer(nn.Module):
         if self.scale_sets:
             self.take_set(place.total)
         places = [block.attn.position.prepare(place) for block in self.blocks]
-        # x is float32 even if a tied embedding is not, because it sums the outputs of all layers
-        x = self.embed(idx).to(self.norm.weight.dtype)        # (B, T, C)
+        x = self.embed(idx)                                   # (B, T, C), float32 in bfloat16, too
         for block, its_place in zip(self.blocks, places):
             if self.checkpoint_activations and torch.is_grad_enabled():
                 x = checkpoint(block, x, its_place, cache, use_reentrant=False)
@@ -230,9 +230,10 @@ class Transformer(nn.Module):
         """
         Give the model the small vectors for a text of `total` tokens: of the scale set of this
         length, or between two lengths interpolated linearly in ln T. With sets for 128 and 512
-        tokens, a text of 256 gets their mean, because ln 256 is the mean of ln 128 and ln 512.
+        tokens, a text of 256 gets their mean, because ln 256 is the mean of ln 128 and ln 512. A
+        text below the first or above the last length gets the nearest set.
         """
-        lengths = list(self.scale_sets)
+        lengths = list(self.scale_sets)  # ascending, as use_sets() of scales.py stores them
         below = max((n for n in lengths if n <= total), default=lengths[0])
         above = min((n for n in lengths if n >= total), default=lengths[-1])
         share = math.log(total / below) / math.log(above / below) if below < above else 0
@@ -302,7 +303,7 @@ def vector_kind(name):
     """
     Which kind of small vector the parameter of this name is, or None if it is none:
     blocks.0.attn.head_scale is a head_scale, blocks.0.attn_norm.weight a norm, and
-    blocks.0.attn.position.sink a sink, if that position method lists it.
+    blocks.0.attn.position.sink a sink, because a position method lists it in `vectors`.
     """
     owner, _, kind = name.rpartition('.')
     if owner.endswith('.position'):

@@ -68,8 +68,8 @@ def draw_cells(lengths, n_depths, n_keys, seed):
 def build_prompt(encoding, length, place, key):
     """
     The ids of a prompt and of its answer. Together they have at most `length` tokens, and less than
-    a filler would fit in. The key line starts at most one filler before `place`. Raises UserError
-    if the length is too short.
+    a filler would fit in. The key line starts at most one filler before `place`, but after the task
+    and one filler, and early enough for the question. Raises UserError if the length is too short.
     The released code counts the tokens of each piece alone. A filler may have 25 tokens alone and
     24 after another, so its prompts are a few percent shorter.
     """
@@ -82,7 +82,7 @@ def build_prompt(encoding, length, place, key):
 
     line, answer = KEY.format(key=key), f' {key}'
     filler = len(ids(FILLER * 2)) - len(ids(FILLER))   # tokens of one that follows another
-    last = length - len(ids(line)) - len(ids(QUESTION + answer)) + 1  # place for the key line
+    last = length - len(ids(line)) - len(ids(QUESTION + answer)) + 1  # latest start of the key line
     # If the task and one filler have 60 tokens and each further one 24, then before place 200 there
     # is room for (200 - 60) // 24 = 5 further ones.
     before = 1 + (min(place, last) - len(ids(TASK + FILLER))) // filler
@@ -108,7 +108,7 @@ def main(given):
     cells = draw_cells(lengths, n_depths, n_keys, seed)
 
     def answer(items):
-        """Ask the model for the keys of some cells."""
+        """Ask the model for the keys of some cells. items: their numbers in cells."""
         asked = [cells[i] for i in items]
         prompts, answers = [], []
         for length, _, place, key in asked:

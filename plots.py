@@ -1,5 +1,5 @@
 """
-The picture of every stage, drawn only from the JSON that the stage wrote.
+The pictures of the stages' results, drawn only from the JSON that a stage wrote.
 
 $ python plots.py out/demo/nope/eval_ppl.json              # draws eval_ppl.png beside it again
 $ python plots.py out/a/entropy.json out/b/entropy_x.json  # both in out/a/entropy_and_entropy_x.png
@@ -19,7 +19,7 @@ from matplotlib import colormaps, rcParams
 from matplotlib.figure import Figure
 
 paths: list[str] = []        # JSON files of results; several of one stage share a picture, but for
-                             # scales and maps
+                             # scales, maps and the demo
 
 # Color-blind readers can distinguish these colors, by Okabe and Ito; then they come again, dashed.
 COLORS = ['#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000', '#999999']
@@ -115,7 +115,7 @@ def draw_log(log_path, png_path):
 
 def draw_uniform(result):
     """Loss with up to six of the scales; Figure 7: the best scale at each position."""
-    result = result | result['search']
+    result = result | result['search']  # beside `search` it is a scale file
     position, candidates = np.array(result['position']), result['candidates']
     figure, [left, right] = panels(f'Uniform scales of {name_of(result)}', 2)
     for i in range(0, len(candidates), math.ceil(len(candidates) / 6)):
@@ -178,7 +178,7 @@ def draw_ppl(*results):
 def draw_entropy(*results):
     """Figure 1: loss and mean entropy. For one result also Figures 3 and 10-12: each head's."""
     first = results[0]
-    layers = first['entropy'] if len(results) == 1 else []
+    layers = first['entropy'] if len(results) == 1 else []  # a panel for each
     figure, [left, middle, *others] = panels('Attention entropy', 2 + len(layers))
     for i, result in enumerate(results):
         left.plot(*smooth(result['position'], result['loss']), label=name_of(result))
@@ -201,7 +201,7 @@ def draw_maps(result):
     L, lengths = result['block_size'], result['lengths']
     columns = len(lengths[0]['maps'])
     figure, axes = panels(f"Layer {result['layer']}, head {result['head']}: {name_of(result)}. "
-                          f"Red: L = {L}", columns * len(lengths), columns)
+                          f"Red: trained at {L}", columns * len(lengths), columns)
     axes = iter(axes)
     for row in lengths:
         for part, rows in row['maps'].items():
@@ -229,7 +229,7 @@ def draw_passkey(*results):
         image = axis.imshow(np.transpose(result['accuracy']), aspect='auto', clim=(0, 1),
                             extent=(0, result['lengths'][-1], 100, 0))
         axis.axvline(result['block_size'], color='red', ls=':')
-        axis.set(xlabel=f"length of the prompt (tokens; red: L = {result['block_size']})",
+        axis.set(xlabel=f"length of the prompt (tokens; red: trained at {result['block_size']})",
                  ylabel='depth of the key (%)', title=name_of(result))
         axis.locator_params(axis='x', nbins=5)
         figure.colorbar(image, label='accuracy')

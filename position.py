@@ -4,7 +4,8 @@ Position methods: what a transformer adds to NoPE so that attention knows the po
 NoPE adds nothing: only the causal mask tells positions apart. Every other method here is NoPE with
 one or a few of its steps changed. A step is a function of the class NoPE:
 
-  prepare     runs once per pass, before the first layer. RoPE computes its angles there.
+  prepare     runs before the first layer, once for each layer. RoPE computes its angles in the
+              first of these calls, and all layers share them.
   encode      puts positions into q and k. RoPE rotates both by an angle that grows with the
               position, so that q_i . k_j depends on i - j. Log-n multiplies later queries by more.
   similarity  makes the scores q_i . k_j / sqrt(D). CoPE and Transformer-XL add terms to them.
@@ -239,6 +240,7 @@ def rope_frequencies(D, base, scaling, L, total):
         rotations = L * frequency / (2 * math.pi)
         kept = ((rotations - 1) / (4 - 1)).clamp(0, 1)
         frequency = frequency * (kept + (1 - kept) / s)
+    # The factor goes on both q and k, so scores get its square.
     return frequency, 1 + 0.1 * math.log(s) if kind == 'yarn' else 1.0
 
 
@@ -436,7 +438,7 @@ def fused_attention(q, k, v, place):
     B, H, T, D = q.shape
     mask = None
     if T < k.shape[2] and not place.sees_all:  # if T == S, is_causal does it
-        mask = ~later(place.i, place.j)
+        mask = ~later(place.i, place.j)  # for PyTorch True is a key that the query sees
     if T == 1:
         # The query heads that share a key become rows of one head, so that each key is read once.
         rows = q.reshape(B, k.shape[1], -1, D)
@@ -448,8 +450,8 @@ def fused_attention(q, k, v, place):
 def in_rows(f, q, k, v, place):
     """
     f(q, k, v, i, j) -> (B, H, rows, ...) for some query rows at a time, joined: so the whole
-    (T, S) matrix of scores never exists. In training, backward computes the scores of each chunk
-    again instead of storing them, so that memory grows with T instead of T^2.
+    (T, S) matrix of scores never exists. In training, if the scores are many, backward computes
+    those of each chunk again instead of storing them, so that memory grows with T instead of T^2.
     """
     (B, H, T), S = q.shape[:3], k.shape[2]
     many = B * H * T * S > 4 * SCORES_AT_ONCE

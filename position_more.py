@@ -1,6 +1,6 @@
 """
 More position methods: the others that "DAPE V2" compares (FIRE, T5's bias, CoPE, Transformer-XL),
-and later ones. Each is one class over those of position.py, and an entry in METHODS at the end of
+and others. Each is one class over those of position.py, and an entry in METHODS at the end of
 this file.
 
 Shapes are as in position.py. The source of each formula stands in its class.
@@ -31,6 +31,7 @@ class RandomRoPE(RoPE):
 
     def prepare(self, place):
         draws = torch.rand_like(self.draws) if self.training else self.draws
+        # The places of the largest draws are a random subset: sorted, they are positions.
         positions = draws.topk(place.total).indices.sort().values            # (total,)
         return super().prepare(Place(positions[place.i], positions[place.j], place.total))
 
@@ -149,6 +150,7 @@ class CoPE(NoPE):
         most = len(self.e) - 1
         # float32, because bfloat16 counts only in quarters from 32 on
         gates = scores.float().sigmoid().masked_fill(later(i, j), 0)
+        # the sum over keys k >= j is a cumulative sum from the right
         count = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=most)           # (B, H, T, S)
         below = count.floor().long()
         at_count = q @ self.e.to(q.dtype).T                                  # (B, H, T, 64)

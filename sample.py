@@ -40,7 +40,7 @@ def main():
     start = [start_token(encoding), *encoding.encode_ordinary(prompt)]
     compiles = can_compile(runtime, compile)
 
-    ids, shown = start[1:], 0  # shown: printed characters
+    ids, shown = start[1:], 0  # the prompt is printed, too; shown: characters that are
     with runtime.autocast():
         for token in generate(model, start, max_new_tokens, temperature, top_k, generator,
                               compiles):

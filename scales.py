@@ -42,7 +42,7 @@ def set_entry(length, model, kinds):
         for name, p in vectors.items():
             numbers = p.squeeze(-1).numpy(force=True)                 # (H,) instead of (H, 1)
             entry[kind][name] = numbers.astype(str).astype(float)     # no more digits than float32
-    entry['head_scale'] = list(entry['head_scale'].values())
+    entry['head_scale'] = list(entry['head_scale'].values())  # by layer: a person edits these
     return entry
 
 
@@ -82,7 +82,8 @@ def read_scale_file(path, model, info):
 def use_sets(model, sets):
     """
     Give a model sets for several lengths, {length: {parameter name: tensor}}:
-    Transformer.take_set() then takes one for each pass. Up to block_size it is the model's own.
+    Transformer.take_set() then takes one for each pass. Up to block_size it is the model's own,
+    unless there is a set for block_size itself.
     """
     device = model.norm.weight.device
     own = {name: model.get_parameter(name).detach().clone() for name in sets[max(sets)]}

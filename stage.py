@@ -40,7 +40,7 @@ def build_model(weights, trained, position, rope_scaling, path, dtype):
     of the checkpoint. position, rope_scaling: instead of its own, unless None. path: for errors.
     """
     values = dataclasses.asdict(trained) | {'position': position or trained.position}
-    values |= unused_settings(values)  # another position method may not have them
+    values |= unused_settings(values)  # the defaults of what another position method lacks
     if rope_scaling is not None:
         values['rope_scaling'] = rope_scaling
     config = model_config(values)
@@ -111,6 +111,7 @@ def cut_losses(model, samples, end, tail, batch_tokens, runtime):
     for lo, hi, n in cut_windows(0, end, n_scored, model.config.pretrained_length):
         total += runtime.over_windows(
             samples[:, lo:hi + 1], batch_tokens,
+            # n=n: this loop's n, not that of the next round
             lambda inputs, targets, n=n: model(inputs, targets[:, -n:]).sum(1))
     return total / n_scored
 

@@ -38,7 +38,7 @@ def get_tokenizer(source, texts=None):
     source: a state of tokenizer_state(), or a name:
     bytes         256 bytes and end-of-text
     gpt2          downloaded once by tiktoken
-    bpe:8192      a BPE of that vocabulary, trained on the texts
+    bpe:8192      a BPE of that vocabulary, trained on the argument texts
     hf:ORG/NAME   the tokenizer.json of a model on the hub
     data/NAME     that of a prepared dataset
     FILE.gguf     that of a model

@@ -90,8 +90,8 @@ seed = 1337                  # seed of initial weights and data order
 
 NAMES = {*settings(globals()), *Settings.__dataclass_fields__}  # of all settings
 OF_MODEL = NAMES & ModelConfig.__dataclass_fields__.keys()
-# A resumed run takes its settings from last.pt, but not OF_MACHINE. The user may change all but
-# OF_RUN.
+# A resumed run takes its settings from last.pt, except OF_MACHINE, which are those of this command.
+# The user may give a new value to any setting that is not in OF_RUN.
 OF_MACHINE = {'out_dir', 'device', 'compile'}
 OF_RUN = {'dataset', 'batch_size', 'seed', 'eval_windows', 'beta1', 'beta2', 'weight_decay',
           *OF_MODEL}
@@ -207,6 +207,7 @@ def validate(model, windows, runtime):
         return of_heads.mean((0, 2, 3))
 
     model.eval()
+    # not the compiled net, which would compile again for batches of another size
     tokens = micro_batch_size * block_size
     measured = {'val_loss': float(runtime.over_windows(windows, tokens, model).mean())}
     if has_entropy(model):
@@ -216,7 +217,7 @@ def validate(model, windows, runtime):
     return measured
 
 
-SIGNALS = []  # the numbers of those that this process got
+SIGNALS = []  # the numbers of the signals that this process got
 
 
 def on_signal(number, frame):
@@ -246,7 +247,8 @@ def begin_log(folder, step, chosen):
 def main(given):
     """given: the names of the settings that the user gave."""
     folder, is_resumed = Path(out_dir), init_from == 'resume'
-    if os.environ.get('RANK', '0') == '0':  # the first rank of torchrun locks, then reads last.pt
+    # The first rank locks the folder before it reads last.pt. Others may leave RANK behind, too.
+    if not dist.is_torchelastic_launched() or os.environ['RANK'] == '0':
         lock = only_run(folder)  # noqa: F841, held until the end
         if not is_resumed and any(folder.glob('*.pt')):
             raise UserError(f'{folder} already holds a run. Resume it with --init_from=resume, '
@@ -277,6 +279,7 @@ def main(given):
         load_weights(model, start['model'], start['path'])
     model.checkpoint_activations = checkpoint_activations
     model.to(runtime.device)
+    # first wrap(), because FSDP replaces the parameters that the optimizer must hold
     net, optimizer = wrap(model, runtime), new_optimizer(model)
     scaler = torch.amp.GradScaler(runtime.device.type, enabled=runtime.dtype == torch.float16)
     step, best_val_loss = 0, math.inf

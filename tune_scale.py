@@ -142,7 +142,7 @@ def tune_vectors(model, groups, data, runtime):
                             'written. Lower the learning rate in --tune=.')
 
         scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(vectors, 1.0)  # only in the paper's code
+        torch.nn.utils.clip_grad_norm_(vectors, 1.0)  # the paper's code does, its text is silent
         for group in optimizer.param_groups:
             group['lr'] = share_of_peak(step) * group['peak']
         scaler.step(optimizer)
@@ -172,17 +172,18 @@ def tune_heads(model, info, folder, text, runtime):
     """
     c = model.config
     lengths = sorted(target_lengths) or [target_length or 4 * c.block_size]
-    if lengths[0] < c.block_size:  # a model reads shorter texts without any set
+    if lengths[0] < c.block_size:  # shorter texts get no set of their own
         raise UserError(f'target_length is {lengths[0]}. Give at least {c.block_size}.')
     stem = 'scale_sets' if target_lengths else f'scale_head_{lengths[0]}'
     path = result_path(folder, stem, label, info, dataset)
+    # to set model.head_scale sets all layers: it is a property of Transformer
     model.head_scale = start = first_scale(folder, lengths[0], model, info)
     if 'channel' in tune:
         model.head_scale = torch.full((c.n_layer, c.n_head, c.head_dim), start)
     groups = vectors_to_tune(model)
     # a scale file holds all head scales in any case
     kinds = {'head_scale', *(group['kind'] for group in groups)} - {'channel'}
-    # All are opened first, because a text that is too short shall not end a search of hours.
+    # All are opened first, because a text that is too short shall not end a tuning of hours.
     texts = [Windows(text, 'train', length, seed, info) for length in lengths]
     sets, losses = [], []
     for data in texts:
@@ -206,8 +207,8 @@ def fit_scale(position, best, L):
     """
     x, y = np.log(position[position > L] / L), best[position > L]
     a = float(x @ (y - 1) / (x @ x))
-    rest, spread = y - 1 - a * x, y - y.mean()
-    return a, 1 - rest @ rest / (spread @ spread) if spread.any() else math.nan
+    rest = y - 1 - a * x
+    return a, 1 - (rest ** 2).mean() / y.var() if len({*y}) > 1 else math.nan
 
 
 def search_uniform(model, info, folder, text, runtime):
@@ -265,7 +266,7 @@ def search_uniform(model, info, folder, text, runtime):
         'crossing': data.crossing, 'search': search}
 
 
-METHODS = {'uniform': search_uniform, 'head': tune_heads}
+SEARCHES = {'uniform': search_uniform, 'head': tune_heads}
 
 
 def main(given):
@@ -274,7 +275,7 @@ def main(given):
     if hasattr(model, 'refuse'):
         model.refuse()  # a model that transformers runs cannot be changed
     folder, text = results_folder(out_dir, init_from, given), dataset or info['dataset']
-    path, result = METHODS[method](model, info, folder, text, runtime)
+    path, result = SEARCHES[method](model, info, folder, text, runtime)
     result |= {'method': method, 'dataset': text}
     write_result(path, result, settings(globals()), runtime, info)
 

@@ -291,7 +291,7 @@ def time_entropy(runtime):
         return torch.special.entr(weights, out=weights).sum(-1)  # entr(a) is -a ln a
 
     works = {'ours': partial(entropy_without_matrix, q, k), 'matrix': matrix}
-    flops = dict.fromkeys(works, 2 * n_embd * T ** 2)  # q.k and the sum over keys, half of them
+    flops = dict.fromkeys(works, 2 * n_embd * T ** 2)  # q.k, mean key: half the keys each
     return compare(f'entropy of {T}', works, flops, runtime)
 
 

@@ -10,9 +10,9 @@ causal model of model.py, with equally many layers and heads and about equally m
 slots come last, so they see the whole input.
 
 Recall and copy are not in Table 6. They use no slots, because slots differ only by their positions,
-so they would test counting. The model answers recall at the keys that are asked for, and it
-generates copy symbol by symbol. reverse_string is in Table 6 and uses slots as there, so it tests
-counting, too. All position methods see the same tokens, in one pass.
+so they would test counting. The model answers recall at the keys that are asked for, and each
+symbol of copy after the right ones before it. reverse_string is in Table 6 and uses slots as there,
+so it tests counting, too. All position methods see the same tokens, in one pass.
 
 $ python -m extras.che --max_iters=1000 --lengths=[20,40,60,80,100]
 $ python -m extras.che --tasks=[] --position=kerple --dape_kernel=3 --max_iters=200000  # Table 6

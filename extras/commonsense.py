@@ -10,7 +10,7 @@ The stage runs lm_eval's other tasks, too; for those of RULER see extras/README.
 
 The score of a choice is ln p of its tokens. acc: how often the right choice scores best. acc_norm:
 the same after each score is divided by the choice's number of characters. Text is written greedily.
-Of a question of more than read_length tokens the model reads the end; a prompt of that length is
+Of a question of more than read_length tokens the model reads the end; a longer prompt for text is
 refused, because nobody can answer a prompt that was cut.
 
 Needs pip install ".[hf,tasks]". Prints lm_eval's own table and writes every metric to

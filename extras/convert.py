@@ -47,8 +47,9 @@ scale: float | str | None = None  # softmax scale: a number for all heads, or a 
 # what to write
 folder = ''                  # the new folder
 format = 'hf'                # hf: for transformers and vLLM; gguf: for llama.cpp
-target_length: int | None = None  # longest text in tokens; of several sets of scales takes its own;
-                             # None: what the scale file is tuned for, without a file block_size
+target_length: int | None = None  # longest text in tokens. A file of several sets needs it: their
+                             # set for this length is written. Otherwise None is what the scale file
+                             # is tuned for, without a file block_size
 dtype = 'bfloat16'           # of the written matrices: float32, bfloat16, float16
 
 

@@ -74,10 +74,10 @@ class Foreign(nn.Module):
             raise UserError(f'{self.config.position} has no cache, so it cannot generate text.')
         cache = DynamicCache(config=self.model.config)
         cache.repeat = cache.batch_repeat_interleave
-        cache.reorder = lambda source, start: cache.reorder_cache(source)
+        cache.reorder = lambda source, n: cache.reorder_cache(source)
         return cache
 
-    def refuse(self, *_):
+    def refuse(self):
         raise UserError(f'transformers runs this {self.config.position} as it is, because '
                         f'{self.reason}. So it can only be evaluated and sampled from.')
 

@@ -90,6 +90,7 @@ def config_of(fields, tied):
     if kind not in ('llama', 'granite'):
         raise ValueError(f'its architecture is {kind}, not llama or granite')
     own = below(fields, f'{kind}.')
+    # Each field that is read is popped. What is left over must be one of those that are known.
     values = {ours: own.pop(theirs) for ours, theirs in SETTINGS.items()}
     # llama.cpp switches a Granite's RoPE off if this field is False, in spite of its name.
     has_rope = kind == 'llama' or own.pop('rope.scaling.finetuned', True)

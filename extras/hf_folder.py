@@ -108,7 +108,7 @@ def trained_position(config):
     kind = getattr(config, 'position_embedding_type', 'rope')  # only Granite has it
     if kind not in (None, 'none', 'nope', 'rope'):  # transformers would take it for NoPE
         raise ValueError(f'position_embedding_type {kind} is unknown')
-    layers = getattr(config, 'no_rope_layers', [kind == 'rope'])  # only SmolLM3 has it
+    layers = getattr(config, 'no_rope_layers', [kind == 'rope'])  # SmolLM3's: 1 means with RoPE
     names = ['rope' if has_rope else 'none' for has_rope in layers]
     n = 1
     while names[n:] != names[:-n]:  # until the layers repeat: rope,none,rope,none has n = 2

@@ -3,6 +3,7 @@ Write the tables of the studies' pages and of README.md from the JSON in results
 
 A page marks the place of a table by <!-- NAME --> before it and <!-- end --> after it. NAME is a
 key of TABLES. A number is a mean over seeds ± their standard deviation; without ± it is one seed.
+Of SmolLM2 ± is the standard error over windows.
 
 $ python results/tables.py            # write all tables into their pages
 $ python results/tables.py --check    # only name the pages whose tables are not what the JSON says
@@ -54,7 +55,7 @@ def markdown(rows):
         cells = []
         for column in columns:
             found = [one.get(column) for one in seeds]
-            cells.append(cell([number for number in found if number is not None]))
+            cells.append(cell([value for value in found if value is not None]))
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return '\n'.join(lines)
 

@@ -3,8 +3,8 @@ Corpora of Parquet or JSON-lines files, from the Hugging Face hub or a local fol
 files. The other files here are configs, one for each corpus, with its sources.
 
 $ python data/hub/prepare.py data/hub/pg19.py                  # reads the hub, as a stream
-$ python data/hub/prepare.py data/hub/pg19.py --local=FOLDER   # your own files: train*, val*,
-                                                               # test*, .parquet or .jsonl
+$ python data/hub/prepare.py data/hub/pg19.py --local=FOLDER   # your own files, such as
+                                                               # train.jsonl, val-1.parquet
 
 The package datasets reads the files as a stream, so a corpus need not fit on the disk. A run that
 was stopped reads the stream again, but goes on behind the documents that it had already tokenized.
@@ -71,7 +71,7 @@ def stream(paths):
     rows = load_dataset(kind, data_files=DataFilesList(paths, []), split='train', streaming=True,
                         **{'columns': columns} if kind == 'parquet' else {})
     for row in rows:
-        about = row['meta'].values() if chooses else ()
+        about = row['meta'].values() if chooses else ()  # with neither setting each row passes
         if (not only or only in about) and without not in about:
             yield row[field]
 
@@ -84,7 +84,7 @@ def main():
             texts[split] = stream(paths)
             sources[split] = f'{len(paths)} from {paths[0]} on'
     write_dataset(ROOT / out_dir, get_tokenizer(tokenizer), texts, max_tokens, go_on=True,
-                  files=sources, only=only, without=without)
+                  files=sources, field=field, only=only, without=without)
 
 
 if __name__ == '__main__':

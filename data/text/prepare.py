@@ -53,6 +53,7 @@ def cut_by_lines(text, shares):
         stop += share * len(data)
         end = round(stop)
         if end > 0:
+            # the end of the line, else of the word, else of the text
             end = (data.find(b'\n', end - 1, len(data) - 1) + 1
                    or data.find(b' ', end - 1) + 1 or len(data))
         parts.append(data[start:end].decode())

@@ -35,7 +35,7 @@ mkdir -p $out
 # the other takes 18 % longer.
 half=$(python -c 'import torch; print(max(1, torch.get_num_threads() // 2))')
 OMP_NUM_THREADS=$half others > $out/others.log 2>&1 &
-trap 'kill $! 2> /dev/null || true' EXIT  # after Ctrl-C this, too, saves its model and stops
+trap 'kill $! 2> /dev/null || true' EXIT  # Ctrl-C reaches both trainings, which save
 echo "Two models are trained beside the one that you see, and $out/others.log shows their steps."
 OMP_NUM_THREADS=$half conv
 wait $! || { tail $out/others.log; exit 1; }
