@@ -31,6 +31,16 @@ class UserError(SystemExit):
     """A mistake that the user can mend. Python prints its text and ends with exit status 1."""
 
 
+def show_error(kind, error, trace):
+    """Python's own message, and how to install what only some stages need."""
+    sys.__excepthook__(kind, error, trace)
+    if kind is ModuleNotFoundError:
+        print('Install the packages that only some stages need: pip install ".[dev]"')
+
+
+sys.excepthook = show_error
+
+
 def settings(scope):
     """{setting: present value} of a stage or config file, in source order."""
     return {name: value for name, value in scope.items()

@@ -233,7 +233,7 @@ class Transformer(nn.Module):
         tokens, a text of 256 gets their mean, because ln 256 is the mean of ln 128 and ln 512. A
         text below the first or above the last length gets the nearest set.
         """
-        lengths = list(self.scale_sets)  # ascending, as use_sets() of scales.py stores them
+        lengths = list(self.scale_sets)  # block_size, then the tuned ones
         below = max((n for n in lengths if n <= total), default=lengths[0])
         above = min((n for n in lengths if n >= total), default=lengths[-1])
         share = math.log(total / below) / math.log(above / below) if below < above else 0

@@ -227,7 +227,6 @@ def write_result(path, result, chosen, runtime, info=None):
              'commit': commit(),
              'versions': {'python': platform.python_version(), 'torch': torch.__version__},
              'device': torch.cuda.get_device_name() if is_cuda else platform.machine(),
-             'threads': torch.get_num_threads(),
              'dtype': str(runtime.dtype).removeprefix('torch.')}
     save_json(f'{path}.json', data)
     import plots  # matplotlib takes a second

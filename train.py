@@ -294,10 +294,10 @@ def main(given):
     track = begin_log(folder, step, chosen) if runtime.is_main else None
 
     def log(step, **row):
-        row = {'tokens': step * batch_size * block_size, **row}
+        row = {'step': step, 'tokens': step * batch_size * block_size, **row}
         if runtime.is_main:
             with open(folder / 'log.jsonl', 'a') as file:
-                file.write(json.dumps({'step': step, **row}) + '\n')
+                file.write(json.dumps(row) + '\n')
             if track:
                 track.log(row, step=step)
 

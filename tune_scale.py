@@ -172,8 +172,6 @@ def tune_heads(model, info, folder, text, runtime):
     """
     c = model.config
     lengths = sorted(target_lengths) or [target_length or 4 * c.block_size]
-    if lengths[0] < c.block_size:  # shorter texts get no set of their own
-        raise UserError(f'target_length is {lengths[0]}. Give at least {c.block_size}.')
     stem = 'scale_sets' if target_lengths else f'scale_head_{lengths[0]}'
     path = result_path(folder, stem, label, info, dataset)
     # to set model.head_scale sets all layers: it is a property of Transformer

@@ -33,6 +33,12 @@ def test_a_value_gets_the_type_of_its_setting(monkeypatch):
     assert given(monkeypatch, '--scale=None', '--dataset=123') == {'scale': None, 'dataset': '123'}
 
 
+def test_a_missing_package_is_named_with_the_command_that_installs_its_pin():
+    run = subprocess.run([sys.executable, '-c', "import sys; sys.modules['rouge'] = None; "
+                          'import longbench'], cwd=ROOT, capture_output=True, text=True)
+    assert 'rouge' in run.stderr and 'pip install ".[dev]"' in run.stdout
+
+
 def test_files_are_read_in_order_and_keys_come_last(monkeypatch, tmp_path):
     for name, text in ('a', 'steps = 1\nrate = 2\n_helper = 3'), ('b', 'steps = 5'):
         (tmp_path / f'{name}.py').write_text(text)
