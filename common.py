@@ -67,8 +67,10 @@ class Runtime:
         most = max(1, batch_tokens // (windows.shape[1] - 1))
         n_batches = math.ceil(n / most / self.world_size)
         size = math.ceil(n / n_batches / self.world_size)
+        # the windows of this rank: rank, rank + world_size ...; with % n it begins again at 0
         own = torch.arange(self.rank, n_batches * size * self.world_size, self.world_size) % n
         rows = []
+        # disable: None shows the bar in a terminal only, True never
         for batch in tqdm(own.split(size), label, disable=None if label and self.is_main else True):
             batch = windows[batch].to(self.device)
             with self.autocast():

@@ -50,6 +50,7 @@ def settings(scope):
 
 def fit(value, kind):
     """`value` as a `kind`, such as float | None or list[int]; an int becomes a float if it must."""
+    # each type of a union such as float | None, in order, or the one type
     for member in kind.__args__ if isinstance(kind, types.UnionType) else [kind]:
         if type(value) is member:  # not isinstance: True is an instance of int
             return value
@@ -95,10 +96,11 @@ def configure(scope, declared=None):
     fields are settings, too, such as position.Settings. Returns the names of the settings that
     were given. A setting `paths`, where a stage has it, takes all that is not --key=value.
     """
-    # not scope['__annotations__'], which from Python 3.14 on is made only when the module is asked
+    # {setting: type} of those with an annotation, such as x: int | None = None. Not
+    # scope['__annotations__'], which from Python 3.14 on is made only when the module is asked.
     kinds = sys.modules[scope['__name__']].__annotations__
     for one in fields(declared) if declared else ():
-        scope.setdefault(one.name, one.default)
+        scope.setdefault(one.name, one.default)  # where both have one, the stage's default counts
         kinds = {one.name: one.type} | kinds
     known, given = settings(scope), set()
     if {'-h', '--help'} & {*sys.argv}:

@@ -85,6 +85,7 @@ class Windows:
         self.dataset, self.split, self.block_size, self.seed = dataset, split, block_size, seed
         opened, weights = [], []
         sources = dataset.split(',')
+        # val and test are those of the first source
         for source in sources if split == 'train' else sources[:1]:
             # NAME:WEIGHT, or NAME alone, which may be C:\mine
             name, weight = re.fullmatch(r'(.*?)(?:: *([\d.]+))?', source).groups()
@@ -146,7 +147,7 @@ class Windows:
         """
         size = self.block_size + 1
         places = np.arange(0, self.blocks[0].size - size + 1, spacing or size)
-        # (2, n): the document of each window's first token, and of its last
+        # (2, n): the document of each window's first token, and of its last, counted from 1
         documents = self.starts.searchsorted((places, places + size - 1), side='right')
         inside, = np.nonzero(documents[0] == documents[1])
         chosen = inside if len(inside) >= n else np.arange(len(places))

@@ -93,7 +93,7 @@ def attention_entropy(method, q, k, place):
         total = weights.sum(-1).clamp(min=smallest)
         return (total.log() - terms.sum(-1) / total).clamp(min=0)  # of p = weights / total
 
-    # a softmax of q.k / sqrt(D); CUDA's kernel wants heads of 4, 8, 12 ... channels
+    # NoPE and RoPE: a softmax of q.k / sqrt(D). CUDA's kernel wants heads of 4, 8, 12 ... channels.
     is_plain = method.changed <= {'prepare', 'encode'} and q.shape[-1] % 4 == 0
     with torch.autocast(q.device.type, enabled=False):
         if is_plain and q.device.type in FUSED_KERNEL and not wants_gradient:
@@ -127,6 +127,7 @@ def entropies(model, inputs, targets):
 
     for block in model.blocks:
         block.attn.probe = measure
+    # as Python, because compiled code would not call the probes
     with torch.compiler.set_stance('force_eager'):
         losses = model(inputs, targets)
     for block in model.blocks:
@@ -154,6 +155,7 @@ def main(given):
         return bin_means(rows, width)[1]
 
     means = runtime.over_windows(samples, batch_tokens, measure, f'{T} tokens').mean(0)
+    # row 0 is the loss; the others are the heads, layer by layer: (n_layer, H, bins)
     loss, heads = means[0], means[1:].reshape(len(model.blocks), -1, means.shape[1])
     positions, _ = bin_means(np.arange(T), width)
     mean, bound = heads.mean((0, 1)), np.log(positions)

@@ -135,6 +135,7 @@ def sliding(model, data, sizes, runtime):
         row = {'length': length, **summary(losses)}
         if length > L:
             if first not in cuts:
+                # tokens[e] stands at `first` in a sample, so the last scored one at first - 1
                 cuts[first] = cut_losses(model, samples, first - 1, step, batch_tokens, runtime)
             row |= gain_of(losses, cuts[first])
         rows.append(row)

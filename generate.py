@@ -218,7 +218,7 @@ def beam_search(model, prompts, max_new_tokens, eos, beams, not_first):
             going_on = []                                    # [(ln p, row of the beam, token)]
             ranks = zip(ranked.values[b].tolist(), ranked.indices[b].tolist())
             for rank, (score, place) in enumerate(ranks):
-                row, token = b * beams + place // V, place % V
+                row, token = b * beams + place // V, place % V  # place: in (beams, V), flattened
                 if token not in eos and n < max_new_tokens:
                     going_on.append((score, row, token))
                 elif rank < beams and b not in done:

@@ -62,9 +62,9 @@ def bag_of_words(text):
 
 def qa_f1(prediction, gold):
     """F1 of the two bags of words."""
-    ours, theirs = bag_of_words(prediction), bag_of_words(gold)
-    words = ours.total() + theirs.total()
-    return 2 * (ours & theirs).total() / max(1, words)
+    found, wanted = bag_of_words(prediction), bag_of_words(gold)
+    words = found.total() + wanted.total()
+    return 2 * (found & wanted).total() / max(1, words)
 
 
 def rouge_l(prediction, gold):
@@ -163,6 +163,7 @@ def prompt_ids(text, encoding, room):
 
 
 def main(given):
+    # {name: (samples, classes, most tokens of an answer)}
     chosen = {name: read_task(ROOT / data, name) for name in tasks or TASKS}
     runtime = setup(device, dtype)
     model, info = open_model(init_from, out_dir, runtime, position, rope_scaling, scale)

@@ -70,6 +70,7 @@ class Attention(nn.Module):
     def forward(self, x, place, cache=None):
         """x: (B, T, C). cache: the keys and values of earlier tokens, a KVCache of generate.py."""
         B, T, C = x.shape
+        # one matrix makes the heads of q, then of k, then of v: (B, H + 2 n_kv_head, T, D)
         qkv = self.qkv(x).view(B, T, -1, self.head_dim).transpose(1, 2)
         q, k, v = qkv.split(self.head_counts, dim=1)   # (B, H, T, D), k and v with n_kv_head heads
         q, k = self.position.encode(q, k, place)

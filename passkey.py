@@ -82,6 +82,7 @@ def build_prompt(encoding, length, place, key):
 
     line, answer = KEY.format(key=key), f' {key}'
     filler = len(ids(FILLER * 2)) - len(ids(FILLER))   # tokens of one that follows another
+    # + 1, because each ids() counts a start token
     last = length - len(ids(line)) - len(ids(QUESTION + answer)) + 1  # latest start of the key line
     # If the task and one filler have 60 tokens and each further one 24, then before place 200 there
     # is room for (200 - 60) // 24 = 5 further ones.

@@ -14,8 +14,8 @@ headroom is the gain of the copy cache (Grave et al. 2017, arXiv:1612.04426, in 
 it gives the target the probability (1 - w) p + w c, where p is the untuned model's in the cut
 context, and c is 1 if x_s equals the target, else 0. The weight w is fitted on the split val.
 R = gain / headroom.
-A --position= for a Hugging Face folder says how it was trained; if it only says how to read it,
-name the folder as --baseline=, too.
+For a Hugging Face folder --position= says how its model was trained, and the untuned model is read
+so, too. If it shall only say how to read it now, name the folder as --baseline=, too.
 
 $ python repeats.py                                              # windows of 8L
 $ python repeats.py --scale=out/demo/nope/scale_head_640.json    # with tuned scales
@@ -175,6 +175,7 @@ def main(given):
 
     rows = [row_of('all', window, losses, cut, copied)]
     if control:  # the last L tokens of each target after another document's text
+        # a copy of the window for each target, in which only the tokens from t - L on stay its own
         is_far = np.arange(W + 1) < t[:, None] - L
         texts = np.where(is_far, samples[others[window]], samples[window])
         with_other = runtime.over_windows(texts, batch_tokens, model, 'other document')

@@ -51,6 +51,7 @@ def read_set(entry, model):
     numbers = {}
     for layer, row in enumerate(entry['head_scale']):
         numbers[f'blocks.{layer}.attn.head_scale'] = row
+    # of all other kinds, names are stored with the numbers
     for kind in {vector_kind(name) for name in small_vectors(model)} - {'head_scale'}:
         numbers |= entry.get(kind, {})
     vectors = {}

@@ -140,6 +140,7 @@ def bin_means(values, width):
     width = max(1, width)
     bins = values.shape[-1] // width
     means = values[..., :bins * width].reshape(*values.shape[:-1], bins, width).mean(-1)
+    # bin 0 holds the positions 1 ... width, whose mean is (width + 1) / 2
     return np.arange(bins) * width + (width + 1) / 2, means
 
 

@@ -132,7 +132,7 @@ class HFTokenizer:
         self.tokenizer.no_padding()
         self.eos, self.eot_token = eos, vocab[eos]
         self.n_vocab = max(vocab.values()) + 1  # not len(vocab): some ids may be unused
-        # What is put before a text, such as <s>. If that is nothing: end-of-text.
+        # the first token that is put before a text, such as <s>; if there is none, end-of-text
         self.start_token = [*self.tokenizer.encode('').ids, self.eot_token][0]
 
     def encode_ordinary(self, text):

@@ -253,7 +253,7 @@ def main(given):
         if not is_resumed and any(folder.glob('*.pt')):
             raise UserError(f'{folder} already holds a run. Resume it with --init_from=resume, '
                             'choose another --out_dir=, or remove it.')
-    start = None  # the checkpoint that the run begins from
+    start = None  # the checkpoint that the run begins from; None: from scratch
     if is_resumed:
         start = resume(given - {'init_from'})  # this, too, becomes what it was when the run began
     elif init_from != 'scratch':
@@ -393,10 +393,12 @@ def main(given):
             if measured['val_loss'] < best_val_loss:
                 best_val_loss = measured['val_loss']
                 save('best.pt', step)
-        if is_eval_step or stops:  # last: a run that is killed before resumes from the one before
+        # last.pt after the log and best.pt: a run killed before this resumes from the older one
+        if is_eval_step or stops:
             save('last.pt', step, scaler=scaler.state_dict(),
                  optimizer=get_optimizer_state_dict(model, optimizer, options=WHOLE))
-        if is_log_step or is_eval_step or is_first:  # do not time compilation and validation
+        # the clock starts again here, so that neither compilation nor validation is timed
+        if is_log_step or is_eval_step or is_first:
             timed_step, time_then, is_first = step, time.perf_counter(), False
 
     if runtime.is_main and step >= max_iters:

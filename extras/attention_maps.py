@@ -52,7 +52,7 @@ def parts_of(method, q, k, i, j):
     scores, bias = method.scores(q, k, i, j), method.bias(i, j)
     if bias is not None:
         parts['bias'] = bias.expand(scores.shape)
-    if method.dape:
+    if method.dape:  # its output is what is left without the parts that it was added to
         others = sum(parts.values()) if method.dape.residual else parts['score']
         parts['dape'] = scores - others
     parts['attention'] = method.softmax(scores)
@@ -81,7 +81,7 @@ def head_maps(method, q, k, place, head):
             numbers = numbers.where(seen, math.nan)[:, head]                 # (windows, rows, keys)
             cells = numbers.split(width, dim=2)
             if part == 'attention':
-                means = [cell.nansum(2).mean() for cell in cells]
+                means = [cell.nansum(2).mean() for cell in cells]  # a hidden key adds nothing
             else:
                 means = [cell.nanmean() for cell in cells]
             maps.setdefault(part, []).append(torch.stack(means).nan_to_num())  # 0: sees no key
@@ -99,7 +99,7 @@ def maps_and_first_key(model, tokens, layer, head):
     drawn, maps, shares = model.blocks[layer].attn, {}, []
 
     def look(attention, q, k, place):
-        first = torch.zeros_like(k)
+        first = torch.zeros_like(k)  # values, (windows, n_kv_head, T, D): 1 at key 0
         first[:, :, 0] = 1
         share = attention.position.attend(q, k, first, place)[:, :, q.shape[2] // 2:, 0]
         shares.append(share.mean((0, 2)))

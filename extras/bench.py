@@ -134,6 +134,7 @@ def compare(title, works, flops, runtime):
     turns = []
     for _ in range(2 + rounds):
         turns.append([seconds_of(work, runtime) for work in (*works.values(), lambda: a @ a)])
+    # of each of works, then of the product; the first two rounds warm up
     *times, product = np.array(turns[2:]).T                                    # each (rounds,)
     rate = 2 * size ** 3 / product                                             # FLOP/s
 

@@ -90,7 +90,7 @@ def loss_and_accuracy(logits, answers, ends):
     """
     loss = F.cross_entropy(logits.flatten(0, 1), answers.flatten())
     is_end = (answers == END) & ends
-    counted = is_end.cumsum(1) - is_end.int() == 0  # False after END
+    counted = is_end.cumsum(1) - is_end.int() == 0  # True up to END, where none stands before
     right = logits.argmax(-1) == answers
     return loss, (right & counted).sum() / counted.sum()
 
@@ -202,6 +202,7 @@ def main():
             right = accuracies(model, name, tested)
             inside, outside = right[is_inside].mean(), right[~is_inside].mean()
             chance = 1 / TASKS[name].n_out
+            # a task may be learned alone and in a mixture
             found[name if name not in found else f'{mixture}: {name}'] = {
                 'inside': inside, 'outside': outside, 'chance': chance, 'accuracy': right}
             rows.append({'task': name, 'chance': f'{chance:.1%}',

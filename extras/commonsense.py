@@ -67,7 +67,7 @@ class Harness(TemplateLM):
     Our model with lm_eval's interface. Every rank gets all requests and reads its share. path: of
     the files of answers; about: what answers depend on; length: as read_length.
     """
-    eot_token_id = None  # because it is abstract in TemplateLM; each object has its own
+    eot_token_id = None  # TemplateLM demands it in the class; __init__ sets that of the object
 
     def __init__(self, model, encoding, runtime, path, about, length):
         super().__init__()

@@ -60,7 +60,7 @@ class Foreign(nn.Module):
         n = tail if targets is None else targets.shape[1]
         past = {} if cache is None else dict.fromkeys(self.past, cache)
         logits = self.model(idx, logits_to_keep=n, use_cache=cache is not None, **past).logits
-        logits = logits[:, -n:]                                                 # (B, K, V)
+        logits = logits[:, -n:]  # (B, K, V); some models ignore logits_to_keep. [-0:] is all.
         if targets is None:
             return logits
         return F.cross_entropy(logits.mT.float(), targets, reduction='none')

@@ -23,14 +23,14 @@ from tokenizer import (
     tokenizer_state,
 )
 
-# {our setting: its name, after the architecture}
+# {our setting: its name in a file, after that of the architecture}
 SETTINGS = {
     'vocab_size': 'vocab_size', 'block_size': 'context_length', 'n_layer': 'block_count',
     'n_head': 'attention.head_count', 'n_kv_head': 'attention.head_count_kv',
     'n_embd': 'embedding_length', 'n_hidden': 'feed_forward_length',
     'norm_eps': 'attention.layer_norm_rms_epsilon', 'rope_base': 'rope.freq_base'}
 SCALINGS = {'none': '', 'linear': 'pi', 'yarn': 'yarn'}  # {its name: kind of our rope_scaling}
-# {our weight: its names}, as in hf_folder.py
+# {our weight: its names in a file}, as in hf_folder.py
 WEIGHTS = {
     'embed': ['token_embd'], 'norm': ['output_norm'], 'head': ['output'],
     'blocks.*.attn_norm': ['blk.*.attn_norm'],

@@ -65,7 +65,7 @@ def weight_names(c, table):
 def our_weights(c, tensors, table):
     """Our weights from {name elsewhere: tensor}. Raises Unlike if we have no place for one."""
     names = weight_names(c, table)
-    unknown = tensors.keys() - sum(names.values(), [])
+    unknown = tensors.keys() - sum(names.values(), [])  # sum: all known names in one list
     if unknown:  # biases, experts ...
         raise Unlike(f'it has {min(unknown)}')
     return {ours: torch.cat([tensors[part] for part in parts]) for ours, parts in names.items()}
@@ -99,7 +99,7 @@ def require_like_ours(config):
         its = entries.get(name)
         if isinstance(its, float):
             its = round(its, 6)  # a file may have 9 digits of 1 / sqrt(D)
-        if its not in (None, value):
+        if its not in (None, value):  # None: config.json does not say it, so it is as usual
             raise Unlike(f'its {name} is {its}')
 
 

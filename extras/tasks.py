@@ -233,7 +233,8 @@ def recall(rng, B, n):
 
     x = rng.integers(2 * N_SYMBOLS, 3 * N_SYMBOLS, (B, n))             # noise
     # Before the queries there are n - 2 n_pairs places, where a pair counts as one place. Choose
-    # the places of the pairs, in order.
+    # the places of the pairs, in order. With n = 10 and 2 pairs, places 1 and 4 of the 6 become
+    # the starts 1 and 5.
     places = rng.random((B, n - 2 * n_pairs)).argsort(1)[:, :n_pairs]
     starts = np.sort(places, axis=1) + np.arange(n_pairs)
     np.put_along_axis(x, starts, N_SYMBOLS + keys, axis=1)

@@ -95,6 +95,7 @@ def of_seed(text, repeats, untuned):
     model, or its twin that was trained at L, with only the last L tokens.
     """
     gains = {row['kind']: row['gain'] for row in repeats}
+    # text has rows for L, 2L, 4L, 8L ...: 3 is 8L
     return {
         'loss at L': text[0]['loss'],
         'loss at 8L': text[3]['loss'],
@@ -188,6 +189,7 @@ def tasks():
     recall = read('head_scale/recall.json')['right']
     for name, keys in read('head_scale/passkey.json')['found'].items():
         if name in recall:
+            # by length: 2 is 4L in recall, 3 in passkeys
             recalled = [{'recall at 4L': seed[2]} for seed in recall[name]['each']]
             yield name, recalled + [{'keys at 4L': seed[3]} for seed in keys['each']]
 

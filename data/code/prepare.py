@@ -78,7 +78,7 @@ def passages(text):
         if length < PASSAGE and start > 0:
             break
         hashes.add(hash('\n'.join(lines[start:end])))
-        length -= len(line)
+        length -= len(line)  # the next passage starts a line later
     return hashes
 
 
@@ -89,6 +89,7 @@ def without_shared(splits):
     """
     kept, seen = {}, set()
     for split, texts in splits.items():
+        # equal texts are one key, so copies go here
         by_text = {texts[name]: passages(texts[name]) for name in sorted(texts, key=stable_hash)}
         own = {text: hashes for text, hashes in by_text.items() if not hashes & seen}
         seen = seen.union(*own.values())

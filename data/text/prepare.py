@@ -70,6 +70,7 @@ def share_out(documents):
     if any(share and not splits[split] for split, share in zip(SPLITS, shares)):
         longest = max(sum(splits.values(), []), key=len, default='')
         for split, part in zip(SPLITS, cut_by_lines(longest, shares)):
+            # its parts replace it
             splits[split] = [text for text in splits[split] if text is not longest] + [part]
     return splits
 
