@@ -135,7 +135,7 @@ def draw_head(result):
     """The loss of each tuning step, and what was tuned: a row per vector, a column per number."""
     tuned = result.get('sets', [result])[-1]
     kinds = [part.partition(':')[0] for part in result['tuned'].split(',')]
-    title = f"Tuned at {tuned['target_length']} tokens: {name_of(result)}"
+    title = f"Tuned at {tuned['target_length']} tokens (scales in 1/√d): {name_of(result)}"
     figure, [left, *others] = panels(title, 1 + len(kinds))
     left.plot(result['losses'])
     left.set(xlabel='step', ylabel='loss of a batch (nats per token)')
@@ -143,8 +143,7 @@ def draw_head(result):
         vectors = tuned['head_scale' if kind == 'channel' else kind]
         rows = np.array([*vectors.values()] if isinstance(vectors, dict) else vectors)
         image = axis.imshow(rows.reshape(len(rows), -1), aspect='auto')
-        axis.set(title=f'{kind} (scales in 1/√d)', xlabel='head, or channel',
-                 ylabel='layer, or vector')
+        axis.set(title=kind, xlabel='head, or channel', ylabel='layer, or vector')
         axis.locator_params(integer=True)
         figure.colorbar(image)
     return figure
