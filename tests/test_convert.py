@@ -1,6 +1,8 @@
 """$ python -m pytest tests/test_convert.py      (convert, hf_folder, gguf_file, foreign)"""
 
 
+import json
+
 from configurator import UserError
 
 import numpy as np
@@ -88,16 +90,26 @@ def test_llamas_and_what_is_written_of_them_give_the_logits_of_transformers(
 
 
 def test_pickled_weights_and_head_scales_of_the_papers_code_are_read(tmp_path, ours, cpu):
-    weights, scales = stock(tmp_path).state_dict(), 1 + torch.arange(8.0).view(2, 4)
+    weights = stock(tmp_path, tie_word_embeddings=True).state_dict()
+    scales = 1 + torch.arange(8.0).view(2, 4)
     weights |= {f'model.layers.{i}.self_attn.scale_param': row for i, row in enumerate(scales)}
     (tmp_path / 'model.safetensors').unlink()
     for i in range(2):
         torch.save(dict(list(weights.items())[i::2]), tmp_path / f'pytorch_model-{i}.bin')
     model = ours(tmp_path)
     assert torch.equal(model.head_scale, scales) and model.config.position == 'none'
+    assert model.config.tied and 'lm_head.weight' in weights  # a copy
     near(model.blocks[1].mlp.out.weight, weights['model.layers.1.mlp.down_proj.weight'])
     model, info = open_model(str(tmp_path), '', cpu, 'rope')
     assert model.config.position == info['label'] == 'rope'  # not the name of the plain reading
+
+
+def test_a_granite_with_an_unknown_position_is_refused_by_name(tmp_path, ours):
+    stock(tmp_path, 'GraniteMoeHybrid', **GRANITE)
+    path = tmp_path / 'config.json'
+    path.write_text(json.dumps(json.loads(path.read_text()) | {'position_embedding_type': 'alibi'}))
+    with pytest.raises(UserError, match='alibi'):
+        ours(tmp_path)
 
 
 @pytest.mark.parametrize('kind, changes, reason', [

@@ -101,6 +101,7 @@ def test_a_dataset_that_does_not_fit_is_refused(tmp_path):
             ('different tokenizers', a, 'val', 3, 0, info),
             ('fewer than 203 tokens', a, 'val', 202),
             ('no split test, but train, val', a, 'test', 3),
+            ('Give one: --dataset=NAME', '', 'val', 3),
             ('prepare.py', str(tmp_path), 'val', 3), ('as it was prepared', b, 'val', 3)):
         (tmp_path / 'b/val.bin').write_bytes(b'cut short.')
         with pytest.raises(SystemExit, match=said):

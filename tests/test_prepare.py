@@ -89,6 +89,8 @@ def test_splits_that_are_named_are_taken_as_they_are(tmp_path):
         [f'text of {file}'] for file in ('train/a', 'validation/b', 'test.txt')]
     assert prepare('text', tmp_path / 'two', folder / 'train', f'--val={folder}/test.txt') == [
         ['text of train/a'], ['text of test.txt']]
+    assert prepare('text', tmp_path / 'inside', folder, f'--val={folder}/validation') == [
+        ['text of test.txt', 'text of train/a'], ['text of validation/b']]
     assert 'their sum' in refused('text', tmp_path / 'new', folder, '--test_fraction=1.5')
 
 

@@ -43,6 +43,7 @@ def test_the_fit_is_the_least_squares_line_through_1_at_L():
     rest, spread = best[1:] - 1 - a * x, best[1:] - best[1:].mean()
     r2 = 1 - (rest ** 2).sum() / (spread ** 2).sum()
     assert tune_scale.fit_scale(position, best, 10) == pytest.approx((a, r2))
+    assert np.isnan(tune_scale.fit_scale(np.arange(60), np.full(60, 1.1), 10)[1])
 
 
 def test_a_uniform_search_reads_the_same_windows_with_each_scale(tiny_run, tuned, corpus_dir):
